@@ -1,0 +1,120 @@
+# Everything a developer or CI runs. `make help` lists the targets.
+# PYTHON picks the interpreter that the environment is made with: make test PYTHON=python3.12
+
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES_OF_BUILD := pyproject.toml $(wildcard setup.py requirements.lock csrc/* csrc/*/*)
+LOCKED_FOR := $(shell sed -n 's/^\# locked for //p' requirements.lock 2>/dev/null)
+
+TAG_OF_PYTHON := import sys; print("Python %d.%d on %s" % (*sys.version_info[:2], sys.platform))
+CHECK_PYTHON := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+PIP := python -m pip --quiet --quiet --disable-pip-version-check --no-input
+
+# $(call needs,PATH) is a command that prints a list of requirements out of pyproject.toml.
+define LIST_NEEDS
+import sys, tomllib
+table = tomllib.load(open("pyproject.toml", "rb"))
+for path in sys.argv[1:]:
+    found = table
+    for key in path.split("."):
+        found = found[key]
+    print(*found, sep="\n")
+endef
+export LIST_NEEDS
+BUILD_AND_RUN := build-system.requires project.dependencies
+EXTRA := project.optional-dependencies
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run test lint soak oracle bench lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: .venv/.has-cadenza ## answer eight prompts at once with the bundled model
+	$(BIN)/cadenza generate --prompts-file examples/prompts.txt --max-tokens 48
+
+test: .venv/.has-tools ## run the tests
+	$(BIN)/python -m pytest
+
+lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, banned calls
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tools/size_gate.py
+	$(BIN)/python tools/banned_calls.py
+	$(BIN)/lint-imports --quiet --no-logo
+	$(BIN)/pyright --warnings
+
+soak: .venv/.has-tools ## run the reliability bars in full size (hours)
+	$(BIN)/python -m pytest -m soak --hypothesis-profile=soak -o timeout=0
+
+oracle: .venv-oracle/.has-torch ## compare with torch and transformers (in an environment of its own)
+	.venv-oracle/bin/python -m pytest -m oracle
+
+bench: .venv/.has-tools ## measure the import and run the benchmarks
+	$(BIN)/python tools/import_time.py
+	@for script in $(wildcard benchmarks/*.py); do \
+	  echo $(BIN)/python $$script; $(BIN)/python $$script || exit; done
+
+lock: ## write requirements.lock anew, for this Python
+	@rm -rf .venv-lock
+	$(PYTHON) -m venv .venv-lock
+	@.venv-lock/bin/python -c "$$LIST_NEEDS" $(BUILD_AND_RUN) $(EXTRA).test $(EXTRA).lint \
+	  > .venv-lock/needs.txt
+	.venv-lock/bin/$(PIP) install -r .venv-lock/needs.txt
+	@{ echo "# Exact versions of what Cadenza needs to be built, run, tested and linted."; \
+	   echo "# Written by \`make lock\`; used as pip constraints by the other targets."; \
+	   echo "# locked for $$(.venv-lock/bin/python -c '$(TAG_OF_PYTHON)')"; \
+	   .venv-lock/bin/$(PIP) freeze --all --exclude pip; } > requirements.lock
+	@rm -rf .venv-lock
+	@if grep -nE '://| @ ' requirements.lock; then \
+	  echo "requirements.lock may hold versions only" >&2; exit 1; fi
+
+clean: ## remove all that these targets made
+	rm -rf .venv .venv-lock .venv-oracle build dist src/*.egg-info
+	rm -rf .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	find src tests tools training -name __pycache__ -prune -exec rm -rf {} +
+	find src -name '*.so' -delete
+
+# --- environments: a stamp file in each says what it has, so that nothing is installed twice ------
+
+%/pyvenv.cfg:
+	@$(PYTHON) -c '$(CHECK_PYTHON)' || { \
+	  echo "Cadenza needs Python 3.11, 3.12 or 3.13; $(PYTHON) is something else." \
+	       "Name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $*
+
+# $(call install,ENVIRONMENT): the package, editable, with its requirements. Where the lock is for
+# this Python it holds, and the native kernels are built with the jaxlib that will run them.
+define install
+	@echo "installing Cadenza into $(1)"
+	@if [ "$$($(1)/bin/python -c '$(TAG_OF_PYTHON)')" = "$(LOCKED_FOR)" ]; then \
+	  echo "-c $(CURDIR)/requirements.lock" > $(1)/constraints.txt; \
+	  $(1)/bin/python -c "$$LIST_NEEDS" $(BUILD_AND_RUN) > $(1)/needs.txt && \
+	  $(1)/bin/$(PIP) install -r $(1)/constraints.txt -r $(1)/needs.txt && \
+	  $(1)/bin/$(PIP) install --no-deps --no-build-isolation --editable .; \
+	else \
+	  : > $(1)/constraints.txt; \
+	  $(1)/bin/$(PIP) install --editable .; \
+	fi
+endef
+
+.venv/.has-cadenza: .venv/pyvenv.cfg $(SOURCES_OF_BUILD)
+	$(call install,.venv)
+	@touch $@
+
+.venv/.has-tools: .venv/.has-cadenza
+	@echo "installing the tests' and gates' tools into .venv"
+	@$(BIN)/python -c "$$LIST_NEEDS" $(EXTRA).test $(EXTRA).lint > .venv/needs.txt
+	@$(BIN)/$(PIP) install -r .venv/constraints.txt -r .venv/needs.txt
+	@touch $@
+
+.venv-oracle/.has-torch: .venv-oracle/pyvenv.cfg $(SOURCES_OF_BUILD)
+	$(call install,.venv-oracle)
+	@echo "installing torch and transformers into .venv-oracle"
+	@.venv-oracle/bin/python -c "$$LIST_NEEDS" $(EXTRA).test $(EXTRA).oracle \
+	  > .venv-oracle/needs.txt
+	@.venv-oracle/bin/$(PIP) install -r .venv-oracle/constraints.txt -r .venv-oracle/needs.txt
+	@touch $@
+
+.PRECIOUS: %/pyvenv.cfg

@@ -1,0 +1,91 @@
+"""The device seam: what a runner must offer the engine.
+
+A runner turns `ModelInputs` into `StepOutput`, one launched step after the other. It knows pages,
+rows and slots; it knows no request, no scheduler and no text. Every backend passes one contract
+suite (`tests/contract`).
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from cadenza.core.batch import ModelInputs, StepOutput
+
+Exactness = Literal["bitwise", "token"]
+Capability = Literal["logprobs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendTraits:
+    """What a backend would be like on a device, told before anything is loaded.
+
+    `dtypes` are the types it computes in, the best for a checkpoint's own type first;
+    `max_num_batched_tokens` is the largest token budget, and the default one.
+    `device_memory_bytes` is None where the device shares the host's memory.
+    """
+
+    name: str
+    ops: str
+    exactness: Exactness
+    dtypes: tuple[str, ...]
+    max_num_batched_tokens: int
+    device_memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroup:
+    """One pool of pages. `bytes_per_token` counts all of the group's layers, K and V."""
+
+    kind: Literal["full", "window", "state"]
+    num_layers: int
+    bytes_per_token: int
+
+
+class StepHandle(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepOutput:
+        """Waits for the device. Raises RunnerError (or what the device raised) when it failed."""
+        ...
+
+
+class Runner(Protocol):
+    """One model on one device, with its pages."""
+
+    @property
+    def name(self) -> str:
+        """Backend and device, for people: `xla:cpu`."""
+        ...
+
+    @property
+    def kv_cache_spec(self) -> SequenceOf[KVGroup]: ...
+
+    @property
+    def capabilities(self) -> frozenset[Capability]: ...
+
+    @property
+    def exactness(self) -> Exactness: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """The padded step sizes it has programs for, rising; the last is the token budget's cap."""
+        ...
+
+    def warmup(self) -> None:
+        """Compiles every program there will ever be."""
+        ...
+
+    def launch(self, inputs: ModelInputs) -> StepHandle:
+        """Starts a step and returns at once; steps run in the order of their launches."""
+        ...
+
+    def reset(self) -> None:
+        """After a failed step: forgets all KV and is ready for the next launch."""
+        ...
+
+    def close(self) -> None:
+        """Gives back the device's memory; nothing may be launched afterwards."""
+        ...

@@ -1,0 +1,137 @@
+"""The token-storing runner: a device that keeps tokens where a model would keep KV.
+
+It writes each token at its slot, reads every row's history back through the page table and
+answers with a hash of what it read, so that any fault of paging, sharing, chunking, preemption or
+speculation changes the output, with no model at all. numpy only. Invariant: a slot that was never
+written, or belongs to another prefix, yields another answer than `next_token(history)`.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cadenza.backends.base import Capability, Exactness, KVGroup
+from cadenza.core.batch import LAST_SAMPLED, ModelInputs, StepOutput
+
+_NEVER_WRITTEN = -7
+_MAX_LOGPROBS = 20
+
+
+def next_token(history: list[int], key: tuple[int, int], *, vocab_size: int) -> int:
+    """The fake model: what follows `history` under a draw's `key` (zeros when greedy)."""
+    text = np.array([*history, *key], np.int64).tobytes()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    return int.from_bytes(digest, "little") % vocab_size
+
+
+@dataclass(frozen=True, slots=True)
+class FakeStepHandle:
+    """A step whose result was there at once; reading it is traced."""
+
+    output: StepOutput
+    on_read: Callable[[], None]
+
+    def result(self) -> StepOutput:
+        self.on_read()
+        return self.output
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class FakeRunner:
+    """`trace` holds ("launch" | "read", step id) in the order they happened."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_pages_per_seq: int
+    num_pages: int
+    page_size: int
+    vocab_size: int = 97
+    trace: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    _slots: np.ndarray = field(init=False)  # [P * S]
+    _page_table: np.ndarray = field(init=False)  # [R, pages]
+    _last_sampled: np.ndarray = field(init=False)  # [R]
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    @property
+    def name(self) -> str:
+        return "fake"
+
+    @property
+    def kv_cache_spec(self) -> tuple[KVGroup, ...]:
+        return (KVGroup(kind="full", num_layers=1, bytes_per_token=8),)
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return frozenset({"logprobs"})
+
+    @property
+    def exactness(self) -> Exactness:
+        return "bitwise"
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        return (self.max_num_batched_tokens,)
+
+    def warmup(self) -> None:
+        """Nothing to compile."""
+
+    def reset(self) -> None:
+        self._slots = np.full(self.num_pages * self.page_size, _NEVER_WRITTEN, np.int64)
+        self._page_table = np.full((self.max_num_seqs, self.max_pages_per_seq), -1, np.int64)
+        self._last_sampled = np.full(self.max_num_seqs, _NEVER_WRITTEN, np.int64)
+
+    def close(self) -> None:
+        self._slots = np.empty(0, np.int64)
+
+    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        for row, index, page in inputs.page_updates:
+            self._page_table[row, index] = page
+        for row in range(self.max_num_seqs):
+            self._store(inputs, row)
+        count = inputs.num_logits
+        rows = inputs.logit_rows[:count]
+        token_ids = np.array(
+            [self._sample(inputs, index, int(row)) for index, row in enumerate(rows)], np.int32
+        )
+        self._last_sampled[rows] = token_ids
+        self.trace.append(("launch", inputs.step_id))
+        step_id = inputs.step_id
+        return FakeStepHandle(_output(token_ids), lambda: self.trace.append(("read", step_id)))
+
+    def _store(self, inputs: ModelInputs, row: int) -> None:
+        for index in range(inputs.query_starts[row], inputs.query_starts[row + 1]):
+            token = int(inputs.token_ids[index])
+            if token == LAST_SAMPLED:
+                token = int(self._last_sampled[row])
+            self._slots[inputs.slot_mapping[index]] = token
+
+    def _sample(self, inputs: ModelInputs, index: int, row: int) -> int:
+        kv_len = int(inputs.positions[inputs.logit_indices[index]]) + 1
+        history = [
+            int(
+                self._slots[
+                    self._page_table[row, at // self.page_size] * self.page_size
+                    + at % self.page_size
+                ]
+            )
+            for at in range(kv_len)
+        ]
+        greedy = inputs.sampling.temperature[index] == 0
+        key = (0, 0) if greedy else tuple(int(word) for word in inputs.sampling.keys[index])
+        return next_token(history, (key[0], key[1]), vocab_size=self.vocab_size)
+
+
+def _output(token_ids: np.ndarray) -> StepOutput:
+    count = len(token_ids)
+    return StepOutput(
+        token_ids=token_ids,
+        is_finite=np.ones(count, np.bool_),
+        logprobs=(-token_ids / 8).astype(np.float32),
+        ranks=np.ones(count, np.int32),
+        top_ids=np.tile(token_ids[:, None], (1, _MAX_LOGPROBS)).astype(np.int32),
+        top_logprobs=np.tile(-token_ids[:, None] / 8, (1, _MAX_LOGPROBS)).astype(np.float32),
+    )

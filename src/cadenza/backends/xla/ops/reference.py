@@ -1,0 +1,209 @@
+"""The op table in plain jnp: the definition of each operation.
+
+Exact by keeping one shape: a step always has T tokens of at most 64, so that the compiler's choice
+of reduction order cannot differ between two batches. Legend as in `ops.table`; B positions of one
+attention block, G query heads a KV head.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.backends.xla.ops.sampling import choose_tokens
+from cadenza.backends.xla.ops.table import DecoderSpec, KVPool, Linear, StepArrays
+from cadenza.errors import ConfigError
+
+MAX_TOKENS = 64
+BLOCK = 128
+"""KV positions of one softmax block, at absolute positions."""
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class ReferenceOps:
+    """Implements `OpTable`. Weights lie as in the checkpoint; KV lies by slot: [slots, Hkv, D]."""
+
+    name = "reference"
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self._spec = spec
+        self._model = spec.model
+
+    def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
+        """One bucket: every step has the same shape. Raises ConfigError above 64 tokens."""
+        if max_num_batched_tokens > MAX_TOKENS:
+            raise ConfigError(
+                f"--max-num-batched-tokens {max_num_batched_tokens} is above {MAX_TOKENS}, the "
+                f"most that stays exact without native kernels; lower it and --max-num-seqs"
+            )
+        return (max_num_batched_tokens,)
+
+    def load_linear(self, parts: list[npt.NDArray[Any]], bias: list[npt.NDArray[Any]]) -> Linear:
+        weight = np.concatenate(parts).astype(self._spec.dtype)
+        return Linear(weight, np.concatenate(bias).astype(np.float32) if bias else None)
+
+    def load_embedding(self, table: npt.NDArray[Any]) -> Linear:
+        return self.load_linear([table], [])
+
+    def load_gate_up(
+        self, gate: npt.NDArray[Any], up: npt.NDArray[Any], bias: list[npt.NDArray[Any]]
+    ) -> Linear:
+        return self.load_linear([gate, up], bias)
+
+    def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
+        slots = num_pages * self._spec.page_size
+        shape = (slots, self._model.num_kv_heads, self._model.head_dim)
+        pool = jnp.full(shape, fill, self._spec.dtype)
+        return KVPool(pool, jnp.full(shape, fill, self._spec.dtype))
+
+    def embed(self, table: Linear, step: StepArrays) -> jax.Array:
+        return table.weight[step.token_ids].astype(jnp.float32)  # [T, E]
+
+    def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
+        del count  # every row is computed
+        return rms_norm(x, weight, self._model.rms_norm_eps).astype(self._spec.dtype)
+
+    def linear(
+        self, x: jax.Array, weight: Linear, count: jax.Array, residual: jax.Array | None = None
+    ) -> jax.Array:
+        del count
+        y = _matmul(x, weight)
+        return y.astype(self._spec.dtype) if residual is None else residual + y
+
+    def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
+        del count
+        gate, up = jnp.split(_matmul(x, weight), 2, axis=-1)  # [T, F] each
+        return (jax.nn.silu(gate) * up).astype(self._spec.dtype)
+
+    def rope_append_attend(
+        self,
+        qkv: jax.Array,
+        pool: KVPool,
+        norms: tuple[jax.Array, jax.Array] | None,
+        rope: jax.Array,
+        step: StepArrays,
+    ) -> tuple[jax.Array, KVPool]:
+        model = self._model
+        heads = qkv.astype(jnp.float32).reshape(len(qkv), -1, model.head_dim)  # [T, H, D]
+        query, key, value = jnp.split(
+            heads, [model.num_heads, model.num_heads + model.num_kv_heads], axis=1
+        )
+        if norms is not None:
+            query = rms_norm(query, norms[0], model.rms_norm_eps)
+            key = rms_norm(key, norms[1], model.rms_norm_eps)
+        factors = rope[step.positions]  # [T, rotary_dim]
+        query = rotate(query, factors).astype(self._spec.dtype)
+        key = rotate(key, factors).astype(self._spec.dtype)
+        pool = _append(pool, key, value.astype(self._spec.dtype), step.slot_mapping)
+        grouped = query.reshape(len(qkv), model.num_kv_heads, -1, model.head_dim)
+        out = self._attend(grouped, pool, step)
+        return out.reshape(len(qkv), -1).astype(self._spec.dtype), pool
+
+    def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
+        return choose_tokens(_matmul(x, head), step.sampling)
+
+    def _attend(self, query: jax.Array, pool: KVPool, step: StepArrays) -> jax.Array:
+        """Online softmax over blocks at absolute positions: [T, Hkv, G, D] to the same, float32."""
+        limits = jnp.where(step.slot_mapping >= 0, step.positions + 1, 0)  # [T]
+        num_blocks = (jnp.max(limits) + BLOCK - 1) // BLOCK
+        shape = query.shape[:3]
+        state = (
+            jnp.full(shape, -jnp.inf, jnp.float32),  # running maximum
+            jnp.zeros(shape, jnp.float32),  # running sum
+            jnp.zeros(query.shape, jnp.float32),  # running output
+        )
+
+        def body(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            positions = block * BLOCK + jnp.arange(BLOCK)  # [B]
+            valid = positions[None, :] < limits[:, None]  # [T, B]
+            slots = self._slots(positions, valid, step)
+            return self._attend_block(query, pool, slots, valid, state)
+
+        _, total, out = jax.lax.fori_loop(0, num_blocks, body, state)
+        return jnp.where(limits[:, None, None, None] > 0, out / total[..., None], 0.0)
+
+    def _slots(self, positions: jax.Array, valid: jax.Array, step: StepArrays) -> jax.Array:
+        """Slots of `positions` in each token's row, 0 where not valid: [T, B]."""
+        size = self._spec.page_size
+        index = jnp.minimum(positions // size, step.page_table.shape[1] - 1)
+        pages = step.page_table[step.token_rows][:, index]  # [T, B]
+        return jnp.where(valid, pages * size + positions[None, :] % size, 0)
+
+    def _attend_block(
+        self,
+        query: jax.Array,
+        pool: KVPool,
+        slots: jax.Array,
+        valid: jax.Array,
+        state: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, ...]:
+        """One step of the online softmax. Lanes that are not valid are loaded as zero."""
+        maximum, total, out = state
+        lanes = valid[:, :, None, None]
+        keys = jnp.where(lanes, pool.keys[slots], 0)  # [T, B, Hkv, D]
+        values = jnp.where(lanes, pool.values[slots], 0)
+        scores = _einsum("tkgd,tbkd->tkgb", query, keys) * self._spec.attention_scale
+        mask = valid[:, None, None, :]
+        scores = jnp.where(mask, scores, -jnp.inf)
+        new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
+        weights = jnp.where(mask, jnp.exp(scores - new_maximum[..., None]), 0.0)  # [T, Hkv, G, B]
+        shrink = jnp.where(maximum == -jnp.inf, 0.0, jnp.exp(maximum - new_maximum))
+        new_total = total * shrink + jnp.sum(weights, axis=-1)
+        new_out = out * shrink[..., None] + _einsum("tkgb,tbkd->tkgd", weights, values)
+        touched = valid[:, 0][:, None, None]
+        return (
+            jnp.where(touched, new_maximum, maximum),
+            jnp.where(touched, new_total, total),
+            jnp.where(touched[..., None], new_out, out),
+        )
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis (Zhang and Sennrich, 2019), in float32."""
+    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * scale * weight
+
+
+def rotate(heads: jax.Array, factors: jax.Array) -> jax.Array:
+    """Rotary embedding (Su et al., 2021) of the first rotary_dim values: heads [T, H, D].
+
+    `factors` [T, rotary_dim] holds cosines, then sines; value i pairs with i + rotary_dim / 2.
+    """
+    rotary = factors.shape[-1]
+    cos, sin = jnp.split(factors[:, None, :], 2, axis=-1)  # [T, 1, rotary_dim / 2]
+    first, second = jnp.split(heads[..., :rotary], 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin, heads[..., rotary:]]
+    return jnp.concatenate(turned, axis=-1)
+
+
+def _append(pool: KVPool, key: jax.Array, value: jax.Array, slots: jax.Array) -> KVPool:
+    """Writes key and value [T, Hkv, D] at their slots [T]; padding is dropped."""
+    places = jnp.where(slots >= 0, slots, pool.keys.shape[0])
+    return KVPool(
+        pool.keys.at[places].set(key, mode="drop"),
+        pool.values.at[places].set(value, mode="drop"),
+    )
+
+
+def _matmul(x: jax.Array, weight: Linear) -> jax.Array:
+    """x [·, K] times the transposed weight [N, K], in float32."""
+    y = jax.lax.dot_general(
+        x,
+        weight.weight,
+        (((1,), (1,)), ((), ())),
+        precision=_HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return y if weight.bias is None else y + weight.bias
+
+
+def _einsum(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.einsum(
+        subscripts,
+        left.astype(jnp.float32),
+        right.astype(jnp.float32),
+        precision=_HIGHEST,
+    )

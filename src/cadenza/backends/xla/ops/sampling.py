@@ -1,0 +1,129 @@
+"""Choosing tokens from logits, row by row, without sorting the vocabulary.
+
+Thresholds (top-k, top-p) are found by bisection over the bits of the order-preserving integer form
+of a float; the draw is a Gumbel maximum (Gumbel, 1954) whose noise is a hash of the row's key and
+the token id, so that a row's choice depends on nothing but its own logits and key. A row without
+sampling, or without log probabilities, has the same bits whether or not others ask for them.
+
+Legend: L logit rows · V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from cadenza.backends.xla.ops.table import NUM_TOP, SamplingArrays
+
+_KEY_BITS = 32
+
+
+def choose_tokens(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
+    """Logits [L, V] float32 to the step's int32 result [L, C] (columns: `ops.table`)."""
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # ties: the lowest id
+    tokens = jax.lax.cond(
+        jnp.any(sampling.temperature > 0),
+        lambda: jnp.where(sampling.temperature > 0, _draw(logits, sampling), greedy),
+        lambda: greedy,
+    )
+    finite = jnp.all(jnp.isfinite(logits), axis=-1).astype(jnp.int32)
+    details = jax.lax.cond(
+        jnp.any(sampling.num_logprobs >= 0),
+        lambda: _describe(logits, tokens),
+        lambda: jnp.zeros((len(logits), 2 + 2 * NUM_TOP), jnp.int32),
+    )
+    return jnp.concatenate([tokens[:, None], finite[:, None], details], axis=1)
+
+
+def token_noise(keys: jax.Array, vocab_size: int) -> jax.Array:
+    """Standard Gumbel noise of every token under keys [L, 2]: [L, V], a pure function of both.
+
+    The hash is a three-round multiply-xorshift mixer with the key's second word added midway.
+    """
+    bits = jnp.arange(vocab_size, dtype=jnp.uint32)[None, :] * jnp.uint32(0x9E3779B9)
+    bits = bits ^ keys[:, :1]
+    bits = (bits ^ (bits >> 17)) * jnp.uint32(0xED5AD4BB)
+    bits = (bits ^ (bits >> 11)) + keys[:, 1:]
+    bits = bits * jnp.uint32(0xAC4C1B51)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x31848BAB)
+    bits = bits ^ (bits >> 14)
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-uniform))
+
+
+def _draw(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
+    """A token for each row [L]; rows at temperature 0 get an arbitrary one."""
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    scaled = logits / temperature[:, None]  # [L, V]
+    kept = jax.lax.cond(
+        jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)),
+        lambda: _kept(scaled, sampling),
+        lambda: jnp.ones(scaled.shape, jnp.bool_),
+    )
+    noisy = scaled + token_noise(sampling.keys, logits.shape[1])
+    return jnp.argmax(jnp.where(kept, noisy, -jnp.inf), axis=-1).astype(jnp.int32)
+
+
+def _kept(scaled: jax.Array, sampling: SamplingArrays) -> jax.Array:
+    """Which tokens top-k, then top-p, then min-p leave: [L, V]. Equal logits share their fate."""
+    order = _ordered(scaled)
+    vocab_size = scaled.shape[1]
+    top_k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab_size), vocab_size)
+    floor_k = _highest_floor(order, jnp.ones(scaled.shape, jnp.float32), top_k.astype(jnp.float32))
+    in_top_k = order >= floor_k[:, None]
+    maximum = jnp.max(scaled, axis=-1, keepdims=True)
+    mass = jnp.where(in_top_k, jnp.exp(scaled - maximum), 0.0)
+    floor_p = _highest_floor(order, mass, sampling.top_p * jnp.sum(mass, axis=-1))
+    in_top_p = (order >= floor_p[:, None]) | (sampling.top_p >= 1)[:, None]
+    in_min_p = scaled >= maximum + jnp.log(sampling.min_p)[:, None]
+    return in_top_k & in_top_p & in_min_p
+
+
+def _ordered(values: jax.Array) -> jax.Array:
+    """uint32 that compare as the float32 values do."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _highest_floor(order: jax.Array, mass: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The highest floor [L] such that the mass [L, V] at or above it reaches `wanted` [L]."""
+
+    def try_bit(index: jax.Array, floor: jax.Array) -> jax.Array:
+        candidate = floor | (jnp.uint32(1 << (_KEY_BITS - 1)) >> index.astype(jnp.uint32))
+        above = jnp.sum(jnp.where(order >= candidate[:, None], mass, 0.0), axis=-1)
+        return jnp.where(above >= wanted, candidate, floor)
+
+    return jax.lax.fori_loop(0, _KEY_BITS, try_bit, jnp.zeros(len(order), jnp.uint32))
+
+
+def _describe(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Logprob bits and rank of the chosen tokens, then the likeliest ids and logprob bits."""
+    maximum = jnp.max(logits, axis=-1, keepdims=True)
+    log_total = jnp.log(jnp.sum(jnp.exp(logits - maximum), axis=-1, keepdims=True)) + maximum
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)  # [L, 1]
+    rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
+    top_ids, top_logits = _top(logits)
+    columns = [_bits(chosen - log_total), rank[:, None], top_ids, _bits(top_logits - log_total)]
+    return jnp.concatenate(columns, axis=1)
+
+
+def _top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ids and logits of the likeliest tokens, falling, ties by id: [L, NUM_TOP] each."""
+    rows = jnp.arange(len(logits))
+
+    def take(
+        index: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        rest, ids, values = state
+        best = jnp.argmax(rest, axis=-1).astype(jnp.int32)
+        ids = ids.at[:, index].set(best)
+        values = values.at[:, index].set(rest[rows, best])
+        return rest.at[rows, best].set(-jnp.inf), ids, values
+
+    ids = jnp.zeros((len(logits), NUM_TOP), jnp.int32)
+    values = jnp.zeros((len(logits), NUM_TOP), jnp.float32)
+    _, ids, values = jax.lax.fori_loop(0, NUM_TOP, take, (logits, ids, values))
+    return ids, values
+
+
+def _bits(values: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(values, jnp.int32)

@@ -1,0 +1,202 @@
+"""`XlaRunner`: the runner contract on JAX. Launches compiled steps over donated device state.
+
+Owns the weights, the device state and the programs of one model on one device. Knows no scheduler,
+no request and no text. Invariants: pools are updated in place, steps run in launch order, and
+after `warmup` nothing compiles.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cadenza.backends.base import Capability, Exactness, KVGroup
+from cadenza.backends.xla.decoder import DecoderWeights
+from cadenza.backends.xla.device import find_device
+from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.table import (
+    COLUMN_FINITE,
+    COLUMN_LOGPROB,
+    COLUMN_RANK,
+    COLUMN_TOKEN,
+    COLUMN_TOP,
+    NUM_TOP,
+    DecoderSpec,
+    OpTable,
+    kv_bytes_per_token,
+)
+from cadenza.backends.xla.programs import (
+    PAGE_UPDATES,
+    DeviceState,
+    Programs,
+    ProgramShape,
+    compile_programs,
+)
+from cadenza.backends.xla.weights import load_decoder
+from cadenza.backends.xla.wire import pack_inputs
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.weights import Weights
+from cadenza.config import EngineLimits
+from cadenza.core.batch import Int32Array, ModelInputs, StepOutput
+from cadenza.errors import RunnerError
+
+
+@dataclass(frozen=True, slots=True)
+class XlaStepHandle:
+    """A launched step; `array` [L, C] is on its way."""
+
+    array: jax.Array
+    num_logits: int
+
+    def result(self) -> StepOutput:
+        rows = np.asarray(self.array)[: self.num_logits]  # [N, C]
+        top_logprobs = rows[:, COLUMN_TOP + NUM_TOP : COLUMN_TOP + 2 * NUM_TOP]
+        return StepOutput(
+            token_ids=rows[:, COLUMN_TOKEN],
+            is_finite=rows[:, COLUMN_FINITE] != 0,
+            logprobs=rows[:, COLUMN_LOGPROB].view(np.float32),
+            ranks=rows[:, COLUMN_RANK],
+            top_ids=rows[:, COLUMN_TOP : COLUMN_TOP + NUM_TOP],
+            top_logprobs=top_logprobs.view(np.float32),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """How a model is put on a device.
+
+    Args:
+        dtype: of weights, activations and KV.
+        make_ops: the op table; None chooses the best one for the device.
+        fill: the value of KV slots that nobody has written (tests and `verify` use NaN).
+    """
+
+    device: str = "auto"
+    dtype: str = "float32"
+    make_ops: Callable[[DecoderSpec], OpTable] | None = None
+    fill: float = 0.0
+
+
+class XlaRunner:
+    """One model on one device, compiled for the rows, pages and token budget of `limits`."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        weights: Weights,
+        limits: EngineLimits,
+        options: RunnerOptions | None = None,
+    ) -> None:
+        options = options or RunnerOptions()
+        self._device = find_device(options.device)
+        self._model = model
+        self._limits = limits
+        self._spec = DecoderSpec(
+            model=model, dtype=jnp.dtype(options.dtype).type, page_size=limits.page_size
+        )
+        self._ops = (options.make_ops or ReferenceOps)(self._spec)
+        self._buckets = self._ops.token_buckets(limits.max_num_batched_tokens)
+        self._fill = options.fill
+        loaded = load_decoder(self._ops, self._spec, weights, limits.max_model_len)
+        self._weights: DecoderWeights | None = jax.device_put(loaded, self._device)
+        self._programs: Programs | None = None
+        self._state: DeviceState | None = None
+
+    @property
+    def name(self) -> str:
+        return f"xla:{self._device.platform} ({self._ops.name} ops)"
+
+    @property
+    def kv_cache_spec(self) -> tuple[KVGroup, ...]:
+        return (
+            KVGroup(
+                kind="full",
+                num_layers=self._model.num_layers,
+                bytes_per_token=kv_bytes_per_token(self._spec),
+            ),
+        )
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return frozenset({"logprobs"})
+
+    @property
+    def exactness(self) -> Exactness:
+        return "bitwise"
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        return self._buckets
+
+    @property
+    def programs(self) -> Programs:
+        """What was compiled. Raises RunnerError before `warmup`."""
+        if self._programs is None:
+            raise RunnerError("the runner was not warmed up; call warmup() first")
+        return self._programs
+
+    def warmup(self) -> None:
+        """Compiles every program and runs each once on no tokens."""
+        shape = ProgramShape(
+            num_rows=self._limits.max_num_seqs,
+            max_pages_per_seq=self._limits.max_pages_per_seq,
+            num_pages=self._limits.num_pages,
+            token_buckets=self._buckets,
+            fill=self._fill,
+        )
+        if self._weights is None:
+            raise RunnerError("the runner was closed; make a new one")
+        self._programs = compile_programs(self._ops, self._spec, shape, self._weights, self._device)
+        self.reset()
+        for bucket in self._buckets:
+            inputs = ModelInputs.empty(bucket=bucket, num_rows=self._limits.max_num_seqs)
+            self.launch(inputs).result()
+
+    def launch(self, inputs: ModelInputs) -> XlaStepHandle:
+        programs = self.programs
+        state = self._take_state()
+        for start in range(0, len(inputs.page_updates), PAGE_UPDATES):
+            part = inputs.page_updates[start : start + PAGE_UPDATES]
+            state = programs.write_page_table(state, _padded_updates(part, len(inputs.kv_lens)))
+        bucket = len(inputs.token_ids)
+        self._state, result = programs.step[bucket](self._weights, state, pack_inputs(inputs))
+        result.copy_to_host_async()
+        return XlaStepHandle(result, inputs.num_logits)
+
+    def reset(self) -> None:
+        self._state = None  # gives the old pools back before the new ones are made
+        self._state = self.programs.new_state()
+
+    def close(self) -> None:
+        self._state = None
+        self._weights = None
+        self._programs = None
+
+    def _take_state(self) -> DeviceState:
+        """The state, about to be donated: until the launch has succeeded there is none."""
+        if self._state is None:
+            raise RunnerError("the device lost its state; call reset() first")
+        state, self._state = self._state, None
+        return state
+
+
+def enable_compilation_cache(folder: Path) -> None:
+    """Keeps compiled programs on disk (JAX keys them by program, versions, flags and CPU)."""
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _padded_updates(part: Int32Array, num_rows: int) -> Int32Array:
+    padded = np.full((PAGE_UPDATES, 3), num_rows, np.int32)  # a row out of range: dropped
+    padded[: len(part)] = part
+    return padded

@@ -1,0 +1,178 @@
+"""JSON from a folder nobody vouches for: `JsonObject`, whose getters check type and range.
+
+Owns the caps on JSON files and the wording of their errors. Knows no key's meaning. Invariant: a
+value that leaves a getter has the type and the range that the caller named.
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard, TypeVar, cast
+
+from cadenza.errors import CheckpointError
+
+MAX_JSON_BYTES = 4 << 20
+MAX_JSON_CONTAINERS = 2_000_000
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonObject:
+    """A JSON object and the place it came from, which every error names.
+
+    A key that is absent and one that is null are the same.
+    """
+
+    values: Mapping[str, object]
+    where: str
+
+    def get(self, key: str) -> object:
+        return self.values.get(key)
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def whole(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """A whole number within [low, high]."""
+        value = self.get(key)
+        if value is None:
+            return self._default(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.wrong(key, f"a whole number from {low} to {high}")
+        return value
+
+    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        """A finite number within [low, high]."""
+        value = self.get(key)
+        if value is None:
+            return self._default(key, default)
+        if not is_finite_number(value) or not low <= value <= high:
+            raise self.wrong(key, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def text(self, key: str) -> str | None:
+        value = self.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def child(self, key: str) -> "JsonObject | None":
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return JsonObject(cast(dict[str, object], value), f"{self.where}: {key}")
+
+    def items_of(self, key: str) -> list[object]:
+        """The list under `key`; empty when there is none."""
+        value = self.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self.wrong(key, "a list")
+        return cast(list[object], value)
+
+    def wrong(self, key: str, allowed: str) -> CheckpointError:
+        found = shorten(self.get(key))
+        return CheckpointError(f"{self.where}: {key} is {found}; it must be {allowed}")
+
+    def _default(self, key: str, default: T | None) -> T:
+        if default is None:
+            raise CheckpointError(f"{self.where}: {key} is missing; add it to the file")
+        return default
+
+
+def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> JsonObject:
+    """Reads a file of at most `max_bytes` that holds one JSON object.
+
+    Raises:
+        CheckpointError: the file is absent, special, too large, or not a JSON object.
+    """
+    return parse_json_object(read_small_file(path, max_bytes=max_bytes), path.name)
+
+
+def read_small_file(path: Path, *, max_bytes: int) -> bytes:
+    """The bytes of a regular file of at most `max_bytes`."""
+    num_bytes = regular_file_size(path)
+    if num_bytes > max_bytes:
+        raise CheckpointError(
+            f"{path.name} has {num_bytes} bytes; at most {max_bytes} are read; "
+            f"check that it is the right file"
+        )
+    try:
+        with path.open("rb") as file:
+            return file.read(max_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+def regular_file_size(path: Path) -> int:
+    """The size in bytes of `path`, which must be a regular file (or a link to one)."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path.name} is not a regular file; replace it by one")
+    return status.st_size
+
+
+def parse_json_object(data: bytes, where: str) -> JsonObject:
+    """Raises `CheckpointError` unless `data` is one JSON object without repeated keys."""
+    if data.count(b"{") + data.count(b"[") > MAX_JSON_CONTAINERS:
+        raise CheckpointError(f"{where} has over {MAX_JSON_CONTAINERS} lists and objects")
+    try:
+        value: object = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except _RepeatedKeyError as error:
+        raise CheckpointError(f"{where}: the key {shorten(error.args[0])} occurs twice") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not valid JSON; fetch the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} holds {shorten(value)}; it must hold a JSON object")
+    return JsonObject(cast(dict[str, object], value), where)
+
+
+def is_finite_number(value: object) -> TypeGuard[int | float]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """`repr(value)` cut to `limit` characters, for messages; cheap for large values."""
+    if isinstance(value, dict | list):
+        size = len(cast(list[object], value))
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {size} entries"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a number of over 256 bits"
+    text = repr(value[: limit + 1]) if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit + 2 else text[:limit] + "…"
+
+
+class _RepeatedKeyError(ValueError):
+    """A JSON object names a key twice, so readers could disagree about it."""
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _RepeatedKeyError(key)
+            seen.add(key)
+    return result

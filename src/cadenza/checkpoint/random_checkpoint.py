@@ -1,0 +1,172 @@
+"""Checkpoints with random weights, written tensor by tensor, and the shapes known by name.
+
+Owns the distribution of random weights and the writing of safetensors files. Knows nothing of
+devices. Invariant: the bytes written follow from the config, the seed and the format alone, and no
+more than a part of one tensor is in memory at a time.
+
+The weights make errors show: activations keep unit size through every layer, attention is peaked,
+norms and biases are noisy, and logits have a standard deviation of sqrt(ln V), which leaves half
+of the largest entropy at temperature 1.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from cadenza.checkpoint.declaration import EMBEDDING, HEAD, TensorSpec, declare
+from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, Format, WeightDType
+from cadenza.checkpoint.json_object import parse_json_object, read_json_object
+from cadenza.checkpoint.model_config import ModelConfig, format_model_config, parse_model_config
+from cadenza.checkpoint.safetensors_file import LENGTH_BYTES, AnyArray
+from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from cadenza.errors import CheckpointError
+
+DEFAULT_SHARD_BYTES = 2 << 30
+HEADER_ALIGNMENT = 64
+
+_CHUNK_ELEMENTS = 1 << 20
+_NORM_NOISE = 0.2
+_BIAS_NOISE = 0.2
+_QUERY_GAIN = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Normal:
+    """The distribution of one tensor's numbers."""
+
+    mean: float
+    sigma: float
+
+
+def named_shape(name_or_file: str) -> ModelConfig:
+    """The shape known under a name, or the one in a config.json (or its folder).
+
+    Raises:
+        CheckpointError: neither a known name nor a file, or the file is not supported.
+    """
+    shape = resources.files("cadenza.checkpoint") / "shapes" / f"{name_or_file}.json"
+    if name_or_file in shape_names():
+        return parse_model_config(parse_json_object(shape.read_bytes(), "config.json").values)
+    path = Path(name_or_file)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return parse_model_config(read_json_object(path).values)
+    raise CheckpointError(
+        f"there is no shape {name_or_file!r}; known are {', '.join(shape_names())}, "
+        f"and any config.json by its path"
+    )
+
+
+def shape_names() -> tuple[str, ...]:
+    """The names that `named_shape` knows."""
+    files = (resources.files("cadenza.checkpoint") / "shapes").iterdir()
+    return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
+
+
+def write_random_checkpoint(
+    config: ModelConfig,
+    folder: Path,
+    *,
+    seed: int,
+    dtype: WeightDType,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Writes config.json and random weights in `dtype` into a new or empty folder.
+
+    Raises:
+        CheckpointError: the folder holds something, or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise CheckpointError(
+                f"the folder {folder.name} is not empty; a random checkpoint needs a new one"
+            )
+        specs = declare(config)
+        shards = _split(specs, FORMAT_OF_NAME[dtype], max_shard_bytes)
+        _write_weights(config, folder, shards, seed=seed, format=FORMAT_OF_NAME[dtype])
+        text = json.dumps(format_model_config(replace(config, dtype=dtype)), indent=2)
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(
+            f"a random checkpoint cannot be written to {folder.name}: {error.strerror}"
+        ) from error
+
+
+def _split(
+    specs: tuple[TensorSpec, ...], format: Format, max_shard_bytes: int
+) -> list[list[TensorSpec]]:
+    shards: list[list[TensorSpec]] = [[]]
+    room = max_shard_bytes
+    for spec in specs:
+        num_bytes = spec.num_elements * format.numpy.itemsize
+        if shards[-1] and num_bytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(spec)
+        room -= num_bytes
+    return shards
+
+
+def _write_weights(
+    config: ModelConfig, folder: Path, shards: list[list[TensorSpec]], *, seed: int, format: Format
+) -> None:
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = SINGLE_FILE
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        with (folder / name).open("wb") as file:
+            _write_header(file, shard, format)
+            for spec in shard:
+                for part in _draw(spec, _distribution(spec, config), seed):
+                    file.write(part.astype(format.numpy).tobytes())
+        weight_map |= dict.fromkeys((spec.name for spec in shard), name)
+    if len(shards) > 1:
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_header(file: BinaryIO, specs: list[TensorSpec], format: Format) -> None:
+    table: dict[str, object] = {}
+    position = 0
+    for spec in specs:
+        stop = position + spec.num_elements * format.numpy.itemsize
+        offsets = [position, stop]
+        table[spec.name] = {"dtype": format.code, "shape": spec.shape, "data_offsets": offsets}
+        position = stop
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-(LENGTH_BYTES + len(header)) % HEADER_ALIGNMENT)
+    file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+
+
+def _distribution(spec: TensorSpec, config: ModelConfig) -> _Normal:
+    """Linears keep the size of a unit-size input; see the module's docstring for the rest."""
+    if spec.kind == "norm":
+        return _Normal(mean=1.0, sigma=_NORM_NOISE)
+    if spec.kind == "bias":
+        return _Normal(mean=0.0, sigma=_BIAS_NOISE)
+    sigma = spec.shape[-1] ** -0.5
+    if spec.name == HEAD or (spec.name == EMBEDDING and config.tie_word_embeddings):
+        return _Normal(mean=0.0, sigma=sigma * math.sqrt(math.log(max(config.vocab_size, 2))))
+    if spec.name == EMBEDDING:
+        return _Normal(mean=0.0, sigma=1.0)
+    if spec.name.endswith("q_proj.weight") and not config.has_qk_norm:
+        return _Normal(mean=0.0, sigma=sigma * _QUERY_GAIN)
+    return _Normal(mean=0.0, sigma=sigma)
+
+
+def _draw(spec: TensorSpec, normal: _Normal, seed: int) -> Iterator[AnyArray]:
+    """A tensor's numbers in float32 parts; the stream depends on the seed and the name."""
+    words = np.frombuffer(spec.name.encode().ljust(-(-len(spec.name) // 4) * 4), dtype="<u4")
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *words])))
+    for start in range(0, spec.num_elements, _CHUNK_ELEMENTS):
+        count = min(_CHUNK_ELEMENTS, spec.num_elements - start)
+        part = generator.standard_normal(count, dtype=np.float32)
+        yield part * np.float32(normal.sigma) + np.float32(normal.mean)

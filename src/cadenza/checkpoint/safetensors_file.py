@@ -1,0 +1,177 @@
+"""One safetensors file, mapped into memory: a checked header and views of its tensors.
+
+Owns the reading of the format (https://github.com/huggingface/safetensors#format). Knows nothing
+of models. It reads the header itself, since the views must be zero-copy in bfloat16 too and a
+lying header must be a named error. Invariant: every entry of an open file lies inside it, covers
+bytes of no other entry, and has as many bytes as its shape and format say.
+"""
+
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.checkpoint.dtypes import FORMAT_OF_CODE, FORMAT_OF_NAME, WeightDType
+from cadenza.checkpoint.json_object import JsonObject, parse_json_object, regular_file_size, shorten
+from cadenza.errors import CheckpointError
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 16 << 20
+MAX_TENSORS = 100_000
+MAX_RANK = 8
+MAX_NAME_CHARS = 512
+METADATA_KEY = "__metadata__"
+
+AnyArray = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Where a tensor lies: bytes [start, stop) of its file."""
+
+    name: str
+    dtype: WeightDType
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(slots=True, eq=False)
+class SafetensorsFile:
+    """An open file. It stays mapped as long as this object or one of its views lives."""
+
+    name: str
+    header: bytes
+    entries: dict[str, TensorEntry]
+    data: mmap.mmap
+
+    def view(self, name: str) -> AnyArray:
+        """A read-only array over the mapped bytes; it may be unaligned. Nothing is copied."""
+        entry = self.entries[name]
+        dtype = FORMAT_OF_NAME[entry.dtype].numpy
+        count = math.prod(entry.shape)
+        flat = np.frombuffer(self.data, dtype=dtype, count=count, offset=entry.start)
+        return flat.reshape(entry.shape)
+
+    def raw_bytes(self, name: str) -> memoryview:
+        """A tensor's bytes as they are stored; nothing is copied."""
+        entry = self.entries[name]
+        return memoryview(self.data)[entry.start : entry.stop]
+
+
+def open_safetensors(path: Path) -> SafetensorsFile:
+    """Maps a file and checks its whole header before any tensor is looked at.
+
+    Raises:
+        CheckpointError: the file is not what its header says, or holds an unsupported format.
+    """
+    num_bytes = regular_file_size(path)
+    if num_bytes < LENGTH_BYTES:
+        raise CheckpointError(
+            f"{path.name} has {num_bytes} bytes, too few for a safetensors file; fetch it again"
+        )
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} cannot be mapped into memory") from error
+    header = _read_header(data, path.name)
+    entries = _parse_header(header, path.name, LENGTH_BYTES + len(header), len(data))
+    return SafetensorsFile(name=path.name, header=header, entries=entries, data=data)
+
+
+def _read_header(data: mmap.mmap, where: str) -> bytes:
+    num_header_bytes = int.from_bytes(data[:LENGTH_BYTES], "little")
+    room = len(data) - LENGTH_BYTES
+    if num_header_bytes > min(room, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{where}: the header claims {num_header_bytes} bytes; the file has {room} after the "
+            f"length and at most {MAX_HEADER_BYTES} are read; fetch the file again"
+        )
+    header = data[LENGTH_BYTES : LENGTH_BYTES + num_header_bytes]
+    if header.count(b"{") + header.count(b"[") > 3 * MAX_TENSORS:
+        raise CheckpointError(
+            f"{where}: the header lists over {MAX_TENSORS} tensors; split the file"
+        )
+    return header
+
+
+def _parse_header(header: bytes, where: str, base: int, end: int) -> dict[str, TensorEntry]:
+    table = parse_json_object(header, f"{where}: the header")
+    entries: dict[str, TensorEntry] = {}
+    for name, value in table.values.items():
+        if name == METADATA_KEY:
+            continue
+        if not isinstance(value, dict) or len(name) > MAX_NAME_CHARS:
+            raise CheckpointError(f"{where}: the header's entry {shorten(name)} is not a tensor's")
+        raw = JsonObject(cast(dict[str, object], value), f"{where}: tensor {shorten(name)}")
+        entries[name] = _parse_entry(name, raw, base, end)
+    _check_cover(list(entries.values()), where, base, end)
+    return entries
+
+
+def _parse_entry(name: str, raw: JsonObject, base: int, end: int) -> TensorEntry:
+    code = raw.text("dtype")
+    if code is None or code not in FORMAT_OF_CODE:
+        raise CheckpointError(
+            f"{raw.where} has dtype {shorten(code)}; supported are {', '.join(FORMAT_OF_CODE)}; "
+            f"use a checkpoint in one of these"
+        )
+    room = end - base
+    shape = _read_sizes(raw, "shape", high=max(room, 1))
+    offsets = _read_sizes(raw, "data_offsets", high=room)
+    if len(shape) > MAX_RANK or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(
+            f"{raw.where}: shape {list(shape[:9])} with data_offsets {list(offsets[:3])} cannot "
+            f"be; supported are at most {MAX_RANK} axes and [start, stop] within {room} bytes"
+        )
+    dtype = FORMAT_OF_CODE[code]
+    expected = math.prod(shape) * dtype.numpy.itemsize
+    if expected != offsets[1] - offsets[0]:
+        raise CheckpointError(
+            f"{raw.where}: {code} of shape {list(shape)} takes {shorten(expected)} bytes, but "
+            f"data_offsets give it {offsets[1] - offsets[0]}; fetch the file again"
+        )
+    start, stop = base + offsets[0], base + offsets[1]
+    return TensorEntry(name=name, dtype=dtype.name, shape=shape, start=start, stop=stop)
+
+
+def _read_sizes(raw: JsonObject, key: str, *, high: int) -> tuple[int, ...]:
+    if raw.get(key) is None:
+        raise CheckpointError(f"{raw.where}: {key} is missing; fetch the file again")
+    sizes: list[int] = []
+    for size in raw.items_of(key):
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= high:
+            raise CheckpointError(
+                f"{raw.where}: {key} holds {shorten(size)}; supported are whole numbers from 0 "
+                f"to {high}, which is all the data that the file has; fetch the file again"
+            )
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def _check_cover(entries: list[TensorEntry], where: str, base: int, end: int) -> None:
+    """The format wants the data covered once: no byte in two tensors, none in no tensor."""
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    position = base
+    for entry in entries:
+        if entry.start != position:
+            kind = "overlaps another" if entry.start < position else "leaves a hole before it"
+            raise CheckpointError(
+                f"{where}: tensor {shorten(entry.name)} {kind}: it starts at byte "
+                f"{entry.start - base} of the data, not at {position - base}; fetch the file again"
+            )
+        position = entry.stop
+    if position != end:
+        raise CheckpointError(
+            f"{where}: the tensors end at byte {position - base} of the data, but the file has "
+            f"{end - base} bytes of it; fetch the file again"
+        )

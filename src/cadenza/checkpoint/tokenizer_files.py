@@ -1,0 +1,148 @@
+"""What a folder says about its tokenizer: files, special tokens, chat templates.
+
+Owns the reading of tokenizer_config.json and its relatives as data. Knows nothing of how text is
+encoded or templates are rendered. Invariant: no more than the stated bytes are read.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cadenza.checkpoint.json_object import (
+    JsonObject,
+    read_json_object,
+    read_small_file,
+    regular_file_size,
+    shorten,
+)
+from cadenza.errors import CheckpointError
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+TEMPLATE_FILE = "chat_template.jinja"
+NAMED_TEMPLATES_FOLDER = "additional_chat_templates"
+OLD_TEMPLATE_FILE = "chat_template.json"
+
+MAX_TOKENIZER_BYTES = 64 << 20
+MAX_TOKENIZER_CONFIG_BYTES = 16 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TEMPLATES = 64
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFiles:
+    """`special_tokens` maps bos_token, eos_token … to their text, as chat templates see them."""
+
+    path: Path | None
+    special_tokens: dict[str, str] = field(default_factory=dict[str, str])
+    chat_templates: dict[str, str] = field(default_factory=dict[str, str])
+    eos_token_id: int | None = None
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Reads what is there; everything is optional.
+
+    Raises:
+        CheckpointError: a file that is there is malformed or too large.
+    """
+    path = folder / TOKENIZER_FILE
+    if path.exists() and regular_file_size(path) > MAX_TOKENIZER_BYTES:
+        raise CheckpointError(
+            f"{TOKENIZER_FILE} has over {MAX_TOKENIZER_BYTES} bytes; check that it is "
+            f"the right file"
+        )
+    config = _read_optional(folder / TOKENIZER_CONFIG_FILE)
+    special_tokens = _read_special_tokens(_read_optional(folder / SPECIAL_TOKENS_FILE))
+    special_tokens |= _read_special_tokens(config)
+    return TokenizerFiles(
+        path=path if path.exists() else None,
+        special_tokens=special_tokens,
+        chat_templates=_read_templates(folder, config),
+        eos_token_id=_find_token_id(special_tokens.get("eos_token"), config, path),
+    )
+
+
+def _read_optional(path: Path) -> JsonObject:
+    if not path.exists():
+        return JsonObject({}, path.name)
+    return read_json_object(path, max_bytes=MAX_TOKENIZER_CONFIG_BYTES)
+
+
+def _read_special_tokens(raw: JsonObject) -> dict[str, str]:
+    """A special token is a string, or an object with its `content`."""
+    found: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        value = raw.get(name)
+        content = raw.child(name) if isinstance(value, dict) else None
+        text = content.text("content") if content is not None else raw.text(name)
+        if text is not None:
+            found[name] = text
+    return found
+
+
+def _read_templates(folder: Path, config: JsonObject) -> dict[str, str]:
+    """chat_template.jinja comes before tokenizer_config.json's string or list of named ones."""
+    found = _read_config_templates(config)
+    if (folder / OLD_TEMPLATE_FILE).exists():
+        found |= _read_config_templates(_read_optional(folder / OLD_TEMPLATE_FILE))
+    if (folder / TEMPLATE_FILE).exists():
+        found["default"] = _read_template(folder / TEMPLATE_FILE)
+    named = folder / NAMED_TEMPLATES_FOLDER
+    for path in sorted(named.glob("*.jinja"))[:MAX_TEMPLATES] if named.is_dir() else ():
+        found[path.stem] = _read_template(path)
+    for name, source in found.items():
+        if len(source.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_BYTES:
+            raise CheckpointError(
+                f"the chat template {shorten(name)} has over {MAX_TEMPLATE_BYTES} bytes; shorten it"
+            )
+    return found
+
+
+def _read_template(path: Path) -> str:
+    data = read_small_file(path, max_bytes=MAX_TEMPLATE_BYTES)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path.name} is not UTF-8; fetch the file again") from error
+
+
+def _read_config_templates(config: JsonObject) -> dict[str, str]:
+    key = "chat_template"
+    if not isinstance(config.get(key), list):
+        source = config.text(key)
+        return {} if source is None else {"default": source}
+    found: dict[str, str] = {}
+    for entry in config.items_of(key)[:MAX_TEMPLATES]:
+        raw = JsonObject({"entry": entry}, f"{config.where}: {key}").child("entry")
+        name = raw.text("name") if raw is not None else None
+        source = raw.text("template") if raw is not None else None
+        if name is None or source is None:
+            raise config.wrong(key, "a string or a list of objects with name and template")
+        found[name] = source
+    return found
+
+
+def _find_token_id(content: str | None, config: JsonObject, tokenizer: Path) -> int | None:
+    """The id of a special token: from tokenizer_config.json if it says so, else tokenizer.json."""
+    if content is None:
+        return None
+    decoder = config.child("added_tokens_decoder")
+    for key in decoder.values if decoder is not None else ():
+        entry = decoder.child(key) if decoder is not None else None
+        if entry is not None and entry.text("content") == content and key.isdecimal():
+            return int(key[:20])
+    if not tokenizer.exists():
+        return None
+    raw = read_json_object(tokenizer, max_bytes=MAX_TOKENIZER_BYTES)
+    for entry in raw.items_of("added_tokens"):
+        token = JsonObject({"token": entry}, f"{TOKENIZER_FILE}: added_tokens").child("token")
+        if token is not None and token.text("content") == content:
+            return token.whole("id", 0, 1 << 31)
+    model = raw.child("model")
+    vocab = model.get("vocab") if model is not None else None
+    if isinstance(vocab, dict) and content in vocab and model is not None:
+        found = model.child("vocab")
+        return found.whole(content, 0, 1 << 31) if found is not None else None
+    return None

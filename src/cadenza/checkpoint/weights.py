@@ -1,0 +1,133 @@
+"""A folder's tensors by name, whether they lie in one safetensors file or in several.
+
+Owns the choice of files and the checking of the index. Knows nothing of models. Invariant: every
+file lies directly in the folder, and a name leads to exactly one tensor.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cadenza.checkpoint.json_object import JsonObject, read_json_object, shorten
+from cadenza.checkpoint.safetensors_file import (
+    AnyArray,
+    SafetensorsFile,
+    TensorEntry,
+    open_safetensors,
+)
+from cadenza.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 16 << 20
+MAX_SHARDS = 4096
+
+_OTHER_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+
+
+@dataclass(slots=True, eq=False)
+class Weights:
+    """Tensors by name, as read-only views over mapped files; nothing is read before it is used."""
+
+    files: tuple[SafetensorsFile, ...]
+    _file_of: dict[str, SafetensorsFile]
+
+    def __getitem__(self, name: str) -> AnyArray:
+        """The stored tensor, zero-copy; unknown names raise `KeyError`."""
+        return self._file_of[name].view(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def entry(self, name: str) -> TensorEntry:
+        """Format, shape and place of a tensor."""
+        return self._file_of[name].entries[name]
+
+    def raw_bytes(self, name: str) -> memoryview:
+        """The stored bytes of a tensor, zero-copy."""
+        return self._file_of[name].raw_bytes(name)
+
+    def digest(self) -> str:
+        """A hash of every file's name, length and header; no tensor is read."""
+        state = hashlib.sha256()
+        for file in self.files:
+            state.update(f"{file.name}\0{len(file.data)}\0{len(file.header)}\0".encode())
+            state.update(file.header)
+        return state.hexdigest()
+
+
+def open_weights(folder: Path) -> Weights:
+    """Opens `model.safetensors`, or else the files that `model.safetensors.index.json` names.
+
+    Raises:
+        CheckpointError: there are none, or they are not what they claim to be.
+    """
+    if (folder / SINGLE_FILE).exists():
+        file = open_safetensors(folder / SINGLE_FILE)
+        return Weights(files=(file,), _file_of=dict.fromkeys(file.entries, file))
+    if (folder / INDEX_FILE).exists():
+        return _open_shards(folder)
+    other = next((name for name in _OTHER_FORMATS if (folder / name).exists()), None)
+    found = f"it holds {other}, which is not read; convert it" if other else "add one of the two"
+    raise CheckpointError(
+        f"the folder {folder.name} has neither {SINGLE_FILE} nor {INDEX_FILE}; {found}"
+    )
+
+
+def _open_shards(folder: Path) -> Weights:
+    index = read_json_object(folder / INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
+    weight_map = index.child("weight_map")
+    if weight_map is None:
+        raise CheckpointError(f"{INDEX_FILE}: weight_map is missing; fetch the file again")
+    shard_of = {name: _check_shard_name(weight_map, name) for name in weight_map.values}
+    shard_names = sorted(set(shard_of.values()))
+    if not 0 < len(shard_names) <= MAX_SHARDS:
+        raise CheckpointError(
+            f"{INDEX_FILE} names {len(shard_names)} files; supported are 1 to {MAX_SHARDS}"
+        )
+    files = {name: open_safetensors(folder / name) for name in shard_names}
+    _check_index(shard_of, files)
+    return Weights(
+        files=tuple(files.values()),
+        _file_of={name: files[shard] for name, shard in shard_of.items()},
+    )
+
+
+def _check_shard_name(weight_map: JsonObject, tensor: str) -> str:
+    """A shard is a plain file name: an index must not lead out of its folder."""
+    shard = weight_map.get(tensor)
+    is_plain = (
+        isinstance(shard, str)
+        and shard.endswith(".safetensors")
+        and not shard.startswith(".")
+        and not any(character in shard for character in "/\\:\0")
+    )
+    if not isinstance(shard, str) or not is_plain:
+        raise CheckpointError(
+            f"{weight_map.where}: tensor {shorten(tensor)} is said to be in {shorten(shard)}; "
+            f"supported are names of .safetensors files in the same folder"
+        )
+    return shard
+
+
+def _check_index(shard_of: dict[str, str], files: dict[str, SafetensorsFile]) -> None:
+    for name, shard in shard_of.items():
+        if name not in files[shard].entries:
+            raise CheckpointError(
+                f"{INDEX_FILE} says that {shard} holds tensor {shorten(name)}, but it does not; "
+                f"fetch both files again"
+            )
+    for shard, file in files.items():
+        for name in file.entries:
+            if shard_of.get(name) != shard:
+                raise CheckpointError(
+                    f"{shard} holds tensor {shorten(name)}, which {INDEX_FILE} does not place "
+                    f"there; fetch both files again"
+                )

@@ -1,0 +1,154 @@
+"""`PagePool`: who holds which page of the KV cache.
+
+Owns reference counts, pins and the queue of free pages. Knows neither tokens nor devices.
+Invariant: free + cached + live + pinned = total, where a page is *live* when somebody holds it,
+*pinned* when nobody does but a launched step still writes it, *cached* when it is reusable and
+its content is worth finding again, *free* otherwise.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """One page's holders, pins, and whether the prefix cache knows it."""
+
+    ref_count: int = 0
+    pin_count: int = 0
+    is_cached: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCounts:
+    """Pages by state; the four add up to the pool."""
+
+    free: int
+    cached: int
+    live: int
+    pinned: int
+
+
+class PageAccountingError(AssertionError):
+    """A page was freed or unpinned by somebody who did not hold it: our own bug."""
+
+
+class PagePool:
+    """`num_pages` pages, ids from 0. `on_evict(page_id)` is told before a cached page is reused."""
+
+    def __init__(self, num_pages: int, on_evict: Callable[[int], None] = lambda _: None) -> None:
+        self._pages = [Page() for _ in range(num_pages)]
+        self._reusable: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
+        self._on_evict = on_evict
+        self._num_live = 0
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._pages)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be handed out now, cached ones included."""
+        return len(self._reusable)
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages nobody holds that a launched step still writes: available once it is done."""
+        return len(self._pages) - len(self._reusable) - self._num_live
+
+    def counts(self) -> PageCounts:
+        """Counts by state; walks the pool."""
+        cached = sum(1 for page_id in self._reusable if self._pages[page_id].is_cached)
+        pinned = self.num_pinned
+        return PageCounts(
+            free=len(self._reusable) - cached,
+            cached=cached,
+            live=self._num_live,
+            pinned=pinned,
+        )
+
+    def ref_count(self, page_id: int) -> int:
+        return self._pages[page_id].ref_count
+
+    def try_allocate(self, count: int) -> list[int] | None:
+        """`count` pages held once each, the oldest reusable ones first; None for "not now"."""
+        if count > len(self._reusable):
+            return None
+        taken: list[int] = []
+        for _ in range(count):
+            page_id, _none = self._reusable.popitem(last=False)
+            page = self._pages[page_id]
+            if page.is_cached:
+                page.is_cached = False
+                self._on_evict(page_id)
+            page.ref_count = 1
+            taken.append(page_id)
+        self._num_live += count
+        return taken
+
+    def share(self, page_ids: Iterable[int]) -> None:
+        """Holds pages found in the cache once more."""
+        for page_id in page_ids:
+            page = self._pages[page_id]
+            if not page.ref_count:
+                self._reusable.pop(page_id, None)
+                self._num_live += 1
+            page.ref_count += 1
+
+    def free(self, page_ids: Iterable[int]) -> None:
+        """Gives back one hold of each page; hand them in so that the least useful come first."""
+        for page_id in page_ids:
+            if not 0 <= page_id < len(self._pages) or not self._pages[page_id].ref_count:
+                raise PageAccountingError(f"page {page_id} was freed and nobody holds it")
+            page = self._pages[page_id]
+            page.ref_count -= 1
+            if not page.ref_count:
+                self._num_live -= 1
+                self._release_if_unused(page_id, page)
+
+    def pin(self, page_ids: Iterable[int]) -> None:
+        """Keeps pages from being handed out again while a launched step writes them."""
+        for page_id in page_ids:
+            self._pages[page_id].pin_count += 1
+
+    def unpin(self, page_ids: Iterable[int]) -> None:
+        for page_id in page_ids:
+            page = self._pages[page_id]
+            if not page.pin_count:
+                raise PageAccountingError(f"page {page_id} was unpinned and is not pinned")
+            page.pin_count -= 1
+            self._release_if_unused(page_id, page)
+
+    def mark_cached(self, page_id: int) -> None:
+        """The page's content can be found again; it is told through `on_evict` when that ends."""
+        page = self._pages[page_id]
+        assert page.ref_count, "only a held page can be published"
+        page.is_cached = True
+
+    def forget_cached(self) -> None:
+        """No page's content counts any more (the device lost them)."""
+        for page_id, page in enumerate(self._pages):
+            if page.is_cached:
+                page.is_cached = False
+                self._on_evict(page_id)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the books do not balance."""
+        for page_id, page in enumerate(self._pages):
+            assert page.ref_count >= 0, f"page {page_id} has {page.ref_count} holders"
+            assert page.pin_count >= 0, f"page {page_id} has {page.pin_count} pins"
+            in_use = bool(page.ref_count or page.pin_count)
+            assert in_use != (page_id in self._reusable), f"page {page_id} is in two states"
+        live = sum(1 for page in self._pages if page.ref_count)
+        assert live == self._num_live, f"{live} pages are live, counted {self._num_live}"
+        counts = self.counts()
+        total = counts.free + counts.cached + counts.live + counts.pinned
+        assert total == self.num_pages, f"{counts} do not add up to {self.num_pages}"
+
+    def _release_if_unused(self, page_id: int, page: Page) -> None:
+        if page.ref_count or page.pin_count:
+            return
+        self._reusable[page_id] = None
+        if not page.is_cached:
+            self._reusable.move_to_end(page_id, last=False)

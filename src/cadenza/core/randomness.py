@@ -1,0 +1,37 @@
+"""Counter-based randomness: the key of a draw is (request seed, absolute position), nothing else.
+
+The sampler turns a key and a token id into noise on the device; see `backends.xla.ops.sampling`.
+The mixing function is splitmix64's finaliser (Steele, Lea and Flood, 2014).
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_LOW_32 = np.uint64(0xFFFFFFFF)
+
+
+def draw_keys(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
+) -> npt.NDArray[np.uint32]:
+    """Keys of the draws at `positions` [L] of streams with `seeds` [L]: [L, 2]."""
+    state = _mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN
+    mixed = _mix(state)
+    keys = np.empty((len(seeds), 2), np.uint32)
+    keys[:, 0] = mixed & _LOW_32
+    keys[:, 1] = mixed >> np.uint64(32)
+    return keys
+
+
+def derive_seed(engine_seed: int, request_id: int) -> int:
+    """A request's seed where it names none: fixed by the engine's seed and the request's id."""
+    state = np.array([engine_seed], np.uint64) * _GOLDEN + np.uint64(request_id)
+    return int(_mix(_mix(state))[0] >> np.uint64(1))
+
+
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))

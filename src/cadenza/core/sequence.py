@@ -1,0 +1,89 @@
+"""`Sequence`: the engine's mutable state of one output stream.
+
+Knows its tokens, its progress and its pages' ids; does not know the pool, the batch or the device.
+Invariant: `num_computed_tokens` <= `num_tokens`, and only the last `num_pending_tokens` of them are
+still unread on the device.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cadenza.request import FinishReason, Request
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is: in the queue, in a row, or done."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One stream. `token_ids` holds the prompt and every token read back so far.
+
+    `num_computed_tokens` counts tokens whose KV exists once the launched steps are done;
+    `num_pending_tokens` counts tokens sampled by a launched step and not read yet.
+    """
+
+    request_id: int
+    request: Request
+    seed: int
+    max_num_tokens: int
+    stop_token_ids: frozenset[int]
+    token_ids: list[int]
+    status: SequenceStatus = SequenceStatus.WAITING
+    row: int | None = None
+    page_table: list[int] = field(default_factory=list[int])
+    page_keys: list[bytes] = field(default_factory=list[bytes])
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_published_pages: int = 0
+    num_sent_pages: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens, the unread ones included."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that still want KV; 0 when the length cap is already on its way."""
+        num_tokens = len(self.token_ids) + self.num_pending_tokens
+        if num_tokens >= self.max_num_tokens and self.num_pending_tokens:
+            return 0
+        return num_tokens - self.num_computed_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Takes a token read back from the device; says why the stream ends with it, if it does.
+
+        A stop token wins over the length cap when both fall on the same token.
+        """
+        self.token_ids.append(token_id)
+        self.num_pending_tokens -= 1
+        if token_id in self.stop_token_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.max_num_tokens else None
+
+    def rewind(self) -> None:
+        """Forgets row, pages and progress; the tokens stay, so the stream goes on where it was."""
+        self.row = None
+        self.page_table = []
+        self.num_computed_tokens = 0
+        self.num_published_pages = 0
+        self.num_sent_pages = 0

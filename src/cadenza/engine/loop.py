@@ -1,0 +1,124 @@
+"""The step loops: the plain one (launch, read, launch, …) and the overlapped one.
+
+Owns which steps are in flight and what happens when one fails. Knows no request ids and no text.
+Invariant: steps are read in the order of their launches, and a failed step ends its own sequences
+once each while the others are recomputed from their tokens.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+from cadenza.backends.base import Runner, StepHandle
+from cadenza.config import SchedulerLoop
+from cadenza.core.batch import Batch, StepOutput
+from cadenza.core.packing import Packer
+from cadenza.core.scheduler import Scheduler
+from cadenza.errors import RunnerError
+from cadenza.request import Event
+
+logger = logging.getLogger(__name__)
+
+STEP_FAILED = "the step failed on the device; the engine's log has the cause"
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A launched step that has not been read."""
+
+    batch: Batch
+    num_logits: int
+    handle: StepHandle
+
+
+class StepRunner:
+    """Packs a batch, launches it, and checks what comes back."""
+
+    def __init__(self, runner: Runner, packer: Packer) -> None:
+        self._runner = runner
+        self._packer = packer
+        self._buckets = runner.token_buckets
+
+    def launch(self, batch: Batch) -> InFlight:
+        num_tokens = batch.num_tokens
+        bucket = next(size for size in self._buckets if size >= num_tokens)
+        inputs = self._packer.pack(batch, bucket)
+        return InFlight(batch, inputs.num_logits, self._runner.launch(inputs))
+
+    def read(self, step: InFlight) -> StepOutput:
+        """The step's output. Raises RunnerError when the runner broke its contract."""
+        output = step.handle.result()
+        if not isinstance(output, StepOutput):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RunnerError(f"step {step.batch.step_id} returned {type(output).__name__}")
+        for rows in (output.token_ids, output.is_finite, output.logprobs, output.top_ids):
+            if len(rows) != step.num_logits:
+                raise RunnerError(
+                    f"step {step.batch.step_id} returned {len(rows)} rows for {step.num_logits}"
+                )
+        in_range = (output.token_ids >= 0) & (output.token_ids < self._runner.vocab_size)
+        if not (in_range | ~output.is_finite).all():
+            raise RunnerError(f"step {step.batch.step_id} returned a token id out of range")
+        return output
+
+    def reset(self) -> None:
+        self._runner.reset()
+
+
+class StepLoop:
+    """Keeps at most `depth` launched steps unread between calls of `step`.
+
+    Depth 0 is the plain loop: launch, read, launch, … and the readable definition of the other.
+    Depth 1 overlaps: step n + 1 is launched before step n is read, so that the device does not
+    wait for the host.
+    """
+
+    def __init__(self, scheduler: Scheduler, step_runner: StepRunner, *, depth: int) -> None:
+        self.in_flight: deque[InFlight] = deque()
+        self._scheduler = scheduler
+        self._step_runner = step_runner
+        self._depth = depth
+
+    def step(self) -> list[Event]:
+        """Launches the next step if there is one, and reads the oldest if it is due."""
+        batch = self._scheduler.schedule()
+        events = [] if batch is None else self._launch(batch)
+        if len(self.in_flight) > self._depth or (batch is None and self.in_flight):
+            events += self._read_oldest()
+        return events
+
+    def drop_in_flight(self) -> None:
+        """Forgets the launched steps; their sequences' KV must not be used any more."""
+        while self.in_flight:
+            self._scheduler.drop_batch(self.in_flight.popleft().batch)
+
+    def _launch(self, batch: Batch) -> list[Event]:
+        """Launches a batch; only when that fails are there events."""
+        try:
+            self.in_flight.append(self._step_runner.launch(batch))
+        except Exception:
+            logger.exception("launching step %d failed", batch.step_id)
+            events: list[Event] = []
+            while self.in_flight:
+                events += self._read_oldest()
+            return events + self._recover(batch)
+        return []
+
+    def _read_oldest(self) -> list[Event]:
+        step = self.in_flight.popleft()
+        try:
+            output = self._step_runner.read(step)
+        except Exception:
+            logger.exception("step %d failed", step.batch.step_id)
+            return self._recover(step.batch)
+        return self._scheduler.update(step.batch, output)
+
+    def _recover(self, failed: Batch) -> list[Event]:
+        """Ends the failed step's sequences; all others start over from their tokens."""
+        events = self._scheduler.fail_batch(failed, STEP_FAILED)
+        self.drop_in_flight()
+        self._step_runner.reset()
+        self._scheduler.restart()
+        return events
+
+
+LOOP_DEPTHS: dict[SchedulerLoop, int] = {"plain": 0, "overlap": 1}

@@ -1,0 +1,146 @@
+"""`EnginePlan`: the options, the checkpoint and the memory become concrete numbers.
+
+Pure arithmetic over what it is given; allocates nothing and loads nothing. Invariant: a plan that
+exists fits the memory it was made for, and one request of `max_model_len` fits its pool.
+"""
+
+from dataclasses import dataclass
+
+from cadenza.backends.base import BackendTraits
+from cadenza.checkpoint import Checkpoint
+from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, EngineLimits
+from cadenza.errors import ConfigError
+
+POOL_SHARE = 0.5
+"""Of the memory left beside the weights, the most that the pool takes unasked."""
+
+QUEUE_PER_SEQ = 4
+"""Requests that may wait for each row, unless told otherwise."""
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """What will be loaded and allocated, in bytes and counts."""
+
+    limits: EngineLimits
+    dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    available_bytes: int
+    traits: BackendTraits
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_bytes_per_token * self.limits.num_pages * self.limits.page_size
+
+
+def make_plan(
+    config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits, available_bytes: int
+) -> EnginePlan:
+    """Resolves every `None` and `auto`.
+
+    Raises:
+        ConfigError: it does not fit; the message has both numbers.
+    """
+    dtype = _choose_dtype(config, traits)
+    model = checkpoint.config
+    per_token = 2 * model.num_layers * model.kv_size * _ITEM_BYTES[dtype]
+    weight_bytes = _weight_bytes(checkpoint, dtype)
+    left = available_bytes - weight_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"the weights take {weight_bytes} bytes as {dtype} and {available_bytes} are "
+            f"available; choose a smaller model or dtype, or free memory"
+        )
+    pool_tokens = _pool_tokens(config, per_token, left)
+    max_model_len = _max_model_len(config, checkpoint, pool_tokens)
+    return EnginePlan(
+        limits=_limits(config, traits, max_model_len, pool_tokens),
+        dtype=dtype,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=per_token,
+        available_bytes=available_bytes,
+        traits=traits,
+    )
+
+
+def _choose_dtype(config: EngineConfig, traits: BackendTraits) -> str:
+    if config.dtype == "auto":
+        return traits.dtypes[0]
+    if config.dtype not in traits.dtypes:
+        raise ConfigError(
+            f"--dtype {config.dtype} is not one of {', '.join(traits.dtypes)} on {traits.name}"
+        )
+    return config.dtype
+
+
+def _weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:
+    stored = _ITEM_BYTES.get(checkpoint.config.dtype, 2)
+    return checkpoint.num_weight_bytes * _ITEM_BYTES[dtype] // stored
+
+
+def _pool_tokens(config: EngineConfig, per_token: int, left: int) -> int:
+    """The most tokens that the pool may hold."""
+    if config.num_pages is not None:
+        wanted = config.num_pages * config.page_size
+        flag = f"--num-pages {config.num_pages}"
+    elif config.kv_cache_memory_bytes is not None:
+        wanted = config.kv_cache_memory_bytes // per_token
+        flag = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+    else:
+        return int(left * POOL_SHARE) // per_token
+    if wanted * per_token > left:
+        raise ConfigError(
+            f"{flag} needs {wanted * per_token} bytes and {left} are left beside the weights; "
+            f"lower it"
+        )
+    return wanted
+
+
+def _max_model_len(config: EngineConfig, checkpoint: Checkpoint, pool_tokens: int) -> int:
+    trained = checkpoint.config.max_position_embeddings
+    rows = config.max_num_seqs if config.kv_layout == "dense" else 1
+    fitting = pool_tokens // rows // config.page_size * config.page_size
+    if config.max_model_len is None:
+        if fitting < 1:
+            raise ConfigError(
+                f"the KV pool has room for {pool_tokens} tokens, less than one page of "
+                f"{config.page_size} a row; give it more --kv-cache-memory-bytes"
+            )
+        return min(trained, fitting)
+    if config.max_model_len > trained:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is above the {trained} positions that the "
+            f"model was made for; lower it"
+        )
+    # A request's last token is never computed, so its context needs one slot less.
+    if config.max_model_len - 1 > fitting:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} needs {config.max_model_len - 1} tokens of KV "
+            f"and a request can have {fitting}; lower it or give the pool more memory"
+        )
+    return config.max_model_len
+
+
+def _limits(
+    config: EngineConfig, traits: BackendTraits, max_model_len: int, pool_tokens: int
+) -> EngineLimits:
+    page_size, num_pages = config.page_size, config.num_pages
+    if config.kv_layout == "dense":
+        page_size = -(-max_model_len // PAGE_SIZE_UNIT) * PAGE_SIZE_UNIT
+        num_pages = config.max_num_seqs
+    elif num_pages is None:
+        useful = config.max_num_seqs * -(-max_model_len // page_size)
+        budgeted = pool_tokens // page_size
+        num_pages = budgeted if config.kv_cache_memory_bytes else min(useful, budgeted)
+    return EngineLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or traits.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_num_queued_reqs=config.max_num_queued_reqs or QUEUE_PER_SEQ * config.max_num_seqs,
+        enable_prefix_caching=config.enable_prefix_caching and config.kv_layout == "paged",
+    )

@@ -1,0 +1,116 @@
+"""`ReferenceEngine`: one request after the other through the plainest model and sampler there is.
+
+No scheduler, pages, batch, prefix cache or native kernels, and its own sampler (numpy, sorting
+where the engine bisects). The gate's witness: `verify` and the tests compare the engine with it.
+Shares with the engine the definition of randomness (`core.randomness`) and nothing else.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.core.randomness import draw_keys
+from cadenza.request import FinishReason, Request, SamplingParams
+
+Logits = npt.NDArray[np.float32]
+
+
+class SequenceModel(Protocol):
+    """A model that computes one sequence."""
+
+    def start(self) -> None: ...
+
+    def append(self, token_ids: list[int]) -> Logits: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceResult:
+    """The shown tokens, the log probability of each, and why the stream ended."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+class ReferenceEngine:
+    """Serves requests alone. `max_model_len` caps prompt and output together."""
+
+    def __init__(
+        self, model: SequenceModel, *, max_model_len: int, eos_token_ids: Iterable[int] = ()
+    ) -> None:
+        self._model = model
+        self._max_model_len = max_model_len
+        self._eos_token_ids = frozenset(eos_token_ids)
+
+    def run(self, request: Request, *, seed: int | None = None) -> ReferenceResult:
+        """The request's whole stream. `seed` stands in where the request names none."""
+        params = request.params
+        stop = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop |= self._eos_token_ids
+        used_seed = params.seed if params.seed is not None else (seed or 0)
+        limit = params.max_tokens or self._max_model_len - len(request.prompt_token_ids)
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        self._model.start()
+        logits = self._model.append(list(request.prompt_token_ids))
+        while True:
+            position = len(request.prompt_token_ids) + len(token_ids)
+            token_id = choose_token(logits, params, seed=used_seed, position=position)
+            if token_id in stop:
+                break
+            token_ids.append(token_id)
+            logprobs.append(float(log_softmax(logits)[token_id]))
+            if len(token_ids) == limit:
+                break
+            logits = self._model.append([token_id])
+        reason: FinishReason = "length" if len(token_ids) == limit else "stop"
+        return ReferenceResult(
+            token_ids=tuple(token_ids), logprobs=tuple(logprobs), finish_reason=reason
+        )
+
+
+def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
+    """Natural-log probabilities [V]."""
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def choose_token(logits: Logits, params: SamplingParams, *, seed: int, position: int) -> int:
+    """The token that `params` choose from logits [V] at an absolute position."""
+    if params.is_greedy:
+        return int(np.argmax(logits))
+    scaled = logits / np.float32(params.temperature)
+    noise = gumbel_noise(seed, position, len(logits))
+    return int(np.argmax(np.where(kept_tokens(scaled, params), scaled + noise, -np.inf)))
+
+
+def kept_tokens(scaled: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
+    """Which tokens top-k, then top-p, then min-p leave [V]; equal logits share their fate."""
+    falling = np.sort(scaled)[::-1]
+    floor = falling[params.top_k - 1] if 0 < params.top_k <= len(scaled) else falling[-1]
+    mass = np.where(falling >= floor, np.exp(falling - falling[0]), 0.0)
+    if params.top_p < 1.0:
+        reached = np.cumsum(mass) >= params.top_p * mass.sum()
+        floor = max(floor, falling[np.argmax(reached)])
+    kept = scaled >= floor
+    if params.min_p > 0.0:
+        kept &= scaled >= scaled.max() + np.log(np.float32(params.min_p))
+    return kept
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> npt.NDArray[np.float32]:
+    """Gumbel noise [V] of one draw; the definition that the device's sampler must match."""
+    low, high = draw_keys(np.array([seed], np.uint64), np.array([position], np.int32))[0]
+    bits = np.arange(vocab_size, dtype=np.uint32) * np.uint32(0x9E3779B9) ^ low
+    bits = (bits ^ (bits >> np.uint32(17))) * np.uint32(0xED5AD4BB)
+    bits = (bits ^ (bits >> np.uint32(11))) + high
+    bits = bits * np.uint32(0xAC4C1B51)
+    bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x31848BAB)
+    bits ^= bits >> np.uint32(14)
+    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    uniform = np.minimum(uniform, np.float32(1.0 - 2.0**-24))
+    return -np.log(-np.log1p(-uniform))

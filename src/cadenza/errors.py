@@ -1,0 +1,55 @@
+"""Every error Cadenza raises on purpose.
+
+    CadenzaError
+    ├── InvalidRequestError        the caller's request cannot be served as written
+    ├── QueueFullError             the bounded waiting queue is full; try again later
+    ├── ConfigError                a flag or an option has a value that cannot work
+    ├── CheckpointError            a model folder cannot be read or is not supported
+    ├── DeviceUnavailableError     the asked-for device is not on this machine
+    ├── EngineClosedError          the engine was shut down
+    ├── RunnerError                the device side broke its contract or failed
+    └── CompileAfterWarmupError    a program was compiled after warm-up
+
+A message says what was given, what is allowed and what to change. `AssertionError` is kept for
+Cadenza's own bugs and is never reachable from user input.
+"""
+
+
+class CadenzaError(Exception):
+    """Base of the tree above."""
+
+
+class InvalidRequestError(CadenzaError, ValueError):
+    """The request cannot be served as written; `param` names the field at fault."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFullError(CadenzaError):
+    """The waiting queue is at its bound."""
+
+
+class ConfigError(CadenzaError, ValueError):
+    """An option's value cannot work."""
+
+
+class CheckpointError(CadenzaError):
+    """A model folder cannot be read, or holds something that is not supported."""
+
+
+class DeviceUnavailableError(CadenzaError):
+    """The asked-for device is not on this machine."""
+
+
+class EngineClosedError(CadenzaError):
+    """The engine was shut down."""
+
+
+class RunnerError(CadenzaError):
+    """The device side broke the runner contract, or failed."""
+
+
+class CompileAfterWarmupError(CadenzaError):
+    """A program was compiled after warm-up had declared the set complete."""

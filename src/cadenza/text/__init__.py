@@ -1,0 +1,11 @@
+"""Text at the edge: tokenizers, chat templates, and text from a stream of tokens.
+
+Owns the turning of text into token ids and back. Knows nothing of models, weights or batches.
+Invariant: importing this package loads neither `tokenizers` nor `jinja2`; the first use does.
+"""
+
+from cadenza.text.chat import ChatTemplate
+from cadenza.text.detokenizer import IncrementalDetokenizer
+from cadenza.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "IncrementalDetokenizer", "Tokenizer"]

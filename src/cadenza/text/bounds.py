@@ -1,0 +1,158 @@
+"""How large and how long a template's rendering may become: `Budget` and the size checks.
+
+Owns the numbers and the sizes of results before they exist. Knows nothing of Jinja's syntax.
+Invariant: a check passes only if the operation behind it yields at most `MAX_CHARS` characters or
+`MAX_ITEMS` items.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+MAX_STEPS = 500_000
+MAX_SECONDS = 2.0
+MAX_CHARS = 16 << 20
+MAX_TOTAL_CHARS = 64 << 20
+MAX_ITEMS = 1_000_000
+MAX_WIDTH = 4096
+MAX_BITS = 4096
+
+_LARGE_WIDTH = re.compile(r"\d{5,}|%[^a-zA-Z%]*\*")
+
+
+class BoundExceededError(Exception):
+    """A bound was reached; the argument says which."""
+
+
+@dataclass(slots=True, eq=False)
+class Budget:
+    """What one rendering has used."""
+
+    clock: Callable[[], float]
+    deadline: float
+    num_steps: int = 0
+    num_chars: int = 0
+
+    def step(self) -> None:
+        """Counts a loop's round or a call."""
+        self.num_steps += 1
+        if self.num_steps > MAX_STEPS:
+            raise BoundExceededError(f"over {MAX_STEPS} steps")
+        if self.clock() > self.deadline:
+            raise BoundExceededError(f"over {MAX_SECONDS:g} seconds")
+
+    def charge(self, result: object) -> None:
+        """Counts the characters of a string that an operation made."""
+        if isinstance(result, str):
+            self.num_chars += len(result)
+            if self.num_chars > MAX_TOTAL_CHARS:
+                raise BoundExceededError(f"over {MAX_TOTAL_CHARS} characters in all")
+
+
+def start_budget(clock: Callable[[], float]) -> Budget:
+    return Budget(clock=clock, deadline=clock() + MAX_SECONDS)
+
+
+def check_chars(num_chars: int) -> None:
+    if num_chars > MAX_CHARS:
+        raise BoundExceededError(f"over {MAX_CHARS} characters")
+
+
+def measure(value: object) -> int:
+    """At least the length of `str(value)` for JSON's types, found without building it.
+
+    A list that holds one other list many times is small in memory and large as text.
+    """
+    num_chars = 0
+    pending = [value]
+    for _ in range(MAX_ITEMS):
+        if not pending:
+            return num_chars
+        item = pending.pop()
+        if isinstance(item, Mapping):
+            members = cast(Mapping[object, object], item)
+            pending += [*members.keys(), *members.values()]
+            num_chars += 4 * len(members)
+        elif isinstance(item, list | tuple | set | frozenset):
+            pending += cast(Sequence[object], item)
+            num_chars += 2 * len(cast(Sequence[object], item))
+        num_chars += len(item) if isinstance(item, str) else 24
+        check_chars(num_chars)
+    raise BoundExceededError(f"over {MAX_ITEMS} items")
+
+
+def check_operator(operator: str, left: object, right: object) -> None:
+    """Operators that can multiply what they are given."""
+    if operator == "%" and isinstance(left, str):
+        check_format(left, [right])
+    if operator == "+" and _has_length(left) and _has_length(right):
+        _check_length(left, _length(left) + _length(right))
+    if operator == "*":
+        _check_product(left, right)
+    if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length()
+        grown = bits + right.bit_length() if operator == "*" else bits * max(right, 1)
+        if grown > MAX_BITS:
+            raise BoundExceededError(f"a number of over {MAX_BITS} bits")
+
+
+def check_format(pattern: str, values: Sequence[object]) -> None:
+    """Formatting by `%` or `str.format`: no large widths, and no large value many times."""
+    if _LARGE_WIDTH.search(pattern):
+        raise BoundExceededError(f"a width of over {MAX_WIDTH}")
+    if re.search(r":[^}]*\{", pattern):
+        check_widths(values)
+    num_fields = pattern.count("%") + pattern.count("{")
+    check_chars(len(pattern) + num_fields * (MAX_WIDTH + measure(list(values))))
+
+
+def check_widths(values: Sequence[object]) -> None:
+    """Numbers that may serve as a width, and strings as a filling."""
+    for value in values:
+        size = abs(value) if isinstance(value, int) else len(value) if isinstance(value, str) else 0
+        if size > MAX_WIDTH:
+            raise BoundExceededError(f"a width of over {MAX_WIDTH}")
+
+
+def check_indent(text: object, values: Sequence[object]) -> None:
+    """A width that is applied to each line of `text`."""
+    check_widths(values)
+    widths = [len(value) if isinstance(value, str) else value for value in values]
+    width = max([abs(width) for width in widths if isinstance(width, int)], default=MAX_WIDTH)
+    lines = text.count("\n") + 1 if isinstance(text, str) else 1
+    check_chars(lines * width + measure(text))
+
+
+def check_replace(text: str, old: str, new: str) -> None:
+    num_places = len(text) // len(old) if old else len(text) + 1
+    if len(new) > len(old):
+        num_places = min(num_places, text.count(old))
+        check_chars(len(text) + num_places * len(new))
+
+
+def check_join(separator: str, parts: object) -> None:
+    num_chars = measure(parts)
+    num_parts = len(cast(Sequence[object], parts)) if _has_length(parts) else 0
+    check_chars(num_chars + num_parts * len(separator))
+
+
+def _check_product(left: object, right: object) -> None:
+    for sequence, times in ((left, right), (right, left)):
+        if _has_length(sequence) and isinstance(times, int):
+            _check_length(sequence, _length(sequence) * max(times, 0))
+
+
+def _has_length(value: object) -> bool:
+    return isinstance(value, str | list | tuple)
+
+
+def _length(value: object) -> int:
+    return len(cast(Sequence[object], value))
+
+
+def _check_length(like: object, length: int) -> None:
+    if isinstance(like, str):
+        check_chars(length)
+    elif length > MAX_ITEMS:
+        raise BoundExceededError(f"over {MAX_ITEMS} items")

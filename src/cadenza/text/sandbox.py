@@ -1,0 +1,331 @@
+"""Rendering a template that nobody vouches for: `BoundedTemplate`.
+
+Owns the Jinja environment. Knows nothing of messages. Invariant: every loop round, call and filter
+is counted against the rendering's budget, and whatever can multiply its input has the size of its
+result checked first (see `text.bounds`).
+
+The environment offers what transformers offers to chat templates: an immutable sandbox, block
+trimming, loop controls, `tojson`, `strftime_now`, `raise_exception`, `generation` blocks.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any, NoReturn, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from cadenza.errors import CheckpointError, InvalidRequestError
+from cadenza.text.bounds import (
+    BoundExceededError,
+    Budget,
+    check_chars,
+    check_format,
+    check_indent,
+    check_join,
+    check_operator,
+    check_replace,
+    check_widths,
+    measure,
+    start_budget,
+)
+
+MAX_REASON_CHARS = 500
+
+BUDGET = "budget of this rendering"
+"""The budget's name among the variables: no template can spell it."""
+
+_COUNTED = "counted"
+_CONCATENATED = "concatenated"
+_KEPT = "kept"
+_MEASURED = "measured"
+
+_REMOVED_GLOBALS = ("lipsum",)
+_REMOVED_FILTERS = ("urlize", "xmlattr", "pprint", "random", "filesizeformat", "wordwrap")
+_WIDTH_FILTERS = frozenset({"center", "batch", "slice", "truncate", "round"})
+_WIDTH_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
+
+Filter = Callable[..., Any]
+
+
+class _RefusedError(Exception):
+    """The template itself called `raise_exception`; the argument is its message."""
+
+
+class BoundedTemplate:
+    """A compiled template.
+
+    Raises:
+        CheckpointError: the source is not a valid template.
+    """
+
+    __slots__ = ("_clock", "_template")
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        now: Callable[[], datetime] = datetime.now,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        try:
+            environment = _new_environment(now)
+            tree = _Instrument().visit(environment.parse(source))
+            self._template = environment.from_string(cast(nodes.Template, tree))
+        except TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the chat template is not valid Jinja (line {error.lineno}); correct it"
+            ) from error
+        except (TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:
+            raise CheckpointError(
+                "the chat template cannot be compiled; simplify or correct it"
+            ) from error
+
+    def render(self, variables: Mapping[str, object]) -> str:
+        """The text.
+
+        Raises:
+            InvalidRequestError: the template refuses the variables, fails or takes too long.
+            CheckpointError: the template reaches for what the sandbox does not allow.
+        """
+        try:
+            return self._collect({**variables, BUDGET: start_budget(self._clock)})
+        except _RefusedError as refusal:
+            raise _blame(f"refuses these messages: {refusal.args[0]}") from refusal
+        except BoundExceededError as error:
+            raise _blame(f"takes {error.args[0]} for these messages; shorten them") from error
+        except (RecursionError, MemoryError, OverflowError) as error:
+            raise _blame("takes too much for these messages; shorten them") from error
+        except SecurityError as error:
+            raise CheckpointError(
+                "the chat template reaches outside its sandbox; use another template"
+            ) from error
+        except Exception as error:  # a template can raise whatever Python's operators raise
+            raise _blame(
+                f"fails on these messages ({type(error).__name__}); check their roles and the "
+                f"types of their fields"
+            ) from error
+
+    def _collect(self, variables: dict[str, object]) -> str:
+        parts: list[str] = []
+        num_chars = 0
+        for part in self._template.generate(variables):
+            num_chars += len(part)
+            check_chars(num_chars)
+            parts.append(part)
+        return "".join(parts)
+
+
+def _blame(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the chat template {reason}", param="messages")
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with counted calls and with checked sizes."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        check_operator(operator, left, right)
+        result = super().call_binop(context, operator, left, right)
+        _budget_of(context).charge(result)
+        return result
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        budget = _budget_of(context)
+        budget.step()
+        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str):
+            _check_method(owner, getattr(method, "__name__", ""), [*args, *kwargs.values()])
+        result = super().call(context, obj, *args, **kwargs)
+        budget.charge(result)
+        return result
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """Jinja joins a block's parts by this."""
+        parts = list(parts)
+        check_chars(sum(map(len, parts)))
+        return "".join(parts)
+
+
+class _Instrument(NodeTransformer):
+    """Puts filters around what can take long outside of calls.
+
+    That is what loops run over, the parts of `~`, the text of set blocks, and what is compared.
+    """
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filter_node(node.iter, _COUNTED, line=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        parts = nodes.List(node.nodes).set_lineno(node.lineno)
+        return _filter_node(parts, _CONCATENATED, line=node.lineno)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        node.expr = _filter_node(node.expr, _MEASURED, line=node.lineno)
+        for operand in node.ops:
+            operand.expr = _filter_node(operand.expr, _MEASURED, line=node.lineno)
+        return node
+
+    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
+        self.generic_visit(node)
+        node.filter = _filter_node(node.filter, _KEPT, line=node.lineno)
+        return node
+
+
+class _GenerationExtension(Extension):
+    """`{% generation %}` marks what a model wrote; it is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("render_body"), [], [], body).set_lineno(line)
+
+    def render_body(self, caller: Macro) -> str:
+        return caller()
+
+
+def _filter_node(inner: nodes.Node | None, name: str, *, line: int) -> nodes.Filter:
+    node = nodes.Filter(cast(nodes.Expr, inner), name, [], [], None, None)
+    return cast(nodes.Filter, node.set_lineno(line))
+
+
+def _new_environment(now: Callable[[], datetime]) -> _BoundedEnvironment:
+    environment = _BoundedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[LoopControlExtension, _GenerationExtension],
+        finalize=_measured,
+    )
+    for name in _REMOVED_GLOBALS:
+        environment.globals.pop(name)
+
+    def strftime_now(format: str) -> str:
+        return now().strftime(format)
+
+    offered = {"raise_exception": _raise_exception, "strftime_now": strftime_now}
+    cast(dict[str, object], environment.globals).update(offered)
+    filters: dict[str, Filter] = {
+        name: filter for name, filter in environment.filters.items() if name not in _REMOVED_FILTERS
+    }
+    filters |= {"tojson": _to_json, _CONCATENATED: _concatenate, _KEPT: _keep}
+    environment.filters = {name: _bound_filter(name, filters[name]) for name in filters}
+    environment.filters[_COUNTED] = _count_rounds
+    environment.filters[_MEASURED] = _measured
+    return environment
+
+
+def _bound_filter(name: str, filter: Filter) -> Filter:
+    """`filter`, with its arguments checked, its call counted and its result charged."""
+    wanted = getattr(getattr(filter, "jinja_pass_arg", None), "name", None)
+
+    @jinja2.pass_context
+    def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = _budget_of(context)
+        budget.step()
+        _check_filter(name, value, [*args, *kwargs.values()])
+        passed = {
+            "context": context,
+            "eval_context": context.eval_ctx,
+            "environment": context.environment,
+        }
+        leading = () if wanted is None else (passed[wanted],)
+        result = filter(*leading, value, *args, **kwargs)
+        budget.charge(result)
+        return result
+
+    return bounded
+
+
+def _check_filter(name: str, value: object, arguments: list[Any]) -> None:
+    if name in _WIDTH_FILTERS:
+        check_widths(arguments)
+    elif name in ("indent", "tojson"):
+        check_indent(value, arguments if name == "indent" else [])
+    elif name == "replace" and len(arguments) > 1:
+        check_replace(str(value), str(arguments[0]), str(arguments[1]))
+    elif name == "format":
+        check_format(str(value), arguments)
+    elif name == "join":
+        check_join(str(arguments[0]) if arguments else "", value)
+    else:
+        measure(value)
+
+
+def _check_method(owner: str, name: str, arguments: list[Any]) -> None:
+    """Methods of strings that can multiply what they are given."""
+    if name in _WIDTH_METHODS:
+        check_widths(arguments)
+        check_chars(len(owner) * 64)
+    elif name in ("format", "format_map"):
+        check_format(owner, arguments)
+    elif name == "replace" and len(arguments) > 1:
+        check_replace(owner, str(arguments[0]), str(arguments[1]))
+    elif name == "join" and arguments:
+        check_join(owner, arguments[0])
+    elif name == "translate":
+        raise SecurityError("str.translate is not offered to templates")
+
+
+@jinja2.pass_context
+def _count_rounds(context: Context, values: Iterable[Any]) -> Iterator[Any]:
+    budget = _budget_of(context)
+    for value in values:
+        budget.step()
+        yield value
+
+
+def _concatenate(parts: list[Any]) -> str:
+    check_chars(sum(map(measure, parts)))
+    return "".join(map(str, parts))
+
+
+def _keep(text: str) -> str:
+    return text
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers has it: no HTML escapes, and options."""
+    if isinstance(indent, int) and indent > 16:
+        raise BoundExceededError("an indentation of over 16")
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _measured(value: Any) -> Any:
+    if not isinstance(value, str):
+        measure(value)
+    return value
+
+
+def _raise_exception(message: object) -> NoReturn:
+    measure(message)
+    raise _RefusedError(str(message)[:MAX_REASON_CHARS])
+
+
+def _budget_of(context: Context) -> Budget:
+    return cast(Budget, context.parent[BUDGET])

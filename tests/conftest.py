@@ -1,0 +1,63 @@
+"""What every test shares: the sizes of property tests, and what "needs the native kernels" means.
+
+Owns the Hypothesis profiles (`ci`: the same small set of examples each time; `soak`: many, new ones
+each time) and the `native` marker. Knows nothing of the engine. Invariant: with
+CADENZA_REQUIRE_NATIVE=1 a package without native kernels is an error, never a row of skips.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+LIBRARY_SUFFIXES = frozenset({".so", ".dylib", ".pyd"})
+
+# No deadline and no "too slow": a loaded machine must not fail a correct program.
+settings.register_profile(
+    "ci",
+    max_examples=50,
+    stateful_step_count=50,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "soak",
+    max_examples=1000,
+    stateful_step_count=100,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hypothesis-profile") is None:
+        settings.load_profile("ci")
+    if must_have_native() and not has_native_library():
+        raise pytest.UsageError(
+            "CADENZA_REQUIRE_NATIVE=1, but the installed package holds no native library; "
+            "look at the build's output, or unset the variable to test without"
+        )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("native") is not None and not has_native_library():
+        pytest.skip("the package was built without native kernels")
+
+
+def must_have_native() -> bool:
+    return os.environ.get("CADENZA_REQUIRE_NATIVE") == "1"
+
+
+def has_native_library() -> bool:
+    """Whether the installed package holds a compiled library, found without importing it."""
+    spec = importlib.util.find_spec("cadenza")
+    places = (spec.submodule_search_locations or []) if spec else []
+    return any(
+        path.suffix in LIBRARY_SUFFIXES for place in places for path in Path(place).rglob("*")
+    )

@@ -1,0 +1,165 @@
+"""The project's own import contracts, run on a small tree that breaks each of them."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+RUN_CONTRACTS = "from importlinter.cli import lint_imports_command as run; run()"
+
+PACKAGES = (
+    "",
+    "backends",
+    "backends.base",
+    "backends.fake",
+    "backends.mlx",
+    "backends.xla",
+    "bench",
+    "checkpoint",
+    "cli",
+    "core",
+    "engine",
+    "models",
+    "server",
+    "text",
+)
+MODULES = ("config", "request", "outputs", "errors", "core.scheduler", "engine.core")
+
+LAWFUL = (
+    ("cli", "cadenza.server"),
+    ("cli", "cadenza.bench"),
+    ("bench", "cadenza"),
+    ("server", "cadenza.engine"),
+    ("server", "cadenza.text"),
+    ("engine", "cadenza.backends.xla"),
+    ("engine", "cadenza.text"),
+    ("engine.core", "cadenza.core"),
+    ("backends.xla", "jax"),
+    ("backends.xla", "jaxlib"),
+    ("backends.xla", "cadenza.backends.base"),
+    ("backends.mlx", "mlx"),
+    ("backends.base", "cadenza.core"),
+    ("checkpoint", "ml_dtypes"),
+    ("core", "numpy"),
+    ("core", "hashlib"),
+    ("core.scheduler", "collections"),
+    ("request", "cadenza.config"),
+    ("text", "jinja2"),
+)
+UNLAWFUL = (
+    # upwards, one for each layer
+    ("bench", "cadenza.server"),
+    ("server", "cadenza.cli"),
+    ("engine", "cadenza.server"),
+    ("backends.fake", "cadenza.engine"),
+    ("backends.base", "cadenza.backends.fake"),
+    ("checkpoint", "cadenza.backends.xla"),
+    ("core", "cadenza.checkpoint"),
+    ("text", "cadenza.engine"),
+    ("config", "cadenza.core"),
+    # siblings
+    ("core", "cadenza.text"),
+    ("text", "cadenza.core"),
+    ("backends.fake", "cadenza.backends.xla"),
+    ("backends.xla", "cadenza.backends.mlx"),
+    ("backends.base", "cadenza.checkpoint"),
+    # libraries
+    ("engine", "jax"),
+    ("backends.fake", "jaxlib"),
+    ("server", "mlx"),
+    ("backends.xla", "torch"),
+    ("checkpoint", "transformers"),
+    ("checkpoint", "pickle"),
+    ("request", "numpy"),
+    ("core", "scipy"),
+    ("core", "time"),
+    ("core", "threading"),
+    ("core", "random"),
+    ("core.scheduler", "numpy"),
+    ("text", "numpy"),
+    # knowledge
+    ("engine.core", "cadenza.text"),
+    ("server", "cadenza.core"),
+    ("server", "numpy"),
+    ("bench", "cadenza.engine"),
+)
+
+
+def lint_tree(root: Path, imports: tuple[tuple[str, str], ...]) -> tuple[int, str]:
+    """Exit status and report of the contracts on a tree with these (module, imported) pairs."""
+    for package in PACKAGES:
+        folder = root.joinpath("cadenza", *package.split(".")) if package else root / "cadenza"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").touch()
+    for module in MODULES:
+        root.joinpath("cadenza", *module.split(".")).with_suffix(".py").touch()
+    for module, imported in imports:
+        path = root.joinpath("cadenza", *module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"import {imported}\n")
+    shutil.copy(REPOSITORY / "pyproject.toml", root)
+    return run_contracts(root)
+
+
+def run_contracts(root: Path) -> tuple[int, str]:
+    run = subprocess.run(
+        [sys.executable, "-c", RUN_CONTRACTS, "--no-cache"],
+        cwd=root,
+        env={"PYTHONPATH": f"{root}:{REPOSITORY}", "COLUMNS": "200", "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    return run.returncode, run.stdout + run.stderr
+
+
+def rejected(report: str) -> set[tuple[str, str]]:
+    """The (importer, imported) pairs that a report complains of."""
+    chains = re.findall(r"^-?\s+([\w.]+) -> ([\w.]+) \(l\.", report, re.MULTILINE)
+    lists = re.findall(r"^([\w.]+) must not import ([\w.]+) \(l\.", report, re.MULTILINE)
+    return {(importer.removeprefix("cadenza."), imported) for importer, imported in chains + lists}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    status, text = lint_tree(tmp_path_factory.mktemp("unlawful"), UNLAWFUL)
+    assert status == 1, text
+    return text
+
+
+def test_a_tree_that_keeps_the_layers_passes(tmp_path: Path):
+    status, text = lint_tree(tmp_path, LAWFUL)
+    assert status == 0, text
+
+
+def test_a_tree_in_which_most_packages_are_still_missing_passes(tmp_path: Path):
+    for folder in (tmp_path / "cadenza", tmp_path / "cadenza" / "backends"):
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    status, text = run_contracts(tmp_path)
+    assert status == 0, text
+
+
+def test_every_contract_breaks_on_the_unlawful_tree(report: str):
+    assert "KEPT" not in report, report
+    assert report.count("BROKEN") >= 12
+
+
+@pytest.mark.parametrize(("importer", "imported"), UNLAWFUL)
+def test_an_unlawful_import_is_named(report: str, importer: str, imported: str):
+    assert (importer, imported) in rejected(report), report
+
+
+def test_a_new_package_that_no_layer_names_is_refused(tmp_path: Path):
+    (tmp_path / "cadenza" / "helpers").mkdir(parents=True)
+    (tmp_path / "cadenza" / "helpers" / "__init__.py").touch()
+    status, text = lint_tree(tmp_path, ())
+    assert status == 1
+    assert "helpers" in text
