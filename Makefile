@@ -42,7 +42,7 @@ lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, ba
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/size_gate.py
 	$(BIN)/python tools/banned_calls.py
-	$(BIN)/lint-imports --quiet --no-logo
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright --warnings
 
 soak: .venv/.has-tools ## run the reliability bars in full size (hours)
@@ -74,7 +74,7 @@ clean: ## remove all that these targets made
 	rm -rf .venv .venv-lock .venv-oracle build dist src/*.egg-info
 	rm -rf .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find src tests tools training -name __pycache__ -prune -exec rm -rf {} +
-	find src -name '*.so' -delete
+	rm -f src/cadenza/_native.*
 
 # --- environments: a stamp file in each says what it has, so that nothing is installed twice ------
 
@@ -88,6 +88,7 @@ clean: ## remove all that these targets made
 # this Python it holds, and the native kernels are built with the jaxlib that will run them.
 define install
 	@echo "installing Cadenza into $(1)"
+	@rm -f src/cadenza/_native.*
 	@if [ "$$($(1)/bin/python -c '$(TAG_OF_PYTHON)')" = "$(LOCKED_FOR)" ]; then \
 	  echo "-c $(CURDIR)/requirements.lock" > $(1)/constraints.txt; \
 	  $(1)/bin/python -c "$$LIST_NEEDS" $(BUILD_AND_RUN) > $(1)/needs.txt && \
@@ -97,6 +98,8 @@ define install
 	  : > $(1)/constraints.txt; \
 	  $(1)/bin/$(PIP) install --editable .; \
 	fi
+	@ls src/cadenza/_native.* >/dev/null 2>&1 || \
+	  echo "without native CPU kernels: they were not built (is there a C++17 compiler?)"
 endef
 
 .venv/.has-cadenza: .venv/pyvenv.cfg $(SOURCES_OF_BUILD)

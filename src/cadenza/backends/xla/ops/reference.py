@@ -108,7 +108,6 @@ class ReferenceOps:
     def _attend(self, query: jax.Array, pool: KVPool, step: StepArrays) -> jax.Array:
         """Online softmax over blocks at absolute positions: [T, Hkv, G, D] to the same, float32."""
         limits = jnp.where(step.slot_mapping >= 0, step.positions + 1, 0)  # [T]
-        num_blocks = (jnp.max(limits) + BLOCK - 1) // BLOCK
         shape = query.shape[:3]
         state = (
             jnp.full(shape, -jnp.inf, jnp.float32),  # running maximum
@@ -117,20 +116,36 @@ class ReferenceOps:
         )
 
         def body(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            positions = block * BLOCK + jnp.arange(BLOCK)  # [B]
-            valid = positions[None, :] < limits[:, None]  # [T, B]
+            starts = self._block_start(block, step)  # [T]
+            positions = starts[:, None] + jnp.arange(BLOCK)  # [T, B]
+            valid = (positions >= 0) & (positions < limits[:, None])
             slots = self._slots(positions, valid, step)
             return self._attend_block(query, pool, slots, valid, state)
 
-        _, total, out = jax.lax.fori_loop(0, num_blocks, body, state)
+        _, total, out = jax.lax.fori_loop(0, self._num_blocks(limits), body, state)
         return jnp.where(limits[:, None, None, None] > 0, out / total[..., None], 0.0)
 
+    def _num_blocks(self, limits: jax.Array) -> jax.Array:
+        """Blocks until the longest of the contexts [T] is through."""
+        return (jnp.max(limits) + BLOCK - 1) // BLOCK
+
+    def _block_start(self, block: jax.Array, step: StepArrays) -> jax.Array:
+        """A block's first position for each token [T]: the same for all, whoever they are."""
+        return jnp.broadcast_to(block * BLOCK, step.positions.shape)
+
     def _slots(self, positions: jax.Array, valid: jax.Array, step: StepArrays) -> jax.Array:
-        """Slots of `positions` in each token's row, 0 where not valid: [T, B]."""
+        """Slots of `positions` [T, B] in each token's row, 0 where not valid."""
         size = self._spec.page_size
-        index = jnp.minimum(positions // size, step.page_table.shape[1] - 1)
-        pages = step.page_table[step.token_rows][:, index]  # [T, B]
-        return jnp.where(valid, pages * size + positions[None, :] % size, 0)
+        index = jnp.where(valid, positions // size, 0)
+        pages = step.page_table[step.token_rows[:, None], index]  # [T, B]
+        return jnp.where(valid, pages * size + positions % size, 0)
+
+    def _load(
+        self, pool: KVPool, slots: jax.Array, valid: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys and values at slots [T, B]: [T, B, Hkv, D]. Lanes not valid are loaded as zero."""
+        lanes = valid[:, :, None, None]
+        return jnp.where(lanes, pool.keys[slots], 0), jnp.where(lanes, pool.values[slots], 0)
 
     def _attend_block(
         self,
@@ -140,11 +155,9 @@ class ReferenceOps:
         valid: jax.Array,
         state: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
-        """One step of the online softmax. Lanes that are not valid are loaded as zero."""
+        """One step of the online softmax; a token none of whose lanes is valid is untouched."""
         maximum, total, out = state
-        lanes = valid[:, :, None, None]
-        keys = jnp.where(lanes, pool.keys[slots], 0)  # [T, B, Hkv, D]
-        values = jnp.where(lanes, pool.values[slots], 0)
+        keys, values = self._load(pool, slots, valid)  # [T, B, Hkv, D]
         scores = _einsum("tkgd,tbkd->tkgb", query, keys) * self._spec.attention_scale
         mask = valid[:, None, None, :]
         scores = jnp.where(mask, scores, -jnp.inf)
@@ -153,7 +166,7 @@ class ReferenceOps:
         shrink = jnp.where(maximum == -jnp.inf, 0.0, jnp.exp(maximum - new_maximum))
         new_total = total * shrink + jnp.sum(weights, axis=-1)
         new_out = out * shrink[..., None] + _einsum("tkgb,tbkd->tkgd", weights, values)
-        touched = valid[:, 0][:, None, None]
+        touched = jnp.any(valid, axis=1)[:, None, None]
         return (
             jnp.where(touched, new_maximum, maximum),
             jnp.where(touched, new_total, total),

@@ -1,0 +1,1 @@
+"""The gate behind `cadenza verify`: the same requests alone and together, compared bit for bit."""

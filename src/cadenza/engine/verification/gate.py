@@ -1,0 +1,244 @@
+"""The gate: plays a workload in every mode and compares each stream with its solo and reference.
+
+`run_gate` takes a runner through `make_core` and an independent witness through `reference`; it
+knows neither's inside. Invariant: it passes only if every comparison was made, every stream was
+equal, and everything the modes claim to show occurred.
+"""
+
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from cadenza.config import EngineLimits
+from cadenza.engine.reference import ReferenceEngine
+from cadenza.engine.verification.modes import (
+    Counts,
+    MakeCore,
+    Mode,
+    Play,
+    Stream,
+    TokenRecord,
+    batched_modes,
+    play,
+    play_alone,
+)
+from cadenza.engine.verification.workload import Arrival
+
+ReferenceKind = Literal["independent", "solo", "both"]
+
+Report = Callable[[str], None]
+"""Told what is done, for progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """The first difference: which request, at which token, in which mode."""
+
+    mode: str
+    request: int
+    index: int
+    expected: str
+    actual: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeResult:
+    """A mode's outcome; `missing` names what it claims to show and did not."""
+
+    name: str
+    num_streams: int
+    num_equal: int
+    counts: Counts
+    tokens_per_s: float
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class GateResult:
+    """Everything the gate found."""
+
+    num_requests: int
+    modes: list[ModeResult] = field(default_factory=list[ModeResult])
+    counts: Counts = field(default_factory=Counts)
+    mismatch: Mismatch | None = None
+    sequential_tokens_per_s: float = 0.0
+
+    @property
+    def missing(self) -> list[str]:
+        """What should have occurred and did not."""
+        return [f"{name} in {mode.name}" for mode in self.modes for name in mode.missing]
+
+    @property
+    def passed(self) -> bool:
+        return self.mismatch is None and not self.missing and bool(self.modes)
+
+    @property
+    def batched_tokens_per_s(self) -> float:
+        return max(mode.tokens_per_s for mode in self.modes)
+
+    @property
+    def last_line(self) -> str:
+        """The verdict, for people and scripts."""
+        if self.mismatch is not None:
+            found = self.mismatch
+            return (
+                f"REFERENCE-EXACT MISMATCH mode={found.mode!r} request={found.request} "
+                f"index={found.index} expected={found.expected} actual={found.actual}"
+            )
+        if self.missing:
+            return f"REFERENCE-EXACT MISMATCH nothing shown: {', '.join(self.missing)}"
+        return (
+            f"REFERENCE-EXACT PASS bitwise requests={self.num_requests} modes={len(self.modes)} "
+            f"admitted_midstream={self.counts.admitted_midstream} "
+            f"rows_reused={self.counts.rows_reused} preempted={self.counts.preempted} "
+            f"cache_hits={self.counts.cache_hits}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """What is compared with what.
+
+    Args:
+        make_core: engines on the runner under test.
+        reference: the independent witness, or None to compare with solo runs only.
+        with_solo: compare with each request alone, bit for bit.
+        clock: seconds, for the throughput line.
+    """
+
+    make_core: MakeCore
+    limits: EngineLimits
+    arrivals: tuple[Arrival, ...]
+    reference: ReferenceEngine | None
+    with_solo: bool
+    clock: Callable[[], float]
+    report: Report = lambda _: None
+
+    def run(self) -> GateResult:
+        """Plays and compares everything; stops at the first difference."""
+        result = GateResult(num_requests=len(self.arrivals))
+        start = self.clock()
+        alone: list[Stream] = []
+        for stream in play_alone(self.make_core, self.limits, self.arrivals):
+            alone.append(stream)
+            self.report(f"alone {len(alone)}/{len(self.arrivals)}")
+        tokens = sum(len(stream.tokens) for stream in alone)
+        result.sequential_tokens_per_s = tokens / (self.clock() - start)
+        for mode in batched_modes(self.limits, self.arrivals):
+            self._run_mode(mode, alone, result)
+            self.report(mode.name)
+            if result.mismatch is not None:
+                return result
+        if self.reference is not None:
+            result.mismatch = self._compare_with_reference(self.reference, alone)
+        return result
+
+    def _play(self, mode: Mode) -> Play:
+        """Plays a mode, with its alternatives until what it claims to show has occurred."""
+        played = play(self.make_core, mode, self.arrivals)
+        for limits in mode.alternatives:
+            if all(getattr(played.counts, name) for name in mode.shows):
+                break
+            played = play(self.make_core, replace(mode, limits=limits), self.arrivals)
+        return played
+
+    def _run_mode(self, mode: Mode, alone: list[Stream], result: GateResult) -> None:
+        played = self._play(mode)
+        num_streams = num_equal = 0
+        for streams in played.rounds:
+            for request, (stream, solo) in enumerate(zip(streams, alone, strict=True)):
+                found = first_difference(mode.name, request, solo, stream, bitwise=self.with_solo)
+                num_streams += 1
+                num_equal += found is None
+                result.mismatch = result.mismatch or found
+        result.counts.add(played.counts)
+        result.modes.append(
+            ModeResult(
+                name=mode.name,
+                num_streams=num_streams,
+                num_equal=num_equal,
+                counts=played.counts,
+                tokens_per_s=_rate(played),
+                missing=tuple(name for name in mode.shows if not getattr(played.counts, name)),
+            )
+        )
+
+    def _compare_with_reference(
+        self, reference: ReferenceEngine, alone: list[Stream]
+    ) -> Mismatch | None:
+        """Tokens and reasons of each solo stream, which every mode's streams were equal to."""
+        for request, (arrival, solo) in enumerate(zip(self.arrivals, alone, strict=True)):
+            expected = reference.run(arrival.request)
+            self.report(f"reference {request + 1}/{len(alone)}")
+            index = _first_unequal(expected.token_ids, solo.token_ids)
+            if index is not None:
+                return Mismatch(
+                    mode="independent reference",
+                    request=request,
+                    index=index,
+                    expected=_at(expected.token_ids, index),
+                    actual=_at(solo.token_ids, index),
+                )
+            if expected.finish_reason != solo.finish:
+                return Mismatch(
+                    mode="independent reference",
+                    request=request,
+                    index=len(solo.tokens),
+                    expected=expected.finish_reason,
+                    actual=solo.finish,
+                )
+        return None
+
+
+def first_difference(
+    mode: str, request: int, expected: Stream, actual: Stream, *, bitwise: bool
+) -> Mismatch | None:
+    """Where two streams part: in tokens, and if `bitwise` in any bit of the log probabilities."""
+    pick = _bits if bitwise else _token_only
+    left, right = [pick(r) for r in expected.tokens], [pick(r) for r in actual.tokens]
+    index = _first_unequal(left, right)
+    if index is not None:
+        return Mismatch(
+            mode=mode,
+            request=request,
+            index=index,
+            expected=_at(expected.tokens, index),
+            actual=_at(actual.tokens, index),
+        )
+    if expected.finish != actual.finish:
+        return Mismatch(
+            mode=mode,
+            request=request,
+            index=len(actual.tokens),
+            expected=expected.finish,
+            actual=actual.finish,
+        )
+    return None
+
+
+def _bits(record: TokenRecord) -> bytes:
+    token, logprob, rank, top_ids, top_logprobs = record
+    floats = struct.pack(f"<{1 + len(top_logprobs)}d", logprob, *top_logprobs)
+    return struct.pack(f"<{2 + len(top_ids)}q", token, rank, *top_ids) + floats
+
+
+def _token_only(record: TokenRecord) -> bytes:
+    return struct.pack("<q", record[0])
+
+
+def _first_unequal(left: Iterable[object], right: Iterable[object]) -> int | None:
+    one, other = list(left), list(right)
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def _at(items: Iterable[object], index: int) -> str:
+    found = list(items)
+    return str(found[index]) if index < len(found) else "(ended)"
+
+
+def _rate(played: Play) -> float:
+    return played.num_tokens / played.seconds if played.seconds else 0.0

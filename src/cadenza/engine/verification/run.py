@@ -1,0 +1,156 @@
+"""From a model and options to a verdict: what `cadenza verify` runs.
+
+Builds one runner, whose unowned KV slots hold NaN, and plays every mode on it; the self-test builds
+one runner a fault. Knows the backends by name only.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cadenza.backends.base import Runner
+from cadenza.checkpoint import (
+    Checkpoint,
+    named_shape,
+    open_checkpoint,
+    write_random_checkpoint,
+)
+from cadenza.config import EngineConfig, EngineLimits
+from cadenza.engine.build import build_reference, build_runner, find_checkpoint, plan_model
+from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.plan import EnginePlan
+from cadenza.engine.verification.gate import Gate, GateResult, ReferenceKind, Report
+from cadenza.engine.verification.modes import MakeCore
+from cadenza.engine.verification.self_test import SelfTestResult, run_self_test
+from cadenza.engine.verification.workload import LONGEST_PROMPT, WorkloadShape, make_workload
+
+NAN = float("nan")
+
+RANDOM_SEED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """What `cadenza verify` was asked for; `shape` stands instead of `model`."""
+
+    model: str | None = None
+    shape: str | None = None
+    num_requests: int = 16
+    max_tokens: int = 48
+    seed: int = 0
+    reference: ReferenceKind = "both"
+    config: EngineConfig
+
+
+def verify(options: VerifyOptions, report: Report) -> tuple[GateResult, EnginePlan]:
+    """Plays the gate.
+
+    Raises:
+        CheckpointError, ConfigError, DeviceUnavailableError: nothing could be played.
+    """
+    with _checkpoint(options) as checkpoint:
+        plan = _plan(options, checkpoint)
+        report("loading and compiling")
+        runner = build_runner(checkpoint, plan, options.config, fill=NAN)
+        try:
+            return _play(options, checkpoint, plan, runner, report), plan
+        finally:
+            runner.close()
+
+
+def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
+    """Plays the gate soundly and with each known fault, on the reference op table."""
+    from cadenza.backends.xla.mutants import MUTANTS, sound_table
+    from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+
+    with _checkpoint(options) as checkpoint:
+        plan = _plan(options, checkpoint)
+
+        def run_with(fault: str | None) -> GateResult:
+            report(f"fault: {fault or 'none'}")
+            runner = XlaRunner(
+                checkpoint.config,
+                checkpoint.weights,
+                plan.limits,
+                RunnerOptions(
+                    device=options.config.device,
+                    make_ops=sound_table if fault is None else MUTANTS[fault],
+                    fill=NAN,
+                ),
+            )
+            try:
+                runner.warmup()
+                return _play(replace(options, reference="solo"), checkpoint, plan, runner, report)
+            finally:
+                runner.close()
+
+        return run_self_test(run_with, list(MUTANTS))
+
+
+@contextmanager
+def _checkpoint(options: VerifyOptions) -> Iterator[Checkpoint]:
+    """The named model, or a random one of the named shape in a folder that is removed again."""
+    if options.shape is None:
+        yield find_checkpoint(options.model)
+        return
+    with tempfile.TemporaryDirectory(prefix="cadenza-verify-") as folder:
+        shape = named_shape(options.shape)
+        write_random_checkpoint(shape, Path(folder), seed=RANDOM_SEED, dtype=shape.dtype)
+        yield open_checkpoint(Path(folder))
+
+
+def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
+    """The user's options, with the context cut to what the workload can use."""
+    longest = min(
+        LONGEST_PROMPT + options.max_tokens, checkpoint.config.max_position_embeddings
+    )
+    config = options.config
+    if config.max_model_len is None:
+        config = replace(config, max_model_len=longest)
+    return plan_model(checkpoint, config)
+
+
+def _play(
+    options: VerifyOptions,
+    checkpoint: Checkpoint,
+    plan: EnginePlan,
+    runner: Runner,
+    report: Report,
+) -> GateResult:
+    limits = replace(plan.limits, max_num_queued_reqs=options.num_requests)
+    shape = WorkloadShape(
+        num_requests=options.num_requests,
+        rows=limits.max_num_seqs,
+        max_tokens=options.max_tokens,
+        context=limits.max_model_len,
+        vocab_size=checkpoint.config.vocab_size,
+        sampled_share=0.5 if options.shape is None else 0.8,
+        seed=options.seed,
+    )
+    gate = Gate(
+        make_core=_maker(runner, checkpoint),
+        limits=limits,
+        arrivals=make_workload(shape),
+        reference=(
+            None
+            if options.reference == "solo"
+            else build_reference(checkpoint, max_model_len=limits.max_model_len)
+        ),
+        with_solo=options.reference != "independent",
+        clock=time.perf_counter,
+        report=report,
+    )
+    return gate.run()
+
+
+def _maker(runner: Runner, checkpoint: Checkpoint) -> MakeCore:
+    eos = frozenset(checkpoint.eos_token_ids)
+
+    def make_core(limits: EngineLimits, options: CoreOptions) -> EngineCore:
+        runner.reset()
+        return EngineCore(runner, limits, replace(options, eos_token_ids=eos))
+
+    return make_core

@@ -1,0 +1,92 @@
+"""The requests that the gate plays: staggered lengths and caps, half of them sampled.
+
+A pure function of its parameters. Invariant: some prompts share a prefix of full pages, some cross
+an attention block, and there are more requests than rows.
+"""
+
+import random
+from dataclasses import dataclass
+
+from cadenza.errors import ConfigError
+from cadenza.request import Request, SamplingParams
+
+NUM_LOGPROBS = 5
+LONGEST_PROMPT = 224
+SHARED_PREFIX = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadShape:
+    """What to play.
+
+    Args:
+        rows: `--max-num-seqs` of the batched runs.
+        context: the model's `max_model_len`; prompts and caps stay within.
+        sampled_share: of the requests, the share that is sampled; the others are greedy.
+    """
+
+    num_requests: int
+    rows: int
+    max_tokens: int
+    context: int
+    vocab_size: int
+    sampled_share: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rows < 2:
+            raise ConfigError(f"--max-num-seqs {self.rows}: a batch needs at least 2 rows")
+        if self.num_requests <= self.rows:
+            raise ConfigError(
+                f"--num-requests {self.num_requests} must be above --max-num-seqs {self.rows}, "
+                f"so that rows are used again"
+            )
+        if self.max_tokens < 4 or self.context < 2 * self.max_tokens:
+            raise ConfigError(
+                f"--max-tokens {self.max_tokens} must be from 4 to half the context of "
+                f"{self.context} tokens"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request and the step before which it is submitted."""
+
+    step: int
+    request: Request
+
+
+def make_workload(shape: WorkloadShape) -> tuple[Arrival, ...]:
+    """Arrivals in order of their steps: the first rows at once, the others in mid-stream."""
+    rng = random.Random(shape.seed)  # noqa: S311  a workload, not a secret
+    longest = min(LONGEST_PROMPT, shape.context - shape.max_tokens)
+    prefix = [rng.randrange(shape.vocab_size) for _ in range(min(SHARED_PREFIX, longest // 2))]
+    arrivals: list[Arrival] = []
+    step = 0
+    for index in range(shape.num_requests):
+        if index >= shape.rows:
+            step += rng.randint(0, 4)
+        arrivals.append(Arrival(step, _make_request(rng, shape, index, prefix, longest)))
+    return tuple(arrivals)
+
+
+def _make_request(
+    rng: random.Random, shape: WorkloadShape, index: int, prefix: list[int], longest: int
+) -> Request:
+    length = rng.choice((rng.randint(1, 24), rng.randint(1, longest), longest))
+    shared = prefix[: rng.choice((0, len(prefix)))][:length]
+    prompt = shared + [rng.randrange(shape.vocab_size) for _ in range(length - len(shared))]
+    is_sampled = (index * 0x9E3779B9 >> 7) % 1000 < shape.sampled_share * 1000
+    return Request(
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(
+            max_tokens=rng.randint(max(1, shape.max_tokens // 3), shape.max_tokens),
+            temperature=rng.choice((1.0, 1.0, 0.7, 1.3)) if is_sampled else 0.0,
+            top_k=rng.choice((0, 0, 40)),
+            top_p=rng.choice((1.0, 1.0, 0.9)),
+            min_p=rng.choice((0.0, 0.0, 0.02)),
+            seed=rng.randrange(1 << 40),
+            logprobs=NUM_LOGPROBS,
+            ignore_eos=rng.random() < 0.5,
+        ),
+    )

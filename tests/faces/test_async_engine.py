@@ -1,0 +1,90 @@
+"""`AsyncEngine`: concurrent callers, leaving early, shutting down."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cadenza import LLM, AsyncEngine, Request, RequestOutput, SamplingParams
+from cadenza.errors import EngineClosedError, InvalidRequestError
+
+PROMPTS = [[1, 2, 3], [4, 5], [7] * 50, [9], [11] * 20, [12, 13]]
+PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+TIMEOUT_S = 60
+
+
+async def collect(engine: AsyncEngine, prompt: list[int]) -> list[RequestOutput]:
+    return [output async for output in engine.generate(prompt, PARAMS)]
+
+
+def open_engine(folder: Path) -> AsyncEngine:
+    return AsyncEngine.from_model(folder, max_num_seqs=4, max_model_len=256)
+
+
+def test_concurrent_callers_get_what_llm_gives(tiny_folder: Path, llm: LLM) -> None:
+    async def play() -> list[list[RequestOutput]]:
+        async with open_engine(tiny_folder) as engine:
+            calls = (collect(engine, prompt) for prompt in PROMPTS)
+            return await asyncio.wait_for(asyncio.gather(*calls), TIMEOUT_S)
+
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    streams = asyncio.run(play())
+    assert [stream[-1].outputs[0].token_ids for stream in streams] == expected
+    for stream in streams:
+        assert stream[-1].finished
+        assert not any(output.finished for output in stream[:-1])
+
+
+def test_a_request_object_is_served_as_it_is(tiny_folder: Path) -> None:
+    async def play() -> RequestOutput:
+        async with open_engine(tiny_folder) as engine:
+            outputs = engine.generate(Request(prompt_token_ids=(1, 2, 3), params=PARAMS))
+            return [output async for output in outputs][-1]
+
+    assert len(asyncio.run(play()).outputs[0].token_ids) == 10
+
+
+def test_leaving_early_cancels_the_request_and_the_next_one_works(tiny_folder: Path) -> None:
+    async def play() -> list[RequestOutput]:
+        async with open_engine(tiny_folder) as engine:
+            stream = engine.generate([1], SamplingParams(max_tokens=200, ignore_eos=True))
+            await anext(stream)
+            await stream.aclose()
+            return await asyncio.wait_for(collect(engine, [2]), TIMEOUT_S)
+
+    assert asyncio.run(play())[-1].finished
+
+
+def test_stopping_ends_open_streams_with_one_error_each(tiny_folder: Path) -> None:
+    async def play() -> RequestOutput:
+        engine = open_engine(tiny_folder)
+        engine.start()
+        stream = engine.generate([1], SamplingParams(max_tokens=250, ignore_eos=True))
+        await anext(stream)
+        await engine.stop()
+        return [output async for output in stream][-1]
+
+    output = asyncio.run(asyncio.wait_for(play(), TIMEOUT_S)).outputs[0]
+    assert output.finish_reason == "error"
+    assert output.error is not None
+
+
+def test_a_stopped_engine_refuses_requests(tiny_folder: Path) -> None:
+    async def play() -> None:
+        engine = open_engine(tiny_folder)
+        engine.start()
+        await engine.stop()
+        await anext(engine.generate([1], PARAMS))
+
+    with pytest.raises(EngineClosedError):
+        asyncio.run(play())
+
+
+def test_an_invalid_request_is_refused_and_harms_nobody(tiny_folder: Path) -> None:
+    async def play() -> RequestOutput:
+        async with open_engine(tiny_folder) as engine:
+            with pytest.raises(InvalidRequestError):
+                await anext(engine.generate([10_000], PARAMS))
+            return (await collect(engine, [2]))[-1]
+
+    assert asyncio.run(play()).finished

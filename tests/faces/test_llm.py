@@ -1,0 +1,130 @@
+"""`LLM`: many prompts at once, streams read in turns, errors before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from cadenza import LLM, SamplingParams
+from cadenza.errors import CheckpointError, ConfigError, EngineClosedError, InvalidRequestError
+
+PROMPTS = [[1, 2, 3], [4, 5], [7] * 50, [9], [11] * 20, [12, 13]]
+
+
+def greedy(max_tokens: int = 12, **changes: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **changes)  # type: ignore[arg-type]
+
+
+def test_results_come_in_the_prompts_order_and_equal_each_prompt_alone(llm: LLM) -> None:
+    together = llm.generate(PROMPTS, greedy())
+    assert [list(output.prompt_token_ids) for output in together] == PROMPTS
+    for prompt, output in zip(PROMPTS, together, strict=True):
+        alone = llm.generate(prompt, greedy())[0]
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+        assert output.outputs[0].finish_reason == "length"
+        assert len(output.outputs[0].token_ids) == 12
+
+
+def test_more_prompts_than_the_queue_holds_are_all_answered(llm: LLM) -> None:
+    prompts = [[1 + index % 300] for index in range(70)]
+    outputs = llm.generate(prompts, greedy(3))
+    assert [list(output.prompt_token_ids) for output in outputs] == prompts
+
+
+def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS[:2], [greedy(3), greedy(5, logprobs=2)])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 5]
+    assert outputs[0].outputs[0].logprobs is None
+    logprobs = outputs[1].outputs[0].logprobs
+    assert logprobs is not None
+    assert len(logprobs) == 5
+    assert all(2 <= len(entry) <= 3 for entry in logprobs)
+    total = sum(
+        entry[token].logprob
+        for entry, token in zip(logprobs, outputs[1].outputs[0].token_ids, strict=True)
+    )
+    assert outputs[1].outputs[0].cumulative_logprob == pytest.approx(total)
+
+
+def test_two_streams_read_in_turns_are_what_each_is_alone(llm: LLM) -> None:
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS[:2], greedy())]
+    streams = [llm.stream(prompt, greedy()) for prompt in PROMPTS[:2]]
+    last = [next(stream) for stream in streams]
+    for pair in zip(*streams, strict=False):
+        last = list(pair)
+    last[1] = [last[1], *streams[1]][-1]
+    assert [output.outputs[0].token_ids for output in last] == expected
+    assert all(output.finished for output in last)
+
+
+def test_closing_a_stream_frees_its_request(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS, greedy(100))
+    next(stream)
+    assert not llm.core.is_idle
+    stream.close()  # type: ignore[attr-defined]
+    llm.generate([5], greedy(1))
+    counts = llm.core.scheduler.kv_cache.pool.counts()
+    assert (counts.live, counts.pinned) == (0, 0)
+
+
+def test_an_invalid_prompt_among_valid_ones_starts_nothing(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="331"):
+        llm.generate([[1], [331]], greedy())
+    assert llm.core.is_idle
+
+
+@pytest.mark.parametrize("prompt", [[], [-1], [True], [1.5]])
+def test_a_malformed_prompt_is_refused(llm: LLM, prompt: list[int]) -> None:
+    with pytest.raises(InvalidRequestError):
+        llm.generate([prompt], greedy())
+
+
+def test_text_without_a_tokenizer_is_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
+        llm.generate("hello")
+    with pytest.raises(InvalidRequestError, match="chat template"):
+        llm.chat([{"role": "user", "content": "hello"}])
+
+
+def test_a_wrong_number_of_params_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="3 SamplingParams for 2 prompts"):
+        llm.generate(PROMPTS[:2], [greedy()] * 3)
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="max_sequences.*max_num_seqs"):
+        LLM(tiny_folder, max_sequences=3)
+
+
+def test_a_folder_that_is_not_there_is_a_named_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        LLM(tmp_path / "absent")
+
+
+def test_a_closed_llm_says_so(tiny_folder: Path) -> None:
+    llm = LLM(tiny_folder, max_num_seqs=2, max_model_len=64)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineClosedError):
+        llm.generate([1], greedy(1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 64},
+        {"kv_layout": "dense"},
+        {"scheduler": "plain"},
+        {"max_num_batched_tokens": 7},
+        {"enable_prefix_caching": False},
+        {"max_num_seqs": 1},
+        {"num_pages": 24},
+    ],
+)
+def test_no_option_of_the_engine_changes_a_stream(
+    llm: LLM, tiny_folder: Path, options: dict[str, object]
+) -> None:
+    params = [greedy(), SamplingParams(max_tokens=12, seed=5, top_p=0.9, ignore_eos=True)] * 3
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+    with LLM(tiny_folder, **{"max_num_seqs": 4, "max_model_len": 256, **options}) as other:
+        outputs = other.generate(PROMPTS, params)
+    assert [output.outputs[0].token_ids for output in outputs] == expected

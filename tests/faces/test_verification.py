@@ -1,0 +1,97 @@
+"""The gate: green on the sound engine, red on each injected fault, red when it shows nothing."""
+
+from dataclasses import replace
+
+import pytest
+
+from cadenza.config import EngineConfig
+from cadenza.engine.verification.gate import GateResult, Mismatch, ModeResult, first_difference
+from cadenza.engine.verification.modes import Counts, Stream
+from cadenza.engine.verification.run import VerifyOptions, self_test, verify
+from cadenza.engine.verification.workload import WorkloadShape, make_workload
+from cadenza.errors import ConfigError
+
+OPTIONS = VerifyOptions(
+    shape="tiny-qwen3", num_requests=8, max_tokens=32, config=EngineConfig(max_num_seqs=4)
+)
+SHAPE = WorkloadShape(num_requests=9, rows=4, max_tokens=32, context=256, vocab_size=50)
+
+
+def ignore(_: str) -> None:
+    """No progress wanted."""
+
+
+def test_the_gate_passes_on_random_weights_and_shows_every_mode() -> None:
+    result, plan = verify(OPTIONS, ignore)
+    assert result.passed, result.last_line
+    assert result.last_line.startswith("REFERENCE-EXACT PASS bitwise requests=8 modes=7 ")
+    counts = result.counts
+    shown = (counts.admitted_midstream, counts.rows_reused, counts.preempted, counts.cache_hits)
+    assert all(count > 0 for count in shown)
+    assert plan.traits.exactness == "bitwise"
+
+
+def test_the_self_test_catches_every_fault() -> None:
+    result = self_test(OPTIONS, ignore)
+    assert result.sound_passed
+    assert result.missed == ()
+    assert result.last_line == "SELF-TEST PASS caught=3"
+
+
+def test_a_single_changed_bit_of_a_logprob_is_a_mismatch() -> None:
+    expected = Stream([(1, -0.5, 1, (1,), (-0.5,))], "stop")
+    changed = Stream([(1, -0.5000000001, 1, (1,), (-0.5,))], "stop")
+    assert first_difference("m", 0, expected, expected, bitwise=True) is None
+    assert first_difference("m", 0, expected, changed, bitwise=False) is None
+    found = first_difference("m", 0, expected, changed, bitwise=True)
+    assert found is not None
+    assert found.index == 0
+
+
+@pytest.mark.parametrize("other", [Stream([], "stop"), Stream([(1, 0.0, 1, (), ())], "length")])
+def test_a_shorter_stream_or_another_reason_is_a_mismatch(other: Stream) -> None:
+    expected = Stream([(1, 0.0, 1, (), ())], "stop")
+    assert first_difference("m", 0, expected, other, bitwise=False) is not None
+
+
+def test_a_mode_that_shows_nothing_fails_the_gate() -> None:
+    mode = ModeResult(
+        name="tight", num_streams=1, num_equal=1, counts=Counts(), tokens_per_s=1.0
+    )
+    assert GateResult(num_requests=1, modes=[mode]).passed
+    silent = replace(mode, missing=("preempted",))
+    result = GateResult(num_requests=1, modes=[silent])
+    assert not result.passed
+    assert "preempted in tight" in result.last_line
+
+
+def test_the_verdict_names_the_first_difference() -> None:
+    found = Mismatch(mode="m", request=3, index=7, expected="1", actual="2")
+    line = GateResult(num_requests=1, mismatch=found).last_line
+    assert line.startswith("REFERENCE-EXACT MISMATCH")
+    assert "request=3 index=7" in line
+
+
+def test_no_modes_is_no_pass() -> None:
+    assert not GateResult(num_requests=1).passed
+
+
+def test_a_workload_is_a_pure_function_of_its_shape() -> None:
+    assert make_workload(SHAPE) == make_workload(SHAPE)
+    assert make_workload(SHAPE) != make_workload(replace(SHAPE, seed=1))
+
+
+def test_about_half_of_a_workload_is_sampled_and_prompts_share_a_prefix() -> None:
+    requests = [a.request for a in make_workload(replace(SHAPE, num_requests=200))]
+    sampled = sum(not request.params.is_greedy for request in requests)
+    assert 80 <= sampled <= 120
+    prefixes = [request.prompt_token_ids[:32] for request in requests]
+    assert max(prefixes.count(prefix) for prefix in prefixes) > 20
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rows": 1}, {"num_requests": 4}, {"max_tokens": 2}, {"max_tokens": 200}]
+)
+def test_a_workload_that_could_show_nothing_is_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        replace(SHAPE, **changes)
