@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from cadenza.errors import ConfigError
 
 Backend = Literal["auto", "xla"]
+Ops = Literal["auto", "native", "reference"]
 DType = Literal["auto", "float32", "bfloat16"]
 KVLayout = Literal["paged", "dense"]
 SchedulerLoop = Literal["plain", "overlap"]
@@ -31,6 +32,7 @@ class EngineConfig:
 
     backend: Backend = "auto"
     device: str = "auto"
+    ops: Ops = "auto"
     dtype: DType = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
@@ -46,6 +48,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choice("backend", self.backend, get_args(Backend))
+        _check_choice("ops", self.ops, get_args(Ops))
         _check_choice("dtype", self.dtype, get_args(DType))
         _check_choice("kv-layout", self.kv_layout, get_args(KVLayout))
         _check_choice("scheduler", self.scheduler, get_args(SchedulerLoop))

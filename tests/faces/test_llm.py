@@ -91,7 +91,7 @@ def test_a_wrong_number_of_params_is_refused(llm: LLM) -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones(tiny_folder: Path) -> None:
-    with pytest.raises(ConfigError, match="max_sequences.*max_num_seqs"):
+    with pytest.raises(ConfigError, match=r"max_sequences.*max_num_seqs"):
         LLM(tiny_folder, max_sequences=3)
 
 

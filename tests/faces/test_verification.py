@@ -55,9 +55,7 @@ def test_a_shorter_stream_or_another_reason_is_a_mismatch(other: Stream) -> None
 
 
 def test_a_mode_that_shows_nothing_fails_the_gate() -> None:
-    mode = ModeResult(
-        name="tight", num_streams=1, num_equal=1, counts=Counts(), tokens_per_s=1.0
-    )
+    mode = ModeResult(name="tight", num_streams=1, num_equal=1, counts=Counts(), tokens_per_s=1.0)
     assert GateResult(num_requests=1, modes=[mode]).passed
     silent = replace(mode, missing=("preempted",))
     result = GateResult(num_requests=1, modes=[silent])

@@ -5,6 +5,7 @@ rows and slots; it knows no request, no scheduler and no text. Every backend pas
 suite (`tests/contract`).
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -19,8 +20,8 @@ Capability = Literal["logprobs"]
 class BackendTraits:
     """What a backend would be like on a device, told before anything is loaded.
 
-    `dtypes` are the types it computes in, the best for a checkpoint's own type first;
-    `max_num_batched_tokens` is the largest token budget, and the default one.
+    `dtypes` are the types it computes in, and `dtype_for` the one it takes by itself for a
+    checkpoint's own; `max_num_batched_tokens` is the default token budget.
     `device_memory_bytes` is None where the device shares the host's memory.
     """
 
@@ -28,6 +29,7 @@ class BackendTraits:
     ops: str
     exactness: Exactness
     dtypes: tuple[str, ...]
+    dtype_for: Mapping[str, str]
     max_num_batched_tokens: int
     device_memory_bytes: int | None
 

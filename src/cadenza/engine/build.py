@@ -43,7 +43,7 @@ def describe_backend(config: EngineConfig) -> BackendTraits:
     """What the chosen backend would be like. Raises ConfigError, DeviceUnavailableError."""
     from cadenza.backends.xla.traits import describe
 
-    return describe(config.device)
+    return describe(config.device, config.ops)
 
 
 def plan_model(checkpoint: Checkpoint, config: EngineConfig) -> EnginePlan:
@@ -82,14 +82,21 @@ def build_runner(
     checkpoint: Checkpoint, plan: EnginePlan, config: EngineConfig, *, fill: float = 0.0
 ) -> Runner:
     """A warm runner; KV slots start as `fill`."""
+    from cadenza.backends.xla.device import find_device
     from cadenza.backends.xla.runner import RunnerOptions, XlaRunner, enable_compilation_cache
+    from cadenza.backends.xla.traits import find_ops
 
     enable_compilation_cache(cache_folder() / "xla")
     runner = XlaRunner(
         checkpoint.config,
         checkpoint.weights,
         plan.limits,
-        RunnerOptions(device=config.device, dtype=plan.dtype, fill=fill),
+        RunnerOptions(
+            device=config.device,
+            dtype=plan.dtype,
+            make_ops=find_ops(config.ops, find_device(config.device)),
+            fill=fill,
+        ),
     )
     runner.warmup()
     return runner

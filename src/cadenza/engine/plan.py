@@ -44,7 +44,7 @@ def make_plan(
     Raises:
         ConfigError: it does not fit; the message has both numbers.
     """
-    dtype = _choose_dtype(config, traits)
+    dtype = _choose_dtype(config, checkpoint, traits)
     model = checkpoint.config
     per_token = 2 * model.num_layers * model.kv_size * _ITEM_BYTES[dtype]
     weight_bytes = _weight_bytes(checkpoint, dtype)
@@ -66,9 +66,9 @@ def make_plan(
     )
 
 
-def _choose_dtype(config: EngineConfig, traits: BackendTraits) -> str:
+def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits) -> str:
     if config.dtype == "auto":
-        return traits.dtypes[0]
+        return traits.dtype_for[checkpoint.config.dtype]
     if config.dtype not in traits.dtypes:
         raise ConfigError(
             f"--dtype {config.dtype} is not one of {', '.join(traits.dtypes)} on {traits.name}"

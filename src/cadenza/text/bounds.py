@@ -15,6 +15,7 @@ MAX_SECONDS = 2.0
 MAX_CHARS = 16 << 20
 MAX_TOTAL_CHARS = 64 << 20
 MAX_ITEMS = 1_000_000
+MAX_NODES = 200_000
 MAX_WIDTH = 4096
 MAX_BITS = 4096
 
@@ -43,11 +44,13 @@ class Budget:
             raise BoundExceededError(f"over {MAX_SECONDS:g} seconds")
 
     def charge(self, result: object) -> None:
-        """Counts the characters of a string that an operation made."""
+        """Counts the characters of a string that an operation made; a list's items as eight."""
         if isinstance(result, str):
             self.num_chars += len(result)
-            if self.num_chars > MAX_TOTAL_CHARS:
-                raise BoundExceededError(f"over {MAX_TOTAL_CHARS} characters in all")
+        elif isinstance(result, list):
+            self.num_chars += 8 * len(cast(list[object], result))
+        if self.num_chars > MAX_TOTAL_CHARS:
+            raise BoundExceededError(f"over {MAX_TOTAL_CHARS} characters in all")
 
 
 def start_budget(clock: Callable[[], float]) -> Budget:
@@ -66,7 +69,7 @@ def measure(value: object) -> int:
     """
     num_chars = 0
     pending = [value]
-    for _ in range(MAX_ITEMS):
+    for _ in range(MAX_NODES):
         if not pending:
             return num_chars
         item = pending.pop()
@@ -79,7 +82,7 @@ def measure(value: object) -> int:
             num_chars += 2 * len(cast(Sequence[object], item))
         num_chars += len(item) if isinstance(item, str) else 24
         check_chars(num_chars)
-    raise BoundExceededError(f"over {MAX_ITEMS} items")
+    raise BoundExceededError(f"over {MAX_NODES} values in one")
 
 
 def check_operator(operator: str, left: object, right: object) -> None:

@@ -91,12 +91,14 @@ class ChatTemplate:
             InvalidRequestError: the template refuses the messages or fails on them.
             CheckpointError: the template reaches for what the sandbox does not allow.
         """
+        if not messages:
+            raise InvalidRequestError("messages is empty; send at least one", param="messages")
         template = self._template if tools is None else self._tools_template
         return template.render(
             {
                 **self._variables,
                 **_plain_object(kwargs),
-                "messages": [_with_reasoning(_plain_object(message)) for message in messages],
+                "messages": [_prepare(_plain_object(message)) for message in messages],
                 "tools": None if tools is None else [_plain_object(tool) for tool in tools],
                 "documents": _plain(kwargs.get("documents")),
                 "add_generation_prompt": add_generation_prompt,
@@ -115,10 +117,11 @@ def _compile(source: str, now: "Callable[[], datetime]") -> "BoundedTemplate":
     return BoundedTemplate(source, now=now)
 
 
-def _with_reasoning(message: dict[str, object]) -> dict[str, object]:
-    """Reasoning under each of the names that templates read it by."""
+def _prepare(message: dict[str, object]) -> dict[str, object]:
+    """As transformers does: no nulls, and reasoning under each name that templates read it by."""
+    message = {key: value for key, value in message.items() if value is not None}
     for key in _REASONING_KEYS:
-        if message.get(key) is not None:
+        if key in message:
             reasoning = message[key]
             return {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message

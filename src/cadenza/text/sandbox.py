@@ -50,6 +50,12 @@ _MEASURED = "measured"
 
 _REMOVED_GLOBALS = ("lipsum",)
 _REMOVED_FILTERS = ("urlize", "xmlattr", "pprint", "random", "filesizeformat", "wordwrap")
+_SHALLOW_FILTERS = frozenset(
+    "abs attr count d default first float int items kept last length list map reject rejectattr "
+    "reverse select selectattr".split()
+)
+"""They look at no member of a member, so that their input need not be measured."""
+
 _WIDTH_FILTERS = frozenset({"center", "batch", "slice", "truncate", "round"})
 _WIDTH_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 
@@ -146,7 +152,10 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            _check_method(owner, getattr(method, "__name__", ""), [*args, *kwargs.values()])
+            name = getattr(method, "__name__", "")
+            if name == "join" and len(args) == 1:
+                args = (list(args[0]),)
+            _check_method(owner, name, [*args, *kwargs.values()])
         result = super().call(context, obj, *args, **kwargs)
         budget.charge(result)
         return result
@@ -240,6 +249,8 @@ def _bound_filter(name: str, filter: Filter) -> Filter:
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget_of(context)
         budget.step()
+        if name == "join" and not isinstance(value, str):
+            value = list(value)
         _check_filter(name, value, [*args, *kwargs.values()])
         passed = {
             "context": context,
@@ -265,7 +276,7 @@ def _check_filter(name: str, value: object, arguments: list[Any]) -> None:
         check_format(str(value), arguments)
     elif name == "join":
         check_join(str(arguments[0]) if arguments else "", value)
-    else:
+    elif name not in _SHALLOW_FILTERS:
         measure(value)
 
 

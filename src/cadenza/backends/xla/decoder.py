@@ -8,9 +8,9 @@ present. Legend as in `ops.table`.
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable, StepArrays
+from cadenza.checkpoint.model_config import ModelConfig
 
 
 class LayerWeights(NamedTuple):
@@ -36,20 +36,24 @@ class DecoderWeights(NamedTuple):
 
 
 def run_decoder(
-    ops: OpTable, weights: DecoderWeights, pools: tuple[KVPool, ...], step: StepArrays
+    ops: OpTable,
+    model: ModelConfig,
+    weights: DecoderWeights,
+    pools: tuple[KVPool, ...],
+    step: StepArrays,
 ) -> tuple[jax.Array, tuple[KVPool, ...]]:
     """One step: the int32 result [L, C] of the logit rows, and the pools with this step's KV."""
     count = step.num_tokens
+    embed, qkv_size = model.hidden_size, model.query_size + 2 * model.kv_size
     x = ops.embed(weights.embedding, step)  # [T, E]
     new_pools: list[KVPool] = []
     for layer, pool in zip(weights.layers, pools, strict=True):
-        qkv = ops.linear(ops.rms_norm(x, layer.attention_norm, count), layer.qkv, count)
+        qkv = ops.linear(ops.rms_norm(x, layer.attention_norm, count), layer.qkv, qkv_size, count)
         attended, new_pool = ops.rope_append_attend(qkv, pool, layer.qk_norms, weights.rope, step)
         new_pools.append(new_pool)
-        x = ops.linear(attended, layer.attention_out, count, residual=x)
+        x = ops.linear(attended, layer.attention_out, embed, count, residual=x)
         gated = ops.gated_linear(ops.rms_norm(x, layer.mlp_norm, count), layer.gate_up, count)
-        x = ops.linear(gated, layer.down, count, residual=x)
-    last = x[jnp.maximum(step.logit_indices, 0)]  # [L, E]
-    normed = ops.rms_norm(last, weights.final_norm, step.num_logits)
+        x = ops.linear(gated, layer.down, embed, count, residual=x)
+    normed = ops.rms_norm_logit_rows(x, weights.final_norm, step)  # [L, E]
     head = weights.embedding if weights.head is None else weights.head
     return ops.next_tokens(normed, head, step), tuple(new_pools)

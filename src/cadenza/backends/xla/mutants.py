@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from cadenza.backends.xla.ops.reference import BLOCK, ReferenceOps
-from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable, StepArrays
 from cadenza.backends.xla.ops.table import DecoderSpec as Spec
+from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable, StepArrays
 
 
 class RelativeBlocks(ReferenceOps):
@@ -36,7 +36,9 @@ class RowKeys(ReferenceOps):
 class MultipliedPadding(ReferenceOps):
     """Lanes outside a row's context are multiplied by zero instead of loaded as zero."""
 
-    def _load(self, pool: KVPool, slots: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _load(
+        self, pool: KVPool, slots: jax.Array, valid: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         lanes = valid[:, :, None, None].astype(pool.keys.dtype)
         beyond = jnp.where(valid, slots, slots.shape[1] - 1)
         return pool.keys[beyond] * lanes, pool.values[beyond] * lanes

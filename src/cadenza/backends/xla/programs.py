@@ -21,6 +21,7 @@ from cadenza.backends.xla.ops.table import (
     OpTable,
 )
 from cadenza.backends.xla.wire import WireShape, unpack
+from cadenza.checkpoint.model_config import ModelConfig
 
 Compiled = Callable[..., Any]
 
@@ -56,14 +57,14 @@ class Programs:
     write_page_table: Compiled
 
 
-def step_function(ops: OpTable, shape: WireShape) -> Callable[..., Any]:
+def step_function(ops: OpTable, model: ModelConfig, shape: WireShape) -> Callable[..., Any]:
     """(weights, state, wire [·]) to (state, result [L, C]), to be compiled or exported."""
 
     def step(
         weights: DecoderWeights, state: DeviceState, wire: jax.Array
     ) -> tuple[DeviceState, jax.Array]:
         arrays = unpack(shape, wire, state.last_sampled, state.page_table)
-        result, pools = run_decoder(ops, weights, state.pools, arrays)
+        result, pools = run_decoder(ops, model, weights, state.pools, arrays)
         in_use = arrays.logit_indices >= 0
         rows = jnp.where(in_use, arrays.logit_rows, shape.num_rows)
         last = state.last_sampled.at[rows].set(result[:, COLUMN_TOKEN], mode="drop")
@@ -115,7 +116,7 @@ def compile_programs(
     for bucket in shape.token_buckets:
         wire_shape = WireShape(bucket, shape.num_rows)
         wire = jax.ShapeDtypeStruct((wire_shape.size,), jnp.int32, sharding=sharding)
-        jitted = jax.jit(step_function(ops, wire_shape), donate_argnums=1)
+        jitted = jax.jit(step_function(ops, spec.model, wire_shape), donate_argnums=1)
         steps[bucket] = jitted.lower(abstract_weights, state, wire).compile()
     updates = jax.ShapeDtypeStruct((PAGE_UPDATES, 3), jnp.int32, sharding=sharding)
     return Programs(

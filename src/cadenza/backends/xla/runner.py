@@ -17,7 +17,6 @@ import numpy as np
 from cadenza.backends.base import Capability, Exactness, KVGroup
 from cadenza.backends.xla.decoder import DecoderWeights
 from cadenza.backends.xla.device import find_device
-from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import (
     COLUMN_FINITE,
     COLUMN_LOGPROB,
@@ -36,6 +35,7 @@ from cadenza.backends.xla.programs import (
     ProgramShape,
     compile_programs,
 )
+from cadenza.backends.xla.traits import find_ops
 from cadenza.backends.xla.weights import load_decoder
 from cadenza.backends.xla.wire import pack_inputs
 from cadenza.checkpoint.model_config import ModelConfig
@@ -71,7 +71,7 @@ class RunnerOptions:
 
     Args:
         dtype: of weights, activations and KV.
-        make_ops: the op table; None chooses the best one for the device.
+        make_ops: the op table; None takes the best one for the device (`traits.find_ops`).
         fill: the value of KV slots that nobody has written (tests and `verify` use NaN).
     """
 
@@ -98,7 +98,7 @@ class XlaRunner:
         self._spec = DecoderSpec(
             model=model, dtype=jnp.dtype(options.dtype).type, page_size=limits.page_size
         )
-        self._ops = (options.make_ops or ReferenceOps)(self._spec)
+        self._ops = (options.make_ops or find_ops("auto", self._device))(self._spec)
         self._buckets = self._ops.token_buckets(limits.max_num_batched_tokens)
         self._fill = options.fill
         loaded = load_decoder(self._ops, self._spec, weights, limits.max_model_len)

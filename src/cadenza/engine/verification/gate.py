@@ -97,12 +97,20 @@ class GateResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Witness:
+    """The independent reference, and engines that compute in float32 as it does."""
+
+    reference: ReferenceEngine
+    make_core: MakeCore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
     """What is compared with what.
 
     Args:
         make_core: engines on the runner under test.
-        reference: the independent witness, or None to compare with solo runs only.
+        witness: compared with in tokens; None to compare with solo runs only.
         with_solo: compare with each request alone, bit for bit.
         clock: seconds, for the throughput line.
     """
@@ -110,7 +118,7 @@ class Gate:
     make_core: MakeCore
     limits: EngineLimits
     arrivals: tuple[Arrival, ...]
-    reference: ReferenceEngine | None
+    witness: Witness | None
     with_solo: bool
     clock: Callable[[], float]
     report: Report = lambda _: None
@@ -130,8 +138,8 @@ class Gate:
             self.report(mode.name)
             if result.mismatch is not None:
                 return result
-        if self.reference is not None:
-            result.mismatch = self._compare_with_reference(self.reference, alone)
+        if self.witness is not None:
+            result.mismatch = self._compare_with_witness(self.witness, alone)
         return result
 
     def _play(self, mode: Mode) -> Play:
@@ -164,12 +172,15 @@ class Gate:
             )
         )
 
-    def _compare_with_reference(
-        self, reference: ReferenceEngine, alone: list[Stream]
-    ) -> Mismatch | None:
-        """Tokens and reasons of each solo stream, which every mode's streams were equal to."""
+    def _compare_with_witness(self, witness: Witness, alone: list[Stream]) -> Mismatch | None:
+        """Tokens and reasons of each solo stream in float32.
+
+        Where the runner under test computes in float32, every mode's streams were equal to these.
+        """
+        if witness.make_core is not self.make_core:
+            alone = list(play_alone(witness.make_core, self.limits, self.arrivals))
         for request, (arrival, solo) in enumerate(zip(self.arrivals, alone, strict=True)):
-            expected = reference.run(arrival.request)
+            expected = witness.reference.run(arrival.request)
             self.report(f"reference {request + 1}/{len(alone)}")
             index = _first_unequal(expected.token_ids, solo.token_ids)
             if index is not None:

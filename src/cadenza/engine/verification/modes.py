@@ -130,9 +130,7 @@ def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[
 
 def play(make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...]) -> Play:
     """Plays a workload together, once for each round, in one engine."""
-    core = make_core(
-        mode.limits, CoreOptions(loop=mode.loop, reserved_output=mode.reserved_output)
-    )
+    core = make_core(mode.limits, CoreOptions(loop=mode.loop, reserved_output=mode.reserved_output))
     counts = Counts()
     rounds: list[tuple[Stream, ...]] = []
     seconds = 0.0

@@ -6,8 +6,8 @@ one runner a fault. Knows the backends by name only.
 
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,14 +22,22 @@ from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.build import build_reference, build_runner, find_checkpoint, plan_model
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.plan import EnginePlan
-from cadenza.engine.verification.gate import Gate, GateResult, ReferenceKind, Report
+from cadenza.engine.verification.gate import Gate, GateResult, ReferenceKind, Report, Witness
 from cadenza.engine.verification.modes import MakeCore
 from cadenza.engine.verification.self_test import SelfTestResult, run_self_test
-from cadenza.engine.verification.workload import LONGEST_PROMPT, WorkloadShape, make_workload
+from cadenza.engine.verification.workload import (
+    LONGEST_PROMPT,
+    Arrival,
+    WorkloadShape,
+    make_workload,
+)
 
 NAN = float("nan")
 
 RANDOM_SEED = 20
+
+MODEL_SAMPLED, RANDOM_SAMPLED = 0.5, 0.8
+"""Shares of sampled requests: random weights are played mostly at temperatures around 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +63,12 @@ def verify(options: VerifyOptions, report: Report) -> tuple[GateResult, EnginePl
         plan = _plan(options, checkpoint)
         report("loading and compiling")
         runner = build_runner(checkpoint, plan, options.config, fill=NAN)
-        try:
-            return _play(options, checkpoint, plan, runner, report), plan
-        finally:
-            runner.close()
+        with closing(runner):
+            make_core = _maker(runner, checkpoint)
+            with _witness(options, checkpoint, plan, make_core) as witness:
+                workload = _workload(options, checkpoint, plan)
+                gate = _gate(options, workload, make_core, witness, report)
+                return gate.run(), plan
 
 
 def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
@@ -66,6 +76,7 @@ def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
     from cadenza.backends.xla.mutants import MUTANTS, sound_table
     from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
 
+    options = replace(options, reference="solo", config=replace(options.config, ops="reference"))
     with _checkpoint(options) as checkpoint:
         plan = _plan(options, checkpoint)
 
@@ -81,17 +92,16 @@ def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
                     fill=NAN,
                 ),
             )
-            try:
+            with closing(runner):
                 runner.warmup()
-                return _play(replace(options, reference="solo"), checkpoint, plan, runner, report)
-            finally:
-                runner.close()
+                workload = _workload(options, checkpoint, plan)
+                return _gate(options, workload, _maker(runner, checkpoint), None, report).run()
 
         return run_self_test(run_with, list(MUTANTS))
 
 
 @contextmanager
-def _checkpoint(options: VerifyOptions) -> Iterator[Checkpoint]:
+def _checkpoint(options: VerifyOptions) -> Generator[Checkpoint]:
     """The named model, or a random one of the named shape in a folder that is removed again."""
     if options.shape is None:
         yield find_checkpoint(options.model)
@@ -104,22 +114,40 @@ def _checkpoint(options: VerifyOptions) -> Iterator[Checkpoint]:
 
 def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
     """The user's options, with the context cut to what the workload can use."""
-    longest = min(
-        LONGEST_PROMPT + options.max_tokens, checkpoint.config.max_position_embeddings
-    )
+    longest = min(LONGEST_PROMPT + options.max_tokens, checkpoint.config.max_position_embeddings)
     config = options.config
     if config.max_model_len is None:
         config = replace(config, max_model_len=longest)
     return plan_model(checkpoint, config)
 
 
-def _play(
-    options: VerifyOptions,
-    checkpoint: Checkpoint,
-    plan: EnginePlan,
-    runner: Runner,
-    report: Report,
-) -> GateResult:
+@contextmanager
+def _witness(
+    options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan, make_core: MakeCore
+) -> Generator[Witness | None]:
+    """The reference engine, and the float32 engines that are compared with it."""
+    if options.reference == "solo":
+        yield None
+        return
+    reference = build_reference(checkpoint, max_model_len=plan.limits.max_model_len)
+    if plan.dtype == "float32":
+        yield Witness(reference=reference, make_core=make_core)
+        return
+    config = replace(options.config, dtype="float32", max_model_len=plan.limits.max_model_len)
+    runner = build_runner(checkpoint, plan_model(checkpoint, config), config, fill=NAN)
+    with closing(runner):
+        yield Witness(reference=reference, make_core=_maker(runner, checkpoint))
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    """What is played, within which limits."""
+
+    limits: EngineLimits
+    arrivals: tuple[Arrival, ...]
+
+
+def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) -> _Workload:
     limits = replace(plan.limits, max_num_queued_reqs=options.num_requests)
     shape = WorkloadShape(
         num_requests=options.num_requests,
@@ -127,23 +155,28 @@ def _play(
         max_tokens=options.max_tokens,
         context=limits.max_model_len,
         vocab_size=checkpoint.config.vocab_size,
-        sampled_share=0.5 if options.shape is None else 0.8,
+        sampled_share=MODEL_SAMPLED if options.shape is None else RANDOM_SAMPLED,
         seed=options.seed,
     )
-    gate = Gate(
-        make_core=_maker(runner, checkpoint),
-        limits=limits,
-        arrivals=make_workload(shape),
-        reference=(
-            None
-            if options.reference == "solo"
-            else build_reference(checkpoint, max_model_len=limits.max_model_len)
-        ),
+    return _Workload(limits, make_workload(shape))
+
+
+def _gate(
+    options: VerifyOptions,
+    workload: _Workload,
+    make_core: MakeCore,
+    witness: Witness | None,
+    report: Report,
+) -> Gate:
+    return Gate(
+        make_core=make_core,
+        limits=workload.limits,
+        arrivals=workload.arrivals,
+        witness=witness,
         with_solo=options.reference != "independent",
         clock=time.perf_counter,
         report=report,
     )
-    return gate.run()
 
 
 def _maker(runner: Runner, checkpoint: Checkpoint) -> MakeCore:

@@ -66,10 +66,19 @@ class ReferenceOps:
         del count  # every row is computed
         return rms_norm(x, weight, self._model.rms_norm_eps).astype(self._spec.dtype)
 
+    def rms_norm_logit_rows(self, x: jax.Array, weight: jax.Array, step: StepArrays) -> jax.Array:
+        rows = x[jnp.maximum(step.logit_indices, 0)]  # [L, E]
+        return self.rms_norm(rows, weight, step.num_logits)
+
     def linear(
-        self, x: jax.Array, weight: Linear, count: jax.Array, residual: jax.Array | None = None
+        self,
+        x: jax.Array,
+        weight: Linear,
+        num_out: int,
+        count: jax.Array,
+        residual: jax.Array | None = None,
     ) -> jax.Array:
-        del count
+        del num_out, count  # the weight tells, and every row is computed
         y = _matmul(x, weight)
         return y.astype(self._spec.dtype) if residual is None else residual + y
 

@@ -116,8 +116,17 @@ class OpTable(Protocol):
         """x / rms(x) * weight, [·, E] float32 to activations; the first `count` rows matter."""
         ...
 
+    def rms_norm_logit_rows(self, x: jax.Array, weight: jax.Array, step: StepArrays) -> jax.Array:
+        """`rms_norm` of the rows of x [T, E] whose logits are wanted: activations [L, E]."""
+        ...
+
     def linear(
-        self, x: jax.Array, weight: Linear, count: jax.Array, residual: jax.Array | None = None
+        self,
+        x: jax.Array,
+        weight: Linear,
+        num_out: int,
+        count: jax.Array,
+        residual: jax.Array | None = None,
     ) -> jax.Array:
         """[·, K] to [·, N]: activations, or float32 `residual` + x W when one is given."""
         ...

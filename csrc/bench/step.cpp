@@ -1,0 +1,229 @@
+// Times each operation of a step on its own, over as many layers as a model has.
+//
+//   build/native/bench [--threads N] [--rows 1,4,8] [--context 128] [--prefill 512] [--cpu-time]
+//
+// --cpu-time counts the calling thread's own seconds, which a busy machine disturbs less; it means
+// something with one thread only.
+#include <time.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/isa.h"
+#include "core/ops.h"
+
+using namespace cadenza;
+
+namespace {
+
+constexpr int64_t kLayers = 30, kHidden = 576, kHeads = 9, kKvHeads = 3, kSize = 64, kFfn = 1536;
+constexpr int64_t kVocab = 49152, kPage = 16;
+
+struct Options {
+  int threads = 1;
+  int64_t context = 128, prefill = 512;
+  std::vector<int64_t> rows{1, 4, 8, 16, 32, 64};
+  bool cpu_time = false;
+};
+
+double now(bool cpu_time) {
+  timespec t;
+  clock_gettime(cpu_time ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &t);
+  return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+}
+
+template <class T>
+T* filled(int64_t count, T value) {
+  T* data = static_cast<T*>(std::aligned_alloc(64, size_t(round_up(count * int64_t(sizeof(T)), 64))));
+  for (int64_t i = 0; i < count; i++) data[i] = value;
+  return data;
+}
+
+bf16* weights(int64_t n, int64_t k) {
+  bf16* w = filled<bf16>(n * k, bf16{0});
+  for (int64_t i = 0; i < n * k; i++) w[i].bits = uint16_t(0x3c00 + (i * 7919 & 0x807f));
+  return w;
+}
+
+struct Step {
+  const Options& options;
+  Runtime runtime;
+  int64_t tokens, rows, context;
+  bf16 *qkv_w, *o_w, *gate_up_w, *down_w, *head_w;
+  bf16 *act, *wide, *k_pool, *v_pool;
+  float *x, *norm;
+  std::vector<int32_t> positions, slots, starts, lens, table;
+  std::vector<int32_t> out;
+  std::vector<SampleParams> params;
+  float* rope;
+
+  void linear_all(const bf16* w, int64_t n, int64_t k, bool adds) {
+    for (int64_t l = 0; l < kLayers; l++) {
+      LinearTask task{tokens, n, k, wide, w + l * n * k, nullptr, adds ? x : nullptr,
+                      adds ? static_cast<void*>(x) : act, adds};
+      linear(runtime, DType::kBf16, task);
+    }
+  }
+  void gated_all() {
+    for (int64_t l = 0; l < kLayers; l++) {
+      GatedTask task{tokens, kFfn, kHidden, wide, gate_up_w + l * 2 * kFfn * kHidden, nullptr,
+                     Activation::kSilu, act};
+      gated_linear(runtime, DType::kBf16, task);
+    }
+  }
+  void norm_all() {
+    for (int64_t l = 0; l < 2 * kLayers; l++) {
+      rms_norm(runtime, DType::kBf16,
+               {tokens, kHidden, x, nullptr, tokens, norm, 1e-5f, false, nullptr, act, false});
+    }
+  }
+  void attend_all() {
+    int64_t pool = int64_t(table.size()) * kKvHeads * kPage * kSize;
+    for (int64_t l = 0; l < kLayers; l++) {
+      AttendTask task{};
+      task.rows = rows;
+      task.num_tokens = tokens;
+      task.pages_per_row = int64_t(table.size()) / rows;
+      task.page_size = kPage;
+      task.num_pages = int64_t(table.size());
+      task.heads = kHeads;
+      task.kv_heads = kKvHeads;
+      task.head_size = task.rotary_size = kSize;
+      task.rope_rows = 4096;
+      task.scale = 0.125f;
+      task.qkv = wide;
+      task.positions = positions.data();
+      task.slot_mapping = slots.data();
+      task.query_starts = starts.data();
+      task.kv_lens = lens.data();
+      task.page_table = table.data();
+      task.rope = rope;
+      task.k_pool = k_pool + l * pool;
+      task.v_pool = v_pool + l * pool;
+      task.out = act;
+      rope_append_attend(runtime, DType::kBf16, task);
+    }
+  }
+  void head() {
+    NextTokenTask task{{rows, kVocab, kHidden, wide, head_w, nullptr, nullptr, nullptr, false},
+                       params.data(), out.data()};
+    next_token(runtime, DType::kBf16, task);
+  }
+};
+
+Step make_step(const Options& options, Runtime runtime, int64_t rows, int64_t queries,
+               int64_t context, const Step* shared) {
+  Step s{options, runtime, rows * queries, rows, context, {}, {}, {}, {}, {}, {}, {}, {}, {},
+         {},      {},      {},             {},   {},      {}, {}, {}, {}, {}};
+  constexpr int64_t kWidth = (kHeads + 2 * kKvHeads) * kSize;
+  s.qkv_w = shared ? shared->qkv_w : weights(kWidth, kHidden * kLayers);
+  s.o_w = shared ? shared->o_w : weights(kHidden, kHidden * kLayers);
+  s.gate_up_w = shared ? shared->gate_up_w : weights(2 * kFfn, kHidden * kLayers);
+  s.down_w = shared ? shared->down_w : weights(kHidden, kFfn * kLayers);
+  s.head_w = shared ? shared->head_w : weights(kVocab, kHidden);
+  s.rope = shared ? shared->rope : filled<float>(4096 * kSize, 0.7f);
+  s.norm = shared ? shared->norm : filled<float>(kHidden, 1.0f);
+  int64_t pages = ceil_div(context, kPage);
+  s.act = filled<bf16>(s.tokens * 2 * kFfn, bf16{0x3c00});
+  s.wide = weights(s.tokens, kFfn);
+  s.x = filled<float>(s.tokens * kHidden, 0.01f);
+  s.k_pool = filled<bf16>(kLayers * rows * pages * kPage * kKvHeads * kSize, bf16{0x3c00});
+  s.v_pool = filled<bf16>(kLayers * rows * pages * kPage * kKvHeads * kSize, bf16{0x3c00});
+  for (int64_t i = 0; i < rows * pages; i++) s.table.push_back(int32_t(i * 7 % (rows * pages)));
+  for (int64_t r = 0; r <= rows; r++) s.starts.push_back(int32_t(r * queries));
+  for (int64_t r = 0; r < rows; r++) {
+    s.lens.push_back(int32_t(context));
+    for (int64_t q = 0; q < queries; q++) {
+      int64_t position = context - queries + q;
+      s.positions.push_back(int32_t(position));
+      s.slots.push_back(int32_t(s.table[size_t(r * pages + position / kPage)] * kPage + position % kPage));
+    }
+  }
+  s.params.assign(size_t(rows), SampleParams{0, 0, 1, 0, {1, 2}, -1, nullptr});
+  s.out.assign(size_t(rows * kSampleColumns), 0);
+  return s;
+}
+
+double best(const Options& options, const std::function<void()>& body) {
+  double seconds = 1e9;
+  body();
+  for (int i = 0; i < 7; i++) {
+    double start = now(options.cpu_time);
+    body();
+    double took = now(options.cpu_time) - start;
+    if (took < seconds) seconds = took;
+  }
+  return seconds * 1e3;
+}
+
+void report(Step& s) {
+  constexpr int64_t kWidth = (kHeads + 2 * kKvHeads) * kSize;
+  double qkv = best(s.options, [&] { s.linear_all(s.qkv_w, kWidth, kHidden, false); });
+  double o = best(s.options, [&] { s.linear_all(s.o_w, kHidden, kHidden, true); });
+  double gate_up = best(s.options, [&] { s.gated_all(); });
+  double down = best(s.options, [&] { s.linear_all(s.down_w, kHidden, kFfn, true); });
+  double norm = best(s.options, [&] { s.norm_all(); });
+  double attend = best(s.options, [&] { s.attend_all(); });
+  double head = best(s.options, [&] { s.head(); });
+  double total = qkv + o + gate_up + down + norm + attend + head;
+  auto rate = [&](double n, double k, double layers, double ms, double tokens) {
+    return 2e-6 * n * k * layers * tokens / ms;
+  };
+  std::printf("%4ld tokens: qkv %6.2f (%3.0f GF) o %6.2f (%3.0f) gate-up %6.2f (%3.0f) down %6.2f (%3.0f) "
+              "norm %5.2f attend %6.2f head %6.2f (%3.0f)  total %7.2f ms = %6.0f tok/s\n",
+              long(s.tokens), qkv, rate(kWidth, kHidden, kLayers, qkv, double(s.tokens)), o,
+              rate(kHidden, kHidden, kLayers, o, double(s.tokens)), gate_up,
+              rate(2 * kFfn, kHidden, kLayers, gate_up, double(s.tokens)), down,
+              rate(kHidden, kFfn, kLayers, down, double(s.tokens)), norm, attend, head,
+              rate(kVocab, kHidden, 1, head, double(s.rows)), total,
+              double(s.tokens) / total * 1e3);
+  std::fflush(stdout);
+}
+
+Options parse(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; i++) {
+    std::string name = argv[i];
+    const char* value = i + 1 < argc ? argv[i + 1] : "";
+    if (name == "--cpu-time") {
+      options.cpu_time = true;
+      continue;
+    }
+    if (name == "--threads") options.threads = std::atoi(value);
+    if (name == "--context") options.context = std::atoi(value);
+    if (name == "--prefill") options.prefill = std::atoi(value);
+    if (name == "--rows") {
+      options.rows.clear();
+      for (const char* at = value; *at != '\0';) {
+        char* end;
+        options.rows.push_back(std::strtol(at, &end, 10));
+        at = *end == ',' ? end + 1 : end;
+      }
+    }
+    i++;
+  }
+  return options;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options = parse(argc, argv);
+  Executor executor(options.threads);
+  Runtime runtime{kernels(), executor};
+  std::printf("isa %s, %d threads\n", runtime.kernels.isa, options.threads);
+  Step first = make_step(options, runtime, 1, 1, options.context, nullptr);
+  for (int64_t rows : options.rows) {
+    Step s = make_step(options, runtime, rows, 1, options.context, &first);
+    report(s);
+  }
+  if (options.prefill > 0) {
+    Step s = make_step(options, runtime, 1, options.prefill, options.prefill, &first);
+    report(s);
+  }
+  return 0;
+}

@@ -1,0 +1,33 @@
+// One ISA's kernels. Each computes units [begin, end) of an operation; see core/ops.cpp for what
+// a unit is. Arrays are indexed by element type: 0 bf16, 1 f32.
+#pragma once
+
+#include "core/pool.h"
+#include "core/tasks.h"
+
+namespace cadenza {
+
+struct LinearUnits {
+  const LinearTask* task;
+  int64_t row_blocks;
+};
+struct GatedUnits {
+  const GatedTask* task;
+  int64_t row_blocks;
+};
+
+struct KernelTable {
+  const char* isa;
+  int max_rows;  // rows of one register tile
+  UnitFn linear[2];
+  UnitFn gated[2];
+  UnitFn norm[2];
+  UnitFn embed[2];
+  UnitFn append[2];
+  UnitFn attend[2];
+  UnitFn merge[2];
+  UnitFn logits[2];
+  UnitFn sample;
+};
+
+}  // namespace cadenza

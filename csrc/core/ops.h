@@ -1,0 +1,32 @@
+// The operations: each cuts its task into units, and shares them between threads.
+//
+// How work is cut is decided here and never reaches a result: kernels fix every reduction's order.
+#pragma once
+
+#include "core/kernel_table.h"
+#include "core/pool.h"
+#include "core/tasks.h"
+
+namespace cadenza {
+
+// Where an operation runs.
+struct Runtime {
+  const KernelTable& kernels;
+  Executor& executor;
+};
+
+void linear(const Runtime& runtime, DType dtype, const LinearTask& task);
+void gated_linear(const Runtime& runtime, DType dtype, const GatedTask& task);
+void rms_norm(const Runtime& runtime, DType dtype, const NormTask& task);
+void embed(const Runtime& runtime, DType dtype, const EmbedTask& task);
+void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& task);
+
+// Chooses a token for each row of `product`'s activations. `out` is [rows, kSampleColumns].
+struct NextTokenTask {
+  LinearTask product;          // n = V; bias, residual and out unused
+  const SampleParams* params;  // [rows]
+  int32_t* out;
+};
+void next_token(const Runtime& runtime, DType dtype, const NextTokenTask& task);
+
+}  // namespace cadenza

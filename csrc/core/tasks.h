@@ -1,0 +1,144 @@
+// What each operation needs, as plain data. No XLA types, no ownership.
+//
+// T tokens, L logit rows, R rows, P pages of a row, S page size, Hq/Hkv heads, D head size,
+// E hidden size, F intermediate size, V vocabulary, N/K columns and reduction of a weight.
+#pragma once
+
+#include <cstdint>
+
+#include "core/types.h"
+
+namespace cadenza {
+
+enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
+
+struct LinearTask {
+  int64_t rows, n, k;
+  const void* x;          // activation dtype [rows, K]
+  const void* w;          // packed [ceil(N/32), ceil(K/step), 32, step]
+  const float* bias;      // [N] or null
+  const float* residual;  // [rows, N] or null; may be `out`
+  void* out;              // [rows, N], f32 or the activation dtype
+  bool out_is_f32;
+};
+
+struct GatedTask {
+  int64_t rows, f, k;
+  const void* x;  // [rows, K]
+  const void* w;  // packed, sixteen gate columns beside sixteen up columns in each panel
+  const float* bias;  // [2, F]: of gate, then of up; or null
+  Activation activation;
+  void* out;  // activation dtype [rows, F]
+};
+
+struct NormTask {
+  int64_t rows, width;
+  const float* x;          // [*, width]
+  const int32_t* indices;  // which rows of x, or null for 0, 1, 2...
+  int64_t num_source_rows;
+  const float* weight;  // [width]
+  float eps;
+  bool one_plus;          // scale by (1 + weight)
+  const float* residual;  // [rows, width] added after the norm, or null; may be `out`
+  void* out;              // activation dtype, or f32
+  bool out_is_f32;
+};
+
+struct EmbedTask {
+  int64_t rows, width, vocab;
+  const int32_t* token_ids;  // [rows]; an id outside [0, V) gives a row of zeros
+  const void* table;         // packed like a linear weight, or plain [V, width]
+  bool packed;
+  float scale;
+  float* out;  // [rows, width]
+};
+
+struct AttendTask {
+  int64_t rows, num_tokens, pages_per_row, page_size, num_pages;
+  int64_t heads, kv_heads, head_size, rotary_size, rope_rows;
+  float scale, soft_cap;  // soft_cap 0: none
+  int64_t window;         // 0: none
+  const void* qkv;        // [T, (Hq + 2 Hkv) D]
+  const int32_t* positions;
+  const int32_t* slot_mapping;
+  const int32_t* query_starts;  // [R + 1]
+  const int32_t* kv_lens;       // [R]
+  const int32_t* page_table;    // [R, P]
+  const float* rope;            // [rope_rows, rotary_size]: cosines, then sines
+  const float* q_weight;        // [D] or null
+  const float* k_weight;        // [D] or null
+  float norm_eps;
+  bool norm_one_plus;
+  void* k_pool;  // [num_pages, Hkv, S, D], private layout
+  void* v_pool;
+  void* out;  // [T, Hq D]
+
+  int64_t group() const { return heads / kv_heads; }
+  int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_size; }
+};
+
+// Some queries of one row for one KV head, over some of its spans.
+struct AttendUnit {
+  int32_t row, kv_head;
+  int32_t query_begin, query_end;  // within the row
+  int32_t span_begin, span_end;
+  int64_t partial;  // index of this unit's first partial result, or -1: write the output
+};
+
+struct AttendPlan {
+  const AttendTask* task;
+  const AttendUnit* units;
+  int64_t num_units;
+  bool append_inside;  // each unit owns its row's new keys and values
+  float* partials;     // [.., D + 2]: numerator, maximum, denominator
+};
+
+// The units that one query block of a split (row, KV head) was cut into, one for each span.
+struct MergeGroup {
+  int64_t first_unit, num_units;
+};
+
+struct MergePlan {
+  const AttendPlan* plan;
+  const MergeGroup* groups;
+};
+
+struct SampleParams {
+  float temperature;
+  int32_t top_k;
+  float top_p, min_p;
+  uint32_t key[2];
+  int32_t num_logprobs;
+  const float* bias;  // [V] or null
+};
+
+// What one thread knows of one row's logits so far.
+struct RowBest {
+  float value;
+  int32_t id;
+  uint32_t largest_bits;  // largest |logit| as bits: >= 0x7f800000 when one is not finite
+};
+
+struct LogitsTask {
+  LinearTask product;  // rows = L, n = V; `out` unused
+  RowBest* best;       // [threads, L]
+  float* const* kept;  // [L]: where the row's logits go, or null where nobody reads them
+};
+
+struct SampledRow {
+  const float* logits;  // [V], padded to 16 lanes
+  SampleParams params;
+  int32_t* out;  // [kSampleColumns]
+};
+
+// Columns of a row's result: token id, finite flag, logprob bits, rank, top ids, top logprob bits.
+constexpr int kColumnToken = 0, kColumnFinite = 1, kColumnLogprob = 2, kColumnRank = 3;
+constexpr int kColumnTop = 4;
+constexpr int kSampleColumns = kColumnTop + 2 * kTopLogprobs;
+
+struct SampleTask {
+  int64_t vocab;
+  const SampledRow* rows;
+};
+
+}  // namespace cadenza

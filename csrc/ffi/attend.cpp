@@ -1,0 +1,146 @@
+// FFI wrappers: attention and page copies, both in place on donated pools.
+#include <cstring>
+
+#include "ffi/buffers.h"
+
+namespace cadenza::xla_ffi {
+
+namespace {
+
+struct AttendAttrs {
+  int64_t heads, window;
+  float scale, soft_cap, norm_eps;
+  bool norm_one_plus;
+};
+
+struct AttendBuffers {
+  Any qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight, k_weight,
+      k_pool, v_pool, out, k_out, v_out;
+};
+
+AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
+  AttendTask task{};
+  task.rows = dim(b.kv_lens, 0);
+  task.pages_per_row = dim(b.page_table, 1);
+  task.num_pages = dim(b.k_pool, 0);
+  task.kv_heads = dim(b.k_pool, 1);
+  task.page_size = dim(b.k_pool, 2);
+  task.head_size = dim(b.k_pool, 3);
+  task.heads = attrs.heads;
+  task.rope_rows = dim(b.rope, 0);
+  task.rotary_size = dim(b.rope, 1);
+  task.scale = attrs.scale;
+  task.soft_cap = attrs.soft_cap;
+  task.window = attrs.window;
+  task.norm_eps = attrs.norm_eps;
+  task.norm_one_plus = attrs.norm_one_plus;
+  return task;
+}
+
+void check(const AttendBuffers& b, const AttendTask& task, DType dtype) {
+  require(element_type(b.k_pool) == dtype && element_type(b.v_pool) == dtype,
+          "the pools must have qkv's type");
+  require(b.k_pool.dimensions() == b.v_pool.dimensions(), "the pools must have one shape");
+  require(task.page_size % kLanes == 0, "the page size must be a multiple of 16");
+  require(task.head_size % kLanes == 0 && task.head_size <= 512,
+          "the head size must be a multiple of 16, at most 512");
+  require(task.heads > 0 && task.heads % task.kv_heads == 0, "heads must divide into KV heads");
+  require(dim(b.qkv, 1) == task.qkv_width(), "qkv must be [T, (Hq + 2 Hkv) D]");
+  require(task.rotary_size % 2 == 0 && task.rotary_size <= task.head_size,
+          "the rope table must be [positions, rotary size], even and at most D");
+  require(dim(b.query_starts, 0) == task.rows + 1, "query_starts must be [R + 1]");
+  require(dim(b.page_table, 0) == task.rows, "page_table must be [R, P]");
+  require(b.k_out.untyped_data() == b.k_pool.untyped_data() &&
+              b.v_out.untyped_data() == b.v_pool.untyped_data(),
+          "the pools must be donated and aliased to the results");
+  require(task.num_tokens >= 0 && task.num_tokens <= dim(b.qkv, 0),
+          "query_starts ends outside the padded tokens");
+}
+
+void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
+  AttendTask task = shapes(b, attrs);
+  DType dtype = element_type(b.qkv);
+  task.qkv = b.qkv.untyped_data();
+  task.positions = int32(b.positions);
+  task.slot_mapping = int32(b.slot_mapping);
+  task.query_starts = int32(b.query_starts);
+  task.kv_lens = int32(b.kv_lens);
+  task.page_table = int32(b.page_table);
+  task.rope = data<float>(b.rope);
+  task.q_weight = optional_f32(b.q_weight);
+  task.k_weight = optional_f32(b.k_weight);
+  task.k_pool = b.k_out.untyped_data();
+  task.v_pool = b.v_out.untyped_data();
+  task.out = b.out.untyped_data();
+  task.num_tokens = task.query_starts[task.rows];
+  check(b, task, dtype);
+  rope_append_attend(runtime(), dtype, task);
+}
+
+ffi::Error attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts, Any kv_lens,
+                       Any page_table, Any rope, Any q_weight, Any k_weight, Any k_pool,
+                       Any v_pool, AnyResult out, AnyResult k_out, AnyResult v_out, int64_t heads,
+                       float scale, int64_t window, float soft_cap, float norm_eps,
+                       bool norm_one_plus) {
+  return guarded("cadenza_rope_append_attend", [&] {
+    attend({qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight,
+            k_weight, k_pool, v_pool, *out, *k_out, *v_out},
+           {heads, window, scale, soft_cap, norm_eps, norm_one_plus});
+  });
+}
+
+void copy_pages(Any pool, const Any& sources, const Any& targets) {
+  int64_t pages = dim(pool, 0), bytes = int64_t(pool.size_bytes()) / pages;
+  char* base = static_cast<char*>(pool.untyped_data());
+  for (size_t i = 0; i < sources.element_count(); i++) {
+    int64_t from = int32(sources)[i], to = int32(targets)[i];
+    if (from < 0 || to < 0) continue;
+    require(from < pages && to < pages, "a page number is outside the pool");
+    if (from != to) std::memcpy(base + to * bytes, base + from * bytes, size_t(bytes));
+  }
+}
+
+ffi::Error copy_pages_call(Any k_pool, Any v_pool, Any sources, Any targets, AnyResult k_out,
+                           AnyResult v_out) {
+  return guarded("cadenza_copy_pages", [&] {
+    require(sources.element_count() == targets.element_count(), "as many targets as sources");
+    require(k_out->untyped_data() == k_pool.untyped_data() &&
+                v_out->untyped_data() == v_pool.untyped_data(),
+            "the pools must be donated and aliased to the results");
+    copy_pages(*k_out, sources, targets);
+    copy_pages(*v_out, sources, targets);
+  });
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRopeAppendAttend, attend_call,
+                              ffi::Ffi::Bind()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Ret<Any>()
+                                  .Ret<Any>()
+                                  .Ret<Any>()
+                                  .Attr<int64_t>("heads")
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<float>("norm_eps")
+                                  .Attr<bool>("norm_one_plus"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CadenzaCopyPages, copy_pages_call,
+    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Ret<Any>());
+#pragma GCC visibility pop
+
+}  // namespace cadenza::xla_ffi

@@ -1,0 +1,84 @@
+// What the FFI wrappers share: typed views of XLA buffers and errors as XLA statuses.
+#pragma once
+
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "core/isa.h"
+#include "core/ops.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace cadenza::xla_ffi {
+
+namespace ffi = xla::ffi;
+using Any = ffi::AnyBuffer;
+using AnyResult = ffi::Result<ffi::AnyBuffer>;
+
+inline void require(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+inline Runtime runtime() { return {kernels(), executor()}; }
+
+// bf16 or f32: the only activation and weight types.
+inline DType element_type(const Any& buffer) {
+  if (buffer.element_type() == ffi::BF16) return DType::kBf16;
+  require(buffer.element_type() == ffi::F32, "expected bf16 or f32");
+  return DType::kF32;
+}
+
+inline int64_t dim(const Any& buffer, size_t axis) {
+  require(axis < buffer.dimensions().size(), "an operand has too few dimensions");
+  return buffer.dimensions()[axis];
+}
+
+template <class T>
+const T* data(const Any& buffer) {
+  return static_cast<const T*>(buffer.untyped_data());
+}
+
+// The buffer's elements, or null where a zero-sized array stands for "absent".
+inline const float* optional_f32(const Any& buffer) {
+  if (buffer.element_count() == 0) return nullptr;
+  require(buffer.element_type() == ffi::F32, "bias, residual and norm weights must be f32");
+  return data<float>(buffer);
+}
+
+inline const int32_t* int32(const Any& buffer) {
+  require(buffer.element_type() == ffi::S32, "expected int32");
+  return data<int32_t>(buffer);
+}
+
+// The true number of rows, which padding never exceeds.
+inline int64_t true_count(const Any& count, int64_t padded) {
+  require(count.element_count() >= 1, "the count must hold one int32");
+  int64_t n = int32(count)[0];
+  require(n >= 0 && n <= padded, "the true count is outside the padded rows");
+  return n;
+}
+
+// Packed weights are [panels, steps, 32, step].
+inline void require_packed(const Any& weight, DType dtype, int64_t columns, int64_t k) {
+  require(element_type(weight) == dtype, "weight and activation types differ");
+  int64_t step = dtype == DType::kBf16 ? 2 : 1;
+  require(weight.dimensions().size() == 4 && dim(weight, 0) == ceil_div(columns, kPanel) &&
+              dim(weight, 1) == ceil_div(k, step) && dim(weight, 2) == kPanel &&
+              dim(weight, 3) == step,
+          "the packed weight does not have the shape that its columns and reduction need");
+}
+
+// Runs a wrapper's body; exceptions become statuses and never cross into XLA.
+template <class Body>
+ffi::Error guarded(const char* name, Body&& body) {
+  try {
+    body();
+    return ffi::Error::Success();
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(name) + ": out of memory");
+  } catch (const std::exception& error) {
+    return ffi::Error::InvalidArgument(std::string(name) + ": " + error.what());
+  }
+}
+
+}  // namespace cadenza::xla_ffi

@@ -1,0 +1,69 @@
+// Plain C entry points for ctypes: packing, and what was chosen at load.
+#include <exception>
+#include <string>
+
+#include "core/isa.h"
+#include "core/pack.h"
+
+namespace {
+
+// Runs a body; returns null, or a message that lives until this thread's next call.
+template <class Body>
+const char* guarded(Body&& body) {
+  thread_local std::string message;
+  try {
+    body();
+    return nullptr;
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+}
+
+}  // namespace
+
+// Kept visible where everything else is hidden.
+#define CADENZA_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+// Chooses the ISA and starts the threads; an error names what the environment asked for.
+CADENZA_EXPORT const char* cadenza_configure() {
+  return guarded([] {
+    cadenza::kernels();
+    cadenza::executor();
+  });
+}
+
+CADENZA_EXPORT const char* cadenza_cpu_isa() { return cadenza::kernels().isa; }
+
+// Comma-separated, best first.
+CADENZA_EXPORT const char* cadenza_available_isas() {
+  static const std::string names = [] {
+    std::string joined;
+    for (const std::string& name : cadenza::available_isas()) {
+      joined += (joined.empty() ? "" : ",") + name;
+    }
+    return joined;
+  }();
+  return names.c_str();
+}
+
+CADENZA_EXPORT int cadenza_num_threads() { return cadenza::executor().num_threads(); }
+
+CADENZA_EXPORT int64_t cadenza_packed_bytes(int64_t n, int64_t k, int dtype, int gated) {
+  return cadenza::packed_bytes(n, k, static_cast<cadenza::DType>(dtype), gated != 0);
+}
+
+CADENZA_EXPORT const char* cadenza_pack(const void* source, int source_dtype, int64_t rows, int64_t k,
+                         int64_t row_stride, void* packed, int packed_dtype, int64_t n,
+                         int64_t column_offset, int layout) {
+  return guarded([&] {
+    cadenza::pack(cadenza::executor(),
+                  {source, static_cast<cadenza::DType>(source_dtype), rows, k, row_stride, packed,
+                   static_cast<cadenza::DType>(packed_dtype), n, column_offset,
+                   static_cast<cadenza::PackLayout>(layout)});
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,144 @@
+// FFI wrappers: embedding, norms, linear and gated linear. Arguments are described in README.md.
+#include "ffi/buffers.h"
+
+namespace cadenza::xla_ffi {
+
+namespace {
+
+bool is_f32(const Any& out) { return out.element_type() == ffi::F32; }
+
+ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_t vocab,
+                      float scale) {
+  return guarded("cadenza_embed", [&] {
+    EmbedTask task{};
+    task.rows = true_count(count, dim(*out, 0));
+    task.width = dim(*out, 1);
+    task.vocab = vocab;
+    task.token_ids = int32(token_ids);
+    task.table = table.untyped_data();
+    task.packed = table.dimensions().size() == 4;
+    task.scale = scale;
+    task.out = static_cast<float*>(out->untyped_data());
+    DType dtype = element_type(table);
+    if (task.packed) require_packed(table, dtype, vocab, task.width);
+    require(task.packed || (dim(table, 0) == vocab && dim(table, 1) == task.width),
+            "the plain table must be [vocab, width]");
+    require(is_f32(*out), "the result must be f32");
+    embed(runtime(), dtype, task);
+  });
+}
+
+void norm(Any x, Any weight, Any count, const Any* indices, const Any* residual, AnyResult out,
+          float eps, bool one_plus) {
+  NormTask task{};
+  task.rows = true_count(count, dim(*out, 0));
+  task.width = dim(*out, 1);
+  task.num_source_rows = dim(x, 0);
+  require(x.element_type() == ffi::F32 && dim(x, 1) == task.width, "x must be f32 [T, E]");
+  require(indices != nullptr || task.rows <= task.num_source_rows, "x has too few rows");
+  require(dim(weight, 0) == task.width, "the norm's weight must be f32 [E]");
+  task.x = data<float>(x);
+  task.indices = indices == nullptr ? nullptr : int32(*indices);
+  task.weight = optional_f32(weight);
+  task.eps = eps;
+  task.one_plus = one_plus;
+  task.residual = residual == nullptr ? nullptr : optional_f32(*residual);
+  task.out = out->untyped_data();
+  task.out_is_f32 = is_f32(*out);
+  rms_norm(runtime(), element_type(*out), task);
+}
+
+ffi::Error rms_norm_call(Any x, Any weight, Any count, AnyResult out, float eps, bool one_plus) {
+  return guarded("cadenza_rms_norm",
+                 [&] { norm(x, weight, count, nullptr, nullptr, out, eps, one_plus); });
+}
+
+ffi::Error rms_norm_rows_call(Any x, Any weight, Any count, Any indices, AnyResult out, float eps,
+                              bool one_plus) {
+  return guarded("cadenza_rms_norm_rows",
+                 [&] { norm(x, weight, count, &indices, nullptr, out, eps, one_plus); });
+}
+
+ffi::Error rms_norm_add_call(Any x, Any weight, Any count, Any residual, AnyResult out, float eps,
+                             bool one_plus) {
+  return guarded("cadenza_rms_norm_add",
+                 [&] { norm(x, weight, count, nullptr, &residual, out, eps, one_plus); });
+}
+
+ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResult out) {
+  return guarded("cadenza_linear", [&] {
+    DType dtype = element_type(x);
+    LinearTask task{};
+    task.rows = true_count(count, dim(*out, 0));
+    task.n = dim(*out, 1);
+    task.k = dim(x, 1);
+    require(dim(x, 0) >= task.rows, "x has too few rows");
+    require_packed(w, dtype, task.n, task.k);
+    require(is_f32(*out) || element_type(*out) == dtype, "the result is f32 or x's own type");
+    task.x = x.untyped_data();
+    task.w = w.untyped_data();
+    task.bias = optional_f32(bias);
+    require(task.bias == nullptr || dim(bias, 0) == task.n, "the bias must be f32 [N] or empty");
+    task.residual = optional_f32(residual);
+    task.out = out->untyped_data();
+    task.out_is_f32 = is_f32(*out);
+    linear(runtime(), dtype, task);
+  });
+}
+
+ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out,
+                             int64_t activation) {
+  return guarded("cadenza_gated_linear", [&] {
+    DType dtype = element_type(x);
+    require(activation >= 0 && activation <= 2, "activation is 0 silu, 1 gelu_tanh or 2 gelu");
+    GatedTask task{};
+    task.rows = true_count(count, dim(*out, 0));
+    task.f = dim(*out, 1);
+    task.k = dim(x, 1);
+    require(dim(x, 0) >= task.rows, "x has too few rows");
+    require_packed(w, dtype, 2 * round_up(task.f, kLanes), task.k);
+    require(element_type(*out) == dtype, "the result must have x's type");
+    task.x = x.untyped_data();
+    task.w = w.untyped_data();
+    task.bias = optional_f32(bias);
+    require(task.bias == nullptr || int64_t(bias.element_count()) == 2 * task.f,
+            "the bias must be f32 [2, F] or empty");
+    task.activation = static_cast<Activation>(activation);
+    task.out = out->untyped_data();
+    gated_linear(runtime(), dtype, task);
+  });
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaEmbed, embed_call,
+                              ffi::Ffi::Bind()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Ret<Any>()
+                                  .Attr<int64_t>("vocab")
+                                  .Attr<float>("scale"));
+
+#define CADENZA_NORM_ATTRS Ret<Any>().Attr<float>("eps").Attr<bool>("one_plus")
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRmsNorm, rms_norm_call,
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().CADENZA_NORM_ATTRS);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CadenzaRmsNormRows, rms_norm_rows_call,
+    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().CADENZA_NORM_ATTRS);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CadenzaRmsNormAdd, rms_norm_add_call,
+    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().CADENZA_NORM_ATTRS);
+#undef CADENZA_NORM_ATTRS
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CadenzaLinear, linear_call,
+    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CadenzaGatedLinear, gated_linear_call,
+    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<int64_t>(
+        "activation"));
+#pragma GCC visibility pop
+
+}  // namespace cadenza::xla_ffi

@@ -1,0 +1,8 @@
+#define CADENZA_ISA avx2
+#define CADENZA_VEC_AVX2
+#include "kernels/table.h"
+
+namespace cadenza {
+extern const KernelTable avx2_kernels;
+const KernelTable avx2_kernels = avx2::make_table("avx2");
+}  // namespace cadenza

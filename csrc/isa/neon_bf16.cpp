@@ -1,0 +1,8 @@
+#define CADENZA_ISA neon_bf16
+#define CADENZA_VEC_NEON
+#include "kernels/table.h"
+
+namespace cadenza {
+extern const KernelTable neon_bf16_kernels;
+const KernelTable neon_bf16_kernels = neon_bf16::make_table("neon_bf16");
+}  // namespace cadenza

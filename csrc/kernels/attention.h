@@ -1,0 +1,388 @@
+// Ragged paged attention, the same arithmetic for one query or five hundred.
+//
+// The KV of a row is cut into spans of 512 tokens at absolute positions. Within a span a query has
+// one maximum, one sum and one numerator, each reduced in ascending order of absolute sub-blocks of
+// sixteen; spans are merged in order. Lanes outside a query's own range are never multiplied.
+#pragma once
+
+#include "kernels/kv.h"
+#include "kernels/micro.h"
+
+namespace cadenza::CADENZA_ISA {
+
+constexpr int kBlocksPerSpan = kSpan / kLanes;
+constexpr float kLog2e = 1.44269504f;
+
+struct TokenRange {
+  int32_t begin, end;
+  bool empty() const { return end <= begin; }
+};
+
+// Queries of one register tile: index r = query · group + head within the group.
+template <class T>
+struct AttendTile {
+  const AttendTask& task;
+  const AttendUnit& unit;
+  int64_t first;             // r of the first query of the tile
+  int count;                 // queries here, at most kAttendRows
+  T* queries;                // [count, D]
+  float* scores;             // [count, 512]
+  T* weights;                // [count, 512] probabilities, unnormalised
+  float* numerator;          // [count, D] of the current span
+  TokenRange range[kAttendRows];  // of the current span, relative to it
+  float maximum[kAttendRows], denominator[kAttendRows];
+  const T* keys[kBlocksPerSpan];
+  const T* values[kBlocksPerSpan];
+
+  int64_t token(int i) const {
+    return task.query_starts[unit.row] + (first + i) / task.group();
+  }
+  int64_t head(int i) const { return unit.kv_head * task.group() + (first + i) % task.group(); }
+};
+
+template <class T>
+inline TokenRange visible(const AttendTile<T>& tile, int i, int64_t span) {
+  const AttendTask& task = tile.task;
+  int64_t position = task.positions[tile.token(i)];
+  int64_t begin = task.window > 0 ? position - task.window + 1 : 0;
+  int64_t end = position + 1 < task.kv_lens[tile.unit.row] ? position + 1
+                                                           : task.kv_lens[tile.unit.row];
+  int64_t start = span * kSpan;
+  begin = begin < start ? 0 : begin - start;
+  end = end > start + kSpan ? kSpan : end - start;
+  return {int32_t(begin), int32_t(end)};
+}
+
+// Finds each query's part of the span and the sub-blocks that hold any of it.
+template <class T>
+inline TokenRange enter_span(AttendTile<T>& tile, int64_t span) {
+  TokenRange all{kSpan, 0};
+  for (int i = 0; i < tile.count; i++) {
+    TokenRange mine = tile.range[i] = visible(tile, i, span);
+    if (mine.empty()) continue;
+    if (mine.begin < all.begin) all.begin = mine.begin;
+    if (mine.end > all.end) all.end = mine.end;
+  }
+  if (all.empty()) return all;
+  const AttendTask& task = tile.task;
+  const int32_t* pages = task.page_table + tile.unit.row * task.pages_per_row;
+  for (int block = all.begin / kLanes; block * kLanes < all.end; block++) {
+    int64_t position = span * kSpan + block * kLanes;
+    int64_t page = pages[position / task.page_size];
+    int64_t at = block_offset<T>(task, page, tile.unit.kv_head, position % task.page_size);
+    tile.keys[block] = static_cast<const T*>(task.k_pool) + at;
+    tile.values[block] = static_cast<const T*>(task.v_pool) + at;
+  }
+  return all;
+}
+
+template <class T, int MR, int NR>
+[[gnu::always_inline]] inline void score_blocks(AttendTile<T>& tile, int block) {
+  const T* keys[NR];
+  for (int j = 0; j < NR; j++) keys[j] = tile.keys[block + j];
+  Vec acc[MR][NR];
+  clear(acc);
+  int64_t size = tile.task.head_size;
+  accumulate<T, MR, NR>(acc, tile.queries, size, size / kStep<T>, keys, kLanes * kStep<T>);
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < NR; j++) {
+      store(tile.scores + i * kSpan + (block + j) * kLanes, acc[i][j]);
+    }
+}
+
+template <class T, int MR>
+inline void score_span(AttendTile<T>& tile, TokenRange all) {
+  int block = all.begin / kLanes, end = (all.end + kLanes - 1) / kLanes;
+  for (; block + kAttendVecs <= end; block += kAttendVecs) {
+    score_blocks<T, MR, kAttendVecs>(tile, block);
+  }
+  for (; block < end; block++) score_blocks<T, MR, 1>(tile, block);
+}
+
+// Which lanes of a sub-block belong to a query.
+inline Mask owned_lanes(TokenRange range, int block) {
+  int begin = range.begin - block * kLanes, end = range.end - block * kLanes;
+  Mask before_end = first(end < 0 ? 0 : end);
+  return begin <= 0 ? before_end : mask_and(before_end, mask_not(first(begin)));
+}
+
+// Scores in units of log 2, with the soft cap where the model has one.
+inline Vec scaled_score(const AttendTask& task, Vec score) {
+  if (task.soft_cap == 0.0f) return mul(score, set1(task.scale * kLog2e));
+  Vec capped = tanh_vec(mul(score, set1(task.scale / task.soft_cap)));
+  return mul(capped, set1(task.soft_cap * kLog2e));
+}
+
+// One query's softmax over its part of the span. NaN passes through exp2 and the sum.
+template <class T>
+inline void softmax_span(AttendTile<T>& tile, int i) {
+  TokenRange range = tile.range[i];
+  float* scores = tile.scores + i * kSpan;
+  T* weights = tile.weights + i * kSpan;
+  int first_block = range.begin / kLanes, last = (range.end + kLanes - 1) / kLanes;
+  const Vec nothing = set1(-__builtin_inff());
+  Vec largest = nothing;
+  for (int block = first_block; block < last; block++) {
+    Vec score = scaled_score(tile.task, load(scores + block * kLanes));
+    score = select(owned_lanes(range, block), score, nothing);
+    store(scores + block * kLanes, score);
+    largest = max(score, largest);
+  }
+  float maximum = reduce_max(largest);
+  Vec sum = zero();
+  for (int block = first_block; block < last; block++) {
+    Vec p = exp2_vec(sub(load(scores + block * kLanes), set1(maximum)));
+    p = select(owned_lanes(range, block), p, zero());
+    sum = add(sum, p);
+    Elem<T>::store(weights + block * kLanes, p);
+  }
+  tile.maximum[i] = maximum;
+  tile.denominator[i] = reduce_add(sum);
+}
+
+// Steps (pairs of tokens for bf16) that a range covers wholly or in part.
+template <class T>
+struct StepRange {
+  int begin, end;
+};
+template <class T>
+inline StepRange<T> touched_steps(TokenRange r) {
+  return {r.begin / kStep<T>, (r.end + kStep<T> - 1) / kStep<T>};
+}
+template <class T>
+inline StepRange<T> whole_steps(TokenRange r) {
+  return {(r.begin + kStep<T> - 1) / kStep<T>, r.end / kStep<T>};
+}
+
+template <int MR, int NR>
+[[gnu::always_inline]] inline void load_tile(Vec (&acc)[MR][NR], const float* from, int64_t stride) {
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < NR; j++) acc[i][j] = load(from + i * stride + j * kLanes);
+}
+template <int MR, int NR>
+[[gnu::always_inline]] inline void store_tile(const Vec (&acc)[MR][NR], float* to, int64_t stride) {
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < NR; j++) store(to + i * stride + j * kLanes, acc[i][j]);
+}
+
+// numerator[i][d..] += weights · values over steps that every query of the tile owns.
+template <class T, int MR, int NR>
+[[gnu::always_inline]] inline void add_values(AttendTile<T>& tile, StepRange<T> steps, int64_t d) {
+  constexpr int kSteps = kLanes / kStep<T>;
+  const int64_t size = tile.task.head_size;
+  Vec acc[MR][NR];
+  load_tile(acc, tile.numerator + d, size);
+  for (int step = steps.begin; step < steps.end;) {
+    int block = step / kSteps, within = step % kSteps;
+    int count = steps.end - step < kSteps - within ? steps.end - step : kSteps - within;
+    const T* columns[NR];
+    for (int j = 0; j < NR; j++) {
+      columns[j] = tile.values[block] + (within * size + d + j * kLanes) * kStep<T>;
+    }
+    accumulate<T, MR, NR>(acc, tile.weights + step * kStep<T>, kSpan, count, columns,
+                          size * kStep<T>);
+    step += count;
+  }
+  store_tile(acc, tile.numerator + d, size);
+}
+
+// The same for one query over steps at the ragged ends of its range: foreign lanes load as zero.
+template <class T>
+inline void add_edge_values(AttendTile<T>& tile, int i, StepRange<T> steps) {
+  constexpr int kSteps = kLanes / kStep<T>;
+  const int64_t size = tile.task.head_size;
+  TokenRange range = tile.range[i];
+  for (int step = steps.begin; step < steps.end; step++) {
+    int token = step * kStep<T>;
+    bool keep_first = token >= range.begin && token < range.end;
+    bool keep_second = token + 1 >= range.begin && token + 1 < range.end;
+    const T* values = tile.values[step / kSteps] + step % kSteps * size * kStep<T>;
+    auto operand = Elem<T>::broadcast(tile.weights + i * kSpan + token);
+    for (int64_t d = 0; d < size; d += kLanes) {
+      float* at = tile.numerator + i * size + d;
+      auto column = Elem<T>::weight_masked(values + d * kStep<T>, keep_first, keep_second);
+      store(at, Elem<T>::dot(load(at), column, operand));
+    }
+  }
+}
+
+// Every query adds the steps it touches in ascending order: its own ragged start, what all share,
+// its own ragged end. A query that sees nothing of the span shares nothing.
+template <class T, int MR>
+inline void add_span_values(AttendTile<T>& tile) {
+  StepRange<T> shared{0, kSpan};
+  for (int i = 0; i < MR; i++) {
+    StepRange<T> whole = whole_steps<T>(tile.range[i]);
+    if (whole.begin > shared.begin) shared.begin = whole.begin;
+    if (whole.end < shared.end) shared.end = whole.end;
+  }
+  bool none = shared.end <= shared.begin;
+  const int64_t size = tile.task.head_size;
+  for (int i = 0; i < MR; i++) {
+    for (int64_t d = 0; d < size; d += kLanes) store(tile.numerator + i * size + d, zero());
+    if (tile.range[i].empty()) continue;
+    StepRange<T> mine = touched_steps<T>(tile.range[i]);
+    add_edge_values(tile, i, {mine.begin, none ? mine.end : shared.begin});
+  }
+  if (none) return;
+  int64_t d = 0;
+  for (; d + kAttendVecs * kLanes <= size; d += kAttendVecs * kLanes) {
+    add_values<T, MR, kAttendVecs>(tile, shared, d);
+  }
+  for (; d < size; d += kLanes) add_values<T, MR, 1>(tile, shared, d);
+  for (int i = 0; i < MR; i++) {
+    add_edge_values(tile, i, {shared.end, touched_steps<T>(tile.range[i]).end});
+  }
+}
+
+// A query's result so far, or of one span: numerator, maximum, denominator.
+struct Partial {
+  float* values;  // [D + 2]
+  int64_t size;
+  float& maximum() const { return values[size]; }
+  float& denominator() const { return values[size + 1]; }
+};
+
+inline float exp2_scalar(float x) {
+  alignas(64) float lanes[kLanes];
+  store(lanes, exp2_vec(set1(x)));
+  return lanes[0];
+}
+
+// Merges a later span into `sum`; the first one is copied, so that a split changes no bit. A span
+// that the query does not see has a denominator of zero.
+inline void merge_span(Partial sum, const float* numerator, float maximum, float denominator) {
+  if (denominator == 0.0f) return;
+  if (sum.denominator() == 0.0f) {
+    for (int64_t d = 0; d < sum.size; d += kLanes) store(sum.values + d, load(numerator + d));
+    sum.denominator() = denominator;
+    sum.maximum() = maximum;
+    return;
+  }
+  float highest = maximum > sum.maximum() ? maximum : sum.maximum();
+  float keep = exp2_scalar(sum.maximum() - highest), scale = exp2_scalar(maximum - highest);
+  for (int64_t d = 0; d < sum.size; d += kLanes) {
+    Vec old = mul(load(sum.values + d), set1(keep));
+    store(sum.values + d, add(old, mul(load(numerator + d), set1(scale))));
+  }
+  sum.denominator() = sum.denominator() * keep + denominator * scale;
+  sum.maximum() = highest;
+}
+
+template <class T>
+inline void write_output(const AttendTask& task, Partial sum, int64_t token, int64_t head) {
+  T* out = static_cast<T*>(task.out) + (token * task.heads + head) * task.head_size;
+  bool saw_nothing = sum.denominator() == 0.0f;
+  Vec inverse = set1(saw_nothing ? 0.0f : 1.0f / sum.denominator());
+  for (int64_t d = 0; d < task.head_size; d += kLanes) {
+    Elem<T>::store(out + d, saw_nothing ? zero() : mul(load(sum.values + d), inverse));
+  }
+}
+
+// One tile over the unit's spans, merged into `sums` [MR][D + 2].
+template <class T, int MR>
+inline void attend_tile(AttendTile<T>& tile, float* sums, int64_t stride) {
+  const int64_t size = tile.task.head_size;
+  for (int i = 0; i < MR; i++) Partial{sums + i * stride, size}.denominator() = 0.0f;
+  for (int64_t span = tile.unit.span_begin; span < tile.unit.span_end; span++) {
+    TokenRange all = enter_span(tile, span);
+    if (all.empty()) continue;
+    score_span<T, MR>(tile, all);
+    for (int i = 0; i < MR; i++) {
+      tile.denominator[i] = 0.0f;
+      if (!tile.range[i].empty()) softmax_span(tile, i);
+    }
+    add_span_values<T, MR>(tile);
+    for (int i = 0; i < MR; i++) {
+      merge_span({sums + i * stride, size}, tile.numerator + i * size, tile.maximum[i],
+                 tile.denominator[i]);
+    }
+  }
+}
+
+// Partials of a split unit lie as [span][query][D + 2]; a split unit has one span.
+template <class T>
+inline void attend_unit(const AttendPlan& plan, const AttendUnit& unit, Arena& arena) {
+  const AttendTask& task = *plan.task;
+  const int64_t size = task.head_size, stride = round_up(size + 2, kLanes);
+  AttendTile<T> tile{task,
+                     unit,
+                     0,
+                     0,
+                     arena.take<T>(kAttendRows * size),
+                     arena.take<float>(kAttendRows * kSpan),
+                     arena.take<T>(kAttendRows * kSpan),
+                     arena.take<float>(kAttendRows * size),
+                     {},
+                     {},
+                     {},
+                     {},
+                     {}};
+  float* scratch = arena.take<float>(kAttendRows * stride);
+  int64_t begin = unit.query_begin * task.group(), total = unit.query_end * task.group() - begin;
+  int64_t tiles = ceil_div(total, kAttendRows);
+  for (int64_t t = 0; t < tiles; t++) {
+    int64_t low = t * total / tiles, high = (t + 1) * total / tiles;
+    tile.first = begin + low;
+    tile.count = int(high - low);
+    for (int i = 0; i < tile.count; i++) {
+      prepare_head<T>(task, tile.token(i), tile.head(i), task.q_weight, tile.queries + i * size);
+    }
+    float* sums = unit.partial < 0 ? scratch : plan.partials + (unit.partial + low) * stride;
+    with_count<kAttendRows>(tile.count, [&](auto n) {
+      attend_tile<T, decltype(n)::value>(tile, sums, stride);
+    });
+    for (int i = 0; unit.partial < 0 && i < tile.count; i++) {
+      write_output<T>(task, {sums + i * stride, size}, tile.token(i), tile.head(i));
+    }
+  }
+}
+
+template <class T>
+void attend_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
+  const auto& plan = *static_cast<const AttendPlan*>(context);
+  for (int64_t u = begin; u < end; u++) {
+    const AttendUnit& unit = plan.units[u];
+    const AttendTask& task = *plan.task;
+    if (plan.append_inside) {
+      for (int64_t q = unit.query_begin; q < unit.query_end; q++) {
+        append_token<T>(task, task.query_starts[unit.row] + q, unit.kv_head);
+      }
+    }
+    worker.arena.reset();
+    attend_unit<T>(plan, unit, worker.arena);
+  }
+}
+
+// A unit is one split (row, KV head, queries): its spans' partials are merged in order.
+template <class T>
+void merge_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
+  const auto& merge = *static_cast<const MergePlan*>(context);
+  const AttendTask& task = *merge.plan->task;
+  const int64_t size = task.head_size, stride = round_up(size + 2, kLanes);
+  worker.arena.reset();
+  Partial sum{worker.arena.take<float>(stride), size};
+  for (int64_t g = begin; g < end; g++) {
+    const AttendUnit& unit = merge.plan->units[merge.groups[g].first_unit];
+    int64_t queries = (unit.query_end - unit.query_begin) * task.group();
+    for (int64_t r = 0; r < queries; r++) {
+      sum.denominator() = 0.0f;
+      for (int64_t s = 0; s < merge.groups[g].num_units; s++) {
+        int64_t at = merge.plan->units[merge.groups[g].first_unit + s].partial + r;
+        Partial part{merge.plan->partials + at * stride, size};
+        merge_span(sum, part.values, part.maximum(), part.denominator());
+      }
+      int64_t index = unit.query_begin * task.group() + r;
+      write_output<T>(task, sum, task.query_starts[unit.row] + index / task.group(),
+                      unit.kv_head * task.group() + index % task.group());
+    }
+  }
+}
+
+}  // namespace cadenza::CADENZA_ISA

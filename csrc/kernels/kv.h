@@ -1,0 +1,103 @@
+// New keys and values: q/k norm, rotary factors, and writing into pages.
+//
+// A page holds, for each KV head, sub-blocks of sixteen tokens: keys as [D/step][16][step], so that
+// sixteen scores come from vertical products; values as [16/step][D][step].
+#pragma once
+
+#include "kernels/norm.h"
+
+namespace cadenza::CADENZA_ISA {
+
+constexpr int kMaxHeadSize = 512;
+
+template <class T>
+inline int64_t block_offset(const AttendTask& task, int64_t page, int64_t kv_head, int64_t offset) {
+  int64_t head = (page * task.kv_heads + kv_head) * task.page_size;
+  return (head + offset / kLanes * kLanes) * task.head_size;
+}
+
+// The optional norm over one head, in place.
+inline void norm_head(const AttendTask& task, const float* weight, float* head) {
+  if (weight == nullptr) return;
+  Vec scale = set1(inverse_rms(head, task.head_size, task.norm_eps));
+  for (int64_t i = 0; i < task.head_size; i += kLanes) {
+    Vec factor = norm_factor(weight + i, task.norm_one_plus, kLanes);
+    store(head + i, mul(mul(load(head + i), scale), factor));
+  }
+}
+
+// Rotates the halves of the first rotary_size elements, in place.
+inline void rotate_head(const AttendTask& task, int64_t position, float* head) {
+  int64_t half = task.rotary_size / 2;
+  const float* cosine = task.rope + position * task.rotary_size;
+  const float* sine = cosine + half;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    int n = int(half - i < kLanes ? half - i : kLanes);
+    Vec a = load_some(head + i, n), b = load_some(head + half + i, n);
+    Vec c = load_some(cosine + i, n), s = load_some(sine + i, n);
+    store_some(head + i, fnma(b, s, mul(a, c)), n);
+    store_some(head + half + i, fma(a, s, mul(b, c)), n);
+  }
+}
+
+inline int64_t rope_row(const AttendTask& task, int64_t token) {
+  int64_t position = task.positions[token];
+  return position < 0 ? 0 : position < task.rope_rows ? position : task.rope_rows - 1;
+}
+
+// One query or key head of a token: loaded, normed, rotated, rounded to T.
+template <class T>
+inline void prepare_head(const AttendTask& task, int64_t token, int64_t head, const float* weight,
+                         T* out) {
+  alignas(64) float work[kMaxHeadSize];
+  const T* raw =
+      static_cast<const T*>(task.qkv) + token * task.qkv_width() + head * task.head_size;
+  for (int64_t i = 0; i < task.head_size; i += kLanes) store(work + i, Elem<T>::load(raw + i));
+  norm_head(task, weight, work);
+  rotate_head(task, rope_row(task, token), work);
+  for (int64_t i = 0; i < task.head_size; i += kLanes) Elem<T>::store(out + i, load(work + i));
+}
+
+// Writes one key down its lane: D/step words, sixteen lanes apart.
+template <class T>
+inline void write_key(const AttendTask& task, const T* key, T* block, int64_t lane) {
+  uint32_t* to = reinterpret_cast<uint32_t*>(block) + lane;
+  for (int64_t i = 0; i < task.head_size; i += kStep<T>) {
+    uint32_t word;
+    __builtin_memcpy(&word, key + i, 4);
+    __builtin_memcpy(to, &word, 4);
+    to += kLanes;
+  }
+}
+
+// Writes one value element by element, so that neighbours in a pair may be written by others.
+template <class T>
+inline void write_value(const AttendTask& task, const T* value, T* block, int64_t lane) {
+  T* to = block + lane / kStep<T> * task.head_size * kStep<T> + lane % kStep<T>;
+  for (int64_t i = 0; i < task.head_size; i++) to[i * kStep<T>] = value[i];
+}
+
+template <class T>
+inline void append_token(const AttendTask& task, int64_t token, int64_t kv_head) {
+  int64_t slot = task.slot_mapping[token];
+  if (slot < 0 || slot >= task.num_pages * task.page_size) return;
+  int64_t page = slot / task.page_size, offset = slot % task.page_size;
+  int64_t at = block_offset<T>(task, page, kv_head, offset);
+  alignas(64) T key[kMaxHeadSize];
+  prepare_head<T>(task, token, task.heads + kv_head, task.k_weight, key);
+  write_key<T>(task, key, static_cast<T*>(task.k_pool) + at, offset % kLanes);
+  const T* value = static_cast<const T*>(task.qkv) + token * task.qkv_width() +
+                   (task.heads + task.kv_heads + kv_head) * task.head_size;
+  write_value<T>(task, value, static_cast<T*>(task.v_pool) + at, offset % kLanes);
+}
+
+// A unit is one token, all its KV heads.
+template <class T>
+void append_units(const void* context, int64_t begin, int64_t end, Worker&) {
+  const AttendTask& task = *static_cast<const AttendPlan*>(context)->task;
+  for (int64_t token = begin; token < end; token++) {
+    for (int64_t head = 0; head < task.kv_heads; head++) append_token<T>(task, token, head);
+  }
+}
+
+}  // namespace cadenza::CADENZA_ISA

@@ -1,0 +1,215 @@
+// Products of activations with packed weights: linear, gated linear, and logits with their argmax.
+//
+// A unit is one panel of 32 columns for one block of rows. Every output element is one accumulator
+// over the whole of K in ascending order, so neither rows, blocks nor threads can change a bit.
+#pragma once
+
+#include "core/kernel_table.h"
+#include "kernels/math.h"
+#include "kernels/micro.h"
+
+namespace cadenza::CADENZA_ISA {
+
+// One panel against some rows.
+template <class T>
+struct PanelProduct {
+  const T* x;
+  const T* w;  // the panel
+  int64_t k;
+  int64_t steps() const { return ceil_div(k, kStep<T>); }
+  bool has_odd_tail() const { return k % kStep<T> != 0; }
+};
+
+constexpr int kPanelVecs = kPanel / kLanes;
+
+// The reduction for MR rows and NR neighbouring column vectors of a panel.
+template <class T, int MR, int NR>
+[[gnu::always_inline]] inline void reduce_columns(Vec (&acc)[MR][NR], const PanelProduct<T>& product, int64_t row,
+                           int column, Ahead ahead) {
+  constexpr int64_t kStride = kPanel * kStep<T>;
+  const T* x = product.x + row * product.k;
+  const T* w[NR];
+  for (int j = 0; j < NR; j++) w[j] = product.w + (column + j * kLanes) * kStep<T>;
+  clear(acc);
+  int64_t whole = product.k / kStep<T>;
+  accumulate<T, MR, NR>(acc, x, product.k, whole, w, kStride, ahead);
+  if (!product.has_odd_tail()) return;
+  for (int j = 0; j < NR; j++) {
+    auto weight = Elem<T>::weight(w[j] + whole * kStride);
+    for (int i = 0; i < MR; i++) {
+      auto last = Elem<T>::broadcast_last(x + i * product.k + whole * kStep<T>);
+      acc[i][j] = Elem<T>::dot(acc[i][j], weight, last);
+    }
+  }
+}
+
+// MR rows of a panel, handed to epilogue(row, columns) one row at a time.
+template <class T, int MR, class Epilogue>
+[[gnu::noinline]] void row_tile(const PanelProduct<T>& product, int64_t row, Ahead ahead,
+                     const Epilogue& epilogue) {
+  Vec acc[MR][kPanelVecs];
+  if constexpr (kTileVecs == kPanelVecs) {
+    reduce_columns<T, MR, kPanelVecs>(acc, product, row, 0, ahead);
+  } else {
+    for (int j = 0; j < kPanelVecs; j++) {
+      Vec part[MR][1];
+      reduce_columns<T, MR, 1>(part, product, row, j * kLanes, ahead);
+      for (int i = 0; i < MR; i++) acc[i][j] = part[i][0];
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; i++) epilogue(row + i, acc[i]);
+}
+
+// All units [begin, end): panels of `w` times blocks of even row tiles. While one panel is worked
+// on, the next one of the same claim is fetched, spread evenly over this one's row tiles.
+template <class T, class MakeEpilogue>
+inline void run_panels(const void* x, const void* w, int64_t rows, int64_t k, int64_t row_blocks,
+                       int64_t begin, int64_t end, const MakeEpilogue& make_epilogue) {
+  PanelProduct<T> product{static_cast<const T*>(x), nullptr, k};
+  const int64_t panel_size = product.steps() * kPanel * kStep<T>;
+  const int64_t tiles = ceil_div(rows, kMaxRows);
+  for (int64_t unit = begin; unit < end; unit++) {
+    int64_t panel = unit / row_blocks, block = unit % row_blocks;
+    product.w = static_cast<const T*>(w) + panel * panel_size;
+    auto epilogue = make_epilogue(panel);
+    int64_t first_tile = block * tiles / row_blocks, last_tile = (block + 1) * tiles / row_blocks;
+    Ahead ahead;
+    int64_t count = last_tile - first_tile;
+    if (count == 1) {
+      ahead = {reinterpret_cast<const char*>(product.w) + 4096, 128};
+    } else if (unit + 1 < end && (unit + 1) % row_blocks == 0) {
+      ahead = {reinterpret_cast<const char*>(product.w + panel_size), 128 / count};
+    }
+    const char* fetch = ahead.at;
+    for (int64_t tile = first_tile; tile < last_tile; tile++) {
+      int64_t row = tile * rows / tiles, next = (tile + 1) * rows / tiles;
+      with_count<kMaxRows>(int(next - row), [&](auto n) {
+        row_tile<T, decltype(n)::value>(product, row, ahead, epilogue);
+      });
+      if (ahead.bytes_per_step != 0) {
+        ahead.at = fetch + (tile + 1 - first_tile) * panel_size * int64_t(sizeof(T)) / count;
+      }
+    }
+  }
+}
+
+template <class T>
+struct LinearEpilogue {
+  const LinearTask& task;
+  int64_t column;
+
+  void finish(int64_t row, int64_t at, Vec value) const {
+    int n = int(task.n - at < kLanes ? task.n - at : kLanes);
+    if (n <= 0) return;
+    int64_t index = row * task.n + at;
+    if (task.bias != nullptr) value = add(value, load_some(task.bias + at, n));
+    if (task.residual != nullptr) value = add(value, load_some(task.residual + index, n));
+    if (task.out_is_f32) {
+      store_some(static_cast<float*>(task.out) + index, value, n);
+    } else {
+      store_some(static_cast<T*>(task.out) + index, value, n);
+    }
+  }
+  void operator()(int64_t row, const Vec (&columns)[kPanelVecs]) const {
+    for (int j = 0; j < kPanelVecs; j++) finish(row, column + j * kLanes, columns[j]);
+  }
+};
+
+template <class T>
+void linear_units(const void* context, int64_t begin, int64_t end, Worker&) {
+  const auto& units = *static_cast<const LinearUnits*>(context);
+  const LinearTask& task = *units.task;
+  run_panels<T>(task.x, task.w, task.rows, task.k, units.row_blocks, begin, end,
+                [&](int64_t panel) { return LinearEpilogue<T>{task, panel * kPanel}; });
+}
+
+template <class T, Activation A>
+struct GatedEpilogue {
+  const GatedTask& task;
+  int64_t column;
+
+  void operator()(int64_t row, const Vec (&columns)[kPanelVecs]) const {
+    Vec gate = columns[0], up = columns[1];
+    int n = int(task.f - column < kLanes ? task.f - column : kLanes);
+    if (task.bias != nullptr) {
+      gate = add(gate, load_some(task.bias + column, n));
+      up = add(up, load_some(task.bias + task.f + column, n));
+    }
+    if constexpr (A == Activation::kSilu) gate = silu(gate);
+    if constexpr (A == Activation::kGeluTanh) gate = gelu_tanh(gate);
+    if constexpr (A == Activation::kGelu) gate = gelu(gate);
+    store_some(static_cast<T*>(task.out) + row * task.f + column, mul(gate, up), n);
+  }
+};
+
+template <class T, Activation A>
+void gated_units_as(const GatedUnits& units, int64_t begin, int64_t end) {
+  const GatedTask& task = *units.task;
+  run_panels<T>(task.x, task.w, task.rows, task.k, units.row_blocks, begin, end,
+                [&](int64_t panel) { return GatedEpilogue<T, A>{task, panel * kLanes}; });
+}
+
+template <class T>
+void gated_units(const void* context, int64_t begin, int64_t end, Worker&) {
+  const auto& units = *static_cast<const GatedUnits*>(context);
+  switch (units.task->activation) {
+    case Activation::kSilu:
+      return gated_units_as<T, Activation::kSilu>(units, begin, end);
+    case Activation::kGeluTanh:
+      return gated_units_as<T, Activation::kGeluTanh>(units, begin, end);
+    case Activation::kGelu:
+      return gated_units_as<T, Activation::kGelu>(units, begin, end);
+  }
+}
+
+// Keeps the row's best so far; whole rows are written only where somebody reads them.
+struct LogitsEpilogue {
+  const LogitsTask& task;
+  RowBest* best;
+  int64_t column;
+
+  Vec valid(int64_t at, Vec value) const {
+    int64_t n = task.product.n - at;
+    if (n >= kLanes) return value;
+    return select(first(n > 0 ? int(n) : 0), value, set1(-__builtin_inff()));
+  }
+  void update(RowBest& row, const Vec (&columns)[kPanelVecs], Vec largest) const {
+    float value = reduce_max(largest);
+    for (int j = 0; j < kPanelVecs; j++) {
+      uint32_t lanes = bits(cmp_eq(columns[j], set1(value)));
+      if (lanes == 0) continue;
+      row.value = value;
+      row.id = int32_t(column + j * kLanes + __builtin_ctz(lanes));
+      return;
+    }
+  }
+  static VecI magnitude(Vec a) { return and_i(as_int(a), set1_i(0x7fffffff)); }
+
+  void operator()(int64_t row, const Vec (&product)[kPanelVecs]) const {
+    static_assert(kPanelVecs == 2, "the tile below is two vectors wide");
+    RowBest& mine = best[row];
+    VecI size = max_u(magnitude(product[0]), magnitude(product[1]));
+    uint32_t largest_bits = reduce_max_u(size);
+    if (largest_bits > mine.largest_bits) mine.largest_bits = largest_bits;
+    const Vec columns[2] = {valid(column, product[0]), valid(column + kLanes, product[1])};
+    Vec largest = max(columns[0], columns[1]);
+    // A NaN in one lane must not hide the other lane; the row fails by its flag all the same.
+    if (any(cmp_gt(largest, set1(mine.value)))) update(mine, columns, largest);
+    if (float* kept = task.kept[row]; kept != nullptr) {
+      store(kept + column, columns[0]);
+      store(kept + column + kLanes, columns[1]);
+    }
+  }
+};
+
+template <class T>
+void logits_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
+  const auto& task = *static_cast<const LogitsTask*>(context);
+  const LinearTask& product = task.product;
+  RowBest* best = task.best + worker.index * product.rows;
+  run_panels<T>(product.x, product.w, product.rows, product.k, 1, begin, end,
+                [&](int64_t panel) { return LogitsEpilogue{task, best, panel * kPanel}; });
+}
+
+}  // namespace cadenza::CADENZA_ISA

@@ -1,0 +1,287 @@
+// Choosing a row's token from its logits: thresholds without a sort, counter-based noise.
+//
+// A unit is one row. Everything here reads that row alone, in a fixed order.
+#pragma once
+
+#include "core/kernel_table.h"
+#include "kernels/math.h"
+
+namespace cadenza::CADENZA_ISA {
+
+constexpr float kInfinity = __builtin_inff();
+// A list this short is searched to the last bit instead of being halved once more.
+constexpr int64_t kShortList = 2048;
+constexpr int kMaxHalvings = 24;
+
+// Tokens still in play, ascending by id. Both arrays are padded to 16 lanes (values by -inf).
+struct Candidates {
+  float* values;
+  float* ids;  // token ids as raw bits
+  int64_t count;
+};
+
+inline void pad_candidates(Candidates& c) {
+  for (int i = 0; i < kLanes; i++) {
+    c.values[c.count + i] = -kInfinity;
+    c.ids[c.count + i] = 0.0f;
+  }
+}
+
+// Keeps the candidates with value >= threshold, in place.
+inline void keep_from(Candidates& c, float threshold) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < c.count; i += kLanes) {
+    Vec value = load(c.values + i), id = load(c.ids + i);
+    Mask inside = first(int(c.count - i < kLanes ? c.count - i : kLanes));
+    Mask m = mask_and(inside, cmp_ge(value, set1(threshold)));
+    int n = compress(c.values + kept, m, value);
+    compress(c.ids + kept, m, id);
+    kept += n;
+  }
+  c.count = kept;
+  pad_candidates(c);
+}
+
+inline float largest_value(const Candidates& c) {
+  Vec best = set1(-kInfinity);
+  for (int64_t i = 0; i < c.count; i += kLanes) best = max(load(c.values + i), best);
+  return reduce_max(best);
+}
+
+// How many candidates reach a threshold.
+struct CountMeasure {
+  double operator()(const Candidates& c, float threshold) const {
+    int64_t count = 0;
+    for (int64_t i = 0; i < c.count; i += kLanes) {
+      count += __builtin_popcount(bits(cmp_ge(load(c.values + i), set1(threshold))));
+    }
+    // Padding is -inf, which reaches only a threshold of -inf.
+    return double(threshold == -kInfinity ? c.count : count);
+  }
+};
+
+// The probability mass, relative to exp(maximum), of the candidates that reach a threshold. Lanes
+// are summed in a fixed order, so a smaller set never has a larger sum.
+struct MassMeasure {
+  float maximum;
+  double operator()(const Candidates& c, float threshold) const {
+    constexpr int64_t kRun = 64 * kLanes;
+    double total = 0.0;
+    for (int64_t start = 0; start < c.count; start += kRun) {
+      Vec sum = zero();
+      for (int64_t i = start; i < c.count && i < start + kRun; i += kLanes) {
+        Vec value = load(c.values + i);
+        Vec mass = exp_vec(sub(value, set1(maximum)));
+        sum = add(sum, select(cmp_ge(value, set1(threshold)), mass, zero()));
+      }
+      total += double(reduce_add(sum));
+    }
+    return total;
+  }
+};
+
+inline uint32_t ordered_bits(float x) {
+  uint32_t raw;
+  __builtin_memcpy(&raw, &x, 4);
+  return raw >> 31 ? ~raw : raw | 0x80000000u;
+}
+inline float from_ordered(uint32_t key) {
+  uint32_t raw = key >> 31 ? key & 0x7fffffffu : ~key;
+  float x;
+  __builtin_memcpy(&x, &raw, 4);
+  return x;
+}
+
+// Keeps the smallest set {value >= t} whose measure reaches `wanted`; ties of t stay together.
+// First halves the range of values until few are left, then bisects their bit patterns.
+template <class Measure>
+inline void keep_reaching(Candidates& c, double wanted, const Measure& measure) {
+  float high = largest_value(c), low = -kInfinity;
+  float step = 8.0f;
+  for (int i = 0; i < kMaxHalvings && c.count > kShortList; i++) {
+    float middle = low == -kInfinity ? high - step : low + 0.5f * (high - low);
+    if (!(middle < high) || !(middle > low)) break;
+    if (measure(c, middle) >= wanted) {
+      low = middle;
+      keep_from(c, low);
+    } else {
+      high = middle;
+      step *= 2.0f;
+    }
+  }
+  uint32_t inside = ordered_bits(low), outside = ordered_bits(largest_value(c)) + 1;
+  while (outside - inside > 1) {
+    uint32_t middle = inside + (outside - inside) / 2;
+    if (measure(c, from_ordered(middle)) >= wanted) {
+      inside = middle;
+    } else {
+      outside = middle;
+    }
+  }
+  keep_from(c, from_ordered(inside));
+}
+
+// Uniform bits of a token under a row's key.
+inline VecI hash_tokens(VecI token, const uint32_t key[2]) {
+  VecI x = xor_i(mul_i(token, set1_i(0x9E3779B9u)), set1_i(key[0]));
+  x = mul_i(xor_i(x, shr<17>(x)), set1_i(0xed5ad4bbu));
+  x = add_i(xor_i(x, shr<11>(x)), set1_i(key[1]));
+  x = mul_i(x, set1_i(0xac4c1b51u));
+  x = mul_i(xor_i(x, shr<15>(x)), set1_i(0x31848babu));
+  return xor_i(x, shr<14>(x));
+}
+
+// -log(-log1p(-u)), u = min((bits + 0.5) 2^-32, 1 - 2^-24).
+inline Vec gumbel_noise(VecI random) {
+  Vec u = mul(add(from_u32(random), set1(0.5f)), set1(0x1p-32f));
+  u = min(u, set1(1.0f - 0x1p-24f));
+  return sub(zero(), log_vec(sub(zero(), log1p_neg(u))));
+}
+
+// Never below gumbel_noise: -log1p(-u) >= u, and u >= 2^(e - 32) for bits in [2^e, 2^(e+1)).
+inline Vec noise_bound(VecI random) {
+  Vec number = from_u32(or_i(random, set1_i(1)));
+  Vec exponent = from_i32(sub_i(shr<23>(as_int(number)), set1_i(127)));
+  // Zero bits give u = 2^-33, and from_u32 may round up to 2^(e+1): hence 33 and not 32.
+  return mul(sub(set1(33.01f), exponent), set1(0.6931473f));
+}
+
+struct Choice {
+  float value;
+  int32_t id;
+};
+
+inline void consider(Choice& best, Vec values, Vec ids) {
+  if (!any(cmp_gt(values, set1(best.value)))) return;
+  alignas(64) float value[kLanes];
+  alignas(64) uint32_t id[kLanes];
+  store(value, values);
+  store_i(id, as_int(ids));
+  for (int i = 0; i < kLanes; i++) {
+    if (value[i] > best.value) best = {value[i], int32_t(id[i])};
+  }
+}
+
+inline Choice choose_noisy(const Candidates& c, const uint32_t key[2]) {
+  Choice best{-kInfinity, 0};
+  for (int64_t i = 0; i < c.count; i += kLanes) {
+    Vec value = load(c.values + i), ids = load(c.ids + i);
+    VecI random = hash_tokens(as_int(ids), key);
+    if (!any(cmp_gt(add(value, noise_bound(random)), set1(best.value)))) continue;
+    consider(best, add(value, gumbel_noise(random)), ids);
+  }
+  return best;
+}
+
+inline Choice choose_greedy(const Candidates& c) {
+  Choice best{-kInfinity, 0};
+  for (int64_t i = 0; i < c.count; i += kLanes) {
+    consider(best, load(c.values + i), load(c.ids + i));
+  }
+  return best;
+}
+
+// All tokens of the row with bias and temperature applied.
+inline Candidates all_tokens(const SampledRow& row, int64_t vocab, Arena& arena) {
+  int64_t padded = round_up(vocab, kLanes) + kLanes;
+  Candidates c{arena.take<float>(padded), arena.take<float>(padded), vocab};
+  float temperature = row.params.temperature > 0.0f ? row.params.temperature : 1.0f;
+  for (int64_t i = 0; i < vocab; i += kLanes) {
+    int n = int(vocab - i < kLanes ? vocab - i : kLanes);
+    Vec z = load_some(row.logits + i, n);
+    if (row.params.bias != nullptr) z = add(z, load_some(row.params.bias + i, n));
+    store(c.values + i, div(z, set1(temperature)));
+    store(c.ids + i, as_float(add_i(iota(), set1_i(uint32_t(i)))));
+  }
+  pad_candidates(c);
+  return c;
+}
+
+inline int32_t sample_token(const SampledRow& row, int64_t vocab, Arena& arena) {
+  const SampleParams& params = row.params;
+  Candidates c = all_tokens(row, vocab, arena);
+  if (!(params.temperature > 0.0f)) return choose_greedy(c).id;
+  if (params.top_k > 0 && params.top_k < vocab) keep_reaching(c, params.top_k, CountMeasure{});
+  float maximum = largest_value(c);
+  if (params.top_p < 1.0f) {
+    MassMeasure mass{maximum};
+    keep_reaching(c, double(params.top_p) * mass(c, -kInfinity), mass);
+  }
+  if (params.min_p > 0.0f) {
+    alignas(64) float log_min_p[kLanes];
+    store(log_min_p, log_vec(set1(params.min_p)));
+    keep_from(c, maximum + log_min_p[0]);
+  }
+  return choose_noisy(c, params.key).id;
+}
+
+// Log of the sum of exponentials of the raw logits, in one fixed order.
+inline float log_sum_exp(const float* logits, int64_t vocab) {
+  Vec best = set1(-kInfinity);
+  for (int64_t i = 0; i < vocab; i += kLanes) best = max(load(logits + i), best);
+  float maximum = reduce_max(best);
+  double total = MassMeasure{maximum}({const_cast<float*>(logits), nullptr, vocab}, -kInfinity);
+  alignas(64) float lanes[kLanes];
+  store(lanes, log_vec(set1(float(total))));
+  return maximum + lanes[0];
+}
+
+// The largest logits in descending order, ties by ascending id.
+inline void top_logits(const float* logits, int64_t vocab, Choice (&top)[kTopLogprobs]) {
+  for (Choice& entry : top) entry = {-kInfinity, 0};
+  alignas(64) float lanes[kLanes];
+  for (int64_t i = 0; i < vocab; i += kLanes) {
+    Vec value = load(logits + i);
+    if (!any(cmp_gt(value, set1(top[kTopLogprobs - 1].value)))) continue;
+    store(lanes, value);
+    for (int lane = 0; lane < kLanes; lane++) {
+      int at = kTopLogprobs;
+      while (at > 0 && lanes[lane] > top[at - 1].value) at--;
+      if (at == kTopLogprobs) continue;
+      for (int j = kTopLogprobs - 1; j > at; j--) top[j] = top[j - 1];
+      top[at] = {lanes[lane], int32_t(i + lane)};
+    }
+  }
+}
+
+inline int64_t count_above(const float* logits, int64_t vocab, float value) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < vocab; i += kLanes) {
+    count += __builtin_popcount(bits(cmp_gt(load(logits + i), set1(value))));
+  }
+  return count;
+}
+
+inline int32_t float_bits(float x) {
+  int32_t raw;
+  __builtin_memcpy(&raw, &x, 4);
+  return raw;
+}
+
+inline void write_logprobs(const SampledRow& row, int64_t vocab) {
+  float total = log_sum_exp(row.logits, vocab);
+  float chosen = row.logits[row.out[kColumnToken]];
+  row.out[kColumnLogprob] = float_bits(chosen - total);
+  row.out[kColumnRank] = int32_t(1 + count_above(row.logits, vocab, chosen));
+  Choice top[kTopLogprobs];
+  top_logits(row.logits, vocab, top);
+  for (int i = 0; i < kTopLogprobs; i++) {
+    row.out[kColumnTop + i] = top[i].id;
+    row.out[kColumnTop + kTopLogprobs + i] = float_bits(top[i].value - total);
+  }
+}
+
+// The result holds the greedy choice already; it is replaced where the row samples or has a bias.
+void sample_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
+  const auto& task = *static_cast<const SampleTask*>(context);
+  for (int64_t i = begin; i < end; i++) {
+    const SampledRow& row = task.rows[i];
+    worker.arena.reset();
+    if (row.params.temperature > 0.0f || row.params.bias != nullptr) {
+      row.out[kColumnToken] = sample_token(row, task.vocab, worker.arena);
+    }
+    if (row.params.num_logprobs >= 0) write_logprobs(row, task.vocab);
+  }
+}
+
+}  // namespace cadenza::CADENZA_ISA

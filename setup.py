@@ -1,0 +1,120 @@
+"""Builds the native CPU kernels into one shared library beside the package.
+
+Everything else about the project is in pyproject.toml. The library is optional: where it cannot be
+built the package installs without it and says so once, unless CADENZA_REQUIRE_NATIVE=1.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = Path("csrc")
+LIBRARY_NAME = "_native.dylib" if sys.platform == "darwin" else "_native.so"
+COMMON_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-g0",
+]
+AVX512_FLAGS = ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+ISA_FLAGS = {
+    "x86_64": {
+        "avx512_bf16": [*AVX512_FLAGS, "-mavx512bf16"],
+        "avx512": AVX512_FLAGS,
+        "avx2": ["-mavx2", "-mfma"],
+        "scalar": [],
+    },
+    "aarch64": {
+        "neon_bf16": ["-march=armv8.2-a+bf16"],
+        "neon": [],
+        "scalar": [],
+    },
+}
+MACHINE_ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}
+
+
+def isa_flags() -> dict[str, list[str]]:
+    """Flags of each kernel source that this machine's architecture can have."""
+    machine = platform.machine().lower()
+    return ISA_FLAGS.get(MACHINE_ALIASES.get(machine, machine), {"scalar": []})
+
+
+def ffi_include_dir() -> str:
+    """The directory of the XLA FFI headers that jaxlib carries, without importing jaxlib."""
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("jaxlib, which carries the XLA FFI headers, is not installed")
+    return str(Path(spec.origin).parent / "include")
+
+
+def native_sources() -> list[str]:
+    portable = [str(path) for part in ("core", "ffi") for path in (ROOT / CSRC / part).glob("*.cpp")]
+    kernels = [str(ROOT / CSRC / "isa" / f"{isa}.cpp") for isa in isa_flags()]
+    return sorted(os.path.relpath(path, ROOT) for path in [*portable, *kernels])
+
+
+def native_headers() -> list[str]:
+    return sorted(os.path.relpath(path, ROOT) for path in (ROOT / CSRC).rglob("*.h"))
+
+
+class BuildNative(build_ext):
+    """Compiles each source with its own ISA's flags; no Python module, a plain shared library."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")[:-1], LIBRARY_NAME)
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            self._build(ext)
+        except Exception as error:  # noqa: BLE001 - any failure means the same: no native kernels
+            if os.environ.get("CADENZA_REQUIRE_NATIVE") == "1":
+                raise
+            print(
+                f"cadenza: the native CPU kernels were not built ({error}); "
+                "the package works without them, more slowly",
+                file=sys.stderr,
+            )
+
+    def copy_extensions_to_source(self) -> None:
+        built = [ext for ext in self.extensions if os.path.exists(self.get_ext_fullpath_built(ext))]
+        self.extensions, everything = built, self.extensions
+        super().copy_extensions_to_source()
+        self.extensions = everything
+
+    def get_ext_fullpath_built(self, ext: Extension) -> str:
+        return os.path.join(self.build_lib, self.get_ext_filename(self.get_ext_fullname(ext.name)))
+
+    def _build(self, ext: Extension) -> None:
+        objects: list[str] = []
+        for source in ext.sources:
+            flags = isa_flags().get(Path(source).stem, []) if "isa" in Path(source).parts else []
+            objects += self.compiler.compile(
+                [source],
+                output_dir=self.build_temp,
+                include_dirs=[str(CSRC), ffi_include_dir()],
+                extra_postargs=[*COMMON_FLAGS, *flags],
+                depends=ext.depends,
+            )
+        self.compiler.link_shared_object(
+            objects,
+            self.get_ext_fullpath_built(ext) if self.inplace else self.get_ext_fullpath(ext.name),
+            extra_postargs=["-lpthread"] if sys.platform != "darwin" else [],
+            target_lang="c++",
+        )
+
+
+setup(
+    ext_modules=[Extension("cadenza._native", native_sources(), depends=native_headers())],
+    cmdclass={"build_ext": BuildNative},
+)

@@ -1,0 +1,223 @@
+"""The shared library of native CPU kernels: finding, loading, packing weights, FFI targets.
+
+Owns the ctypes handle and the registration with XLA; knows nothing about models. The ISA is the
+best that this CPU has, or the one that CADENZA_CPU_ISA names; CADENZA_NUM_THREADS overrides the
+number of threads. Both are read once, by the library, when it is loaded.
+
+FFI targets, in the order of their operands. `count` is the true number of rows, int32, shape () or
+(1,): rows beyond it are neither read nor written. "act" is bf16 or f32 and is the type of the
+weights and the KV pools too. An empty array of shape (0,) stands for an operand that is absent.
+`csrc/README.md` has the same table with the aliases.
+
+    cadenza_embed               token_ids i32[T], table, count -> f32[T, E]
+                                vocab: i64, scale: f32; table packed (rank 4) or act[V, E]
+    cadenza_rms_norm            x f32[T, E], weight f32[E], count -> act or f32[T, E]
+    cadenza_rms_norm_rows       x f32[T, E], weight f32[E], count, rows i32[L] -> act or f32[L, E]
+    cadenza_rms_norm_add        x f32[T, E], weight f32[E], count, residual f32[T, E] -> f32[T, E]
+                                the three norms: eps: f32, one_plus: bool
+    cadenza_linear              x act[T, K], w packed, count, bias f32[N]|[0],
+                                residual f32[T, N]|[0] -> act or f32[T, N]
+    cadenza_gated_linear        x act[T, K], w packed, count, bias f32[2, F]|[0] -> act[T, F]
+                                activation: i64, 0 silu, 1 gelu_tanh, 2 gelu
+    cadenza_rope_append_attend  qkv act[T, (Hq + 2 Hkv) D], positions i32[T], slot_mapping i32[T],
+                                query_starts i32[R + 1], kv_lens i32[R], page_table i32[R, P],
+                                rope f32[positions, rotary], q_weight f32[D]|[0],
+                                k_weight f32[D]|[0], k_pool, v_pool act[pages, Hkv, S, D]
+                                -> act[T, Hq D], k_pool, v_pool
+                                heads: i64, scale: f32, window: i64, soft_cap: f32,
+                                norm_eps: f32, norm_one_plus: bool
+    cadenza_copy_pages          k_pool, v_pool, sources i32[N], targets i32[N] -> k_pool, v_pool
+    cadenza_next_token          x act[L, E], head packed, count, temperature f32[L], top_k i32[L],
+                                top_p f32[L], min_p f32[L], keys u32[L, 2], num_logprobs i32[L],
+                                bias f32[B, V]|[0], bias_rows i32[L] -> i32[L, 44]
+                                vocab: i64
+
+Legend as in `ops.table`.
+"""
+
+import ctypes
+import enum
+import functools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.errors import ConfigError
+
+LIBRARY_NAME = "_native.dylib" if sys.platform == "darwin" else "_native.so"
+
+PANEL = 32
+"""Columns of one panel of a packed weight."""
+
+_GATED_PANEL = PANEL // 2
+_ALIGNMENT = 64
+_DTYPE_CODES = {
+    np.dtype(ml_dtypes.bfloat16): 0,
+    np.dtype(np.float32): 1,
+    np.dtype(np.float16): 2,
+}
+_TARGETS = {
+    "cadenza_embed": "CadenzaEmbed",
+    "cadenza_rms_norm": "CadenzaRmsNorm",
+    "cadenza_rms_norm_rows": "CadenzaRmsNormRows",
+    "cadenza_rms_norm_add": "CadenzaRmsNormAdd",
+    "cadenza_linear": "CadenzaLinear",
+    "cadenza_gated_linear": "CadenzaGatedLinear",
+    "cadenza_rope_append_attend": "CadenzaRopeAppendAttend",
+    "cadenza_copy_pages": "CadenzaCopyPages",
+    "cadenza_next_token": "CadenzaNextToken",
+}
+
+
+class PackLayout(enum.IntEnum):
+    """Where a weight's rows go among the columns of a packed one."""
+
+    PLAIN = 0
+    GATE = 1
+    UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The loaded library. Make one with `load_native_library`."""
+
+    handle: ctypes.CDLL
+
+    @property
+    def cpu_isa(self) -> str:
+        """The instruction set whose kernels run."""
+        return self.handle.cadenza_cpu_isa().decode()
+
+    @property
+    def available_isas(self) -> tuple[str, ...]:
+        """What CADENZA_CPU_ISA may name on this machine, best first."""
+        return tuple(self.handle.cadenza_available_isas().decode().split(","))
+
+    @property
+    def num_threads(self) -> int:
+        return self.handle.cadenza_num_threads()
+
+    def pack(
+        self,
+        weight: npt.NDArray[Any],
+        packed: npt.NDArray[Any],
+        *,
+        num_columns: int,
+        column_offset: int = 0,
+        layout: PackLayout = PackLayout.PLAIN,
+    ) -> None:
+        """Writes weight [n, K] into columns column_offset.. of `packed` (from `empty_packed`).
+
+        `weight` is bf16, f16 or f32 with adjacent elements along K, such as a slice of a mapped
+        file. `num_columns` is N, or F for gate and up. The call whose rows end at `num_columns`
+        also clears the padding, so every column must be written once.
+
+        Raises ConfigError when types, sizes or alignment do not fit.
+        """
+        rows, reduction = weight.shape
+        if weight.strides[1] != weight.itemsize or weight.strides[0] % weight.itemsize != 0:
+            raise ConfigError(f"a weight with strides {weight.strides} cannot be packed; copy it")
+        error = self.handle.cadenza_pack(
+            weight.ctypes.data,
+            _dtype_code(weight.dtype),
+            rows,
+            reduction,
+            weight.strides[0] // weight.itemsize,
+            packed.ctypes.data,
+            _dtype_code(packed.dtype),
+            num_columns,
+            column_offset,
+            int(layout),
+        )
+        if error is not None:
+            raise ConfigError(error.decode())
+
+
+def packed_shape(
+    num_columns: int, reduction: int, dtype: npt.DTypeLike, *, is_gated: bool = False
+) -> tuple[int, int, int, int]:
+    """Shape [panels, steps, 32, step] of a packed weight; a gated one takes F for num_columns."""
+    step = 1 if np.dtype(dtype) == np.float32 else 2
+    width = _GATED_PANEL if is_gated else PANEL
+    return (-(-num_columns // width), -(-reduction // step), PANEL, step)
+
+
+def empty_packed(
+    num_columns: int, reduction: int, dtype: npt.DTypeLike, *, is_gated: bool = False
+) -> npt.NDArray[Any]:
+    """An uninitialised packed weight at a 64-byte boundary, which JAX takes without a copy."""
+    shape = packed_shape(num_columns, reduction, dtype, is_gated=is_gated)
+    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def library_path() -> Path:
+    """Where the build puts the library: beside the package."""
+    return Path(__file__).resolve().parents[3] / LIBRARY_NAME
+
+
+def has_native_library() -> bool:
+    """Whether the package was built with its native kernels."""
+    return library_path().exists()
+
+
+@functools.cache
+def load_native_library() -> NativeLibrary:
+    """Loads the library once, chooses its ISA, starts its threads, registers its FFI targets.
+
+    Raises:
+        ConfigError: it was not built or cannot be loaded, or CADENZA_CPU_ISA or
+            CADENZA_NUM_THREADS names what this machine does not have.
+    """
+    path = library_path()
+    if not path.exists():
+        raise ConfigError(
+            f"the native CPU kernels are not built ({path.name} is missing); reinstall with a C++ "
+            "compiler and CADENZA_REQUIRE_NATIVE=1 to see why"
+        )
+    try:
+        handle = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ConfigError(f"the native CPU kernels cannot be loaded: {error}") from error
+    _declare(handle)
+    failure = handle.cadenza_configure()
+    if failure is not None:
+        raise ConfigError(failure.decode())
+    for target, symbol in _TARGETS.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handle[symbol]), platform="cpu")
+    return NativeLibrary(handle)
+
+
+def _declare(handle: ctypes.CDLL) -> None:
+    """Result and argument types of the C entry points."""
+    for name in ("cadenza_configure", "cadenza_cpu_isa", "cadenza_available_isas"):
+        getattr(handle, name).restype = ctypes.c_char_p
+    handle.cadenza_num_threads.restype = ctypes.c_int
+    handle.cadenza_pack.restype = ctypes.c_char_p
+    handle.cadenza_pack.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int,
+    ]
+
+
+def _dtype_code(dtype: npt.DTypeLike) -> int:
+    code = _DTYPE_CODES.get(np.dtype(dtype))
+    if code is None:
+        raise ConfigError(f"weights of type {np.dtype(dtype)} cannot be packed; bf16, f16 or f32")
+    return code
