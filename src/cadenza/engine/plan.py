@@ -7,7 +7,7 @@ exists fits the memory it was made for, and one request of `max_model_len` fits 
 from dataclasses import dataclass
 
 from cadenza.backends.base import BackendTraits
-from cadenza.checkpoint import Checkpoint
+from cadenza.checkpoint import Checkpoint, count_parameters
 from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, EngineLimits
 from cadenza.errors import ConfigError
 
@@ -77,8 +77,7 @@ def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, traits: BackendT
 
 
 def _weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:
-    stored = _ITEM_BYTES.get(checkpoint.config.dtype, 2)
-    return checkpoint.num_weight_bytes * _ITEM_BYTES[dtype] // stored
+    return count_parameters(checkpoint.config) * _ITEM_BYTES[dtype]
 
 
 def _pool_tokens(config: EngineConfig, per_token: int, left: int) -> int:

@@ -1,0 +1,238 @@
+"""Whole folders: what they recommend, where they end a sequence, and what is wrong with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cadenza.checkpoint
+from cadenza.checkpoint import GenerationDefaults, open_checkpoint
+from cadenza.checkpoint.tokenizer_files import MAX_TEMPLATE_BYTES
+from cadenza.errors import CheckpointError
+from tests.checkpoint.files import SMALL_CONFIG, small_model, write_folder, write_tensors
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+BUNDLED = Path(cadenza.checkpoint.__file__).parent.parent / "models" / "bundled"
+
+TOKENIZER = {
+    "added_tokens": [{"id": 5, "content": "<|end|>"}, {"id": 6, "content": "<|start|>"}],
+    "model": {"type": "BPE", "vocab": {"a": 0, "</s>": 7}, "merges": []},
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
+def test_fixtures_open(name: str):
+    checkpoint = open_checkpoint(FIXTURES / name)
+    assert checkpoint.num_weight_bytes < 1 << 20
+    assert checkpoint.eos_token_ids == (2,)
+    assert checkpoint.tokenizer_path is None
+    assert checkpoint.chat_template is None
+    assert len(checkpoint.digest) == 64
+
+
+def test_weight_bytes_count_a_stored_tied_head_once(tmp_path: Path):
+    tensors = small_model()[1]
+    plain = open_checkpoint(write_folder(tmp_path)).num_weight_bytes
+    assert plain == sum(array.nbytes for array in tensors.values())
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    write_tensors(tmp_path / "model.safetensors", tensors | head)
+    assert open_checkpoint(tmp_path).num_weight_bytes == plain
+
+
+@pytest.mark.parametrize("path", ["meta-llama/Llama-3.2-1B", "absent", "/absent/folder"])
+def test_what_is_no_local_folder_says_that_only_those_are_read(path: str):
+    with pytest.raises(CheckpointError, match="only local folders"):
+        open_checkpoint(Path(path))
+
+
+def test_a_file_is_no_folder(tmp_path: Path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="is a file"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        open_checkpoint(tmp_path)
+
+
+def test_generation_defaults_are_read(tmp_path: Path):
+    recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05}
+    folder = write_folder(tmp_path, {"generation_config.json": {**recommended, "do_sample": True}})
+    assert open_checkpoint(folder).generation_defaults == GenerationDefaults(**recommended)
+
+
+def test_no_generation_config_recommends_nothing(tmp_path: Path):
+    assert open_checkpoint(write_folder(tmp_path)).generation_defaults == GenerationDefaults()
+
+
+def test_do_sample_false_is_greedy(tmp_path: Path):
+    content = {"do_sample": False, "temperature": 0.7}
+    folder = write_folder(tmp_path, {"generation_config.json": content})
+    assert open_checkpoint(folder).generation_defaults.temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"temperature": -1}, {"top_p": 2}, {"top_k": "5"}, {"eos_token_id": 999}, {"min_p": "NaN"}],
+)
+def test_a_wrong_generation_config_names_its_key(tmp_path: Path, content: dict[str, Any]):
+    folder = write_folder(tmp_path, {"generation_config.json": content})
+    with pytest.raises(CheckpointError, match=next(iter(content))):
+        open_checkpoint(folder)
+
+
+def test_eos_is_the_union_of_what_three_files_say(tmp_path: Path):
+    files = {
+        "generation_config.json": {"eos_token_id": [2, 4]},
+        "tokenizer_config.json": {"eos_token": {"content": "<|end|>"}},
+        "tokenizer.json": TOKENIZER,
+    }
+    assert open_checkpoint(write_folder(tmp_path, files)).eos_token_ids == (2, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_config", "expected"),
+    [
+        ({"eos_token": "<|start|>"}, (2, 6)),
+        ({"eos_token": "</s>"}, (2, 7)),
+        ({"eos_token": "absent"}, (2,)),
+        ({"eos_token": None}, (2,)),
+        ({"eos_token": "x", "added_tokens_decoder": {"9": {"content": "x"}}}, (2, 9)),
+    ],
+)
+def test_the_tokenizers_eos_is_found_by_its_text(
+    tmp_path: Path, tokenizer_config: dict[str, Any], expected: tuple[int, ...]
+):
+    files = {"tokenizer_config.json": tokenizer_config, "tokenizer.json": TOKENIZER}
+    assert open_checkpoint(write_folder(tmp_path, files)).eos_token_ids == expected
+
+
+def test_a_tokenizer_eos_beyond_the_vocabulary_is_refused(tmp_path: Path):
+    config = {"eos_token": "x", "added_tokens_decoder": {"99": {"content": "x"}}}
+    with pytest.raises(CheckpointError, match="the tokenizer: eos_token"):
+        open_checkpoint(write_folder(tmp_path, {"tokenizer_config.json": config}))
+
+
+def test_a_template_file_comes_before_the_tokenizer_configs(tmp_path: Path):
+    folder = write_folder(tmp_path, {"tokenizer_config.json": {"chat_template": "old"}})
+    assert open_checkpoint(folder).chat_template == "old"
+    (folder / "chat_template.jinja").write_text("new")
+    assert open_checkpoint(folder).chat_template == "new"
+
+
+def test_named_templates_are_kept_by_name(tmp_path: Path):
+    templates = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools"},
+    ]
+    folder = write_folder(tmp_path, {"tokenizer_config.json": {"chat_template": templates}})
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.chat_template == "plain"
+    assert checkpoint.tokenizer.chat_templates["tool_use"] == "tools"
+
+
+def test_special_tokens_are_read_from_strings_and_objects(tmp_path: Path):
+    files = {
+        "special_tokens_map.json": {"unk_token": "<unk>", "bos_token": "<old>"},
+        "tokenizer_config.json": {"bos_token": {"content": "<s>"}, "eos_token": "</s>"},
+    }
+    tokens = open_checkpoint(write_folder(tmp_path, files)).tokenizer.special_tokens
+    assert tokens == {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+MALFORMED: dict[str, dict[str, object]] = {
+    "a config that is no JSON": {"config.json": "{"},
+    "a config that is a list": {"config.json": "[]"},
+    "a config with custom code": {
+        "config.json": {**SMALL_CONFIG, "auto_map": {"AutoModel": "x.y"}}
+    },
+    "a config nested too deep": {"config.json": "[" * 100_000},
+    "a config with a huge number": {"config.json": '{"vocab_size": %s}' % ("9" * 5000)},
+    "a config of five megabytes": {"config.json": '{"a": "%s"}' % ("x" * (5 << 20))},
+    "a config with a key twice": {"config.json": '{"vocab_size": 1, "vocab_size": 2}'},
+    "a generation config that is no JSON": {"generation_config.json": "no"},
+    "a template that is too large": {"chat_template.jinja": "x" * (MAX_TEMPLATE_BYTES + 1)},
+    "a template that is no text": {"chat_template.jinja": b"\xff\xfe"},
+    "a template that is a number": {"tokenizer_config.json": {"chat_template": 3}},
+    "named templates without names": {"tokenizer_config.json": {"chat_template": [{"a": 1}]}},
+    "an eos that is a list": {"tokenizer_config.json": {"eos_token": ["</s>"]}},
+    "weights that are garbage": {"model.safetensors": b"garbage that is long enough"},
+    "a tokenizer that is garbage": {
+        "tokenizer_config.json": {"eos_token": "x"},
+        "tokenizer.json": "garbage",
+    },
+}
+
+
+@pytest.mark.parametrize("files", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_folder_is_a_named_error(tmp_path: Path, files: dict[str, object]):
+    folder = write_folder(tmp_path, files)
+    with pytest.raises(CheckpointError) as raised:
+        open_checkpoint(folder)
+    assert len(str(raised.value)) < 600
+
+
+def test_a_shape_that_the_weights_do_not_have_is_refused(tmp_path: Path):
+    config = {**SMALL_CONFIG, "intermediate_size": 1 << 20, "vocab_size": 1 << 22}
+    with pytest.raises(CheckpointError, match="shape"):
+        open_checkpoint(write_folder(tmp_path, {"config.json": config}))
+
+
+def test_a_config_without_dtype_takes_the_weights(tmp_path: Path):
+    config = {key: value for key, value in SMALL_CONFIG.items() if key != "torch_dtype"}
+    folder = write_folder(tmp_path, {"config.json": config})
+    tensors = {name: array.astype(ml_dtypes.bfloat16) for name, array in small_model()[1].items()}
+    write_tensors(folder / "model.safetensors", tensors)
+    assert open_checkpoint(folder).config.dtype == "bfloat16"
+
+
+def test_the_digest_changes_with_the_config(tmp_path: Path):
+    first = open_checkpoint(write_folder(tmp_path / "a")).digest
+    again = open_checkpoint(write_folder(tmp_path / "b")).digest
+    config = {**SMALL_CONFIG, "rms_norm_eps": 1e-5}
+    other = open_checkpoint(write_folder(tmp_path / "c", {"config.json": config})).digest
+    assert first == again != other
+
+
+def test_opening_reads_no_weights(tmp_path: Path):
+    """A sparse file of a huge model opens at once: only its header has content."""
+    config = {**SMALL_CONFIG, "vocab_size": 1 << 22, "hidden_size": 1 << 12, "head_dim": 4}
+    folder = write_folder(tmp_path, {"config.json": config})
+    write_sparse_weights(folder / "model.safetensors", config)
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.num_weight_bytes > 1 << 36
+    assert checkpoint.weights["model.norm.weight"].shape == (1 << 12,)
+    assert np.count_nonzero(checkpoint.weights["model.norm.weight"]) == 0
+
+
+def write_sparse_weights(path: Path, config: dict[str, Any]) -> None:
+    from cadenza.checkpoint import declare, parse_model_config
+
+    header: dict[str, Any] = {}
+    position = 0
+    for spec in declare(parse_model_config(config)):
+        stop = position + 4 * spec.num_elements
+        header[spec.name] = {
+            "dtype": "F32",
+            "shape": spec.shape,
+            "data_offsets": [position, stop],
+        }
+        position = stop
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + position)
+
+
+@pytest.mark.skipif(not (BUNDLED / "config.json").exists(), reason="no bundled model is installed")
+def test_the_bundled_model_opens():
+    checkpoint = open_checkpoint(None)
+    assert checkpoint.tokenizer_path is not None
+    assert checkpoint.chat_template is not None
+    assert checkpoint.eos_token_ids
+    assert checkpoint.num_weight_bytes < 16 << 20

@@ -1,0 +1,159 @@
+"""The safetensors reader on honest files and on a corpus of lies."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cadenza.checkpoint.safetensors_file import MAX_HEADER_BYTES, open_safetensors
+from cadenza.errors import CheckpointError
+from tests.checkpoint.files import encode_file, encode_tensors, write_tensors
+
+PAIR = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b": np.arange(4, dtype=np.float16),
+}
+HEADER, DATA = encode_tensors(PAIR)
+
+
+def changed(name: str, **changes: Any) -> dict[str, Any]:
+    return {**HEADER, name: {**HEADER[name], **changes}}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_tensors_come_back_as_they_were_written(tmp_path: Path, dtype: Any):
+    tensors = {
+        "matrix": np.linspace(-3, 3, 15).astype(dtype).reshape(3, 5),
+        "scalar": np.array(2.5, dtype=dtype),
+        "empty": np.zeros((0, 4), dtype=dtype),
+    }
+    write_tensors(tmp_path / "x.safetensors", tensors)
+    file = open_safetensors(tmp_path / "x.safetensors")
+    assert set(file.entries) == set(tensors)
+    for name, array in tensors.items():
+        view = file.view(name)
+        assert view.dtype == array.dtype
+        assert view.shape == array.shape
+        assert view.tobytes() == array.tobytes() == bytes(file.raw_bytes(name))
+
+
+def test_views_share_the_files_pages_and_cannot_be_written(tmp_path: Path):
+    write_tensors(tmp_path / "x.safetensors", PAIR)
+    file = open_safetensors(tmp_path / "x.safetensors")
+    first, second = file.view("a"), file.view("a")
+    assert np.shares_memory(first, second)
+    assert not first.flags.owndata
+    assert not first.flags.writeable
+
+
+def test_views_outlive_the_file_object(tmp_path: Path):
+    write_tensors(tmp_path / "x.safetensors", PAIR)
+    view = open_safetensors(tmp_path / "x.safetensors").view("a")
+    assert view.tolist() == PAIR["a"].tolist()
+
+
+def test_metadata_and_padded_headers_are_accepted(tmp_path: Path):
+    header = json.dumps({"__metadata__": {"format": "pt"}, **HEADER}).encode() + b"   "
+    (tmp_path / "x.safetensors").write_bytes(encode_file(header, DATA))
+    assert set(open_safetensors(tmp_path / "x.safetensors").entries) == {"a", "b"}
+
+
+LIES: dict[str, tuple[bytes, str]] = {
+    "an empty file": (b"", "too few"),
+    "seven bytes": (b"1234567", "too few"),
+    "a header longer than the file": (encode_file(HEADER, DATA, claimed_length=10_000), "claims"),
+    "a header of 2^63 bytes": (encode_file(HEADER, DATA, claimed_length=1 << 63), "claims"),
+    "a header cut short": (encode_file(HEADER, DATA, claimed_length=20), "JSON"),
+    "a header of no bytes": (encode_file(b"", b""), "JSON"),
+    "a header that is a list": (encode_file([1, 2], DATA), "object"),
+    "a header that is no UTF-8": (encode_file(b"{\xff}", DATA), "JSON"),
+    "a header nested too deep": (encode_file(b"[" * 100_000, DATA), "JSON"),
+    "a name given twice": (
+        encode_file(b'{"a": %s, "a": %s}' % ((json.dumps(HEADER["a"]).encode(),) * 2), DATA),
+        "twice",
+    ),
+    "data cut short": (encode_file(HEADER, DATA[:-1]), "data_offsets"),
+    "data that no tensor covers": (encode_file(HEADER, DATA + b"x"), "32 bytes|has 33"),
+    "a hole between tensors": (
+        encode_file(changed("b", data_offsets=[26, 34]), DATA + b"xx"),
+        "hole",
+    ),
+    "overlapping tensors": (encode_file(changed("b", data_offsets=[16, 24]), DATA[:-8]), "overlap"),
+    "offsets beyond the file": (encode_file(changed("b", data_offsets=[24, 4096]), DATA), "b"),
+    "offsets that run backwards": (encode_file(changed("b", data_offsets=[32, 24]), DATA), "start"),
+    "negative offsets": (encode_file(changed("a", data_offsets=[-24, 0]), DATA), "-24"),
+    "offsets that are no numbers": (
+        encode_file(changed("a", data_offsets=["0", "24"]), DATA),
+        "'0'",
+    ),
+    "three offsets": (encode_file(changed("a", data_offsets=[0, 8, 24]), DATA), "start, stop"),
+    "no offsets": (encode_file({"a": {"dtype": "F32", "shape": [6]}}, DATA), "data_offsets"),
+    "no shape": (encode_file({"a": {"dtype": "F32", "data_offsets": [0, 32]}}, DATA), "shape"),
+    "a shape of another size": (encode_file(changed("a", shape=[2, 4]), DATA), "32 bytes"),
+    "a huge shape": (encode_file(changed("a", shape=[1 << 62, 1 << 62]), DATA), "shape"),
+    "a shape whose product wraps around": (
+        encode_file(changed("a", shape=[32] * 8), DATA),
+        "bytes",
+    ),
+    "a negative shape": (encode_file(changed("a", shape=[-2, -3]), DATA), "-2"),
+    "a fractional shape": (encode_file(changed("a", shape=[2.0, 3]), DATA), "2.0"),
+    "a shape with a truth value": (encode_file(changed("a", shape=[True, 6]), DATA), "True"),
+    "nine axes": (encode_file(changed("a", shape=[1] * 8 + [6]), DATA), "axes"),
+    "a wrong dtype": (encode_file(changed("a", dtype="F16"), DATA), "12 bytes"),
+    "an unsupported dtype": (encode_file(changed("a", dtype="F8_E4M3"), DATA), "BF16, F16, F32"),
+    "a dtype that is no string": (encode_file(changed("a", dtype=7), DATA), "dtype"),
+    "an entry that is no tensor": (encode_file({**HEADER, "c": 3}, DATA), "'c'"),
+    "a name of a million characters": (
+        encode_file({"n" * 1_000_000: HEADER["a"]}, DATA[:24]),
+        "entry",
+    ),
+    "a million lists": (encode_file({"a": [[]] * 1_000_000}, b""), "over 100000 tensors"),
+}
+
+
+@pytest.mark.parametrize(("content", "said"), LIES.values(), ids=LIES)
+def test_a_lying_file_is_a_named_error(tmp_path: Path, content: bytes, said: str):
+    path = tmp_path / "lying.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=said) as raised:
+        open_safetensors(path)
+    assert "lying.safetensors" in str(raised.value)
+    assert len(str(raised.value)) < 600
+
+
+def test_a_header_over_the_cap_is_refused_before_it_is_read(tmp_path: Path):
+    path = tmp_path / "large.safetensors"
+    with path.open("wb") as file:
+        file.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+        file.truncate(MAX_HEADER_BYTES + 100)
+    with pytest.raises(CheckpointError, match="claims"):
+        open_safetensors(path)
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="regular"):
+        open_safetensors(tmp_path)
+    with pytest.raises(CheckpointError, match="No such file"):
+        open_safetensors(tmp_path / "absent.safetensors")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=4))
+def test_any_damaged_bytes_are_read_or_refused(tmp_path: Path, edits: list[tuple[int, int]]):
+    content = bytearray(encode_file(HEADER, DATA))
+    for place, byte in edits:
+        content[place % len(content)] = byte
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    try:
+        file = open_safetensors(path)
+    except CheckpointError:
+        return
+    for name, entry in file.entries.items():
+        assert file.view(name).nbytes == entry.num_bytes
+        assert 0 <= entry.start <= entry.stop <= len(content)

@@ -1,0 +1,177 @@
+"""Finding tensors in one file or many, and comparing them with the declaration."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cadenza.checkpoint import check_weights, count_parameters, declare, named_shape, open_weights
+from cadenza.checkpoint.declaration import EMBEDDING, HEAD
+from cadenza.errors import CheckpointError
+from tests.checkpoint.files import small_model, write_tensors
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_shards(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, str]:
+    """Splits `tensors` over two files with an index; returns its weight_map."""
+    names = list(tensors)
+    half = len(names) // 2
+    weight_map: dict[str, str] = {}
+    for shard, part in (("one.safetensors", names[:half]), ("two.safetensors", names[half:])):
+        write_tensors(folder / shard, {name: tensors[name] for name in part})
+        weight_map |= dict.fromkeys(part, shard)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map
+
+
+def test_shards_and_a_single_file_hold_the_same(tmp_path: Path):
+    config, tensors = small_model()
+    (tmp_path / "single").mkdir()
+    (tmp_path / "sharded").mkdir()
+    write_tensors(tmp_path / "single" / "model.safetensors", tensors)
+    write_shards(tmp_path / "sharded", tensors)
+    single, sharded = open_weights(tmp_path / "single"), open_weights(tmp_path / "sharded")
+    assert set(single) == set(sharded) == set(tensors)
+    assert len(sharded.files) == 2
+    for name, array in tensors.items():
+        assert np.array_equal(single[name], array)
+        assert np.array_equal(sharded[name], array)
+    check_weights(config, single)
+    check_weights(config, sharded)
+
+
+def test_a_folder_without_safetensors_says_what_it_has(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="neither"):
+        open_weights(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, which is not read"):
+        open_weights(tmp_path)
+
+
+ESCAPES = [
+    "../outside.safetensors",
+    "/etc/outside.safetensors",
+    "sub/inside.safetensors",
+    "..\\outside.safetensors",
+    "C:outside.safetensors",
+    ".hidden.safetensors",
+    "model.bin",
+    "a\0.safetensors",
+    "",
+    7,
+    None,
+    ["one.safetensors"],
+]
+
+
+@pytest.mark.parametrize("shard", ESCAPES, ids=repr)
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, shard: Any):
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    tensors = small_model()[1]
+    for place in (tmp_path / "outside.safetensors", folder / "sub" / "inside.safetensors"):
+        write_tensors(place, tensors)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard)}))
+    with pytest.raises(CheckpointError, match="same folder"):
+        open_weights(folder)
+
+
+def test_an_index_that_names_an_absent_tensor_is_refused(tmp_path: Path):
+    weight_map = write_shards(tmp_path, small_model()[1])
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {**weight_map, "ghost": "one.safetensors"}})
+    )
+    with pytest.raises(CheckpointError, match="ghost"):
+        open_weights(tmp_path)
+
+
+def test_a_tensor_that_the_index_does_not_place_is_refused(tmp_path: Path):
+    weight_map = write_shards(tmp_path, small_model()[1])
+    del weight_map[EMBEDDING]
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=EMBEDDING):
+        open_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ("{}", "weight_map"),
+        ('{"weight_map": {}}', "0 files"),
+        ('{"weight_map": []}', "object"),
+        ("[]", "object"),
+        ("{", "JSON"),
+        ('{"weight_map": {"a": "absent.safetensors"}}', "absent"),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "twice"),
+    ],
+)
+def test_a_malformed_index_is_a_named_error(tmp_path: Path, index: str, said: str):
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(CheckpointError, match=said):
+        open_weights(tmp_path)
+
+
+def check_small(folder: Path, tensors: dict[str, np.ndarray]) -> None:
+    write_tensors(folder / "model.safetensors", tensors)
+    check_weights(small_model()[0], open_weights(folder))
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path):
+    tensors = small_model()[1]
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight"):
+        check_small(tmp_path, tensors)
+
+
+def test_an_extra_tensor_is_named(tmp_path: Path):
+    tensors = small_model()[1] | {"model.layers.2.mlp.up_proj.weight": np.zeros(3, np.float32)}
+    with pytest.raises(CheckpointError, match=r"hold model\.layers\.2"):
+        check_small(tmp_path, tensors)
+
+
+def test_a_shape_that_the_config_does_not_call_for_is_refused(tmp_path: Path):
+    tensors = small_model()[1]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = np.ascontiguousarray(tensors[name].T)
+    with pytest.raises(CheckpointError, match=r"\[6, 12\].*\[12, 6\]"):
+        check_small(tmp_path, tensors)
+
+
+def test_stored_rotary_frequencies_are_ignored(tmp_path: Path):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    check_small(tmp_path, small_model()[1] | {name: np.zeros(2, np.float32)})
+
+
+def test_a_tied_head_may_be_stored_if_it_equals_the_embedding(tmp_path: Path):
+    tensors = small_model()[1]
+    check_small(tmp_path, tensors | {HEAD: tensors[EMBEDDING]})
+    for wrong in (tensors[EMBEDDING] + 1, tensors[EMBEDDING].astype(np.float16)):
+        with pytest.raises(CheckpointError, match="ties the head"):
+            check_small(tmp_path, tensors | {HEAD: wrong})
+
+
+def test_every_tensor_of_the_declaration_has_its_own_name():
+    for shape in ("tiny-llama", "tiny-qwen3"):
+        specs = declare(named_shape(shape))
+        assert len({spec.name for spec in specs}) == len(specs)
+
+
+def test_parameters_are_counted_as_published():
+    assert count_parameters(named_shape("smollm2-135m")) == 134_515_008
+    assert count_parameters(named_shape("llama-3.2-1b")) == 1_235_814_400
+    assert count_parameters(named_shape("qwen3-0.6b")) == 596_049_920
+
+
+def test_the_digest_follows_the_headers_and_not_the_data(tmp_path: Path):
+    tensors = small_model()[1]
+    digests = []
+    for index, change in enumerate(({}, {"x": np.zeros(1, np.float32)})):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        write_tensors(folder / "model.safetensors", tensors | change)
+        digests.append(open_weights(folder).digest())
+        assert open_weights(folder).digest() == digests[-1]
+    assert digests[0] != digests[1]

@@ -1,0 +1,58 @@
+"""What transformers makes of a model folder: the oracle's side of every comparison.
+
+Owns the settings under which transformers is exact enough to be an oracle (float32, plain
+attention, one thread order). Knows nothing of Cadenza. torch and transformers are imported inside
+the functions, so that tests that need neither can be collected without them.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Float32Array = npt.NDArray[np.float32]
+
+
+def load_model(folder: Path, dtype: str = "float32") -> Any:
+    """transformers' model of a folder, in evaluation mode, with its weights in `dtype`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation="eager", local_files_only=True
+    )
+    return model.eval()
+
+
+def compute_logits(folder: Path, token_ids: Sequence[int]) -> Float32Array:
+    """Float32 logits [T, V] of one sequence: row i predicts token i + 1."""
+    import torch
+
+    model = load_model(folder)
+    with torch.inference_mode():
+        return model(torch.tensor([list(token_ids)])).logits[0].float().numpy()
+
+
+def decode_greedily(
+    folder: Path, prompt: Sequence[int], num_tokens: int
+) -> tuple[list[int], Float32Array]:
+    """The prompt and `num_tokens` greedy tokens, and the logits [T, V] before each next token.
+
+    Computed step by step over transformers' own KV cache; an end-of-sequence token does not stop
+    it. T is all tokens but the last.
+    """
+    import torch
+
+    model = load_model(folder)
+    token_ids = list(prompt)
+    new_ids, cache, rows = token_ids, None, []
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            output = model(torch.tensor([new_ids]), past_key_values=cache, use_cache=True)
+            rows.append(output.logits[0].float().numpy())
+            cache = output.past_key_values
+            new_ids = [int(rows[-1][-1].argmax())]
+            token_ids += new_ids
+    return token_ids, np.concatenate(rows)

@@ -1,0 +1,136 @@
+"""Text token by token equals text at once, for any tokens whatever."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as NativeTokenizer
+from tokenizers import decoders
+
+from cadenza.errors import CheckpointError
+from cadenza.text import IncrementalDetokenizer, Tokenizer
+from cadenza.text.detokenizer import plan_decoder
+from tests.text.vocabularies import KINDS, byte_level
+
+KIND = st.sampled_from(sorted(KINDS))
+IDS = st.lists(st.integers(0, 420), max_size=30)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+shared = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def stream(tokenizer: Tokenizer, token_ids: list[int], skip_special_tokens: bool) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+    return [*map(detokenizer.push, token_ids), detokenizer.flush()]
+
+
+@shared
+@given(kind=KIND, token_ids=IDS, skip=st.booleans())
+def test_any_tokens_stream_to_what_they_decode_to(
+    tokenizers: dict[str, Tokenizer], kind: str, token_ids: list[int], skip: bool
+):
+    tokenizer = tokenizers[kind]
+    parts = stream(tokenizer, token_ids, skip)
+    assert "".join(parts) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
+@shared
+@given(kind=KIND, text=TEXT)
+def test_any_text_streams_to_what_it_decodes_to(
+    tokenizers: dict[str, Tokenizer], kind: str, text: str
+):
+    tokenizer = tokenizers[kind]
+    token_ids = tokenizer.encode(text)
+    assert "".join(stream(tokenizer, token_ids, True)) == tokenizer.decode(token_ids)
+
+
+@shared
+@given(data=st.lists(st.integers(0, 255), max_size=16))
+def test_any_bytes_stream_to_what_they_decode_to(tokenizers: dict[str, Tokenizer], data: list[int]):
+    """Mostly invalid UTF-8, spelt in the byte tokens of either kind."""
+    for kind, token_ids in byte_tokens(tokenizers, data).items():
+        parts = stream(tokenizers[kind], token_ids, True)
+        assert "".join(parts) == tokenizers[kind].decode(token_ids)
+    assert "".join(
+        stream(tokenizers["byte_level"], byte_tokens(tokenizers, data)["byte_level"], True)
+    ) == bytes(data).decode("utf-8", "replace")
+
+
+def byte_tokens(tokenizers: dict[str, Tokenizer], data: list[int]) -> dict[str, list[int]]:
+    from cadenza.text.detokenizer import _BYTE_OF_CHARACTER
+
+    character_of = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
+    names = {
+        "byte_level": [character_of[byte] for byte in data],
+        "sentencepiece_bpe": [f"<0x{byte:02X}>" for byte in data],
+    }
+    found: dict[str, list[int]] = {}
+    for kind, tokens in names.items():
+        ids = [tokenizers[kind].id_of(token) for token in tokens]
+        assert None not in ids
+        found[kind] = [token_id for token_id in ids if token_id is not None]
+    return found
+
+
+@shared
+@given(text=TEXT)
+def test_whole_characters_are_given_out_at_once(tokenizers: dict[str, Tokenizer], text: str):
+    tokenizer = tokenizers["byte_level"]
+    parts = stream(tokenizer, tokenizer.encode(text, parse_special=False), True)
+    assert parts[-1] == ""
+
+
+def test_an_unfinished_character_is_kept_back_until_it_is_whole(tokenizers: dict[str, Tokenizer]):
+    token_ids = byte_tokens(tokenizers, list("é🙂".encode()))["byte_level"]
+    assert stream(tokenizers["byte_level"], token_ids, True) == ["", "é", "", "", "", "🙂", ""]
+
+
+def test_an_unfinished_character_at_the_end_is_a_replacement(tokenizers: dict[str, Tokenizer]):
+    token_ids = byte_tokens(tokenizers, list("🙂".encode()[:3]))["byte_level"]
+    assert stream(tokenizers["byte_level"], token_ids, True) == ["", "", "", "\ufffd"]
+
+
+def test_byte_fallback_spoils_a_whole_run_as_the_library_does(tokenizers: dict[str, Tokenizer]):
+    token_ids = byte_tokens(tokenizers, [*"é".encode(), 0xFF])["sentencepiece_bpe"]
+    assert stream(tokenizers["sentencepiece_bpe"], token_ids, True)[-1] == "\ufffd" * 3
+
+
+def test_only_the_first_space_is_stripped(tokenizers: dict[str, Tokenizer]):
+    tokenizer = tokenizers["sentencepiece_bpe"]
+    token_ids = tokenizer.encode("  the dog", add_special_tokens=False)
+    assert "".join(stream(tokenizer, token_ids, True)) == "  the dog"
+
+
+def test_decoding_each_token_alone_would_be_wrong(tokenizers: dict[str, Tokenizer]):
+    """The negative control: the corpus can tell a stream decoder from a naive one."""
+    for kind in ("byte_level", "sentencepiece_bpe", "unigram", "without_decoder"):
+        tokenizer = tokenizers[kind]
+        token_ids = tokenizer.encode("the Größe 東京 🙂 dog")
+        naive = "".join(tokenizer.decode([token_id]) for token_id in token_ids)
+        assert naive != tokenizer.decode(token_ids), kind
+
+
+UNSUPPORTED = {
+    "word_piece": decoders.WordPiece(),
+    "ctc": decoders.CTC(),
+    "bpe_suffix": decoders.BPEDecoder(),
+    "strip_at_the_end": decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+    "replace_after_fuse": decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")]),
+    "byte_level_and_more": decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]),
+}
+
+
+@pytest.mark.parametrize("decoder", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_a_decoder_that_cannot_be_followed_is_refused(tmp_path: Path, decoder: Any):
+    native = NativeTokenizer.from_file(str(byte_level(tmp_path / "t.json")))
+    native.decoder = decoder
+    native.save(str(tmp_path / "t.json"))
+    with pytest.raises(CheckpointError, match="token by token"):
+        IncrementalDetokenizer(Tokenizer(tmp_path / "t.json"))
+
+
+def test_a_sequence_of_one_step_is_that_step():
+    step = {"type": "ByteLevel"}
+    assert plan_decoder({"type": "Sequence", "decoders": [step]}) == plan_decoder(step)
