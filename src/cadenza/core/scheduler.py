@@ -34,7 +34,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._admission = admission
         self._free_rows = list(range(limits.max_num_seqs))
-        self._next_step_id = 0
+        self.num_steps = 0
 
     @property
     def has_work(self) -> bool:
@@ -57,8 +57,8 @@ class Scheduler:
         if not chosen:
             return None
         entries = sorted((self._enter(*share) for share in chosen), key=_row_of)
-        self._next_step_id += 1
-        return Batch(self._next_step_id - 1, tuple(entries))
+        self.num_steps += 1
+        return Batch(self.num_steps - 1, tuple(entries))
 
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
         """Takes a step's results; `output` has one entry for each entry that samples."""

@@ -5,11 +5,12 @@ Backends are a dict of modules, imported on use: nothing heavy is loaded for the
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cadenza.backends.base import BackendTraits, Runner
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint import Checkpoint, ModelConfig, open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.memory import available_memory_bytes
@@ -19,6 +20,9 @@ from cadenza.engine.text_face import TextFace
 from cadenza.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+OnPhase = Callable[[str], None]
+"""Told "load" when the weights are in place and "compile" when the programs are warm."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -39,24 +43,26 @@ def find_checkpoint(model: str | Path | None) -> Checkpoint:
     return open_checkpoint(None if model is None else Path(model))
 
 
-def describe_backend(config: EngineConfig) -> BackendTraits:
+def describe_backend(config: EngineConfig, model: ModelConfig) -> BackendTraits:
     """What the chosen backend would be like. Raises ConfigError, DeviceUnavailableError."""
     from cadenza.backends.xla.traits import describe
 
-    return describe(config.device, config.ops)
+    return describe(config.device, config.ops, model)
 
 
 def plan_model(checkpoint: Checkpoint, config: EngineConfig) -> EnginePlan:
     """The plan under the memory that is free now; allocates nothing."""
-    traits = describe_backend(config)
+    traits = describe_backend(config, checkpoint.config)
     available = available_memory_bytes()
     if traits.device_memory_bytes is not None:
         available = traits.device_memory_bytes
     return make_plan(config, checkpoint, traits, available)
 
 
-def load_model(model: str | Path | None, config: EngineConfig) -> LoadedModel:
-    """Loads, compiles and warms up.
+def load_model(
+    model: str | Path | None, config: EngineConfig, on_phase: OnPhase | None = None
+) -> LoadedModel:
+    """Loads, compiles and warms up; `on_phase` hears how far it is.
 
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: as their docstrings say.
@@ -65,7 +71,7 @@ def load_model(model: str | Path | None, config: EngineConfig) -> LoadedModel:
     text = TextFace(checkpoint)
     plan = plan_model(checkpoint, config)
     logger.info("resolved configuration: %s", plan)
-    runner = build_runner(checkpoint, plan, config)
+    runner = build_runner(checkpoint, plan, config, on_phase=on_phase)
     core = EngineCore(
         runner,
         plan.limits,
@@ -79,7 +85,12 @@ def load_model(model: str | Path | None, config: EngineConfig) -> LoadedModel:
 
 
 def build_runner(
-    checkpoint: Checkpoint, plan: EnginePlan, config: EngineConfig, *, fill: float = 0.0
+    checkpoint: Checkpoint,
+    plan: EnginePlan,
+    config: EngineConfig,
+    *,
+    fill: float = 0.0,
+    on_phase: OnPhase | None = None,
 ) -> Runner:
     """A warm runner; KV slots start as `fill`."""
     from cadenza.backends.xla.device import find_device
@@ -94,11 +105,15 @@ def build_runner(
         RunnerOptions(
             device=config.device,
             dtype=plan.dtype,
-            make_ops=find_ops(config.ops, find_device(config.device)),
+            make_ops=find_ops(config.ops, find_device(config.device), checkpoint.config),
             fill=fill,
         ),
     )
+    if on_phase is not None:
+        on_phase("load")
     runner.warmup()
+    if on_phase is not None:
+        on_phase("compile")
     return runner
 
 

@@ -75,6 +75,11 @@ class EngineCore:
         return not self.scheduler.has_work and not self._loop.in_flight
 
     @property
+    def num_steps(self) -> int:
+        """Steps scheduled so far."""
+        return self.scheduler.num_steps
+
+    @property
     def num_queue_slots(self) -> int:
         """How many more requests may be submitted now."""
         return max(0, self.limits.max_num_queued_reqs - len(self.scheduler.waiting))

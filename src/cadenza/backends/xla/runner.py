@@ -98,7 +98,7 @@ class XlaRunner:
         self._spec = DecoderSpec(
             model=model, dtype=jnp.dtype(options.dtype).type, page_size=limits.page_size
         )
-        self._ops = (options.make_ops or find_ops("auto", self._device))(self._spec)
+        self._ops = (options.make_ops or find_ops("auto", self._device, model))(self._spec)
         self._buckets = self._ops.token_buckets(limits.max_num_batched_tokens)
         self._fill = options.fill
         loaded = load_decoder(self._ops, self._spec, weights, limits.max_model_len)

@@ -8,34 +8,47 @@ from cadenza.backends.xla.device import find_device
 from cadenza.backends.xla.ops.native_library import has_native_library
 from cadenza.backends.xla.ops.reference import MAX_TOKENS, ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
+from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.config import Ops
 from cadenza.errors import ConfigError
+
+NATIVE_HEAD_UNIT = 16
+"""Head sizes that the native attention takes are multiples of this."""
 
 DTYPES = ("float32", "bfloat16")
 
 MakeOps = Callable[[DecoderSpec], OpTable]
 
 
-def find_ops(ops: Ops, device: Any) -> MakeOps:
-    """The op table called `ops` on a device; `auto` is the native one where there is one.
+def find_ops(ops: Ops, device: Any, model: ModelConfig) -> MakeOps:
+    """The op table called `ops` on a device; `auto` is the native one where it can be had.
 
     Raises ConfigError when native kernels are asked for and cannot be had.
     """
-    is_cpu = device.platform == "cpu"
-    if ops == "native" and not is_cpu:
-        raise ConfigError(f"--ops native: the native kernels run on cpu, not on {device.platform}")
-    if ops == "reference" or not (is_cpu and (ops == "native" or has_native_library())):
+    obstacle = _obstacle_to_native(device, model)
+    if ops == "native" and obstacle is not None:
+        raise ConfigError(f"--ops native: {obstacle}; use --ops auto")
+    if ops == "reference" or obstacle is not None:
         return ReferenceOps
     from cadenza.backends.xla.ops.native import NativeOps
 
     return NativeOps
 
 
-def describe(device_name: str, ops: Ops) -> BackendTraits:
+def _obstacle_to_native(device: Any, model: ModelConfig) -> str | None:
+    """Why the native kernels cannot serve a model on a device."""
+    if device.platform != "cpu":
+        return f"the native kernels run on cpu, not on {device.platform}"
+    if model.head_dim % NATIVE_HEAD_UNIT:
+        return f"heads of {model.head_dim} values are not a multiple of {NATIVE_HEAD_UNIT}"
+    return None if has_native_library() else "this installation was built without a C++ compiler"
+
+
+def describe(device_name: str, ops: Ops, model: ModelConfig) -> BackendTraits:
     """Raises ConfigError or DeviceUnavailableError as `find_device` and `find_ops` do."""
     device = find_device(device_name)
     stats = device.memory_stats() if device.platform != "cpu" else None
-    is_reference = find_ops(ops, device) is ReferenceOps
+    is_reference = find_ops(ops, device, model) is ReferenceOps
     stored = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
     return BackendTraits(
         name=f"xla:{device.platform}",

@@ -1,0 +1,106 @@
+"""The command line. `main` is the `cadenza` command: it runs a subcommand and gives its exit code.
+
+Owns the exit codes (0 done, 1 a check or a request failed, 2 wrong use, 3 could not load, 130
+Ctrl-C, 141 the reader of the output went away) and the wording of errors as one line on stderr.
+Knows nothing of what the subcommands do. Invariant: neither jax nor tokenizers is loaded before a
+subcommand's body runs, and a Python traceback is shown only with CADENZA_TRACEBACK=1 or for a bug.
+"""
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, cast
+
+from cadenza.errors import (
+    CadenzaError,
+    CheckpointError,
+    ConfigError,
+    DeviceUnavailableError,
+    InvalidRequestError,
+)
+
+DONE, FAILED, WRONG_USE, COULD_NOT_LOAD = 0, 1, 2, 3
+INTERRUPTED = 128 + 2
+OUTPUT_CLOSED = 128 + 13
+
+_CODES: tuple[tuple[tuple[type[CadenzaError], ...], int], ...] = (
+    ((ConfigError, InvalidRequestError), WRONG_USE),
+    ((CheckpointError, DeviceUnavailableError), COULD_NOT_LOAD),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `cadenza` with `arguments` (the process's own when None) and returns its exit code."""
+    _replace_what_cannot_be_encoded()
+    try:
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left in the buffer has nowhere to go, also when the interpreter ends.
+        sys.stdout = io.StringIO()
+        return OUTPUT_CLOSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except CadenzaError as error:
+        _print_error("cadenza", str(error))
+        return next((code for kinds, code in _CODES if isinstance(error, kinds)), FAILED)
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    import typer
+    from typer.main import get_command
+
+    from cadenza.cli.app import build_app
+
+    try:
+        command = get_command(build_app())
+        with command.make_context("cadenza", list(arguments)) as context:
+            result = command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
+    except typer.Abort:
+        return INTERRUPTED
+    except _parser_errors() as fault:
+        return _report_usage(fault)
+    return result if isinstance(result, int) else DONE
+
+
+def _parser_errors() -> tuple[type[Exception], ...]:
+    """The parser's own errors: `BadParameter` and its siblings, which typer does not export."""
+    import typer
+
+    return tuple(
+        each
+        for each in typer.BadParameter.__mro__
+        if issubclass(each, Exception) and hasattr(each, "format_message")
+    )
+
+
+def _report_usage(fault: Exception) -> int:
+    """One line that says what was wrong and where help is."""
+    shown = cast(Any, fault)
+    path: str = getattr(shown.ctx, "command_path", "cadenza")
+    parameter = getattr(shown, "param", None)
+    if parameter is not None and shown.param_hint is None and parameter.param_type_name == "option":
+        source = shown.ctx.get_parameter_source(parameter.name)
+        is_variable = source is not None and source.name == "ENVIRONMENT"
+        shown.param_hint = f"'{parameter.envvar if is_variable else parameter.opts[0]}'"
+    message: str = shown.format_message()
+    _print_error(path, f"{message.strip().removesuffix('.')}; see `{path} --help`")
+    return WRONG_USE
+
+
+def _print_error(where: str, message: str) -> None:
+    if os.environ.get("CADENZA_TRACEBACK") == "1":
+        traceback.print_exc()
+    print(f"{where}: error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _replace_what_cannot_be_encoded() -> None:
+    """A model may write any character; a terminal that has no such one shows a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")

@@ -1,0 +1,60 @@
+"""Which subcommands there are. One line each in `build_app`.
+
+Knows only their functions. Invariant: building the app imports nothing heavy.
+"""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+import cadenza
+from cadenza.cli.bench import build_bench
+from cadenza.cli.chat import chat
+from cadenza.cli.generate import generate
+from cadenza.cli.info import info
+from cadenza.cli.options import with_flags
+from cadenza.cli.verify import verify
+
+EPILOG = (
+    "Engine flags can also be set in the environment: --max-num-seqs as CADENZA_MAX_NUM_SEQS, and "
+    "so on; a flag comes first. Exit codes: 0 done, 1 a check or a request failed, 2 wrong use, "
+    "3 could not load."
+)
+
+NO_COMMAND = 2
+
+
+def build_app() -> typer.Typer:
+    """The `cadenza` command with its subcommands."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.callback(epilog=EPILOG, invoke_without_command=True)(_cadenza)
+    _add(app, generate)
+    _add(app, chat)
+    _add(app, info)
+    _add(app, verify)
+    app.add_typer(build_bench(EPILOG), name="bench")
+    return app
+
+
+def _add(app: typer.Typer, command: Callable[..., object]) -> None:
+    app.command(command.__name__, epilog=EPILOG)(with_flags(command))
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"cadenza {cadenza.__version__}")
+        raise typer.Exit
+
+
+def _cadenza(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Continuous-batching inference in which every stream is exactly what it would be alone."""
+    if context.invoked_subcommand is None and not version:
+        typer.echo(context.get_help())
+        raise typer.Exit(NO_COMMAND)

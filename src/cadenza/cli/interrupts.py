@@ -1,0 +1,44 @@
+"""Ctrl-C as a question that is asked between two steps, so that no step is cut in its middle.
+
+Owns the process's SIGINT handler while it is entered. Invariant: a second Ctrl-C before the first
+was answered raises KeyboardInterrupt at once.
+"""
+
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Self
+
+
+class Interrupts:
+    """`is_set` tells whether Ctrl-C was pressed since it was entered, or last raised."""
+
+    __slots__ = ("_is_raised", "_previous", "is_set")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._is_raised = False
+        self._previous: Any = None
+
+    def __enter__(self) -> Self:
+        self.is_set = False
+        self._previous = signal.signal(signal.SIGINT, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    @contextmanager
+    def raised(self) -> Generator[None, None, None]:
+        """Within this block Ctrl-C raises KeyboardInterrupt, as is right where a user types."""
+        self.is_set, self._is_raised = False, True
+        try:
+            yield
+        finally:
+            self._is_raised = False
+
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
+        if self.is_set or self._is_raised:
+            raise KeyboardInterrupt
+        self.is_set = True

@@ -1,0 +1,142 @@
+"""Which model is meant and what it is asked: positional words, `--model` and prompt files.
+
+Owns how words are told apart and how prompt files are read. Knows no tokenizer. Invariant: a word
+is the model only when it is the first one, `--model` is not given, and it is a folder with a
+config.json; a first word that only looks like a model is refused, never taken as a prompt.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TextIO, cast
+
+from cadenza.errors import ConfigError, InvalidRequestError
+
+PromptsFormat = Literal["text", "jsonl"]
+Prompt = str | tuple[int, ...]
+
+_PATH_LIKE = re.compile(r"(\.{1,2}|~)?/\S*|\.{1,2}|~")
+_HUB_ID_LIKE = re.compile(r"[\w.-]+/[\w.-]+")
+_JSON_KEYS = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A model's folder (None: the bundled model) and the prompts of the command line."""
+
+    model: str | None
+    prompts: tuple[str, ...]
+
+
+def read_words(words: Sequence[str], model: str | None) -> Asked:
+    """Tells the model from the prompts.
+
+    Raises:
+        ConfigError: the first word looks like a model and is none.
+    """
+    if model is not None or not words:
+        return Asked(model=model, prompts=tuple(words))
+    first = words[0]
+    if is_model_folder(first):
+        return Asked(model=first, prompts=tuple(words[1:]))
+    if looks_like_model(first):
+        raise ConfigError(
+            f"{first!r} looks like a model, but is no folder with a config.json; name the model's "
+            f"folder, or pass a prompt of this form by --prompts-file"
+        )
+    return Asked(model=None, prompts=tuple(words))
+
+
+def only_model(word: str | None, model: str | None) -> str | None:
+    """The model of a command that takes no prompts. Raises ConfigError when it is named twice."""
+    if word is not None and model is not None:
+        raise ConfigError(f"the model is named twice, as {word!r} and by --model; leave one out")
+    return model if word is None else word
+
+
+def is_model_folder(word: str) -> bool:
+    try:
+        return (Path(word) / "config.json").is_file()
+    except (OSError, ValueError):  # too long for a path, or holds a NUL
+        return False
+
+
+def looks_like_model(word: str) -> bool:
+    """Whether `word` is written like a path or a hub id, or is a folder."""
+    if _PATH_LIKE.fullmatch(word) or _HUB_ID_LIKE.fullmatch(word):
+        return True
+    try:
+        return bool(word) and Path(word).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def read_prompts_file(name: str, format: PromptsFormat | None) -> list[Prompt]:
+    """The prompts of a file, or of stdin as `-`: one a line, blank lines left out.
+
+    Args:
+        format: text, or JSON lines; None goes by the name's ending (.jsonl, .ndjson).
+
+    Raises:
+        ConfigError: the file cannot be read, or has no prompt.
+        InvalidRequestError: a line is no prompt.
+    """
+    by_name = "jsonl" if name.endswith((".jsonl", ".ndjson")) else "text"
+    try:
+        if name == "-":
+            lines = _read_lines(sys.stdin)
+        else:
+            with Path(name).open(encoding="utf-8-sig") as file:
+                lines = _read_lines(file)
+    except OSError as error:
+        raise ConfigError(f"--prompts-file {name!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts-file {name!r} is not UTF-8; convert it") from error
+    if not lines:
+        raise ConfigError(f"--prompts-file {name!r} has no prompt; write one a line")
+    if (format or by_name) == "text":
+        return [line for _, line in lines]
+    return [parse_json_prompt(line, f"{name}, line {number}") for number, line in lines]
+
+
+def parse_json_prompt(line: str, where: str) -> Prompt:
+    """A prompt from JSON: a string, a list of token ids, or an object with one of the two.
+
+    Raises:
+        InvalidRequestError: it is something else; the message names `where`.
+    """
+    try:
+        value: object = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{where}: not valid JSON", param="prompt") from error
+    if isinstance(value, dict):
+        value = _only_value(cast(dict[str, object], value), where)
+    if isinstance(value, str):
+        return value
+    ids = cast(list[object], value) if isinstance(value, list) else []
+    whole = tuple(each for each in ids if isinstance(each, int) and not isinstance(each, bool))
+    if not whole or len(whole) != len(ids):
+        raise InvalidRequestError(
+            f'{where}: a prompt is a string or a list of token ids, or {{"prompt": …}} with one',
+            param="prompt",
+        )
+    return whole
+
+
+def _only_value(found: dict[str, object], where: str) -> object:
+    if len(found) != 1 or next(iter(found)) not in _JSON_KEYS:
+        keys = ", ".join(map(repr, found)) or "no keys"
+        raise InvalidRequestError(
+            f"{where}: has {keys}; a line's object has just one of {', '.join(_JSON_KEYS)}",
+            param="prompt",
+        )
+    return next(iter(found.values()))
+
+
+def _read_lines(file: TextIO | Iterable[str]) -> list[tuple[int, str]]:
+    """The lines that are not blank, with their numbers."""
+    numbered = ((number, line.rstrip("\r\n")) for number, line in enumerate(file, start=1))
+    return [(number, line) for number, line in numbered if line.strip()]

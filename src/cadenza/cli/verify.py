@@ -1,0 +1,183 @@
+"""`cadenza verify`: shows on this machine that batching changes no bit of any stream.
+
+Owns the command's flags and what it prints; what is compared is `engine.verification`'s.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
+
+import typer
+
+from cadenza.cli.options import JsonFlag
+from cadenza.config import EngineConfig
+from cadenza.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cadenza.engine.plan import EnginePlan
+    from cadenza.engine.verification.gate import GateResult
+    from cadenza.engine.verification.run import VerifyOptions
+    from cadenza.engine.verification.self_test import SelfTestResult
+
+CHECK_FAILED = 1
+
+Reference = Literal["independent", "solo", "both"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GateFlags:
+    """What is played and compared."""
+
+    num_requests: Annotated[
+        int | None, typer.Option(help="Requests to play (default: twice the rows).")
+    ] = None
+    max_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 48
+    seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0
+    reference: Annotated[
+        str,
+        typer.Option(
+            metavar="independent|solo|both",
+            help="Compare with the plain reference engine, with each request alone, or with both.",
+        ),
+    ] = "both"
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|NAME",
+            help="Verify random weights of this shape (a config.json, or a name such as "
+            "tiny-llama) instead of a model: no trained margin hides an error.",
+        ),
+    ] = None
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Inject known errors; the gate must catch each.")
+    ] = False
+
+
+def verify(
+    gate: GateFlags,
+    config: EngineConfig,
+    model: Annotated[
+        str | None, typer.Argument(help="The model's folder (default: the bundled one).")
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Show that every stream is exactly what its request gives alone.
+
+    Plays requests of staggered lengths, half of them sampled, alone and then together: in several
+    chunk sizes, with the prefix cache cold and hot, plain and overlapped, and over a pool so small
+    that requests are preempted. Exit code 0 when every bit is equal, 1 when not.
+    """
+    options = _options(gate, config, model)
+    passed = (_self_test if gate.self_test else _verify)(options, json_output=json_output)
+    if not passed:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _verify(options: "VerifyOptions", *, json_output: bool) -> bool:
+    from cadenza.engine.verification.run import verify
+
+    with _progress() as report:
+        result, plan = verify(options, report)
+    _print_result(result, plan, json_output=json_output)
+    return result.passed
+
+
+def _self_test(options: "VerifyOptions", *, json_output: bool) -> bool:
+    from cadenza.engine.verification.run import self_test
+
+    with _progress() as report:
+        result = self_test(options, report)
+    _print_self_test(result, json_output=json_output)
+    return result.passed
+
+
+def _options(gate: GateFlags, config: EngineConfig, model: str | None) -> "VerifyOptions":
+    from cadenza.engine.verification.run import VerifyOptions
+
+    if gate.shape is not None and model is not None:
+        raise ConfigError(f"both a model ({model}) and --shape {gate.shape} were given; give one")
+    if gate.reference not in get_args(Reference):
+        raise ConfigError(f"--reference {gate.reference!r} is not independent, solo or both")
+    return VerifyOptions(
+        model=model,
+        shape=gate.shape,
+        num_requests=gate.num_requests or 2 * config.max_num_seqs,
+        max_tokens=gate.max_tokens,
+        seed=gate.seed,
+        reference=cast(Reference, gate.reference),
+        config=config,
+    )
+
+
+@contextmanager
+def _progress() -> Generator[Callable[[str], None]]:
+    """A line on the terminal that says what is being played; nothing elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("starting") as status:
+        yield status.update
+
+
+def _print_result(result: "GateResult", plan: "EnginePlan", *, json_output: bool) -> None:
+    if json_output:
+        print(json.dumps(_as_json(result, plan)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("mode", "equal", "joined", "reused", "preempted", "hits", "tok/s", box=None)
+    for mode in result.modes:
+        counts = mode.counts
+        numbers = (counts.admitted_midstream, counts.rows_reused, counts.preempted)
+        table.add_row(
+            mode.name,
+            f"{mode.num_equal}/{mode.num_streams}",
+            *(str(number) for number in (*numbers, counts.cache_hits)),
+            f"{mode.tokens_per_s:.0f}",
+        )
+    Console().print(table)
+    print("joined: in mid-stream; reused: rows; hits: prompts with a cached prefix")
+    print(f"backend: {plan.traits.name}, {plan.traits.ops} ops, {plan.dtype}")
+    print(_throughput_line(result))
+    print(result.last_line)
+
+
+def _throughput_line(result: "GateResult") -> str:
+    batched, sequential = result.batched_tokens_per_s, result.sequential_tokens_per_s
+    ratio = batched / sequential if sequential else 0.0
+    return f"throughput: {batched:.0f} tok/s batched (vs {sequential:.0f} sequential, {ratio:.1f}x)"
+
+
+def _as_json(result: "GateResult", plan: "EnginePlan") -> dict[str, object]:
+    return {
+        "passed": result.passed,
+        "num_requests": result.num_requests,
+        "modes": [dataclasses.asdict(mode) for mode in result.modes],
+        "counts": dataclasses.asdict(result.counts),
+        "mismatch": None if result.mismatch is None else dataclasses.asdict(result.mismatch),
+        "missing": result.missing,
+        "batched_tokens_per_s": result.batched_tokens_per_s,
+        "sequential_tokens_per_s": result.sequential_tokens_per_s,
+        "backend": plan.traits.name,
+        "ops": plan.traits.ops,
+        "dtype": plan.dtype,
+        "last_line": result.last_line,
+    }
+
+
+def _print_self_test(tested: "SelfTestResult", *, json_output: bool) -> None:
+    if json_output:
+        print(json.dumps({**dataclasses.asdict(tested), "passed": tested.passed}))
+        return
+    print(f"no fault: {'the gate passes' if tested.sound_passed else 'THE GATE FAILS'}")
+    for fault in tested.caught:
+        print(f"caught: {fault}")
+    for fault in tested.missed:
+        print(f"MISSED: {fault}")
+    print(tested.last_line)

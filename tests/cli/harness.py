@@ -1,0 +1,97 @@
+"""Tiny models with a tokenizer, and the command in a process of its own.
+
+Owns the tiny model (random weights, a byte-level tokenizer trained here, a chat template). Nothing
+is fetched.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from cadenza.checkpoint import ModelConfig, RopeConfig, write_random_checkpoint
+
+TINY = ModelConfig(
+    family="llama",
+    vocab_size=331,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=10_000.0, rotary_dim=16),
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
+    dtype="float32",
+    eos_token_ids=(0,),
+)
+SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CORPUS = ("the quick brown fox jumps over the lazy dog", "one two three four five six seven") * 4
+ENGINE = ("--max-num-seqs", "4", "--max-model-len", "256", "--num-pages", "64")
+"""Flags with which the tiny engine compiles once for all tests."""
+COMMAND = (sys.executable, "-c", "import sys; from cadenza.cli import main; sys.exit(main())")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def objects(self) -> list[dict]:
+        """Its JSON lines."""
+        return [json.loads(line, parse_constant=_refuse) for line in self.out.splitlines()]
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    statements = {"eos_token": SPECIAL[0], "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(statements))
+
+
+def write_model(folder: Path, config: ModelConfig = TINY, seed: int = 3) -> Path:
+    write_random_checkpoint(config, folder, seed=seed, dtype=config.dtype)
+    write_tokenizer(folder, config.vocab_size)
+    return folder
+
+
+def run_cadenza(
+    arguments: Sequence[object], *, stdin: str = "", timeout: float = 120, **environment: str
+) -> Ran:
+    """Runs the command in a process of its own."""
+    ran = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    return Ran(ran.returncode, ran.stdout, ran.stderr)

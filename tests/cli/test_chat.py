@@ -1,0 +1,77 @@
+"""`cadenza chat` with stdin piped: each line answered, the history kept."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cadenza import LLM
+from tests.cli.harness import Ran
+
+FLAGS = ("-np", 2, "-c", 256, "--seed", 2, "--max-tokens", 12, "--ignore-eos")
+
+
+def answers(model: Path, *turns: str, system: str | None = None) -> list[str]:
+    """What `LLM.chat` answers to each of a conversation's turns."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    found: list[str] = []
+    with LLM(model, max_num_seqs=2, max_model_len=256) as llm:
+        params = llm.default_params(seed=2, max_tokens=12, ignore_eos=True)
+        for turn in turns:
+            messages.append({"role": "user", "content": turn})
+            text = llm.chat(messages, params)[0].outputs[0].text
+            messages.append({"role": "assistant", "content": text})
+            found.append(text)
+    return found
+
+
+def test_piped_lines_are_answered_with_the_history_and_without_decoration(
+    cadenza: Callable[..., Ran], model: Path
+):
+    ran = cadenza("chat", model, *FLAGS, stdin="the quick\n\none two\n")
+    first, second = answers(model, "the quick", "one two")
+    assert ran == Ran(0, f"{first}\n{second}\n", "")
+    assert second != answers(model, "one two")[0]
+
+
+def test_reset_forgets_and_exit_ends(cadenza: Callable[..., Ran], model: Path):
+    ran = cadenza("chat", "--model", model, *FLAGS, stdin="the\n/reset\none\n/exit\nnever\n")
+    expected = answers(model, "the") + answers(model, "one")
+    assert ran == Ran(0, "".join(f"{text}\n" for text in expected), "")
+
+
+def test_a_system_message_comes_first(cadenza: Callable[..., Ran], model: Path):
+    ran = cadenza("chat", model, *FLAGS, "--system", "be quick", stdin="the\n")
+    assert ran.out == answers(model, "the", system="be quick")[0] + "\n"
+
+
+def test_verbose_tells_prefix_cache_reuse_on_stderr(cadenza: Callable[..., Ran], model: Path):
+    turns = "one two three four five six seven the quick brown fox jumps over the lazy dog\n" * 2
+    ran = cadenza("chat", model, *FLAGS, "--verbose", stdin=turns)
+    first, second = ran.err.splitlines()
+    assert ", 0 of them from the prefix cache" in first
+    assert ", 0 of them from the prefix cache" not in second
+    uncached = cadenza(
+        "chat", model, *FLAGS, "--verbose", "--no-enable-prefix-caching", stdin=turns
+    )
+    assert uncached.out == ran.out
+    assert uncached.err.count(", 0 of them from the prefix cache") == 2
+
+
+def test_a_conversation_that_outgrows_the_context_exits_with_2(
+    cadenza: Callable[..., Ran], model: Path
+):
+    ran = cadenza("chat", model, "-np", 1, "-c", 32, "--ignore-eos", stdin="the quick\n" * 9)
+    assert ran.code == 2
+    assert "context" in ran.err
+
+
+@pytest.mark.parametrize("stdin", ["", "/exit\n"])
+def test_nothing_asked_is_nothing_answered(cadenza: Callable[..., Ran], model: Path, stdin: str):
+    assert cadenza("chat", model, *FLAGS, stdin=stdin) == Ran(0, "", "")
+
+
+def test_a_model_without_chat_template_is_refused(cadenza: Callable[..., Ran], bare_model: Path):
+    ran = cadenza("chat", bare_model, *FLAGS, stdin="the\n")
+    assert ran.code == 2
+    assert "chat template" in ran.err

@@ -1,0 +1,166 @@
+"""`cadenza generate`: what it prints is what `LLM.generate` gives."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cadenza import LLM
+from tests.cli.harness import ENGINE, Ran
+
+PROMPTS = ("the quick brown", "one two", "three four five six seven the lazy dog")
+OPTIONS = {"max_num_seqs": 4, "max_model_len": 256, "num_pages": 64}
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path):
+    with LLM(model, **OPTIONS) as llm:
+        yield llm
+
+
+def test_json_has_the_token_ids_that_llm_gives(cadenza: Callable[..., Ran], model: Path, llm: LLM):
+    ran = cadenza("generate", model, *PROMPTS, "--max-tokens", 12, "--json", "--seed", 9, *ENGINE)
+    expected = llm.generate(list(PROMPTS), llm.default_params(max_tokens=12, seed=9))
+    assert (ran.code, ran.err) == (0, "")
+    *found, summary = ran.objects
+    assert [each["index"] for each in found] == [0, 1, 2]
+    for each, output, prompt in zip(found, expected, PROMPTS, strict=True):
+        assert each["object"] == "request"
+        assert each["prompt"] == prompt
+        assert tuple(each["prompt_token_ids"]) == output.prompt_token_ids
+        assert tuple(each["token_ids"]) == output.outputs[0].token_ids
+        assert each["text"] == output.outputs[0].text
+        assert each["finish_reason"] == output.outputs[0].finish_reason
+        assert each["num_cached_tokens"] == 0
+        assert "logprobs" not in each
+    assert summary["object"] == "summary"
+    assert summary["num_generated_tokens"] == sum(len(each["token_ids"]) for each in found)
+    assert summary["num_steps"] > 0
+    assert summary["tokens_per_s"] > 0
+
+
+def test_without_a_seed_each_request_has_the_one_that_llm_derives(
+    cadenza: Callable[..., Ran], model: Path
+):
+    prompts = [PROMPTS[0]] * 3
+    ran = cadenza("generate", model, *prompts, "--max-tokens", 8, "--json", *ENGINE)
+    found = [tuple(each["token_ids"]) for each in ran.objects[:-1]]
+    with LLM(model, **OPTIONS) as fresh:
+        expected = fresh.generate(prompts, fresh.default_params(max_tokens=8))
+    assert found == [output.outputs[0].token_ids for output in expected]
+    assert len(set(found)) > 1
+
+
+def test_sampling_flags_reach_the_request(cadenza: Callable[..., Ran], model: Path, llm: LLM):
+    flags = ("--temperature", 0.8, "--top-k", 30, "--top-p", 0.9, "--min-p", 0.01, "--seed", 4)
+    ran = cadenza(
+        "generate", model, PROMPTS[0], "--max-tokens", 20, "--ignore-eos", "--json", *flags, *ENGINE
+    )
+    params = llm.default_params(
+        max_tokens=20, temperature=0.8, top_k=30, top_p=0.9, min_p=0.01, seed=4, ignore_eos=True
+    )
+    (expected,) = llm.generate(PROMPTS[0], params)
+    assert tuple(ran.objects[0]["token_ids"]) == expected.outputs[0].token_ids
+    assert len(ran.objects[0]["token_ids"]) == 20
+
+
+def test_logprobs_are_printed_on_demand(cadenza: Callable[..., Ran], model: Path):
+    ran = cadenza(
+        "generate",
+        model,
+        "the",
+        "--max-tokens",
+        3,
+        "--ignore-eos",
+        "--json",
+        "--logprobs",
+        2,
+        *ENGINE,
+    )
+    first = ran.objects[0]
+    assert [each["token_id"] for each in first["logprobs"]] == first["token_ids"]
+    for each in first["logprobs"]:
+        assert each["logprob"] <= 0
+        assert 2 <= len(each["top"]) <= 3
+        assert [top["logprob"] for top in each["top"]] == sorted(
+            (top["logprob"] for top in each["top"]), reverse=True
+        )
+
+
+def test_one_prompt_prints_its_text_and_nothing_else(
+    cadenza: Callable[..., Ran], model: Path, llm: LLM
+):
+    flags = ("--max-tokens", 10, "--temperature", 0, "--ignore-eos")
+    ran = cadenza("generate", model, PROMPTS[0], *flags, *ENGINE)
+    params = llm.default_params(max_tokens=10, temperature=0, ignore_eos=True)
+    text = llm.generate(PROMPTS[0], params)[0].outputs[0].text
+    assert ran == Ran(0, text.rstrip("\n") + "\n", "")
+
+
+def test_several_prompts_are_printed_as_blocks_with_their_numbers(
+    cadenza: Callable[..., Ran], model: Path
+):
+    ran = cadenza("generate", "--model", model, *PROMPTS, "--max-tokens", 4, *ENGINE)
+    assert (ran.code, ran.err) == (0, "")
+    for number, prompt in enumerate(PROMPTS, start=1):
+        assert f"[{number}] {prompt}\n" in ran.out
+
+
+def test_prompts_come_from_a_file_and_from_stdin(
+    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "the quick"}\n{"prompt": [5, 6, 7]}\n')
+    flags = ("--max-tokens", 2, "--json", *ENGINE)
+    found = cadenza("generate", model, "first", "--prompts-file", path, *flags).objects
+    assert [each["prompt"] for each in found[:-1]] == ["first", "the quick", None]
+    assert found[2]["prompt_token_ids"] == [5, 6, 7]
+    ran = cadenza("generate", model, "--prompts-file", "-", *flags, stdin="one\n\ntwo\n")
+    assert [each["prompt"] for each in ran.objects[:-1]] == ["one", "two"]
+    ran = cadenza(
+        "generate", model, "--prompts-file", "-", "--prompts-format", "jsonl", *flags, stdin="[9]\n"
+    )
+    assert ran.objects[0]["prompt_token_ids"] == [9]
+
+
+def test_chat_renders_each_prompt_as_a_message(cadenza: Callable[..., Ran], model: Path, llm: LLM):
+    ran = cadenza("generate", model, "hello", "--chat", "--json", "--seed", 1, *ENGINE)
+    message = {"role": "user", "content": "hello"}
+    (expected,) = llm.chat([message], llm.default_params(max_tokens=64, seed=1))
+    assert ran.objects[0]["prompt"] == "<|user|>hello<|end|><|assistant|>"
+    assert tuple(ran.objects[0]["token_ids"]) == expected.outputs[0].token_ids
+
+
+def test_more_prompts_than_rows_and_queue_are_all_answered(
+    cadenza: Callable[..., Ran], model: Path
+):
+    flags = ("--max-num-queued-reqs", 2, "--max-tokens", 3, "--ignore-eos", "--json", *ENGINE)
+    found = cadenza("generate", model, *(f"prompt {n}" for n in range(15)), *flags).objects
+    assert [len(each["token_ids"]) for each in found[:-1]] == [3] * 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--max-tokens", 5000), "the context holds"),
+        (("--temperature", -1), "temperature is -1"),
+        (("--logprobs", 99, "--json"), "logprobs is 99"),
+    ],
+)
+def test_a_request_that_cannot_be_served_exits_with_2(
+    cadenza: Callable[..., Ran], model: Path, arguments, said: str
+):
+    ran = cadenza("generate", model, "the", *arguments, *ENGINE)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert said in ran.err
+
+
+def test_texts_for_a_model_without_tokenizer_exit_with_2_and_ids_are_served(
+    cadenza: Callable[..., Ran], bare_model: Path
+):
+    assert cadenza("generate", bare_model, "the", *ENGINE).code == 2
+    flags = ("--prompts-file", "-", "--prompts-format", "jsonl", "--max-tokens", 2, "--json")
+    ran = cadenza("generate", bare_model, *flags, *ENGINE, stdin="[3, 4]\n")
+    assert ran.code == 0
+    assert ran.objects[0]["text"] == ""
+    assert ran.objects[0]["token_ids"]

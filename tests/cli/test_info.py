@@ -1,0 +1,107 @@
+"""`cadenza info`: the plan, without a weight being read."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cadenza.checkpoint import ModelConfig, declare, named_shape
+from cadenza.checkpoint.dtypes import FORMAT_OF_NAME
+from cadenza.checkpoint.model_config import format_model_config
+from tests.cli.harness import TINY, Ran
+
+
+def write_sparse_model(folder: Path, config: ModelConfig) -> int:
+    """A folder whose weights are a hole in a file; returns the bytes that they claim to have."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(format_model_config(config)))
+    format = FORMAT_OF_NAME[config.dtype]
+    table, position = {}, 0
+    for spec in declare(config):
+        stop = position + spec.num_elements * format.numpy.itemsize
+        table[spec.name] = {
+            "dtype": format.code,
+            "shape": spec.shape,
+            "data_offsets": [position, stop],
+        }
+        position = stop
+    header = json.dumps(table).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + position)
+    return position
+
+
+def test_json_and_text_tell_the_plan(cadenza: Callable[..., Ran], model: Path):
+    ran = cadenza("info", model, "--json", "--num-pages", 40, "-c", 100, "-np", 3)
+    assert ran.code == 0
+    (facts,) = ran.objects
+    assert facts["model"]["family"] == "llama"
+    assert facts["model"]["eos_token_ids"] == [0]
+    assert facts["text"]["has_chat_template"]
+    assert facts["memory"]["num_pages"] == 40
+    assert facts["memory"]["max_model_len"] == 100
+    assert facts["memory"]["num_full_length_requests"] == 5  # 99 tokens of KV on 7 pages of 16
+    assert facts["memory"]["kv_bytes"] == 40 * 16 * facts["memory"]["kv_bytes_per_token"]
+    assert facts["engine"]["max_num_seqs"] == 3
+    shown = cadenza("info", model, "--num-pages", 40, "-c", 100, "-np", 3).out
+    for said in ("llama", "40 pages × 16 tokens", "100 tokens a request", "5 requests", "bitwise"):
+        assert said in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "section", "key", "value"),
+    [
+        (("--dtype", "bfloat16"), "engine", "dtype", "bfloat16"),
+        (("--device", "cpu"), "engine", "device", "cpu"),
+        (("--backend", "xla"), "engine", "backend", "xla:cpu"),
+        (("--scheduler", "plain"), "engine", "scheduler", "plain"),
+        (("--no-enable-prefix-caching",), "engine", "enable_prefix_caching", False),
+        (("--seed", "5"), "engine", "seed", 5),
+        (("--max-num-queued-reqs", "6"), "engine", "max_num_queued_reqs", 6),
+        (("--kv-layout", "dense", "-c", "64"), "memory", "kv_layout", "dense"),
+        (("--page-size", "64"), "memory", "page_size", 64),
+        (("--kv-cache-memory-bytes", "1048576"), "memory", "kv_bytes", 1 << 20),
+        (("--ops", "reference"), "engine", "ops", "reference"),
+        (("--max-num-batched-tokens", "48"), "engine", "max_num_batched_tokens", 48),
+    ],
+)
+def test_every_engine_flag_shows_in_the_plan(
+    cadenza: Callable[..., Ran], model: Path, arguments, section: str, key: str, value: object
+):
+    ran = cadenza("info", model, "--json", *arguments)
+    assert ran.code == 0, ran.err
+    assert ran.objects[0][section][key] == value
+
+
+def test_a_model_without_tokenizer_is_described_too(cadenza: Callable[..., Ran], bare_model: Path):
+    ran = cadenza("info", "--model", bare_model)
+    assert "none: token ids only" in ran.out
+    assert cadenza("info", bare_model, "--json").objects[0]["text"]["tokenizer"] is None
+
+
+def test_a_shape_of_a_billion_parameters_is_described_from_a_hole_in_a_file(
+    cadenza: Callable[..., Ran], tmp_path: Path
+):
+    config = replace(named_shape("llama-3.2-1b"), dtype="bfloat16")
+    num_bytes = write_sparse_model(tmp_path / "sparse", config)
+    (tmp_path / "sparse" / "model.safetensors").chmod(0o400)
+    arguments = ("--dtype", "bfloat16", "--num-pages", 64, "-c", 512)
+    ran = cadenza("info", tmp_path / "sparse", "--json", *arguments)
+    if ran.code == 2:
+        pytest.skip(f"this machine has no room for the plan: {ran.err}")
+    assert ran.objects[0]["model"]["num_parameters"] == num_bytes // 2
+    assert ran.objects[0]["memory"]["weight_bytes"] == num_bytes
+
+
+def test_a_hundred_gigabytes_are_a_plan_that_does_not_fit_rather_than_an_allocation(
+    cadenza: Callable[..., Ran], tmp_path: Path
+):
+    config = replace(TINY, hidden_size=1 << 15, intermediate_size=1 << 17, num_layers=64)
+    num_bytes = write_sparse_model(tmp_path / "huge", config)
+    assert num_bytes > 100e9
+    ran = cadenza("info", tmp_path / "huge")
+    assert ran.code == 2
+    assert "available" in ran.err

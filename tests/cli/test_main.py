@@ -1,0 +1,146 @@
+"""Exit codes, error lines, and what starting the command costs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import cadenza as package
+from tests.cli.harness import COMMAND, ENGINE, Ran, run_cadenza
+
+COMMANDS = ("generate", "chat", "info", "verify")
+HEAVY = {"jax", "jaxlib", "ml_dtypes", "numpy", "tokenizers", "jinja2", "rich"}
+MAX_MODULES = 400
+
+
+def test_the_version_is_the_packages(cadenza: Callable[..., Ran]):
+    assert cadenza("--version") == Ran(0, f"cadenza {package.__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_is_complete_and_loads_nothing_heavy(arguments: list[str]):
+    script = (
+        "import json, sys; from cadenza.cli import main\n"
+        f"code = main({arguments!r})\n"
+        "print(json.dumps([code, sorted(sys.modules)]), file=sys.stderr)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    code, modules = json.loads(ran.stderr)
+    assert code == 0
+    assert "Usage: cadenza" in ran.stdout
+    assert not {name.partition(".")[0] for name in modules} & HEAVY
+    assert len(modules) < MAX_MODULES
+
+
+def test_help_lists_every_command(cadenza: Callable[..., Ran]):
+    shown = cadenza("--help").out
+    assert all(f"\n  {name} " in shown for name in COMMANDS)
+
+
+def test_without_a_command_help_is_shown_and_the_code_is_2(cadenza: Callable[..., Ran]):
+    ran = cadenza()
+    assert (ran.code, ran.err) == (2, "")
+    assert ran.out == cadenza("--help").out
+
+
+def test_a_number_that_is_none_names_the_flag_and_not_its_aliases(cadenza: Callable[..., Ran]):
+    ran = cadenza("info", "-np", "many")
+    assert "'--max-num-seqs'" in ran.err or "'-np'" in ran.err
+    assert "--decode-concurrency" not in ran.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("no-such-command",),
+        ("generate", "a", "--no-such-flag"),
+        ("generate", "a", "--max-num-seqs", "many"),
+        ("generate", "a", "--max-num-seqs", "0"),
+        ("generate", "a", "--backend", "abacus"),
+        ("generate", "a", "--logprobs", "2"),
+        ("generate", "a", "--prompts-format", "text"),
+        ("generate", "--prompts-file", "absent.txt"),
+        ("generate",),
+        ("info", "a", "--model", "b"),
+        ("info", "a", "b"),
+    ],
+)
+def test_wrong_use_exits_with_2_and_one_line(cadenza: Callable[..., Ran], arguments):
+    ran = cadenza(*arguments)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("cadenza")
+    assert ": error: " in ran.err
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "info"])
+def test_a_model_that_cannot_be_loaded_exits_with_3(
+    cadenza: Callable[..., Ran], tmp_path: Path, command: str
+):
+    words = ["hello"] if command == "generate" else []
+    ran = cadenza(command, *words, "--model", tmp_path / "absent")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (3, "", 1)
+    assert "does not exist" in ran.err
+    (tmp_path / "config.json").write_text("{")
+    assert cadenza(command, tmp_path, *words).code == 3
+
+
+def test_a_device_that_is_not_there_exits_with_3(cadenza: Callable[..., Ran], model: Path):
+    ran = cadenza("info", model, "--device", "tpu:7")
+    assert (ran.code, ran.err.count("\n")) == (3, 1)
+    assert "--device tpu:7" in ran.err
+
+
+def test_a_device_of_no_such_form_exits_with_2(cadenza: Callable[..., Ran], model: Path):
+    assert cadenza("info", model, "--device", "abacus").code == 2
+
+
+def test_a_plan_that_does_not_fit_exits_with_2(cadenza: Callable[..., Ran], model: Path):
+    assert cadenza("info", model, "--max-model-len", 1 << 20).code == 2
+
+
+def test_a_traceback_is_shown_only_on_demand(
+    cadenza: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+):
+    assert "Traceback" not in cadenza("info", "absent").err
+    monkeypatch.setenv("CADENZA_TRACEBACK", "1")
+    ran = cadenza("info", "absent")
+    assert "Traceback" in ran.err
+    assert ran.err.splitlines()[-1].startswith("cadenza: error: ")
+
+
+def test_a_variable_that_cannot_work_is_wrong_use(
+    cadenza: Callable[..., Ran], model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CADENZA_MAX_NUM_SEQS", "many")
+    ran = cadenza("info", model)
+    assert ran.code == 2
+    assert "CADENZA_MAX_NUM_SEQS" in ran.err
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(model: Path):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "wb") as closed:
+        ran = subprocess.run(
+            [*COMMAND, "info", str(model)],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert (ran.returncode, ran.stderr) == (141, "")
+
+
+def test_output_that_the_locale_cannot_encode_is_replaced_rather_than_an_error(model: Path):
+    arguments = ["generate", model, "the", "--max-tokens", "8", "--ignore-eos", *ENGINE]
+    ran = run_cadenza(arguments, PYTHONIOENCODING="ascii")
+    assert (ran.code, ran.err) == (0, "")

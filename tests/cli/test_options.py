@@ -1,0 +1,156 @@
+"""Flags: each field of `EngineConfig` is one, aliases work, a flag goes before the environment."""
+
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cadenza.cli.options import ENGINE_FLAGS, SamplingFlags, flags_of, with_flags
+from cadenza.config import EngineConfig
+from cadenza.errors import ConfigError
+
+DEFAULT = EngineConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    size: Annotated[int, typer.Option(help="A flag of the command's own.")] = 3
+
+
+def parse(*arguments: str, env: dict[str, str] | None = None) -> tuple[EngineConfig, SamplingFlags]:
+    """What a command sees of `arguments`. Raises what it raises."""
+    seen: list[tuple[EngineConfig, SamplingFlags]] = []
+
+    def command(own: Own, sampling: SamplingFlags, config: EngineConfig) -> None:
+        assert own.size == 3
+        seen.append((config, sampling))
+
+    app = typer.Typer()
+    app.command()(with_flags(command))
+    result = CliRunner().invoke(app, list(arguments), env=env or {})
+    if result.exception is not None:
+        raise result.exception
+    return seen[0]
+
+
+def config_of(*arguments: str, env: dict[str, str] | None = None) -> EngineConfig:
+    return parse(*arguments, env=env)[0]
+
+
+VALUES = {
+    "backend": ("xla", "xla"),
+    "device": ("cpu", "cpu"),
+    "ops": ("reference", "reference"),
+    "dtype": ("bfloat16", "bfloat16"),
+    "max_model_len": ("512", 512),
+    "max_num_seqs": ("5", 5),
+    "max_num_batched_tokens": ("33", 33),
+    "kv_cache_memory_bytes": ("4096", 4096),
+    "num_pages": ("7", 7),
+    "kv_layout": ("dense", "dense"),
+    "page_size": ("32", 32),
+    "scheduler": ("plain", "plain"),
+    "max_num_queued_reqs": ("9", 9),
+    "seed": ("11", 11),
+}
+"""For each field that is no switch: a value that is not the default, as written and as meant."""
+
+ALIASES = [(alias, name) for name, described in ENGINE_FLAGS.items() for alias in described.aliases]
+
+
+def test_every_field_of_engine_config_is_described_and_tested():
+    names = {field.name for field in fields(EngineConfig)}
+    assert set(ENGINE_FLAGS) == names
+    assert set(VALUES) | {"enable_prefix_caching"} == names
+
+
+def test_nothing_given_is_engine_configs_own_default():
+    assert parse() == (DEFAULT, SamplingFlags())
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_flag_sets_its_field(name: str):
+    written, meant = VALUES[name]
+    assert meant != getattr(DEFAULT, name)
+    assert getattr(config_of("--" + name.replace("_", "-"), written), name) == meant
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_environment_sets_a_field_and_a_flag_comes_before_it(name: str):
+    written, meant = VALUES[name]
+    env = {f"CADENZA_{name.upper()}": written}
+    assert getattr(config_of(env=env), name) == meant
+    default = getattr(DEFAULT, name)
+    given = "auto" if default is None else str(default)
+    flag = "--" + name.replace("_", "-")
+    if name != "seed":  # as a sampling flag, a seed of 0 is a seed
+        assert getattr(config_of(flag, given, env=env), name) == default
+
+
+def test_prefix_caching_is_a_switch_on_the_command_line_and_in_the_environment():
+    off = {"CADENZA_ENABLE_PREFIX_CACHING": "0"}
+    assert config_of().enable_prefix_caching
+    assert not config_of("--no-enable-prefix-caching").enable_prefix_caching
+    assert not config_of(env=off).enable_prefix_caching
+    assert config_of("--enable-prefix-caching", env=off).enable_prefix_caching
+
+
+def test_an_empty_variable_counts_as_not_set():
+    assert config_of(env={"CADENZA_MAX_NUM_SEQS": ""}) == DEFAULT
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES)
+def test_an_alias_means_its_flag(alias: str, name: str):
+    written, meant = VALUES[name]
+    assert getattr(config_of(alias, written), name) == meant
+
+
+def test_the_fields_known_aliases_are_there():
+    known = "--ctx-size -c --context-length --parallel -np --max-running-requests --max-batch-size"
+    assert {*known.split(), "--decode-concurrency", "--prefill-step-size"} == {
+        alias for alias, _ in ALIASES
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--backend", "cuda"), "--backend 'cuda' is not one of"),
+        (("--max-num-seqs", "0"), "--max-num-seqs 0"),
+        (("--page-size", "20"), "not a multiple of 16"),
+        (("--seed", "-1"), "--seed -1"),
+    ],
+)
+def test_a_value_out_of_bounds_is_a_config_error_that_names_the_flag(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        parse(*arguments)
+
+
+def test_a_word_in_place_of_a_number_is_a_usage_error():
+    with pytest.raises(SystemExit) as caught:
+        parse("--max-num-seqs", "many")
+    assert caught.value.code == 2
+
+
+def test_sampling_flags_change_only_what_was_given():
+    _, sampling = parse("--top-k", "5", "--temperature", "0", "--ignore-eos")
+    assert sampling.changes() == {"top_k": 5, "temperature": 0.0, "ignore_eos": True}
+    assert parse("--top-p", "0.5", "--min-p", "0.1")[1].changes() == {
+        "top_p": 0.5,
+        "min_p": 0.1,
+        "ignore_eos": False,
+    }
+
+
+def test_one_seed_is_the_requests_and_the_engines():
+    config, sampling = parse("--seed", "7")
+    assert (config.seed, sampling.seed) == (7, 7)
+    config, sampling = parse(env={"CADENZA_SEED": "8"})
+    assert (config.seed, sampling.seed) == (8, 8)
+    assert parse()[1].seed is None
+
+
+def test_a_group_of_a_commands_own_becomes_flags():
+    assert [flag.name for flag in flags_of(Own)] == ["size"]

@@ -1,0 +1,129 @@
+"""The command on a pseudo-terminal: the live batch, Ctrl-C and Ctrl-D."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Self
+
+from tests.cli.harness import COMMAND, ENGINE
+
+READ_S = 120.0
+END_S = 30.0
+PROMPTS = ("the quick brown", "one two", "three four five six seven the lazy dog")
+
+
+class Terminal:
+    """The command on a pseudo-terminal of its own, read until something is seen."""
+
+    def __init__(self, *arguments: object, size: tuple[int, int] = (24, 80)) -> None:
+        self._own, other = pty.openpty()
+        lines, columns = size
+        self.process = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)],
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            close_fds=True,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "LINES": str(lines), "COLUMNS": str(columns)},
+        )
+        os.close(other)
+        self.seen = ""
+        self._num_consumed = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait(END_S)
+        os.close(self._own)
+
+    def read_until(self, pattern: str) -> None:
+        """Reads until `pattern` matches after where it matched the last time."""
+        end_s = time.monotonic() + READ_S
+        while not (found := re.compile(pattern).search(self.seen, self._num_consumed)):
+            part = self._read(end_s)
+            assert part, f"{pattern!r} did not come; the last was {self.seen[-500:]!r}"
+            self.seen += part
+        self._num_consumed = found.end()
+
+    def write(self, text: str) -> None:
+        os.write(self._own, text.encode())
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def end(self) -> int:
+        """The exit code, once it has ended by itself; what it wrote last is read."""
+        end_s = time.monotonic() + READ_S
+        while part := self._read(end_s):
+            self.seen += part
+        return self.process.wait(END_S)
+
+    def _read(self, end_s: float) -> str:
+        """More of the output; "" at its end, and when nothing came in time."""
+        ready, _, _ = select.select([self._own], [], [], max(0.0, end_s - time.monotonic()))
+        try:
+            return os.read(self._own, 65536).decode(errors="replace") if ready else ""
+        except OSError:  # the other end was closed
+            return ""
+
+
+def test_a_terminal_shows_rows_at_work_and_ends_with_a_table(model: Path):
+    flags = ("--max-tokens", 60, "--ignore-eos", "-np", 2, "-c", 256)
+    with Terminal("generate", model, *PROMPTS, *flags) as shown:
+        shown.read_until(r"/2 rows")
+        shown.read_until(r"TTFT")
+        shown.read_until(r"3 prompts on 2 rows, \d+ steps in [\d.]+ s")
+        assert shown.end() == 0
+
+
+def test_ctrl_c_ends_generate_quietly_with_130(model: Path):
+    flags = ("--max-tokens", 8000, "--ignore-eos", "-np", 1, "-c", 8192)
+    with Terminal("generate", model, PROMPTS[0], *flags) as shown:
+        shown.read_until(r"step [1-9]")
+        shown.interrupt()
+        assert shown.end() == 130
+        assert "Traceback" not in shown.seen
+
+
+def test_ctrl_c_in_chat_stops_the_answer_and_ctrl_d_ends(model: Path):
+    with Terminal("chat", model, "--ignore-eos", "-np", 1, "-c", 8192, "--verbose") as shown:
+        shown.read_until(r"> ")
+        shown.write("hello\n")
+        shown.read_until(r"hello\r\n(?s:.{200})")
+        shown.interrupt()
+        shown.read_until(r"\[stopped\]")
+        shown.read_until(r"tok/s\)(?s:.*)> ")
+        shown.write("/reset\n")
+        shown.read_until(r"forgotten(?s:.*)> ")
+        shown.interrupt()
+        shown.read_until(r"> ")
+        shown.write("\x04")
+        assert shown.end() == 0
+        assert "Traceback" not in shown.seen
+
+
+def test_ctrl_c_while_a_line_is_typed_drops_the_line(model: Path):
+    with Terminal("chat", model, "--ignore-eos", "-np", 1, "-c", 64, "--max-tokens", 4) as shown:
+        shown.read_until(r"> ")
+        shown.write("half a line")
+        shown.read_until(r"half a line")
+        shown.interrupt()
+        shown.read_until(r"> ")
+        shown.write("/exit\n")
+        assert shown.end() == 0
+
+
+def test_json_on_a_terminal_is_json_alone(model: Path):
+    with Terminal("generate", model, "the", "--max-tokens", 2, "--json", *ENGINE) as shown:
+        assert shown.end() == 0
+    objects = [json.loads(line)["object"] for line in shown.seen.splitlines()]
+    assert objects == ["request", "summary"]
