@@ -59,7 +59,9 @@ def ffi_include_dir() -> str:
 
 
 def native_sources() -> list[str]:
-    portable = [str(path) for part in ("core", "ffi") for path in (ROOT / CSRC / part).glob("*.cpp")]
+    portable = [
+        str(path) for part in ("core", "ffi") for path in (ROOT / CSRC / part).glob("*.cpp")
+    ]
     kernels = [str(ROOT / CSRC / "isa" / f"{isa}.cpp") for isa in isa_flags()]
     return sorted(os.path.relpath(path, ROOT) for path in [*portable, *kernels])
 
@@ -77,7 +79,7 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         try:
             self._build(ext)
-        except Exception as error:  # noqa: BLE001 - any failure means the same: no native kernels
+        except Exception as error:  # any failure means the same: no native kernels
             if os.environ.get("CADENZA_REQUIRE_NATIVE") == "1":
                 raise
             print(

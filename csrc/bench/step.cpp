@@ -1,6 +1,8 @@
-// Times each operation of a step on its own, over as many layers as a model has.
+// Times each operation of a step on its own, over as many layers as a model has. Each layer's best
+// time counts, so that a busy machine disturbs the sums less.
 //
-//   build/native/bench [--threads N] [--rows 1,4,8] [--context 128] [--prefill 512] [--cpu-time]
+//   build/native/bench [--threads N] [--rows 1,4,8] [--context 128] [--prefill 512] [--repeats 10]
+//   [--cpu-time]
 //
 // --cpu-time counts the calling thread's own seconds, which a busy machine disturbs less; it means
 // something with one thread only.
@@ -28,6 +30,7 @@ struct Options {
   int64_t context = 128, prefill = 512;
   std::vector<int64_t> rows{1, 4, 8, 16, 32, 64};
   bool cpu_time = false;
+  int repeats = 10;
 };
 
 double now(bool cpu_time) {
@@ -38,7 +41,8 @@ double now(bool cpu_time) {
 
 template <class T>
 T* filled(int64_t count, T value) {
-  T* data = static_cast<T*>(std::aligned_alloc(64, size_t(round_up(count * int64_t(sizeof(T)), 64))));
+  T* data =
+      static_cast<T*>(std::aligned_alloc(64, size_t(round_up(count * int64_t(sizeof(T)), 64))));
   for (int64_t i = 0; i < count; i++) data[i] = value;
   return data;
 }
@@ -61,64 +65,73 @@ struct Step {
   std::vector<SampleParams> params;
   float* rope;
 
-  void linear_all(const bf16* w, int64_t n, int64_t k, bool adds) {
-    for (int64_t l = 0; l < kLayers; l++) {
-      LinearTask task{tokens, n, k, wide, w + l * n * k, nullptr, adds ? x : nullptr,
-                      adds ? static_cast<void*>(x) : act, adds};
-      linear(runtime, DType::kBf16, task);
-    }
+  void linear_layer(int64_t l, const bf16* w, int64_t n, int64_t k, bool adds) {
+    LinearTask task{tokens,
+                    n,
+                    k,
+                    wide,
+                    w + l * n * k,
+                    nullptr,
+                    adds ? x : nullptr,
+                    adds ? static_cast<void*>(x) : act,
+                    adds};
+    linear(runtime, DType::kBf16, task);
   }
-  void gated_all() {
-    for (int64_t l = 0; l < kLayers; l++) {
-      GatedTask task{tokens, kFfn, kHidden, wide, gate_up_w + l * 2 * kFfn * kHidden, nullptr,
-                     Activation::kSilu, act};
-      gated_linear(runtime, DType::kBf16, task);
-    }
+  void gated_layer(int64_t l) {
+    GatedTask task{
+        tokens, kFfn, kHidden, wide, gate_up_w + l * 2 * kFfn * kHidden, nullptr, Activation::kSilu,
+        act};
+    gated_linear(runtime, DType::kBf16, task);
   }
-  void norm_all() {
-    for (int64_t l = 0; l < 2 * kLayers; l++) {
+  void norm_layer(int64_t) {
+    for (int i = 0; i < 2; i++) {
       rms_norm(runtime, DType::kBf16,
                {tokens, kHidden, x, nullptr, tokens, norm, 1e-5f, false, nullptr, act, false});
     }
   }
-  void attend_all() {
+  void attend_layer(int64_t l) {
     int64_t pool = int64_t(table.size()) * kKvHeads * kPage * kSize;
-    for (int64_t l = 0; l < kLayers; l++) {
-      AttendTask task{};
-      task.rows = rows;
-      task.num_tokens = tokens;
-      task.pages_per_row = int64_t(table.size()) / rows;
-      task.page_size = kPage;
-      task.num_pages = int64_t(table.size());
-      task.heads = kHeads;
-      task.kv_heads = kKvHeads;
-      task.head_size = task.rotary_size = kSize;
-      task.rope_rows = 4096;
-      task.scale = 0.125f;
-      task.qkv = wide;
-      task.positions = positions.data();
-      task.slot_mapping = slots.data();
-      task.query_starts = starts.data();
-      task.kv_lens = lens.data();
-      task.page_table = table.data();
-      task.rope = rope;
-      task.k_pool = k_pool + l * pool;
-      task.v_pool = v_pool + l * pool;
-      task.out = act;
-      rope_append_attend(runtime, DType::kBf16, task);
-    }
+    AttendTask task{};
+    task.rows = rows;
+    task.num_tokens = tokens;
+    task.pages_per_row = int64_t(table.size()) / rows;
+    task.page_size = kPage;
+    task.num_pages = int64_t(table.size());
+    task.heads = kHeads;
+    task.kv_heads = kKvHeads;
+    task.head_size = task.rotary_size = kSize;
+    task.rope_rows = 4096;
+    task.scale = 0.125f;
+    task.qkv = wide;
+    task.positions = positions.data();
+    task.slot_mapping = slots.data();
+    task.query_starts = starts.data();
+    task.kv_lens = lens.data();
+    task.page_table = table.data();
+    task.rope = rope;
+    task.k_pool = k_pool + l * pool;
+    task.v_pool = v_pool + l * pool;
+    task.out = act;
+    rope_append_attend(runtime, DType::kBf16, task);
   }
   void head() {
     NextTokenTask task{{rows, kVocab, kHidden, wide, head_w, nullptr, nullptr, nullptr, false},
-                       params.data(), out.data()};
+                       params.data(),
+                       out.data()};
     next_token(runtime, DType::kBf16, task);
   }
 };
 
 Step make_step(const Options& options, Runtime runtime, int64_t rows, int64_t queries,
                int64_t context, const Step* shared) {
-  Step s{options, runtime, rows * queries, rows, context, {}, {}, {}, {}, {}, {}, {}, {}, {},
-         {},      {},      {},             {},   {},      {}, {}, {}, {}, {}};
+  Step s{options, runtime, rows * queries,
+         rows,    context, {},
+         {},      {},      {},
+         {},      {},      {},
+         {},      {},      {},
+         {},      {},      {},
+         {},      {},      {},
+         {},      {},      {}};
   constexpr int64_t kWidth = (kHeads + 2 * kKvHeads) * kSize;
   s.qkv_w = shared ? shared->qkv_w : weights(kWidth, kHidden * kLayers);
   s.o_w = shared ? shared->o_w : weights(kHidden, kHidden * kLayers);
@@ -140,7 +153,8 @@ Step make_step(const Options& options, Runtime runtime, int64_t rows, int64_t qu
     for (int64_t q = 0; q < queries; q++) {
       int64_t position = context - queries + q;
       s.positions.push_back(int32_t(position));
-      s.slots.push_back(int32_t(s.table[size_t(r * pages + position / kPage)] * kPage + position % kPage));
+      s.slots.push_back(
+          int32_t(s.table[size_t(r * pages + position / kPage)] * kPage + position % kPage));
     }
   }
   s.params.assign(size_t(rows), SampleParams{0, 0, 1, 0, {1, 2}, -1, nullptr});
@@ -148,39 +162,46 @@ Step make_step(const Options& options, Runtime runtime, int64_t rows, int64_t qu
   return s;
 }
 
-double best(const Options& options, const std::function<void()>& body) {
-  double seconds = 1e9;
-  body();
-  for (int i = 0; i < 7; i++) {
-    double start = now(options.cpu_time);
-    body();
-    double took = now(options.cpu_time) - start;
-    if (took < seconds) seconds = took;
+// Milliseconds of all layers, each at its best over the repeats.
+double best(const Options& options, int64_t layers, const std::function<void(int64_t)>& body) {
+  std::vector<double> seconds(size_t(layers), 1e9);
+  for (int i = 0; i < options.repeats; i++) {
+    for (int64_t l = 0; l < layers; l++) {
+      double start = now(options.cpu_time);
+      body(l);
+      double took = now(options.cpu_time) - start;
+      if (took < seconds[size_t(l)]) seconds[size_t(l)] = took;
+    }
   }
-  return seconds * 1e3;
+  double total = 0;
+  for (double each : seconds) total += each;
+  return total * 1e3;
 }
 
 void report(Step& s) {
   constexpr int64_t kWidth = (kHeads + 2 * kKvHeads) * kSize;
-  double qkv = best(s.options, [&] { s.linear_all(s.qkv_w, kWidth, kHidden, false); });
-  double o = best(s.options, [&] { s.linear_all(s.o_w, kHidden, kHidden, true); });
-  double gate_up = best(s.options, [&] { s.gated_all(); });
-  double down = best(s.options, [&] { s.linear_all(s.down_w, kHidden, kFfn, true); });
-  double norm = best(s.options, [&] { s.norm_all(); });
-  double attend = best(s.options, [&] { s.attend_all(); });
-  double head = best(s.options, [&] { s.head(); });
+  double qkv = best(s.options, kLayers,
+                    [&](int64_t l) { s.linear_layer(l, s.qkv_w, kWidth, kHidden, false); });
+  double o = best(s.options, kLayers,
+                  [&](int64_t l) { s.linear_layer(l, s.o_w, kHidden, kHidden, true); });
+  double gate_up = best(s.options, kLayers, [&](int64_t l) { s.gated_layer(l); });
+  double down = best(s.options, kLayers,
+                     [&](int64_t l) { s.linear_layer(l, s.down_w, kHidden, kFfn, true); });
+  double norm = best(s.options, kLayers, [&](int64_t l) { s.norm_layer(l); });
+  double attend = best(s.options, kLayers, [&](int64_t l) { s.attend_layer(l); });
+  double head = best(s.options, 1, [&](int64_t) { s.head(); });
   double total = qkv + o + gate_up + down + norm + attend + head;
   auto rate = [&](double n, double k, double layers, double ms, double tokens) {
     return 2e-6 * n * k * layers * tokens / ms;
   };
-  std::printf("%4ld tokens: qkv %6.2f (%3.0f GF) o %6.2f (%3.0f) gate-up %6.2f (%3.0f) down %6.2f (%3.0f) "
-              "norm %5.2f attend %6.2f head %6.2f (%3.0f)  total %7.2f ms = %6.0f tok/s\n",
-              long(s.tokens), qkv, rate(kWidth, kHidden, kLayers, qkv, double(s.tokens)), o,
-              rate(kHidden, kHidden, kLayers, o, double(s.tokens)), gate_up,
-              rate(2 * kFfn, kHidden, kLayers, gate_up, double(s.tokens)), down,
-              rate(kHidden, kFfn, kLayers, down, double(s.tokens)), norm, attend, head,
-              rate(kVocab, kHidden, 1, head, double(s.rows)), total,
-              double(s.tokens) / total * 1e3);
+  std::printf(
+      "%4ld tokens: qkv %6.2f (%3.0f GF) o %6.2f (%3.0f) gate-up %6.2f (%3.0f) down %6.2f (%3.0f) "
+      "norm %5.2f attend %6.2f head %6.2f (%3.0f)  total %7.2f ms = %6.0f tok/s\n",
+      long(s.tokens), qkv, rate(kWidth, kHidden, kLayers, qkv, double(s.tokens)), o,
+      rate(kHidden, kHidden, kLayers, o, double(s.tokens)), gate_up,
+      rate(2 * kFfn, kHidden, kLayers, gate_up, double(s.tokens)), down,
+      rate(kHidden, kFfn, kLayers, down, double(s.tokens)), norm, attend, head,
+      rate(kVocab, kHidden, 1, head, double(s.rows)), total, double(s.tokens) / total * 1e3);
   std::fflush(stdout);
 }
 
@@ -194,6 +215,7 @@ Options parse(int argc, char** argv) {
       continue;
     }
     if (name == "--threads") options.threads = std::atoi(value);
+    if (name == "--repeats") options.repeats = std::atoi(value);
     if (name == "--context") options.context = std::atoi(value);
     if (name == "--prefill") options.prefill = std::atoi(value);
     if (name == "--rows") {

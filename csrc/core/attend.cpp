@@ -73,16 +73,21 @@ class Planner {
   void add_block(int64_t row, int64_t head, int64_t begin, int64_t end) {
     const int32_t* positions = task_.positions + task_.query_starts[row];
     int64_t low = task_.window > 0 ? std::max<int64_t>(0, positions[begin] - task_.window + 1) : 0;
-    AttendUnit unit{int32_t(row), int32_t(head), int32_t(begin), int32_t(end),
-                    int32_t(low / kSpan), int32_t(positions[end - 1] / kSpan + 1), -1};
+    AttendUnit unit{int32_t(row),
+                    int32_t(head),
+                    int32_t(begin),
+                    int32_t(end),
+                    int32_t(low / kSpan),
+                    int32_t(positions[end - 1] / kSpan + 1),
+                    -1};
     if (!cut_.split_spans || unit.span_end - unit.span_begin < 2) {
       units_[num_units_++] = unit;
       return;
     }
     groups_[num_groups_++] = {num_units_, unit.span_end - unit.span_begin};
     for (int32_t span = unit.span_begin; span < unit.span_end; span++) {
-      units_[num_units_++] = {unit.row,       unit.kv_head, unit.query_begin, unit.query_end,
-                              span,           span + 1,     num_partials_};
+      units_[num_units_++] = {unit.row, unit.kv_head, unit.query_begin, unit.query_end,
+                              span,     span + 1,     num_partials_};
       num_partials_ += (end - begin) * task_.group();
     }
   }

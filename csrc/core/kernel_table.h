@@ -28,6 +28,8 @@ struct KernelTable {
   UnitFn merge[2];
   UnitFn logits[2];
   UnitFn sample;
+  UnitFn read;  // these two only measure the machine
+  UnitFn multiply[2];
 };
 
 }  // namespace cadenza

@@ -28,8 +28,9 @@ void linear(const Runtime& runtime, DType dtype, const LinearTask& task) {
   Executor::Lease lease(runtime.executor);
   LinearUnits units{&task, count_row_blocks(task.rows, runtime.kernels.max_rows)};
   int64_t panels = ceil_div(task.n, kPanel);
-  lease.run({runtime.kernels.linear[index_of(dtype)], &units, panels * units.row_blocks, kMaxPanels},
-            task.rows * task.n * task.k > kWorthSharingOps);
+  lease.run(
+      {runtime.kernels.linear[index_of(dtype)], &units, panels * units.row_blocks, kMaxPanels},
+      task.rows * task.n * task.k > kWorthSharingOps);
 }
 
 void gated_linear(const Runtime& runtime, DType dtype, const GatedTask& task) {
@@ -62,8 +63,8 @@ RowBest merge_best(const RowBest* best, int threads, int64_t rows, int64_t row) 
   RowBest merged = best[row];
   for (int t = 1; t < threads; t++) {
     const RowBest& other = best[t * rows + row];
-    bool better = other.value > merged.value ||
-                  (other.value == merged.value && other.id < merged.id);
+    bool better =
+        other.value > merged.value || (other.value == merged.value && other.id < merged.id);
     if (better) merged.value = other.value, merged.id = other.id;
     merged.largest_bits = std::max(merged.largest_bits, other.largest_bits);
   }

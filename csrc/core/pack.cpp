@@ -70,7 +70,8 @@ void pack_row(const PackTask& task, int64_t row) {
   for (int64_t i = 0; i < task.k; i++) {
     convert(from[i], to[i / kStep<T> * kPanel * kStep<T> + i % kStep<T>]);
   }
-  if (task.k % kStep<T> != 0) std::memset(to + task.k / kStep<T> * kPanel * kStep<T> + 1, 0, sizeof(T));
+  if (task.k % kStep<T> != 0)
+    std::memset(to + task.k / kStep<T> * kPanel * kStep<T> + 1, 0, sizeof(T));
 }
 
 template <class T>

@@ -29,7 +29,7 @@ inline void relax() {
 uint64_t enter_float_state() {
 #if defined(__x86_64__)
   unsigned saved = _mm_getcsr();
-  constexpr unsigned kFlushToZero = 0x8040;   // FTZ and DAZ
+  constexpr unsigned kFlushToZero = 0x8040;     // FTZ and DAZ
   constexpr unsigned kDefaultControl = 0x1f80;  // every exception masked, round to nearest
   _mm_setcsr(kDefaultControl | kFlushToZero);
   return saved;
@@ -171,9 +171,7 @@ Executor::Lease::~Lease() {
   leave_float_state(float_state_);
 }
 
-int Executor::Lease::num_threads() const {
-  return lock_.owns_lock() ? executor_.num_threads() : 1;
-}
+int Executor::Lease::num_threads() const { return lock_.owns_lock() ? executor_.num_threads() : 1; }
 
 void Executor::Lease::run(const Job& job, bool worth_sharing) {
   if (worth_sharing && num_threads() > 1 && job.units > 1) return executor_.pool_.run(job);

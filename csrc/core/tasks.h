@@ -24,8 +24,8 @@ struct LinearTask {
 
 struct GatedTask {
   int64_t rows, f, k;
-  const void* x;  // [rows, K]
-  const void* w;  // packed, sixteen gate columns beside sixteen up columns in each panel
+  const void* x;      // [rows, K]
+  const void* w;      // packed, sixteen gate columns beside sixteen up columns in each panel
   const float* bias;  // [2, F]: of gate, then of up; or null
   Activation activation;
   void* out;  // activation dtype [rows, F]

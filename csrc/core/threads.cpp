@@ -52,7 +52,8 @@ double read_quota(const char* quota_path, const char* period_path) {
 int cgroup_cores() {
   double quota = read_quota("/sys/fs/cgroup/cpu.max", nullptr);
   if (quota == 0) {
-    quota = read_quota("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+    quota =
+        read_quota("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us");
   }
   return quota == 0 ? kMaxThreads : std::max(1, static_cast<int>(quota + 0.5));
 }

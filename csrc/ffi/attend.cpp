@@ -1,4 +1,5 @@
 // FFI wrappers: attention and page copies, both in place on donated pools.
+#include <algorithm>
 #include <cstring>
 
 #include "ffi/buffers.h"
@@ -57,7 +58,22 @@ void check(const AttendBuffers& b, const AttendTask& task, DType dtype) {
           "query_starts ends outside the padded tokens");
 }
 
+// New queries, keys and values, and the context that each row's window leaves.
+int64_t bytes_read(const AttendTask& task, DType dtype) {
+  int64_t tokens = 0;
+  for (int64_t row = 0; row < task.rows; row++) {
+    int64_t queries = task.query_starts[row + 1] - task.query_starts[row];
+    int64_t context = task.kv_lens[row];
+    if (queries == 0) continue;
+    tokens += task.window > 0 ? std::min(context, task.window + queries - 1) : context;
+  }
+  int64_t kv = 2 * tokens * task.kv_heads * task.head_size * bytes_of(dtype);
+  int64_t rope = task.num_tokens * task.rotary_size * int64_t(sizeof(float));
+  return kv + rope + task.num_tokens * task.qkv_width() * bytes_of(dtype);
+}
+
 void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
+  ProfileScope profile(Op::kRopeAppendAttend);
   AttendTask task = shapes(b, attrs);
   DType dtype = element_type(b.qkv);
   task.qkv = b.qkv.untyped_data();
@@ -74,14 +90,14 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
   task.out = b.out.untyped_data();
   task.num_tokens = task.query_starts[task.rows];
   check(b, task, dtype);
+  if (profile.is_on()) profile.reads(bytes_read(task, dtype));
   rope_append_attend(runtime(), dtype, task);
 }
 
 ffi::Error attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts, Any kv_lens,
-                       Any page_table, Any rope, Any q_weight, Any k_weight, Any k_pool,
-                       Any v_pool, AnyResult out, AnyResult k_out, AnyResult v_out, int64_t heads,
-                       float scale, int64_t window, float soft_cap, float norm_eps,
-                       bool norm_one_plus) {
+                       Any page_table, Any rope, Any q_weight, Any k_weight, Any k_pool, Any v_pool,
+                       AnyResult out, AnyResult k_out, AnyResult v_out, int64_t heads, float scale,
+                       int64_t window, float soft_cap, float norm_eps, bool norm_one_plus) {
   return guarded("cadenza_rope_append_attend", [&] {
     attend({qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight,
             k_weight, k_pool, v_pool, *out, *k_out, *v_out},
@@ -89,26 +105,29 @@ ffi::Error attend_call(Any qkv, Any positions, Any slot_mapping, Any query_start
   });
 }
 
-void copy_pages(Any pool, const Any& sources, const Any& targets) {
+void copy_pages(Any pool, const Any& sources, const Any& targets, ProfileScope& profile) {
   int64_t pages = dim(pool, 0), bytes = int64_t(pool.size_bytes()) / pages;
   char* base = static_cast<char*>(pool.untyped_data());
   for (size_t i = 0; i < sources.element_count(); i++) {
     int64_t from = int32(sources)[i], to = int32(targets)[i];
     if (from < 0 || to < 0) continue;
     require(from < pages && to < pages, "a page number is outside the pool");
-    if (from != to) std::memcpy(base + to * bytes, base + from * bytes, size_t(bytes));
+    if (from == to) continue;
+    profile.reads(bytes);
+    std::memcpy(base + to * bytes, base + from * bytes, size_t(bytes));
   }
 }
 
 ffi::Error copy_pages_call(Any k_pool, Any v_pool, Any sources, Any targets, AnyResult k_out,
                            AnyResult v_out) {
   return guarded("cadenza_copy_pages", [&] {
+    ProfileScope profile(Op::kCopyPages);
     require(sources.element_count() == targets.element_count(), "as many targets as sources");
     require(k_out->untyped_data() == k_pool.untyped_data() &&
                 v_out->untyped_data() == v_pool.untyped_data(),
             "the pools must be donated and aliased to the results");
-    copy_pages(*k_out, sources, targets);
-    copy_pages(*v_out, sources, targets);
+    copy_pages(*k_out, sources, targets, profile);
+    copy_pages(*v_out, sources, targets, profile);
   });
 }
 

@@ -7,6 +7,7 @@
 
 #include "core/isa.h"
 #include "core/ops.h"
+#include "core/profile.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cadenza::xla_ffi {
@@ -27,6 +28,8 @@ inline DType element_type(const Any& buffer) {
   require(buffer.element_type() == ffi::F32, "expected bf16 or f32");
   return DType::kF32;
 }
+
+inline int64_t bytes_of(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
 inline int64_t dim(const Any& buffer, size_t axis) {
   require(axis < buffer.dimensions().size(), "an operand has too few dimensions");

@@ -55,9 +55,10 @@ CADENZA_EXPORT int64_t cadenza_packed_bytes(int64_t n, int64_t k, int dtype, int
   return cadenza::packed_bytes(n, k, static_cast<cadenza::DType>(dtype), gated != 0);
 }
 
-CADENZA_EXPORT const char* cadenza_pack(const void* source, int source_dtype, int64_t rows, int64_t k,
-                         int64_t row_stride, void* packed, int packed_dtype, int64_t n,
-                         int64_t column_offset, int layout) {
+CADENZA_EXPORT const char* cadenza_pack(const void* source, int source_dtype, int64_t rows,
+                                        int64_t k, int64_t row_stride, void* packed,
+                                        int packed_dtype, int64_t n, int64_t column_offset,
+                                        int layout) {
   return guarded([&] {
     cadenza::pack(cadenza::executor(),
                   {source, static_cast<cadenza::DType>(source_dtype), rows, k, row_stride, packed,

@@ -10,6 +10,7 @@ bool is_f32(const Any& out) { return out.element_type() == ffi::F32; }
 ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_t vocab,
                       float scale) {
   return guarded("cadenza_embed", [&] {
+    ProfileScope profile(Op::kEmbed);
     EmbedTask task{};
     task.rows = true_count(count, dim(*out, 0));
     task.width = dim(*out, 1);
@@ -24,12 +25,14 @@ ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_
     require(task.packed || (dim(table, 0) == vocab && dim(table, 1) == task.width),
             "the plain table must be [vocab, width]");
     require(is_f32(*out), "the result must be f32");
+    if (profile.is_on()) profile.reads(task.rows * task.width * bytes_of(dtype));
     embed(runtime(), dtype, task);
   });
 }
 
-void norm(Any x, Any weight, Any count, const Any* indices, const Any* residual, AnyResult out,
-          float eps, bool one_plus) {
+void norm(Op op, Any x, Any weight, Any count, const Any* indices, const Any* residual,
+          AnyResult out, float eps, bool one_plus) {
+  ProfileScope profile(op);
   NormTask task{};
   task.rows = true_count(count, dim(*out, 0));
   task.width = dim(*out, 1);
@@ -45,28 +48,36 @@ void norm(Any x, Any weight, Any count, const Any* indices, const Any* residual,
   task.residual = residual == nullptr ? nullptr : optional_f32(*residual);
   task.out = out->untyped_data();
   task.out_is_f32 = is_f32(*out);
+  if (profile.is_on()) {
+    int64_t read_rows = task.residual == nullptr ? task.rows : 2 * task.rows;
+    profile.reads((read_rows + 1) * task.width * int64_t(sizeof(float)));
+  }
   rms_norm(runtime(), element_type(*out), task);
 }
 
 ffi::Error rms_norm_call(Any x, Any weight, Any count, AnyResult out, float eps, bool one_plus) {
-  return guarded("cadenza_rms_norm",
-                 [&] { norm(x, weight, count, nullptr, nullptr, out, eps, one_plus); });
+  return guarded("cadenza_rms_norm", [&] {
+    norm(Op::kRmsNorm, x, weight, count, nullptr, nullptr, out, eps, one_plus);
+  });
 }
 
 ffi::Error rms_norm_rows_call(Any x, Any weight, Any count, Any indices, AnyResult out, float eps,
                               bool one_plus) {
-  return guarded("cadenza_rms_norm_rows",
-                 [&] { norm(x, weight, count, &indices, nullptr, out, eps, one_plus); });
+  return guarded("cadenza_rms_norm_rows", [&] {
+    norm(Op::kRmsNormRows, x, weight, count, &indices, nullptr, out, eps, one_plus);
+  });
 }
 
 ffi::Error rms_norm_add_call(Any x, Any weight, Any count, Any residual, AnyResult out, float eps,
                              bool one_plus) {
-  return guarded("cadenza_rms_norm_add",
-                 [&] { norm(x, weight, count, nullptr, &residual, out, eps, one_plus); });
+  return guarded("cadenza_rms_norm_add", [&] {
+    norm(Op::kRmsNormAdd, x, weight, count, nullptr, &residual, out, eps, one_plus);
+  });
 }
 
 ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResult out) {
   return guarded("cadenza_linear", [&] {
+    ProfileScope profile(Op::kLinear);
     DType dtype = element_type(x);
     LinearTask task{};
     task.rows = true_count(count, dim(*out, 0));
@@ -82,13 +93,18 @@ ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResul
     task.residual = optional_f32(residual);
     task.out = out->untyped_data();
     task.out_is_f32 = is_f32(*out);
+    if (profile.is_on()) {
+      profile.reads(int64_t(w.size_bytes() + bias.size_bytes()));
+      profile.reads(task.rows * task.k * bytes_of(dtype));
+      if (task.residual != nullptr) profile.reads(task.rows * task.n * int64_t(sizeof(float)));
+    }
     linear(runtime(), dtype, task);
   });
 }
 
-ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out,
-                             int64_t activation) {
+ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation) {
   return guarded("cadenza_gated_linear", [&] {
+    ProfileScope profile(Op::kGatedLinear);
     DType dtype = element_type(x);
     require(activation >= 0 && activation <= 2, "activation is 0 silu, 1 gelu_tanh or 2 gelu");
     GatedTask task{};
@@ -105,6 +121,10 @@ ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out,
             "the bias must be f32 [2, F] or empty");
     task.activation = static_cast<Activation>(activation);
     task.out = out->untyped_data();
+    if (profile.is_on()) {
+      profile.reads(int64_t(w.size_bytes() + bias.size_bytes()));
+      profile.reads(task.rows * task.k * bytes_of(dtype));
+    }
     gated_linear(runtime(), dtype, task);
   });
 }
@@ -112,14 +132,10 @@ ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out,
 }  // namespace
 
 #pragma GCC visibility push(default)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaEmbed, embed_call,
-                              ffi::Ffi::Bind()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Ret<Any>()
-                                  .Attr<int64_t>("vocab")
-                                  .Attr<float>("scale"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CadenzaEmbed, embed_call,
+    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<int64_t>("vocab").Attr<float>(
+        "scale"));
 
 #define CADENZA_NORM_ATTRS Ret<Any>().Attr<float>("eps").Attr<bool>("one_plus")
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRmsNorm, rms_norm_call,

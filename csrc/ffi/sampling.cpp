@@ -49,6 +49,7 @@ ffi::Error next_token_call(Any x, Any head, Any count, Any temperature, Any top_
                            Any min_p, Any keys, Any num_logprobs, Any bias, Any bias_rows,
                            AnyResult out, int64_t vocab) {
   return guarded("cadenza_next_token", [&] {
+    ProfileScope profile(Op::kNextToken);
     DType dtype = element_type(x);
     NextTokenTask task{};
     task.product.rows = true_count(count, dim(*out, 0));
@@ -70,6 +71,10 @@ ffi::Error next_token_call(Any x, Any head, Any count, Any temperature, Any top_
       params.push_back(params_of_row(rows, row, vocab));
     }
     task.params = params.data();
+    if (profile.is_on()) {
+      profile.reads(int64_t(head.size_bytes()));
+      profile.reads(task.product.rows * task.product.k * bytes_of(dtype));
+    }
     next_token(runtime(), dtype, task);
   });
 }

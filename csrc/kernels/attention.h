@@ -21,22 +21,33 @@ struct TokenRange {
 // Queries of one register tile: index r = query · group + head within the group.
 template <class T>
 struct AttendTile {
+  AttendTile(const AttendTask& task_, const AttendUnit& unit_, Arena& arena)
+      : task(task_),
+        unit(unit_),
+        queries(arena.take<T>(kAttendRows * task_.head_size)),
+        scores(arena.take<float>(kAttendRows * kSpan)),
+        weights(arena.take<T>(kAttendRows * kSpan)),
+        numerator(arena.take<float>(kAttendRows * task_.head_size)) {}
+
   const AttendTask& task;
   const AttendUnit& unit;
-  int64_t first;             // r of the first query of the tile
-  int count;                 // queries here, at most kAttendRows
-  T* queries;                // [count, D]
-  float* scores;             // [count, 512]
-  T* weights;                // [count, 512] probabilities, unnormalised
-  float* numerator;          // [count, D] of the current span
+  T* const queries;               // [count, D]
+  float* const scores;            // [count, 512]
+  T* const weights;               // [count, 512] probabilities, unnormalised
+  float* const numerator;         // [count, D] of the current span
+  int64_t first;                  // r of the first query of the tile
+  int count;                      // queries here, at most kAttendRows
   TokenRange range[kAttendRows];  // of the current span, relative to it
   float maximum[kAttendRows], denominator[kAttendRows];
-  const T* keys[kBlocksPerSpan];
-  const T* values[kBlocksPerSpan];
+  // Sub-blocks of the current span in the order of their use: keys, values, and what comes next.
+  // While one is worked on, the one kAttendVecs later is fetched.
+  const T* stream[2 * kBlocksPerSpan + kAttendVecs];
+  int first_block, num_blocks;
+  const T* next[kAttendVecs];  // the first keys after this tile
 
-  int64_t token(int i) const {
-    return task.query_starts[unit.row] + (first + i) / task.group();
-  }
+  const T* const* keys(int block) const { return stream + (block - first_block); }
+  const T* const* values(int block) const { return stream + num_blocks + (block - first_block); }
+  int64_t token(int i) const { return task.query_starts[unit.row] + (first + i) / task.group(); }
   int64_t head(int i) const { return unit.kv_head * task.group() + (first + i) % task.group(); }
 };
 
@@ -45,12 +56,20 @@ inline TokenRange visible(const AttendTile<T>& tile, int i, int64_t span) {
   const AttendTask& task = tile.task;
   int64_t position = task.positions[tile.token(i)];
   int64_t begin = task.window > 0 ? position - task.window + 1 : 0;
-  int64_t end = position + 1 < task.kv_lens[tile.unit.row] ? position + 1
-                                                           : task.kv_lens[tile.unit.row];
+  int64_t end =
+      position + 1 < task.kv_lens[tile.unit.row] ? position + 1 : task.kv_lens[tile.unit.row];
   int64_t start = span * kSpan;
   begin = begin < start ? 0 : begin - start;
   end = end > start + kSpan ? kSpan : end - start;
   return {int32_t(begin), int32_t(end)};
+}
+
+// Where the sub-block of a position begins in the pools.
+template <class T>
+inline int64_t offset_of_position(const AttendTask& task, const AttendUnit& unit,
+                                  int64_t position) {
+  int64_t page = task.page_table[unit.row * task.pages_per_row + position / task.page_size];
+  return block_offset<T>(task, page, unit.kv_head, position % task.page_size);
 }
 
 // Finds each query's part of the span and the sub-blocks that hold any of it.
@@ -65,25 +84,27 @@ inline TokenRange enter_span(AttendTile<T>& tile, int64_t span) {
   }
   if (all.empty()) return all;
   const AttendTask& task = tile.task;
-  const int32_t* pages = task.page_table + tile.unit.row * task.pages_per_row;
-  for (int block = all.begin / kLanes; block * kLanes < all.end; block++) {
-    int64_t position = span * kSpan + block * kLanes;
-    int64_t page = pages[position / task.page_size];
-    int64_t at = block_offset<T>(task, page, tile.unit.kv_head, position % task.page_size);
-    tile.keys[block] = static_cast<const T*>(task.k_pool) + at;
-    tile.values[block] = static_cast<const T*>(task.v_pool) + at;
+  tile.first_block = all.begin / kLanes;
+  tile.num_blocks = (all.end + kLanes - 1) / kLanes - tile.first_block;
+  for (int i = 0; i < tile.num_blocks; i++) {
+    int64_t position = span * kSpan + (tile.first_block + i) * kLanes;
+    int64_t at = offset_of_position<T>(task, tile.unit, position);
+    tile.stream[i] = static_cast<const T*>(task.k_pool) + at;
+    tile.stream[tile.num_blocks + i] = static_cast<const T*>(task.v_pool) + at;
   }
+  for (int i = 0; i < kAttendVecs; i++) tile.stream[2 * tile.num_blocks + i] = tile.next[i];
   return all;
 }
 
 template <class T, int MR, int NR>
 [[gnu::always_inline]] inline void score_blocks(AttendTile<T>& tile, int block) {
   const T* keys[NR];
-  for (int j = 0; j < NR; j++) keys[j] = tile.keys[block + j];
+  for (int j = 0; j < NR; j++) keys[j] = tile.keys(block)[j];
   Vec acc[MR][NR];
   clear(acc);
   int64_t size = tile.task.head_size;
-  accumulate<T, MR, NR>(acc, tile.queries, size, size / kStep<T>, keys, kLanes * kStep<T>);
+  accumulate<T, MR, NR>(acc, tile.queries, size, size / kStep<T>, keys, kLanes * kStep<T>, {},
+                        tile.keys(block) + kAttendVecs);
 #pragma GCC unroll 16
   for (int i = 0; i < MR; i++)
 #pragma GCC unroll 4
@@ -108,6 +129,10 @@ inline Mask owned_lanes(TokenRange range, int block) {
   return begin <= 0 ? before_end : mask_and(before_end, mask_not(first(begin)));
 }
 
+inline bool is_whole(TokenRange range, int block) {
+  return block * kLanes >= range.begin && (block + 1) * kLanes <= range.end;
+}
+
 // Scores in units of log 2, with the soft cap where the model has one.
 inline Vec scaled_score(const AttendTask& task, Vec score) {
   if (task.soft_cap == 0.0f) return mul(score, set1(task.scale * kLog2e));
@@ -126,7 +151,7 @@ inline void softmax_span(AttendTile<T>& tile, int i) {
   Vec largest = nothing;
   for (int block = first_block; block < last; block++) {
     Vec score = scaled_score(tile.task, load(scores + block * kLanes));
-    score = select(owned_lanes(range, block), score, nothing);
+    if (!is_whole(range, block)) score = select(owned_lanes(range, block), score, nothing);
     store(scores + block * kLanes, score);
     largest = max(score, largest);
   }
@@ -134,7 +159,7 @@ inline void softmax_span(AttendTile<T>& tile, int i) {
   Vec sum = zero();
   for (int block = first_block; block < last; block++) {
     Vec p = exp2_vec(sub(load(scores + block * kLanes), set1(maximum)));
-    p = select(owned_lanes(range, block), p, zero());
+    if (!is_whole(range, block)) p = select(owned_lanes(range, block), p, zero());
     sum = add(sum, p);
     Elem<T>::store(weights + block * kLanes, p);
   }
@@ -157,7 +182,8 @@ inline StepRange<T> whole_steps(TokenRange r) {
 }
 
 template <int MR, int NR>
-[[gnu::always_inline]] inline void load_tile(Vec (&acc)[MR][NR], const float* from, int64_t stride) {
+[[gnu::always_inline]] inline void load_tile(Vec (&acc)[MR][NR], const float* from,
+                                             int64_t stride) {
 #pragma GCC unroll 16
   for (int i = 0; i < MR; i++)
 #pragma GCC unroll 4
@@ -181,12 +207,14 @@ template <class T, int MR, int NR>
   for (int step = steps.begin; step < steps.end;) {
     int block = step / kSteps, within = step % kSteps;
     int count = steps.end - step < kSteps - within ? steps.end - step : kSteps - within;
-    const T* columns[NR];
+    const T *columns[NR], *later[NR];
     for (int j = 0; j < NR; j++) {
-      columns[j] = tile.values[block] + (within * size + d + j * kLanes) * kStep<T>;
+      int64_t at = (within * size + d + j * kLanes) * kStep<T>;
+      columns[j] = tile.values(block)[0] + at;
+      later[j] = tile.values(block)[kAttendVecs] + at;
     }
     accumulate<T, MR, NR>(acc, tile.weights + step * kStep<T>, kSpan, count, columns,
-                          size * kStep<T>);
+                          size * kStep<T>, {}, later);
     step += count;
   }
   store_tile(acc, tile.numerator + d, size);
@@ -202,7 +230,7 @@ inline void add_edge_values(AttendTile<T>& tile, int i, StepRange<T> steps) {
     int token = step * kStep<T>;
     bool keep_first = token >= range.begin && token < range.end;
     bool keep_second = token + 1 >= range.begin && token + 1 < range.end;
-    const T* values = tile.values[step / kSteps] + step % kSteps * size * kStep<T>;
+    const T* values = tile.values(step / kSteps)[0] + step % kSteps * size * kStep<T>;
     auto operand = Elem<T>::broadcast(tile.weights + i * kSpan + token);
     for (int64_t d = 0; d < size; d += kLanes) {
       float* at = tile.numerator + i * size + d;
@@ -306,24 +334,32 @@ inline void attend_tile(AttendTile<T>& tile, float* sums, int64_t stride) {
   }
 }
 
+// The first keys that a unit will read, to be fetched before it begins.
+template <class T>
+inline void first_keys(const AttendPlan& plan, const AttendUnit& unit,
+                       const T* (&keys)[kAttendVecs]) {
+  const AttendTask& task = *plan.task;
+  int64_t query = task.positions[task.query_starts[unit.row] + unit.query_begin];
+  int64_t position = unit.span_begin * int64_t(kSpan);
+  if (task.window > 0 && query - task.window + 1 > position) position = query - task.window + 1;
+  for (int i = 0; i < kAttendVecs; i++) {
+    if (position + i * kLanes > query && i > 0) {
+      keys[i] = keys[i - 1];
+      continue;
+    }
+    int64_t at = offset_of_position<T>(task, unit, position + i * kLanes);
+    keys[i] = static_cast<const T*>(task.k_pool) + at;
+  }
+}
+
 // Partials of a split unit lie as [span][query][D + 2]; a split unit has one span.
 template <class T>
-inline void attend_unit(const AttendPlan& plan, const AttendUnit& unit, Arena& arena) {
+inline void attend_unit(const AttendPlan& plan, const AttendUnit& unit, const AttendUnit& next_unit,
+                        Arena& arena) {
   const AttendTask& task = *plan.task;
   const int64_t size = task.head_size, stride = round_up(size + 2, kLanes);
-  AttendTile<T> tile{task,
-                     unit,
-                     0,
-                     0,
-                     arena.take<T>(kAttendRows * size),
-                     arena.take<float>(kAttendRows * kSpan),
-                     arena.take<T>(kAttendRows * kSpan),
-                     arena.take<float>(kAttendRows * size),
-                     {},
-                     {},
-                     {},
-                     {},
-                     {}};
+  AttendTile<T> tile{task, unit, arena};
+  first_keys(plan, next_unit, tile.next);
   float* scratch = arena.take<float>(kAttendRows * stride);
   int64_t begin = unit.query_begin * task.group(), total = unit.query_end * task.group() - begin;
   int64_t tiles = ceil_div(total, kAttendRows);
@@ -335,9 +371,8 @@ inline void attend_unit(const AttendPlan& plan, const AttendUnit& unit, Arena& a
       prepare_head<T>(task, tile.token(i), tile.head(i), task.q_weight, tile.queries + i * size);
     }
     float* sums = unit.partial < 0 ? scratch : plan.partials + (unit.partial + low) * stride;
-    with_count<kAttendRows>(tile.count, [&](auto n) {
-      attend_tile<T, decltype(n)::value>(tile, sums, stride);
-    });
+    with_count<kAttendRows>(
+        tile.count, [&](auto n) { attend_tile<T, decltype(n)::value>(tile, sums, stride); });
     for (int i = 0; unit.partial < 0 && i < tile.count; i++) {
       write_output<T>(task, {sums + i * stride, size}, tile.token(i), tile.head(i));
     }
@@ -351,12 +386,11 @@ void attend_units(const void* context, int64_t begin, int64_t end, Worker& worke
     const AttendUnit& unit = plan.units[u];
     const AttendTask& task = *plan.task;
     if (plan.append_inside) {
-      for (int64_t q = unit.query_begin; q < unit.query_end; q++) {
-        append_token<T>(task, task.query_starts[unit.row] + q, unit.kv_head);
-      }
+      int64_t start = task.query_starts[unit.row];
+      append_tokens<T>(task, start + unit.query_begin, start + unit.query_end, unit.kv_head);
     }
     worker.arena.reset();
-    attend_unit<T>(plan, unit, worker.arena);
+    attend_unit<T>(plan, unit, u + 1 < end ? plan.units[u + 1] : unit, worker.arena);
   }
 }
 

@@ -50,8 +50,7 @@ template <class T>
 inline void prepare_head(const AttendTask& task, int64_t token, int64_t head, const float* weight,
                          T* out) {
   alignas(64) float work[kMaxHeadSize];
-  const T* raw =
-      static_cast<const T*>(task.qkv) + token * task.qkv_width() + head * task.head_size;
+  const T* raw = static_cast<const T*>(task.qkv) + token * task.qkv_width() + head * task.head_size;
   for (int64_t i = 0; i < task.head_size; i += kLanes) store(work + i, Elem<T>::load(raw + i));
   norm_head(task, weight, work);
   rotate_head(task, rope_row(task, token), work);
@@ -77,26 +76,52 @@ inline void write_value(const AttendTask& task, const T* value, T* block, int64_
   for (int64_t i = 0; i < task.head_size; i++) to[i * kStep<T>] = value[i];
 }
 
-template <class T>
-inline void append_token(const AttendTask& task, int64_t token, int64_t kv_head) {
+// Two neighbouring values at once.
+inline void write_value_pair(const AttendTask& task, const bf16* value, const bf16* next,
+                             bf16* block, int64_t lane) {
+  bf16* to = block + lane * task.head_size;
+  for (int64_t i = 0; i < task.head_size; i++) {
+    to[2 * i] = value[i];
+    to[2 * i + 1] = next[i];
+  }
+}
+
+inline bool is_stored(const AttendTask& task, int64_t token) {
   int64_t slot = task.slot_mapping[token];
-  if (slot < 0 || slot >= task.num_pages * task.page_size) return;
-  int64_t page = slot / task.page_size, offset = slot % task.page_size;
-  int64_t at = block_offset<T>(task, page, kv_head, offset);
-  alignas(64) T key[kMaxHeadSize];
-  prepare_head<T>(task, token, task.heads + kv_head, task.k_weight, key);
-  write_key<T>(task, key, static_cast<T*>(task.k_pool) + at, offset % kLanes);
-  const T* value = static_cast<const T*>(task.qkv) + token * task.qkv_width() +
-                   (task.heads + task.kv_heads + kv_head) * task.head_size;
-  write_value<T>(task, value, static_cast<T*>(task.v_pool) + at, offset % kLanes);
+  return slot >= 0 && slot < task.num_pages * task.page_size;
+}
+
+// Writes keys and values of tokens [begin, end).
+template <class T>
+inline void append_tokens(const AttendTask& task, int64_t begin, int64_t end, int64_t kv_head) {
+  for (int64_t token = begin; token < end; token++) {
+    if (!is_stored(task, token)) continue;
+    int64_t slot = task.slot_mapping[token], offset = slot % task.page_size;
+    int64_t at = block_offset<T>(task, slot / task.page_size, kv_head, offset);
+    alignas(64) T key[kMaxHeadSize];
+    prepare_head<T>(task, token, task.heads + kv_head, task.k_weight, key);
+    write_key<T>(task, key, static_cast<T*>(task.k_pool) + at, offset % kLanes);
+    const T* value = static_cast<const T*>(task.qkv) + token * task.qkv_width() +
+                     (task.heads + task.kv_heads + kv_head) * task.head_size;
+    T* block = static_cast<T*>(task.v_pool) + at;
+    if constexpr (kStep<T> == 2) {
+      bool has_next = token + 1 < end && slot % 2 == 0 && task.slot_mapping[token + 1] == slot + 1;
+      if (has_next) {
+        write_value_pair(task, value, value + task.qkv_width(), block, offset % kLanes);
+      }
+      bool is_done = token > begin && slot % 2 == 1 && task.slot_mapping[token - 1] == slot - 1;
+      if (has_next || is_done) continue;
+    }
+    write_value<T>(task, value, block, offset % kLanes);
+  }
 }
 
 // A unit is one token, all its KV heads.
 template <class T>
 void append_units(const void* context, int64_t begin, int64_t end, Worker&) {
   const AttendTask& task = *static_cast<const AttendPlan*>(context)->task;
-  for (int64_t token = begin; token < end; token++) {
-    for (int64_t head = 0; head < task.kv_heads; head++) append_token<T>(task, token, head);
+  for (int64_t head = 0; head < task.kv_heads; head++) {
+    append_tokens<T>(task, begin, end, head);
   }
 }
 

@@ -24,8 +24,9 @@ constexpr int kPanelVecs = kPanel / kLanes;
 
 // The reduction for MR rows and NR neighbouring column vectors of a panel.
 template <class T, int MR, int NR>
-[[gnu::always_inline]] inline void reduce_columns(Vec (&acc)[MR][NR], const PanelProduct<T>& product, int64_t row,
-                           int column, Ahead ahead) {
+[[gnu::always_inline]] inline void reduce_columns(Vec (&acc)[MR][NR],
+                                                  const PanelProduct<T>& product, int64_t row,
+                                                  int column, Ahead ahead) {
   constexpr int64_t kStride = kPanel * kStep<T>;
   const T* x = product.x + row * product.k;
   const T* w[NR];
@@ -46,7 +47,7 @@ template <class T, int MR, int NR>
 // MR rows of a panel, handed to epilogue(row, columns) one row at a time.
 template <class T, int MR, class Epilogue>
 [[gnu::noinline]] void row_tile(const PanelProduct<T>& product, int64_t row, Ahead ahead,
-                     const Epilogue& epilogue) {
+                                const Epilogue& epilogue) {
   Vec acc[MR][kPanelVecs];
   if constexpr (kTileVecs == kPanelVecs) {
     reduce_columns<T, MR, kPanelVecs>(acc, product, row, 0, ahead);
@@ -121,7 +122,9 @@ void linear_units(const void* context, int64_t begin, int64_t end, Worker&) {
   const auto& units = *static_cast<const LinearUnits*>(context);
   const LinearTask& task = *units.task;
   run_panels<T>(task.x, task.w, task.rows, task.k, units.row_blocks, begin, end,
-                [&](int64_t panel) { return LinearEpilogue<T>{task, panel * kPanel}; });
+                [&](int64_t panel) {
+                  return LinearEpilogue<T>{task, panel * kPanel};
+                });
 }
 
 template <class T, Activation A>
@@ -147,7 +150,9 @@ template <class T, Activation A>
 void gated_units_as(const GatedUnits& units, int64_t begin, int64_t end) {
   const GatedTask& task = *units.task;
   run_panels<T>(task.x, task.w, task.rows, task.k, units.row_blocks, begin, end,
-                [&](int64_t panel) { return GatedEpilogue<T, A>{task, panel * kLanes}; });
+                [&](int64_t panel) {
+                  return GatedEpilogue<T, A>{task, panel * kLanes};
+                });
 }
 
 template <class T>
@@ -208,8 +213,9 @@ void logits_units(const void* context, int64_t begin, int64_t end, Worker& worke
   const auto& task = *static_cast<const LogitsTask*>(context);
   const LinearTask& product = task.product;
   RowBest* best = task.best + worker.index * product.rows;
-  run_panels<T>(product.x, product.w, product.rows, product.k, 1, begin, end,
-                [&](int64_t panel) { return LogitsEpilogue{task, best, panel * kPanel}; });
+  run_panels<T>(product.x, product.w, product.rows, product.k, 1, begin, end, [&](int64_t panel) {
+    return LogitsEpilogue{task, best, panel * kPanel};
+  });
 }
 
 }  // namespace cadenza::CADENZA_ISA

@@ -27,8 +27,10 @@ template <int MR, int NR>
 }
 
 template <class T, int MR, int NR>
-[[gnu::always_inline]] inline void accumulate_step(Vec (&acc)[MR][NR], const typename Elem<T>::Weight (&columns)[NR],
-                            const T* const (&x)[(MR + 2) / 3], int64_t row_stride) {
+[[gnu::always_inline]] inline void accumulate_step(Vec (&acc)[MR][NR],
+                                                   const typename Elem<T>::Weight (&columns)[NR],
+                                                   const T* const (&x)[(MR + 2) / 3],
+                                                   int64_t row_stride) {
 #pragma GCC unroll 16
   for (int i = 0; i < MR; i++) {
     auto operand = Elem<T>::broadcast(x[i / 3] + (i % 3) * row_stride);
@@ -39,9 +41,12 @@ template <class T, int MR, int NR>
 
 // acc[i][j] += sum over `steps` of x[i] · w[j], one accumulator and one order for each element
 // whatever MR and NR are. Rows are reached through a base for every three, which spares registers.
+// Meanwhile `ahead`, or the same steps of the NR vectors `later`, are fetched.
 template <class T, int MR, int NR>
-[[gnu::always_inline]] inline void accumulate(Vec (&acc)[MR][NR], const T* x, int64_t row_stride, int64_t steps,
-                       const T* const (&w)[NR], int64_t w_stride, Ahead ahead = {}) {
+[[gnu::always_inline]] inline void accumulate(Vec (&acc)[MR][NR], const T* x, int64_t row_stride,
+                                              int64_t steps, const T* const (&w)[NR],
+                                              int64_t w_stride, Ahead ahead = {},
+                                              const T* const* later = nullptr) {
   constexpr int kBases = (MR + 2) / 3;
   const T* base[kBases];
 #pragma GCC unroll 16
@@ -52,6 +57,10 @@ template <class T, int MR, int NR>
 #pragma GCC unroll 4
     for (int j = 0; j < NR; j++) columns[j] = Elem<T>::weight(w[j] + offset);
     accumulate_step<T, MR, NR>(acc, columns, base, row_stride);
+    if (later != nullptr) {
+#pragma GCC unroll 4
+      for (int j = 0; j < NR; j++) __builtin_prefetch(later[j] + offset, 0, 3);
+    }
     offset += w_stride;
 #pragma GCC unroll 16
     for (int g = 0; g < kBases; g++) base[g] += kStep<T>;

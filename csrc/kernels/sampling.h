@@ -13,10 +13,11 @@ constexpr float kInfinity = __builtin_inff();
 constexpr int64_t kShortList = 2048;
 constexpr int kMaxHalvings = 24;
 
-// Tokens still in play, ascending by id. Both arrays are padded to 16 lanes (values by -inf).
+// Tokens still in play, ascending by id. Arrays are padded to 16 lanes (values by -inf).
 struct Candidates {
   float* values;
-  float* ids;  // token ids as raw bits
+  float* ids;     // token ids as raw bits
+  float* masses;  // exp(value - maximum), or null while nobody needs them
   int64_t count;
 };
 
@@ -36,6 +37,7 @@ inline void keep_from(Candidates& c, float threshold) {
     Mask m = mask_and(inside, cmp_ge(value, set1(threshold)));
     int n = compress(c.values + kept, m, value);
     compress(c.ids + kept, m, id);
+    if (c.masses != nullptr) compress(c.masses + kept, m, load(c.masses + i));
     kept += n;
   }
   c.count = kept;
@@ -60,25 +62,36 @@ struct CountMeasure {
   }
 };
 
-// The probability mass, relative to exp(maximum), of the candidates that reach a threshold. Lanes
-// are summed in a fixed order, so a smaller set never has a larger sum.
+// Sums terms(i) over vectors of lanes, in one order fixed by the count: f32 lanes in short runs,
+// runs in double. Replacing terms by zero never makes the sum larger.
+template <class Terms>
+inline double ordered_sum(int64_t count, const Terms& terms) {
+  constexpr int64_t kRun = 64 * kLanes;
+  double total = 0.0;
+  for (int64_t start = 0; start < count; start += kRun) {
+    Vec sum = zero();
+    for (int64_t i = start; i < count && i < start + kRun; i += kLanes) sum = add(sum, terms(i));
+    total += double(reduce_add(sum));
+  }
+  return total;
+}
+
+// The probability mass, relative to exp(maximum), of the candidates that reach a threshold.
 struct MassMeasure {
-  float maximum;
   double operator()(const Candidates& c, float threshold) const {
-    constexpr int64_t kRun = 64 * kLanes;
-    double total = 0.0;
-    for (int64_t start = 0; start < c.count; start += kRun) {
-      Vec sum = zero();
-      for (int64_t i = start; i < c.count && i < start + kRun; i += kLanes) {
-        Vec value = load(c.values + i);
-        Vec mass = exp_vec(sub(value, set1(maximum)));
-        sum = add(sum, select(cmp_ge(value, set1(threshold)), mass, zero()));
-      }
-      total += double(reduce_add(sum));
-    }
-    return total;
+    return ordered_sum(c.count, [&](int64_t i) {
+      Mask reaches = cmp_ge(load(c.values + i), set1(threshold));
+      return select(reaches, load(c.masses + i), zero());
+    });
   }
 };
+
+inline void weigh(Candidates& c, float maximum, Arena& arena) {
+  c.masses = arena.take<float>(c.count + 2 * kLanes);
+  for (int64_t i = 0; i < c.count; i += kLanes) {
+    store(c.masses + i, exp_vec(sub(load(c.values + i), set1(maximum))));
+  }
+}
 
 inline uint32_t ordered_bits(float x) {
   uint32_t raw;
@@ -184,7 +197,7 @@ inline Choice choose_greedy(const Candidates& c) {
 // All tokens of the row with bias and temperature applied.
 inline Candidates all_tokens(const SampledRow& row, int64_t vocab, Arena& arena) {
   int64_t padded = round_up(vocab, kLanes) + kLanes;
-  Candidates c{arena.take<float>(padded), arena.take<float>(padded), vocab};
+  Candidates c{arena.take<float>(padded), arena.take<float>(padded), nullptr, vocab};
   float temperature = row.params.temperature > 0.0f ? row.params.temperature : 1.0f;
   for (int64_t i = 0; i < vocab; i += kLanes) {
     int n = int(vocab - i < kLanes ? vocab - i : kLanes);
@@ -204,7 +217,8 @@ inline int32_t sample_token(const SampledRow& row, int64_t vocab, Arena& arena) 
   if (params.top_k > 0 && params.top_k < vocab) keep_reaching(c, params.top_k, CountMeasure{});
   float maximum = largest_value(c);
   if (params.top_p < 1.0f) {
-    MassMeasure mass{maximum};
+    weigh(c, maximum, arena);
+    MassMeasure mass;
     keep_reaching(c, double(params.top_p) * mass(c, -kInfinity), mass);
   }
   if (params.min_p > 0.0f) {
@@ -220,7 +234,8 @@ inline float log_sum_exp(const float* logits, int64_t vocab) {
   Vec best = set1(-kInfinity);
   for (int64_t i = 0; i < vocab; i += kLanes) best = max(load(logits + i), best);
   float maximum = reduce_max(best);
-  double total = MassMeasure{maximum}({const_cast<float*>(logits), nullptr, vocab}, -kInfinity);
+  double total =
+      ordered_sum(vocab, [&](int64_t i) { return exp_vec(sub(load(logits + i), set1(maximum))); });
   alignas(64) float lanes[kLanes];
   store(lanes, log_vec(set1(float(total))));
   return maximum + lanes[0];

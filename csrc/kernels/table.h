@@ -4,6 +4,7 @@
 #include "kernels/attention.h"
 #include "kernels/linear.h"
 #include "kernels/norm.h"
+#include "kernels/roofline.h"
 #include "kernels/sampling.h"
 
 namespace cadenza::CADENZA_ISA {
@@ -19,7 +20,9 @@ constexpr KernelTable make_table(const char* isa) {
           {attend_units<bf16>, attend_units<float>},
           {merge_units<bf16>, merge_units<float>},
           {logits_units<bf16>, logits_units<float>},
-          sample_units};
+          sample_units,
+          read_units,
+          {multiply_units<bf16>, multiply_units<float>}};
 }
 
 }  // namespace cadenza::CADENZA_ISA

@@ -22,7 +22,8 @@ inline Vec set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline VecI set1_i(uint32_t a) { return {_mm256_set1_epi32(int(a)), _mm256_set1_epi32(int(a))}; }
 inline VecI iota() {
-  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+          _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
 }
 inline Mask first(int n) {
   VecI lanes = iota(), count = set1_i(uint32_t(n));

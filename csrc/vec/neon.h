@@ -210,7 +210,8 @@ inline float reduce_max(Vec a) {
   float lanes[kLanes];
   store(lanes, a);
   for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    for (int i = 0; i < half; i++)
+      lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
   }
   return lanes[0];
 }

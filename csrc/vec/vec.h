@@ -34,9 +34,7 @@ struct Elem<bf16> {
     return operand(pair);
   }
   static Operand broadcast_last(const bf16* p) { return operand(p->bits); }
-  static Vec dot(Vec acc, const Weight& w, const Operand& x) {
-    return CADENZA_ISA::dot(acc, w, x);
-  }
+  static Vec dot(Vec acc, const Weight& w, const Operand& x) { return CADENZA_ISA::dot(acc, w, x); }
   static Vec load(const bf16* p) { return load_bf16(p); }
   static Vec load_n(const bf16* p, int n) { return load_bf16_n(p, n); }
   static void store(bf16* p, Vec a) { store_bf16(p, a); }

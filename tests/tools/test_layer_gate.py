@@ -85,7 +85,7 @@ UNLAWFUL = (
     ("engine.core", "cadenza.text"),
     ("server", "cadenza.core"),
     ("server", "numpy"),
-    ("bench", "cadenza.engine"),
+    ("bench", "cadenza.core"),
 )
 
 

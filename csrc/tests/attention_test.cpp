@@ -1,0 +1,361 @@
+// Attention: against double precision, and rule 1 over chunks, pages, neighbours, threads and NaN.
+#include <algorithm>
+
+#include "tests/check.h"
+#include "tests/data.h"
+
+namespace cadenza::tests {
+namespace {
+
+struct Shape {
+  int64_t heads, kv_heads, size, rotary;
+  int64_t window = 0;
+  float soft_cap = 0;
+  bool has_norm = false;
+  int64_t width() const { return (heads + 2 * kv_heads) * size; }
+};
+
+// One sequence: its qkv at every position.
+template <class T>
+struct Sequence {
+  int64_t length;
+  std::vector<T> qkv;
+};
+
+constexpr int64_t kRopeRows = 2048;
+
+std::vector<float> rope_table(int64_t rotary) {
+  std::vector<float> table(size_t(kRopeRows * rotary));
+  for (int64_t p = 0; p < kRopeRows; p++) {
+    for (int64_t i = 0; i < rotary / 2; i++) {
+      double angle = double(p) / std::pow(1e4, 2.0 * double(i) / double(rotary));
+      table[size_t(p * rotary + i)] = float(std::cos(angle));
+      table[size_t(p * rotary + rotary / 2 + i)] = float(std::sin(angle));
+    }
+  }
+  return table;
+}
+
+// A paged pool and what one step of some rows needs.
+template <class T>
+class Engine {
+ public:
+  Engine(const Context& context, Shape shape, int64_t page_size, int64_t num_pages, uint64_t seed)
+      : context_(context),
+        shape_(shape),
+        page_size_(page_size),
+        num_pages_(num_pages),
+        rope_(rope_table(shape.rotary)),
+        pool_size_(num_pages * page_size * shape.kv_heads * shape.size),
+        keys_(pool_size_ * int64_t(sizeof(T))),
+        values_(pool_size_ * int64_t(sizeof(T))) {
+    // Every slot starts as NaN (0xff bytes): whatever is not owned must never be used.
+    Random random(seed);
+    for (int32_t p = 0; p < num_pages; p++) free_.push_back(p);
+    for (size_t i = free_.size(); i > 1; i--)
+      std::swap(free_[i - 1], free_[size_t(random.below(int(i)))]);
+    Random weights(5);
+    q_weight_ = random_values<float>(weights, shape.size);
+    k_weight_ = random_values<float>(weights, shape.size);
+  }
+
+  int add_row() {
+    pages_.emplace_back();
+    lengths_.push_back(0);
+    return int(pages_.size()) - 1;
+  }
+
+  struct Chunk {
+    int row;
+    const Sequence<T>* sequence;
+    int64_t count;
+  };
+
+  // One step; the output of each chunk's queries, one after another.
+  std::vector<T> step(const std::vector<Chunk>& chunks, size_t threads = 0) {
+    std::vector<T> qkv;
+    std::vector<int32_t> positions, slots, starts{0}, lens, table;
+    int64_t most = 1;
+    for (const Chunk& chunk : chunks) {
+      grow(chunk.row, lengths_[size_t(chunk.row)] + chunk.count);
+      most = std::max(most, int64_t(pages_[size_t(chunk.row)].size()));
+    }
+    for (const Chunk& chunk : chunks) {
+      int64_t& length = lengths_[size_t(chunk.row)];
+      const auto& pages = pages_[size_t(chunk.row)];
+      const T* from = chunk.sequence->qkv.data() + length * shape_.width();
+      qkv.insert(qkv.end(), from, from + chunk.count * shape_.width());
+      for (int64_t p = length; p < length + chunk.count; p++) {
+        positions.push_back(int32_t(p));
+        slots.push_back(int32_t(pages[size_t(p / page_size_)] * page_size_ + p % page_size_));
+      }
+      length += chunk.count;
+      starts.push_back(int32_t(positions.size()));
+      lens.push_back(int32_t(length));
+      table.insert(table.end(), pages.begin(), pages.end());
+      table.insert(table.end(), size_t(most) - pages.size(), -1);
+    }
+    std::vector<T> out(positions.size() * size_t(shape_.heads * shape_.size));
+    AttendTask task{};
+    task.rows = int64_t(chunks.size());
+    task.num_tokens = int64_t(positions.size());
+    task.pages_per_row = most;
+    task.page_size = page_size_;
+    task.num_pages = num_pages_;
+    task.heads = shape_.heads;
+    task.kv_heads = shape_.kv_heads;
+    task.head_size = shape_.size;
+    task.rotary_size = shape_.rotary;
+    task.rope_rows = kRopeRows;
+    task.scale = 1 / std::sqrt(float(shape_.size));
+    task.soft_cap = shape_.soft_cap;
+    task.window = shape_.window;
+    task.qkv = qkv.data();
+    task.positions = positions.data();
+    task.slot_mapping = slots.data();
+    task.query_starts = starts.data();
+    task.kv_lens = lens.data();
+    task.page_table = table.data();
+    task.rope = rope_.data();
+    if (shape_.has_norm) task.q_weight = q_weight_.data(), task.k_weight = k_weight_.data();
+    task.norm_eps = 1e-6f;
+    task.k_pool = keys_.data();
+    task.v_pool = values_.data();
+    task.out = out.data();
+    rope_append_attend(context_.runtime(threads), dtype_of<T>(), task);
+    return out;
+  }
+
+  const std::vector<float>& rope() const { return rope_; }
+  const std::vector<float>& q_weight() const { return q_weight_; }
+  const std::vector<float>& k_weight() const { return k_weight_; }
+
+ private:
+  void grow(int row, int64_t length) {
+    auto& pages = pages_[size_t(row)];
+    while (int64_t(pages.size()) * page_size_ < length) {
+      CHECK(!free_.empty());
+      pages.push_back(free_.back());
+      free_.pop_back();
+    }
+  }
+
+  const Context& context_;
+  Shape shape_;
+  int64_t page_size_, num_pages_;
+  std::vector<float> rope_, q_weight_, k_weight_;
+  int64_t pool_size_;
+  Aligned keys_, values_;
+  std::vector<int32_t> free_;
+  std::vector<std::vector<int32_t>> pages_;
+  std::vector<int64_t> lengths_;
+};
+
+template <class T>
+Sequence<T> random_sequence(const Shape& shape, int64_t length, uint64_t seed) {
+  Random random(seed);
+  return {length, random_values<T>(random, length * shape.width())};
+}
+
+// The whole sequence in chunks of the given size.
+template <class T>
+std::vector<T> in_chunks(Engine<T>& engine, const Sequence<T>& sequence, int64_t chunk,
+                         size_t threads) {
+  int row = engine.add_row();
+  std::vector<T> all;
+  for (int64_t done = 0; done < sequence.length; done += chunk) {
+    auto out = engine.step({{row, &sequence, std::min(chunk, sequence.length - done)}}, threads);
+    all.insert(all.end(), out.begin(), out.end());
+  }
+  return all;
+}
+
+// A head in double precision: normed, rotated, rounded to T as the kernel does.
+template <class T>
+std::vector<double> reference_head(const Shape& shape, const Engine<T>& engine,
+                                   const Sequence<T>& sequence, int64_t position, int64_t head) {
+  const T* raw = sequence.qkv.data() + position * shape.width() + head * shape.size;
+  std::vector<double> x(size_t(shape.size));
+  for (int64_t i = 0; i < shape.size; i++) x[size_t(i)] = widen(raw[i]);
+  if (head >= shape.heads + shape.kv_heads) return x;
+  if (shape.has_norm) {
+    const auto& weight = head < shape.heads ? engine.q_weight() : engine.k_weight();
+    double squares = 0;
+    for (double v : x) squares += v * v;
+    double scale = 1 / std::sqrt(squares / double(shape.size) + 1e-6);
+    for (size_t i = 0; i < x.size(); i++) x[i] *= scale * weight[i];
+  }
+  int64_t half = shape.rotary / 2;
+  for (int64_t i = 0; i < half; i++) {
+    double c = engine.rope()[size_t(position * shape.rotary + i)];
+    double s = engine.rope()[size_t(position * shape.rotary + half + i)];
+    double a = x[size_t(i)], b = x[size_t(half + i)];
+    x[size_t(i)] = a * c - b * s;
+    x[size_t(half + i)] = b * c + a * s;
+  }
+  for (double& v : x) {
+    T rounded;
+    set(rounded, float(v));
+    v = widen(rounded);
+  }
+  return x;
+}
+
+template <class T>
+void check_reference(const Context& context, Shape shape, int64_t length) {
+  Sequence<T> sequence = random_sequence<T>(shape, length, 11);
+  Engine<T> engine(context, shape, 16, length / 16 + 2, 1);
+  std::vector<T> out = in_chunks(engine, sequence, length, 1);
+  std::vector<std::vector<double>> keys, values;
+  for (int64_t h = 0; h < shape.heads; h++) {
+    int64_t kv = shape.heads + h * shape.kv_heads / shape.heads;
+    keys.clear(), values.clear();
+    for (int64_t p = 0; p < length; p++) {
+      keys.push_back(reference_head(shape, engine, sequence, p, kv));
+      values.push_back(reference_head(shape, engine, sequence, p, kv + shape.kv_heads));
+    }
+    for (int64_t p = 0; p < length; p += 7) {
+      std::vector<double> q = reference_head(shape, engine, sequence, p, h);
+      std::vector<double> sum(size_t(shape.size), 0.0), weights;
+      int64_t begin = shape.window > 0 ? std::max<int64_t>(0, p - shape.window + 1) : 0;
+      double total = 0, highest = -1e300;
+      for (int64_t t = begin; t <= p; t++) {
+        double score = 0;
+        for (int64_t i = 0; i < shape.size; i++) score += q[size_t(i)] * keys[size_t(t)][size_t(i)];
+        score /= std::sqrt(double(shape.size));
+        if (shape.soft_cap > 0) score = shape.soft_cap * std::tanh(score / shape.soft_cap);
+        weights.push_back(score);
+        highest = std::max(highest, score);
+      }
+      for (int64_t t = begin; t <= p; t++) {
+        double weight = std::exp(weights[size_t(t - begin)] - highest);
+        total += weight;
+        for (int64_t i = 0; i < shape.size; i++)
+          sum[size_t(i)] += weight * values[size_t(t)][size_t(i)];
+      }
+      for (int64_t i = 0; i < shape.size; i++) {
+        float mine = widen(out[size_t((p * shape.heads + h) * shape.size + i)]);
+        CHECK_NEAR(mine, sum[size_t(i)] / total, kStep<T> == 2 ? 0.03 : 2e-4);
+      }
+    }
+  }
+}
+
+std::vector<Shape> shapes(bool quick) {
+  if (quick) return {{4, 2, 64, 64}, {3, 1, 80, 32, 40, 5.0f, true}};
+  return {{9, 3, 64, 64},      {4, 4, 80, 80},
+          {8, 2, 96, 48},      {5, 1, 128, 128, 0, 0, true},
+          {2, 1, 256, 64},     {6, 2, 16, 16},
+          {4, 2, 64, 64, 100}, {4, 2, 64, 64, 0, 20.0f},
+          {3, 1, 112, 40},     {8, 8, 64, 64, 600, 0, true}};
+}
+
+TEST(attention_agrees_with_double_precision) {
+  for (const Shape& shape : shapes(context.quick)) {
+    check_reference<bf16>(context, shape, 75);
+    check_reference<float>(context, shape, context.quick ? 40 : 530);
+  }
+}
+
+template <class T>
+void check_chunks(const Context& context, Shape shape, int64_t length) {
+  Sequence<T> sequence = random_sequence<T>(shape, length, 21);
+  Engine<T> one_by_one(context, shape, 16, length / 16 + 2, 1);
+  std::vector<T> expected = in_chunks(one_by_one, sequence, 1, 0);
+  std::vector<int64_t> chunks = context.quick ? std::vector<int64_t>{7, length}
+                                              : std::vector<int64_t>{2, 3, 7, 16, 33, 100, length};
+  for (int64_t chunk : chunks) {
+    for (int64_t page_size : {16, 48}) {
+      for (size_t threads = 0; threads < 3; threads++) {
+        Engine<T> engine(context, shape, page_size, length / page_size + 2, uint64_t(chunk));
+        std::vector<T> out = in_chunks(engine, sequence, chunk, threads);
+        CHECK(same_bits(out.data(), expected.data(), int64_t(out.size())));
+      }
+    }
+  }
+}
+
+TEST(attention_has_the_same_bits_for_every_chunking_page_size_and_thread_count) {
+  std::vector<Shape> all = shapes(context.quick);
+  for (const Shape& shape : all) {
+    check_chunks<bf16>(context, shape, context.quick ? 50 : 130);
+    check_chunks<float>(context, shape, context.quick ? 50 : 130);
+  }
+  // Beyond one span, with and without a window that hides whole spans.
+  if (!context.quick) {
+    check_chunks<bf16>(context, all[0], 1100);
+    check_chunks<float>(context, {4, 2, 64, 64, 300}, 1100);
+  }
+}
+
+template <class T>
+void check_neighbours(const Context& context, const Shape& shape) {
+  const int64_t row_size = shape.heads * shape.size;
+  std::vector<Sequence<T>> sequences;
+  std::vector<std::vector<T>> alone;
+  const int count = context.quick ? 5 : 33;
+  for (int i = 0; i < count; i++) {
+    sequences.push_back(random_sequence<T>(shape, 3 + (i * 37) % 90, uint64_t(i + 50)));
+    Engine<T> engine(context, shape, 16, 8, uint64_t(i));
+    alone.push_back(in_chunks(engine, sequences.back(), sequences.back().length, 0));
+  }
+  // One row is all NaN and infinities; the others may not notice.
+  auto& poisoned = sequences[2].qkv;
+  for (size_t i = 0; i < poisoned.size(); i++) set(poisoned[i], i % 2 == 1 ? kNaN : kInf);
+  for (size_t threads = 0; threads < 3; threads++) {
+    Engine<T> engine(context, shape, 16, count * 7, threads);
+    std::vector<typename Engine<T>::Chunk> prompts, last;
+    for (int i = 0; i < count; i++) {
+      int row = engine.add_row();
+      prompts.push_back({row, &sequences[size_t(i)], sequences[size_t(i)].length - 1 - i % 2});
+      last.push_back({row, &sequences[size_t(i)], 1 + i % 2});
+    }
+    engine.step(prompts, threads);
+    std::vector<T> out = engine.step(last, threads);
+    int64_t at = 0;
+    for (int i = 0; i < count; i++) {
+      int64_t size = last[size_t(i)].count * row_size;
+      const T* expected = alone[size_t(i)].data() + int64_t(alone[size_t(i)].size()) - size;
+      if (i == 2) {
+        for (int64_t j = 0; j < size; j++) CHECK(!std::isfinite(widen(out[size_t(at + j)])));
+      } else {
+        CHECK(same_bits(out.data() + at, expected, size));
+      }
+      at += size;
+    }
+  }
+}
+
+TEST(attention_rows_do_not_notice_neighbours_or_poisoned_slots) {
+  for (const Shape& shape : shapes(context.quick)) {
+    check_neighbours<bf16>(context, shape);
+    check_neighbours<float>(context, shape);
+  }
+}
+
+// A later token of the same row may not reach an earlier query, not even as 0 × NaN.
+TEST(attention_queries_do_not_notice_later_poison_in_their_own_row) {
+  Shape shape{4, 2, 64, 64};
+  Sequence<bf16> sequence = random_sequence<bf16>(shape, 20, 3), bad = sequence;
+  for (int64_t i = 11 * shape.width(); i < 12 * shape.width(); i++) set(bad.qkv[size_t(i)], kNaN);
+  Engine<bf16> clean(context, shape, 16, 4, 1), poisoned(context, shape, 16, 4, 1);
+  auto expected = in_chunks(clean, sequence, 20, 0), out = in_chunks(poisoned, bad, 20, 0);
+  CHECK(same_bits(out.data(), expected.data(), 11 * shape.heads * shape.size));
+  CHECK(std::isnan(widen(out[size_t(11 * shape.heads * shape.size)])));
+}
+
+// The negative control: spans at positions relative to the query would change with the chunk.
+TEST(a_softmax_cut_at_relative_positions_is_noticed) {
+  Random random(2);
+  std::vector<float> p = random_values<float>(random, 600);
+  auto merged = [&](size_t cut) {
+    float sum[2] = {0, 0};
+    for (size_t i = 0; i < p.size(); i++) sum[i >= cut] += std::exp(p[i]);
+    return sum[0] + sum[1];
+  };
+  float absolute = merged(512), relative = merged(600 - 512);
+  CHECK(!same_bits(&absolute, &relative, 1));
+}
+
+}  // namespace
+}  // namespace cadenza::tests

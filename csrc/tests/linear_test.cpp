@@ -1,0 +1,225 @@
+// Packing and the products: against double precision, and rule 1 over rows, threads and NaN.
+#include "tests/check.h"
+#include "tests/data.h"
+
+namespace cadenza::tests {
+namespace {
+
+template <class T>
+struct Weight {
+  int64_t n, k;
+  std::vector<T> rows;
+  Aligned packed;
+
+  Weight(Random& random, int64_t n_, int64_t k_, Executor& executor)
+      : n(n_),
+        k(k_),
+        rows(random_values<T>(random, n_ * k_, 0.1f)),
+        packed(packed_bytes(n_, k_, dtype_of<T>(), false)) {
+    pack(executor, {rows.data(), dtype_of<T>(), n, k, k, packed.data(), dtype_of<T>(), n, 0,
+                    PackLayout::kPlain});
+  }
+};
+
+std::vector<int64_t> row_counts(bool quick) {
+  std::vector<int64_t> counts;
+  if (quick) return {1, 2, 3, 5, 7, 12, 14, 15, 29, 33, 65};
+  for (int64_t n = 1; n <= 40; n++) counts.push_back(n);
+  for (int64_t n : {63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513}) counts.push_back(n);
+  return counts;
+}
+
+template <class T>
+std::vector<T> run_linear(const Runtime& runtime, const Weight<T>& w, const std::vector<T>& x,
+                          int64_t rows) {
+  std::vector<T> out(size_t(rows * w.n));
+  linear(runtime, dtype_of<T>(),
+         {rows, w.n, w.k, x.data(), const_cast<Weight<T>&>(w).packed.data(), nullptr, nullptr,
+          out.data(), false});
+  return out;
+}
+
+template <class T>
+void check_product(const Context& context, int64_t n, int64_t k) {
+  Random random(uint64_t(n * 1000 + k));
+  Weight<T> w(random, n, k, *context.executors[0]);
+  const int64_t rows = 9;
+  std::vector<T> x = random_values<T>(random, rows * k);
+  std::vector<float> bias = random_values<float>(random, n);
+  std::vector<float> residual = random_values<float>(random, rows * n), out = residual;
+  linear(context.runtime(1), dtype_of<T>(),
+         {rows, n, k, x.data(), w.packed.data(), bias.data(), out.data(), out.data(), true});
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t c = 0; c < n; c++) {
+      double sum = 0, size = 0;
+      for (int64_t i = 0; i < k; i++) {
+        double term = double(widen(x[size_t(r * k + i)])) * widen(w.rows[size_t(c * k + i)]);
+        sum += term;
+        size += std::abs(term);
+      }
+      sum += double(bias[size_t(c)]) + residual[size_t(r * n + c)];
+      CHECK_NEAR(out[size_t(r * n + c)], sum, 1e-5 * (size + 1));
+    }
+  }
+}
+
+TEST(linear_agrees_with_double_precision_at_awkward_sizes) {
+  for (auto [n, k] : {std::pair{64, 64}, {1, 2}, {33, 31}, {100, 57}, {95, 130}, {31, 1}}) {
+    check_product<bf16>(context, n, k);
+    check_product<float>(context, n, k);
+  }
+}
+
+template <class T>
+void check_rows(const Context& context) {
+  Random random(7);
+  const int64_t n = 72, k = 150, most = 513;
+  Weight<T> w(random, n, k, *context.executors[0]);
+  std::vector<T> x = random_values<T>(random, most * k);
+  std::vector<T> alone(size_t(most * n));
+  for (int64_t r = 0; r < most; r++) {
+    std::vector<T> row(x.begin() + r * k, x.begin() + (r + 1) * k);
+    std::vector<T> out = run_linear(context.runtime(), w, row, 1);
+    std::copy(out.begin(), out.end(), alone.begin() + r * n);
+  }
+  for (int64_t rows : row_counts(context.quick)) {
+    for (size_t threads = 0; threads < 3; threads++) {
+      for (int64_t shift : {int64_t(0), most - rows}) {
+        std::vector<T> part(x.begin() + shift * k, x.begin() + (shift + rows) * k);
+        std::vector<T> out = run_linear(context.runtime(threads), w, part, rows);
+        CHECK(same_bits(out.data(), alone.data() + shift * n, rows * n));
+      }
+    }
+  }
+}
+
+TEST(linear_rows_have_the_same_bits_in_every_batch_position_and_thread_count) {
+  check_rows<bf16>(context);
+  check_rows<float>(context);
+}
+
+// The negative control: a reduction cut by rows, as a library might choose, must be noticed.
+TEST(a_reduction_order_that_follows_the_rows_is_noticed) {
+  Random random(8);
+  const int64_t k = 150;
+  auto cut_in = [&](const std::vector<float>& x, const std::vector<float>& w, int64_t parts) {
+    float total = 0;
+    for (int64_t p = 0; p < parts; p++) {
+      float sum = 0;
+      for (int64_t i = p * k / parts; i < (p + 1) * k / parts; i++) {
+        sum += x[size_t(i)] * w[size_t(i)];
+      }
+      total += sum;
+    }
+    return total;
+  };
+  std::vector<float> whole, cut;
+  for (int row = 0; row < 16; row++) {
+    std::vector<float> x = random_values<float>(random, k), w = random_values<float>(random, k);
+    whole.push_back(cut_in(x, w, 1));
+    cut.push_back(cut_in(x, w, 3));
+  }
+  CHECK(!same_bits(whole.data(), cut.data(), 16));
+}
+
+template <class T>
+void check_poison(const Context& context) {
+  Random random(9);
+  const int64_t n = 40, k = 34;
+  Weight<T> w(random, n, k, *context.executors[0]);
+  for (int64_t rows : {2, 7, 15, 30}) {
+    std::vector<T> x = random_values<T>(random, rows * k);
+    std::vector<T> clean = run_linear(context.runtime(1), w, x, rows);
+    for (float poison : {kNaN, kInf, -kInf, 3e38f, 1e-40f}) {
+      std::vector<T> bad = x;
+      for (int64_t i = 0; i < k; i++) set(bad[size_t(k + i)], poison);
+      std::vector<T> out = run_linear(context.runtime(1), w, bad, rows);
+      CHECK(same_bits(out.data(), clean.data(), n));
+      CHECK(same_bits(out.data() + 2 * n, clean.data() + 2 * n, (rows - 2) * n));
+      if (poison != poison) CHECK(std::isnan(widen(out[size_t(n)])));
+    }
+  }
+}
+
+TEST(linear_keeps_nan_inf_huge_and_denormal_values_in_their_row) {
+  check_poison<bf16>(context);
+  check_poison<float>(context);
+}
+
+double activate(Activation activation, double x) {
+  if (activation == Activation::kSilu) return x / (1 + std::exp(-x));
+  if (activation == Activation::kGelu) return 0.5 * x * (1 + std::erf(x / std::sqrt(2.0)));
+  return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+
+template <class T>
+void check_gated(const Context& context, Activation activation, int64_t f, int64_t k) {
+  Random random(uint64_t(f + k));
+  std::vector<T> gate = random_values<T>(random, f * k, 0.3f);
+  std::vector<T> up = random_values<T>(random, f * k, 0.3f);
+  Aligned packed(packed_bytes(f, k, dtype_of<T>(), true));
+  for (auto [rows, layout] : {std::pair{&gate, PackLayout::kGate}, {&up, PackLayout::kUp}}) {
+    pack(*context.executors[1],
+         {rows->data(), dtype_of<T>(), f, k, k, packed.data(), dtype_of<T>(), f, 0, layout});
+  }
+  std::vector<float> bias = random_values<float>(random, 2 * f);
+  const int64_t rows = 17;
+  std::vector<T> x = random_values<T>(random, rows * k);
+  std::vector<T> out(static_cast<size_t>(rows * f)), one(static_cast<size_t>(f));
+  gated_linear(context.runtime(2), dtype_of<T>(),
+               {rows, f, k, x.data(), packed.data(), bias.data(), activation, out.data()});
+  for (int64_t r = 0; r < rows; r++) {
+    gated_linear(context.runtime(0), dtype_of<T>(),
+                 {1, f, k, x.data() + r * k, packed.data(), bias.data(), activation, one.data()});
+    CHECK(same_bits(one.data(), out.data() + r * f, f));
+    for (int64_t c = 0; c < f; c++) {
+      double g = bias[size_t(c)], u = bias[size_t(f + c)];
+      for (int64_t i = 0; i < k; i++) {
+        g += double(widen(x[size_t(r * k + i)])) * widen(gate[size_t(c * k + i)]);
+        u += double(widen(x[size_t(r * k + i)])) * widen(up[size_t(c * k + i)]);
+      }
+      double expected = activate(activation, g) * u;
+      CHECK_NEAR(widen(out[size_t(r * f + c)]), expected,
+                 kEpsilon<T> * std::abs(expected) + 2e-5 * (1 + std::abs(u)));
+    }
+  }
+}
+
+TEST(gated_linear_agrees_with_double_precision_and_with_itself_alone) {
+  for (Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kGelu}) {
+    for (auto [f, k] : {std::pair{48, 32}, {37, 45}}) {
+      check_gated<bf16>(context, activation, f, k);
+      check_gated<float>(context, activation, f, k);
+    }
+  }
+}
+
+TEST(pack_fuses_strided_sources_of_every_type_and_clears_the_padding) {
+  Random random(3);
+  const int64_t k = 37, stride = 50;
+  std::vector<uint16_t> halves(size_t(20 * stride), 0x3e00);  // 1.5 in f16
+  std::vector<float> floats = random_values<float>(random, 25 * stride);
+  for (DType dtype : {DType::kBf16, DType::kF32}) {
+    Aligned packed(packed_bytes(45, k, dtype, false));
+    pack(*context.executors[1], {halves.data(), DType::kF16, 20, k, stride, packed.data(), dtype,
+                                 45, 0, PackLayout::kPlain});
+    pack(*context.executors[1], {floats.data(), DType::kF32, 25, k, stride, packed.data(), dtype,
+                                 45, 20, PackLayout::kPlain});
+    std::vector<float> column(static_cast<size_t>(k));
+    for (int64_t c = 0; c < 64; c++) {
+      unpack_column(packed.data(), dtype, k, c, column.data());
+      for (int64_t i = 0; i < k; i++) {
+        float expected = c < 20 ? 1.5f : c < 45 ? floats[size_t((c - 20) * stride + i)] : 0.0f;
+        if (dtype == DType::kBf16) {
+          bf16 rounded;
+          set(rounded, expected);
+          expected = widen(rounded);
+        }
+        CHECK(column[size_t(i)] == expected);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cadenza::tests

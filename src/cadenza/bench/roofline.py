@@ -1,0 +1,86 @@
+"""What this machine can do at most: `measure_roofline`, natively or, without kernels, in numpy.
+
+Owns the sizes and repetitions of the measurement. Knows no model. Each figure is the best of its
+runs: the bound is what the machine has shown that it can do, not what it does on average.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from cadenza.bench.bounds import Roofline
+from cadenza.engine.instruments import NativeInstruments
+
+REPEATS = 15
+MIN_BUFFER_BYTES = 256 << 20
+CACHES = 8
+"""The buffer is at least this many times the largest cache."""
+
+_BLOCK_BYTES = 1 << 20
+_MAX_BUFFER_BYTES = 4 << 30
+_CACHE_SIZES = "devices/system/cpu/cpu0/cache"
+_MATRIX = 1024
+
+
+def measure_roofline(
+    instruments: NativeInstruments | None, dtype: str, *, repeats: int = REPEATS
+) -> Roofline:
+    """Read bandwidth and multiply peak for `dtype`, with all threads."""
+    if instruments is None:
+        return _measure_in_numpy(repeats)
+    read = instruments.read_bytes_per_s(buffer_bytes(), repeats=repeats)
+    multiply = instruments.operations_per_s(dtype, repeats=repeats)
+    return Roofline(read_gb_s=read / 1e9, gflop_s=multiply / 1e9, dtype=dtype, method="native")
+
+
+def buffer_bytes() -> int:
+    """Well beyond the last-level cache, in whole blocks."""
+    wanted = max(MIN_BUFFER_BYTES, CACHES * largest_cache_bytes())
+    return min(wanted, _MAX_BUFFER_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
+
+
+def largest_cache_bytes(system: Path = Path("/sys")) -> int:
+    """Of the first core's caches; 0 where the system does not tell."""
+    sizes = [0]
+    for path in (system / _CACHE_SIZES).glob("index*/size"):
+        text = path.read_text().strip()
+        number, unit = text.rstrip("KMG"), text[-1:]
+        if number.isdecimal():
+            sizes.append(int(number) << {"K": 10, "M": 20, "G": 30}.get(unit, 0))
+    return max(sizes)
+
+
+def num_usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _measure_in_numpy(repeats: int) -> Roofline:
+    """A lower estimate: reductions in threads, and numpy's own f32 product."""
+    threads = num_usable_cores()
+    data = np.ones(buffer_bytes() // 8, np.int64)
+    parts = np.array_split(data, threads)
+    left, right = (np.ones((_MATRIX, _MATRIX), np.float32) for _ in range(2))
+    with ThreadPoolExecutor(threads) as pool:
+        read_s = _best_s(lambda: list(pool.map(np.bitwise_xor.reduce, parts)), repeats)
+    multiply_s = _best_s(lambda: left @ right, repeats)
+    return Roofline(
+        read_gb_s=data.nbytes / read_s / 1e9,
+        gflop_s=2 * _MATRIX**3 / multiply_s / 1e9,
+        dtype="float32",
+        method="numpy",
+    )
+
+
+def _best_s(action: Callable[[], object], repeats: int) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - start)
+    return best

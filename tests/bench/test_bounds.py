@@ -1,0 +1,77 @@
+"""The bounds, against numbers worked out by hand for the shape of SmolLM2-135M."""
+
+import pytest
+
+from cadenza.bench.bounds import ModelCost, Prompts, Roofline, Work
+from cadenza.checkpoint import named_shape
+
+LAYER_PARAMETERS = 30 * (576 * (9 + 3 + 3) * 64 + 9 * 64 * 576 + 3 * 576 * 1536)
+HEAD_PARAMETERS = 49152 * 576
+KV_BYTES = 2 * 30 * 3 * 64 * 2
+PAIR_OPERATIONS = 4 * 9 * 64 * 30
+MACHINE = Roofline(read_gb_s=45.0, gflop_s=970.0, dtype="bfloat16", method="native")
+
+
+@pytest.fixture
+def cost() -> ModelCost:
+    return ModelCost.of(named_shape("smollm2-135m"), "bfloat16")
+
+
+def test_a_model_cost_counts_the_matrix_products_once(cost: ModelCost):
+    assert cost.layer_parameters == LAYER_PARAMETERS == 106_168_320
+    assert cost.head_parameters == HEAD_PARAMETERS == 28_311_552
+    assert cost.weight_bytes == 2 * (LAYER_PARAMETERS + HEAD_PARAMETERS) == 268_959_744
+    assert cost.kv_bytes_per_token == KV_BYTES == 23_040
+
+
+def test_an_untied_head_is_counted_as_head_and_not_as_a_layer():
+    cost = ModelCost.of(named_shape("tiny-llama"), "float32")
+    assert cost.head_parameters == 331 * 72
+    assert cost.layer_parameters == 3 * (72 * (6 + 2 + 2) * 64 + 6 * 64 * 72 + 3 * 72 * 168)
+    assert cost.weight_bytes == 4 * (cost.head_parameters + cost.layer_parameters)
+
+
+def test_a_decode_step_reads_weights_and_contexts(cost: ModelCost):
+    work = cost.decode_step(8, 160.0)
+    assert work.read_bytes == 268_959_744 + 8 * 160 * KV_BYTES
+    assert work.operations == 8 * (2 * 134_479_872 + 160 * PAIR_OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens_per_s", "limit"), [(1, 167, "read"), (8, 1338, "read"), (32, 3606, "multiply")]
+)
+def test_the_decode_bound_without_context_is_that_of_the_specification(
+    cost: ModelCost, rows: int, tokens_per_s: int, limit: str
+):
+    work = cost.decode_step(rows, 0.0)
+    assert round(rows / work.bound_s(MACHINE)) == tokens_per_s
+    assert work.limit(MACHINE) == limit
+
+
+def test_the_prefill_bound_counts_the_head_once_for_each_prompt(cost: ModelCost):
+    work = cost.prefill(Prompts(count=4, length=128, token_budget=512))
+    assert work.operations == (
+        2 * LAYER_PARAMETERS * 512
+        + 2 * HEAD_PARAMETERS * 4
+        + 4 * (128 * 129 // 2) * PAIR_OPERATIONS
+    )
+    assert work.read_bytes == 268_959_744 + 512 * KV_BYTES
+
+
+def test_prefill_reads_the_weights_once_for_each_step_of_its_budget(cost: ModelCost):
+    prompts = Prompts(count=3, length=500, token_budget=512)
+    assert (prompts.num_tokens, prompts.num_steps) == (1500, 3)
+    assert cost.prefill(prompts).read_bytes == 3 * 268_959_744 + 1500 * KV_BYTES
+
+
+def test_the_bound_is_the_longer_of_reading_and_multiplying():
+    machine = Roofline(read_gb_s=2.0, gflop_s=10.0, dtype="float32", method="native")
+    assert Work(read_bytes=4e9, operations=1e9).bound_s(machine) == 2.0
+    assert Work(read_bytes=1e9, operations=30e9).bound_s(machine) == 3.0
+
+
+def test_of_two_measurements_the_higher_figures_are_kept():
+    low = Roofline(read_gb_s=2.0, gflop_s=10.0, dtype="float32", method="native")
+    high = Roofline(read_gb_s=1.0, gflop_s=11.0, dtype="float32", method="native")
+    best = low.better_of(high)
+    assert (best.read_gb_s, best.gflop_s) == (2.0, 11.0)

@@ -1,0 +1,62 @@
+"""Random checkpoints for the benchmarks: made once, whole, and found again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cadenza.bench.checkpoints import (
+    RandomWeights,
+    cached_folder,
+    ensure_checkpoint,
+    make_checkpoint,
+)
+from cadenza.checkpoint import open_checkpoint
+from cadenza.errors import CheckpointError
+from tests.bench.shapes import TINY
+
+WEIGHTS = RandomWeights(shape=TINY, dtype="bfloat16")
+
+
+def test_a_made_checkpoint_opens_and_its_progress_ends_at_its_size(tmp_path: Path):
+    told: list[tuple[int, int]] = []
+    make_checkpoint(WEIGHTS, tmp_path / "made", lambda *numbers: told.append(numbers))
+    checkpoint = open_checkpoint(tmp_path / "made")
+    assert checkpoint.config == TINY
+    assert told[-1] == (WEIGHTS.num_bytes, WEIGHTS.num_bytes)
+    assert checkpoint.num_weight_bytes == WEIGHTS.num_bytes
+
+
+def test_a_kept_checkpoint_is_not_made_again(tmp_path: Path):
+    folder = cached_folder(WEIGHTS, "tiny", tmp_path)
+    ensure_checkpoint(WEIGHTS, folder, lambda *_: None)
+    written = (folder / "model.safetensors").stat()
+    ensure_checkpoint(WEIGHTS, folder, lambda *_: pytest.fail("it was made again"))
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written.st_mtime_ns
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_checkpoint_that_cannot_be_made_leaves_nothing_in_the_cache(tmp_path: Path):
+    (tmp_path / "bench").write_text("a file where the folder should be")
+    with pytest.raises(CheckpointError):
+        ensure_checkpoint(WEIGHTS, cached_folder(WEIGHTS, "tiny", tmp_path), lambda *_: None)
+    assert (tmp_path / "bench").is_file()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(WEIGHTS, seed=1),
+        replace(WEIGHTS, dtype="float32"),
+        replace(WEIGHTS, shape=replace(TINY, num_layers=3)),
+    ],
+)
+def test_another_shape_type_or_seed_has_another_folder(other: RandomWeights, tmp_path: Path):
+    first, second = (cached_folder(each, "tiny", tmp_path) for each in (WEIGHTS, other))
+    assert first != second
+
+
+def test_a_folder_is_named_after_the_shape_and_never_leaves_the_cache(tmp_path: Path):
+    folder = cached_folder(WEIGHTS, "../../elsewhere/llama.json", tmp_path)
+    assert folder.parent == tmp_path / "bench"
+    assert folder.name.startswith("llama-bfloat16-")

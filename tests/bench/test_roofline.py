@@ -1,0 +1,51 @@
+"""The roofline and its surroundings: the buffer, the caches, the numpy way, the machine."""
+
+from pathlib import Path
+
+import pytest
+
+from cadenza.bench.machine import cpu_name, describe_machine
+from cadenza.bench.roofline import (
+    MIN_BUFFER_BYTES,
+    buffer_bytes,
+    largest_cache_bytes,
+    measure_roofline,
+)
+
+
+def test_without_native_kernels_numpy_measures_and_says_so():
+    found = measure_roofline(None, "bfloat16", repeats=1)
+    assert (found.method, found.dtype) == ("numpy", "float32")
+    assert found.read_gb_s > 0
+    assert found.gflop_s > 0
+
+
+def test_the_largest_cache_is_read_from_the_system(tmp_path: Path):
+    for index, size in enumerate(("48K", "2048K", "36M", "unknown")):
+        folder = tmp_path / "devices/system/cpu/cpu0/cache" / f"index{index}"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(f"{size}\n")
+    assert largest_cache_bytes(tmp_path) == 36 << 20
+    assert largest_cache_bytes(tmp_path / "nowhere") == 0
+
+
+def test_the_buffer_is_well_beyond_every_cache():
+    assert buffer_bytes() >= MIN_BUFFER_BYTES
+    assert buffer_bytes() >= 4 * largest_cache_bytes()
+    assert buffer_bytes() % (1 << 20) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("processor: 0\nmodel name\t: A Chip @ 3 GHz\n", "A Chip @ 3 GHz")]
+)
+def test_the_processor_is_named_as_the_system_does(tmp_path: Path, text: str, name: str):
+    path = tmp_path / "cpuinfo"
+    path.write_text(text)
+    assert cpu_name(path) == name
+    assert cpu_name(tmp_path / "absent")
+
+
+def test_the_machine_is_described_without_native_kernels():
+    facts = describe_machine(None)
+    assert (facts["isa"], facts["threads"]) == (None, None)
+    assert isinstance(facts["cores"], int)
