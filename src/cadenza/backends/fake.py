@@ -14,6 +14,7 @@ import numpy as np
 
 from cadenza.backends.base import Capability, Exactness, KVGroup
 from cadenza.core.batch import LAST_SAMPLED, ModelInputs, StepOutput
+from cadenza.errors import RunnerError
 
 _NEVER_WRITTEN = -7
 _MAX_LOGPROBS = 20
@@ -88,6 +89,8 @@ class FakeRunner:
         self._slots = np.empty(0, np.int64)
 
     def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        if not len(self._slots):
+            raise RunnerError("the runner was closed; make a new one")
         for row, index, page in inputs.page_updates:
             self._page_table[row, index] = page
         for row in range(self.max_num_seqs):

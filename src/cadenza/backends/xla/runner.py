@@ -162,11 +162,13 @@ class XlaRunner:
 
     def launch(self, inputs: ModelInputs) -> XlaStepHandle:
         programs = self.programs
+        bucket = len(inputs.token_ids)
+        if bucket not in programs.step:
+            raise RunnerError(f"no program for {bucket} tokens; the buckets are {self._buckets}")
         state = self._take_state()
         for start in range(0, len(inputs.page_updates), PAGE_UPDATES):
             part = inputs.page_updates[start : start + PAGE_UPDATES]
             state = programs.write_page_table(state, _padded_updates(part, len(inputs.kv_lens)))
-        bucket = len(inputs.token_ids)
         self._state, result = programs.step[bucket](self._weights, state, pack_inputs(inputs))
         result.copy_to_host_async()
         return XlaStepHandle(result, inputs.num_logits)

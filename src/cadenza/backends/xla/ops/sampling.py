@@ -78,8 +78,9 @@ def _kept(scaled: jax.Array, sampling: SamplingArrays) -> jax.Array:
 
 
 def _ordered(values: jax.Array) -> jax.Array:
-    """uint32 that compare as the float32 values do."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    """uint32 that compare as the float32 values do, both zeros alike."""
+    one_zero = jnp.where(values == 0, 0.0, values)
+    bits = jax.lax.bitcast_convert_type(one_zero, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 

@@ -1,0 +1,49 @@
+"""The backends that sign the runner contract. A new one joins by an entry in `BACKENDS`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cadenza.backends.base import Runner
+from cadenza.backends.fake import FakeRunner
+from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
+from cadenza.checkpoint.weights import open_weights
+from cadenza.config import EngineLimits
+
+LIMITS = EngineLimits(
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    max_model_len=96,
+    page_size=16,
+    num_pages=24,
+    max_num_queued_reqs=100,
+)
+
+MakeRunner = Callable[[EngineLimits, Path], Runner]
+
+
+def make_fake(limits: EngineLimits, folder: Path) -> FakeRunner:
+    return FakeRunner(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_pages_per_seq=limits.max_pages_per_seq,
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+    )
+
+
+def make_xla(limits: EngineLimits, folder: Path) -> Runner:
+    """Random weights of the hostile shape; KV that nobody has written is NaN."""
+    from cadenza.backends.xla.ops.reference import ReferenceOps
+    from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+    from tests.xla.harness import HOSTILE
+
+    checkpoint = folder / "hostile"
+    if not checkpoint.exists():
+        write_random_checkpoint(HOSTILE, checkpoint, seed=0, dtype="float32")
+    options = RunnerOptions(make_ops=ReferenceOps, fill=float("nan"))
+    return XlaRunner(HOSTILE, open_weights(checkpoint), limits, options)
+
+
+BACKENDS: dict[str, MakeRunner] = {"fake": make_fake, "xla": make_xla}
+COMPILING_BACKENDS = ("xla",)
+"""Those that must be warmed up before the first launch."""

@@ -1,0 +1,284 @@
+"""What every runner must do, as functions over a fresh runner that raise AssertionError.
+
+They are functions so that `test_broken_runners` can show that each of them can fail. Outputs are
+compared as bits where the runner calls itself "bitwise", as tokens otherwise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import get_args
+
+import numpy as np
+
+from cadenza.backends.base import Capability, Exactness, Runner
+from cadenza.config import MAX_LOGPROBS_BOUND
+from cadenza.core.batch import LAST_SAMPLED, ModelInputs, StepOutput
+from tests.contract.backends import LIMITS
+from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs, padding_of, run_step
+
+PROMPT = [11, 7, 3, 90, 23, 42, 5, 5, 61, 17, 8, 70, 33, 2, 19, 54, 6, 88, 29, 31]
+OTHER = [40, 41, 42, 43, 44]
+SAMPLED = Draw(temperature=1.0, seed=9, num_logprobs=MAX_LOGPROBS_BOUND)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A warm runner without any KV, for `LIMITS`."""
+
+    runner: Runner
+
+    @property
+    def geometry(self) -> Geometry:
+        bucket = self.runner.token_buckets[-1]
+        return Geometry(bucket=bucket, num_rows=LIMITS.max_num_seqs, page_size=LIMITS.page_size)
+
+    def run(self, *chunks: Chunk) -> StepOutput:
+        return run_step(self.runner, chunks, self.geometry)
+
+    def inputs(self, *chunks: Chunk) -> ModelInputs:
+        return build_inputs(chunks, self.geometry)
+
+    def assert_same(self, ours: list[StepOutput], theirs: list[StepOutput], message: str) -> None:
+        names = ["token_ids", "is_finite"]
+        if self.runner.exactness == "bitwise":
+            names += ["logprobs", "ranks", "top_ids", "top_logprobs"]
+        for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            for name in names:
+                same = np.array_equal(getattr(one, name), getattr(other, name))
+                assert same, f"{message}: {name} of step {step} differ"
+
+
+def stream_on(row: int, pages: list[int], draw: Draw = SAMPLED) -> Stream:
+    return Stream(row=row, pages=pages, draw=draw)
+
+
+def generate(bench: Bench, stream: Stream, *others: Chunk) -> list[StepOutput]:
+    """A prompt in two chunks, then three tokens; `others` are in the first step."""
+    bench.run(stream.chunk(PROMPT[:9], samples=False), *others)
+    outputs = [bench.run(stream.chunk(PROMPT[9:], samples=True))]
+    return outputs + [bench.run(stream.next_token()) for _ in range(3)]
+
+
+def row_of(output: StepOutput, index: int) -> StepOutput:
+    """One logit row of an output."""
+    return StepOutput(
+        **{name: getattr(output, name)[index : index + 1] for name in StepOutput.__slots__}
+    )
+
+
+def check_it_describes_itself(bench: Bench) -> None:
+    runner = bench.runner
+    assert runner.name
+    assert runner.vocab_size > 0
+    assert runner.exactness in get_args(Exactness)
+    assert runner.capabilities <= set(get_args(Capability))
+    assert runner.kv_cache_spec
+    for group in runner.kv_cache_spec:
+        assert group.num_layers > 0
+        assert group.bytes_per_token > 0
+
+
+def check_its_buckets_rise_to_the_budget(bench: Bench) -> None:
+    buckets = bench.runner.token_buckets
+    assert list(buckets) == sorted(set(buckets))
+    assert buckets[0] > 0
+    assert buckets[-1] >= LIMITS.max_num_batched_tokens
+
+
+def check_its_outputs_have_the_promised_shapes_and_types(bench: Bench) -> None:
+    streams = [stream_on(row, [row * 2, row * 2 + 1]) for row in range(4)]
+    for num_logits in (0, 1, 4):
+        chunks = [s.chunk([s.row + 3], samples=s.row < num_logits) for s in streams]
+        output = bench.run(*chunks)
+        assert isinstance(output, StepOutput)
+        check_output(output, num_logits, bench.runner.vocab_size)
+    check_output(bench.run(), 0, bench.runner.vocab_size)
+
+
+def check_output(output: StepOutput, num_logits: int, vocab_size: int) -> None:
+    types = {
+        "token_ids": np.int32,
+        "is_finite": np.bool_,
+        "logprobs": np.float32,
+        "ranks": np.int32,
+        "top_ids": np.int32,
+        "top_logprobs": np.float32,
+    }
+    for name, kind in types.items():
+        array = getattr(output, name)
+        assert isinstance(array, np.ndarray), name
+        assert array.dtype == kind, f"{name} is {array.dtype}"
+        assert len(array) == num_logits, f"{name} has {len(array)} rows for {num_logits}"
+    assert output.top_ids.shape == output.top_logprobs.shape
+    assert output.top_ids.shape[1] >= MAX_LOGPROBS_BOUND
+    assert output.is_finite.all()
+    assert ((output.token_ids >= 0) & (output.token_ids < vocab_size)).all()
+    assert (output.logprobs <= 0).all()
+
+
+def check_the_last_sampled_token_needs_no_host(bench: Bench) -> None:
+    """Four dependent steps are launched before any is read; the tokens are as when told."""
+    ahead = stream_on(2, [4, 5])
+    bench.run(ahead.chunk(PROMPT[:9], samples=False))
+    inputs = [bench.inputs(ahead.chunk(PROMPT[9:], samples=True))]
+    inputs += [bench.inputs(ahead.next_token()) for _ in range(3)]
+    outputs = [handle.result() for handle in [bench.runner.launch(each) for each in inputs]]
+    told = stream_on(2, [8, 9])
+    bench.run(told.chunk(PROMPT[:9], samples=False))
+    expected = [bench.run(told.chunk(PROMPT[9:], samples=True))]
+    for _ in range(3):
+        last = int(expected[-1].token_ids[0])
+        expected.append(bench.run(told.chunk([last], samples=True)))
+    bench.assert_same(outputs, expected, "tokens taken from the device")
+
+
+def check_a_row_keeps_its_last_token_while_others_work(bench: Bench) -> None:
+    plain = generate(bench, stream_on(1, [2, 3]))
+    stream = stream_on(1, [12, 13])
+    bench.run(stream.chunk(PROMPT[:9], samples=False))
+    outputs = [bench.run(stream.chunk(PROMPT[9:], samples=True))]
+    neighbours = [stream_on(row, [14 + row]) for row in (0, 2, 3)]
+    for _ in range(3):
+        bench.run(*[s.chunk(OTHER[:2], samples=True) for s in neighbours])
+        outputs.append(bench.run(stream.next_token()))
+    bench.assert_same(outputs, plain, "a row that sat a step out")
+
+
+def check_steps_run_in_the_order_of_their_launches(bench: Bench) -> None:
+    """Four dependent steps are launched, and read backwards."""
+    expected = generate(bench, stream_on(2, [8, 9]))
+    stream = stream_on(2, [4, 5])
+    bench.run(stream.chunk(PROMPT[:9], samples=False))
+    inputs = [bench.inputs(stream.chunk(PROMPT[9:], samples=True))]
+    inputs += [bench.inputs(stream.next_token()) for _ in range(3)]
+    handles = [bench.runner.launch(each) for each in inputs]
+    outputs = [handle.result() for handle in reversed(handles)]
+    bench.assert_same(outputs[::-1], expected, "results read backwards")
+
+
+def check_the_page_table_is_remembered(bench: Bench) -> None:
+    """Entries that were sent once are as good as entries that are sent with every step."""
+    remembered = generate(bench, stream_on(3, [17, 5]))
+    stream = stream_on(0, [0, 1])
+    told_anew: list[StepOutput] = []
+    for tokens in (PROMPT[:9], PROMPT[9:], [LAST_SAMPLED], [LAST_SAMPLED], [LAST_SAMPLED]):
+        stream.num_sent_pages = 0
+        told_anew.append(bench.run(stream.chunk(tokens, samples=stream.num_computed > 0)))
+    bench.assert_same(remembered, told_anew[1:], "a page table that was sent once")
+
+
+def check_a_changed_page_table_entry_is_used(bench: Bench) -> None:
+    """A row reads the page it was last told of: two prompts on two pages, one question."""
+    for page, tokens in ((3, PROMPT[:16]), (4, [*OTHER, *PROMPT[:11]])):
+        bench.run(stream_on(1, [page]).chunk(tokens, samples=False))
+    answers: list[StepOutput] = []
+    for page in (3, 4, 3):
+        asking = stream_on(2, [page, 20])
+        asking.num_computed = 16
+        answers.append(bench.run(asking.chunk([7], samples=True)))
+    bench.assert_same([answers[0]], [answers[2]], "the same page asked twice")
+    told_apart = answers[0].logprobs[0] != answers[1].logprobs[0]
+    assert told_apart, "a changed page-table entry changed nothing"
+
+
+def check_padding_is_harmless(bench: Bench) -> None:
+    """Garbage in every padded place changes no output, now or later."""
+    plain = generate(bench, stream_on(1, [2, 3]))
+    dirty = stream_on(1, [22, 23])
+    steps = [dirty.chunk(PROMPT[:9], samples=False), dirty.chunk(PROMPT[9:], samples=True)]
+    steps += [dirty.next_token() for _ in range(3)]
+    outputs = [bench.runner.launch(soil(bench.inputs(step))).result() for step in steps]
+    bench.assert_same(outputs[1:], plain, "garbage in the padding")
+
+
+def soil(inputs: ModelInputs) -> ModelInputs:
+    """The same step with other values wherever nothing is meant."""
+    padding = padding_of(inputs)
+    inputs.token_ids[padding] = 13
+    inputs.positions[padding] = 5
+    unused = slice(inputs.num_logits, None)
+    inputs.logit_rows[unused] = 1
+    inputs.sampling.temperature[unused] = 3.0
+    inputs.sampling.top_k[unused] = 2
+    inputs.sampling.top_p[unused] = 0.3
+    inputs.sampling.keys[unused] = 77
+    return inputs
+
+
+def check_a_rows_result_is_the_same_in_every_row(bench: Bench) -> None:
+    expected = generate(bench, stream_on(0, [0, 1]))
+    for row in range(1, 4):
+        outputs = generate(bench, stream_on(row, [row * 2, row * 2 + 1]))
+        bench.assert_same(outputs, expected, f"row {row}")
+
+
+def check_a_rows_result_is_the_same_in_company(bench: Bench) -> None:
+    alone = generate(bench, stream_on(2, [0, 1]))
+    stream = stream_on(2, [10, 11])
+    others = [stream_on(0, [12, 13]), stream_on(1, [14, 15], Draw()), stream_on(3, [16, 17])]
+
+    def company(length: int) -> list[Chunk]:
+        return [s.chunk(OTHER[:length], samples=s.row != 1) for s in others]
+
+    bench.run(stream.chunk(PROMPT[:9], samples=False), *company(2))
+    crowd = [bench.run(stream.chunk(PROMPT[9:], samples=True), *company(1))]
+    crowd += [bench.run(stream.next_token(), *company(2 + step)) for step in range(3)]
+    own_index = 1  # rows 0, 2 and 3 sample
+    own = [row_of(output, own_index) for output in crowd]
+    bench.assert_same(own, alone, "a row in company")
+
+
+def check_a_prompts_chunks_do_not_matter(bench: Bench) -> None:
+    expected = generate(bench, stream_on(0, [0, 1]))
+    for page, cuts in ((2, [1, 2, 18]), (4, [16]), (6, list(range(5, 20, 5)))):
+        stream = stream_on(1, [page, page + 1])
+        bounds = [0, *cuts, len(PROMPT)]
+        for begin, end in pairwise(bounds):
+            is_last = end == len(PROMPT)
+            output = bench.run(stream.chunk(PROMPT[begin:end], samples=is_last))
+        outputs = [output, *[bench.run(stream.next_token()) for _ in range(3)]]
+        bench.assert_same(outputs, expected, f"cuts {cuts}")
+
+
+def check_the_key_decides_and_greedy_rows_have_none(bench: Bench) -> None:
+    def tokens(draw: Draw) -> list[int]:
+        stream = stream_on(0, [0, 1], draw)
+        return [int(output.token_ids[0]) for output in generate(bench, stream)]
+
+    assert tokens(SAMPLED) == tokens(SAMPLED)
+    others = [tokens(replace(SAMPLED, seed=seed)) for seed in range(20, 28)]
+    assert any(other != tokens(SAMPLED) for other in others), "the seed changed nothing"
+    assert tokens(Draw(seed=1)) == tokens(Draw(seed=2)), "a greedy row followed its seed"
+
+
+def check_asking_for_log_probabilities_changes_no_token(bench: Bench) -> None:
+    if "logprobs" not in bench.runner.capabilities:
+        return
+    outputs = [
+        generate(bench, stream_on(0, [0, 1], replace(SAMPLED, num_logprobs=count)))
+        for count in (-1, 0, MAX_LOGPROBS_BOUND)
+    ]
+    for other in outputs[1:]:
+        for one, two in zip(outputs[0], other, strict=True):
+            assert np.array_equal(one.token_ids, two.token_ids)
+    assert all((output.ranks >= 1).all() for output in outputs[2])
+
+
+def check_reset_forgets_everything(bench: Bench) -> None:
+    expected = generate(bench, stream_on(0, [0, 1]))
+    bench.runner.reset()
+    stale = stream_on(0, [0, 1])
+    stale.num_computed = len(PROMPT) - 1
+    output = bench.run(stale.chunk(PROMPT[-1:], samples=True))
+    remembered = output.is_finite[0] and output.logprobs[0] == expected[0].logprobs[0]
+    assert not remembered, "KV outlived a reset"
+    bench.runner.reset()
+    bench.assert_same(generate(bench, stream_on(0, [0, 1])), expected, "after a reset")
+
+
+CHECKS: dict[str, Callable[[Bench], None]] = {
+    name.removeprefix("check_"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_") and name != "check_output"
+}

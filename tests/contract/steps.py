@@ -1,0 +1,146 @@
+"""Steps written by hand: streams on pages and rows of the test's choosing become `ModelInputs`.
+
+Owns no policy: the test says which row, which pages and how much of each stream a step computes.
+Knows neither `Packer` nor `Scheduler`, so a fault of theirs cannot hide here.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cadenza.backends.base import Runner
+from cadenza.core.batch import LAST_SAMPLED, PADDING, ModelInputs, SamplingInputs, StepOutput
+from cadenza.core.randomness import draw_keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """The static sizes of a step: T, R and S."""
+
+    bucket: int
+    num_rows: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How a stream's tokens are chosen; greedy where nothing is said."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    num_logprobs: int = -1
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Stream:
+    """One row's tokens, whose KV lies in `pages`, in that order."""
+
+    row: int
+    pages: list[int]
+    draw: Draw = field(default_factory=Draw)
+    num_computed: int = 0
+    num_sent_pages: int = 0
+
+    def chunk(self, token_ids: Iterable[int], *, samples: bool) -> "Chunk":
+        """The next tokens of the stream; those computed so far stay what they were."""
+        tokens = tuple(token_ids)
+        start = self.num_computed
+        self.num_computed += len(tokens)
+        first_new_page, self.num_sent_pages = self.num_sent_pages, len(self.pages)
+        return Chunk(self, tokens, start, samples, first_new_page)
+
+    def next_token(self) -> "Chunk":
+        """One decode: the token that the device sampled last for this row."""
+        return self.chunk([LAST_SAMPLED], samples=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`token_ids` of a stream from position `start` on."""
+
+    stream: Stream
+    token_ids: tuple[int, ...]
+    start: int
+    samples: bool
+    first_new_page: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+def build_inputs(chunks: Iterable[Chunk], geometry: Geometry, *, step_id: int = 0) -> ModelInputs:
+    """The step that computes `chunks`, at most one for each row."""
+    ordered = sorted(chunks, key=lambda chunk: chunk.stream.row)
+    size, bucket, rows = geometry.page_size, geometry.bucket, geometry.num_rows
+    inputs = ModelInputs.empty(bucket=bucket, num_rows=rows)
+    end = num_logits = 0
+    updates: list[tuple[int, int, int]] = []
+    lengths = np.zeros(rows, np.int32)
+    for chunk in ordered:
+        stream = chunk.stream
+        begin, end = end, end + len(chunk.token_ids)
+        positions = np.arange(chunk.start, chunk.end)
+        inputs.token_ids[begin:end] = chunk.token_ids
+        inputs.positions[begin:end] = positions
+        inputs.slot_mapping[begin:end] = (
+            np.array(stream.pages)[positions // size] * size + positions % size
+        )
+        inputs.kv_lens[stream.row] = chunk.end
+        lengths[stream.row] = len(chunk.token_ids)
+        for index in range(chunk.first_new_page, len(stream.pages)):
+            updates.append((stream.row, index, stream.pages[index]))
+        if chunk.samples:
+            inputs.logit_indices[num_logits] = end - 1
+            inputs.logit_rows[num_logits] = stream.row
+            _set_draw(inputs.sampling, num_logits, stream.draw, chunk.end)
+            num_logits += 1
+    inputs.query_starts[1:] = np.cumsum(lengths)
+    return _with_counts(inputs, end, num_logits, updates, step_id)
+
+
+def run_step(runner: Runner, chunks: Iterable[Chunk], geometry: Geometry) -> StepOutput:
+    """Launches one step and waits for it."""
+    return runner.launch(build_inputs(chunks, geometry)).result()
+
+
+def padding_of(inputs: ModelInputs) -> np.ndarray:
+    """Which of a step's T places hold no token."""
+    return inputs.slot_mapping == PADDING
+
+
+def _set_draw(sampling: SamplingInputs, index: int, draw: Draw, position: int) -> None:
+    sampling.temperature[index] = draw.temperature
+    sampling.top_k[index] = draw.top_k
+    sampling.top_p[index] = draw.top_p
+    sampling.min_p[index] = draw.min_p
+    sampling.num_logprobs[index] = draw.num_logprobs
+    seeds, positions = np.array([draw.seed], np.uint64), np.array([position], np.int32)
+    sampling.keys[index] = draw_keys(seeds, positions)[0]
+
+
+def _with_counts(
+    inputs: ModelInputs,
+    num_tokens: int,
+    num_logits: int,
+    updates: list[tuple[int, int, int]],
+    step_id: int,
+) -> ModelInputs:
+    return ModelInputs(
+        step_id=step_id,
+        num_tokens=num_tokens,
+        num_logits=num_logits,
+        token_ids=inputs.token_ids,
+        positions=inputs.positions,
+        slot_mapping=inputs.slot_mapping,
+        query_starts=inputs.query_starts,
+        kv_lens=inputs.kv_lens,
+        page_updates=np.array(updates, np.int32).reshape(-1, 3),
+        logit_indices=inputs.logit_indices,
+        logit_rows=inputs.logit_rows,
+        sampling=inputs.sampling,
+    )

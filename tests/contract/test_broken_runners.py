@@ -1,0 +1,169 @@
+"""The contract's negative controls: for each check a runner that breaks just that promise."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cadenza.backends.fake import FakeRunner
+from cadenza.core.batch import ModelInputs, StepOutput
+from tests.contract.backends import LIMITS
+from tests.contract.checks import CHECKS, Bench
+
+
+def with_keys(inputs: ModelInputs, spoil: np.ndarray) -> ModelInputs:
+    """The same step with other draw keys [L, 2]."""
+    keys = inputs.sampling.keys + spoil.astype(np.uint32)
+    return replace(inputs, sampling=replace(inputs.sampling, keys=keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A handle whose output was tampered with."""
+
+    handle: Any
+    change: Any
+
+    def result(self) -> Any:
+        return self.change(self.handle.result())
+
+
+class Nameless(FakeRunner):
+    @property
+    def name(self) -> str:
+        return ""
+
+
+class FallingBuckets(FakeRunner):
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        return (self.max_num_batched_tokens, 8)
+
+
+class WideTokens(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        def widen(output: StepOutput) -> StepOutput:
+            return replace(output, token_ids=output.token_ids.astype(np.int64))
+
+        return Changed(FakeRunner.launch(self, inputs), widen)
+
+
+class LastTokenOfTheNextRow(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        self._last_sampled = np.roll(self._last_sampled, 1)
+        return FakeRunner.launch(self, inputs)
+
+
+class ForgetsRowsThatSitOut(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        self._last_sampled[inputs.kv_lens == 0] = 0
+        return FakeRunner.launch(self, inputs)
+
+
+class RunsWhenRead(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        return Lazy(self, inputs)
+
+
+@dataclass(slots=True, eq=False)
+class Lazy:
+    runner: FakeRunner
+    inputs: ModelInputs
+
+    def result(self) -> StepOutput:
+        return FakeRunner.launch(self.runner, self.inputs).result()
+
+
+class ForgetsThePageTable(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        handle = FakeRunner.launch(self, inputs)
+        self._page_table[:] = -1
+        return handle
+
+
+class KeepsFirstPageUpdate(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        fresh = [u for u in inputs.page_updates.tolist() if self._page_table[u[0], u[1]] < 0]
+        updates = np.array(fresh, np.int32).reshape(-1, 3)
+        return FakeRunner.launch(self, replace(inputs, page_updates=updates))
+
+
+class KeysFromThePadding(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        return FakeRunner.launch(self, with_keys(inputs, np.full((4, 2), inputs.token_ids[-1])))
+
+
+class KeysFromTheRow(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        rows = np.repeat(inputs.logit_rows[:, None], 2, axis=1)
+        return FakeRunner.launch(self, with_keys(inputs, rows))
+
+
+class KeysFromTheCrowd(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        crowd = np.full((4, 2), int((inputs.kv_lens > 0).sum()))
+        return FakeRunner.launch(self, with_keys(inputs, crowd))
+
+
+class KeysFromTheChunk(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        return FakeRunner.launch(self, with_keys(inputs, np.full((4, 2), inputs.num_tokens)))
+
+
+class NoRandomness(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        return FakeRunner.launch(self, with_keys(inputs, -inputs.sampling.keys.astype(np.int64)))
+
+
+class KeysFromTheLogprobs(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        asked = np.repeat(inputs.sampling.num_logprobs[:, None], 2, axis=1)
+        return FakeRunner.launch(self, with_keys(inputs, asked))
+
+
+class ForgetsNothing(FakeRunner):
+    def reset(self) -> None:
+        if not hasattr(self, "_slots"):
+            FakeRunner.reset(self)
+
+
+BROKEN: dict[str, type[FakeRunner]] = {
+    "it_describes_itself": Nameless,
+    "its_buckets_rise_to_the_budget": FallingBuckets,
+    "its_outputs_have_the_promised_shapes_and_types": WideTokens,
+    "the_last_sampled_token_needs_no_host": LastTokenOfTheNextRow,
+    "a_row_keeps_its_last_token_while_others_work": ForgetsRowsThatSitOut,
+    "steps_run_in_the_order_of_their_launches": RunsWhenRead,
+    "the_page_table_is_remembered": ForgetsThePageTable,
+    "a_changed_page_table_entry_is_used": KeepsFirstPageUpdate,
+    "padding_is_harmless": KeysFromThePadding,
+    "a_rows_result_is_the_same_in_every_row": KeysFromTheRow,
+    "a_rows_result_is_the_same_in_company": KeysFromTheCrowd,
+    "a_prompts_chunks_do_not_matter": KeysFromTheChunk,
+    "the_key_decides_and_greedy_rows_have_none": NoRandomness,
+    "asking_for_log_probabilities_changes_no_token": KeysFromTheLogprobs,
+    "reset_forgets_everything": ForgetsNothing,
+}
+
+
+def bench_of(kind: type[FakeRunner]) -> Bench:
+    return Bench(
+        kind(
+            max_num_seqs=LIMITS.max_num_seqs,
+            max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+            max_pages_per_seq=LIMITS.max_pages_per_seq,
+            num_pages=LIMITS.num_pages,
+            page_size=LIMITS.page_size,
+        )
+    )
+
+
+def test_every_check_has_a_runner_that_fails_it():
+    assert set(BROKEN) == set(CHECKS)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_runner_fails_the_check(name: str):
+    with pytest.raises(AssertionError):
+        CHECKS[name](bench_of(BROKEN[name]))

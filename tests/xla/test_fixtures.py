@@ -1,0 +1,180 @@
+"""Checkpoints that transformers wrote, against the float32 logits that transformers gives for them.
+
+The step tells the twenty best log probabilities; `ReferenceModel` tells every logit. Both must lie
+within 1e-4 of the logits' range, at every position, in chunks and one token at a time.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.table import NUM_TOP
+from cadenza.backends.xla.reference_model import ReferenceModel
+from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.checkpoint.declaration import FINAL_NORM
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.random_checkpoint import named_shape
+from cadenza.checkpoint.safetensors_file import AnyArray
+from cadenza.checkpoint.weights import Weights, open_weights
+from cadenza.config import EngineLimits
+from cadenza.core.batch import StepOutput
+from cadenza.engine.core import EngineCore
+from cadenza.request import Request, SamplingParams, Token
+from tests.contract.steps import Draw, Geometry, Stream, run_step
+from tests.xla.harness import NAN
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+FOLDERS = sorted(path.parent for path in FIXTURES.glob("*/expected.npz"))
+TOLERANCE = 1e-4
+LIMITS = EngineLimits(
+    max_num_seqs=4,
+    max_num_batched_tokens=32,
+    max_model_len=112,
+    page_size=16,
+    num_pages=30,
+    max_num_queued_reqs=4,
+)
+GEOMETRY = Geometry(bucket=32, num_rows=4, page_size=16)
+
+
+@dataclass(frozen=True, slots=True)
+class Fixture:
+    """`logits` row i predicts token i + 1 of `token_ids`; from the prompt on, greedily."""
+
+    config: ModelConfig
+    weights: Weights
+    token_ids: list[int]
+    logits: np.ndarray
+    num_prompt_tokens: int
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE * float(np.ptp(self.logits))
+
+    def runner(self, weights: Mapping[str, AnyArray] | Weights) -> XlaRunner:
+        options = RunnerOptions(make_ops=ReferenceOps, fill=NAN)
+        return XlaRunner(self.config, weights, LIMITS, options)
+
+
+@pytest.fixture(scope="module", params=FOLDERS, ids=lambda folder: folder.name)
+def fixture(request: pytest.FixtureRequest) -> Fixture:
+    folder: Path = request.param
+    with np.load(folder / "expected.npz", allow_pickle=False) as expected:
+        return Fixture(
+            named_shape(str(folder)),
+            open_weights(folder),
+            expected["token_ids"].tolist(),
+            expected["logits"],
+            int(expected["num_prompt_tokens"]),
+        )
+
+
+@pytest.fixture(scope="module")
+def warm_runner(fixture: Fixture) -> XlaRunner:
+    runner = fixture.runner(fixture.weights)
+    runner.warmup()
+    return runner
+
+
+@pytest.fixture
+def runner(warm_runner: XlaRunner) -> XlaRunner:
+    warm_runner.reset()
+    return warm_runner
+
+
+def test_there_are_fixtures_for_every_family():
+    families = {named_shape(str(folder)).family for folder in FOLDERS}
+    assert families == {"llama", "qwen3"}
+
+
+def error_of(output: StepOutput, logits: np.ndarray) -> float:
+    """The largest error of the chosen and the twenty best log probabilities; greedy rows."""
+    exact = log_softmax(logits.astype(np.float64))
+    top_ids, top = output.top_ids[0], output.top_logprobs[0]
+    falling = np.sort(exact)[::-1][:NUM_TOP]
+    return float(
+        max(
+            np.abs(top - exact[top_ids]).max(),
+            np.abs(top - falling).max(),
+            abs(output.logprobs[0] - exact[output.token_ids[0]]),
+        )
+    )
+
+
+def step_errors(runner: XlaRunner, fixture: Fixture, chunk: int) -> list[float]:
+    """Errors at each chunk's end, where the step samples."""
+    stream = Stream(row=2, pages=[9, 3, 4, 8, 1, 20, 21], draw=Draw(num_logprobs=NUM_TOP))
+    errors: list[float] = []
+    for start in range(0, len(fixture.logits), chunk):
+        tokens = fixture.token_ids[start : start + chunk][: len(fixture.logits) - start]
+        output = run_step(runner, [stream.chunk(tokens, samples=True)], GEOMETRY)
+        errors.append(error_of(output, fixture.logits[start + len(tokens) - 1]))
+    return errors
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32])
+def test_the_steps_log_probabilities_are_transformers(
+    runner: XlaRunner, fixture: Fixture, chunk: int
+):
+    assert max(step_errors(runner, fixture, chunk)) <= fixture.tolerance
+
+
+def test_greedy_streams_are_transformers(runner: XlaRunner, fixture: Fixture):
+    count = fixture.num_prompt_tokens
+    num_new = len(fixture.token_ids) - count
+    params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
+    engine = EngineCore(runner, LIMITS)
+    prompts = [fixture.token_ids[:count], fixture.token_ids[5:30], fixture.token_ids[:count]]
+    ids = [
+        engine.submit(Request(prompt_token_ids=tuple(prompt), params=params)) for prompt in prompts
+    ]
+    streams: dict[int, list[int]] = {request_id: [] for request_id in ids}
+    while not engine.is_idle:
+        for event in engine.step():
+            if isinstance(event, Token):
+                streams[event.request_id].append(event.token_id)
+    assert streams[ids[0]] == fixture.token_ids[count:]
+    assert streams[ids[2]] == fixture.token_ids[count:]
+
+
+def test_the_reference_models_logits_are_transformers(fixture: Fixture):
+    model = ReferenceModel(fixture.config, fixture.weights, LIMITS.max_model_len)
+    count = fixture.num_prompt_tokens
+    model.start()
+    rows = [model.append(fixture.token_ids[:count])]
+    rows += [model.append([token]) for token in fixture.token_ids[count : len(fixture.logits)]]
+    assert np.abs(np.array(rows) - fixture.logits[count - 1 :]).max() <= fixture.tolerance
+    model.start()
+    singly = [model.append([token]) for token in fixture.token_ids[: len(fixture.logits)]]
+    assert np.abs(np.array(singly) - fixture.logits).max() <= fixture.tolerance
+
+
+class SpoiltWeights(Mapping[str, AnyArray]):
+    """The same checkpoint but for a fiftieth of one value of the last norm."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> AnyArray:
+        tensor = np.array(self._weights[name])
+        if name == FINAL_NORM:
+            tensor[0] += 0.02
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def test_a_slightly_wrong_weight_is_beyond_the_tolerance(runner: XlaRunner, fixture: Fixture):
+    spoilt = fixture.runner(SpoiltWeights(fixture.weights))
+    spoilt._programs = runner.programs
+    spoilt.reset()
+    assert max(step_errors(spoilt, fixture, 7)) > fixture.tolerance

@@ -1,0 +1,171 @@
+"""In place: the step's program aliases every pool and copies none; its buffers never move.
+
+And admission on the device: a prompt's KV goes straight into its own slots. No other byte of any
+pool changes, and no KV passes through the host: one array of the step's inputs goes up, one of its
+results comes down.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from cadenza.backends.xla.ops.table import KVPool
+from cadenza.backends.xla.programs import step_function
+from cadenza.backends.xla.runner import XlaRunner
+from cadenza.backends.xla.wire import WireShape, pack_inputs
+from tests.contract.steps import Geometry, Stream, build_inputs, run_step
+from tests.xla.harness import BASE, Lab, Variant, page_bytes, slots_of
+
+GEOMETRY = Geometry(bucket=BASE.bucket, num_rows=BASE.num_rows, page_size=BASE.page_size)
+PROMPT = np.random.default_rng(41).integers(3, 211, 50).tolist()
+
+
+def pool_aliases(program_text: str) -> dict[int, int]:
+    """Output index to parameter index of the aliased buffers."""
+    header = program_text[: program_text.index("\n")]
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, \w+=", header)
+    assert aliases is not None, "the program aliases nothing"
+    found = re.findall(r"\{(\d+)\}: \((\d+), \{\}", aliases[1])
+    return {int(output): int(parameter) for output, parameter in found}
+
+
+def pool_sized_results(program_text: str, variant: Variant, operation: str) -> list[str]:
+    """The lines that make a whole pool anew by `operation`."""
+    model = variant.config
+    shape = f"[{variant.num_pages * variant.page_size},{model.num_kv_heads},{model.head_dim}]"
+    pattern = re.compile(rf"= \w+{re.escape(shape)}\S* {operation}\(")
+    return [line.strip() for line in program_text.splitlines() if pattern.search(line)]
+
+
+def step_texts(runner: XlaRunner) -> list[str]:
+    return [program.as_text() for program in runner.programs.step.values()]
+
+
+def test_every_pool_of_every_step_program_is_aliased_in_place(lab: Lab):
+    runner = lab.runner()
+    num_weights = len(jax.tree.leaves(runner._weights))
+    num_pools = 2 * BASE.config.num_layers
+    for text in step_texts(runner):
+        aliases = pool_aliases(text)
+        for index in range(num_pools + 2):
+            assert aliases.get(index) == num_weights + index, f"state leaf {index} is not aliased"
+
+
+def test_no_step_program_copies_a_pool(lab: Lab):
+    for text in step_texts(lab.runner()):
+        assert not pool_sized_results(text, BASE, "copy")
+
+
+def test_a_step_whose_state_is_not_donated_copies_every_pool(lab: Lab):
+    """The parsers can see: the same step, compiled without giving its state away."""
+    runner = lab.runner()
+    step = step_function(runner._ops, BASE.config, WireShape(BASE.bucket, BASE.num_rows))
+    wire = pack_inputs(build_inputs([], GEOMETRY))
+    text = jax.jit(step).lower(runner._weights, runner._state, wire).compile().as_text()
+    assert len(pool_sized_results(text, BASE, "copy")) >= 2 * BASE.config.num_layers
+    with pytest.raises(AssertionError, match="aliases nothing"):
+        pool_aliases(text)
+
+
+def pool_pointers(runner: XlaRunner) -> list[int]:
+    assert runner._state is not None
+    return [side.unsafe_buffer_pointer() for pool in runner._state.pools for side in pool]
+
+
+def test_the_pools_stay_where_they_are_from_step_to_step(lab: Lab):
+    runner = lab.runner()
+    stream = Stream(row=2, pages=[9, 4, 7, 1])
+    before = pool_pointers(runner)
+    run_step(runner, [stream.chunk(PROMPT, samples=True)], GEOMETRY)
+    for _ in range(10):
+        run_step(runner, [stream.next_token()], GEOMETRY)
+        assert pool_pointers(runner) == before
+
+
+def test_new_pools_lie_elsewhere(lab: Lab):
+    """The comparison of pointers can fail: a state held on to keeps its place for itself."""
+    runner = lab.runner()
+    before, held = pool_pointers(runner), runner._state
+    runner.reset()
+    assert pool_pointers(runner) != before
+    del held
+
+
+def test_admitting_a_prompt_changes_no_byte_but_its_own_slots(lab: Lab):
+    runner = lab.runner()
+    old = Stream(row=0, pages=[5, 6, 7])
+    run_step(runner, [old.chunk(PROMPT[:40], samples=True)], GEOMETRY)
+    before = page_bytes(runner)
+    new = Stream(row=3, pages=[2, 8, 0, 11])
+    run_step(runner, [new.chunk(PROMPT, samples=True)], GEOMETRY)
+    after = page_bytes(runner)
+    changed = np.flatnonzero((before != after).any(axis=1))
+    assert sorted(changed) == sorted(slots_of(new.pages, len(PROMPT), BASE.page_size))
+
+
+@dataclass(slots=True, eq=False)
+class Customs:
+    """A compiled program's border: what crosses it, and who asked."""
+
+    program: Any
+    num_uploaded_bytes: int = 0
+    num_calls: int = 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.num_calls += 1
+        for leaf in jax.tree.leaves(args):
+            if not isinstance(leaf, jax.Array):
+                self.num_uploaded_bytes += leaf.nbytes
+        results = self.program(*args)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(results))
+        return results
+
+
+def test_only_the_steps_inputs_go_up_and_only_its_results_come_down(lab: Lab):
+    runner = lab.runner()
+    programs = runner.programs
+    step = Customs(programs.step[BASE.bucket])
+    table = Customs(programs.write_page_table)
+    runner._programs = replace(programs, step={BASE.bucket: step}, write_page_table=table)
+    try:
+        stream = Stream(row=1, pages=[2, 8, 0, 11])
+        handle = runner.launch(build_inputs([stream.chunk(PROMPT, samples=True)], GEOMETRY))
+        handle.result()
+        for _ in range(3):
+            runner.launch(build_inputs([stream.next_token()], GEOMETRY)).result()
+    finally:
+        runner._programs = programs
+    wire_bytes = 4 * WireShape(BASE.bucket, BASE.num_rows).size
+    assert step.num_calls == 4
+    assert step.num_uploaded_bytes == 4 * wire_bytes
+    assert table.num_calls == 1, "the page table was sent again though no page was new"
+    assert handle.array.nbytes < 16 * 1024
+    kv_bytes = len(PROMPT) * BASE.config.kv_bytes_per_token("float32")
+    assert wire_bytes < kv_bytes, "the bound could not tell KV from inputs"
+
+
+def test_a_step_runs_under_a_guard_that_forbids_every_transfer(lab: Lab):
+    runner = lab.runner()
+    stream = Stream(row=1, pages=[2, 8, 0, 11])
+    inputs = build_inputs([stream.chunk(PROMPT, samples=True)], GEOMETRY)
+    runner.launch(inputs).result()  # pages are known from here on
+    wire = jax.device_put(pack_inputs(build_inputs([stream.next_token()], GEOMETRY)))
+    program = runner.programs.step[BASE.bucket]
+    with jax.transfer_guard("disallow"):
+        runner._state, result = program(runner._weights, runner._take_state(), wire)
+        result.block_until_ready()
+    assert result.shape[0] == BASE.num_rows
+
+
+def test_the_guard_sees_kv_that_comes_from_the_host(lab: Lab):
+    runner = lab.runner()
+    state = runner._take_state()
+    first = KVPool(np.asarray(state.pools[0].keys), state.pools[0].values)
+    host_state = state._replace(pools=(first, *state.pools[1:]))
+    wire = jax.device_put(pack_inputs(build_inputs([], GEOMETRY)))
+    with jax.transfer_guard("disallow"), pytest.raises(Exception, match=r"[Dd]isallowed"):
+        runner.programs.step[BASE.bucket](runner._weights, host_state, wire)

@@ -1,0 +1,268 @@
+"""Each operation of the reference table against float64 numpy, and the wire that feeds it.
+
+Shapes are hostile: grouped heads, rows of different lengths, scattered pages, padding, NaN in every
+slot that is nobody's. Legend as in `ops.table`.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cadenza.backends.xla.ops.reference import ReferenceOps, rotate
+from cadenza.backends.xla.ops.table import COLUMN_TOKEN, DecoderSpec, KVPool, Linear, StepArrays
+from cadenza.backends.xla.rope import rope_factors
+from cadenza.backends.xla.wire import WireShape, pack_inputs, unpack
+from cadenza.core.batch import LAST_SAMPLED, ModelInputs
+from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs
+from tests.xla.harness import HOSTILE, NAN, slots_of
+
+GEOMETRY = Geometry(bucket=24, num_rows=4, page_size=16)
+NUM_PAGES = 30
+TOLERANCE = {"float32": 2e-6, "bfloat16": 1.2e-2}
+COUNT = jnp.int32(24)
+
+
+def make_ops(dtype: str = "float32", *, has_qk_norm: bool = False) -> ReferenceOps:
+    model = replace(HOSTILE, has_qk_norm=has_qk_norm)
+    return ReferenceOps(DecoderSpec(model=model, dtype=jnp.dtype(dtype).type, page_size=16))
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def assert_close(actual: jax.Array, expected: np.ndarray, dtype: str) -> None:
+    """Within the type's precision of the largest value."""
+    error = np.abs(np.asarray(actual, np.float64) - expected).max()
+    assert error <= TOLERANCE[dtype] * np.abs(expected).max() * 4, f"off by {error}"
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """What the type keeps of the values, in float64."""
+    return np.asarray(jnp.asarray(values, dtype)).astype(np.float64)
+
+
+def device_step(inputs: ModelInputs, page_table: np.ndarray) -> StepArrays:
+    shape = WireShape(len(inputs.token_ids), len(inputs.kv_lens))
+    last_sampled = jnp.arange(100, 100 + shape.num_rows, dtype=jnp.int32)
+    return unpack(shape, jnp.asarray(pack_inputs(inputs)), last_sampled, jnp.asarray(page_table))
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_embed_takes_the_rows_of_the_table(dtype: str):
+    ops, table = make_ops(dtype), normal(1, 211, 40)
+    tokens = np.arange(24) * 7
+    inputs = replace(ModelInputs.empty(bucket=24, num_rows=4), token_ids=tokens.astype(np.int32))
+    step = device_step(inputs, np.zeros((4, 2), np.int32))
+    embedded = ops.embed(ops.load_embedding(table), step)
+    assert embedded.dtype == jnp.float32
+    assert np.array_equal(np.asarray(embedded), rounded(table, dtype)[tokens])
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_rms_norm_divides_by_the_root_of_the_mean_square(dtype: str, scale: float):
+    ops, x, weight = make_ops(dtype), normal(2, 24, 40) * np.float32(scale), normal(3, 40)
+    wide = x.astype(np.float64)
+    root = np.sqrt((wide**2).mean(axis=1, keepdims=True) + HOSTILE.rms_norm_eps)
+    normed = ops.rms_norm(jnp.asarray(x), jnp.asarray(weight), COUNT)
+    assert normed.dtype == jnp.dtype(dtype)
+    assert_close(normed, wide / root * weight, dtype)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_linear_multiplies_adds_bias_and_residual(dtype: str, has_bias: bool, has_residual: bool):
+    ops = make_ops(dtype)
+    parts, biases = [normal(4, 7, 40), normal(5, 10, 40)], [normal(6, 7), normal(7, 10)]
+    x, residual = normal(8, 24, 40), normal(9, 24, 17)
+    weight = ops.load_linear(parts, biases if has_bias else [])
+    expected = rounded(x, dtype) @ rounded(np.concatenate(parts), dtype).T
+    expected += np.concatenate(biases) if has_bias else 0.0
+    expected += residual if has_residual else 0.0
+    given_residual = jnp.asarray(residual) if has_residual else None
+    y = ops.linear(jnp.asarray(x, dtype), weight, 17, COUNT, residual=given_residual)
+    assert y.dtype == (jnp.float32 if has_residual else jnp.dtype(dtype))
+    assert_close(y, expected, dtype)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_linear_is_silu_of_the_gate_times_up(dtype: str, has_bias: bool):
+    ops = make_ops(dtype)
+    gate, up, x = normal(10, 56, 40), normal(11, 56, 40), normal(12, 24, 40)
+    biases = [normal(13, 56), normal(14, 56)] if has_bias else []
+    wide = rounded(x, dtype)
+    gates = wide @ rounded(gate, dtype).T + (biases[0] if has_bias else 0.0)
+    ups = wide @ rounded(up, dtype).T + (biases[1] if has_bias else 0.0)
+    result = ops.gated_linear(jnp.asarray(x, dtype), ops.load_gate_up(gate, up, biases), COUNT)
+    assert_close(result, gates / (1 + np.exp(-gates)) * ups, dtype)
+
+
+def test_rotate_turns_pairs_by_their_angles():
+    factors = rope_factors(HOSTILE.rope, 50)[[3, 49]]  # [2, 16]
+    heads = normal(15, 2, 3, 20)
+    pairs = heads[..., :8] + 1j * heads[..., 8:16]
+    turned = pairs.astype(np.complex128) * (factors[:, :8] + 1j * factors[:, 8:])[:, None, :]
+    expected = np.concatenate([turned.real, turned.imag, heads[..., 16:]], axis=-1)
+    assert_close(rotate(jnp.asarray(heads), jnp.asarray(factors)), expected, "float32")
+
+
+def streams_and_chunks() -> tuple[list[Stream], list[Chunk]]:
+    """Rows 0, 1 and 3 with 150, 37 and 0 tokens behind them, in scattered pages."""
+    pages = np.random.default_rng(16).permutation(NUM_PAGES).tolist()
+    streams = [
+        Stream(row=row, pages=pages[i * 10 : i * 10 + 10]) for i, row in enumerate([0, 1, 3])
+    ]
+    for stream, length in zip(streams, [150, 37, 0], strict=True):
+        stream.num_computed = length
+    counts = [1, 9, 12]
+    chunks = [s.chunk([5] * c, samples=True) for s, c in zip(streams, counts, strict=True)]
+    return streams, chunks
+
+
+def attend_by_hand(
+    heads: np.ndarray, pool: KVPool, chunks: list[Chunk], norms: list[np.ndarray] | None
+) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    """Whole-softmax attention in float64: outputs [T, Hq, D], and K|V by slot of the new tokens."""
+    factors = rope_factors(HOSTILE.rope, 320).astype(np.float64)
+    out, written = np.zeros((24, 6, 16)), {}
+    at = 0
+    for chunk in chunks:
+        slots = slots_of(chunk.stream.pages, chunk.end, 16)
+        keys = np.asarray(pool.keys, np.float64)[slots]  # [kv_len, Hkv, D]
+        values = np.asarray(pool.values, np.float64)[slots]
+        for offset in range(len(chunk.token_ids)):
+            position = chunk.start + offset
+            query, key = heads[at, :6].copy(), heads[at, 6:8].copy()
+            if norms is not None:
+                query, key = unit(query) * norms[0], unit(key) * norms[1]
+            query, key = turn(query, factors[position]), turn(key, factors[position])
+            keys[position], values[position] = key, heads[at, 8:]
+            written[int(slots[position])] = np.stack([key, heads[at, 8:]])
+            for head in range(6):
+                scores = keys[: position + 1, head // 3] @ query[head] / 4.0
+                weights = np.exp(scores - scores.max())
+                out[at, head] = weights @ values[: position + 1, head // 3] / weights.sum()
+            at += 1
+    return out, written
+
+
+def unit(heads: np.ndarray) -> np.ndarray:
+    return heads / np.sqrt((heads**2).mean(axis=-1, keepdims=True) + HOSTILE.rms_norm_eps)
+
+
+def turn(heads: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    turned = (heads[:, :8] + 1j * heads[:, 8:]) * (factors[:8] + 1j * factors[8:])
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+@pytest.mark.parametrize("has_qk_norm", [False, True])
+def test_rope_append_attend_equals_whole_softmax_attention(dtype: str, has_qk_norm: bool):
+    ops = make_ops(dtype, has_qk_norm=has_qk_norm)
+    streams, chunks = streams_and_chunks()
+    inputs = build_inputs(chunks, GEOMETRY)
+    table = np.zeros((4, 20), np.int32)
+    for stream in streams:
+        table[stream.row, :10] = stream.pages
+    content = np.full((2, NUM_PAGES * 16, 2, 16), NAN, np.float32)
+    for stream, chunk in zip(streams, chunks, strict=True):
+        slots = slots_of(stream.pages, chunk.start, 16)
+        content[:, slots] = normal(17 + stream.row, 2, len(slots), 2, 16)
+    pool = KVPool(jnp.asarray(content[0], dtype), jnp.asarray(content[1], dtype))
+    qkv = jnp.asarray(normal(25, 24, 160), dtype)
+    norms = [normal(26, 16), normal(27, 16)] if has_qk_norm else None
+    given_norms = (jnp.asarray(norms[0]), jnp.asarray(norms[1])) if norms else None
+    out, after = ops.rope_append_attend(
+        qkv,
+        pool,
+        given_norms,
+        jnp.asarray(rope_factors(HOSTILE.rope, 320)),
+        device_step(inputs, table),
+    )
+    heads = np.asarray(qkv, np.float64).reshape(24, 10, 16)
+    expected, written = attend_by_hand(heads, pool, chunks, norms)
+    assert_close(out, expected.reshape(24, -1), dtype)
+    assert np.all(np.asarray(out)[inputs.num_tokens :] == 0), "padding gave something"
+    check_pool(pool, after, written, dtype)
+
+
+def check_pool(before: KVPool, after: KVPool, written: dict[int, np.ndarray], dtype: str) -> None:
+    """The new tokens' keys and values are at their slots and no other slot has another bit."""
+    slots = np.array(sorted(written))
+    for side, index in ((after.keys, 0), (after.values, 1)):
+        expected = np.stack([written[slot][index] for slot in slots])
+        assert_close(side[slots], expected, dtype)
+    for old, new in zip(before, after, strict=True):
+        others = np.setdiff1d(np.arange(len(old)), slots)
+        kept = [np.asarray(side[others]).view(np.uint8) for side in (old, new)]
+        assert np.array_equal(*kept)
+
+
+def test_next_tokens_multiplies_by_the_head_and_takes_the_best(dtype: str):
+    ops, x, head = make_ops(dtype), normal(28, 4, 40), normal(29, 211, 40)
+    step = device_step(ModelInputs.empty(bucket=24, num_rows=4), np.zeros((4, 2), np.int32))
+    result = ops.next_tokens(jnp.asarray(x, dtype), ops.load_linear([head], []), step)
+    logits = rounded(x, dtype) @ rounded(head, dtype).T
+    assert np.array_equal(np.asarray(result)[:, COLUMN_TOKEN], logits.argmax(axis=1))
+
+
+def test_a_wrong_weight_is_off_by_more_than_the_tolerance():
+    """The comparison can fail: one element of one weight."""
+    ops, x, table = make_ops(), normal(8, 24, 40), normal(4, 7, 40)
+    spoilt = table.copy()
+    spoilt[3, 3] += 1e-3
+    y = ops.linear(jnp.asarray(x), Linear(jnp.asarray(spoilt), None), 7, COUNT)
+    with pytest.raises(AssertionError, match="off by"):
+        assert_close(y, x.astype(np.float64) @ table.T, "float32")
+
+
+@given(data=st.data())
+def test_the_wire_brings_every_field_across_bit_for_bit(data: st.DataObject):
+    seed = data.draw(st.integers(0, 1 << 32))
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(4)[: rng.integers(0, 5)].tolist()
+    chunks: list[Chunk] = []
+    for row in rows:
+        draw = Draw(
+            temperature=float(rng.random()),
+            top_k=int(rng.integers(0, 1 << 31)),
+            top_p=float(rng.random()),
+            min_p=float(rng.random()),
+            seed=int(rng.integers(0, 1 << 62)),
+            num_logprobs=int(rng.integers(-1, 21)),
+        )
+        stream = Stream(row=row, pages=[row * 2, row * 2 + 1], draw=draw)
+        stream.num_computed = int(rng.integers(0, 20))
+        tokens = rng.integers(0, 99, rng.integers(1, 7)).tolist()
+        tokens[-1] = LAST_SAMPLED if rng.random() < 0.3 else tokens[-1]
+        chunks.append(stream.chunk(tokens, samples=bool(rng.random() < 0.7)))
+    inputs = build_inputs(chunks, GEOMETRY)
+    arrays = device_step(inputs, np.zeros((4, 2), np.int32))
+    check_arrays(arrays, inputs)
+
+
+def check_arrays(arrays: StepArrays, inputs: ModelInputs) -> None:
+    for name in ("positions", "slot_mapping", "query_starts", "kv_lens"):
+        assert np.array_equal(getattr(arrays, name), getattr(inputs, name)), name
+    for name in ("num_tokens", "num_logits", "logit_indices", "logit_rows"):
+        assert np.array_equal(getattr(arrays, name), getattr(inputs, name)), name
+    for name in ("temperature", "top_k", "top_p", "min_p", "keys", "num_logprobs"):
+        theirs = np.asarray(getattr(arrays.sampling, name))
+        ours = getattr(inputs.sampling, name)
+        assert theirs.dtype == ours.dtype, name
+        assert np.array_equal(theirs.view(np.int32), ours.view(np.int32)), name
+    lengths = np.diff(inputs.query_starts)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    assert np.array_equal(np.asarray(arrays.token_rows)[: inputs.num_tokens], rows)
+    sampled = np.where(
+        inputs.token_ids == LAST_SAMPLED, 100 + np.asarray(arrays.token_rows), inputs.token_ids
+    )
+    assert np.array_equal(arrays.token_ids, sampled)
