@@ -1,0 +1,192 @@
+"""rope_append_attend and copy_pages through XLA: values, chunks, pages, pools in place."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytestmark = pytest.mark.native
+
+HEADS, KV_HEADS, SIZE, LENGTH = 6, 2, 64, 75
+WIDTH = (HEADS + 2 * KV_HEADS) * SIZE
+NONE = np.zeros(0, np.float32)
+DTYPES = [ml_dtypes.bfloat16, np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    rotary: int = SIZE
+    window: int = 0
+    soft_cap: float = 0.0
+    has_norms: bool = False
+
+
+VARIANTS = [
+    Variant(),
+    Variant(rotary=16),
+    Variant(window=20),
+    Variant(soft_cap=3.0),
+    Variant(has_norms=True, window=40, soft_cap=10.0),
+]
+
+
+def rope_table(rotary: int) -> npt.NDArray[np.float32]:
+    angles = np.arange(128)[:, None] / 1e4 ** (np.arange(0, rotary, 2) / rotary)
+    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+def norm_weights(variant: Variant) -> list[npt.NDArray[np.float32]]:
+    if not variant.has_norms:
+        return [NONE, NONE]
+    random = np.random.default_rng(4)
+    return [random.normal(size=SIZE).astype(np.float32) for _ in range(2)]
+
+
+class Row:
+    """One sequence in pages of its own, played in chunks. Slots it does not own hold NaN."""
+
+    def __init__(self, call: Any, variant: Variant, dtype: Any, page_size: int) -> None:
+        self._call, self._variant, self._page_size = call, variant, page_size
+        num_pages = LENGTH // page_size + 3
+        shape = (num_pages, KV_HEADS, page_size, SIZE)
+        self.pools = [jnp.full(shape, jnp.nan, dtype) for _ in range(2)]
+        self._pages = np.random.default_rng(page_size).permutation(num_pages).astype(np.int32)
+        self._length = 0
+
+    def play(self, qkv: npt.NDArray[Any], bucket: int) -> npt.NDArray[Any]:
+        """Appends and attends `qkv` [n, WIDTH], padded to `bucket` tokens of NaN."""
+        count = len(qkv)
+        padded = np.full((bucket, WIDTH), np.nan, qkv.dtype)
+        padded[:count] = qkv
+        positions = np.zeros(bucket, np.int32)
+        positions[:count] = np.arange(self._length, self._length + count)
+        slots = self._pages[positions // self._page_size] * self._page_size
+        slots = np.where(np.arange(bucket) < count, slots + positions % self._page_size, -1)
+        self._length += count
+        variant = self._variant
+        out, *self.pools = self._call(
+            "rope_append_attend",
+            (
+                jax.ShapeDtypeStruct((bucket, HEADS * SIZE), qkv.dtype),
+                *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in self.pools),
+            ),
+            padded,
+            positions,
+            slots.astype(np.int32),
+            np.array([0, count, count], np.int32),
+            np.array([self._length, 0], np.int32),
+            np.stack([self._pages, np.full_like(self._pages, -1)]),
+            rope_table(variant.rotary),
+            *norm_weights(variant),
+            *self.pools,
+            aliases={9: 1, 10: 2},
+            heads=np.int64(HEADS),
+            scale=np.float32(SIZE**-0.5),
+            window=np.int64(variant.window),
+            soft_cap=np.float32(variant.soft_cap),
+            norm_eps=np.float32(1e-6),
+            norm_one_plus=False,
+        )
+        return np.asarray(out)[:count]
+
+
+def turned(
+    part: npt.NDArray[np.float64], weight: npt.NDArray[np.float32], variant: Variant
+) -> npt.NDArray[np.float64]:
+    """Normed and rotated heads [LENGTH, H, SIZE]."""
+    if variant.has_norms:
+        part = part / np.sqrt(np.mean(part**2, axis=-1, keepdims=True) + 1e-6) * weight
+    half = variant.rotary // 2
+    cos, sin = np.split(rope_table(variant.rotary)[:LENGTH, None, :], 2, axis=-1)
+    a, b, rest = part[..., :half], part[..., half : 2 * half], part[..., 2 * half :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+def reference(qkv: npt.NDArray[Any], variant: Variant) -> npt.NDArray[np.float64]:
+    """Attention of the whole sequence in float64: [LENGTH, HEADS * SIZE]."""
+    heads = qkv.astype(np.float64).reshape(LENGTH, -1, SIZE)
+    query, key, value = np.split(heads, [HEADS, HEADS + KV_HEADS], axis=1)
+    weights = norm_weights(variant)
+    query, key = turned(query, weights[0], variant), turned(key, weights[1], variant)
+    query, key = (part.astype(qkv.dtype).astype(np.float64) for part in (query, key))
+    key, value = (np.repeat(part, HEADS // KV_HEADS, axis=1) for part in (key, value))
+    scores = np.einsum("qhd,khd->hqk", query, key) * SIZE**-0.5
+    if variant.soft_cap:
+        scores = variant.soft_cap * np.tanh(scores / variant.soft_cap)
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)[None, :]
+    hidden = (distance < 0) | ((distance >= variant.window) if variant.window else False)
+    scores = np.where(hidden, -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, value).reshape(LENGTH, -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_agrees_with_float64_in_every_variant(call, random, dtype, variant):
+    qkv = random.normal(size=(LENGTH, WIDTH)).astype(dtype)
+    out = Row(call, variant, dtype, 16).play(qkv, 80)
+    atol = 3e-2 if dtype == ml_dtypes.bfloat16 else 1e-4
+    np.testing.assert_allclose(np.asarray(out, np.float64), reference(qkv, variant), atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_has_the_same_bits_however_the_row_is_cut_and_paged(call, random, dtype, variant):
+    qkv = random.normal(size=(LENGTH, WIDTH)).astype(dtype)
+    whole = Row(call, variant, dtype, 16).play(qkv, 80)
+    for page_size, chunk, bucket in ((16, 1, 1), (32, 7, 8), (48, 40, 64)):
+        row = Row(call, variant, dtype, page_size)
+        parts = [row.play(qkv[i : i + chunk], bucket) for i in range(0, LENGTH, chunk)]
+        assert np.concatenate(parts).tobytes() == whole.tobytes()
+
+
+def test_attention_refuses_pools_that_are_not_aliased(call, random):
+    qkv = random.normal(size=(1, WIDTH)).astype(np.float32)
+    pool = jnp.zeros((2, KV_HEADS, 16, SIZE))
+    shapes = [jax.ShapeDtypeStruct(pool.shape, pool.dtype)] * 2
+    one = np.zeros(1, np.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="donated and aliased"):
+        call(
+            "rope_append_attend",
+            (jax.ShapeDtypeStruct((1, HEADS * SIZE), jnp.float32), *shapes),
+            qkv,
+            one,
+            one,
+            np.array([0, 1], np.int32),
+            one + 1,
+            one[None],
+            rope_table(SIZE),
+            NONE,
+            NONE,
+            pool,
+            pool,
+            heads=np.int64(HEADS),
+            scale=np.float32(1),
+            window=np.int64(0),
+            soft_cap=np.float32(0),
+            norm_eps=np.float32(1e-6),
+            norm_one_plus=False,
+        )
+
+
+def test_copy_pages_copies_whole_pages_in_place_and_skips_negative_ones(call, random):
+    keys, values = (random.normal(size=(4, 2, 16, 16)).astype(np.float32) for _ in range(2))
+    sources, targets = np.array([1, -1, 3], np.int32), np.array([0, 2, 2], np.int32)
+    shapes = (jax.ShapeDtypeStruct(keys.shape, jnp.float32),) * 2
+    out = call(
+        "copy_pages",
+        shapes,
+        jnp.array(keys),
+        jnp.array(values),
+        sources,
+        targets,
+        aliases={0: 0, 1: 1},
+    )
+    for before, after in zip((keys, values), out, strict=True):
+        np.testing.assert_array_equal(after, before[[1, 1, 3, 3]])
