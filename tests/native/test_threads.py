@@ -1,0 +1,87 @@
+"""The native library's threads: as many as this process may use, and asleep when idle."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cadenza import AsyncEngine, SamplingParams
+from cadenza.checkpoint import named_shape, write_random_checkpoint
+
+pytestmark = pytest.mark.native
+
+COUNT_THREADS = (
+    "from cadenza.backends.xla.ops.native_library import load_native_library;"
+    "print(load_native_library().num_threads)"
+)
+IDLE_SHARE = 0.01
+"""Of a core: an idle engine takes less."""
+
+
+def count_threads(code: str = COUNT_THREADS, **environment: str) -> str:
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return found.stdout.strip() or found.stderr.strip().splitlines()[-1]
+
+
+def test_the_environment_sets_the_number_of_threads() -> None:
+    assert count_threads(CADENZA_NUM_THREADS="3") == "3"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
+def test_the_affinity_of_the_process_is_honoured() -> None:
+    core = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, [{core}]);{COUNT_THREADS}"
+    assert count_threads(code) == "1"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "100000"])
+def test_an_impossible_number_of_threads_is_a_named_error(value: str) -> None:
+    assert "CADENZA_NUM_THREADS" in count_threads(CADENZA_NUM_THREADS=value)
+
+
+def test_an_unknown_isa_is_a_named_error_that_lists_the_possible_ones() -> None:
+    message = count_threads(CADENZA_CPU_ISA="avx9000")
+    assert "CADENZA_CPU_ISA" in message
+    assert "scalar" in message
+
+
+def idle_share(folder: Path, seconds: float) -> float:
+    """Of a core, while a warm engine has nothing to do."""
+
+    async def play() -> float:
+        async with AsyncEngine.from_model(folder, max_num_seqs=2, max_model_len=64) as engine:
+            params = SamplingParams(max_tokens=8, ignore_eos=True)
+            _ = [output async for output in engine.generate([1, 2], params)]
+            await asyncio.sleep(0.2)  # the threads' last spin, and the compiler's
+            start = time.process_time()
+            await asyncio.sleep(seconds)
+            return (time.process_time() - start) / seconds
+
+    return asyncio.run(play())
+
+
+@pytest.fixture
+def tiny_folder(tmp_path: Path) -> Path:
+    shape = named_shape("tiny-qwen3")
+    write_random_checkpoint(shape, tmp_path / "tiny", seed=1, dtype=shape.dtype)
+    return tmp_path / "tiny"
+
+
+def test_an_idle_engine_burns_nothing(tiny_folder: Path) -> None:
+    assert idle_share(tiny_folder, 3.0) < IDLE_SHARE
+
+
+@pytest.mark.soak
+def test_an_engine_idle_for_a_minute_burns_nothing(tiny_folder: Path) -> None:
+    assert idle_share(tiny_folder, 60.0) < IDLE_SHARE

@@ -1,0 +1,1 @@
+"""Makes the bundled model: its text, its tokenizer, its training and its evaluation."""

@@ -1,0 +1,97 @@
+"""Packed batches of examples, each a function of split, seed and step alone.
+
+Owns how examples become rows: which row lengths a step has, how examples are fitted
+into rows, and which tokens count in the loss.  As a batch depends on nothing but its
+step, a run that is resumed reads what it would have read.
+
+Shapes: B rows, T tokens of a row.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from training.corpus.example import Example
+from training.corpus.mixture import LONG_SHARES, SHARES, Split, make_example, open_source
+
+TOKENS_OF_A_STEP = 4096
+SHORT, MEDIUM, LONG = 256, 512, 2048
+ROW_LENGTHS = (SHORT, SHORT, MEDIUM, SHORT, SHORT, SHORT, MEDIUM, LONG)
+MOST_MISFITS = 12
+NO_SEGMENT = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """Rows of examples; a token is predicted from those before it in its segment."""
+
+    token_ids: np.ndarray  # [B, T]
+    segments: np.ndarray  # [B, T], NO_SEGMENT where a row is padded
+    weights: np.ndarray  # [B, T], 1 where the token itself counts in the loss
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedExample:
+    token_ids: list[int]
+    weights: list[float]
+
+
+def row_length(step: int, *, long_from: int) -> int:
+    """The length of a step's rows; long rows only come from step `long_from` on."""
+    length = ROW_LENGTHS[step % len(ROW_LENGTHS)]
+    return MEDIUM if length == LONG and step < long_from else length
+
+
+def make_batch(tokenizer: Tokenizer, split: Split, key: object, length: int) -> PackedBatch:
+    """One batch of `TOKENS_OF_A_STEP` tokens in rows of `length`."""
+    num_rows = TOKENS_OF_A_STEP // length
+    rows: list[list[EncodedExample]] = [[] for _ in range(num_rows)]
+    room = [length] * num_rows
+    used = dict.fromkeys(SHARES, 0)
+    shares = LONG_SHARES if length == LONG else SHARES
+    source = open_source(split, key, length)
+    misfits = 0
+    while misfits < MOST_MISFITS:
+        task = min(shares, key=lambda name: (used[name] + 50 * source.rng.random()) / shares[name])
+        example = encode(tokenizer, make_example(task, source, max_tokens=length - 24))
+        size = len(example.token_ids)
+        used[task] += size
+        row = next((i for i, left in enumerate(room) if left >= size), None)
+        if row is None:
+            misfits += 1
+            continue
+        rows[row].append(example)
+        room[row] -= size
+    return _pack(rows, length)
+
+
+def encode(tokenizer: Tokenizer, example: Example) -> EncodedExample:
+    """Token ids, and weight 1 for each token that lies in a learned span."""
+    encoding = tokenizer.encode(example.text)
+    spans = iter(example.learned)
+    start, end = next(spans)
+    weights = []
+    for first, last in encoding.offsets:
+        while first >= end and (span := next(spans, None)) is not None:
+            start, end = span
+        weights.append(float(start <= first and last <= end))
+    return EncodedExample(encoding.ids, weights)
+
+
+def _pack(rows: list[list[EncodedExample]], length: int) -> PackedBatch:
+    shape = (len(rows), length)
+    batch = PackedBatch(
+        token_ids=np.zeros(shape, np.int32),
+        segments=np.full(shape, NO_SEGMENT, np.int32),
+        weights=np.zeros(shape, np.float32),
+    )
+    for row, examples in enumerate(rows):
+        start = 0
+        for segment, example in enumerate(examples, start=1):
+            end = start + len(example.token_ids)
+            batch.token_ids[row, start:end] = example.token_ids
+            batch.segments[row, start:end] = segment
+            batch.weights[row, start + 1 : end] = example.weights[1:]
+            start = end
+    return batch

@@ -1,0 +1,1 @@
+"""Generates every text that the bundled model is trained and measured on."""

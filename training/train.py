@@ -1,0 +1,234 @@
+"""Trains the bundled model, from its first weights to its last.
+
+Owns the run: loss, optimiser, schedule, checkpoints of the run and the record of its
+losses.  A step reads a batch that depends on the step alone, so a run stopped anywhere
+and resumed ends like one never stopped.
+
+Run as `python -m training.train` from the root of the repository; `--resume` continues
+from the last checkpoint of the run.
+
+Shapes: B rows, T tokens of a row.
+"""
+
+import argparse
+import functools
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+from tokenizers import Tokenizer
+
+from training.batches import MEDIUM, SHORT, PackedBatch, make_batch, row_length
+from training.corpus.example import Split
+from training.model import ModelShape, Weights, count_parameters, forward, init_weights
+from training.tokenizer import load_tokenizer
+
+SEED = 20
+RUN_FOLDER = Path(__file__).parent / "checkpoints"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The schedule of a run, in steps."""
+
+    num_steps: int
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.05
+    warmup_steps: int = 60
+    decay_share: float = 0.5
+    long_from: int = 500
+    evaluate_every: int = 50
+    save_every: int = 50
+
+    def schedule(self) -> optax.Schedule:
+        """Warm-up, a plateau, and a straight line down to nothing."""
+        decay_steps = int(self.num_steps * self.decay_share)
+        rate = self.learning_rate
+        return optax.join_schedules(
+            [
+                optax.linear_schedule(0.0, rate, self.warmup_steps),
+                optax.constant_schedule(rate),
+                optax.linear_schedule(rate, 0.0, decay_steps),
+            ],
+            [self.warmup_steps, self.num_steps - decay_steps],
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """All that a stopped run needs to go on."""
+
+    step: int
+    weights: Weights
+    optimizer_state: Any
+    record: list[dict[str, float]]
+    seconds: float = 0.0
+
+    def save(self, folder: Path) -> None:
+        leaves = jax.tree.leaves((self.weights, self.optimizer_state))
+        temporary = folder / "run.tmp.npz"
+        np.savez(temporary, **{str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)})
+        os.replace(temporary, folder / "run.npz")
+        progress = {"step": self.step, "seconds": self.seconds, "record": self.record}
+        write_json(folder / "progress.json", progress)
+
+    def load(self, folder: Path) -> None:
+        tree = (self.weights, self.optimizer_state)
+        with np.load(folder / "run.npz") as saved:
+            leaves = [jnp.asarray(saved[str(i)]) for i in range(len(saved.files))]
+        self.weights, self.optimizer_state = jax.tree.unflatten(jax.tree.structure(tree), leaves)
+        progress = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
+        self.step, self.seconds = progress["step"], progress["seconds"]
+        self.record = progress["record"]
+
+
+def load_weights(folder: Path, shape: ModelShape) -> Weights:
+    """The weights of a run's last checkpoint; they are its first leaves."""
+    weights = init_weights(shape, jax.random.key(SEED))
+    leaves, structure = jax.tree.flatten(weights)
+    with np.load(folder / "run.npz") as saved:
+        return jax.tree.unflatten(structure, [saved[str(i)] for i in range(len(leaves))])
+
+
+def main() -> None:
+    arguments = _parse_arguments()
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    shape, plan = ModelShape(), Plan(num_steps=arguments.steps)
+    write_json(folder / "plan.json", {"shape": asdict(shape), "plan": asdict(plan)})
+    weights = init_weights(shape, jax.random.key(SEED))
+    optimizer = make_optimizer(plan)
+    run = Run(0, weights, optimizer.init(weights), [])
+    if arguments.resume:
+        run.load(folder)
+    print(f"{count_parameters(run.weights):,} parameters, from step {run.step}", flush=True)
+    train(run, plan, shape, optimizer, folder)
+
+
+def train(
+    run: Run,
+    plan: Plan,
+    shape: ModelShape,
+    optimizer: optax.GradientTransformation,
+    folder: Path,
+) -> None:
+    """Take the steps that are left, with a batch made while the device is at work."""
+    tokenizer = load_tokenizer()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def take_step(weights: Weights, state: Any, batch: dict[str, jax.Array]) -> Any:
+        loss, grads = jax.value_and_grad(batch_loss)(weights, batch, shape)
+        updates, state = optimizer.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state, loss
+
+    losses: list[jax.Array] = []
+    started = time.monotonic() - run.seconds
+    batch = _training_batch(tokenizer, plan, run.step)
+    while run.step < plan.num_steps:
+        run.weights, run.optimizer_state, loss = take_step(run.weights, run.optimizer_state, batch)
+        losses.append(loss)
+        run.step += 1
+        batch = _training_batch(tokenizer, plan, run.step)
+        jax.block_until_ready(loss)
+        run.seconds = time.monotonic() - started
+        if run.step % plan.evaluate_every == 0 or run.step == plan.num_steps:
+            _record(run, losses, tokenizer, shape)
+            losses = []
+        if run.step % plan.save_every == 0 or run.step == plan.num_steps:
+            run.save(folder)
+
+
+def make_optimizer(plan: Plan) -> optax.GradientTransformation:
+    """Muon for the matrices of the layers, AdamW for embedding and norms."""
+
+    def dimensions(weights: Weights) -> Weights:
+        is_matrix = {name: name.endswith("_proj") for name in weights["layers"]}
+        matrix = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+        layers = {name: matrix if is_matrix[name] else None for name in is_matrix}
+        return {"embed": None, "layers": layers, "norm": None}
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        muon(
+            plan.schedule(),
+            weight_decay=plan.weight_decay,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=dimensions,
+        ),
+    )
+
+
+def batch_loss(weights: Weights, batch: dict[str, jax.Array], shape: ModelShape) -> jax.Array:
+    """Mean cross entropy, in nats, of the tokens that are learned."""
+    logits = forward(weights, batch["token_ids"], batch["segments"], shape=shape)
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits[:, :-1], batch["token_ids"][:, 1:]
+    )  # [B, T - 1]
+    learned = batch["weights"][:, 1:]
+    return jnp.sum(losses * learned) / jnp.sum(learned)
+
+
+def held_out_loss(
+    weights: Weights, tokenizer: Tokenizer, shape: ModelShape, *, num_batches: int
+) -> float:
+    """Mean loss over the same held-out batches each time, in short and in medium rows."""
+    losses = [
+        _jitted_loss(weights, as_arrays(make_batch(tokenizer, Split.HELD_OUT, i, length)), shape)
+        for length in (SHORT, MEDIUM)
+        for i in range(num_batches // 2)
+    ]
+    return float(np.mean([float(loss) for loss in losses]))
+
+
+_jitted_loss = jax.jit(batch_loss, static_argnames="shape")
+
+
+def as_arrays(batch: PackedBatch) -> dict[str, jax.Array]:
+    return {
+        "token_ids": jnp.asarray(batch.token_ids),
+        "segments": jnp.asarray(batch.segments),
+        "weights": jnp.asarray(batch.weights),
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _training_batch(tokenizer: Tokenizer, plan: Plan, step: int) -> dict[str, jax.Array]:
+    length = row_length(step, long_from=plan.long_from)
+    return as_arrays(make_batch(tokenizer, Split.TRAIN, (SEED, step), length))
+
+
+def _record(run: Run, losses: list[jax.Array], tokenizer: Tokenizer, shape: ModelShape) -> None:
+    entry = {
+        "step": run.step,
+        "seconds": round(run.seconds),
+        "train_loss": round(float(np.mean([float(loss) for loss in losses])), 4),
+        "held_out_loss": round(held_out_loss(run.weights, tokenizer, shape, num_batches=8), 4),
+    }
+    run.record.append(entry)
+    print(json.dumps(entry), flush=True)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--folder", type=Path, default=RUN_FOLDER)
+    parser.add_argument("--resume", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
