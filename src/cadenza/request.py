@@ -4,9 +4,9 @@ Owns the bounds of every number a client controls. Knows nothing of text, rows o
 Invariant: a `SamplingParams` that exists is finite and within bounds.
 """
 
-import math
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED
 from cadenza.errors import InvalidRequestError
@@ -17,6 +17,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy (the field's convention)."""
 
 MAX_STOP_TOKEN_IDS = 128
+MAX_SHOWN_BITS = 64
 
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -62,6 +63,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
             _check_number(name, getattr(self, name), low, high)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequestError(
+                f"ignore_eos is {self.ignore_eos!r}; it must be true or false", param="ignore_eos"
+            )
+        _check_token_ids("stop_token_ids", self.stop_token_ids)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
                 f"stop_token_ids has {len(self.stop_token_ids)} entries; "
@@ -86,6 +92,14 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        _check_token_ids("prompt", self.prompt_token_ids)
+        salt = self.cache_salt
+        if not isinstance(salt, str) or not salt.isascii():
+            raise InvalidRequestError(
+                f"cache_salt is {salt!r}; it must be a text of ASCII characters", param="cache_salt"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +148,29 @@ Event = Token | Finished
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     if value is None and name in {"seed", "max_tokens", "logprobs"}:
         return
-    kinds = (int,) if name in _WHOLE else (int, float)
-    is_number = isinstance(value, kinds) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type]
-        kind = "a whole number" if name in _WHOLE else "a number"
-        raise InvalidRequestError(
-            f"{name} is {value!r}; it must be {kind} from {low:g} to {high:g}", param=name
-        )
+    is_number = isinstance(value, int) or (isinstance(value, float) and name not in _WHOLE)
+    # Nothing is within bounds of NaN, and an integer of any size can be compared.
+    if is_number and not isinstance(value, bool) and low <= cast(float, value) <= high:
+        return
+    kind = "a whole number" if name in _WHOLE else "a number"
+    raise InvalidRequestError(
+        f"{name} is {show(value)}; it must be {kind} from {low:g} to {high:g}", param=name
+    )
+
+
+def show(value: object) -> str:
+    """A value in a message: short, and an integer too long to print by its size."""
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _check_token_ids(name: str, token_ids: object) -> None:
+    if not isinstance(token_ids, tuple | list):
+        raise InvalidRequestError(f"{name} is {show(token_ids)}; it must be token ids", param=name)
+    for token_id in cast(SequenceOf[object], token_ids):
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise InvalidRequestError(
+                f"{name} holds {show(token_id)}; token ids are whole numbers", param=name
+            )

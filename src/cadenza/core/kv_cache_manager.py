@@ -8,19 +8,20 @@ published only after the step that filled it has succeeded with finite logits.
 from dataclasses import dataclass
 
 from cadenza.core.page_pool import PagePool
-from cadenza.core.prefix_cache import PrefixCache
+from cadenza.core.prefix_cache import ROOT, PrefixCache
 from cadenza.core.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Cached pages that hold the first `num_tokens` tokens of a sequence."""
+    """Cached pages that hold the first `num_tokens` tokens; `serial` is the last one's."""
 
     page_ids: tuple[int, ...]
     num_tokens: int
+    serial: int
 
 
-NO_HIT = PrefixHit((), 0)
+NO_HIT = PrefixHit((), 0, ROOT)
 
 
 class KVCacheManager:
@@ -45,8 +46,8 @@ class KVCacheManager:
         salt = sequence.request.cache_salt
         self.prefix_cache.extend_keys(sequence.page_keys, sequence.token_ids, salt)
         usable = sequence.page_keys[: (len(sequence.token_ids) - 1) // self.page_size]
-        found = self.prefix_cache.find(usable, sequence.token_ids, salt)
-        return PrefixHit(tuple(found), len(found) * self.page_size)
+        found, serial = self.prefix_cache.find(usable, sequence.token_ids)
+        return PrefixHit(tuple(found), len(found) * self.page_size, serial)
 
     def num_unheld(self, hit: PrefixHit) -> int:
         """Pages of a hit that nobody holds, so that sharing them takes from what is available."""
@@ -59,6 +60,7 @@ class KVCacheManager:
         sequence.page_table.extend(hit.page_ids)
         sequence.num_computed_tokens = hit.num_tokens
         sequence.num_published_pages = len(hit.page_ids)
+        sequence.published_serial = hit.serial
 
     def try_grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Makes the page table cover `num_tokens` tokens; False, unchanged, for "not now"."""
@@ -84,10 +86,13 @@ class KVCacheManager:
         salt = sequence.request.cache_salt
         self.prefix_cache.extend_keys(sequence.page_keys, sequence.token_ids, salt)
         for index in range(sequence.num_published_pages, full):
-            page_id = sequence.page_table[index]
-            if self.prefix_cache.try_publish(
-                page_id, index, sequence.page_keys, sequence.token_ids, salt
-            ):
+            if sequence.published_serial is None:
+                break
+            page_id, key = sequence.page_table[index], sequence.page_keys[index]
+            sequence.published_serial, is_taken = self.prefix_cache.publish(
+                page_id, index, key, sequence.token_ids, sequence.published_serial
+            )
+            if is_taken:
                 self.pool.mark_cached(page_id)
         sequence.num_published_pages = full
 

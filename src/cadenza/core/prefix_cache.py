@@ -14,12 +14,21 @@ from dataclasses import dataclass
 KEY_BYTES = 16
 
 
+ROOT = 0
+"""The serial of what comes before a first page."""
+
+
 @dataclass(frozen=True, slots=True)
 class CachedPage:
-    """What a published page holds."""
+    """What a published page holds, and behind which published page.
 
+    Serials are never used twice, so that a page stands for one whole prefix and not only for a
+    parent that has the same key.
+    """
+
+    serial: int
     key: bytes
-    parent_key: bytes
+    parent_serial: int
     token_ids: tuple[int, ...]
 
 
@@ -31,6 +40,7 @@ class PrefixCache:
         self._secret = secret
         self._page_of_key: dict[bytes, int] = {}
         self._content: dict[int, CachedPage] = {}
+        self._num_published = 0
 
     def __len__(self) -> int:
         return len(self._content)
@@ -42,40 +52,40 @@ class PrefixCache:
             parent = keys[-1] if keys else self._root_key(salt)
             keys.append(self._chain(parent, token_ids[index * size : (index + 1) * size]))
 
-    def find(self, keys: SequenceOf[bytes], token_ids: SequenceOf[int], salt: str) -> list[int]:
-        """Page ids of the longest cached prefix; `keys` as `extend_keys` made them."""
-        size = self._page_size
+    def find(self, keys: SequenceOf[bytes], token_ids: SequenceOf[int]) -> tuple[list[int], int]:
+        """Page ids of the longest cached prefix, and the serial of the last; keys as made above."""
         found: list[int] = []
-        parent = self._root_key(salt)
+        parent = ROOT
         for index, key in enumerate(keys):
             page_id = self._page_of_key.get(key)
             if page_id is None:
                 break
-            tokens = tuple(token_ids[index * size : (index + 1) * size])
-            if self._content[page_id] != CachedPage(key, parent, tokens):
+            content = self._content[page_id]
+            if not self._is_same(content, parent, self._page_tokens(token_ids, index)):
                 break
             found.append(page_id)
-            parent = key
-        return found
+            parent = content.serial
+        return found, parent
 
-    def try_publish(
-        self,
-        page_id: int,
-        index: int,
-        keys: SequenceOf[bytes],
-        token_ids: SequenceOf[int],
-        salt: str,
-    ) -> bool:
-        """Makes page `index` of a prefix findable; False when an equal page already is."""
-        key = keys[index]
-        if key in self._page_of_key:
-            return False
-        size = self._page_size
-        parent = keys[index - 1] if index else self._root_key(salt)
-        tokens = tuple(token_ids[index * size : (index + 1) * size])
+    def publish(
+        self, page_id: int, index: int, key: bytes, token_ids: SequenceOf[int], parent_serial: int
+    ) -> tuple[int | None, bool]:
+        """Makes page `index` of a prefix findable behind the page with `parent_serial`.
+
+        Returns the serial to publish the next page behind, and whether this page was taken: it is
+        not when an equal one is there already. The serial is None when another prefix has the key.
+        """
+        tokens = self._page_tokens(token_ids, index)
+        known = self._page_of_key.get(key)
+        if known is not None:
+            content = self._content[known]
+            is_same = self._is_same(content, parent_serial, tokens)
+            return (content.serial if is_same else None), False
+        self._num_published += 1
+        serial = self._num_published
         self._page_of_key[key] = page_id
-        self._content[page_id] = CachedPage(key, parent, tokens)
-        return True
+        self._content[page_id] = CachedPage(serial, key, parent_serial, tokens)
+        return serial, True
 
     def forget(self, page_id: int) -> None:
         """The page is about to be overwritten."""
@@ -86,6 +96,13 @@ class PrefixCache:
         assert len(self._page_of_key) == len(self._content), "index and contents differ in size"
         for page_id, content in self._content.items():
             assert self._page_of_key[content.key] == page_id, f"page {page_id} is misfiled"
+
+    def _page_tokens(self, token_ids: SequenceOf[int], index: int) -> tuple[int, ...]:
+        return tuple(token_ids[index * self._page_size : (index + 1) * self._page_size])
+
+    @staticmethod
+    def _is_same(content: CachedPage, parent_serial: int, tokens: tuple[int, ...]) -> bool:
+        return content.parent_serial == parent_serial and content.token_ids == tokens
 
     def _root_key(self, salt: str) -> bytes:
         return hashlib.blake2b(

@@ -168,8 +168,9 @@ class Scheduler:
         ):
             return False
         self.kv_cache.adopt(sequence, hit)
-        grown = self.kv_cache.try_grow(sequence, sequence.num_tokens)
-        assert grown, "admission counted pages that are not there"
+        if not self.kv_cache.try_grow(sequence, sequence.num_tokens):
+            self.kv_cache.release(sequence)
+            return False
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = hit.num_tokens
         self.waiting.popleft()

@@ -24,7 +24,8 @@ class Sequence:
     """One stream. `token_ids` holds the prompt and every token read back so far.
 
     `num_computed_tokens` counts tokens whose KV exists once the launched steps are done;
-    `num_pending_tokens` counts tokens sampled by a launched step and not read yet.
+    `num_pending_tokens` counts tokens sampled by a launched step and not read yet;
+    `published_serial` is the prefix cache's name of its last published page, None past a collision.
     """
 
     request_id: int
@@ -41,6 +42,7 @@ class Sequence:
     num_pending_tokens: int = 0
     num_cached_tokens: int | None = None
     num_published_pages: int = 0
+    published_serial: int | None = 0
     num_sent_pages: int = 0
     num_preemptions: int = 0
 
@@ -86,4 +88,5 @@ class Sequence:
         self.page_table = []
         self.num_computed_tokens = 0
         self.num_published_pages = 0
+        self.published_serial = 0
         self.num_sent_pages = 0

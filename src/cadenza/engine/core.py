@@ -18,7 +18,7 @@ from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
 from cadenza.errors import EngineClosedError, InvalidRequestError, QueueFullError
-from cadenza.request import Event, Finished, Request
+from cadenza.request import Event, Finished, Request, show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,7 @@ class EngineCore:
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
                     raise InvalidRequestError(
-                        f"{name} holds the token id {token_id}; this model's ids go from 0 to "
+                        f"{name} holds the token id {show(token_id)}; this model's ids go from 0 to "
                         f"{vocab_size - 1}",
                         param=name,
                     )

@@ -7,7 +7,7 @@ once each while the others are recomputed from their tokens.
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from cadenza.backends.base import Runner, StepHandle
 from cadenza.config import SchedulerLoop
@@ -18,6 +18,8 @@ from cadenza.errors import RunnerError
 from cadenza.request import Event
 
 logger = logging.getLogger(__name__)
+
+OUTPUT_FIELDS = tuple(field.name for field in fields(StepOutput))
 
 STEP_FAILED = "the step failed on the device; the engine's log has the cause"
 
@@ -50,10 +52,12 @@ class StepRunner:
         output = step.handle.result()
         if not isinstance(output, StepOutput):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RunnerError(f"step {step.batch.step_id} returned {type(output).__name__}")
-        for rows in (output.token_ids, output.is_finite, output.logprobs, output.top_ids):
+        for name in OUTPUT_FIELDS:
+            rows = getattr(output, name)
             if len(rows) != step.num_logits:
                 raise RunnerError(
-                    f"step {step.batch.step_id} returned {len(rows)} rows for {step.num_logits}"
+                    f"step {step.batch.step_id} returned {len(rows)} {name} for "
+                    f"{step.num_logits} rows"
                 )
         in_range = (output.token_ids >= 0) & (output.token_ids < self._runner.vocab_size)
         if not (in_range | ~output.is_finite).all():

@@ -1,0 +1,196 @@
+"""`Packer`: known answers for the flat, ragged, padded arrays of a step."""
+
+import numpy as np
+
+from cadenza.core.batch import LAST_SAMPLED, PADDING, Batch, ModelInputs
+from cadenza.core.packing import Packer
+from cadenza.core.randomness import draw_keys
+from cadenza.core.scheduler import Scheduler
+from cadenza.request import SamplingParams
+from tests.core.builders import add, output_of, scheduler_of, sequence_of
+
+BUCKET = 24
+
+
+def next_batch(scheduler: Scheduler) -> Batch:
+    batch = scheduler.schedule()
+    assert batch is not None
+    return batch
+
+
+def packer() -> Packer:
+    return Packer(max_num_seqs=4, page_size=16)
+
+
+def test_a_ragged_step_is_laid_out_row_by_row_and_padded() -> None:
+    scheduler = scheduler_of(token_budget=22)
+    first, second = sequence_of(0, 18), sequence_of(1, 9)
+    add(scheduler, first, second)
+    inputs = packer().pack(next_batch(scheduler), BUCKET)
+    assert (inputs.step_id, inputs.num_tokens, inputs.num_logits) == (0, 22, 1)
+    prompt = [*first.token_ids, *second.token_ids[:4]]
+    assert inputs.token_ids.tolist() == [*prompt, 0, 0]
+    assert inputs.positions.tolist() == [*range(18), 0, 1, 2, 3, 0, 0]
+    (page_0, page_1), (page_2,) = first.page_table, second.page_table
+    slots = [page_0 * 16 + at for at in range(16)] + [page_1 * 16, page_1 * 16 + 1]
+    slots += [page_2 * 16 + at for at in range(4)]
+    assert inputs.slot_mapping.tolist() == [*slots, PADDING, PADDING]
+    assert inputs.query_starts.tolist() == [0, 18, 22, 22, 22]
+    assert inputs.kv_lens.tolist() == [18, 4, 0, 0]
+    assert inputs.logit_indices.tolist() == [17, PADDING, PADDING, PADDING]
+    assert inputs.logit_rows[:1].tolist() == [0]
+    assert inputs.page_updates.tolist() == [[0, 0, page_0], [0, 1, page_1], [1, 0, page_2]]
+
+
+def test_rows_without_work_are_empty_and_entries_go_by_row() -> None:
+    scheduler = scheduler_of(token_budget=24)
+    sequences = [sequence_of(index, 3, max_tokens=1 if index == 1 else 9) for index in range(3)]
+    add(scheduler, *sequences)
+    pack = packer().pack
+    for _ in range(2):
+        batch = next_batch(scheduler)
+        inputs = pack(batch, BUCKET)
+        scheduler.update(batch, output_of(batch))
+    assert inputs.query_starts.tolist() == [0, 1, 1, 2, 2]
+    assert inputs.kv_lens.tolist() == [4, 0, 4, 0]
+    assert inputs.logit_rows[:2].tolist() == [0, 2]
+    assert inputs.logit_indices[:2].tolist() == [0, 1]
+
+
+def test_a_token_that_is_still_on_the_device_is_named_and_not_sent() -> None:
+    scheduler = scheduler_of()
+    sequence = sequence_of(0, 3)
+    add(scheduler, sequence)
+    pack = packer().pack
+    first = next_batch(scheduler)
+    pack(first, BUCKET)
+    ahead = pack(next_batch(scheduler), BUCKET)
+    assert ahead.token_ids[:1].tolist() == [LAST_SAMPLED]
+    assert ahead.positions[:1].tolist() == [3]
+    assert ahead.kv_lens.tolist() == [4, 0, 0, 0]
+
+
+def test_a_token_that_was_read_back_is_sent() -> None:
+    scheduler = scheduler_of()
+    add(scheduler, sequence_of(0, 3))
+    pack = packer().pack
+    batch = next_batch(scheduler)
+    pack(batch, BUCKET)
+    scheduler.update(batch, output_of(batch, token_id=42))
+    assert pack(next_batch(scheduler), BUCKET).token_ids[:1].tolist() == [42]
+
+
+def test_page_updates_hold_new_pages_only() -> None:
+    scheduler = scheduler_of(token_budget=24)
+    sequence = sequence_of(0, 15)
+    add(scheduler, sequence)
+    pack = packer().pack
+    updates: list[list[list[int]]] = []
+    for _ in range(4):
+        batch = next_batch(scheduler)
+        updates.append(pack(batch, BUCKET).page_updates.tolist())
+        scheduler.update(batch, output_of(batch))
+    first, second = sequence.page_table
+    assert updates == [[[0, 0, first]], [], [[0, 1, second]], []]
+    assert pack(next_batch(scheduler), BUCKET).page_updates.shape == (0, 3)
+
+
+def test_a_readmitted_sequence_sends_all_its_pages_again() -> None:
+    scheduler = scheduler_of(token_budget=24, caching=False)
+    sequence = sequence_of(0, 20)
+    add(scheduler, sequence)
+    pack = packer().pack
+    batch = next_batch(scheduler)
+    pack(batch, BUCKET)
+    scheduler.update(batch, output_of(batch))
+    scheduler._preempt(sequence)
+    inputs = pack(next_batch(scheduler), BUCKET)
+    assert inputs.page_updates.tolist() == [
+        [0, index, page] for index, page in enumerate(sequence.page_table)
+    ]
+    assert inputs.num_tokens == 21
+
+
+def test_pages_of_a_hit_are_sent_and_its_tokens_are_not() -> None:
+    scheduler = scheduler_of(token_budget=64)
+    add(scheduler, sequence_of(0, tuple(range(40))))
+    pack = Packer(max_num_seqs=4, page_size=16).pack
+    batch = next_batch(scheduler)
+    pack(batch, 64)
+    scheduler.update(batch, output_of(batch))
+    follower = sequence_of(1, (*range(40), 7))
+    add(scheduler, follower)
+    inputs = pack(next_batch(scheduler), 64)
+    assert inputs.num_tokens == 1 + 9
+    assert inputs.positions[1:10].tolist() == list(range(32, 41))
+    assert inputs.page_updates.tolist() == [
+        [1, index, page] for index, page in enumerate(follower.page_table)
+    ]
+
+
+def test_sampling_data_belongs_to_the_row_and_follows_its_occupant() -> None:
+    scheduler = scheduler_of(max_num_seqs=1)
+    hot = SamplingParams(
+        temperature=0.5, top_k=1 << 31, top_p=0.25, min_p=0.125, max_tokens=1, logprobs=0
+    )
+    cold = SamplingParams(temperature=1e-6, top_k=-1)
+    pack = Packer(max_num_seqs=1, page_size=16).pack
+    add(scheduler, sequence_of(0, 3, max_tokens=1, params=hot), sequence_of(1, 3, params=cold))
+    seen: list[ModelInputs] = []
+    for _ in range(2):
+        batch = next_batch(scheduler)
+        seen.append(pack(batch, BUCKET))
+        scheduler.update(batch, output_of(batch))
+    rows = [
+        [
+            float(values[0])
+            for values in (
+                inputs.sampling.temperature,
+                inputs.sampling.top_k,
+                inputs.sampling.top_p,
+                inputs.sampling.min_p,
+                inputs.sampling.num_logprobs,
+            )
+        ]
+        for inputs in seen
+    ]
+    assert rows == [[0.5, 2**31 - 1, 0.25, 0.125, 0.0], [0.0, 0.0, 1.0, 0.0, -1.0]]
+
+
+def test_a_draws_key_is_of_the_requests_seed_and_the_position_drawn() -> None:
+    scheduler = scheduler_of(token_budget=24)
+    sequences = [sequence_of(index, 4 + index) for index in range(3)]
+    add(scheduler, *sequences)
+    pack = packer().pack
+    for step in range(3):
+        batch = next_batch(scheduler)
+        inputs = pack(batch, BUCKET)
+        seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
+        positions = np.array([4 + index + step for index in range(3)], np.int32)
+        assert (inputs.sampling.keys[:3] == draw_keys(seeds, positions)).all()
+        scheduler.update(batch, output_of(batch))
+
+
+def test_what_is_packed_does_not_grow_with_the_context() -> None:
+    scheduler = scheduler_of(token_budget=24)
+    add(scheduler, sequence_of(0, 300))
+    pack = packer().pack
+    sizes: set[int] = set()
+    for _ in range(10):
+        batch = next_batch(scheduler)
+        inputs = pack(batch, BUCKET)
+        arrays = [inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.query_starts]
+        arrays += [inputs.kv_lens, inputs.logit_indices, inputs.logit_rows]
+        sizes.add(sum(array.nbytes for array in arrays))
+        scheduler.update(batch, output_of(batch))
+    assert len(sizes) == 1
+
+
+def test_the_empty_step_is_all_padding() -> None:
+    empty = ModelInputs.empty(bucket=8, num_rows=4)
+    assert (empty.num_tokens, empty.num_logits) == (0, 0)
+    assert set(empty.slot_mapping.tolist()) == {PADDING}
+    assert set(empty.logit_indices.tolist()) == {PADDING}
+    assert not empty.kv_lens.any()
+    assert not empty.query_starts.any()
+    assert empty.page_updates.shape == (0, 3)

@@ -1,0 +1,511 @@
+"""A seeded simulation of an engine over the token-storing runner, and the oracle that judges it.
+
+Owns the random traffic (`Scenario`), the drive (`Simulation`) and what must come out
+(`solo_stream`, `Record.verify`). Knows the core and the fake runner, no real device.
+Invariant: a scenario is a function of its seed, and what a stream must be is computed from its
+request alone, without scheduler, pages or cache.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from cadenza.backends.fake import FakeRunner, FakeStepHandle, next_token
+from cadenza.config import EngineLimits, SchedulerLoop
+from cadenza.core.admission import RESERVED_OUTPUT, Admission
+from cadenza.core.batch import ModelInputs
+from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.packing import Packer
+from cadenza.core.randomness import derive_seed, draw_keys
+from cadenza.core.scheduler import Scheduler
+from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
+from cadenza.errors import InvalidRequestError, QueueFullError
+from cadenza.request import Event, Finished, FinishReason, Request, SamplingParams, Token
+
+VOCAB_SIZE = 97
+EOS_TOKEN_IDS = frozenset({3, 11})
+SECRET = b"a secret of the simulation's own"
+MAX_STEPS_TO_DRAIN = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Client:
+    """Somebody who sends a request, and may hang up `cancel_after` steps later."""
+
+    request: Request
+    cancel_after: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Random traffic for `num_steps` steps on random limits; then the engine drains.
+
+    `arrival` is the chance that clients come before a step, `hang_up` that a client cancels, and
+    no prompt or output is longer than `max_len`.
+    """
+
+    seed: int
+    num_steps: int
+    arrival: float = 0.35
+    hang_up: float = 0.15
+    max_len: int = 120
+
+    @cached_property
+    def limits(self) -> EngineLimits:
+        rng = random.Random(f"limits {self.seed}")
+        max_model_len = rng.randint(min(40, self.max_len), self.max_len)
+        max_num_seqs = rng.randint(1, 6)
+        is_dense = rng.random() < 0.1
+        page_size = -(-max_model_len // 16) * 16 if is_dense else rng.choice([16, 16, 16, 64])
+        worst_case = -(-max_model_len // page_size)
+        spare = (
+            0 if is_dense else rng.choice([-1, 0, 1, worst_case, worst_case * 2, worst_case * 3])
+        )
+        return EngineLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=rng.randint(max_num_seqs, 40),
+            max_model_len=max_model_len,
+            page_size=page_size,
+            num_pages=max_num_seqs if is_dense else max(1, worst_case + spare),
+            max_num_queued_reqs=rng.randint(2, 6),
+            enable_prefix_caching=rng.random() < 0.85,
+        )
+
+    @cached_property
+    def reserved_output(self) -> float:
+        return random.Random(f"reserved {self.seed}").choice([0.0, 0.0, 0.5, 1.0])
+
+    @cached_property
+    def shared_prefix(self) -> tuple[int, ...]:
+        return _random_tokens(random.Random(f"prefix {self.seed}"), self.max_len)
+
+    def client(self, index: int) -> Client:
+        """The `index`-th client; one in a few asks for more than the engine can ever hold."""
+        rng = random.Random(f"client {self.seed} {index}")
+        kind = rng.choice(["opens a chat", *["goes on with it"] * 2, *["asks once"] * 5])
+        if kind == "opens a chat":
+            request = self._chat(index // 8)[0]
+        elif kind == "goes on with it":
+            request = self._request(rng, self._continued(rng, self._chat(index // 8)))
+        else:
+            request = self._request(rng, self._prompt(rng))
+        hangs_up = rng.random() < self.hang_up
+        return Client(request=request, cancel_after=rng.randint(0, 25) if hangs_up else None)
+
+    def _request(self, rng: random.Random, prompt: tuple[int, ...]) -> Request:
+        most = max(1, self.limits.max_model_len - len(prompt))
+        params = SamplingParams(
+            max_tokens=rng.choice([None, rng.randint(1, most), rng.randint(1, most + 1)]),
+            temperature=rng.choice([0.0, 0.7, 1.0]),
+            seed=rng.choice([None, rng.randint(0, 3)]),
+            ignore_eos=rng.random() < 0.7,
+            stop_token_ids=rng.choice([(), (rng.randrange(VOCAB_SIZE),)]),
+            logprobs=rng.choice([None, 0, 3]),
+        )
+        salt = rng.choice([*[""] * 5, "another tenant"])
+        return Request(prompt_token_ids=prompt, params=params, cache_salt=salt)
+
+    def _prompt(self, rng: random.Random) -> tuple[int, ...]:
+        """Often some of the prefix that all share, and then something of its own."""
+        longest = self.limits.max_model_len
+        num_shared = rng.choice([0, 0, 16, 32, 48, rng.randint(0, longest)])
+        most = rng.choice([longest, longest // 2, longest // 2, 8])
+        tail = _random_tokens(rng, max(1, rng.randint(1, most) - num_shared))
+        return (*self.shared_prefix[:num_shared], *tail)[:longest]
+
+    def _chat(self, index: int) -> tuple[Request, tuple[int, ...]]:
+        """A greedy request that ends at or near a page's end, and all its tokens."""
+        rng = random.Random(f"chat {self.seed} {index}")
+        longest = self.limits.max_model_len
+        num_tokens = min(rng.choice([16, 32, 48, 64, 33]), longest)
+        prompt = _random_tokens(rng, rng.randint(1, num_tokens - 1))
+        params = SamplingParams(
+            temperature=0.0, max_tokens=num_tokens - len(prompt), ignore_eos=True
+        )
+        request = Request(prompt_token_ids=prompt, params=params)
+        return request, prompt + solo_stream(request, 0, longest).token_ids
+
+    def _continued(
+        self, rng: random.Random, chat: tuple[Request, tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        tail = _random_tokens(rng, rng.randint(0, 20))
+        return (*chat[1], *tail)[: self.limits.max_model_len - 1]
+
+
+@dataclass(kw_only=True, eq=False)
+class ObservedRunner(FakeRunner):
+    """The token-storing runner, counting what its steps held."""
+
+    num_launched_tokens: int = 0
+    num_mixed_steps: int = 0
+    num_cut_prompts: int = 0
+
+    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        assert inputs.num_tokens <= self.max_num_batched_tokens, "the token budget was exceeded"
+        new_lens = np.diff(inputs.query_starts)
+        is_decode = (new_lens == 1) & (inputs.kv_lens > 1)
+        self.num_launched_tokens += inputs.num_tokens
+        self.num_mixed_steps += bool(is_decode.any() and (new_lens > 1).any())
+        self.num_cut_prompts += int((new_lens > 0).sum()) - inputs.num_logits
+        return super().launch(inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an engine is assembled from, so that a mutant can stand in for one of them."""
+
+    runner: Callable[..., FakeRunner] = ObservedRunner
+    kv_cache: Callable[..., KVCacheManager] = KVCacheManager
+    scheduler: Callable[..., Scheduler] = Scheduler
+    packer: Callable[..., Packer] = Packer
+
+
+REAL_PARTS = Parts()
+
+
+class AssembledEngine(EngineCore):
+    """An engine around a scheduler, pages and a packer that are given."""
+
+    def __init__(
+        self, runner: FakeRunner, limits: EngineLimits, options: CoreOptions, parts: Parts
+    ) -> None:
+        super().__init__(runner, limits, options)
+        kv_cache = parts.kv_cache(
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            enable_prefix_caching=limits.enable_prefix_caching,
+            secret=SECRET,
+        )
+        admission = Admission(page_size=limits.page_size, reserved_output=options.reserved_output)
+        self.scheduler = parts.scheduler(limits, kv_cache, admission)
+        packer = parts.packer(max_num_seqs=limits.max_num_seqs, page_size=limits.page_size)
+        self._loop = StepLoop(
+            self.scheduler, StepRunner(runner, packer), depth=LOOP_DEPTHS[options.loop]
+        )
+
+
+def make_engine(
+    limits: EngineLimits,
+    *,
+    loop: SchedulerLoop = "overlap",
+    parts: Parts = REAL_PARTS,
+    seed: int = 0,
+    reserved_output: float = RESERVED_OUTPUT,
+) -> EngineCore:
+    """An engine over a runner from `parts`; as `EngineCore` assembles it itself, where it can."""
+    runner = parts.runner(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_pages_per_seq=limits.max_pages_per_seq,
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        vocab_size=VOCAB_SIZE,
+    )
+    options = CoreOptions(
+        eos_token_ids=EOS_TOKEN_IDS,
+        loop=loop,
+        reserved_output=reserved_output,
+        seed=seed,
+        secret=SECRET,
+    )
+    if (parts.kv_cache, parts.scheduler, parts.packer) == (KVCacheManager, Scheduler, Packer):
+        return EngineCore(runner, limits, options)
+    return AssembledEngine(runner, limits, options, parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoloStream:
+    """What a request gives when nothing else exists."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_token_id: int | None
+
+
+def solo_stream_of(request: Request, request_id: int, engine: EngineCore, seed: int) -> SoloStream:
+    """The stream that `engine`, made with `seed`, owes to the request."""
+    own_seed = request.params.seed
+    return solo_stream(
+        request,
+        derive_seed(seed, request_id) if own_seed is None else own_seed,
+        engine.limits.max_model_len,
+    )
+
+
+@lru_cache(maxsize=20_000)
+def solo_stream(request: Request, seed: int, max_model_len: int) -> SoloStream:
+    """The fake model run over one growing list of tokens."""
+    params = request.params
+    history = list(request.prompt_token_ids)
+    num_prompt_tokens = len(history)
+    most = max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
+    stop = set(params.stop_token_ids) | (set() if params.ignore_eos else EOS_TOKEN_IDS)
+    positions = np.arange(num_prompt_tokens, most, dtype=np.int32)
+    keys = draw_keys(np.full(len(positions), seed, np.uint64), positions).tolist()
+    for first, second in keys:
+        key = (0, 0) if params.is_greedy else (first, second)
+        token_id = next_token(history, key, vocab_size=VOCAB_SIZE)
+        if token_id in stop:
+            return SoloStream(
+                token_ids=tuple(history[num_prompt_tokens:]),
+                finish_reason="stop",
+                stop_token_id=token_id if token_id in params.stop_token_ids else None,
+            )
+        history.append(token_id)
+    return SoloStream(
+        token_ids=tuple(history[num_prompt_tokens:]), finish_reason="length", stop_token_id=None
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """All that clients saw of one run, by request id, and the modes that occurred."""
+
+    seed: int
+    engine: EngineCore = field(repr=False)
+    requests: dict[int, Request] = field(default_factory=dict, repr=False)
+    streams: dict[int, list[Token]] = field(default_factory=dict, repr=False)
+    finished: dict[int, Finished] = field(default_factory=dict, repr=False)
+    cancelled: set[int] = field(default_factory=set, repr=False)
+    log: list[tuple[int, Event]] = field(default_factory=list, repr=False)
+    num_steps: int = 0
+    num_cancels: int = 0
+    num_refused: int = 0
+    num_queue_full: int = 0
+
+    def is_open(self, request_id: int) -> bool:
+        return request_id not in self.finished and request_id not in self.cancelled
+
+    def accept(self, request_id: int, request: Request) -> None:
+        assert request_id not in self.requests, f"request id {request_id} was given twice"
+        assert request_id >= len(self.requests), f"request id {request_id} did not grow"
+        self.requests[request_id] = request
+        self.streams[request_id] = []
+
+    def take(self, event: Event) -> None:
+        """Files an event; it must belong to an open request and continue its stream."""
+        request_id = event.request_id
+        assert request_id in self.requests, f"an event of the unknown request {request_id}"
+        assert self.is_open(request_id), f"request {request_id} had an event after its end"
+        self.log.append((self.num_steps, event))
+        if isinstance(event, Finished):
+            self.finished[request_id] = event
+            return
+        stream = self.streams[request_id]
+        assert event.index == len(stream), (
+            f"request {request_id}: token {event.index} came where {len(stream)} was due"
+        )
+        stream.append(event)
+
+    def token_ids(self, request_id: int) -> tuple[int, ...]:
+        return tuple(token.token_id for token in self.streams[request_id])
+
+    def solo(self, request_id: int) -> SoloStream:
+        return solo_stream_of(self.requests[request_id], request_id, self.engine, self.seed)
+
+    def verify(self, *, failed: frozenset[int] = frozenset()) -> None:
+        """Every stream is exact and ended once; requests in `failed` were cut by an error."""
+        for request_id in self.requests:
+            self._verify_tokens(request_id)
+            if request_id in self.cancelled:
+                assert request_id not in self.finished, f"{request_id} was cancelled and finished"
+            elif request_id in failed:
+                self._verify_failure(request_id)
+            else:
+                self._verify_end(request_id)
+        self.verify_nothing_is_held()
+
+    def verify_nothing_is_held(self) -> None:
+        engine = self.engine
+        engine.check_invariants()
+        counts = engine.scheduler.kv_cache.pool.counts()
+        assert engine.is_idle, "the engine is not idle"
+        assert counts.live == 0, f"{counts.live} pages leaked"
+        assert counts.pinned == 0, f"{counts.pinned} pages stayed pinned"
+
+    def _verify_tokens(self, request_id: int) -> None:
+        expected, actual = self.solo(request_id).token_ids, self.token_ids(request_id)
+        assert actual == expected[: len(actual)], (
+            f"request {request_id}: the stream {actual} is not the solo stream {expected}"
+        )
+        count = self.requests[request_id].params.logprobs
+        for token in self.streams[request_id]:
+            if count is None:
+                assert token.logprobs is None, f"request {request_id} asked for no logprobs"
+                continue
+            assert token.logprobs is not None, f"request {request_id} asked for logprobs"
+            assert token.logprobs.logprob == -token.token_id / 8, "another token's logprob"
+            top_ids = token.logprobs.top_ids
+            assert top_ids == (token.token_id,) * count, "another token's likeliest ones"
+
+    def _verify_end(self, request_id: int) -> None:
+        solo = self.solo(request_id)
+        assert self.token_ids(request_id) == solo.token_ids, (
+            f"request {request_id}: the stream {self.token_ids(request_id)} is shorter than the "
+            f"solo stream {solo.token_ids}"
+        )
+        assert request_id in self.finished, f"request {request_id} never finished"
+        end = self.finished[request_id]
+        assert end.error is None, f"request {request_id} failed: {end.error}"
+        assert end.finish_reason == solo.finish_reason, f"{end} against {solo}"
+        assert end.stop_token_id == solo.stop_token_id, f"{end} against {solo}"
+        num_prompt_tokens = len(self.requests[request_id].prompt_token_ids)
+        assert end.num_prompt_tokens == num_prompt_tokens, f"prompt tokens are wrong: {end}"
+        num_stop_tokens = 1 if solo.finish_reason == "stop" else 0
+        num_generated_tokens = len(solo.token_ids) + num_stop_tokens
+        assert end.num_generated_tokens == num_generated_tokens, f"usage is wrong: {end}"
+        assert 0 <= end.num_cached_tokens < num_prompt_tokens, f"cached tokens are wrong: {end}"
+        is_whole = end.num_cached_tokens % self.engine.limits.page_size == 0
+        assert is_whole, f"a part of a page counts as cached: {end}"
+
+    def _verify_failure(self, request_id: int) -> None:
+        assert request_id in self.finished, f"request {request_id} failed without an event"
+        end = self.finished[request_id]
+        assert end.finish_reason == "error", f"request {request_id} was expected to fail: {end}"
+        assert end.error, f"a failure without an error: {end}"
+        assert end.stop_token_id is None, f"a failure with a stop token: {end}"
+        num_sent = len(self.streams[request_id])
+        assert end.num_generated_tokens == num_sent, f"{num_sent} tokens were sent: {end}"
+
+
+class Simulation:
+    """Drives one engine through one scenario. `audit` is called after each step."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        loop: SchedulerLoop,
+        parts: Parts = REAL_PARTS,
+        audit: Callable[[EngineCore], None] = EngineCore.check_invariants,
+    ) -> None:
+        self.scenario = scenario
+        self.engine = make_engine(
+            scenario.limits,
+            loop=loop,
+            parts=parts,
+            seed=scenario.seed,
+            reserved_output=scenario.reserved_output,
+        )
+        self.record = Record(seed=scenario.seed, engine=self.engine)
+        self._audit = audit
+        self._rng = random.Random(f"arrivals {scenario.seed}")
+        self._next_client = 0
+        self._cancels_due: dict[int, list[int]] = {}
+
+    def run(self) -> Record:
+        """Steps until the scenario is over and the engine idle; every step is audited."""
+        record = self.record
+        most = self.scenario.num_steps + MAX_STEPS_TO_DRAIN
+        while record.num_steps < self.scenario.num_steps or not self.engine.is_idle:
+            assert record.num_steps < most, "the engine does not come to rest"
+            if record.num_steps < self.scenario.num_steps:
+                self._let_clients_come()
+            for request_id in self._cancels_due.pop(record.num_steps, ()):
+                self._cancel(request_id)
+            for event in self.engine.step():
+                record.take(event)
+            record.num_steps += 1
+            self._audit(self.engine)
+        return record
+
+    def _let_clients_come(self) -> None:
+        comes, burst = self._rng.random() < self.scenario.arrival, self._rng.choice([1, 1, 4])
+        for _ in range(burst if comes else 0):
+            self._submit_next()
+        while self.engine.is_idle:
+            self._submit_next()
+
+    def _submit_next(self) -> None:
+        """The next client's request; where the queue is full, the client tries again later."""
+        client = self.scenario.client(self._next_client)
+        limits = self.engine.limits
+        is_full = len(self.engine.scheduler.waiting) >= limits.max_num_queued_reqs
+        before = _state_of(self.engine)
+        try:
+            request_id = self.engine.submit(client.request)
+        except InvalidRequestError:
+            assert not can_ever_fit(client.request, limits), "a request was refused without need"
+            assert _state_of(self.engine) == before, "an invalid submit changed the engine"
+            self.record.num_refused += 1
+        except QueueFullError:
+            assert is_full, "the queue was not full"
+            assert _state_of(self.engine) == before, "a submit to a full queue changed the engine"
+            self.record.num_queue_full += 1
+            return
+        else:
+            assert can_ever_fit(client.request, limits), "accepted what can never fit"
+            assert not is_full, "the queue grew beyond its bound"
+            self.record.accept(request_id, client.request)
+            if client.cancel_after is not None:
+                due = self.record.num_steps + client.cancel_after
+                self._cancels_due.setdefault(due, []).append(request_id)
+        self._next_client += 1
+
+    def _cancel(self, request_id: int) -> None:
+        was_open = self.record.is_open(request_id)
+        assert self.engine.cancel(request_id) is was_open, f"cancel of {request_id} answers wrong"
+        if was_open:
+            self.record.cancelled.add(request_id)
+            self.record.num_cancels += 1
+        self._audit(self.engine)
+
+
+def run_requests(
+    engine: EngineCore,
+    requests: list[Request],
+    *,
+    seed: int = 0,
+    before_step: Callable[[Record], None] = lambda _: None,
+) -> Record:
+    """Submits all requests at once and steps until the engine is idle."""
+    record = Record(seed=seed, engine=engine)
+    for request in requests:
+        record.accept(engine.submit(request), request)
+    while not engine.is_idle:
+        assert record.num_steps < MAX_STEPS_TO_DRAIN, "the engine does not come to rest"
+        before_step(record)
+        for event in engine.step():
+            record.take(event)
+        record.num_steps += 1
+        engine.check_invariants()
+    return record
+
+
+def can_ever_fit(request: Request, limits: EngineLimits) -> bool:
+    """Whether context and pool hold the request when it is alone; the last token needs no KV."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    most = request.params.max_tokens
+    num_tokens = limits.max_model_len if most is None else num_prompt_tokens + most
+    if not 0 < num_prompt_tokens < num_tokens <= limits.max_model_len:
+        return False
+    return num_tokens - 1 <= limits.num_pages * limits.page_size
+
+
+@contextmanager
+def replayable(what: str, command: str) -> Iterator[None]:
+    """Whatever fails inside tells what it was (its seed) and how to see it fail again."""
+    try:
+        yield
+    except BaseException as failure:
+        failure.add_note(f"{what}; replay with: {command}")
+        raise
+
+
+def _random_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.choices(range(VOCAB_SIZE), k=count))
+
+
+def _state_of(engine: EngineCore) -> tuple[object, ...]:
+    scheduler = engine.scheduler
+    return (
+        [sequence.request_id for sequence in scheduler.waiting],
+        [(sequence.request_id, tuple(sequence.page_table)) for sequence in scheduler.running],
+        scheduler.kv_cache.pool.counts(),
+        engine.num_queue_slots,
+    )

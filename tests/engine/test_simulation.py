@@ -1,0 +1,101 @@
+"""Random traffic over the token-storing runner: no invariant breaks and every stream is exact.
+
+Bars 2, 3 and 4 of the reliability list. Owns the seeds and the sizes; the drive and the oracle are
+in `tests.engine.simulation`.
+"""
+
+from collections import Counter
+
+import pytest
+
+from cadenza.config import SchedulerLoop
+from cadenza.core.sequence import SequenceStatus
+from cadenza.engine.core import EngineCore
+from tests.engine.simulation import ObservedRunner, Record, Scenario, Simulation, replayable
+
+LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
+
+NUM_SEEDS = 200
+NUM_STEPS = 84  # of each of three runs, not counting the way to rest: 50,000 in all
+NUM_SOAK_SEEDS = 1000
+NUM_SOAK_STEPS = 500  # of each of three runs: 1,500,000 in all
+NUM_CHURN_SEEDS = 20
+NUM_CHURN_OPERATIONS = 5_000  # of each loop: 10,000 in all
+HERE = "tests/engine/test_simulation.py"
+
+
+def simulate(scenario: Scenario, loop: SchedulerLoop) -> Record:
+    record = Simulation(scenario, loop=loop).run()
+    assert record.num_steps >= scenario.num_steps
+    record.verify()
+    return record
+
+
+def check_seed(seed: int, num_steps: int) -> None:
+    scenario = Scenario(seed=seed, num_steps=num_steps)
+    plain, overlap = simulate(scenario, "plain"), simulate(scenario, "overlap")
+    for request_id in plain.finished.keys() & overlap.finished.keys():
+        assert plain.requests[request_id] == overlap.requests[request_id]
+        assert plain.streams[request_id] == overlap.streams[request_id], "the loops differ"
+    assert simulate(scenario, "overlap").log == overlap.log, "one seed gave two event logs"
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_streams_are_exact_and_books_balance_under_random_traffic(seed: int) -> None:
+    name = "test_streams_are_exact_and_books_balance_under_random_traffic"
+    with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
+        check_seed(seed, NUM_STEPS)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(NUM_SOAK_SEEDS))
+def test_a_million_steps_are_exact(seed: int) -> None:
+    name = "test_a_million_steps_are_exact"
+    with replayable(f"seed {seed}", f"python -m pytest -m soak '{HERE}::{name}[{seed}]'"):
+        check_seed(seed, NUM_SOAK_STEPS)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_submits_and_cancels_at_random_leak_no_page_and_end_once(loop: SchedulerLoop) -> None:
+    name = "test_submits_and_cancels_at_random_leak_no_page_and_end_once"
+    num_operations = 0
+    for seed in range(NUM_CHURN_SEEDS):
+        with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{loop}]'"):
+            scenario = Scenario(seed=seed, num_steps=600, arrival=0.9, hang_up=0.7, max_len=24)
+            record = simulate(scenario, loop)
+            num_accepted = len(record.requests)
+            assert num_accepted == len(record.finished) + record.num_cancels
+            num_operations += num_accepted + record.num_cancels
+    assert num_operations >= NUM_CHURN_OPERATIONS
+
+
+def test_the_traffic_holds_every_mode_it_claims_to_test() -> None:
+    modes: Counter[str] = Counter()
+
+    def watch(engine: EngineCore) -> None:
+        engine.check_invariants()
+        running = engine.scheduler.running
+        modes["full batches"] += len(running) == engine.limits.max_num_seqs
+        modes["tokens in flight"] += any(sequence.num_pending_tokens for sequence in running)
+        assert all(sequence.status is SequenceStatus.RUNNING for sequence in running)
+
+    for seed in range(15):
+        scenario = Scenario(seed=seed, num_steps=NUM_STEPS)
+        record = Simulation(scenario, loop="overlap", audit=watch).run()
+        runner = record.engine.runner
+        assert isinstance(runner, ObservedRunner)
+        modes["mixed steps"] += runner.num_mixed_steps
+        modes["cut prompts"] += runner.num_cut_prompts
+        modes["preemptions"] += record.engine.scheduler.num_preemptions
+        modes["cache hits"] += sum(end.num_cached_tokens > 0 for end in record.finished.values())
+        modes["cancels"] += record.num_cancels
+        modes["refused"] += record.num_refused
+        modes["queue full"] += record.num_queue_full
+        modes["dense"] += scenario.limits.max_pages_per_seq == 1
+        modes["pages of 16"] += scenario.limits.page_size == 16
+        modes["pages of 64"] += scenario.limits.page_size == 64
+        for end in record.finished.values():
+            modes[f"ended by {end.finish_reason}"] += 1
+    missing = [mode for mode, count in modes.items() if not count]
+    assert not missing, f"{missing} never occurred: {modes}"
+    assert {"ended by stop", "ended by length"} <= modes.keys()

@@ -1,0 +1,183 @@
+"""Full logits out of our engine, which by itself yields tokens and twenty log probabilities a row.
+
+`TappedOps` wraps an op table and puts the input of its last operation, the hidden state after the
+final norm, beside the step's result. The real runner compiles and runs the real programs over it:
+paged KV, ragged steps that mix prompt chunks with decodes, every operation of the table under
+test. Only the product with the head is done here, in float64. The table's own head is held to the
+same logits by its top log probabilities, which come from the same step (`Forced.head_error`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.table import (
+    NUM_COLUMNS,
+    NUM_TOP,
+    DecoderSpec,
+    Linear,
+    OpTable,
+    StepArrays,
+)
+from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.checkpoint import ModelConfig, open_checkpoint
+from cadenza.checkpoint.declaration import EMBEDDING, HEAD
+from cadenza.config import EngineLimits
+from cadenza.core.batch import ModelInputs
+from tests.contract.steps import Chunk, Geometry, Stream, build_inputs
+
+Float64Array = npt.NDArray[np.float64]
+
+TABLES: dict[str, Any] = {"reference": ReferenceOps, "native": NativeOps}
+MAX_TOKENS = {"reference": 64, "native": 96}
+"""Tokens of a step. The native table's is above its decode bucket, so that both buckets run."""
+
+PAGE_SIZE = 16
+CHUNKS = (7, 1, 33, 16, 48)
+"""Prompt tokens that the rows take in a step, in turns: below, at and across pages."""
+
+
+class TappedOps:
+    """An op table whose step result ends with the final hidden state's bits: [L, C + E]."""
+
+    def __init__(self, inner: OpTable) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
+        hidden = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)  # [L, E]
+        return jnp.concatenate([self._inner.next_tokens(x, head, step), hidden], axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forced:
+    """One sequence under teacher forcing.
+
+    `logits` [T, V]: row i predicts token i + 1. `head_error`: the largest difference between a top
+    log probability that the step reported and the one that follows from `logits`.
+    """
+
+    logits: Float64Array
+    head_error: float
+
+
+class TappedEngine:
+    """A checkpoint on one op table, computing given sequences side by side."""
+
+    def __init__(
+        self, folder: Path, *, ops: str, dtype: str, config: ModelConfig | None = None
+    ) -> None:
+        checkpoint = open_checkpoint(folder)
+        model = config or checkpoint.config
+        stored = checkpoint.weights[EMBEDDING if model.tie_word_embeddings else HEAD]
+        self._head = np.asarray(stored).astype(np.float64)  # [V, E]
+        self._budget = MAX_TOKENS[ops]
+        self._pages_per_row = -(-min(512, model.max_position_embeddings) // PAGE_SIZE)
+        limits = EngineLimits(
+            max_num_seqs=self._budget,  # one logit row for each token of a step
+            max_num_batched_tokens=self._budget,
+            max_model_len=self._pages_per_row * PAGE_SIZE,
+            page_size=PAGE_SIZE,
+            num_pages=8 * self._pages_per_row,
+            max_num_queued_reqs=1,
+        )
+
+        def make_ops(spec: DecoderSpec) -> Any:
+            return TappedOps(TABLES[ops](spec))
+
+        options = RunnerOptions(device="cpu", dtype=dtype, make_ops=make_ops, fill=float("nan"))
+        self._runner = XlaRunner(model, checkpoint.weights, limits, options)
+        self._runner.warmup()
+
+    def force(
+        self, sequences: Sequence[Sequence[int]], num_prompt_tokens: Sequence[int]
+    ) -> list[Forced]:
+        """Computes up to eight sequences in common steps, all positions' logits included.
+
+        The first `num_prompt_tokens` of each come in chunks, the others one by one, as decodes do.
+        """
+        self._runner.reset()
+        pages = np.random.default_rng(0).permutation(8 * self._pages_per_row)
+        table = pages.reshape(8, self._pages_per_row).tolist()
+        streams = [Stream(row=row, pages=table[row]) for row, _ in enumerate(sequences)]
+        parts: list[list[npt.NDArray[np.int32]]] = [[] for _ in sequences]
+        step = 0
+        while True:
+            counts = self._counts(sequences, streams, num_prompt_tokens, step)
+            if not any(counts):
+                break
+            chunks = [
+                stream.chunk(ids[stream.num_computed : stream.num_computed + count], samples=False)
+                for stream, ids, count in zip(streams, sequences, counts, strict=True)
+                if count
+            ]
+            rows = self._launch(chunks)
+            for chunk in chunks:
+                taken, rows = np.split(rows, [len(chunk.token_ids)])
+                parts[chunk.stream.row].append(taken)
+            step += 1
+        return [self._forced(np.concatenate(each)) for each in parts]
+
+    def _counts(
+        self,
+        sequences: Sequence[Sequence[int]],
+        streams: Sequence[Stream],
+        num_prompt_tokens: Sequence[int],
+        step: int,
+    ) -> list[int]:
+        """Tokens of each row in this step, within the budget."""
+        left, counts = self._budget, []
+        for stream, token_ids, num_prompt in zip(
+            streams, sequences, num_prompt_tokens, strict=True
+        ):
+            prompt_left = num_prompt - stream.num_computed
+            wanted = min(CHUNKS[(step + stream.row) % len(CHUNKS)], prompt_left)
+            if prompt_left <= 0:
+                wanted = min(1, len(token_ids) - stream.num_computed)
+            counts.append(min(wanted, left))
+            left -= counts[-1]
+        return counts
+
+    def _launch(self, chunks: list[Chunk]) -> npt.NDArray[np.int32]:
+        """Results [N, C + E] of all N tokens of the step."""
+        buckets = self._runner.token_buckets
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        bucket = min(size for size in buckets if size >= num_tokens)
+        geometry = Geometry(bucket=bucket, num_rows=self._budget, page_size=PAGE_SIZE)
+        inputs = _with_every_logit(build_inputs(chunks, geometry), chunks)
+        return np.asarray(self._runner.launch(inputs).array)[:num_tokens]
+
+    def _forced(self, rows: npt.NDArray[np.int32]) -> Forced:
+        """From the results [T, C + E] of one sequence."""
+        hidden = np.ascontiguousarray(rows[:, NUM_COLUMNS:]).view(np.float32)
+        logits = hidden.astype(np.float64) @ self._head.T
+        top_ids, top_bits = np.split(rows[:, NUM_COLUMNS - 2 * NUM_TOP : NUM_COLUMNS], 2, axis=1)
+        reported = np.ascontiguousarray(top_bits).view(np.float32)
+        expected = np.take_along_axis(log_softmax(logits), top_ids, axis=1)
+        return Forced(logits=logits, head_error=float(np.abs(reported - expected).max()))
+
+
+def log_softmax(logits: npt.NDArray[Any]) -> Float64Array:
+    """Natural-log probabilities [T, V] in float64."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def _with_every_logit(inputs: ModelInputs, chunks: list[Chunk]) -> ModelInputs:
+    """The same step with a greedy logit row, all log probabilities asked for, at every token."""
+    inputs.logit_indices[: inputs.num_tokens] = np.arange(inputs.num_tokens)
+    inputs.logit_rows[: inputs.num_tokens] = np.repeat(
+        [chunk.stream.row for chunk in chunks], [len(chunk.token_ids) for chunk in chunks]
+    )
+    inputs.sampling.num_logprobs[:] = NUM_TOP
+    return replace(inputs, num_logits=inputs.num_tokens)
