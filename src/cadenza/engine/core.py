@@ -183,8 +183,8 @@ class EngineCore:
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
                     raise InvalidRequestError(
-                        f"{name} holds the token id {show(token_id)}; this model's ids go from 0 to "
-                        f"{vocab_size - 1}",
+                        f"{name} holds the token id {show(token_id)}; this model's ids go "
+                        f"from 0 to {vocab_size - 1}",
                         param=name,
                     )
 
