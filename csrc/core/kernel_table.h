@@ -16,6 +16,32 @@ struct GatedUnits {
   int64_t row_blocks;
 };
 
+struct RouteUnits {
+  const RouteTask* task;
+  const float* logits;  // [rows, X]
+};
+
+// The pairs that chose one expert.
+struct ExpertGroup {
+  int64_t expert;
+  int64_t first, rows;  // among the gathered rows
+  int64_t first_unit, row_blocks;
+};
+struct ExpertGroups {
+  const ExpertGroup* groups;
+  int64_t num_groups;
+  const int32_t* pairs;  // whose row each gathered row is
+  const void* x;         // gathered rows
+};
+struct GroupedGatedUnits {
+  const GroupedGatedTask* task;
+  ExpertGroups experts;
+};
+struct GroupedLinearUnits {
+  const GroupedLinearTask* task;
+  ExpertGroups experts;
+};
+
 struct KernelTable {
   const char* isa;
   int max_rows;  // rows of one register tile
@@ -28,6 +54,9 @@ struct KernelTable {
   UnitFn merge[2];
   UnitFn logits[2];
   UnitFn sample;
+  UnitFn route;
+  UnitFn grouped_gated[2];
+  UnitFn grouped_linear[2];
   UnitFn read;  // these two only measure the machine
   UnitFn multiply[2];
 };

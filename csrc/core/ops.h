@@ -19,6 +19,14 @@ void linear(const Runtime& runtime, DType dtype, const LinearTask& task);
 void gated_linear(const Runtime& runtime, DType dtype, const GatedTask& task);
 void rms_norm(const Runtime& runtime, DType dtype, const NormTask& task);
 void embed(const Runtime& runtime, DType dtype, const EmbedTask& task);
+
+// Mixtures of experts. Rows are gathered by expert, so each expert's weight is read once.
+void route_experts(const Runtime& runtime, DType dtype, const RouteTask& task);
+void grouped_gated_linear(const Runtime& runtime, DType dtype, const GroupedGatedTask& task);
+void grouped_linear(const Runtime& runtime, DType dtype, const GroupedLinearTask& task);
+// How many experts at least one row chose.
+int64_t count_active_experts(const ExpertChoice& choice, int64_t rows);
+
 void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& task);
 
 // Chooses a token for each row of `product`'s activations. `out` is [rows, kSampleColumns].

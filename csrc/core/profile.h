@@ -20,8 +20,11 @@ enum class Op : int {
   kRopeAppendAttend,
   kCopyPages,
   kNextToken,
+  kRouteExperts,
+  kGroupedGatedLinear,
+  kGroupedLinear,
 };
-constexpr int kNumOps = 9;
+constexpr int kNumOps = 12;
 
 struct OpTotals {
   const char* name;

@@ -1,7 +1,9 @@
 // What each operation needs, as plain data. No XLA types, no ownership.
 //
 // T tokens, L logit rows, R rows, P pages of a row, S page size, Hq/Hkv heads, D head size,
-// E hidden size, F intermediate size, V vocabulary, N/K columns and reduction of a weight.
+// E hidden size, F intermediate size, V vocabulary, N/K columns and reduction of a weight,
+// X experts, C experts chosen by each row. Slot s of a row is its s-th choice; a pair is a row and
+// a slot, numbered row * C + s.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +31,36 @@ struct GatedTask {
   const float* bias;  // [2, F]: of gate, then of up; or null
   Activation activation;
   void* out;  // activation dtype [rows, F]
+};
+
+struct RouteTask {
+  LinearTask product;  // n = X; residual and out unused
+  int64_t num_chosen;
+  bool over_chosen;  // the softmax is over the chosen experts, not over all
+  bool renormalise;  // the chosen weights are divided by their sum
+  float scale;       // then multiplied by this
+  int32_t* ids;      // [rows, C], the largest logit first, ties to the lowest id
+  float* weights;    // [rows, C]; a row without a finite largest logit gets NaN and ids 0..C-1
+};
+
+// Which experts each row chose. Nothing is computed for an id outside [0, X).
+struct ExpertChoice {
+  int64_t num_experts, num_chosen;
+  const int32_t* ids;  // [rows, C]
+
+  int64_t num_pairs(int64_t rows) const { return rows * num_chosen; }
+  bool has_expert(int64_t pair) const { return ids[pair] >= 0 && ids[pair] < num_experts; }
+};
+
+struct GroupedGatedTask {
+  GatedTask product;  // w [X] packed weights, bias [X, 2, F] or null, out [rows, C, F]
+  ExpertChoice choice;
+};
+
+struct GroupedLinearTask {
+  LinearTask product;  // x [rows, C, K], w [X] packed weights, bias [X, N] or null
+  ExpertChoice choice;
+  const float* weights;  // [rows, C], of each slot's result in the row's sum
 };
 
 struct NormTask {

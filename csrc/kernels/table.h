@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/attention.h"
+#include "kernels/experts.h"
 #include "kernels/linear.h"
 #include "kernels/norm.h"
 #include "kernels/roofline.h"
@@ -21,6 +22,9 @@ constexpr KernelTable make_table(const char* isa) {
           {merge_units<bf16>, merge_units<float>},
           {logits_units<bf16>, logits_units<float>},
           sample_units,
+          route_units,
+          {grouped_gated_units<bf16>, grouped_gated_units<float>},
+          {grouped_linear_units<bf16>, grouped_linear_units<float>},
           read_units,
           {multiply_units<bf16>, multiply_units<float>}};
 }

@@ -31,8 +31,17 @@ weights and the KV pools too. An empty array of shape (0,) stands for an operand
                                 top_p f32[L], min_p f32[L], keys u32[L, 2], num_logprobs i32[L],
                                 bias f32[B, V]|[0], bias_rows i32[L] -> i32[L, 44]
                                 vocab: i64
+    cadenza_route_experts       x act[T, K], w packed, count, bias f32[X]|[0]
+                                -> ids i32[T, C], weights f32[T, C]
+                                experts: i64, over_chosen: bool, renormalise: bool, scale: f32
+    cadenza_grouped_gated_linear  x act[T, K], w packed experts, count, bias f32[X, 2, F]|[0],
+                                ids i32[T, C] -> act[T, C, F]
+                                activation: as gated_linear
+    cadenza_grouped_linear      x act[T, C, K], w packed experts, count, bias f32[X, N]|[0],
+                                residual f32[T, N]|[0], ids i32[T, C], weights f32[T, C]
+                                -> act or f32[T, N]
 
-Legend as in `ops.table`.
+Legend as in `ops.table`; X experts, C chosen by each token.
 """
 
 import ctypes
@@ -72,6 +81,9 @@ _TARGETS = {
     "cadenza_rope_append_attend": "CadenzaRopeAppendAttend",
     "cadenza_copy_pages": "CadenzaCopyPages",
     "cadenza_next_token": "CadenzaNextToken",
+    "cadenza_route_experts": "CadenzaRouteExperts",
+    "cadenza_grouped_gated_linear": "CadenzaGroupedGatedLinear",
+    "cadenza_grouped_linear": "CadenzaGroupedLinear",
 }
 
 
@@ -152,7 +164,23 @@ def empty_packed(
     num_columns: int, reduction: int, dtype: npt.DTypeLike, *, is_gated: bool = False
 ) -> npt.NDArray[Any]:
     """An uninitialised packed weight at a 64-byte boundary, which JAX takes without a copy."""
+    return _empty_aligned(packed_shape(num_columns, reduction, dtype, is_gated=is_gated), dtype)
+
+
+def empty_packed_experts(
+    num_experts: int,
+    num_columns: int,
+    reduction: int,
+    dtype: npt.DTypeLike,
+    *,
+    is_gated: bool = False,
+) -> npt.NDArray[Any]:
+    """As `empty_packed`, for experts: [X, panels, steps, 32, step]; each is packed on its own."""
     shape = packed_shape(num_columns, reduction, dtype, is_gated=is_gated)
+    return _empty_aligned((num_experts, *shape), dtype)
+
+
+def _empty_aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT

@@ -1,0 +1,128 @@
+// Mixtures of experts: sorting rows by expert, and cutting the products into units.
+#include <cstring>
+
+#include "core/cut.h"
+#include "core/ops.h"
+
+namespace cadenza {
+
+namespace {
+
+// Floats of one claim's results before they are combined: what a core's own cache holds.
+constexpr int64_t kMaxPartials = 1 << 17;
+constexpr int64_t kWorthSharingBytes = 1 << 18;
+
+// The pairs of each active expert, in ascending order.
+struct Sorted {
+  ExpertGroup* groups;
+  int64_t num_groups, num_pairs;
+  int32_t* pairs;
+};
+
+Sorted sort_by_expert(const ExpertChoice& choice, int64_t rows, Arena& scratch) {
+  const int64_t pairs = choice.num_pairs(rows), experts = choice.num_experts;
+  int64_t* next = scratch.take<int64_t>(experts + 1);
+  std::fill(next, next + experts + 1, 0);
+  for (int64_t pair = 0; pair < pairs; pair++) {
+    if (choice.has_expert(pair)) next[choice.ids[pair] + 1]++;
+  }
+  Sorted sorted{scratch.take<ExpertGroup>(std::min(pairs, experts)), 0, 0,
+                scratch.take<int32_t>(pairs)};
+  for (int64_t expert = 0; expert < experts; expert++) {
+    const int64_t count = next[expert + 1];
+    if (count > 0) sorted.groups[sorted.num_groups++] = {expert, sorted.num_pairs, count, 0, 1};
+    next[expert] = sorted.num_pairs;
+    sorted.num_pairs += count;
+  }
+  for (int64_t pair = 0; pair < pairs; pair++) {
+    if (choice.has_expert(pair)) sorted.pairs[next[choice.ids[pair]]++] = int32_t(pair);
+  }
+  return sorted;
+}
+
+struct GatherTask {
+  const char* x;
+  const int32_t* pairs;
+  int64_t pairs_per_row;  // of x
+  size_t row_bytes;
+  char* out;
+};
+
+void gather_units(const void* context, int64_t begin, int64_t end, Worker&) {
+  const auto& task = *static_cast<const GatherTask*>(context);
+  for (int64_t i = begin; i < end; i++) {
+    int64_t row = task.pairs[i] / task.pairs_per_row;
+    std::memcpy(task.out + size_t(i) * task.row_bytes, task.x + size_t(row) * task.row_bytes,
+                task.row_bytes);
+  }
+}
+
+// Copies x's rows, each used by `pairs_per_row` pairs, to where their experts' groups lie.
+const void* gather(Executor::Lease& lease, const Sorted& sorted, const void* x,
+                   int64_t pairs_per_row, int64_t row_bytes) {
+  char* out = lease.scratch().take<char>(sorted.num_pairs * row_bytes);
+  GatherTask task{static_cast<const char*>(x), sorted.pairs, pairs_per_row, size_t(row_bytes), out};
+  lease.run({gather_units, &task, sorted.num_pairs, 16},
+            sorted.num_pairs * row_bytes > kWorthSharingBytes);
+  return out;
+}
+
+int64_t bytes_of(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+
+}  // namespace
+
+void route_experts(const Runtime& runtime, DType dtype, const RouteTask& task) {
+  const int64_t rows = task.product.rows, experts = task.product.n;
+  if (rows == 0) return;
+  Executor::Lease lease(runtime.executor);
+  LinearTask product = task.product;
+  float* logits = lease.scratch().take<float>(rows * experts);
+  product.out = logits;
+  product.out_is_f32 = true;
+  LinearUnits panels{&product, count_row_blocks(rows, runtime.kernels.max_rows)};
+  lease.run({runtime.kernels.linear[index_of(dtype)], &panels,
+             ceil_div(experts, kPanel) * panels.row_blocks, kMaxPanels},
+            rows * experts * product.k > kWorthSharingOps);
+  RouteUnits units{&task, logits};
+  lease.run({runtime.kernels.route, &units, rows, 16}, rows * experts > kWorthSharingElements / 4);
+}
+
+void grouped_gated_linear(const Runtime& runtime, DType dtype, const GroupedGatedTask& task) {
+  const GatedTask& product = task.product;
+  if (product.rows == 0) return;
+  Executor::Lease lease(runtime.executor);
+  Sorted sorted = sort_by_expert(task.choice, product.rows, lease.scratch());
+  int64_t units = 0;
+  for (int64_t g = 0; g < sorted.num_groups; g++) {
+    ExpertGroup& group = sorted.groups[g];
+    group.first_unit = units;
+    group.row_blocks = count_row_blocks(group.rows, runtime.kernels.max_rows);
+    units += ceil_div(product.f, kLanes) * group.row_blocks;
+  }
+  const void* x =
+      gather(lease, sorted, product.x, task.choice.num_chosen, product.k * bytes_of(dtype));
+  GroupedGatedUnits context{&task, {sorted.groups, sorted.num_groups, sorted.pairs, x}};
+  lease.run({runtime.kernels.grouped_gated[index_of(dtype)], &context, units, kMaxPanels},
+            sorted.num_pairs * product.f * product.k > kWorthSharingOps);
+}
+
+void grouped_linear(const Runtime& runtime, DType dtype, const GroupedLinearTask& task) {
+  const LinearTask& product = task.product;
+  if (product.rows == 0) return;
+  Executor::Lease lease(runtime.executor);
+  Sorted sorted = sort_by_expert(task.choice, product.rows, lease.scratch());
+  const void* x = gather(lease, sorted, product.x, 1, product.k * bytes_of(dtype));
+  GroupedLinearUnits context{&task, {sorted.groups, sorted.num_groups, sorted.pairs, x}};
+  int64_t pairs = task.choice.num_pairs(product.rows);
+  int64_t chunk = std::clamp<int64_t>(kMaxPartials / (pairs * kPanel), 1, kMaxPanels);
+  lease.run({runtime.kernels.grouped_linear[index_of(dtype)], &context, ceil_div(product.n, kPanel),
+             chunk},
+            pairs * product.n * product.k > kWorthSharingOps);
+}
+
+int64_t count_active_experts(const ExpertChoice& choice, int64_t rows) {
+  Arena scratch;
+  return sort_by_expert(choice, rows, scratch).num_groups;
+}
+
+}  // namespace cadenza

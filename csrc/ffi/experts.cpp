@@ -1,0 +1,164 @@
+// FFI wrappers: mixtures of experts. Arguments are described in README.md.
+#include "ffi/buffers.h"
+
+namespace cadenza::xla_ffi {
+
+namespace {
+
+// Every expert's packed weight, [X, panels, steps, 32, step]; gives X.
+int64_t require_packed_experts(const Any& weight, DType dtype, int64_t columns, int64_t k) {
+  require(element_type(weight) == dtype, "weight and activation types differ");
+  int64_t step = dtype == DType::kBf16 ? 2 : 1;
+  require(
+      weight.dimensions().size() == 5 && dim(weight, 1) == ceil_div(columns, kPanel) &&
+          dim(weight, 2) == ceil_div(k, step) && dim(weight, 3) == kPanel && dim(weight, 4) == step,
+      "the experts' packed weights do not have the shape that their columns and reduction need");
+  require(dim(weight, 0) > 0, "there must be at least one expert");
+  return dim(weight, 0);
+}
+
+ExpertChoice choice_of(const Any& ids, int64_t num_experts, int64_t rows) {
+  require(dim(ids, 0) >= rows && dim(ids, 1) > 0, "the experts' ids must be int32 [T, C]");
+  return {num_experts, dim(ids, 1), int32(ids)};
+}
+
+// What a product with the experts' weights must read at least once.
+void count_reads(ProfileScope& profile, const Any& w, const Any& bias, const ExpertChoice& choice,
+                 int64_t rows, int64_t x_bytes) {
+  if (!profile.is_on()) return;
+  int64_t every_expert = int64_t(w.size_bytes() + bias.size_bytes());
+  profile.reads(every_expert / choice.num_experts * count_active_experts(choice, rows) + x_bytes);
+}
+
+ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, AnyResult weights,
+                              int64_t experts, bool over_chosen, bool renormalise, float scale) {
+  return guarded("cadenza_route_experts", [&] {
+    ProfileScope profile(Op::kRouteExperts);
+    DType dtype = element_type(x);
+    RouteTask task{};
+    LinearTask& product = task.product;
+    product.rows = true_count(count, dim(*ids, 0));
+    product.n = experts;
+    product.k = dim(x, 1);
+    require(dim(x, 0) >= product.rows, "x has too few rows");
+    require_packed(w, dtype, experts, product.k);
+    product.x = x.untyped_data();
+    product.w = w.untyped_data();
+    product.bias = optional_f32(bias);
+    require(product.bias == nullptr || dim(bias, 0) == experts,
+            "the bias must be f32 [X] or empty");
+    task.num_chosen = dim(*ids, 1);
+    require(task.num_chosen > 0 && task.num_chosen <= experts,
+            "each row chooses at least one expert and at most all");
+    require(ids->element_type() == ffi::S32 && weights->element_type() == ffi::F32 &&
+                weights->dimensions() == ids->dimensions(),
+            "the results must be ids int32 [T, C] and weights f32 [T, C]");
+    task.over_chosen = over_chosen;
+    task.renormalise = renormalise;
+    task.scale = scale;
+    task.ids = static_cast<int32_t*>(ids->untyped_data());
+    task.weights = static_cast<float*>(weights->untyped_data());
+    if (profile.is_on()) {
+      profile.reads(int64_t(w.size_bytes() + bias.size_bytes()));
+      profile.reads(product.rows * product.k * bytes_of(dtype));
+    }
+    route_experts(runtime(), dtype, task);
+  });
+}
+
+ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids, AnyResult out,
+                                     int64_t activation) {
+  return guarded("cadenza_grouped_gated_linear", [&] {
+    ProfileScope profile(Op::kGroupedGatedLinear);
+    DType dtype = element_type(x);
+    require(activation >= 0 && activation <= 2, "activation is 0 silu, 1 gelu_tanh or 2 gelu");
+    GatedTask task{};
+    task.rows = true_count(count, dim(*out, 0));
+    task.f = dim(*out, 2);
+    task.k = dim(x, 1);
+    require(dim(x, 0) >= task.rows, "x has too few rows");
+    int64_t experts = require_packed_experts(w, dtype, 2 * round_up(task.f, kLanes), task.k);
+    ExpertChoice choice = choice_of(ids, experts, task.rows);
+    require(element_type(*out) == dtype && dim(*out, 1) == choice.num_chosen,
+            "the result must be [T, C, F] of x's type");
+    task.x = x.untyped_data();
+    task.w = w.untyped_data();
+    task.bias = optional_f32(bias);
+    require(task.bias == nullptr || int64_t(bias.element_count()) == experts * 2 * task.f,
+            "the bias must be f32 [X, 2, F] or empty");
+    task.activation = static_cast<Activation>(activation);
+    task.out = out->untyped_data();
+    count_reads(profile, w, bias, choice, task.rows, task.rows * task.k * bytes_of(dtype));
+    grouped_gated_linear(runtime(), dtype, {task, choice});
+  });
+}
+
+ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, Any ids,
+                               Any weights, AnyResult out) {
+  return guarded("cadenza_grouped_linear", [&] {
+    ProfileScope profile(Op::kGroupedLinear);
+    DType dtype = element_type(x);
+    LinearTask task{};
+    task.rows = true_count(count, dim(*out, 0));
+    task.n = dim(*out, 1);
+    task.k = dim(x, 2);
+    int64_t experts = require_packed_experts(w, dtype, task.n, task.k);
+    ExpertChoice choice = choice_of(ids, experts, task.rows);
+    require(dim(x, 0) >= task.rows && dim(x, 1) == choice.num_chosen, "x must be [T, C, K]");
+    require(weights.element_type() == ffi::F32 && weights.dimensions() == ids.dimensions(),
+            "the experts' weights must be f32 [T, C]");
+    task.x = x.untyped_data();
+    task.w = w.untyped_data();
+    task.bias = optional_f32(bias);
+    require(task.bias == nullptr || int64_t(bias.element_count()) == experts * task.n,
+            "the bias must be f32 [X, N] or empty");
+    task.residual = optional_f32(residual);
+    require(
+        task.residual == nullptr || (dim(residual, 0) >= task.rows && dim(residual, 1) == task.n),
+        "the residual must be f32 [T, N] or empty");
+    task.out_is_f32 = out->element_type() == ffi::F32;
+    require(element_type(*out) == dtype || task.out_is_f32, "the result is f32 or x's own type");
+    task.out = out->untyped_data();
+    int64_t x_bytes = choice.num_pairs(task.rows) * task.k * bytes_of(dtype);
+    count_reads(profile, w, bias, choice, task.rows, x_bytes);
+    grouped_linear(runtime(), dtype, {task, choice, data<float>(weights)});
+  });
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRouteExperts, route_experts_call,
+                              ffi::Ffi::Bind()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Ret<Any>()
+                                  .Ret<Any>()
+                                  .Attr<int64_t>("experts")
+                                  .Attr<bool>("over_chosen")
+                                  .Attr<bool>("renormalise")
+                                  .Attr<float>("scale"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaGroupedGatedLinear, grouped_gated_linear_call,
+                              ffi::Ffi::Bind()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Ret<Any>()
+                                  .Attr<int64_t>("activation"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaGroupedLinear, grouped_linear_call,
+                              ffi::Ffi::Bind()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Ret<Any>());
+#pragma GCC visibility pop
+
+}  // namespace cadenza::xla_ffi

@@ -1,0 +1,213 @@
+// Mixtures of experts: choosing each row's experts, and products of rows gathered by expert.
+//
+// Products are those of kernels/linear.h, so an expert's result for a row has the bits that the
+// dense product has, whichever rows were gathered with it. A row's sum runs over its own slots.
+#pragma once
+
+#include "core/kernel_table.h"
+#include "kernels/linear.h"
+
+namespace cadenza::CADENZA_ISA {
+
+// The largest of a row's logits; NaN where one is NaN.
+inline float largest_logit(const float* logits, int64_t experts) {
+  float largest = logits[0];
+  for (int64_t id = 1; id < experts; id++) {
+    if (logits[id] > largest || logits[id] != logits[id]) largest = logits[id];
+    if (largest != largest) return largest;
+  }
+  return largest;
+}
+
+// The ids of the largest logits in descending order, ties to the lowest id.
+inline void choose_experts(const float* logits, int64_t experts, int64_t num_chosen, int32_t* ids) {
+  int64_t held = 0;
+  for (int64_t id = 0; id < experts; id++) {
+    if (held == num_chosen && !(logits[id] > logits[ids[held - 1]])) continue;
+    int64_t at = held < num_chosen ? held++ : held - 1;
+    for (; at > 0 && logits[id] > logits[ids[at - 1]]; at--) ids[at] = ids[at - 1];
+    ids[at] = int32_t(id);
+  }
+}
+
+// exp(logits - largest), and their sum in an order that the number of experts fixes.
+inline float exponentials(const float* logits, int64_t experts, float largest, float* out) {
+  Vec sum = zero();
+  for (int64_t i = 0; i < experts; i += kLanes) {
+    int n = int(experts - i < kLanes ? experts - i : kLanes);
+    Vec e = exp_vec(sub(load_some(logits + i, n), set1(largest)));
+    e = select(first(n), e, zero());
+    store(out + i, e);
+    sum = add(sum, e);
+  }
+  return reduce_add(sum);
+}
+
+inline void weigh_experts(const RouteTask& task, const float* exps, float total, const int32_t* ids,
+                          float* weights) {
+  if (task.over_chosen) {
+    total = 0.0f;
+    for (int64_t s = 0; s < task.num_chosen; s++) total += exps[ids[s]];
+  }
+  float sum = 0.0f;
+  for (int64_t s = 0; s < task.num_chosen; s++) {
+    weights[s] = exps[ids[s]] / total;
+    sum += weights[s];
+  }
+  for (int64_t s = 0; s < task.num_chosen; s++) {
+    float weight = task.renormalise ? weights[s] / sum : weights[s];
+    weights[s] = weight * task.scale;
+  }
+}
+
+inline void route_row(const RouteTask& task, const float* logits, int64_t row, float* exps) {
+  const int64_t experts = task.product.n;
+  int32_t* ids = task.ids + row * task.num_chosen;
+  float* weights = task.weights + row * task.num_chosen;
+  float largest = largest_logit(logits, experts);
+  if (!(largest - largest == 0.0f)) {  // NaN or infinite: the row has no softmax
+    for (int64_t s = 0; s < task.num_chosen; s++) {
+      ids[s] = int32_t(s);
+      weights[s] = __builtin_nanf("");
+    }
+    return;
+  }
+  choose_experts(logits, experts, task.num_chosen, ids);
+  float total = exponentials(logits, experts, largest, exps);
+  weigh_experts(task, exps, total, ids, weights);
+}
+
+inline void route_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
+  const auto& units = *static_cast<const RouteUnits*>(context);
+  const int64_t experts = units.task->product.n;
+  float* exps = worker.arena.take<float>(round_up(experts, kLanes));
+  for (int64_t row = begin; row < end; row++) {
+    route_row(*units.task, units.logits + row * experts, row, exps);
+  }
+}
+
+template <class T>
+inline const T* expert_weight(const void* w, int64_t expert, int64_t panels, int64_t k) {
+  return static_cast<const T*>(w) + expert * panels * ceil_div(k, kStep<T>) * kPanel * kStep<T>;
+}
+
+template <class T>
+inline const T* gathered_row(const ExpertGroups& experts, int64_t row, int64_t k) {
+  return static_cast<const T*>(experts.x) + row * k;
+}
+
+// One row of one panel, on its own so that fourteen rows do not unroll three activations.
+template <class T>
+[[gnu::noinline]] void finish_gated(const GatedTask& task, int64_t column, int64_t row,
+                                    const Vec (&columns)[kPanelVecs]) {
+  switch (task.activation) {
+    case Activation::kSilu:
+      return GatedEpilogue<T, Activation::kSilu>{task, column}(row, columns);
+    case Activation::kGeluTanh:
+      return GatedEpilogue<T, Activation::kGeluTanh>{task, column}(row, columns);
+    case Activation::kGelu:
+      return GatedEpilogue<T, Activation::kGelu>{task, column}(row, columns);
+  }
+}
+
+// Writes a gathered row's columns to its pair's place.
+template <class T>
+struct GroupedGatedEpilogue {
+  const GatedTask& task;
+  const int32_t* pairs;
+  int64_t column;
+
+  void operator()(int64_t row, const Vec (&columns)[kPanelVecs]) const {
+    finish_gated<T>(task, column, pairs[row], columns);
+  }
+};
+
+// A unit is one panel of one expert for one block of its rows.
+template <class T>
+void grouped_gated_units(const void* context, int64_t begin, int64_t end, Worker&) {
+  const auto& units = *static_cast<const GroupedGatedUnits*>(context);
+  const ExpertGroups& experts = units.experts;
+  GatedTask task = units.task->product;
+  const int64_t panels = ceil_div(task.f, kLanes);
+  for (int64_t g = 0; g < experts.num_groups; g++) {
+    const ExpertGroup& group = experts.groups[g];
+    int64_t first = begin - group.first_unit, last = end - group.first_unit;
+    if (first < 0) first = 0;
+    if (last > panels * group.row_blocks) last = panels * group.row_blocks;
+    if (first >= last) continue;
+    const float* bias = units.task->product.bias;
+    task.bias = bias == nullptr ? nullptr : bias + group.expert * 2 * task.f;
+    run_panels<T>(
+        gathered_row<T>(experts, group.first, task.k),
+        expert_weight<T>(task.w, group.expert, panels, task.k), group.rows, task.k,
+        group.row_blocks, first, last, [&](int64_t panel) {
+          return GroupedGatedEpilogue<T>{task, experts.pairs + group.first, panel * kLanes};
+        });
+  }
+}
+
+// Keeps a gathered row's columns, in f32, until its row's other slots are there.
+struct PartialEpilogue {
+  float* partials;  // of the panel: [pairs, stride]
+  int64_t stride;
+  const int32_t* pairs;
+  const float* bias;  // of the panel, or null
+  int64_t num_columns;
+
+  void operator()(int64_t row, const Vec (&columns)[kPanelVecs]) const {
+    float* out = partials + pairs[row] * stride;
+    for (int j = 0; j < kPanelVecs; j++) {
+      int64_t n = num_columns - j * kLanes;
+      Vec value = columns[j];
+      if (bias != nullptr && n > 0) {
+        value = add(value, load_some(bias + j * kLanes, int(n < kLanes ? n : kLanes)));
+      }
+      store(out + j * kLanes, value);
+    }
+  }
+};
+
+// The weighted sum of each row's slots, in ascending order, for panels [begin, end).
+template <class T>
+void combine_slots(const GroupedLinearTask& task, int64_t begin, int64_t end,
+                   const float* partials) {
+  const int64_t stride = (end - begin) * kPanel, chosen = task.choice.num_chosen;
+  LinearTask product = task.product;
+  product.bias = nullptr;  // in the partial results
+  const LinearEpilogue<T> epilogue{product, 0};
+  for (int64_t row = 0; row < product.rows; row++) {
+    for (int64_t i = 0; i < stride; i += kLanes) {
+      Vec sum = zero();
+      for (int64_t pair = row * chosen; pair < (row + 1) * chosen; pair++) {
+        if (!task.choice.has_expert(pair)) continue;
+        sum = fma(set1(task.weights[pair]), load(partials + pair * stride + i), sum);
+      }
+      epilogue.finish(row, begin * kPanel + i, sum);
+    }
+  }
+}
+
+// A unit is one panel of every expert for all rows.
+template <class T>
+void grouped_linear_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
+  const auto& units = *static_cast<const GroupedLinearUnits*>(context);
+  const ExpertGroups& experts = units.experts;
+  const LinearTask& task = units.task->product;
+  const int64_t stride = (end - begin) * kPanel;
+  float* partials = worker.arena.take<float>(units.task->choice.num_pairs(task.rows) * stride);
+  for (int64_t g = 0; g < experts.num_groups; g++) {
+    const ExpertGroup& group = experts.groups[g];
+    const float* bias = task.bias == nullptr ? nullptr : task.bias + group.expert * task.n;
+    run_panels<T>(gathered_row<T>(experts, group.first, task.k),
+                  expert_weight<T>(task.w, group.expert, ceil_div(task.n, kPanel), task.k),
+                  group.rows, task.k, 1, begin, end, [&](int64_t panel) {
+                    int64_t column = panel * kPanel;
+                    return PartialEpilogue{
+                        partials + (panel - begin) * kPanel, stride, experts.pairs + group.first,
+                        bias == nullptr ? nullptr : bias + column, task.n - column};
+                  });
+  }
+  combine_slots<T>(*units.task, begin, end, partials);
+}
+
+}  // namespace cadenza::CADENZA_ISA
