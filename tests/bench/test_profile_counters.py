@@ -17,6 +17,9 @@ OPS = {
     "linear",
     "gated_linear",
     "rope_append_attend",
+    "route_experts",
+    "grouped_gated_linear",
+    "grouped_linear",
     "copy_pages",
     "next_token",
 }
