@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import cadenza.checkpoint
 from cadenza.checkpoint import GenerationDefaults, open_checkpoint
 from cadenza.checkpoint.tokenizer_files import MAX_TEMPLATE_BYTES
 from cadenza.errors import CheckpointError
@@ -16,7 +15,6 @@ from tests.checkpoint.files import SMALL_CONFIG, small_model, write_folder, writ
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
-BUNDLED = Path(cadenza.checkpoint.__file__).parent.parent / "models" / "bundled"
 
 TOKENIZER = {
     "added_tokens": [{"id": 5, "content": "<|end|>"}, {"id": 6, "content": "<|start|>"}],
@@ -229,7 +227,6 @@ def write_sparse_weights(path: Path, config: dict[str, Any]) -> None:
         file.truncate(8 + len(text) + position)
 
 
-@pytest.mark.skipif(not (BUNDLED / "config.json").exists(), reason="no bundled model is installed")
 def test_the_bundled_model_opens():
     checkpoint = open_checkpoint(None)
     assert checkpoint.tokenizer_path is not None
