@@ -1,6 +1,6 @@
 """From a model's name and options to a warm engine. The one place that knows every layer.
 
-Backends are a dict of modules, imported on use: nothing heavy is loaded for the one not chosen.
+A backend is imported on use: nothing heavy is loaded before a model is.
 """
 
 import logging

@@ -5,6 +5,7 @@ no request and no text. Invariants: pools are updated in place, steps run in lau
 after `warmup` nothing compiles.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ from cadenza.checkpoint.weights import Weights
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Int32Array, ModelInputs, StepOutput
 from cadenza.errors import RunnerError
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +195,15 @@ class XlaRunner:
 
 
 def enable_compilation_cache(folder: Path) -> None:
-    """Keeps compiled programs on disk (JAX keys them by program, versions, flags and CPU)."""
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    """Keeps compiled programs on disk (JAX keys them by program, versions, flags and CPU).
+
+    Where the folder cannot be made, programs are compiled anew at each start.
+    """
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    except OSError as error:
+        logger.warning("no compilation cache: the folder cannot be made (%s)", error.strerror)
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
