@@ -4,8 +4,9 @@ Owns the options' defaults and bounds. Knows nothing of checkpoints, devices or 
 one into the other (see `engine.plan`). Invariant: an `EngineConfig` that exists is within bounds.
 """
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 from cadenza.errors import ConfigError
 
@@ -65,6 +66,15 @@ class EngineConfig:
                 f"--page-size {self.page_size} is not a multiple of {PAGE_SIZE_UNIT}; "
                 f"use 16, 32, 64, …"
             )
+
+
+def config_from_options(options: Mapping[str, Any]) -> EngineConfig:
+    """The keywords of a Python face as a config. Raises ConfigError, for unknown names too."""
+    known = [field.name for field in fields(EngineConfig)]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(f"there is no option {', '.join(unknown)}; there are {', '.join(known)}")
+    return EngineConfig(**options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import LLM, AsyncEngine, Request, RequestOutput, SamplingParams
-from cadenza.errors import EngineClosedError, InvalidRequestError
+from cadenza.errors import ConfigError, EngineClosedError, InvalidRequestError
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 50, [9], [11] * 20, [12, 13]]
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -88,3 +88,8 @@ def test_an_invalid_request_is_refused_and_harms_nobody(tiny_folder: Path) -> No
             return (await collect(engine, [2]))[-1]
 
     assert asyncio.run(play()).finished
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_sequences.*max_num_seqs"):
+        AsyncEngine.from_model(tiny_folder, max_sequences=3)

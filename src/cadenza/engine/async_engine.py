@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Self
 
-from cadenza.config import EngineConfig
+from cadenza.config import config_from_options
 from cadenza.engine.assembly import OutputAssembler
 from cadenza.engine.batch_engine import BatchEngine, CoreService
 from cadenza.engine.build import load_model
@@ -41,7 +41,7 @@ class AsyncEngine:
     @classmethod
     def from_model(cls, model: str | Path | None = None, **options: Any) -> Self:
         """Loads a model as `LLM` does."""
-        loaded = load_model(model, EngineConfig(**options))
+        loaded = load_model(model, config_from_options(options))
         return cls(CoreService(loaded.core), loaded.text)
 
     async def __aenter__(self) -> Self:

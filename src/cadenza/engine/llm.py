@@ -6,15 +6,14 @@ Owns the feeding of the engine's bounded queue; runs the engine on the caller's 
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
-from cadenza.config import EngineConfig
+from cadenza.config import config_from_options
 from cadenza.engine.assembly import OutputAssembler
 from cadenza.engine.build import load_model
 from cadenza.engine.text_face import Message, Prompt
-from cadenza.errors import ConfigError, InvalidRequestError
+from cadenza.errors import InvalidRequestError
 from cadenza.outputs import RequestOutput
 from cadenza.request import Request, SamplingParams
 
@@ -35,7 +34,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        self._loaded = load_model(model, _config(options))
+        self._loaded = load_model(model, config_from_options(options))
         self.core = self._loaded.core
         self.plan = self._loaded.plan
         self._open: dict[int, tuple[OutputAssembler, dict[int, OutputAssembler]]] = {}
@@ -179,14 +178,6 @@ class LLM:
             news[event.request_id] = assembler
             if assembler.is_finished:
                 del self._open[event.request_id]
-
-
-def _config(options: dict[str, Any]) -> EngineConfig:
-    known = [field.name for field in fields(EngineConfig)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ConfigError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(known)}")
-    return EngineConfig(**options)
 
 
 def _request(prompt_token_ids: tuple[int, ...], params: SamplingParams) -> Request:

@@ -45,7 +45,6 @@ from cadenza.config import EngineLimits
 from cadenza.core.batch import Int32Array, ModelInputs, StepOutput
 from cadenza.errors import RunnerError
 
-
 logger = logging.getLogger(__name__)
 
 
