@@ -34,8 +34,8 @@ help: ## list the targets
 run: .venv/.has-cadenza ## answer eight prompts at once with the bundled model
 	$(BIN)/cadenza generate --prompts-file examples/prompts.txt --max-tokens 48
 
-test: .venv/.has-tools ## run the tests
-	$(BIN)/python -m pytest
+test: .venv/.has-tools ## run the tests, two files at a time
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, banned calls
 	$(BIN)/ruff check .
@@ -49,7 +49,7 @@ soak: .venv/.has-tools ## run the reliability bars in full size (hours)
 	$(BIN)/python -m pytest -m soak --hypothesis-profile=soak -o timeout=0
 
 oracle: .venv-oracle/.has-torch ## compare with torch and transformers (in an environment of its own)
-	.venv-oracle/bin/python -m pytest -m oracle
+	.venv-oracle/bin/python -m pytest -m oracle -o timeout=0
 
 bench: .venv/.has-tools ## measure the import and run the benchmarks
 	$(BIN)/python tools/import_time.py

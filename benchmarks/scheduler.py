@@ -77,7 +77,7 @@ class Bench:
             num_pages=pages, page_size=PAGE_SIZE, enable_prefix_caching=True, secret=b"bench"
         )
         self.scheduler = Scheduler(limits, kv_cache, Admission(page_size=PAGE_SIZE))
-        self.packer = Packer(max_num_seqs=workload.num_rows, page_size=PAGE_SIZE)
+        self.packer = Packer(max_num_seqs=workload.num_rows, page_size=PAGE_SIZE, vocab_size=97)
         self.bucket = budget
         for request_id in range(workload.num_rows):
             self._add(request_id, workload.num_prompt_tokens)
@@ -143,6 +143,7 @@ def _output_of(batch: Batch) -> StepOutput:
     return StepOutput(
         token_ids=np.full(count, 7, np.int32),
         is_finite=np.ones(count, np.bool_),
+        has_choice=np.ones(count, np.bool_),
         logprobs=np.zeros(count, np.float32),
         ranks=np.ones(count, np.int32),
         top_ids=np.zeros((count, 1), np.int32),

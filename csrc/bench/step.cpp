@@ -157,7 +157,7 @@ Step make_step(const Options& options, Runtime runtime, int64_t rows, int64_t qu
           int32_t(s.table[size_t(r * pages + position / kPage)] * kPage + position % kPage));
     }
   }
-  s.params.assign(size_t(rows), SampleParams{0, 0, 1, 0, {1, 2}, -1, nullptr});
+  s.params.assign(size_t(rows), SampleParams{0, 0, 1, 0, {1, 2}, -1});
   s.out.assign(size_t(rows * kSampleColumns), 0);
   return s;
 }

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "core/types.h"
+#include "core/kernel_table.h"
 
 namespace cadenza {
 
@@ -16,8 +16,20 @@ constexpr int64_t kMaxPanels = 32;
 // Row tiles that share a panel within one unit.
 constexpr int64_t kTilesPerUnit = 12;
 
-inline int64_t count_row_blocks(int64_t rows, int max_rows) {
-  return std::max<int64_t>(1, ceil_div(ceil_div(rows, max_rows), kTilesPerUnit));
+// What a cut depends on besides the task.
+struct CutFor {
+  int max_rows;  // of a register tile
+  int threads;
+};
+
+// Row tiles of a thread from which on threads share the rows of a product, and not its panels: the
+// weights are read by each, and the rows that a core has written stay with it.
+constexpr int64_t kTilesToShareRows = 4;
+
+inline Grid cut_product(int64_t rows, int64_t k, int64_t panels, const CutFor& by) {
+  int64_t tiles = ceil_div(rows, by.max_rows), blocks = ceil_div(tiles, kTilesPerUnit);
+  if (tiles >= kTilesToShareRows * by.threads) blocks = round_up(blocks, by.threads);
+  return {rows, k, panels, blocks};
 }
 
 inline int index_of(DType dtype) { return static_cast<int>(dtype); }

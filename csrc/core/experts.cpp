@@ -30,7 +30,7 @@ Sorted sort_by_expert(const ExpertChoice& choice, int64_t rows, Arena& scratch) 
                 scratch.take<int32_t>(pairs)};
   for (int64_t expert = 0; expert < experts; expert++) {
     const int64_t count = next[expert + 1];
-    if (count > 0) sorted.groups[sorted.num_groups++] = {expert, sorted.num_pairs, count, 0, 1};
+    if (count > 0) sorted.groups[sorted.num_groups++] = {expert, sorted.num_pairs, count, 0, {}};
     next[expert] = sorted.num_pairs;
     sorted.num_pairs += count;
   }
@@ -79,9 +79,9 @@ void route_experts(const Runtime& runtime, DType dtype, const RouteTask& task) {
   float* logits = lease.scratch().take<float>(rows * experts);
   product.out = logits;
   product.out_is_f32 = true;
-  LinearUnits panels{&product, count_row_blocks(rows, runtime.kernels.max_rows)};
-  lease.run({runtime.kernels.linear[index_of(dtype)], &panels,
-             ceil_div(experts, kPanel) * panels.row_blocks, kMaxPanels},
+  LinearUnits panels{
+      &product, cut_product(rows, product.k, ceil_div(experts, kPanel), cut_for(runtime, lease))};
+  lease.run({runtime.kernels.linear[index_of(dtype)], &panels, panels.grid.units(), kMaxPanels},
             rows * experts * product.k > kWorthSharingOps);
   RouteUnits units{&task, logits};
   lease.run({runtime.kernels.route, &units, rows, 16}, rows * experts > kWorthSharingElements / 4);
@@ -96,8 +96,9 @@ void grouped_gated_linear(const Runtime& runtime, DType dtype, const GroupedGate
   for (int64_t g = 0; g < sorted.num_groups; g++) {
     ExpertGroup& group = sorted.groups[g];
     group.first_unit = units;
-    group.row_blocks = count_row_blocks(group.rows, runtime.kernels.max_rows);
-    units += ceil_div(product.f, kLanes) * group.row_blocks;
+    group.grid = cut_product(group.rows, product.k, ceil_div(product.f, kLanes),
+                             {runtime.kernels.max_rows, 1});
+    units += group.grid.units();
   }
   const void* x =
       gather(lease, sorted, product.x, task.choice.num_chosen, product.k * bytes_of(dtype));

@@ -7,13 +7,20 @@
 
 namespace cadenza {
 
+// A product cut into units: unit i is panel i % panels for block i / panels of the rows, so that
+// neighbouring units work on the same rows.
+struct Grid {
+  int64_t rows, k, panels, row_blocks;
+  int64_t units() const { return panels * row_blocks; }
+};
+
 struct LinearUnits {
   const LinearTask* task;
-  int64_t row_blocks;
+  Grid grid;
 };
 struct GatedUnits {
   const GatedTask* task;
-  int64_t row_blocks;
+  Grid grid;
 };
 
 struct RouteUnits {
@@ -25,7 +32,8 @@ struct RouteUnits {
 struct ExpertGroup {
   int64_t expert;
   int64_t first, rows;  // among the gathered rows
-  int64_t first_unit, row_blocks;
+  int64_t first_unit;
+  Grid grid;
 };
 struct ExpertGroups {
   const ExpertGroup* groups;

@@ -7,22 +7,32 @@
 
 namespace cadenza {
 
+namespace {
+
+Weight weight_of(const void* packed, int64_t panels, int64_t k, DType dtype) {
+  int64_t step = dtype == DType::kBf16 ? 2 : 1;
+  return {static_cast<const char*>(packed), panels, ceil_div(k, step) * kPanel * 4};
+}
+
+}  // namespace
+
 void linear(const Runtime& runtime, DType dtype, const LinearTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);
-  LinearUnits units{&task, count_row_blocks(task.rows, runtime.kernels.max_rows)};
-  int64_t panels = ceil_div(task.n, kPanel);
-  lease.run(
-      {runtime.kernels.linear[index_of(dtype)], &units, panels * units.row_blocks, kMaxPanels},
-      task.rows * task.n * task.k > kWorthSharingOps);
+  Weight next = lease.next_after(weight_of(task.w, ceil_div(task.n, kPanel), task.k, dtype));
+  LinearUnits units{
+      &task, cut_product(task.rows, task.k, ceil_div(task.n, kPanel), cut_for(runtime, lease))};
+  lease.run({runtime.kernels.linear[index_of(dtype)], &units, units.grid.units(), kMaxPanels, next},
+            task.rows * task.n * task.k > kWorthSharingOps);
 }
 
 void gated_linear(const Runtime& runtime, DType dtype, const GatedTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);
-  GatedUnits units{&task, count_row_blocks(task.rows, runtime.kernels.max_rows)};
-  int64_t panels = ceil_div(task.f, kLanes);
-  lease.run({runtime.kernels.gated[index_of(dtype)], &units, panels * units.row_blocks, kMaxPanels},
+  Weight next = lease.next_after(weight_of(task.w, ceil_div(task.f, kLanes), task.k, dtype));
+  GatedUnits units{
+      &task, cut_product(task.rows, task.k, ceil_div(task.f, kLanes), cut_for(runtime, lease))};
+  lease.run({runtime.kernels.gated[index_of(dtype)], &units, units.grid.units(), kMaxPanels, next},
             task.rows * task.f * task.k > kWorthSharingOps);
 }
 
@@ -38,6 +48,19 @@ void embed(const Runtime& runtime, DType dtype, const EmbedTask& task) {
   Executor::Lease lease(runtime.executor);
   lease.run({runtime.kernels.embed[index_of(dtype)], &task, task.rows, 16},
             task.rows * task.width > kWorthSharingElements / 8);
+}
+
+void take_rows(const TakeTask& task) {
+  const auto* x = static_cast<const char*>(task.x);
+  auto* out = static_cast<char*>(task.out);
+  for (int64_t row = 0; row < task.rows; row++, out += task.row_bytes) {
+    int64_t index = task.indices[row];
+    if (index < 0 || index >= task.num_sources) {
+      std::memset(out, 0, size_t(task.row_bytes));
+    } else {
+      std::memcpy(out, x + index * task.row_bytes, size_t(task.row_bytes));
+    }
+  }
 }
 
 namespace {
@@ -56,7 +79,8 @@ RowBest merge_best(const RowBest* best, int threads, int64_t rows, int64_t row) 
 }
 
 bool needs_logits(const SampleParams& params) {
-  return params.temperature > 0.0f || params.bias != nullptr || params.num_logprobs >= 0;
+  return params.temperature > 0.0f || params.rules.record != nullptr || params.num_logprobs >= 0 ||
+         params.target >= 0;
 }
 
 }  // namespace
@@ -78,15 +102,17 @@ void next_token(const Runtime& runtime, DType dtype, const NextTokenTask& task) 
     kept[row] = scratch.take<float>(round_up(vocab, kPanel));
     sampled[num_sampled++] = {kept[row], task.params[row], task.out + row * kSampleColumns};
   }
-  LogitsTask logits{task.product, best, kept};
-  lease.run({runtime.kernels.logits[index_of(dtype)], &logits, ceil_div(vocab, kPanel), kMaxPanels},
+  LogitsTask logits{task.product, task.shape, best, kept};
+  const int64_t panels = ceil_div(vocab, kPanel);
+  Weight next = lease.next_after(weight_of(task.product.w, panels, task.product.k, dtype));
+  lease.run({runtime.kernels.logits[index_of(dtype)], &logits, panels, kMaxPanels, next},
             rows * vocab * task.product.k > kWorthSharingOps);
   for (int64_t row = 0; row < rows; row++) {
     RowBest merged = merge_best(best, threads, rows, row);
     int32_t* out = task.out + row * kSampleColumns;
     std::memset(out, 0, kSampleColumns * sizeof(int32_t));
     out[kColumnToken] = merged.id < vocab ? merged.id : 0;
-    out[kColumnFinite] = merged.largest_bits < 0x7f800000u;
+    out[kColumnState] = merged.largest_bits < 0x7f800000u ? kStateChosen : kStateNotFinite;
   }
   SampleTask sample{vocab, sampled};
   lease.run({runtime.kernels.sample, &sample, num_sampled, 1}, num_sampled > 1);

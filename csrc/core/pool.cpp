@@ -24,6 +24,12 @@ inline void relax() {
 #endif
 }
 
+// A moment of waiting, well spent where something will be read soon.
+inline void rest(Upcoming& next) {
+  if (next.empty()) return relax();
+  next.fetch_line();
+}
+
 }  // namespace
 
 uint64_t enter_float_state() {
@@ -54,8 +60,53 @@ void leave_float_state(uint64_t saved) {
 #endif
 }
 
-Pool::Pool(int num_threads) : num_threads_(num_threads) {
-  for (int i = 0; i < num_threads; i++) arenas_.push_back(std::make_unique<Arena>());
+namespace {
+
+uint64_t pack_units(Share::Units units) {
+  return uint64_t(units.begin) << 32 | uint64_t(uint32_t(units.end));
+}
+
+Share::Units unpack_units(uint64_t packed) {
+  return {int64_t(packed >> 32), int64_t(uint32_t(packed))};
+}
+
+int64_t chunk_of(Share::Units left, int64_t most) {
+  return std::clamp<int64_t>((left.end - left.begin) / 2, 1, most);
+}
+
+}  // namespace
+
+void Share::open(Units units) { left_.store(pack_units(units), std::memory_order_relaxed); }
+
+Share::Units Share::claim_front(int64_t most) {
+  uint64_t seen = left_.load(std::memory_order_relaxed);
+  for (;;) {
+    Units left = unpack_units(seen);
+    if (left.empty()) return left;
+    int64_t middle = left.begin + chunk_of(left, most);
+    if (left_.compare_exchange_weak(seen, pack_units({middle, left.end}))) {
+      return {left.begin, middle};
+    }
+  }
+}
+
+Share::Units Share::claim_back(int64_t most) {
+  uint64_t seen = left_.load(std::memory_order_relaxed);
+  for (;;) {
+    Units left = unpack_units(seen);
+    if (left.empty()) return left;
+    int64_t middle = left.end - chunk_of(left, most);
+    if (left_.compare_exchange_weak(seen, pack_units({left.begin, middle}))) {
+      return {middle, left.end};
+    }
+  }
+}
+
+Pool::Pool(int num_threads) : num_threads_(num_threads), shares_(size_t(num_threads)) {
+  for (int i = 0; i < num_threads; i++) {
+    arenas_.push_back(std::make_unique<Arena>());
+    workers_.push_back({i, *arenas_.back()});
+  }
   for (int i = 1; i < num_threads; i++) threads_.emplace_back([this, i] { serve(i); });
 }
 
@@ -68,7 +119,15 @@ Pool::~Pool() {
   for (std::thread& thread : threads_) thread.join();
 }
 
+Share::Units Pool::share_of(int index) const {
+  return {job_.units * index / num_threads_, job_.units * (index + 1) / num_threads_};
+}
+
 void Pool::work(Worker& worker) {
+  worker.share_end = share_of(worker.index).end;
+  if (job_.next.data != nullptr) {
+    worker.next = upcoming_for(job_.next, worker.index, num_threads_);
+  }
   try {
     claim_units(worker);
   } catch (const std::bad_alloc&) {
@@ -76,23 +135,32 @@ void Pool::work(Worker& worker) {
   }
 }
 
-// Large chunks first, single units last: long streams of weights and an even finish.
+void Pool::run_units(Share::Units units, Worker& worker) {
+  worker.arena.reset();
+  job_.run(job_.context, units.begin, units.end, worker);
+}
+
 void Pool::claim_units(Worker& worker) {
-  const Job job = job_;
   for (;;) {
-    int64_t left = job.units - next_.load(std::memory_order_relaxed);
-    if (left <= 0) return;
-    int64_t chunk = std::clamp<int64_t>(left / (2 * num_threads_), 1, job.max_chunk);
-    int64_t begin = next_.fetch_add(chunk, std::memory_order_relaxed);
-    if (begin >= job.units) return;
-    worker.arena.reset();
-    job.run(job.context, begin, std::min(begin + chunk, job.units), worker);
+    Share::Units mine = shares_[worker.index].claim_front(job_.max_chunk);
+    if (mine.empty()) break;
+    run_units(mine, worker);
+  }
+  for (int i = 1; i < num_threads_; i++) {
+    Share& other = shares_[(worker.index + i) % num_threads_];
+    for (;;) {
+      Share::Units theirs = other.claim_back(job_.max_chunk);
+      if (theirs.empty()) break;
+      run_units(theirs, worker);
+    }
   }
 }
 
 void Pool::open(const Job& job) {
   job_ = job;
-  next_.store(0, std::memory_order_relaxed);
+  for (int i = 0; i < num_threads_; i++) {
+    shares_[i].open(share_of(i));
+  }
   uint64_t generation = generation_.load(std::memory_order_relaxed) + 1;
   open_generation_.store(generation);
   generation_.store(generation);
@@ -103,11 +171,11 @@ void Pool::open(const Job& job) {
 }
 
 // Afterwards no worker touches the job: a late one sees it closed, an early one is waited for.
-void Pool::close() {
+void Pool::close(Upcoming& next) {
   open_generation_.store(0);
   for (int spins = 0; active_.load() != 0; spins++) {
     if (spins < kSpinsBeforeYield) {
-      relax();
+      rest(next);
     } else {
       std::this_thread::yield();
     }
@@ -116,19 +184,18 @@ void Pool::close() {
 
 void Pool::run(const Job& job) {
   open(job);
-  Worker worker{0, *arenas_[0]};
-  work(worker);
-  close();
+  work(workers_[0]);
+  close(workers_[0].next);
   if (out_of_memory_.exchange(false)) throw std::bad_alloc();
 }
 
 // Spins for a moment, then sleeps, until a job newer than `seen` is there or the pool stops.
-bool Pool::await_job(uint64_t seen) {
+bool Pool::await_job(uint64_t seen, Upcoming& next) {
   auto deadline = Clock::now() + kSpin;
   do {
     for (int i = 0; i < kSpinsPerClock; i++) {
       if (generation_.load(std::memory_order_relaxed) != seen) return true;
-      relax();
+      rest(next);
     }
   } while (Clock::now() < deadline);
   std::unique_lock<std::mutex> lock(sleep_mutex_);
@@ -140,9 +207,9 @@ bool Pool::await_job(uint64_t seen) {
 
 void Pool::serve(int index) {
   enter_float_state();
-  Worker worker{index, *arenas_[index]};
+  Worker& worker = workers_[size_t(index)];
   uint64_t seen = 0;
-  while (await_job(seen)) {
+  while (await_job(seen, worker.next)) {
     seen = generation_.load();
     active_.fetch_add(1);
     if (open_generation_.load() == seen) work(worker);
@@ -169,6 +236,10 @@ Executor::Lease::Lease(Executor& executor)
 Executor::Lease::~Lease() {
   scratch_->reset();
   leave_float_state(float_state_);
+}
+
+Weight Executor::Lease::next_after(const Weight& weight) {
+  return lock_.owns_lock() ? executor_.trail_.advance(weight) : Weight{};
 }
 
 int Executor::Lease::num_threads() const { return lock_.owns_lock() ? executor_.num_threads() : 1; }

@@ -1,7 +1,10 @@
 // A small pool that shares one job's units between the caller and sleeping workers.
 //
-// Units are claimed from an atomic counter in ascending chunks, so a core that is stolen for a
-// while delays only what it holds. Which thread computes a unit never changes its result.
+// Each thread starts with an even share of neighbouring units, the same share of every job of the
+// same size, so that what one operation wrote lies in the cache of the core that reads it next. It
+// claims them in ascending chunks; one that is done takes from the ends of the others' shares, so a
+// core that is stolen for a while delays only what it holds. Which thread computes a unit never
+// changes its result.
 #pragma once
 
 #include <atomic>
@@ -9,17 +12,21 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "core/arena.h"
+#include "core/trail.h"
 
 namespace cadenza {
 
 // What one thread brings to a job.
-struct Worker {
+struct alignas(64) Worker {
   int index;
   Arena& arena;
+  int64_t share_end = 0;  // of the units that this thread began with
+  Upcoming next{};        // what it will most likely read when this job is done
 };
 
 // Computes units [begin, end). `context` is the job's own.
@@ -30,6 +37,25 @@ struct Job {
   const void* context;
   int64_t units;
   int64_t max_chunk;  // most units claimed at once
+  Weight next{};      // that will most likely be read next; empty: as the last job said
+};
+
+// The units [begin, end) of a thread's share that nobody has claimed; the owner takes from the
+// front, all others from the back.
+class alignas(64) Share {
+ public:
+  struct Units {
+    int64_t begin, end;
+    bool empty() const { return end <= begin; }
+  };
+
+  void open(Units units);
+  // At most half of what is left and at most `most`; empty when nothing is left.
+  Units claim_front(int64_t most);
+  Units claim_back(int64_t most);
+
+ private:
+  std::atomic<uint64_t> left_{0};  // begin in the upper half, end in the lower
 };
 
 class Pool {
@@ -49,18 +75,21 @@ class Pool {
 
  private:
   void work(Worker& worker);
+  void run_units(Share::Units units, Worker& worker);
   void claim_units(Worker& worker);
   void serve(int index);
-  bool await_job(uint64_t seen);
+  bool await_job(uint64_t seen, Upcoming& next);
   void open(const Job& job);
-  void close();
+  void close(Upcoming& next);
+  Share::Units share_of(int index) const;
 
   const int num_threads_;
   std::vector<std::unique_ptr<Arena>> arenas_;
+  std::vector<Worker> workers_;  // the caller's is the first
+  std::vector<Share> shares_;
   std::vector<std::thread> threads_;
   Job job_{};
 
-  alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<uint64_t> generation_{0};
   std::atomic<uint64_t> open_generation_{0};
   alignas(64) std::atomic<int> active_{0};
@@ -83,6 +112,8 @@ class Executor {
     ~Lease();
     int num_threads() const;
     Arena& scratch() { return *scratch_; }
+    // The weight that will most likely be read after this one.
+    Weight next_after(const Weight& weight);
     // Shares the units between all threads, or keeps them here when they are not worth waking for.
     void run(const Job& job, bool worth_sharing);
 
@@ -99,12 +130,16 @@ class Executor {
 
  private:
   Pool pool_;
+  WeightTrail trail_;
   std::mutex mutex_;
   Arena scratch_;
 };
 
 // Threads to use: CADENZA_NUM_THREADS, or the affinity mask limited by the cgroup's quota.
 int default_num_threads();
+// Cores that the control groups of this process allow, rounded, by the files below `root`; at least
+// 1, and 256 where nothing limits them.
+int cgroup_cores(const std::string& root);
 // The process-wide executor, made at first use.
 Executor& executor();
 

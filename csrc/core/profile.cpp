@@ -12,10 +12,17 @@ struct Counter {
 };
 
 // In the order of `Op`.
-Counter counters[kNumOps] = {
-    {"embed"},      {"rms_norm"},      {"rms_norm_rows"},        {"rms_norm_add"},
-    {"linear"},     {"gated_linear"},  {"rope_append_attend"},   {"copy_pages"},
-    {"next_token"}, {"route_experts"}, {"grouped_gated_linear"}, {"grouped_linear"}};
+Counter counters[kNumOps] = {{"embed"},
+                             {"rms_norm"},
+                             {"rms_norm_add"},
+                             {"linear"},
+                             {"gated_linear"},
+                             {"rope_append_attend"},
+                             {"take_rows"},
+                             {"next_token"},
+                             {"route_experts"},
+                             {"grouped_gated_linear"},
+                             {"grouped_linear"}};
 
 Counter& counter_of(Op op) { return counters[static_cast<int>(op)]; }
 

@@ -13,18 +13,17 @@ namespace cadenza {
 enum class Op : int {
   kEmbed,
   kRmsNorm,
-  kRmsNormRows,
   kRmsNormAdd,
   kLinear,
   kGatedLinear,
   kRopeAppendAttend,
-  kCopyPages,
+  kTakeRows,
   kNextToken,
   kRouteExperts,
   kGroupedGatedLinear,
   kGroupedLinear,
 };
-constexpr int kNumOps = 12;
+constexpr int kNumOps = static_cast<int>(Op::kGroupedLinear) + 1;
 
 struct OpTotals {
   const char* name;

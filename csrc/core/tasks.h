@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "core/rules.h"
 #include "core/types.h"
 
 namespace cadenza {
@@ -22,6 +23,7 @@ struct LinearTask {
   const float* residual;  // [rows, N] or null; may be `out`
   void* out;              // [rows, N], f32 or the activation dtype
   bool out_is_f32;
+  float scale = 1.0f;  // of the product and its bias, before the residual
 };
 
 struct GatedTask {
@@ -65,15 +67,21 @@ struct GroupedLinearTask {
 
 struct NormTask {
   int64_t rows, width;
-  const float* x;          // [*, width]
-  const int32_t* indices;  // which rows of x, or null for 0, 1, 2...
-  int64_t num_source_rows;
+  const float* x;       // [rows, width]
   const float* weight;  // [width]
   float eps;
   bool one_plus;          // scale by (1 + weight)
   const float* residual;  // [rows, width] added after the norm, or null; may be `out`
   void* out;              // activation dtype, or f32
   bool out_is_f32;
+};
+
+// Rows of any type, copied. An index outside [0, num_sources) gives a row of zeros.
+struct TakeTask {
+  int64_t rows, row_bytes, num_sources;
+  const void* x;           // [num_sources, row_bytes]
+  const int32_t* indices;  // [rows]
+  void* out;               // [rows, row_bytes]
 };
 
 struct EmbedTask {
@@ -87,6 +95,7 @@ struct EmbedTask {
 
 struct AttendTask {
   int64_t rows, num_tokens, pages_per_row, page_size, num_pages;
+  int64_t num_layers = 1, layer = 0;  // of the pools, and which of them attends
   int64_t heads, kv_heads, head_size, rotary_size, rope_rows;
   float scale, soft_cap;  // soft_cap 0: none
   int64_t window;         // 0: none
@@ -97,11 +106,12 @@ struct AttendTask {
   const int32_t* kv_lens;       // [R]
   const int32_t* page_table;    // [R, P]
   const float* rope;            // [rope_rows, rotary_size]: cosines, then sines
-  const float* q_weight;        // [D] or null
-  const float* k_weight;        // [D] or null
+  const float* q_weight;        // [D], or [Hq D] where the norm spans all heads; or null
+  const float* k_weight;        // [D], or [Hkv D]; or null
   float norm_eps;
   bool norm_one_plus;
-  void* k_pool;  // [num_pages, Hkv, S, D], private layout
+  bool norm_spans_heads;  // one root mean square for all of a token's query heads, one for keys
+  void* k_pool;           // [num_pages, layers, Hkv, S, D], private layout
   void* v_pool;
   void* out;  // [T, Hq D]
 
@@ -141,7 +151,8 @@ struct SampleParams {
   float top_p, min_p;
   uint32_t key[2];
   int32_t num_logprobs;
-  const float* bias;  // [V] or null
+  int32_t target = -1;  // describe this token instead of choosing one
+  RowRules rules{};
 };
 
 // What one thread knows of one row's logits so far.
@@ -151,22 +162,32 @@ struct RowBest {
   uint32_t largest_bits;  // largest |logit| as bits: >= 0x7f800000 when one is not finite
 };
 
+// What a model does to its logits before anybody reads them. Both keep their order.
+struct LogitShape {
+  float divisor = 1.0f;
+  float soft_cap = 0.0f;  // cap * tanh(logit / cap); 0: none
+};
+
 struct LogitsTask {
   LinearTask product;  // rows = L, n = V; `out` unused
+  LogitShape shape;
   RowBest* best;       // [threads, L]
   float* const* kept;  // [L]: where the row's logits go, or null where nobody reads them
 };
 
 struct SampledRow {
-  const float* logits;  // [V], padded to 16 lanes
+  float* logits;  // [V], padded to 16 lanes; as they were when the row is done
   SampleParams params;
   int32_t* out;  // [kSampleColumns]
 };
 
-// Columns of a row's result: token id, finite flag, logprob bits, rank, top ids, top logprob bits.
-constexpr int kColumnToken = 0, kColumnFinite = 1, kColumnLogprob = 2, kColumnRank = 3;
+// Columns of a row's result: token id, row state, logprob bits, rank, top ids, top logprob bits.
+constexpr int kColumnToken = 0, kColumnState = 1, kColumnLogprob = 2, kColumnRank = 3;
 constexpr int kColumnTop = 4;
 constexpr int kSampleColumns = kColumnTop + 2 * kTopLogprobs;
+
+// States of a row: a logit is not finite; a token was chosen; its rules allow no token.
+constexpr int32_t kStateNotFinite = 0, kStateChosen = 1, kStateNoneAllowed = 2;
 
 struct SampleTask {
   int64_t vocab;

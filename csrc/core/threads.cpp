@@ -1,7 +1,8 @@
 // How many threads this process may use.
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
+#include <fstream>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -33,32 +34,54 @@ int visible_cores() {
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// Quota over period of a cgroup v2 file ("200000 100000") or a v1 pair; 0 where there is no limit.
-double read_quota(const char* quota_path, const char* period_path) {
+// Where a version of control groups keeps its limit on processor time.
+struct QuotaFiles {
+  const char *mount, *quota, *period;  // version 2 has both numbers in one file
+};
+constexpr QuotaFiles kVersion1{"/sys/fs/cgroup/cpu", "/cpu.cfs_quota_us", "/cpu.cfs_period_us"};
+constexpr QuotaFiles kVersion2{"/sys/fs/cgroup", "/cpu.max", nullptr};
+
+// Quota over period of one group; infinity where there is no limit ("max 100000", or no file).
+double quota_of(const std::string& group, const QuotaFiles& files) {
   double quota = 0, period = 0;
-  std::FILE* file = std::fopen(quota_path, "r");
-  if (file == nullptr) return 0;
-  int found = std::fscanf(file, "%lf %lf", &quota, &period);
-  std::fclose(file);
-  if (found == 1 && period_path != nullptr) {
-    file = std::fopen(period_path, "r");
-    if (file == nullptr) return 0;
-    found += std::fscanf(file, "%lf", &period);
-    std::fclose(file);
+  std::ifstream limit(group + files.quota);
+  limit >> quota;
+  if (files.period == nullptr) {
+    limit >> period;
+  } else {
+    std::ifstream(group + files.period) >> period;
   }
-  return found == 2 && quota > 0 && period > 0 ? quota / period : 0;
+  return quota > 0 && period > 0 ? quota / period : std::numeric_limits<double>::infinity();
 }
 
-int cgroup_cores() {
-  double quota = read_quota("/sys/fs/cgroup/cpu.max", nullptr);
-  if (quota == 0) {
-    quota =
-        read_quota("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+// The least of a group's own limit and those of the groups that it lies in.
+double least_quota(const std::string& mount, std::string path, const QuotaFiles& files) {
+  double least = quota_of(mount, files);
+  while (!path.empty() && path.find("/..") == std::string::npos) {
+    least = std::min(least, quota_of(mount + path, files));
+    path.resize(std::min(path.rfind('/'), path.size() - 1));
   }
-  return quota == 0 ? kMaxThreads : std::max(1, static_cast<int>(quota + 0.5));
+  return least;
 }
 
 }  // namespace
+
+// /proc names the groups; inside a container the mount itself may be the group.
+int cgroup_cores(const std::string& root) {
+  double least = std::min(quota_of(root + kVersion1.mount, kVersion1),
+                          quota_of(root + kVersion2.mount, kVersion2));
+  std::ifstream groups(root + "/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    bool has_cpu = controllers.find(",cpu,") != std::string::npos;
+    if (!has_cpu && controllers != ",,") continue;
+    const QuotaFiles& files = has_cpu ? kVersion1 : kVersion2;
+    least = std::min(least, least_quota(root + files.mount, line.substr(second + 1), files));
+  }
+  return static_cast<int>(std::clamp(least + 0.5, 1.0, double(kMaxThreads)));
+}
 
 int default_num_threads() {
   if (const char* text = std::getenv("CADENZA_NUM_THREADS"); text != nullptr && *text != '\0') {
@@ -70,7 +93,7 @@ int default_num_threads() {
     }
     return static_cast<int>(wanted);
   }
-  return std::clamp(std::min(visible_cores(), cgroup_cores()), 1, kMaxThreads);
+  return std::clamp(std::min(visible_cores(), cgroup_cores("")), 1, kMaxThreads);
 }
 
 Executor& executor() {

@@ -1,6 +1,5 @@
-// FFI wrappers: attention and page copies, both in place on donated pools.
+// FFI wrapper: attention, in place on donated pools.
 #include <algorithm>
-#include <cstring>
 
 #include "ffi/buffers.h"
 
@@ -9,7 +8,7 @@ namespace cadenza::xla_ffi {
 namespace {
 
 struct AttendAttrs {
-  int64_t heads, window;
+  int64_t layer, heads, window;
   float scale, soft_cap, norm_eps;
   bool norm_one_plus;
 };
@@ -24,9 +23,11 @@ AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
   task.rows = dim(b.kv_lens, 0);
   task.pages_per_row = dim(b.page_table, 1);
   task.num_pages = dim(b.k_pool, 0);
-  task.kv_heads = dim(b.k_pool, 1);
-  task.page_size = dim(b.k_pool, 2);
-  task.head_size = dim(b.k_pool, 3);
+  task.num_layers = dim(b.k_pool, 1);
+  task.layer = attrs.layer;
+  task.kv_heads = dim(b.k_pool, 2);
+  task.page_size = dim(b.k_pool, 3);
+  task.head_size = dim(b.k_pool, 4);
   task.heads = attrs.heads;
   task.rope_rows = dim(b.rope, 0);
   task.rotary_size = dim(b.rope, 1);
@@ -42,6 +43,7 @@ void check(const AttendBuffers& b, const AttendTask& task, DType dtype) {
   require(element_type(b.k_pool) == dtype && element_type(b.v_pool) == dtype,
           "the pools must have qkv's type");
   require(b.k_pool.dimensions() == b.v_pool.dimensions(), "the pools must have one shape");
+  require(task.layer >= 0 && task.layer < task.num_layers, "the pools have no such layer");
   require(task.page_size % kLanes == 0, "the page size must be a multiple of 16");
   require(task.head_size % kLanes == 0 && task.head_size <= 512,
           "the head size must be a multiple of 16, at most 512");
@@ -49,6 +51,11 @@ void check(const AttendBuffers& b, const AttendTask& task, DType dtype) {
   require(dim(b.qkv, 1) == task.qkv_width(), "qkv must be [T, (Hq + 2 Hkv) D]");
   require(task.rotary_size % 2 == 0 && task.rotary_size <= task.head_size,
           "the rope table must be [positions, rotary size], even and at most D");
+  int64_t q_width = task.norm_spans_heads ? task.heads * task.head_size : task.head_size;
+  int64_t k_width = task.norm_spans_heads ? task.kv_heads * task.head_size : task.head_size;
+  require((task.q_weight == nullptr || dim(b.q_weight, 0) == q_width) &&
+              (task.k_weight == nullptr || dim(b.k_weight, 0) == k_width),
+          "the norms' weights must be f32 [D] each, or [Hq D] and [Hkv D]");
   require(dim(b.query_starts, 0) == task.rows + 1, "query_starts must be [R + 1]");
   require(dim(b.page_table, 0) == task.rows, "page_table must be [R, P]");
   require(b.k_out.untyped_data() == b.k_pool.untyped_data() &&
@@ -85,6 +92,7 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
   task.rope = data<float>(b.rope);
   task.q_weight = optional_f32(b.q_weight);
   task.k_weight = optional_f32(b.k_weight);
+  task.norm_spans_heads = task.q_weight != nullptr && dim(b.q_weight, 0) != task.head_size;
   task.k_pool = b.k_out.untyped_data();
   task.v_pool = b.v_out.untyped_data();
   task.out = b.out.untyped_data();
@@ -96,38 +104,13 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 
 ffi::Error attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts, Any kv_lens,
                        Any page_table, Any rope, Any q_weight, Any k_weight, Any k_pool, Any v_pool,
-                       AnyResult out, AnyResult k_out, AnyResult v_out, int64_t heads, float scale,
-                       int64_t window, float soft_cap, float norm_eps, bool norm_one_plus) {
+                       AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer,
+                       int64_t heads, float scale, int64_t window, float soft_cap, float norm_eps,
+                       bool norm_one_plus) {
   return guarded("cadenza_rope_append_attend", [&] {
     attend({qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight,
             k_weight, k_pool, v_pool, *out, *k_out, *v_out},
-           {heads, window, scale, soft_cap, norm_eps, norm_one_plus});
-  });
-}
-
-void copy_pages(Any pool, const Any& sources, const Any& targets, ProfileScope& profile) {
-  int64_t pages = dim(pool, 0), bytes = int64_t(pool.size_bytes()) / pages;
-  char* base = static_cast<char*>(pool.untyped_data());
-  for (size_t i = 0; i < sources.element_count(); i++) {
-    int64_t from = int32(sources)[i], to = int32(targets)[i];
-    if (from < 0 || to < 0) continue;
-    require(from < pages && to < pages, "a page number is outside the pool");
-    if (from == to) continue;
-    profile.reads(bytes);
-    std::memcpy(base + to * bytes, base + from * bytes, size_t(bytes));
-  }
-}
-
-ffi::Error copy_pages_call(Any k_pool, Any v_pool, Any sources, Any targets, AnyResult k_out,
-                           AnyResult v_out) {
-  return guarded("cadenza_copy_pages", [&] {
-    ProfileScope profile(Op::kCopyPages);
-    require(sources.element_count() == targets.element_count(), "as many targets as sources");
-    require(k_out->untyped_data() == k_pool.untyped_data() &&
-                v_out->untyped_data() == v_pool.untyped_data(),
-            "the pools must be donated and aliased to the results");
-    copy_pages(*k_out, sources, targets, profile);
-    copy_pages(*v_out, sources, targets, profile);
+           {layer, heads, window, scale, soft_cap, norm_eps, norm_one_plus});
   });
 }
 
@@ -150,16 +133,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRopeAppendAttend, attend_call,
                                   .Ret<Any>()
                                   .Ret<Any>()
                                   .Ret<Any>()
+                                  .Attr<int64_t>("layer")
                                   .Attr<int64_t>("heads")
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("soft_cap")
                                   .Attr<float>("norm_eps")
                                   .Attr<bool>("norm_one_plus"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CadenzaCopyPages, copy_pages_call,
-    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Ret<Any>());
 #pragma GCC visibility pop
 
 }  // namespace cadenza::xla_ffi

@@ -55,15 +55,17 @@ CADENZA_EXPORT int64_t cadenza_packed_bytes(int64_t n, int64_t k, int dtype, int
   return cadenza::packed_bytes(n, k, static_cast<cadenza::DType>(dtype), gated != 0);
 }
 
-CADENZA_EXPORT const char* cadenza_pack(const void* source, int source_dtype, int64_t rows,
-                                        int64_t k, int64_t row_stride, void* packed,
-                                        int packed_dtype, int64_t n, int64_t column_offset,
-                                        int layout) {
+// Source i is [rows[i], k] at data[i]; its rows lie strides[i] elements apart.
+CADENZA_EXPORT const char* cadenza_pack(int num_sources, const void* const* data, const int* dtypes,
+                                        const int64_t* rows, const int64_t* strides, int64_t k,
+                                        void* packed, int packed_dtype, int gated) {
   return guarded([&] {
-    cadenza::pack(cadenza::executor(),
-                  {source, static_cast<cadenza::DType>(source_dtype), rows, k, row_stride, packed,
-                   static_cast<cadenza::DType>(packed_dtype), n, column_offset,
-                   static_cast<cadenza::PackLayout>(layout)});
+    cadenza::PackTask task{{}, k, packed, static_cast<cadenza::DType>(packed_dtype), gated != 0};
+    for (int i = 0; i < num_sources; i++) {
+      task.sources.push_back(
+          {data[i], static_cast<cadenza::DType>(dtypes[i]), rows[i], strides[i]});
+    }
+    cadenza::pack(cadenza::executor(), task);
   });
 }
 

@@ -30,18 +30,16 @@ ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_
   });
 }
 
-void norm(Op op, Any x, Any weight, Any count, const Any* indices, const Any* residual,
-          AnyResult out, float eps, bool one_plus) {
+void norm(Op op, Any x, Any weight, Any count, const Any* residual, AnyResult out, float eps,
+          bool one_plus) {
   ProfileScope profile(op);
   NormTask task{};
   task.rows = true_count(count, dim(*out, 0));
   task.width = dim(*out, 1);
-  task.num_source_rows = dim(x, 0);
   require(x.element_type() == ffi::F32 && dim(x, 1) == task.width, "x must be f32 [T, E]");
-  require(indices != nullptr || task.rows <= task.num_source_rows, "x has too few rows");
+  require(dim(x, 0) >= task.rows, "x has too few rows");
   require(dim(weight, 0) == task.width, "the norm's weight must be f32 [E]");
   task.x = data<float>(x);
-  task.indices = indices == nullptr ? nullptr : int32(*indices);
   task.weight = optional_f32(weight);
   task.eps = eps;
   task.one_plus = one_plus;
@@ -57,25 +55,37 @@ void norm(Op op, Any x, Any weight, Any count, const Any* indices, const Any* re
 
 ffi::Error rms_norm_call(Any x, Any weight, Any count, AnyResult out, float eps, bool one_plus) {
   return guarded("cadenza_rms_norm", [&] {
-    norm(Op::kRmsNorm, x, weight, count, nullptr, nullptr, out, eps, one_plus);
-  });
-}
-
-ffi::Error rms_norm_rows_call(Any x, Any weight, Any count, Any indices, AnyResult out, float eps,
-                              bool one_plus) {
-  return guarded("cadenza_rms_norm_rows", [&] {
-    norm(Op::kRmsNormRows, x, weight, count, &indices, nullptr, out, eps, one_plus);
+    norm(Op::kRmsNorm, x, weight, count, nullptr, out, eps, one_plus);
   });
 }
 
 ffi::Error rms_norm_add_call(Any x, Any weight, Any count, Any residual, AnyResult out, float eps,
                              bool one_plus) {
   return guarded("cadenza_rms_norm_add", [&] {
-    norm(Op::kRmsNormAdd, x, weight, count, nullptr, &residual, out, eps, one_plus);
+    norm(Op::kRmsNormAdd, x, weight, count, &residual, out, eps, one_plus);
   });
 }
 
-ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResult out) {
+ffi::Error take_rows_call(Any x, Any count, Any indices, AnyResult out) {
+  return guarded("cadenza_take_rows", [&] {
+    ProfileScope profile(Op::kTakeRows);
+    require(out->element_type() == x.element_type() && dim(*out, 1) == dim(x, 1),
+            "the result must have x's type and width");
+    TakeTask task{};
+    task.rows = true_count(count, dim(*out, 0));
+    task.num_sources = dim(x, 0);
+    task.row_bytes = dim(x, 1) * bytes_of(element_type(x));
+    require(dim(indices, 0) >= task.rows, "there are too few indices");
+    task.x = x.untyped_data();
+    task.indices = int32(indices);
+    task.out = out->untyped_data();
+    if (profile.is_on()) profile.reads(task.rows * task.row_bytes);
+    take_rows(task);
+  });
+}
+
+ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResult out,
+                       float scale) {
   return guarded("cadenza_linear", [&] {
     ProfileScope profile(Op::kLinear);
     DType dtype = element_type(x);
@@ -91,6 +101,7 @@ ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResul
     task.bias = optional_f32(bias);
     require(task.bias == nullptr || dim(bias, 0) == task.n, "the bias must be f32 [N] or empty");
     task.residual = optional_f32(residual);
+    task.scale = scale;
     task.out = out->untyped_data();
     task.out_is_f32 = is_f32(*out);
     if (profile.is_on()) {
@@ -141,16 +152,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRmsNorm, rms_norm_call,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().CADENZA_NORM_ATTRS);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CadenzaRmsNormRows, rms_norm_rows_call,
-    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().CADENZA_NORM_ATTRS);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CadenzaRmsNormAdd, rms_norm_add_call,
     ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().CADENZA_NORM_ATTRS);
 #undef CADENZA_NORM_ATTRS
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaTakeRows, take_rows_call,
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CadenzaLinear, linear_call,
-    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
+    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>(
+        "scale"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CadenzaGatedLinear, gated_linear_call,
     ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<int64_t>(

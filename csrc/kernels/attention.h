@@ -368,7 +368,7 @@ inline void attend_unit(const AttendPlan& plan, const AttendUnit& unit, const At
     tile.first = begin + low;
     tile.count = int(high - low);
     for (int i = 0; i < tile.count; i++) {
-      prepare_head<T>(task, tile.token(i), tile.head(i), task.q_weight, tile.queries + i * size);
+      prepare_head<T>(task, tile.token(i), tile.head(i), tile.queries + i * size);
     }
     float* sums = unit.partial < 0 ? scratch : plan.partials + (unit.partial + low) * stride;
     with_count<kAttendRows>(

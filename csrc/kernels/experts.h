@@ -124,23 +124,23 @@ struct GroupedGatedEpilogue {
 
 // A unit is one panel of one expert for one block of its rows.
 template <class T>
-void grouped_gated_units(const void* context, int64_t begin, int64_t end, Worker&) {
+void grouped_gated_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& units = *static_cast<const GroupedGatedUnits*>(context);
   const ExpertGroups& experts = units.experts;
   GatedTask task = units.task->product;
-  const int64_t panels = ceil_div(task.f, kLanes);
+  Worker within{worker.index, worker.arena};  // an expert's units are not the job's
   for (int64_t g = 0; g < experts.num_groups; g++) {
     const ExpertGroup& group = experts.groups[g];
     int64_t first = begin - group.first_unit, last = end - group.first_unit;
     if (first < 0) first = 0;
-    if (last > panels * group.row_blocks) last = panels * group.row_blocks;
+    if (last > group.grid.units()) last = group.grid.units();
     if (first >= last) continue;
     const float* bias = units.task->product.bias;
     task.bias = bias == nullptr ? nullptr : bias + group.expert * 2 * task.f;
     run_panels<T>(
         gathered_row<T>(experts, group.first, task.k),
-        expert_weight<T>(task.w, group.expert, panels, task.k), group.rows, task.k,
-        group.row_blocks, first, last, [&](int64_t panel) {
+        expert_weight<T>(task.w, group.expert, group.grid.panels, task.k), group.grid, first, last,
+        within, [&](int64_t panel) {
           return GroupedGatedEpilogue<T>{task, experts.pairs + group.first, panel * kLanes};
         });
   }
@@ -193,14 +193,15 @@ void grouped_linear_units(const void* context, int64_t begin, int64_t end, Worke
   const auto& units = *static_cast<const GroupedLinearUnits*>(context);
   const ExpertGroups& experts = units.experts;
   const LinearTask& task = units.task->product;
-  const int64_t stride = (end - begin) * kPanel;
+  const int64_t stride = (end - begin) * kPanel, panels = ceil_div(task.n, kPanel);
   float* partials = worker.arena.take<float>(units.task->choice.num_pairs(task.rows) * stride);
+  Worker within{worker.index, worker.arena};  // an expert's units are not the job's
   for (int64_t g = 0; g < experts.num_groups; g++) {
     const ExpertGroup& group = experts.groups[g];
     const float* bias = task.bias == nullptr ? nullptr : task.bias + group.expert * task.n;
     run_panels<T>(gathered_row<T>(experts, group.first, task.k),
-                  expert_weight<T>(task.w, group.expert, ceil_div(task.n, kPanel), task.k),
-                  group.rows, task.k, 1, begin, end, [&](int64_t panel) {
+                  expert_weight<T>(task.w, group.expert, panels, task.k),
+                  {group.rows, task.k, panels, 1}, begin, end, within, [&](int64_t panel) {
                     int64_t column = panel * kPanel;
                     return PartialEpilogue{
                         partials + (panel - begin) * kPanel, stride, experts.pairs + group.first,

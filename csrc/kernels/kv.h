@@ -12,17 +12,40 @@ constexpr int kMaxHeadSize = 512;
 
 template <class T>
 inline int64_t block_offset(const AttendTask& task, int64_t page, int64_t kv_head, int64_t offset) {
-  int64_t head = (page * task.kv_heads + kv_head) * task.page_size;
+  int64_t layer = page * task.num_layers + task.layer;
+  int64_t head = (layer * task.kv_heads + kv_head) * task.page_size;
   return (head + offset / kLanes * kLanes) * task.head_size;
 }
 
-// The optional norm over one head, in place.
-inline void norm_head(const AttendTask& task, const float* weight, float* head) {
-  if (weight == nullptr) return;
-  Vec scale = set1(inverse_rms(head, task.head_size, task.norm_eps));
+// The heads of one kind, queries or keys, within a token.
+struct HeadKind {
+  int64_t first, count;
+  const float* weight;  // of their norm, or null
+};
+inline HeadKind kind_of(const AttendTask& task, int64_t head) {
+  if (head < task.heads) return {0, task.heads, task.q_weight};
+  return {task.heads, task.kv_heads, task.k_weight};
+}
+
+// The optional norm of one head, in place. Where it spans all heads of a kind, each head finds
+// their common root mean square anew: far less than the product that made them.
+template <class T>
+inline void norm_head(const AttendTask& task, int64_t token, int64_t head, float* work) {
+  HeadKind kind = kind_of(task, head);
+  if (kind.weight == nullptr) return;
+  float inverse = 0.0f;
+  const float* weight = kind.weight;
+  if (task.norm_spans_heads) {
+    const T* row = static_cast<const T*>(task.qkv) + token * task.qkv_width();
+    int64_t width = kind.count * task.head_size;
+    inverse = inverse_rms(row + kind.first * task.head_size, width, task.norm_eps);
+    weight += (head - kind.first) * task.head_size;
+  } else {
+    inverse = inverse_rms(work, task.head_size, task.norm_eps);
+  }
   for (int64_t i = 0; i < task.head_size; i += kLanes) {
     Vec factor = norm_factor(weight + i, task.norm_one_plus, kLanes);
-    store(head + i, mul(mul(load(head + i), scale), factor));
+    store(work + i, mul(mul(load(work + i), set1(inverse)), factor));
   }
 }
 
@@ -47,12 +70,11 @@ inline int64_t rope_row(const AttendTask& task, int64_t token) {
 
 // One query or key head of a token: loaded, normed, rotated, rounded to T.
 template <class T>
-inline void prepare_head(const AttendTask& task, int64_t token, int64_t head, const float* weight,
-                         T* out) {
+inline void prepare_head(const AttendTask& task, int64_t token, int64_t head, T* out) {
   alignas(64) float work[kMaxHeadSize];
   const T* raw = static_cast<const T*>(task.qkv) + token * task.qkv_width() + head * task.head_size;
   for (int64_t i = 0; i < task.head_size; i += kLanes) store(work + i, Elem<T>::load(raw + i));
-  norm_head(task, weight, work);
+  norm_head<T>(task, token, head, work);
   rotate_head(task, rope_row(task, token), work);
   for (int64_t i = 0; i < task.head_size; i += kLanes) Elem<T>::store(out + i, load(work + i));
 }
@@ -99,7 +121,7 @@ inline void append_tokens(const AttendTask& task, int64_t begin, int64_t end, in
     int64_t slot = task.slot_mapping[token], offset = slot % task.page_size;
     int64_t at = block_offset<T>(task, slot / task.page_size, kv_head, offset);
     alignas(64) T key[kMaxHeadSize];
-    prepare_head<T>(task, token, task.heads + kv_head, task.k_weight, key);
+    prepare_head<T>(task, token, task.heads + kv_head, key);
     write_key<T>(task, key, static_cast<T*>(task.k_pool) + at, offset % kLanes);
     const T* value = static_cast<const T*>(task.qkv) + token * task.qkv_width() +
                      (task.heads + task.kv_heads + kv_head) * task.head_size;

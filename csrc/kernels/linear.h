@@ -63,23 +63,29 @@ template <class T, int MR, class Epilogue>
 }
 
 // All units [begin, end): panels of `w` times blocks of even row tiles. While one panel is worked
-// on, the next one of the same claim is fetched, spread evenly over this one's row tiles.
+// on, what the thread will read next is fetched, spread evenly over this one's row tiles: the
+// neighbouring panel, or at the end of its share the first one of the next product.
 template <class T, class MakeEpilogue>
-inline void run_panels(const void* x, const void* w, int64_t rows, int64_t k, int64_t row_blocks,
-                       int64_t begin, int64_t end, const MakeEpilogue& make_epilogue) {
-  PanelProduct<T> product{static_cast<const T*>(x), nullptr, k};
+inline void run_panels(const void* x, const void* w, const Grid& grid, int64_t begin, int64_t end,
+                       Worker& worker, const MakeEpilogue& make_epilogue) {
+  const int64_t rows = grid.rows;
+  PanelProduct<T> product{static_cast<const T*>(x), nullptr, grid.k};
   const int64_t panel_size = product.steps() * kPanel * kStep<T>;
   const int64_t tiles = ceil_div(rows, kMaxRows);
   for (int64_t unit = begin; unit < end; unit++) {
-    int64_t panel = unit / row_blocks, block = unit % row_blocks;
+    int64_t panel = unit % grid.panels, block = unit / grid.panels;
     product.w = static_cast<const T*>(w) + panel * panel_size;
     auto epilogue = make_epilogue(panel);
-    int64_t first_tile = block * tiles / row_blocks, last_tile = (block + 1) * tiles / row_blocks;
+    int64_t first_tile = block * tiles / grid.row_blocks;
+    int64_t last_tile = (block + 1) * tiles / grid.row_blocks;
     Ahead ahead;
     int64_t count = last_tile - first_tile;
     if (count == 1) {
       ahead = {reinterpret_cast<const char*>(product.w) + 4096, 128};
-    } else if (unit + 1 < end && (unit + 1) % row_blocks == 0) {
+    } else if (unit + 1 == worker.share_end) {
+      if (!worker.next.empty()) ahead = {worker.next.at, 128 / count};
+      worker.next.at += panel_size * int64_t(sizeof(T));
+    } else if (panel + 1 < grid.panels) {
       ahead = {reinterpret_cast<const char*>(product.w + panel_size), 128 / count};
     }
     const char* fetch = ahead.at;
@@ -105,6 +111,7 @@ struct LinearEpilogue {
     if (n <= 0) return;
     int64_t index = row * task.n + at;
     if (task.bias != nullptr) value = add(value, load_some(task.bias + at, n));
+    if (task.scale != 1.0f) value = mul(value, set1(task.scale));
     if (task.residual != nullptr) value = add(value, load_some(task.residual + index, n));
     if (task.out_is_f32) {
       store_some(static_cast<float*>(task.out) + index, value, n);
@@ -118,13 +125,12 @@ struct LinearEpilogue {
 };
 
 template <class T>
-void linear_units(const void* context, int64_t begin, int64_t end, Worker&) {
+void linear_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& units = *static_cast<const LinearUnits*>(context);
   const LinearTask& task = *units.task;
-  run_panels<T>(task.x, task.w, task.rows, task.k, units.row_blocks, begin, end,
-                [&](int64_t panel) {
-                  return LinearEpilogue<T>{task, panel * kPanel};
-                });
+  run_panels<T>(task.x, task.w, units.grid, begin, end, worker, [&](int64_t panel) {
+    return LinearEpilogue<T>{task, panel * kPanel};
+  });
 }
 
 template <class T, Activation A>
@@ -147,24 +153,23 @@ struct GatedEpilogue {
 };
 
 template <class T, Activation A>
-void gated_units_as(const GatedUnits& units, int64_t begin, int64_t end) {
+void gated_units_as(const GatedUnits& units, int64_t begin, int64_t end, Worker& worker) {
   const GatedTask& task = *units.task;
-  run_panels<T>(task.x, task.w, task.rows, task.k, units.row_blocks, begin, end,
-                [&](int64_t panel) {
-                  return GatedEpilogue<T, A>{task, panel * kLanes};
-                });
+  run_panels<T>(task.x, task.w, units.grid, begin, end, worker, [&](int64_t panel) {
+    return GatedEpilogue<T, A>{task, panel * kLanes};
+  });
 }
 
 template <class T>
-void gated_units(const void* context, int64_t begin, int64_t end, Worker&) {
+void gated_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& units = *static_cast<const GatedUnits*>(context);
   switch (units.task->activation) {
     case Activation::kSilu:
-      return gated_units_as<T, Activation::kSilu>(units, begin, end);
+      return gated_units_as<T, Activation::kSilu>(units, begin, end, worker);
     case Activation::kGeluTanh:
-      return gated_units_as<T, Activation::kGeluTanh>(units, begin, end);
+      return gated_units_as<T, Activation::kGeluTanh>(units, begin, end, worker);
     case Activation::kGelu:
-      return gated_units_as<T, Activation::kGelu>(units, begin, end);
+      return gated_units_as<T, Activation::kGelu>(units, begin, end, worker);
   }
 }
 
@@ -184,10 +189,19 @@ struct LogitsEpilogue {
     for (int j = 0; j < kPanelVecs; j++) {
       uint32_t lanes = bits(cmp_eq(columns[j], set1(value)));
       if (lanes == 0) continue;
+      int32_t id = int32_t(column + j * kLanes + __builtin_ctz(lanes));
+      if (value == row.value && id > row.id) return;  // panels come in any order
       row.value = value;
-      row.id = int32_t(column + j * kLanes + __builtin_ctz(lanes));
+      row.id = id;
       return;
     }
+  }
+  // The model's own last word on its logits. What is not finite is told by the product's bits.
+  Vec shaped(Vec value) const {
+    const LogitShape& shape = task.shape;
+    if (shape.divisor != 1.0f) value = div(value, set1(shape.divisor));
+    if (shape.soft_cap == 0.0f) return value;
+    return mul(tanh_vec(div(value, set1(shape.soft_cap))), set1(shape.soft_cap));
   }
   static VecI magnitude(Vec a) { return and_i(as_int(a), set1_i(0x7fffffff)); }
 
@@ -197,10 +211,11 @@ struct LogitsEpilogue {
     VecI size = max_u(magnitude(product[0]), magnitude(product[1]));
     uint32_t largest_bits = reduce_max_u(size);
     if (largest_bits > mine.largest_bits) mine.largest_bits = largest_bits;
-    const Vec columns[2] = {valid(column, product[0]), valid(column + kLanes, product[1])};
+    const Vec columns[2] = {valid(column, shaped(product[0])),
+                            valid(column + kLanes, shaped(product[1]))};
     Vec largest = max(columns[0], columns[1]);
     // A NaN in one lane must not hide the other lane; the row fails by its flag all the same.
-    if (any(cmp_gt(largest, set1(mine.value)))) update(mine, columns, largest);
+    if (any(cmp_ge(largest, set1(mine.value)))) update(mine, columns, largest);
     if (float* kept = task.kept[row]; kept != nullptr) {
       store(kept + column, columns[0]);
       store(kept + column + kLanes, columns[1]);
@@ -213,7 +228,8 @@ void logits_units(const void* context, int64_t begin, int64_t end, Worker& worke
   const auto& task = *static_cast<const LogitsTask*>(context);
   const LinearTask& product = task.product;
   RowBest* best = task.best + worker.index * product.rows;
-  run_panels<T>(product.x, product.w, product.rows, product.k, 1, begin, end, [&](int64_t panel) {
+  const Grid grid{product.rows, product.k, ceil_div(product.n, kPanel), 1};
+  run_panels<T>(product.x, product.w, grid, begin, end, worker, [&](int64_t panel) {
     return LogitsEpilogue{task, best, panel * kPanel};
   });
 }

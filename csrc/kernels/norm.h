@@ -9,12 +9,13 @@ namespace cadenza::CADENZA_ISA {
 constexpr int kNormSums = 4;
 
 // Sixty-four partial sums in a pattern fixed by the width, then one fixed tree.
-inline float sum_of_squares(const float* x, int64_t width) {
+template <class T>
+inline float sum_of_squares(const T* x, int64_t width) {
   Vec sums[kNormSums] = {zero(), zero(), zero(), zero()};
   int64_t i = 0;
   for (; i + kNormSums * kLanes <= width; i += kNormSums * kLanes) {
     for (int j = 0; j < kNormSums; j++) {
-      Vec v = load(x + i + j * kLanes);
+      Vec v = Elem<T>::load(x + i + j * kLanes);
       sums[j] = fma(v, v, sums[j]);
     }
   }
@@ -25,7 +26,8 @@ inline float sum_of_squares(const float* x, int64_t width) {
   return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
-inline float inverse_rms(const float* x, int64_t width, float eps) {
+template <class T>
+inline float inverse_rms(const T* x, int64_t width, float eps) {
   return 1.0f / __builtin_sqrtf(sum_of_squares(x, width) / float(width) + eps);
 }
 
@@ -37,9 +39,7 @@ inline Vec norm_factor(const float* weight, bool one_plus, int n) {
 
 template <class T>
 void norm_row(const NormTask& task, int64_t row) {
-  int64_t source = task.indices == nullptr ? row : task.indices[row];
-  if (source < 0 || source >= task.num_source_rows) source = 0;
-  const float* x = task.x + source * task.width;
+  const float* x = task.x + row * task.width;
   Vec scale = set1(inverse_rms(x, task.width, task.eps));
   for (int64_t i = 0; i < task.width; i += kLanes) {
     int n = int(task.width - i < kLanes ? task.width - i : kLanes);

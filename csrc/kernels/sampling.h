@@ -4,14 +4,16 @@
 #pragma once
 
 #include "core/kernel_table.h"
-#include "kernels/math.h"
+#include "kernels/rules.h"
 
 namespace cadenza::CADENZA_ISA {
 
 constexpr float kInfinity = __builtin_inff();
 // A list this short is searched to the last bit instead of being halved once more.
-constexpr int64_t kShortList = 2048;
-constexpr int kMaxHalvings = 24;
+constexpr int64_t kShortList = 256;
+constexpr int kMaxHalvings = 64;
+// How far below the largest value most filters of most rows end.
+constexpr float kFirstStep = 8.0f;
 
 // Tokens still in play, ascending by id. Arrays are padded to 16 lanes (values by -inf).
 struct Candidates {
@@ -105,27 +107,77 @@ inline float from_ordered(uint32_t key) {
   return x;
 }
 
+// A copy of the candidates that a threshold search has not decided on.
+inline Candidates copy_values(const Candidates& c, Arena& arena) {
+  int64_t padded = c.count + 2 * kLanes;
+  Candidates copy{arena.take<float>(padded), nullptr, nullptr, c.count};
+  if (c.masses != nullptr) copy.masses = arena.take<float>(padded);
+  for (int64_t i = 0; i < c.count + kLanes; i += kLanes) {
+    store(copy.values + i, load(c.values + i));
+    if (c.masses != nullptr) store(copy.masses + i, load(c.masses + i));
+  }
+  return copy;
+}
+
+// Keeps the undecided with low <= value < high, in place.
+inline void narrow(Candidates& c, float low, float high) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < c.count; i += kLanes) {
+    Vec value = load(c.values + i);
+    Mask inside = first(int(c.count - i < kLanes ? c.count - i : kLanes));
+    Mask m = mask_and(mask_and(inside, cmp_ge(value, set1(low))), cmp_gt(set1(high), value));
+    int n = compress(c.values + kept, m, value);
+    if (c.masses != nullptr) compress(c.masses + kept, m, load(c.masses + i));
+    kept += n;
+  }
+  c.count = kept;
+  for (int i = 0; i < kLanes; i++) c.values[c.count + i] = -kInfinity;
+}
+
+inline float smallest_value(const Candidates& c) {
+  Vec best = set1(kInfinity);
+  int64_t whole = c.count / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) best = min(load(c.values + i), best);
+  alignas(64) float lanes[kLanes];
+  store(lanes, best);
+  float smallest = lanes[0];
+  for (float lane : lanes) smallest = lane < smallest ? lane : smallest;
+  for (int64_t i = whole; i < c.count; i++) {
+    smallest = c.values[i] < smallest ? c.values[i] : smallest;
+  }
+  return smallest;
+}
+
 // Keeps the smallest set {value >= t} whose measure reaches `wanted`; ties of t stay together.
-// First halves the range of values until few are left, then bisects their bit patterns.
+// The set at `low` reaches it and the set at `high` does not. Values between them are halved, those
+// decided on leave the search with what they measure, and a few are left to a bisection of bits.
 template <class Measure>
-inline void keep_reaching(Candidates& c, double wanted, const Measure& measure) {
-  float high = largest_value(c), low = -kInfinity;
-  float step = 8.0f;
-  for (int i = 0; i < kMaxHalvings && c.count > kShortList; i++) {
-    float middle = low == -kInfinity ? high - step : low + 0.5f * (high - low);
+inline void keep_reaching(Candidates& c, double wanted, const Measure& measure, Arena& arena) {
+  Candidates open = copy_values(c, arena);
+  const float largest = largest_value(c);
+  float low = -kInfinity, high = from_ordered(ordered_bits(largest) + 1);
+  double above = 0.0;
+  float step = kFirstStep;
+  for (int i = 0; i < kMaxHalvings && open.count > kShortList; i++) {
+    if (low == -kInfinity && step > kFirstStep) low = smallest_value(open);
+    float middle = low == -kInfinity ? largest - step : low + 0.5f * (high - low);
     if (!(middle < high) || !(middle > low)) break;
-    if (measure(c, middle) >= wanted) {
+    double reached = above + measure(open, middle);
+    if (reached >= wanted) {
       low = middle;
-      keep_from(c, low);
+      float smallest = smallest_value(open);
+      if (smallest > low) low = smallest;
     } else {
       high = middle;
-      step *= 2.0f;
+      above = reached;
     }
+    step = 2.0f * kFirstStep;
+    narrow(open, low, high);
   }
-  uint32_t inside = ordered_bits(low), outside = ordered_bits(largest_value(c)) + 1;
+  uint32_t inside = ordered_bits(low), outside = ordered_bits(high);
   while (outside - inside > 1) {
     uint32_t middle = inside + (outside - inside) / 2;
-    if (measure(c, from_ordered(middle)) >= wanted) {
+    if (above + measure(open, from_ordered(middle)) >= wanted) {
       inside = middle;
     } else {
       outside = middle;
@@ -194,39 +246,92 @@ inline Choice choose_greedy(const Candidates& c) {
   return best;
 }
 
-// All tokens of the row with bias and temperature applied.
-inline Candidates all_tokens(const SampledRow& row, int64_t vocab, Arena& arena) {
-  int64_t padded = round_up(vocab, kLanes) + kLanes;
-  Candidates c{arena.take<float>(padded), arena.take<float>(padded), nullptr, vocab};
-  float temperature = row.params.temperature > 0.0f ? row.params.temperature : 1.0f;
+// All tokens of the row, ascending.
+inline void take_all(const SampledRow& row, int64_t vocab, Candidates& c) {
   for (int64_t i = 0; i < vocab; i += kLanes) {
     int n = int(vocab - i < kLanes ? vocab - i : kLanes);
-    Vec z = load_some(row.logits + i, n);
-    if (row.params.bias != nullptr) z = add(z, load_some(row.params.bias + i, n));
-    store(c.values + i, div(z, set1(temperature)));
+    store(c.values + i, load_some(row.logits + i, n));
     store(c.ids + i, as_float(add_i(iota(), set1_i(uint32_t(i)))));
   }
+  c.count = vocab;
+}
+
+// The tokens that the row's mask allows, ascending.
+inline void take_allowed(const SampledRow& row, int64_t vocab, Candidates& c) {
+  const int32_t* mask = row.params.rules.record + kRuleMask;
+  c.count = 0;
+  for (int64_t word = 0; word < (vocab + 31) / 32; word++) {
+    for (uint32_t rest = uint32_t(mask[word]); rest != 0; rest &= rest - 1) {
+      int64_t id = word * 32 + __builtin_ctz(rest);
+      if (id >= vocab) break;
+      c.values[c.count] = row.logits[id];
+      __builtin_memcpy(c.ids + c.count, &id, 4);
+      c.count++;
+    }
+  }
+}
+
+// What the row may choose from, divided by its temperature. Banned tokens are no candidates.
+inline Candidates candidates_of(const SampledRow& row, int64_t vocab, Arena& arena) {
+  int64_t padded = round_up(vocab, kLanes) + kLanes;
+  Candidates c{arena.take<float>(padded), arena.take<float>(padded), nullptr, 0};
+  const int32_t* record = row.params.rules.record;
+  if (record != nullptr && record[kRuleHasMask] > 0) {
+    take_allowed(row, vocab, c);
+  } else {
+    take_all(row, vocab, c);
+  }
   pad_candidates(c);
+  if (record != nullptr) keep_from(c, -__FLT_MAX__);
+  if (row.params.temperature > 0.0f) {
+    Vec temperature = set1(row.params.temperature);
+    for (int64_t i = 0; i < c.count; i += kLanes) {
+      store(c.values + i, div(load(c.values + i), temperature));
+    }
+  }
   return c;
 }
 
-inline int32_t sample_token(const SampledRow& row, int64_t vocab, Arena& arena) {
-  const SampleParams& params = row.params;
-  Candidates c = all_tokens(row, vocab, arena);
-  if (!(params.temperature > 0.0f)) return choose_greedy(c).id;
-  if (params.top_k > 0 && params.top_k < vocab) keep_reaching(c, params.top_k, CountMeasure{});
+// Min-p, then top-k, then top-p.
+inline void filter(Candidates& c, const SampleParams& params, Arena& arena) {
   float maximum = largest_value(c);
-  if (params.top_p < 1.0f) {
-    weigh(c, maximum, arena);
-    MassMeasure mass;
-    keep_reaching(c, double(params.top_p) * mass(c, -kInfinity), mass);
-  }
   if (params.min_p > 0.0f) {
     alignas(64) float log_min_p[kLanes];
     store(log_min_p, log_vec(set1(params.min_p)));
     keep_from(c, maximum + log_min_p[0]);
   }
-  return choose_noisy(c, params.key).id;
+  if (params.top_k > 0 && params.top_k < c.count) {
+    keep_reaching(c, params.top_k, CountMeasure{}, arena);
+  }
+  if (params.top_p < 1.0f) {
+    weigh(c, maximum, arena);
+    MassMeasure mass;
+    keep_reaching(c, double(params.top_p) * mass(c, -kInfinity), mass, arena);
+  }
+}
+
+// Writes the row's token, and its state where there is none to choose.
+inline void choose(const SampledRow& row, int64_t vocab, Arena& arena) {
+  Candidates c = candidates_of(row, vocab, arena);
+  if (c.count == 0) {
+    row.out[kColumnToken] = 0;
+    if (row.out[kColumnState] == kStateChosen) row.out[kColumnState] = kStateNoneAllowed;
+    return;
+  }
+  if (!(row.params.temperature > 0.0f)) {
+    row.out[kColumnToken] = choose_greedy(c).id;
+    return;
+  }
+  filter(c, row.params, arena);
+  row.out[kColumnToken] = choose_noisy(c, row.params.key).id;
+}
+
+inline void choose_by_rules(const SampledRow& row, int64_t vocab, Arena& arena) {
+  const RowRules& rules = row.params.rules;
+  RuledLogits logits(row.logits, vocab, most_changes(rules), arena);
+  apply_rules(rules, logits, arena);
+  choose(row, vocab, arena);
+  logits.restore();
 }
 
 // Log of the sum of exponentials of the raw logits, in one fixed order.
@@ -286,16 +391,22 @@ inline void write_logprobs(const SampledRow& row, int64_t vocab) {
   }
 }
 
-// The result holds the greedy choice already; it is replaced where the row samples or has a bias.
+// The result holds the greedy choice already; it is replaced where the row has a target, samples or
+// has rules.
 void sample_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& task = *static_cast<const SampleTask*>(context);
   for (int64_t i = begin; i < end; i++) {
     const SampledRow& row = task.rows[i];
+    const SampleParams& params = row.params;
     worker.arena.reset();
-    if (row.params.temperature > 0.0f || row.params.bias != nullptr) {
-      row.out[kColumnToken] = sample_token(row, task.vocab, worker.arena);
+    if (params.target >= 0) {
+      row.out[kColumnToken] = params.target;
+    } else if (params.rules.record != nullptr) {
+      choose_by_rules(row, task.vocab, worker.arena);
+    } else if (params.temperature > 0.0f) {
+      choose(row, task.vocab, worker.arena);
     }
-    if (row.params.num_logprobs >= 0) write_logprobs(row, task.vocab);
+    if (params.num_logprobs >= 0) write_logprobs(row, task.vocab);
   }
 }
 

@@ -1,8 +1,7 @@
 // Attention: against double precision, and rule 1 over chunks, pages, neighbours, threads and NaN.
 #include <algorithm>
 
-#include "tests/check.h"
-#include "tests/data.h"
+#include "tests/exactness.h"
 
 namespace cadenza::tests {
 namespace {
@@ -12,6 +11,7 @@ struct Shape {
   int64_t window = 0;
   float soft_cap = 0;
   bool has_norm = false;
+  bool norm_spans_heads = false;
   int64_t width() const { return (heads + 2 * kv_heads) * size; }
 };
 
@@ -55,8 +55,8 @@ class Engine {
     for (size_t i = free_.size(); i > 1; i--)
       std::swap(free_[i - 1], free_[size_t(random.below(int(i)))]);
     Random weights(5);
-    q_weight_ = random_values<float>(weights, shape.size);
-    k_weight_ = random_values<float>(weights, shape.size);
+    q_weight_ = random_values<float>(weights, shape.size * shape.heads);
+    k_weight_ = random_values<float>(weights, shape.size * shape.kv_heads);
   }
 
   int add_row() {
@@ -119,6 +119,7 @@ class Engine {
     task.rope = rope_.data();
     if (shape_.has_norm) task.q_weight = q_weight_.data(), task.k_weight = k_weight_.data();
     task.norm_eps = 1e-6f;
+    task.norm_spans_heads = shape_.norm_spans_heads;
     task.k_pool = keys_.data();
     task.v_pool = values_.data();
     task.out = out.data();
@@ -179,11 +180,16 @@ std::vector<double> reference_head(const Shape& shape, const Engine<T>& engine,
   for (int64_t i = 0; i < shape.size; i++) x[size_t(i)] = widen(raw[i]);
   if (head >= shape.heads + shape.kv_heads) return x;
   if (shape.has_norm) {
-    const auto& weight = head < shape.heads ? engine.q_weight() : engine.k_weight();
+    bool is_query = head < shape.heads, spans = shape.norm_spans_heads;
+    const auto& weight = is_query ? engine.q_weight() : engine.k_weight();
+    int64_t kind = is_query ? 0 : shape.heads, first = spans ? kind : head;
+    int64_t width = shape.size * (!spans ? 1 : is_query ? shape.heads : shape.kv_heads);
+    const T* from = sequence.qkv.data() + position * shape.width() + first * shape.size;
     double squares = 0;
-    for (double v : x) squares += v * v;
-    double scale = 1 / std::sqrt(squares / double(shape.size) + 1e-6);
-    for (size_t i = 0; i < x.size(); i++) x[i] *= scale * weight[i];
+    for (int64_t i = 0; i < width; i++) squares += std::pow(double(widen(from[i])), 2);
+    double scale = 1 / std::sqrt(squares / double(width) + 1e-6);
+    size_t offset = spans ? size_t((head - kind) * shape.size) : 0;
+    for (size_t i = 0; i < x.size(); i++) x[i] *= scale * weight[offset + i];
   }
   int64_t half = shape.rotary / 2;
   for (int64_t i = 0; i < half; i++) {
@@ -242,12 +248,14 @@ void check_reference(const Context& context, Shape shape, int64_t length) {
 }
 
 std::vector<Shape> shapes(bool quick) {
-  if (quick) return {{4, 2, 64, 64}, {3, 1, 80, 32, 40, 5.0f, true}};
+  if (quick)
+    return {{4, 2, 64, 64}, {3, 1, 80, 32, 40, 5.0f, true}, {6, 2, 48, 0, 0, 0, true, true}};
   return {{9, 3, 64, 64},      {4, 4, 80, 80},
           {8, 2, 96, 48},      {5, 1, 128, 128, 0, 0, true},
           {2, 1, 256, 64},     {6, 2, 16, 16},
           {4, 2, 64, 64, 100}, {4, 2, 64, 64, 0, 20.0f},
-          {3, 1, 112, 40},     {8, 8, 64, 64, 600, 0, true}};
+          {3, 1, 112, 40},     {8, 8, 64, 64, 600, 0, true},
+          {6, 2, 48, 0},       {6, 2, 48, 48, 0, 0, true, true}};
 }
 
 TEST(attention_agrees_with_double_precision) {
@@ -330,6 +338,52 @@ TEST(attention_rows_do_not_notice_neighbours_or_poisoned_slots) {
   for (const Shape& shape : shapes(context.quick)) {
     check_neighbours<bf16>(context, shape);
     check_neighbours<float>(context, shape);
+  }
+}
+
+// Rows that decode behind contexts of 1 to 40 tokens; their last query is what is compared. A
+// poisoned row's whole context is poison.
+template <class T>
+void check_decoding(const Context& context, const Shape& shape, int64_t page_size) {
+  const int most = context.quick ? 65 : 513;
+  std::vector<Sequence<T>> sequences;
+  for (int i = 0; i < most; i++) {
+    sequences.push_back(random_sequence<T>(shape, 2 + (i * 37) % 40, uint64_t(i + 900)));
+  }
+  const int64_t width = shape.heads * shape.size;
+  RowOperation op{"rope_append_attend", width * int64_t(sizeof(T)), most, nullptr};
+  op.run = [&](const RowBatch& batch) {
+    std::vector<Sequence<T>> own;
+    for (const RowContent& row : batch.rows) {
+      own.push_back(sequences[size_t(row.data)]);
+      if (!row.is_poisoned) continue;
+      for (T& value : own.back().qkv) set(value, row.poison);
+    }
+    Engine<T> engine(context, shape, page_size, int64_t(own.size()) * (42 / page_size + 1),
+                     own.size());
+    std::vector<typename Engine<T>::Chunk> prompts, last;
+    for (size_t i = 0; i < own.size(); i++) {
+      int row = engine.add_row();
+      int64_t queries = 1 + batch.rows[i].data % std::min<int64_t>(3, own[i].length - 1);
+      prompts.push_back({row, &own[i], own[i].length - queries});
+      last.push_back({row, &own[i], queries});
+    }
+    engine.step(prompts, batch.threads);
+    std::vector<T> out = engine.step(last, batch.threads), ends;
+    int64_t at = 0;
+    for (const auto& chunk : last) {
+      at += chunk.count * width;
+      ends.insert(ends.end(), out.begin() + at - width, out.begin() + at);
+    }
+    return bytes_of(ends);
+  };
+  check_exact(context, op);
+}
+
+TEST(a_decoding_row_notices_nothing_of_its_batch) {
+  for (const Shape& shape : {Shape{4, 2, 16, 16}, Shape{3, 1, 48, 32, 20, 5.0f, true, true}}) {
+    check_decoding<bf16>(context, shape, 16);
+    check_decoding<float>(context, shape, 32);
   }
 }
 

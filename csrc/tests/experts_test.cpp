@@ -2,8 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "tests/check.h"
-#include "tests/data.h"
+#include "tests/exactness.h"
 
 namespace cadenza::tests {
 namespace {
@@ -31,13 +30,11 @@ struct Experts {
         rows(random_values<T>(random, count_ * n_ * k_ * (gated_ ? 2 : 1), 0.3f)),
         packed(count_ * bytes()) {
     for (int64_t x = 0; x < count; x++) {
+      PackTask task{{}, k, at(x), dtype_of<T>(), gated};
       for (int part = 0; part < parts(); part++) {
-        PackLayout layout = !gated      ? PackLayout::kPlain
-                            : part == 0 ? PackLayout::kGate
-                                        : PackLayout::kUp;
-        pack(executor,
-             {row(x, part, 0), dtype_of<T>(), n, k, k, at(x), dtype_of<T>(), n, 0, layout});
+        task.sources.push_back({row(x, part, 0), dtype_of<T>(), n, k});
       }
+      pack(executor, task);
     }
   }
 
@@ -158,34 +155,37 @@ bool same_rows(const Shape& s, const Result<T>& a, int64_t at_a, const Result<T>
          same_bits(a.out.data() + at_a * s.hidden, b.out.data() + at_b * s.hidden, rows * s.hidden);
 }
 
+// Routing, both grouped products and the sum over slots, as one operation.
 template <class T>
 void check_rows(const Context& context, const Shape& shape) {
   Random random(31);
   Layer<T> layer(random, shape, *context.executors[0]);
-  const int64_t most = 129;
+  const int most = context.quick ? 129 : 513;
   std::vector<T> x = random_values<T>(random, most * shape.hidden);
   std::vector<float> residual = random_values<float>(random, most * shape.hidden);
-  auto run = [&](size_t threads, int64_t first, int64_t rows) {
-    return run_layer(context.runtime(threads), layer, x.data() + first * shape.hidden,
-                     residual.data() + first * shape.hidden, rows);
-  };
-  Result<T> whole = run(0, 0, most);
-  for (int64_t row = 0; row < most; row++) {
-    CHECK(same_rows(shape, run(0, row, 1), 0, whole, row, 1));
-  }
-  std::vector<int64_t> counts{2, 3, 7, 14, 15, 33, 65, 129};
-  if (!context.quick) {
-    counts.resize(40);
-    std::iota(counts.begin(), counts.end(), 1);
-    counts.insert(counts.end(), {63, 64, 65, 129});
-  }
-  for (int64_t rows : counts) {
-    for (size_t threads = 0; threads < 3; threads++) {
-      for (int64_t first : {int64_t(0), (most - rows) / 2, most - rows}) {
-        CHECK(same_rows(shape, run(threads, first, rows), 0, whole, first, rows));
-      }
+  const int64_t pair_bytes = 8 + shape.inner * int64_t(sizeof(T));
+  RowOperation op{"experts", shape.chosen * pair_bytes + shape.hidden * 4, most, nullptr};
+  op.run = [&](const RowBatch& batch) {
+    const int64_t rows = int64_t(batch.rows.size());
+    std::vector<T> taken = take_rows(batch, x, shape.hidden);
+    std::vector<float> onto = take_rows(batch, residual, shape.hidden);
+    Result<T> all =
+        run_layer(context.runtime(batch.threads), layer, taken.data(), onto.data(), rows);
+    std::vector<uint8_t> bytes;
+    auto append = [&](const auto& values, int64_t row, int64_t width) {
+      auto from = values.begin() + row * width;
+      std::vector<uint8_t> part = bytes_of(std::vector(from, from + width));
+      bytes.insert(bytes.end(), part.begin(), part.end());
+    };
+    for (int64_t row = 0; row < rows; row++) {
+      append(all.ids, row, shape.chosen);
+      append(all.weights, row, shape.chosen);
+      append(all.inner, row, shape.chosen * shape.inner);
+      append(all.out, row, shape.hidden);
     }
-  }
+    return bytes;
+  };
+  check_exact(context, op);
 }
 
 TEST(experts_give_a_row_the_same_bits_in_every_batch_position_and_thread_count) {
@@ -306,11 +306,12 @@ TEST(route_experts_gives_ties_to_the_lowest_id) {
   const Shape shape{19, 4, 2, 1};
   Random random(35);
   Layer<float> layer(random, shape, *context.executors[0]);
+  std::vector<float> w(size_t(2 * shape.experts));
   for (int64_t e = 0; e < shape.experts; e++) {  // logits 0 -0 0 -0 ... but 1 for ids 7 and 18
-    float w[2] = {e == 7 || e == 18 ? 1.0f : e % 2 == 0 ? 0.0f : -0.0f, 0.0f};
-    pack(*context.executors[0], {w, DType::kF32, 1, 2, 2, layer.router.at(0), DType::kF32,
-                                 shape.experts, e, PackLayout::kPlain});
+    w[size_t(2 * e)] = e == 7 || e == 18 ? 1.0f : e % 2 == 0 ? 0.0f : -0.0f;
   }
+  pack(*context.executors[0],
+       {{{w.data(), DType::kF32, shape.experts, 2}}, 2, layer.router.at(0), DType::kF32, false});
   std::vector<float> x{1.0f, 0.0f}, nothing(2);
   Result<float> result = empty_result<float>(shape, nothing.data(), 1);
   route(context.runtime(), layer, x.data(), 1, kPlainWeights, result);

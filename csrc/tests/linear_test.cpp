@@ -16,18 +16,9 @@ struct Weight {
         k(k_),
         rows(random_values<T>(random, n_ * k_, 0.1f)),
         packed(packed_bytes(n_, k_, dtype_of<T>(), false)) {
-    pack(executor, {rows.data(), dtype_of<T>(), n, k, k, packed.data(), dtype_of<T>(), n, 0,
-                    PackLayout::kPlain});
+    pack(executor, {{{rows.data(), dtype_of<T>(), n, k}}, k, packed.data(), dtype_of<T>(), false});
   }
 };
-
-std::vector<int64_t> row_counts(bool quick) {
-  std::vector<int64_t> counts;
-  if (quick) return {1, 2, 3, 5, 7, 12, 14, 15, 29, 33, 65};
-  for (int64_t n = 1; n <= 40; n++) counts.push_back(n);
-  for (int64_t n : {63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513}) counts.push_back(n);
-  return counts;
-}
 
 template <class T>
 std::vector<T> run_linear(const Runtime& runtime, const Weight<T>& w, const std::vector<T>& x,
@@ -70,32 +61,21 @@ TEST(linear_agrees_with_double_precision_at_awkward_sizes) {
   }
 }
 
-template <class T>
-void check_rows(const Context& context) {
-  Random random(7);
-  const int64_t n = 72, k = 150, most = 513;
-  Weight<T> w(random, n, k, *context.executors[0]);
-  std::vector<T> x = random_values<T>(random, most * k);
-  std::vector<T> alone(size_t(most * n));
-  for (int64_t r = 0; r < most; r++) {
-    std::vector<T> row(x.begin() + r * k, x.begin() + (r + 1) * k);
-    std::vector<T> out = run_linear(context.runtime(), w, row, 1);
-    std::copy(out.begin(), out.end(), alone.begin() + r * n);
-  }
-  for (int64_t rows : row_counts(context.quick)) {
-    for (size_t threads = 0; threads < 3; threads++) {
-      for (int64_t shift : {int64_t(0), most - rows}) {
-        std::vector<T> part(x.begin() + shift * k, x.begin() + (shift + rows) * k);
-        std::vector<T> out = run_linear(context.runtime(threads), w, part, rows);
-        CHECK(same_bits(out.data(), alone.data() + shift * n, rows * n));
-      }
-    }
-  }
-}
-
-TEST(linear_rows_have_the_same_bits_in_every_batch_position_and_thread_count) {
-  check_rows<bf16>(context);
-  check_rows<float>(context);
+TEST(a_linear_scales_the_product_and_its_bias_but_not_the_residual) {
+  Random random(9);
+  const int64_t rows = 3, n = 45, k = 20;
+  Weight<float> w(random, n, k, *context.executors[0]);
+  std::vector<float> x = random_values<float>(random, rows * k);
+  std::vector<float> bias = random_values<float>(random, n);
+  std::vector<float> residual = random_values<float>(random, rows * n);
+  std::vector<float> plain(size_t(rows * n)), scaled(size_t(rows * n));
+  LinearTask task{rows, n, k, x.data(), w.packed.data(), bias.data(), nullptr, plain.data(), true};
+  linear(context.runtime(), DType::kF32, task);
+  task.residual = residual.data();
+  task.out = scaled.data();
+  task.scale = 0.22f;
+  linear(context.runtime(1), DType::kF32, task);
+  for (size_t i = 0; i < plain.size(); i++) CHECK(scaled[i] == plain[i] * 0.22f + residual[i]);
 }
 
 // The negative control: a reduction cut by rows, as a library might choose, must be noticed.
@@ -158,10 +138,12 @@ void check_gated(const Context& context, Activation activation, int64_t f, int64
   std::vector<T> gate = random_values<T>(random, f * k, 0.3f);
   std::vector<T> up = random_values<T>(random, f * k, 0.3f);
   Aligned packed(packed_bytes(f, k, dtype_of<T>(), true));
-  for (auto [rows, layout] : {std::pair{&gate, PackLayout::kGate}, {&up, PackLayout::kUp}}) {
-    pack(*context.executors[1],
-         {rows->data(), dtype_of<T>(), f, k, k, packed.data(), dtype_of<T>(), f, 0, layout});
-  }
+  pack(*context.executors[1],
+       {{{gate.data(), dtype_of<T>(), f, k}, {up.data(), dtype_of<T>(), f, k}},
+        k,
+        packed.data(),
+        dtype_of<T>(),
+        true});
   std::vector<float> bias = random_values<float>(random, 2 * f);
   const int64_t rows = 17;
   std::vector<T> x = random_values<T>(random, rows * k);
@@ -201,10 +183,12 @@ TEST(pack_fuses_strided_sources_of_every_type_and_clears_the_padding) {
   std::vector<float> floats = random_values<float>(random, 25 * stride);
   for (DType dtype : {DType::kBf16, DType::kF32}) {
     Aligned packed(packed_bytes(45, k, dtype, false));
-    pack(*context.executors[1], {halves.data(), DType::kF16, 20, k, stride, packed.data(), dtype,
-                                 45, 0, PackLayout::kPlain});
-    pack(*context.executors[1], {floats.data(), DType::kF32, 25, k, stride, packed.data(), dtype,
-                                 45, 20, PackLayout::kPlain});
+    pack(*context.executors[1],
+         {{{halves.data(), DType::kF16, 20, stride}, {floats.data(), DType::kF32, 25, stride}},
+          k,
+          packed.data(),
+          dtype,
+          false});
     std::vector<float> column(static_cast<size_t>(k));
     for (int64_t c = 0; c < 64; c++) {
       unpack_column(packed.data(), dtype, k, c, column.data());

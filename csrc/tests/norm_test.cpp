@@ -15,13 +15,12 @@ void check_norm(const Context& context, int64_t width, bool one_plus) {
   std::vector<float> x = random_values<float>(random, rows * width, 3);
   std::vector<float> weight = random_values<float>(random, width);
   std::vector<T> out(static_cast<size_t>(rows * width)), one(static_cast<size_t>(width));
-  NormTask task{rows,  width,    x.data(), nullptr,    rows, weight.data(),
-                1e-5f, one_plus, nullptr,  out.data(), false};
+  NormTask task{rows, width, x.data(), weight.data(), 1e-5f, one_plus, nullptr, out.data(), false};
   rms_norm(context.runtime(1), dtype_of<T>(), task);
   for (int32_t r = 0; r < rows; r++) {
     NormTask alone = task;
     alone.rows = 1;
-    alone.indices = &r;
+    alone.x = x.data() + r * width;
     alone.out = one.data();
     rms_norm(context.runtime(0), dtype_of<T>(), alone);
     CHECK(same_bits(one.data(), out.data() + r * width, width));
@@ -54,13 +53,29 @@ TEST(rms_norm_adds_its_residual_in_place) {
   std::vector<float> plain(static_cast<size_t>(rows * width)),
       sum = random_values<float>(random, rows * width);
   std::vector<float> residual = sum;
-  NormTask task{rows,  width, x.data(), nullptr,      rows, weight.data(),
-                1e-5f, false, nullptr,  plain.data(), true};
+  NormTask task{rows, width, x.data(), weight.data(), 1e-5f, false, nullptr, plain.data(), true};
   rms_norm(context.runtime(), DType::kBf16, task);
   task.residual = sum.data();
   task.out = sum.data();
   rms_norm(context.runtime(1), DType::kBf16, task);
   for (size_t i = 0; i < sum.size(); i++) CHECK(sum[i] == plain[i] + residual[i]);
+}
+
+TEST(taken_rows_are_copied_and_those_of_no_row_are_zero) {
+  Random random(6);
+  const int64_t width = 33, sources = 7;
+  std::vector<float> x = random_values<float>(random, sources * width);
+  std::vector<int32_t> indices{6, 0, 3, 3, -1, 7, 0x7fffffff, 5};
+  std::vector<float> out(indices.size() * size_t(width) + 1, 9.0f);
+  take_rows({int64_t(indices.size()), width * int64_t(sizeof(float)), sources, x.data(),
+             indices.data(), out.data()});
+  const std::vector<float> nothing(size_t(width), 0.0f);
+  for (size_t r = 0; r < indices.size(); r++) {
+    bool known = indices[r] >= 0 && indices[r] < sources;
+    const float* expected = known ? x.data() + indices[r] * width : nothing.data();
+    CHECK(same_bits(out.data() + r * size_t(width), expected, width));
+  }
+  CHECK(out.back() == 9.0f);
 }
 
 template <class T>
@@ -69,8 +84,8 @@ void check_embed(const Context& context) {
   const int64_t vocab = 77, width = 45;
   std::vector<T> table = random_values<T>(random, vocab * width);
   Aligned packed(packed_bytes(vocab, width, dtype_of<T>(), false));
-  pack(*context.executors[0], {table.data(), dtype_of<T>(), vocab, width, width, packed.data(),
-                               dtype_of<T>(), vocab, 0, PackLayout::kPlain});
+  pack(*context.executors[0],
+       {{{table.data(), dtype_of<T>(), vocab, width}}, width, packed.data(), dtype_of<T>(), false});
   std::vector<int32_t> ids{0, 76, 31, 32, 33, -1, 77, 5};
   std::vector<float> from_packed(ids.size() * width), from_plain(ids.size() * width);
   embed(context.runtime(1), dtype_of<T>(),
@@ -117,8 +132,7 @@ TEST(a_pool_runs_every_unit_once_even_with_concurrent_callers) {
 TEST(results_do_not_depend_on_the_callers_denormal_mode) {
   const int64_t width = 64;
   std::vector<float> x(width, 1e-39f), weight(width, 1e19f), first(width), second(width);
-  NormTask task{1,      width, x.data(), nullptr,      1,   weight.data(),
-                1e-30f, false, nullptr,  first.data(), true};
+  NormTask task{1, width, x.data(), weight.data(), 1e-30f, false, nullptr, first.data(), true};
   rms_norm(context.runtime(), DType::kF32, task);
   uint64_t saved = enter_float_state();
   task.out = second.data();

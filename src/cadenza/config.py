@@ -15,11 +15,13 @@ Ops = Literal["auto", "native", "reference"]
 DType = Literal["auto", "float32", "bfloat16"]
 KVLayout = Literal["paged", "dense"]
 SchedulerLoop = Literal["plain", "overlap"]
+GenerationConfig = Literal["auto", "none"]
 
 PAGE_SIZE_UNIT = 16
 MAX_NUM_SEQS_BOUND = 1024
 MAX_MODEL_LEN_BOUND = 1 << 24
 MAX_LOGPROBS_BOUND = 20
+MAX_NUM_QUEUED_TOKENS_BOUND = 1 << 40
 MAX_SEED = (1 << 63) - 1
 
 
@@ -34,6 +36,7 @@ class EngineConfig:
     backend: Backend = "auto"
     device: str = "auto"
     ops: Ops = "auto"
+    revision: str | None = None
     dtype: DType = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
@@ -45,7 +48,10 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduler: SchedulerLoop = "overlap"
     max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    max_consecutive_step_errors: int = 10
     seed: int = 0
+    generation_config: GenerationConfig = "auto"
 
     def __post_init__(self) -> None:
         _check_choice("backend", self.backend, get_args(Backend))
@@ -53,12 +59,19 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, get_args(DType))
         _check_choice("kv-layout", self.kv_layout, get_args(KVLayout))
         _check_choice("scheduler", self.scheduler, get_args(SchedulerLoop))
+        _check_choice("generation-config", self.generation_config, get_args(GenerationConfig))
+        if self.revision is not None and not isinstance(self.revision, str):
+            raise ConfigError(f"--revision {self.revision!r} must be a branch, a tag or a commit")
         _check_range("max-num-seqs", self.max_num_seqs, 1, MAX_NUM_SEQS_BOUND)
         _check_range("max-model-len", self.max_model_len, 1, MAX_MODEL_LEN_BOUND)
         _check_range("max-num-batched-tokens", self.max_num_batched_tokens, 1, MAX_MODEL_LEN_BOUND)
         _check_range("kv-cache-memory-bytes", self.kv_cache_memory_bytes, 1, 1 << 60)
         _check_range("num-pages", self.num_pages, 1, 1 << 31)
         _check_range("max-num-queued-reqs", self.max_num_queued_reqs, 1, 1 << 31)
+        _check_range(
+            "max-num-queued-tokens", self.max_num_queued_tokens, 1, MAX_NUM_QUEUED_TOKENS_BOUND
+        )
+        _check_range("max-consecutive-step-errors", self.max_consecutive_step_errors, 1, 1 << 31)
         _check_range("seed", self.seed, 0, MAX_SEED)
         _check_range("page-size", self.page_size, PAGE_SIZE_UNIT, 1 << 16)
         if self.page_size % PAGE_SIZE_UNIT:
@@ -91,6 +104,8 @@ class EngineLimits:
     page_size: int
     num_pages: int
     max_num_queued_reqs: int
+    max_num_queued_tokens: int = MAX_NUM_QUEUED_TOKENS_BOUND
+    max_consecutive_step_errors: int = 10
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:

@@ -2,11 +2,13 @@
 
     CadenzaError
     ├── InvalidRequestError        the caller's request cannot be served as written
+    │   └── TextTooLongError       a text has more tokens than were allowed
     ├── QueueFullError             the bounded waiting queue is full; try again later
     ├── ConfigError                a flag or an option has a value that cannot work
     ├── CheckpointError            a model folder cannot be read or is not supported
     ├── DeviceUnavailableError     the asked-for device is not on this machine
     ├── EngineClosedError          the engine was shut down
+    ├── EngineUnavailableError     it loads, drains, restarts or is dead; try again, or elsewhere
     ├── RunnerError                the device side broke its contract or failed
     └── CompileAfterWarmupError    a program was compiled after warm-up
 
@@ -27,6 +29,15 @@ class InvalidRequestError(CadenzaError, ValueError):
         self.param = param
 
 
+class TextTooLongError(InvalidRequestError):
+    """A text has more tokens than were allowed; `num_tokens` is None where they were not counted,
+    because the number of characters was enough to tell."""
+
+    def __init__(self, message: str, *, num_tokens: int | None) -> None:
+        super().__init__(message, param="prompt")
+        self.num_tokens = num_tokens
+
+
 class QueueFullError(CadenzaError):
     """The waiting queue is at its bound."""
 
@@ -45,6 +56,14 @@ class DeviceUnavailableError(CadenzaError):
 
 class EngineClosedError(CadenzaError):
     """The engine was shut down."""
+
+
+class EngineUnavailableError(CadenzaError):
+    """The engine takes no requests now; in `retry_after_s` it may, None where it never will."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RunnerError(CadenzaError):

@@ -1,8 +1,12 @@
 """Results in the field's own names, for `LLM` and `AsyncEngine`. Plain values; stdlib only."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from cadenza.request import FinishReason
+from cadenza.request import ErrorKind, FinishReason
+
+OutputKind = Literal["cumulative", "delta", "final"]
+"""What an output holds: all so far, what is new since the last one, or all, once at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +23,10 @@ class CompletionOutput:
     """One continuation so far; `finish_reason` is None while it runs.
 
     `logprobs` holds for each token a dict from token id to `Logprob`: the chosen token and the
-    likeliest ones. `stop_reason` is the token that stopped it, where one of the request's own did.
+    likeliest ones. `stop_reason` is the token or the stop string of the request's own that ended
+    it. `num_generated_tokens` is what usage counts: the stopping token is in it, what the model
+    wrote after a stop string is not. `cumulative_logprob` and `num_generated_tokens` are of all
+    tokens in a delta, too.
     """
 
     index: int
@@ -28,21 +35,23 @@ class CompletionOutput:
     logprobs: tuple[dict[int, Logprob], ...] | None
     cumulative_logprob: float | None
     finish_reason: FinishReason | None
-    stop_reason: int | None
+    stop_reason: int | str | None
+    num_generated_tokens: int = 0
     error: str | None = None
+    error_kind: ErrorKind | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A request and its continuations so far."""
+    """A request and its continuations so far; a delta has only those with something new.
+
+    `prompt_logprobs` has an entry for each token of the prompt, None for the first.
+    """
 
     request_id: int
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    prompt_logprobs: None
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None
     num_cached_tokens: int
     outputs: tuple[CompletionOutput, ...]
-
-    @property
-    def finished(self) -> bool:
-        return all(output.finish_reason is not None for output in self.outputs)
+    finished: bool

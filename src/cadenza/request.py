@@ -1,83 +1,182 @@
-"""What a client asks (`Request`, `SamplingParams`) and the engine's answers (`Token`, `Finished`).
+"""What a client asks (`Request`, `SamplingParams`) and the engine's answers (the `Event`s).
 
 Owns the bounds of every number a client controls. Knows nothing of text, rows or pages.
 Invariant: a `SamplingParams` that exists is finite and within bounds.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED
 from cadenza.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+ErrorKind = Literal[
+    "not_finite",
+    "none_allowed",
+    "step_failed",
+    "text_failed",
+    "engine_lost",
+    "engine_closed",
+    "deadline_exceeded",
+]
+"""Why a request ended with an error: its own logits were not finite, or its own options ruled out
+every token (the request itself is the cause) · its step failed on the device · its tokens could not
+be made text of · the engine died or hung · was shut down · it took longer than its deadline."""
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy (the field's convention)."""
 
-MAX_STOP_TOKEN_IDS = 128
 MAX_SHOWN_BITS = 64
+MAX_BAD_WORD_TOKENS = 1000
+"""Of all of a request's bad words together, each counted with one more."""
 
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_p": (1e-6, 1.0),
-    "min_p": (0.0, 1.0),
-    "top_k": (-1, 1 << 31),
-    "seed": (0, MAX_SEED),
-    "max_tokens": (1, 1 << 31),
-    "logprobs": (0, MAX_LOGPROBS_BOUND),
+
+@dataclass(frozen=True, slots=True)
+class NumberBound:
+    """A number from `low` to `high`, whole where `is_whole`, None where `is_optional`."""
+
+    low: float
+    high: float
+    is_whole: bool = False
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ListBound:
+    """At most `most` entries, each a token id or a text of 1 to `longest` characters."""
+
+    most: int
+    longest: int | None = None
+
+
+BOUNDS: Mapping[str, NumberBound | ListBound] = {
+    "max_tokens": NumberBound(1, 1 << 31, is_whole=True, is_optional=True),
+    "min_tokens": NumberBound(0, 1 << 31, is_whole=True),
+    "temperature": NumberBound(0.0, 100.0),
+    "top_k": NumberBound(-1, 1 << 31, is_whole=True),
+    "top_p": NumberBound(1e-6, 1.0),
+    "min_p": NumberBound(0.0, 1.0),
+    "seed": NumberBound(0, MAX_SEED, is_whole=True, is_optional=True),
+    "presence_penalty": NumberBound(-2.0, 2.0),
+    "frequency_penalty": NumberBound(-2.0, 2.0),
+    "repetition_penalty": NumberBound(0.01, 100.0),
+    "n": NumberBound(1, 16, is_whole=True),
+    "logprobs": NumberBound(0, MAX_LOGPROBS_BOUND, is_whole=True, is_optional=True),
+    "prompt_logprobs": NumberBound(0, MAX_LOGPROBS_BOUND, is_whole=True, is_optional=True),
+    "truncate_prompt_tokens": NumberBound(1, 1 << 31, is_whole=True, is_optional=True),
+    "stop_token_ids": ListBound(128),
+    "allowed_token_ids": ListBound(1 << 20),
+    "stop": ListBound(4, longest=256),
+    "bad_words": ListBound(128, longest=256),
 }
-_WHOLE = frozenset({"top_k", "seed", "max_tokens", "logprobs"})
+"""The bounds of every number and list that a client controls, but for those of a bias."""
+
+MAX_BIASES = 300
+BIAS = NumberBound(-100.0, 100.0)
+
+_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose a request's tokens.
+    """How to choose a request's tokens, and what to tell of them.
+
+    Lists may be given for tuples, one text for `stop`, and a mapping for `logit_bias`; they are
+    kept as tuples.
 
     Args:
         max_tokens: at most this many new tokens; `None` means up to `max_model_len`.
+        min_tokens: what would end the stream is not chosen before this many new tokens.
         temperature: below 1e-5 is greedy.
         top_k: keep the k likeliest tokens; 0 or -1 is off.
         top_p: keep the smallest set of likeliest tokens whose mass reaches `top_p`.
         min_p: drop tokens less likely than `min_p` times the likeliest.
         seed: fixes the randomness; `None` derives one from the engine's seed and the request id.
+        presence_penalty: taken off the logit of every token that was generated.
+        frequency_penalty: the same, once for each time.
+        repetition_penalty: divides positive logits of tokens of prompt and output, multiplies
+            negative ones.
+        logit_bias: added to logits: (token id, bias) pairs, at most 300.
+        allowed_token_ids: no other token is chosen; `None` allows all.
+        bad_words: texts that are not generated.
+        n: continuations of the one prompt, each with a seed of its own.
         ignore_eos: the end-of-sequence token does not stop the request.
         stop_token_ids: further tokens that stop it.
+        stop: texts that stop it, at most 4.
+        include_stop_str_in_output: the text that stopped it is shown.
+        skip_special_tokens: special tokens have no text.
         logprobs: log probabilities of the chosen token and of the n likeliest ones; `None` is off.
+        prompt_logprobs: the same for each token of the prompt but the first.
+        truncate_prompt_tokens: keep this many tokens of the prompt's end; `None` keeps all.
 
     Raises:
-        InvalidRequestError: a value is not a finite number within its bounds.
+        InvalidRequestError: a value is not of its kind, or not within its bounds.
     """
 
     max_tokens: int | None = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | SequenceOf[tuple[int, float]] = ()
+    allowed_token_ids: SequenceOf[int] | None = None
+    bad_words: SequenceOf[str] = ()
+    n: int = 1
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: SequenceOf[int] = ()
+    stop: SequenceOf[str] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _BOUNDS.items():
-            _check_number(name, getattr(self, name), low, high)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequestError(
-                f"ignore_eos is {self.ignore_eos!r}; it must be true or false", param="ignore_eos"
-            )
-        _check_token_ids("stop_token_ids", self.stop_token_ids)
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequestError(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries; "
-                f"at most {MAX_STOP_TOKEN_IDS} are allowed",
-                param="stop_token_ids",
-            )
+        for name, bound in BOUNDS.items():
+            value = getattr(self, name)
+            if isinstance(bound, NumberBound):
+                _check_number(name, value, bound)
+            else:
+                object.__setattr__(self, name, _as_tuple(name, value, bound))
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(
+                    f"{name} is {show(getattr(self, name))}; it must be true or false", param=name
+                )
+        object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
+        self._check_together()
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept: (token id, bias), by rising id."""
+        return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    def _check_together(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; the first "
+                f"must not be above the second",
+                param="min_tokens",
+            )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError(
+                "allowed_token_ids is empty, so that nothing could be generated; name one token "
+                "or more, or leave it out",
+                param="allowed_token_ids",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,19 +185,36 @@ class Request:
 
     Args:
         prompt_token_ids: at least one token.
+        bad_word_token_ids: the tokens of `params.bad_words`: no sequence of them is generated.
         cache_salt: requests share prefix-cache pages only under an equal salt.
     """
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
         _check_token_ids("prompt", self.prompt_token_ids)
+        self._check_bad_words()
         salt = self.cache_salt
         if not isinstance(salt, str) or not salt.isascii():
             raise InvalidRequestError(
                 f"cache_salt is {salt!r}; it must be a text of ASCII characters", param="cache_salt"
+            )
+
+    def _check_bad_words(self) -> None:
+        size = 0
+        for token_ids in self.bad_word_token_ids:
+            _check_token_ids("bad_words", token_ids)
+            if not token_ids:
+                raise InvalidRequestError("bad_words holds an empty word", param="bad_words")
+            size += len(token_ids) + 1
+        if size > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words are {size} tokens long, each word counted with one more; at most "
+                f"{MAX_BAD_WORD_TOKENS} are allowed: give fewer or shorter words",
+                param="bad_words",
             )
 
 
@@ -117,20 +233,41 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A new token of a request's stream. Never an end-of-sequence or stop token."""
+    """A new token of a sample's stream. Never an end-of-sequence or stop token.
+
+    `num_cached_tokens` comes with a stream's first token: who ends it from outside, say at a stop
+    string, hears nothing later.
+    """
 
     request_id: int
     token_id: int
     index: int
+    sample: int = 0
     logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Log probabilities of the prompt's tokens from position `start` on; never of the first.
+
+    They come in order as the prompt is read, all before the first `Token` of sample 0.
+    """
+
+    request_id: int
+    start: int
+    entries: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The one terminal event of a request that was not cancelled.
+    """The one terminal event of a sample that was not cancelled.
+
+    A request is over when all of its `n` samples are.
 
     `num_generated_tokens` counts what the model produced, the stopping token included;
-    `stop_token_id` is that token where it is one of the request's own `stop_token_ids`.
+    `stop_token_id` is that token where it is one of the request's own `stop_token_ids`;
+    `error` and `error_kind` are there together, when `finish_reason` is "error".
     """
 
     request_id: int
@@ -139,22 +276,25 @@ class Finished:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int
+    sample: int = 0
     error: str | None = None
+    error_kind: ErrorKind | None = None
 
 
-Event = Token | Finished
+Event = Token | PromptLogprobs | Finished
 
 
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if value is None and name in {"seed", "max_tokens", "logprobs"}:
+def _check_number(name: str, value: object, bound: NumberBound) -> None:
+    if value is None and bound.is_optional:
         return
-    is_number = isinstance(value, int) or (isinstance(value, float) and name not in _WHOLE)
+    is_number = isinstance(value, int) or (isinstance(value, float) and not bound.is_whole)
     # Nothing is within bounds of NaN, and an integer of any size can be compared.
-    if is_number and not isinstance(value, bool) and low <= cast(float, value) <= high:
+    if is_number and not isinstance(value, bool) and bound.low <= cast(float, value) <= bound.high:
         return
-    kind = "a whole number" if name in _WHOLE else "a number"
+    kind = "a whole number" if bound.is_whole else "a number"
     raise InvalidRequestError(
-        f"{name} is {show(value)}; it must be {kind} from {low:g} to {high:g}", param=name
+        f"{name} is {show(value)}; it must be {kind} from {bound.low:g} to {bound.high:g}",
+        param=name,
     )
 
 
@@ -164,6 +304,58 @@ def show(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _as_tuple(name: str, value: object, bound: ListBound) -> tuple[Any, ...] | None:
+    if value is None and name == "allowed_token_ids":
+        return None
+    if isinstance(value, str) and name == "stop":
+        value = (value,)
+    if bound.longest is None:
+        _check_token_ids(name, value)
+    else:
+        _check_texts(name, value, bound.longest)
+    entries = tuple(cast(SequenceOf[object], value))
+    if len(entries) > bound.most:
+        raise InvalidRequestError(
+            f"{name} has {len(entries)} entries; at most {bound.most} are allowed", param=name
+        )
+    return entries
+
+
+def _as_biases(value: object) -> tuple[tuple[int, float], ...]:
+    """(token id, bias) by rising id; of a token named twice the last bias counts."""
+    mapping = cast(Mapping[object, object], value)
+    pairs: object = mapping.items() if isinstance(value, Mapping) else value
+    try:
+        biases = dict(cast(SequenceOf[tuple[int, float]], pairs))
+    except (TypeError, ValueError):
+        raise InvalidRequestError(
+            f"logit_bias is {show(cast(object, value))}; it must be a bias for each token id",
+            param="logit_bias",
+        ) from None
+    if len(biases) > MAX_BIASES:
+        raise InvalidRequestError(
+            f"logit_bias has {len(biases)} entries; at most {MAX_BIASES} are allowed",
+            param="logit_bias",
+        )
+    _check_token_ids("logit_bias", tuple(biases))
+    for bias in biases.values():
+        _check_number("logit_bias", bias, BIAS)
+    return tuple(sorted(biases.items()))
+
+
+def _check_texts(name: str, texts: object, longest: int) -> None:
+    if not isinstance(texts, tuple | list):
+        raise InvalidRequestError(
+            f"{name} is {show(texts)}; it must be a list of texts", param=name
+        )
+    for text in cast(SequenceOf[object], texts):
+        if not isinstance(text, str) or not 0 < len(text) <= longest:
+            raise InvalidRequestError(
+                f"{name} holds {show(text)}; each entry is a text of 1 to {longest} characters",
+                param=name,
+            )
 
 
 def _check_token_ids(name: str, token_ids: object) -> None:

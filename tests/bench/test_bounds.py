@@ -20,7 +20,7 @@ def cost() -> ModelCost:
 def test_a_model_cost_counts_the_matrix_products_once(cost: ModelCost):
     assert cost.layer_parameters == LAYER_PARAMETERS == 106_168_320
     assert cost.head_parameters == HEAD_PARAMETERS == 28_311_552
-    assert cost.weight_bytes == 2 * (LAYER_PARAMETERS + HEAD_PARAMETERS) == 268_959_744
+    assert cost.weight_bytes(1) == 2 * (LAYER_PARAMETERS + HEAD_PARAMETERS) == 268_959_744
     assert cost.kv_bytes_per_token == KV_BYTES == 23_040
 
 
@@ -28,7 +28,43 @@ def test_an_untied_head_is_counted_as_head_and_not_as_a_layer():
     cost = ModelCost.of(named_shape("tiny-llama"), "float32")
     assert cost.head_parameters == 331 * 72
     assert cost.layer_parameters == 3 * (72 * (6 + 2 + 2) * 64 + 6 * 64 * 72 + 3 * 72 * 168)
-    assert cost.weight_bytes == 4 * (cost.head_parameters + cost.layer_parameters)
+    assert cost.weight_bytes(1) == 4 * (cost.head_parameters + cost.layer_parameters)
+
+
+EXPERT = 3 * 96 * 40
+"""Parameters of one expert of `tiny-qwen3-moe`, whose token chooses 4 of 13 in 3 of 4 layers."""
+
+PLAIN = 4 * (96 * (6 + 2 + 2) * 32 + 6 * 32 * 96) + 3 * 96 * 13 + 3 * 96 * 168
+
+
+@pytest.fixture
+def mixture() -> ModelCost:
+    return ModelCost.of(named_shape("tiny-qwen3-moe"), "bfloat16")
+
+
+@pytest.mark.parametrize(("rows", "num_experts"), [(1, 4), (3, 12), (4, 13), (64, 13)])
+def test_a_step_reads_at_most_the_experts_that_its_tokens_can_choose(
+    mixture: ModelCost, rows: int, num_experts: int
+):
+    assert mixture.layer_parameters == PLAIN
+    assert mixture.decode_step(rows, 0.0).read_bytes == 2 * (
+        PLAIN + 3 * num_experts * EXPERT + 331 * 96
+    )
+
+
+def test_a_token_is_multiplied_with_its_own_experts_only(mixture: ModelCost):
+    assert mixture.decode_step(8, 0.0).operations == 16 * (PLAIN + 3 * 4 * EXPERT + 331 * 96)
+    work = mixture.prefill(Prompts(count=1, length=10, token_budget=64))
+    pairs = 55 * 4 * 6 * 32 * 4
+    assert work.operations == 20 * (PLAIN + 3 * 4 * EXPERT) + 2 * 331 * 96 + pairs
+
+
+def test_the_last_step_of_prompts_reads_the_experts_of_its_own_tokens(mixture: ModelCost):
+    prompts = Prompts(count=2, length=33, token_budget=64)
+    assert prompts.step_sizes == [64, 2]
+    weights = 2 * (PLAIN + 331 * 96) + 3 * (13 + 8) * EXPERT
+    kv_bytes = 66 * 2 * 4 * 2 * 32 * 2
+    assert mixture.prefill(prompts).read_bytes == 2 * weights + kv_bytes
 
 
 def test_a_decode_step_reads_weights_and_contexts(cost: ModelCost):
@@ -70,8 +106,12 @@ def test_the_bound_is_the_longer_of_reading_and_multiplying():
     assert Work(read_bytes=1e9, operations=30e9).bound_s(machine) == 3.0
 
 
-def test_of_two_measurements_the_higher_figures_are_kept():
-    low = Roofline(read_gb_s=2.0, gflop_s=10.0, dtype="float32", method="native")
-    high = Roofline(read_gb_s=1.0, gflop_s=11.0, dtype="float32", method="native")
-    best = low.better_of(high)
-    assert (best.read_gb_s, best.gflop_s) == (2.0, 11.0)
+def test_each_rate_of_several_measurements_is_a_median_of_its_own():
+    rates = [(2.0, 10.0), (1.0, 11.0), (9.0, 50.0)]
+    found = [
+        Roofline(read_gb_s=read, gflop_s=multiply, dtype="float32", method="native")
+        for read, multiply in rates
+    ]
+    middle = Roofline.median_of(found)
+    assert (middle.read_gb_s, middle.gflop_s) == (2.0, 11.0)
+    assert Roofline.median_of(found[:2]).read_gb_s == 1.5

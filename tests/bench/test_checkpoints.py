@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from cadenza.bench.checkpoints import (
     RandomWeights,
@@ -11,6 +12,7 @@ from cadenza.bench.checkpoints import (
     ensure_checkpoint,
     make_checkpoint,
 )
+from cadenza.bench.random_tokenizer import write_random_tokenizer
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import CheckpointError
 from tests.bench.shapes import TINY
@@ -27,12 +29,32 @@ def test_a_made_checkpoint_opens_and_its_progress_ends_at_its_size(tmp_path: Pat
     assert checkpoint.num_weight_bytes == WEIGHTS.num_bytes
 
 
+@pytest.mark.parametrize("vocab_size", [211, 300, 2000])
+def test_every_token_of_a_random_tokenizer_has_a_text_of_its_own(tmp_path: Path, vocab_size: int):
+    write_random_tokenizer(tmp_path / "tokenizer.json", vocab_size)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    names = {tokenizer.id_to_token(token_id) for token_id in range(vocab_size)}
+    assert tokenizer.get_vocab_size() == vocab_size == len(names)
+    if vocab_size >= 256:
+        text = "any text: Größe 東京 🙂"
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
 def test_a_kept_checkpoint_is_not_made_again(tmp_path: Path):
     folder = cached_folder(WEIGHTS, "tiny", tmp_path)
     ensure_checkpoint(WEIGHTS, folder, lambda *_: None)
     written = (folder / "model.safetensors").stat()
     ensure_checkpoint(WEIGHTS, folder, lambda *_: pytest.fail("it was made again"))
     assert (folder / "model.safetensors").stat().st_mtime_ns == written.st_mtime_ns
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_folder_of_an_earlier_version_which_lacks_a_file_is_made_anew(tmp_path: Path):
+    folder = cached_folder(WEIGHTS, "tiny", tmp_path)
+    ensure_checkpoint(WEIGHTS, folder, lambda *_: None)
+    (folder / "tokenizer.json").unlink()
+    ensure_checkpoint(WEIGHTS, folder, lambda *_: None)
+    assert (folder / "tokenizer.json").is_file()
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 

@@ -46,13 +46,21 @@ def test_throughput_prints_one_object_whose_figures_agree(run: Run, shape_file: 
         assert each["num_prefill_tokens"] % 20 == 0
         assert each["num_prefill_tokens"] >= 4 * found["workload"]["max_num_batched_tokens"]
         for kind in ("decode", "prefill"):
-            rate, bound = each[f"{kind}_tok_s"], each[f"{kind}_bound_tok_s"]
-            runs = each[f"{kind}_tok_s_runs"]
-            assert len(runs) == 2
-            assert min(runs) <= rate <= max(runs)
-            assert each[f"{kind}_share_of_bound"] == pytest.approx(rate / bound)
+            runs, shares = each[f"{kind}_tok_s_runs"], each[f"{kind}_share_runs"]
+            assert each[f"{kind}_tok_s"] == pytest.approx(sum(runs) / 2)
+            assert each[f"{kind}_share_of_bound"] == pytest.approx(sum(shares) / 2)
+            bounds = [rate / share for rate, share in zip(runs, shares, strict=True)]
+            assert each[f"{kind}_bound_tok_s"] == pytest.approx(sum(bounds) / 2)
             assert each[f"{kind}_limit"] in {"read", "multiply"}
     assert "tiny-bfloat16-" in err
+
+
+@pytest.mark.parametrize("sampling", ["one", "all"])
+def test_rows_can_be_sampled_with_penalties(run: Run, shape_file: Path, sampling: str):
+    flags = ("--sampling", sampling, "--json")
+    code, out, _ = run("throughput", "--shape", shape_file, *SIZES, *flags)
+    assert code == 0
+    assert json.loads(out)["workload"]["sampling"] == sampling
 
 
 def test_throughput_prints_a_table_for_people(run: Run, shape_file: Path):
@@ -71,8 +79,8 @@ def test_a_profile_names_every_operation_of_a_step(run: Run, shape_file: Path):
             calls = {each["op"]: each["calls"] for each in profile["ops"]}
             assert calls == {
                 "embed": 1,
-                "rms_norm": 4,
-                "rms_norm_rows": 1,
+                "rms_norm": 5,
+                "take_rows": 2,
                 "linear": 6,
                 "gated_linear": 2,
                 "rope_append_attend": 2,

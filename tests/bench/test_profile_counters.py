@@ -5,14 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.engine.instruments import NativeInstruments, OpTotals, native_instruments
+from cadenza.engine.instruments import (
+    NativeInstruments,
+    OpTotals,
+    native_instruments,
+    new_buffer,
+)
 
 pytestmark = pytest.mark.native
 
 OPS = {
     "embed",
     "rms_norm",
-    "rms_norm_rows",
     "rms_norm_add",
     "linear",
     "gated_linear",
@@ -20,7 +24,7 @@ OPS = {
     "route_experts",
     "grouped_gated_linear",
     "grouped_linear",
-    "copy_pages",
+    "take_rows",
     "next_token",
 }
 PADDED_ROWS, ROWS, IN, OUT = 8, 5, 48, 70
@@ -40,7 +44,8 @@ def run_linear(bias: np.ndarray, residual: np.ndarray) -> int:
     out = jax.ShapeDtypeStruct((PADDED_ROWS, OUT), jnp.float32)
     x = np.zeros((PADDED_ROWS, IN), jnp.bfloat16)
     call = jax.ffi.ffi_call("cadenza_linear", out)
-    call(x, weight, np.int32(ROWS), bias, residual).block_until_ready()
+    done = call(x, weight, np.int32(ROWS), bias, residual, scale=np.float32(1.0))
+    done.block_until_ready()
     return weight.nbytes
 
 
@@ -80,6 +85,6 @@ def test_nothing_is_counted_when_the_profile_is_off(instruments: NativeInstrumen
 
 
 def test_the_native_roofline_is_positive_and_finite(instruments: NativeInstruments):
-    assert 0 < instruments.read_bytes_per_s(8 << 20, repeats=1) < 1e15
+    assert 0 < instruments.read_bytes_per_s(new_buffer(8 << 20), repeats=1) < 1e15
     for dtype in ("bfloat16", "float32"):
         assert 0 < instruments.operations_per_s(dtype, repeats=1) < 1e18

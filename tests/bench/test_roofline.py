@@ -7,14 +7,14 @@ import pytest
 from cadenza.bench.machine import cpu_name, describe_machine
 from cadenza.bench.roofline import (
     MIN_BUFFER_BYTES,
+    RooflineProbe,
     buffer_bytes,
     largest_cache_bytes,
-    measure_roofline,
 )
 
 
 def test_without_native_kernels_numpy_measures_and_says_so():
-    found = measure_roofline(None, "bfloat16", repeats=1)
+    found = RooflineProbe(None, "bfloat16").measure(repeats=1)
     assert (found.method, found.dtype) == ("numpy", "float32")
     assert found.read_gb_s > 0
     assert found.gflop_s > 0

@@ -43,7 +43,7 @@ def test_weight_bytes_count_a_stored_tied_head_once(tmp_path: Path):
 
 @pytest.mark.parametrize("path", ["meta-llama/Llama-3.2-1B", "absent", "/absent/folder"])
 def test_what_is_no_local_folder_says_that_only_those_are_read(path: str):
-    with pytest.raises(CheckpointError, match="only local folders"):
+    with pytest.raises(CheckpointError, match=r"folder with config\.json"):
         open_checkpoint(Path(path))
 
 
@@ -74,9 +74,30 @@ def test_do_sample_false_is_greedy(tmp_path: Path):
     assert open_checkpoint(folder).generation_defaults.temperature == 0.0
 
 
+def test_every_recommended_field_is_read(tmp_path: Path):
+    recommended = {"repetition_penalty": 1.05, "min_new_tokens": 2, "max_new_tokens": 2048}
+    folder = write_folder(tmp_path, {"generation_config.json": recommended})
+    assert open_checkpoint(folder).generation_defaults == GenerationDefaults(**recommended)
+
+
+def test_what_generation_config_asks_for_and_is_not_applied_is_named(tmp_path: Path):
+    content = {"num_beams": 4, "typical_p": 1.0, "suppress_tokens": [], "no_repeat_ngram_size": 3}
+    folder = write_folder(tmp_path, {"generation_config.json": content})
+    unapplied = open_checkpoint(folder).generation_defaults.unapplied
+    assert unapplied == ("no_repeat_ngram_size", "num_beams")
+
+
 @pytest.mark.parametrize(
     "content",
-    [{"temperature": -1}, {"top_p": 2}, {"top_k": "5"}, {"eos_token_id": 999}, {"min_p": "NaN"}],
+    [
+        {"repetition_penalty": 0},
+        {"max_new_tokens": 0},
+        {"temperature": -1},
+        {"top_p": 2},
+        {"top_k": "5"},
+        {"eos_token_id": 999},
+        {"min_p": "NaN"},
+    ],
 )
 def test_a_wrong_generation_config_names_its_key(tmp_path: Path, content: dict[str, Any]):
     folder = write_folder(tmp_path, {"generation_config.json": content})

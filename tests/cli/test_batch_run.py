@@ -134,7 +134,7 @@ def test_closing_cancels_what_runs_and_keeps_what_has_come(text: TextFace):
     run.close()
     assert run.is_done
     assert run.streams[0].num_tokens == 3
-    assert run.streams[0].completion.finish_reason == "abort"
+    assert run.streams[0].completions[0].finish_reason == "abort"
     while not core.is_idle:
         assert core.step() == []
     core.check_invariants()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cadenza.checkpoint import ModelConfig, declare, named_shape
+from cadenza.checkpoint.config_json import format_model_config
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME
-from cadenza.checkpoint.model_config import format_model_config
 from tests.cli.harness import TINY, Ran
 
 
@@ -105,3 +105,46 @@ def test_a_hundred_gigabytes_are_a_plan_that_does_not_fit_rather_than_an_allocat
     ran = cadenza("info", tmp_path / "huge")
     assert ran.code == 2
     assert "available" in ran.err
+
+
+def test_a_refused_folder_tells_what_it_is_and_why_it_is_not_loaded(
+    cadenza: Callable[..., Ran], tmp_path: Path
+):
+    folder = tmp_path / "refused"
+    write_sparse_model(folder, replace(TINY, num_layers=3))
+    stated = json.loads((folder / "config.json").read_text())
+    stated |= {"auto_map": {"AutoModel": "evil.Model"}, "hidden_size": 25}
+    (folder / "config.json").write_text(json.dumps(stated))
+    ran = cadenza("info", folder, "--json")
+    assert ran.code == 3
+    (facts,) = ran.objects
+    assert not facts["model"]["is_supported"]
+    assert facts["model"]["stated"]["num_hidden_layers"] == 3
+    assert facts["model"]["tensors"]["dtypes"] == {"float32": len(declare(TINY)) + 9}
+    assert facts["model"]["files"].keys() == {"config.json", "model.safetensors"}
+    assert "auto_map" in facts["model"]["reason"]
+    shown = cadenza("info", folder)
+    assert shown.code == 3
+    for said in ("not supported", "hidden_size", "25", "why not", "auto_map"):
+        assert said in shown.out
+
+
+def test_garbage_tells_no_facts_and_fails_cleanly(cadenza: Callable[..., Ran], tmp_path: Path):
+    (tmp_path / "config.json").write_bytes(b"\xff")
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    ran = cadenza("info", tmp_path, "--json")
+    assert ran.code == 3
+    assert (ran.objects[0]["model"]["stated"], ran.objects[0]["model"]["tensors"]) == ({}, {})
+
+
+def test_a_mixtures_experts_are_told_and_all_of_them_are_in_the_memory_plan(
+    cadenza: Callable[..., Ran], tmp_path: Path
+):
+    folder = tmp_path / "mixture"
+    num_bytes = write_sparse_model(folder, named_shape("tiny-qwen3-moe"))
+    facts = cadenza("info", folder, "--json").objects[0]
+    assert facts["memory"]["weight_bytes"] == num_bytes
+    assert num_bytes > 4 * 3 * 13 * 3 * 96 * 40
+    assert facts["model"]["num_experts"] == 13
+    assert facts["model"]["num_expert_layers"] == 3
+    assert "13 of MLP 40 in 3 layers, 4 for each token" in cadenza("info", folder).out

@@ -7,7 +7,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cadenza.cli.options import ENGINE_FLAGS, SamplingFlags, flags_of, with_flags
+from cadenza.cli.options import ENGINE_FLAGS, flags_of, with_flags
+from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 
@@ -43,6 +44,7 @@ VALUES = {
     "backend": ("xla", "xla"),
     "device": ("cpu", "cpu"),
     "ops": ("reference", "reference"),
+    "revision": ("v1.0", "v1.0"),
     "dtype": ("bfloat16", "bfloat16"),
     "max_model_len": ("512", 512),
     "max_num_seqs": ("5", 5),
@@ -52,7 +54,10 @@ VALUES = {
     "kv_layout": ("dense", "dense"),
     "page_size": ("32", 32),
     "scheduler": ("plain", "plain"),
+    "generation_config": ("none", "none"),
     "max_num_queued_reqs": ("9", 9),
+    "max_num_queued_tokens": ("900", 900),
+    "max_consecutive_step_errors": ("4", 4),
     "seed": ("11", 11),
 }
 """For each field that is no switch: a value that is not the default, as written and as meant."""
@@ -85,7 +90,8 @@ def test_the_environment_sets_a_field_and_a_flag_comes_before_it(name: str):
     default = getattr(DEFAULT, name)
     given = "auto" if default is None else str(default)
     flag = "--" + name.replace("_", "-")
-    if name != "seed":  # as a sampling flag, a seed of 0 is a seed
+    # As a sampling flag, a seed of 0 is a seed; any word is the name of a revision.
+    if name not in ("seed", "revision"):
         assert getattr(config_of(flag, given, env=env), name) == default
 
 

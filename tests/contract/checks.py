@@ -182,6 +182,22 @@ def check_a_changed_page_table_entry_is_used(bench: Bench) -> None:
     assert told_apart, "a changed page-table entry changed nothing"
 
 
+def check_a_copied_page_is_as_good_as_its_original(bench: Bench) -> None:
+    """A stream that shares one page and starts from a copy of another, which goes on without it."""
+    plain = generate(bench, stream_on(1, [2, 3]))
+    source = stream_on(1, [12, 13])
+    bench.run(source.chunk(PROMPT[:9], samples=False))
+    bench.run(source.chunk(PROMPT[9:], samples=True))
+    bench.run(source.next_token())
+    fork = stream_on(2, [12, 19])
+    fork.num_computed, fork.copies = len(PROMPT) - 1, [(13, 19)]
+    outputs = [bench.run(fork.chunk(PROMPT[-1:], samples=True), source.next_token())]
+    outputs = [row_of(outputs[0], 1)]
+    for _ in range(3):
+        outputs.append(row_of(bench.run(fork.next_token(), source.next_token()), 1))
+    bench.assert_same(outputs, plain, "a stream on a copied page")
+
+
 def check_padding_is_harmless(bench: Bench) -> None:
     """Garbage in every padded place changes no output, now or later."""
     plain = generate(bench, stream_on(1, [2, 3]))

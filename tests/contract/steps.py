@@ -5,7 +5,7 @@ Knows neither `Packer` nor `Scheduler`, so a fault of theirs cannot hide here.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class Stream:
     draw: Draw = field(default_factory=Draw)
     num_computed: int = 0
     num_sent_pages: int = 0
+    copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
     def chunk(self, token_ids: Iterable[int], *, samples: bool) -> "Chunk":
         """The next tokens of the stream; those computed so far stay what they were."""
@@ -51,7 +52,8 @@ class Stream:
         start = self.num_computed
         self.num_computed += len(tokens)
         first_new_page, self.num_sent_pages = self.num_sent_pages, len(self.pages)
-        return Chunk(self, tokens, start, samples, first_new_page)
+        copies, self.copies = tuple(self.copies), []
+        return Chunk(self, tokens, start, samples, first_new_page, copies)
 
     def next_token(self) -> "Chunk":
         """One decode: the token that the device sampled last for this row."""
@@ -67,6 +69,7 @@ class Chunk:
     start: int
     samples: bool
     first_new_page: int
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:
@@ -100,7 +103,15 @@ def build_inputs(chunks: Iterable[Chunk], geometry: Geometry, *, step_id: int = 
             _set_draw(inputs.sampling, num_logits, stream.draw, chunk.end)
             num_logits += 1
     inputs.query_starts[1:] = np.cumsum(lengths)
-    return _with_counts(inputs, end, num_logits, updates, step_id)
+    copies = [copy for chunk in ordered for copy in chunk.copies]
+    return replace(
+        inputs,
+        step_id=step_id,
+        num_tokens=end,
+        num_logits=num_logits,
+        page_updates=np.array(updates, np.int32).reshape(-1, 3),
+        page_copies=np.array(copies, np.int32).reshape(-1, 2),
+    )
 
 
 def run_step(runner: Runner, chunks: Iterable[Chunk], geometry: Geometry) -> StepOutput:
@@ -121,26 +132,3 @@ def _set_draw(sampling: SamplingInputs, index: int, draw: Draw, position: int) -
     sampling.num_logprobs[index] = draw.num_logprobs
     seeds, positions = np.array([draw.seed], np.uint64), np.array([position], np.int32)
     sampling.keys[index] = draw_keys(seeds, positions)[0]
-
-
-def _with_counts(
-    inputs: ModelInputs,
-    num_tokens: int,
-    num_logits: int,
-    updates: list[tuple[int, int, int]],
-    step_id: int,
-) -> ModelInputs:
-    return ModelInputs(
-        step_id=step_id,
-        num_tokens=num_tokens,
-        num_logits=num_logits,
-        token_ids=inputs.token_ids,
-        positions=inputs.positions,
-        slot_mapping=inputs.slot_mapping,
-        query_starts=inputs.query_starts,
-        kv_lens=inputs.kv_lens,
-        page_updates=np.array(updates, np.int32).reshape(-1, 3),
-        logit_indices=inputs.logit_indices,
-        logit_rows=inputs.logit_rows,
-        sampling=inputs.sampling,
-    )

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeRunner
-from cadenza.core.batch import ModelInputs, StepOutput
+from cadenza.core.batch import NUM_SCORE_ROWS, ModelInputs, StepOutput
 from tests.contract.backends import LIMITS
 from tests.contract.checks import CHECKS, Bench
+
+NUM_LOGITS = LIMITS.max_num_seqs + NUM_SCORE_ROWS
 
 
 def with_keys(inputs: ModelInputs, spoil: np.ndarray) -> ModelInputs:
@@ -89,9 +91,20 @@ class KeepsFirstPageUpdate(FakeRunner):
         return FakeRunner.launch(self, replace(inputs, page_updates=updates))
 
 
+class CopiesAPageTooLate(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        none = np.zeros((0, 2), np.int32)
+        handle = FakeRunner.launch(self, replace(inputs, page_copies=none))
+        empty = ModelInputs.empty(bucket=self.max_num_batched_tokens, num_rows=self.max_num_seqs)
+        FakeRunner.launch(self, replace(empty, page_copies=inputs.page_copies))
+        return handle
+
+
 class KeysFromThePadding(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
-        return FakeRunner.launch(self, with_keys(inputs, np.full((4, 2), inputs.token_ids[-1])))
+        return FakeRunner.launch(
+            self, with_keys(inputs, np.full((NUM_LOGITS, 2), inputs.token_ids[-1]))
+        )
 
 
 class KeysFromTheRow(FakeRunner):
@@ -102,13 +115,15 @@ class KeysFromTheRow(FakeRunner):
 
 class KeysFromTheCrowd(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
-        crowd = np.full((4, 2), int((inputs.kv_lens > 0).sum()))
+        crowd = np.full((NUM_LOGITS, 2), int((inputs.kv_lens > 0).sum()))
         return FakeRunner.launch(self, with_keys(inputs, crowd))
 
 
 class KeysFromTheChunk(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
-        return FakeRunner.launch(self, with_keys(inputs, np.full((4, 2), inputs.num_tokens)))
+        return FakeRunner.launch(
+            self, with_keys(inputs, np.full((NUM_LOGITS, 2), inputs.num_tokens))
+        )
 
 
 class NoRandomness(FakeRunner):
@@ -137,6 +152,7 @@ BROKEN: dict[str, type[FakeRunner]] = {
     "steps_run_in_the_order_of_their_launches": RunsWhenRead,
     "the_page_table_is_remembered": ForgetsThePageTable,
     "a_changed_page_table_entry_is_used": KeepsFirstPageUpdate,
+    "a_copied_page_is_as_good_as_its_original": CopiesAPageTooLate,
     "padding_is_harmless": KeysFromThePadding,
     "a_rows_result_is_the_same_in_every_row": KeysFromTheRow,
     "a_rows_result_is_the_same_in_company": KeysFromTheCrowd,

@@ -89,6 +89,7 @@ def output_of(batch: Batch, token_id: int = 60, bad_rows: tuple[int, ...] = ()) 
     count = len(rows)
     return StepOutput(
         token_ids=np.full(count, token_id, np.int32),
+        has_choice=np.ones(count, np.bool_),
         is_finite=np.array([row not in bad_rows for row in rows], np.bool_),
         logprobs=np.zeros(count, np.float32),
         ranks=np.ones(count, np.int32),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.core.admission import WHOLE_AFTER_PREEMPTIONS, Admission
-from cadenza.core.sequence import Sequence
+from cadenza.core.sequence import Sequence, SequenceStatus
 from tests.core.builders import sequence_of
 
 
@@ -74,3 +74,17 @@ def test_a_reservation_lies_between_the_prompt_and_the_worst_case(
     wanted = fewest_pages(candidate, [], reserved_output)
     assert -(-num_prompt_tokens // 16) <= wanted
     assert wanted <= max(1, -(-(num_prompt_tokens + max_tokens - 1) // 16))
+
+
+def test_samples_that_are_to_come_are_promised_what_they_do_not_share() -> None:
+    samples = [waiting(40, 9) for _ in range(3)]
+    for sample in samples:
+        sample.siblings = samples
+    other = sequence_of(1, 16, max_tokens=1)
+    other.page_table = [0]
+    # 48 tokens are three pages, two of them shared.
+    assert fewest_pages(samples[0], [], 1.0) == 3, "nothing else runs: it may start anyhow"
+    assert fewest_pages(samples[0], [other], 1.0) == 3 + 1 + 1
+    samples[0].status, samples[0].page_table = SequenceStatus.RUNNING, [1, 2, 3]
+    assert fewest_pages(sequence_of(2, 16, max_tokens=1), [samples[0]], 1.0) == 1 + 1 + 1
+    assert fewest_pages(samples[1], [samples[0]], 1.0) == 3, "samples wait for no sample"

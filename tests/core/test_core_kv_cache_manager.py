@@ -4,7 +4,7 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
-from cadenza.core.kv_cache_manager import NO_HIT, KVCacheManager
+from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.page_pool import PageCounts
 from cadenza.core.prefix_cache import PrefixCache
 from cadenza.core.sequence import Sequence
@@ -13,8 +13,7 @@ from tests.core.builders import SECRET, manager_of, prompt_of, sequence_of
 
 def computed(manager: KVCacheManager, sequence: Sequence) -> Sequence:
     """The sequence with all of its tokens computed and published."""
-    manager.adopt(sequence, manager.find_prefix(sequence))
-    assert manager.try_grow(sequence, len(sequence.token_ids))
+    assert manager.try_adopt(sequence, manager.find_prefix(sequence))
     manager.publish(sequence, len(sequence.token_ids))
     return sequence
 
@@ -59,12 +58,12 @@ def test_an_adopted_prefix_is_shared_and_counted() -> None:
     hit = manager.find_prefix(second)
     assert hit.page_ids == tuple(first.page_table[:2])
     assert manager.num_unheld(hit) == 0
-    manager.adopt(second, hit)
+    assert manager.try_adopt(second, hit)
     assert second.num_computed_tokens == 32
     manager.check_invariants([first, second])
     manager.release(first)
     manager.check_invariants([second])
-    assert manager.pool.counts() == PageCounts(free=6, cached=0, live=2, pinned=0)
+    assert manager.pool.counts() == PageCounts(free=5, cached=0, live=3, pinned=0)
 
 
 def test_pages_of_a_hit_that_nobody_holds_count_as_taken() -> None:
@@ -98,14 +97,14 @@ def test_eviction_takes_the_tail_of_the_oldest_prefix_first() -> None:
 def test_salts_do_not_share() -> None:
     manager = manager_of(8)
     computed(manager, sequence_of(0, prompt_of(40), salt="one"))
-    assert manager.find_prefix(sequence_of(1, prompt_of(40), salt="another")) == NO_HIT
+    assert manager.find_prefix(sequence_of(1, prompt_of(40), salt="another")) == Prefix()
     assert manager.find_prefix(sequence_of(1, prompt_of(40), salt="one")).num_tokens == 32
 
 
 def test_without_prefix_caching_nothing_is_ever_found() -> None:
     manager = manager_of(8, caching=False)
     computed(manager, sequence_of(0, prompt_of(40)))
-    assert manager.find_prefix(sequence_of(1, prompt_of(40))) == NO_HIT
+    assert manager.find_prefix(sequence_of(1, prompt_of(40))) == Prefix()
     assert manager.prefix_cache is None
 
 
@@ -114,7 +113,7 @@ def test_only_full_pages_are_published() -> None:
     sequence = sequence_of(0, prompt_of(40))
     assert manager.try_grow(sequence, 40)
     manager.publish(sequence, 15)
-    assert manager.find_prefix(sequence_of(1, prompt_of(40))) == NO_HIT
+    assert manager.find_prefix(sequence_of(1, prompt_of(40))) == Prefix()
     manager.publish(sequence, 31)
     assert manager.find_prefix(sequence_of(1, prompt_of(40))).num_tokens == 16
 
@@ -135,7 +134,7 @@ def test_after_the_device_lost_its_pages_nothing_is_found() -> None:
     manager = manager_of(8)
     sequence = computed(manager, sequence_of(0, prompt_of(40)))
     manager.forget_all()
-    assert manager.find_prefix(sequence_of(1, prompt_of(40))) == NO_HIT
+    assert manager.find_prefix(sequence_of(1, prompt_of(40))) == Prefix()
     manager.release(sequence)
     assert manager.pool.counts() == PageCounts(free=8, cached=0, live=0, pinned=0)
 
@@ -169,7 +168,7 @@ class CollidingManager(KVCacheManager):
 def test_a_page_with_a_colliding_key_is_not_shared() -> None:
     manager = CollidingManager(8)
     computed(manager, sequence_of(0, (1, *range(16))))
-    assert manager.find_prefix(sequence_of(1, (2, *range(16)))) == NO_HIT
+    assert manager.find_prefix(sequence_of(1, (2, *range(16)))) == Prefix()
     assert manager.find_prefix(sequence_of(1, (1, *range(16)))).num_tokens == 16
 
 

@@ -19,7 +19,7 @@ def next_batch(scheduler: Scheduler) -> Batch:
 
 
 def packer() -> Packer:
-    return Packer(max_num_seqs=4, page_size=16)
+    return Packer(max_num_seqs=4, page_size=16, vocab_size=97)
 
 
 def test_a_ragged_step_is_laid_out_row_by_row_and_padded() -> None:
@@ -37,7 +37,8 @@ def test_a_ragged_step_is_laid_out_row_by_row_and_padded() -> None:
     assert inputs.slot_mapping.tolist() == [*slots, PADDING, PADDING]
     assert inputs.query_starts.tolist() == [0, 18, 22, 22, 22]
     assert inputs.kv_lens.tolist() == [18, 4, 0, 0]
-    assert inputs.logit_indices.tolist() == [17, PADDING, PADDING, PADDING]
+    assert inputs.logit_indices[0] == 17
+    assert set(inputs.logit_indices[1:].tolist()) == {PADDING}
     assert inputs.logit_rows[:1].tolist() == [0]
     assert inputs.page_updates.tolist() == [[0, 0, page_0], [0, 1, page_1], [1, 0, page_2]]
 
@@ -114,7 +115,7 @@ def test_a_readmitted_sequence_sends_all_its_pages_again() -> None:
 def test_pages_of_a_hit_are_sent_and_its_tokens_are_not() -> None:
     scheduler = scheduler_of(token_budget=64)
     add(scheduler, sequence_of(0, tuple(range(40))))
-    pack = Packer(max_num_seqs=4, page_size=16).pack
+    pack = Packer(max_num_seqs=4, page_size=16, vocab_size=97).pack
     batch = next_batch(scheduler)
     pack(batch, 64)
     scheduler.update(batch, output_of(batch))
@@ -134,7 +135,7 @@ def test_sampling_data_belongs_to_the_row_and_follows_its_occupant() -> None:
         temperature=0.5, top_k=1 << 31, top_p=0.25, min_p=0.125, max_tokens=1, logprobs=0
     )
     cold = SamplingParams(temperature=1e-6, top_k=-1)
-    pack = Packer(max_num_seqs=1, page_size=16).pack
+    pack = Packer(max_num_seqs=1, page_size=16, vocab_size=97).pack
     add(scheduler, sequence_of(0, 3, max_tokens=1, params=hot), sequence_of(1, 3, params=cold))
     seen: list[ModelInputs] = []
     for _ in range(2):
@@ -194,3 +195,21 @@ def test_the_empty_step_is_all_padding() -> None:
     assert not empty.kv_lens.any()
     assert not empty.query_starts.any()
     assert empty.page_updates.shape == (0, 3)
+
+
+def test_rules_go_up_when_a_row_changes_hands_and_again_to_a_device_that_lost_them() -> None:
+    scheduler = scheduler_of(token_budget=24)
+    ruled = SamplingParams(presence_penalty=1.0)
+    add(scheduler, sequence_of(0, 4, params=ruled), sequence_of(1, 4))
+    packer = Packer(max_num_seqs=4, page_size=16, vocab_size=97)
+    sent: list[list[int]] = []
+    for step in range(3):
+        batch = scheduler.schedule()
+        assert batch is not None
+        inputs = packer.pack(batch, 24)
+        sent.append([update.row for update in inputs.rule_updates])
+        assert inputs.sampling.has_rules[:2].tolist() == [1, 0]
+        scheduler.update(batch, output_of(batch))
+        if step == 1:
+            packer.forget_rows()
+    assert sent == [[0], [], [0]]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.config import MAX_SEED
-from cadenza.core.randomness import derive_seed, draw_keys
+from cadenza.core.randomness import derive_sample_seed, derive_seed, draw_keys
 
 SEEDS = st.integers(0, MAX_SEED)
 POSITIONS = st.integers(0, 1 << 24)
@@ -96,3 +96,12 @@ def test_a_derived_seed_is_a_valid_seed_and_a_function_of_both(
 def test_derived_seeds_of_neighbouring_engines_and_requests_differ() -> None:
     seeds = {derive_seed(engine, request) for engine in range(100) for request in range(200)}
     assert len(seeds) == 100 * 200
+
+
+def test_samples_have_seeds_of_their_own_and_the_first_has_the_requests() -> None:
+    seeds = [derive_sample_seed(seed, sample) for seed in range(50) for sample in range(16)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed <= MAX_SEED for seed in seeds)
+    assert [derive_sample_seed(seed, 0) for seed in range(50)] == list(range(50))
+    requests = {derive_seed(seed, request_id) for seed in range(50) for request_id in range(50)}
+    assert not requests & set(seeds[1::2]), "another request's seed"

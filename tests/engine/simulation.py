@@ -20,12 +20,22 @@ from cadenza.core.admission import RESERVED_OUTPUT, Admission
 from cadenza.core.batch import ModelInputs
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
-from cadenza.core.randomness import derive_seed, draw_keys
+from cadenza.core.randomness import derive_sample_seed, derive_seed, draw_keys
 from cadenza.core.scheduler import Scheduler
+from cadenza.core.sequence import Sequence
+from cadenza.core.token_rules import RuleLayout
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
 from cadenza.errors import InvalidRequestError, QueueFullError
-from cadenza.request import Event, Finished, FinishReason, Request, SamplingParams, Token
+from cadenza.request import (
+    Event,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    SamplingParams,
+    Token,
+)
 
 VOCAB_SIZE = 97
 EOS_TOKEN_IDS = frozenset({3, 11})
@@ -33,12 +43,20 @@ SECRET = b"a secret of the simulation's own"
 MAX_STEPS_TO_DRAIN = 20_000
 
 
+StreamId = tuple[int, int]
+"""A request's id and which of its samples."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """Somebody who sends a request, and may hang up `cancel_after` steps later."""
+    """Somebody who sends a request, and may hang up `cancel_after` steps later.
+
+    Then `cancelled_sample` is given up, or all of them.
+    """
 
     request: Request
     cancel_after: int | None
+    cancelled_sample: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +113,11 @@ class Scenario:
         else:
             request = self._request(rng, self._prompt(rng))
         hangs_up = rng.random() < self.hang_up
-        return Client(request=request, cancel_after=rng.randint(0, 25) if hangs_up else None)
+        return Client(
+            request=request,
+            cancel_after=rng.randint(0, 25) if hangs_up else None,
+            cancelled_sample=rng.choice([None, rng.randrange(request.params.n)]),
+        )
 
     def _request(self, rng: random.Random, prompt: tuple[int, ...]) -> Request:
         most = max(1, self.limits.max_model_len - len(prompt))
@@ -106,6 +128,8 @@ class Scenario:
             ignore_eos=rng.random() < 0.7,
             stop_token_ids=rng.choice([(), (rng.randrange(VOCAB_SIZE),)]),
             logprobs=rng.choice([None, 0, 3]),
+            n=rng.choice([*[1] * 7, 2, 3, 5]),
+            presence_penalty=rng.choice([*[0.0] * 3, 0.5, 1.5]),
         )
         salt = rng.choice([*[""] * 5, "another tenant"])
         return Request(prompt_token_ids=prompt, params=params, cache_salt=salt)
@@ -144,12 +168,14 @@ class ObservedRunner(FakeRunner):
     num_launched_tokens: int = 0
     num_mixed_steps: int = 0
     num_cut_prompts: int = 0
+    num_copied_pages: int = 0
 
     def launch(self, inputs: ModelInputs) -> FakeStepHandle:
         assert inputs.num_tokens <= self.max_num_batched_tokens, "the token budget was exceeded"
         new_lens = np.diff(inputs.query_starts)
         is_decode = (new_lens == 1) & (inputs.kv_lens > 1)
         self.num_launched_tokens += inputs.num_tokens
+        self.num_copied_pages += len(inputs.page_copies)
         self.num_mixed_steps += bool(is_decode.any() and (new_lens > 1).any())
         self.num_cut_prompts += int((new_lens > 0).sum()) - inputs.num_logits
         return super().launch(inputs)
@@ -183,7 +209,11 @@ class AssembledEngine(EngineCore):
         )
         admission = Admission(page_size=limits.page_size, reserved_output=options.reserved_output)
         self.scheduler = parts.scheduler(limits, kv_cache, admission)
-        packer = parts.packer(max_num_seqs=limits.max_num_seqs, page_size=limits.page_size)
+        packer = parts.packer(
+            max_num_seqs=limits.max_num_seqs,
+            page_size=limits.page_size,
+            vocab_size=runner.vocab_size,
+        )
         self._loop = StepLoop(
             self.scheduler, StepRunner(runner, packer), depth=LOOP_DEPTHS[options.loop]
         )
@@ -227,14 +257,12 @@ class SoloStream:
     stop_token_id: int | None
 
 
-def solo_stream_of(request: Request, request_id: int, engine: EngineCore, seed: int) -> SoloStream:
-    """The stream that `engine`, made with `seed`, owes to the request."""
+def solo_stream_of(request: Request, stream: StreamId, engine: EngineCore, seed: int) -> SoloStream:
+    """The stream that `engine`, made with `seed`, owes to a sample of the request."""
+    request_id, sample = stream
     own_seed = request.params.seed
-    return solo_stream(
-        request,
-        derive_seed(seed, request_id) if own_seed is None else own_seed,
-        engine.limits.max_model_len,
-    )
+    first_seed = derive_seed(seed, request_id) if own_seed is None else own_seed
+    return solo_stream(request, derive_sample_seed(first_seed, sample), engine.limits.max_model_len)
 
 
 @lru_cache(maxsize=20_000)
@@ -244,12 +272,13 @@ def solo_stream(request: Request, seed: int, max_model_len: int) -> SoloStream:
     history = list(request.prompt_token_ids)
     num_prompt_tokens = len(history)
     most = max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
+    record = _record_of(request)
     stop = set(params.stop_token_ids) | (set() if params.ignore_eos else EOS_TOKEN_IDS)
     positions = np.arange(num_prompt_tokens, most, dtype=np.int32)
     keys = draw_keys(np.full(len(positions), seed, np.uint64), positions).tolist()
     for first, second in keys:
         key = (0, 0) if params.is_greedy else (first, second)
-        token_id = next_token(history, key, vocab_size=VOCAB_SIZE)
+        token_id = next_token(history + record, key, vocab_size=VOCAB_SIZE)
         if token_id in stop:
             return SoloStream(
                 token_ids=tuple(history[num_prompt_tokens:]),
@@ -262,62 +291,83 @@ def solo_stream(request: Request, seed: int, max_model_len: int) -> SoloStream:
     )
 
 
+def _record_of(request: Request) -> list[int]:
+    """What the fake model hears of a request's token rules."""
+    sequence = Sequence(
+        request_id=0,
+        request=request,
+        seed=0,
+        max_num_tokens=0,
+        stop_token_ids=frozenset(),
+        token_ids=list(request.prompt_token_ids),
+    )
+    record = RuleLayout(VOCAB_SIZE).encode(sequence)
+    return [] if record is None else record.tolist()
+
+
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """All that clients saw of one run, by request id, and the modes that occurred."""
+    """All that clients saw of one run, by stream, and the modes that occurred."""
 
     seed: int
     engine: EngineCore = field(repr=False)
     requests: dict[int, Request] = field(default_factory=dict, repr=False)
-    streams: dict[int, list[Token]] = field(default_factory=dict, repr=False)
-    finished: dict[int, Finished] = field(default_factory=dict, repr=False)
-    cancelled: set[int] = field(default_factory=set, repr=False)
+    streams: dict[StreamId, list[Token]] = field(default_factory=dict, repr=False)
+    finished: dict[StreamId, Finished] = field(default_factory=dict, repr=False)
+    cancelled: set[StreamId] = field(default_factory=set, repr=False)
     log: list[tuple[int, Event]] = field(default_factory=list, repr=False)
     num_steps: int = 0
     num_cancels: int = 0
     num_refused: int = 0
     num_queue_full: int = 0
 
-    def is_open(self, request_id: int) -> bool:
-        return request_id not in self.finished and request_id not in self.cancelled
+    def is_open(self, stream: StreamId) -> bool:
+        return stream not in self.finished and stream not in self.cancelled
+
+    def open_streams(self, request_id: int, sample: int | None = None) -> list[StreamId]:
+        """Those of a request that have not ended, or of them the one of `sample`."""
+        samples = range(self.requests[request_id].params.n) if sample is None else [sample]
+        return [(request_id, each) for each in samples if self.is_open((request_id, each))]
 
     def accept(self, request_id: int, request: Request) -> None:
         assert request_id not in self.requests, f"request id {request_id} was given twice"
         assert request_id >= len(self.requests), f"request id {request_id} did not grow"
         self.requests[request_id] = request
-        self.streams[request_id] = []
+        for sample in range(request.params.n):
+            self.streams[request_id, sample] = []
 
     def take(self, event: Event) -> None:
-        """Files an event; it must belong to an open request and continue its stream."""
-        request_id = event.request_id
-        assert request_id in self.requests, f"an event of the unknown request {request_id}"
-        assert self.is_open(request_id), f"request {request_id} had an event after its end"
+        """Files an event; it must belong to an open stream and continue it."""
+        assert not isinstance(event, PromptLogprobs), f"nobody asked for {event}"
+        stream = event.request_id, event.sample
+        assert stream in self.streams, f"an event of the unknown stream {stream}"
+        assert self.is_open(stream), f"stream {stream} had an event after its end"
         self.log.append((self.num_steps, event))
         if isinstance(event, Finished):
-            self.finished[request_id] = event
+            self.finished[stream] = event
             return
-        stream = self.streams[request_id]
-        assert event.index == len(stream), (
-            f"request {request_id}: token {event.index} came where {len(stream)} was due"
+        tokens = self.streams[stream]
+        assert event.index == len(tokens), (
+            f"stream {stream}: token {event.index} came where {len(tokens)} was due"
         )
-        stream.append(event)
+        tokens.append(event)
 
-    def token_ids(self, request_id: int) -> tuple[int, ...]:
-        return tuple(token.token_id for token in self.streams[request_id])
+    def token_ids(self, stream: StreamId) -> tuple[int, ...]:
+        return tuple(token.token_id for token in self.streams[stream])
 
-    def solo(self, request_id: int) -> SoloStream:
-        return solo_stream_of(self.requests[request_id], request_id, self.engine, self.seed)
+    def solo(self, stream: StreamId) -> SoloStream:
+        return solo_stream_of(self.requests[stream[0]], stream, self.engine, self.seed)
 
-    def verify(self, *, failed: frozenset[int] = frozenset()) -> None:
-        """Every stream is exact and ended once; requests in `failed` were cut by an error."""
-        for request_id in self.requests:
-            self._verify_tokens(request_id)
-            if request_id in self.cancelled:
-                assert request_id not in self.finished, f"{request_id} was cancelled and finished"
-            elif request_id in failed:
-                self._verify_failure(request_id)
+    def verify(self, *, failed: frozenset[StreamId] = frozenset()) -> None:
+        """Every stream is exact and ended once; those in `failed` were cut by an error."""
+        for stream in self.streams:
+            self._verify_tokens(stream)
+            if stream in self.cancelled:
+                assert stream not in self.finished, f"{stream} was cancelled and finished"
+            elif stream in failed:
+                self._verify_failure(stream)
             else:
-                self._verify_end(request_id)
+                self._verify_end(stream)
         self.verify_nothing_is_held()
 
     def verify_nothing_is_held(self) -> None:
@@ -328,33 +378,33 @@ class Record:
         assert counts.live == 0, f"{counts.live} pages leaked"
         assert counts.pinned == 0, f"{counts.pinned} pages stayed pinned"
 
-    def _verify_tokens(self, request_id: int) -> None:
-        expected, actual = self.solo(request_id).token_ids, self.token_ids(request_id)
+    def _verify_tokens(self, stream: StreamId) -> None:
+        expected, actual = self.solo(stream).token_ids, self.token_ids(stream)
         assert actual == expected[: len(actual)], (
-            f"request {request_id}: the stream {actual} is not the solo stream {expected}"
+            f"stream {stream}: the stream {actual} is not the solo stream {expected}"
         )
-        count = self.requests[request_id].params.logprobs
-        for token in self.streams[request_id]:
+        count = self.requests[stream[0]].params.logprobs
+        for token in self.streams[stream]:
             if count is None:
-                assert token.logprobs is None, f"request {request_id} asked for no logprobs"
+                assert token.logprobs is None, f"stream {stream} asked for no logprobs"
                 continue
-            assert token.logprobs is not None, f"request {request_id} asked for logprobs"
+            assert token.logprobs is not None, f"stream {stream} asked for logprobs"
             assert token.logprobs.logprob == -token.token_id / 8, "another token's logprob"
             top_ids = token.logprobs.top_ids
             assert top_ids == (token.token_id,) * count, "another token's likeliest ones"
 
-    def _verify_end(self, request_id: int) -> None:
-        solo = self.solo(request_id)
-        assert self.token_ids(request_id) == solo.token_ids, (
-            f"request {request_id}: the stream {self.token_ids(request_id)} is shorter than the "
+    def _verify_end(self, stream: StreamId) -> None:
+        solo = self.solo(stream)
+        assert self.token_ids(stream) == solo.token_ids, (
+            f"stream {stream}: the stream {self.token_ids(stream)} is shorter than the "
             f"solo stream {solo.token_ids}"
         )
-        assert request_id in self.finished, f"request {request_id} never finished"
-        end = self.finished[request_id]
-        assert end.error is None, f"request {request_id} failed: {end.error}"
+        assert stream in self.finished, f"stream {stream} never finished"
+        end = self.finished[stream]
+        assert end.error is None, f"stream {stream} failed: {end.error}"
         assert end.finish_reason == solo.finish_reason, f"{end} against {solo}"
         assert end.stop_token_id == solo.stop_token_id, f"{end} against {solo}"
-        num_prompt_tokens = len(self.requests[request_id].prompt_token_ids)
+        num_prompt_tokens = len(self.requests[stream[0]].prompt_token_ids)
         assert end.num_prompt_tokens == num_prompt_tokens, f"prompt tokens are wrong: {end}"
         num_stop_tokens = 1 if solo.finish_reason == "stop" else 0
         num_generated_tokens = len(solo.token_ids) + num_stop_tokens
@@ -363,13 +413,13 @@ class Record:
         is_whole = end.num_cached_tokens % self.engine.limits.page_size == 0
         assert is_whole, f"a part of a page counts as cached: {end}"
 
-    def _verify_failure(self, request_id: int) -> None:
-        assert request_id in self.finished, f"request {request_id} failed without an event"
-        end = self.finished[request_id]
-        assert end.finish_reason == "error", f"request {request_id} was expected to fail: {end}"
+    def _verify_failure(self, stream: StreamId) -> None:
+        assert stream in self.finished, f"stream {stream} failed without an event"
+        end = self.finished[stream]
+        assert end.finish_reason == "error", f"stream {stream} was expected to fail: {end}"
         assert end.error, f"a failure without an error: {end}"
         assert end.stop_token_id is None, f"a failure with a stop token: {end}"
-        num_sent = len(self.streams[request_id])
+        num_sent = len(self.streams[stream])
         assert end.num_generated_tokens == num_sent, f"{num_sent} tokens were sent: {end}"
 
 
@@ -396,7 +446,7 @@ class Simulation:
         self._audit = audit
         self._rng = random.Random(f"arrivals {scenario.seed}")
         self._next_client = 0
-        self._cancels_due: dict[int, list[int]] = {}
+        self._cancels_due: dict[int, list[tuple[int, int | None]]] = {}
 
     def run(self) -> Record:
         """Steps until the scenario is over and the engine idle; every step is audited."""
@@ -406,8 +456,8 @@ class Simulation:
             assert record.num_steps < most, "the engine does not come to rest"
             if record.num_steps < self.scenario.num_steps:
                 self._let_clients_come()
-            for request_id in self._cancels_due.pop(record.num_steps, ()):
-                self._cancel(request_id)
+            for request_id, sample in self._cancels_due.pop(record.num_steps, ()):
+                self._cancel(request_id, sample)
             for event in self.engine.step():
                 record.take(event)
             record.num_steps += 1
@@ -444,15 +494,16 @@ class Simulation:
             self.record.accept(request_id, client.request)
             if client.cancel_after is not None:
                 due = self.record.num_steps + client.cancel_after
-                self._cancels_due.setdefault(due, []).append(request_id)
+                cancel = request_id, client.cancelled_sample
+                self._cancels_due.setdefault(due, []).append(cancel)
         self._next_client += 1
 
-    def _cancel(self, request_id: int) -> None:
-        was_open = self.record.is_open(request_id)
-        assert self.engine.cancel(request_id) is was_open, f"cancel of {request_id} answers wrong"
-        if was_open:
-            self.record.cancelled.add(request_id)
-            self.record.num_cancels += 1
+    def _cancel(self, request_id: int, sample: int | None) -> None:
+        ended = self.record.open_streams(request_id, sample)
+        answer = self.engine.cancel(request_id, sample)
+        assert answer is bool(ended), f"cancel of {request_id}, {sample} answers {answer}"
+        self.record.cancelled.update(ended)
+        self.record.num_cancels += len(ended)
         self._audit(self.engine)
 
 
@@ -504,8 +555,11 @@ def _random_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
 def _state_of(engine: EngineCore) -> tuple[object, ...]:
     scheduler = engine.scheduler
     return (
-        [sequence.request_id for sequence in scheduler.waiting],
-        [(sequence.request_id, tuple(sequence.page_table)) for sequence in scheduler.running],
+        [(sequence.request_id, sequence.sample) for sequence in scheduler.waiting],
+        [
+            (sequence.request_id, sequence.sample, tuple(sequence.page_table))
+            for sequence in scheduler.running
+        ],
         scheduler.kv_cache.pool.counts(),
         engine.num_queue_slots,
     )

@@ -98,6 +98,28 @@ def test_an_invalid_submit_names_the_param_and_changes_nothing(
     assert engine.submit(greedy(prompt_of(2))) == running + 1
 
 
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        (SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias"),
+        (SamplingParams(allowed_token_ids=(3, -1)), "allowed_token_ids"),
+        (SamplingParams(bad_words=("no",)), "bad_words"),
+    ],
+)
+def test_tokens_that_do_not_exist_are_refused_by_name(params: SamplingParams, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        submit_to_new_engine(
+            prompt_token_ids=(1, 2), params=params, bad_word_token_ids=((1, VOCAB_SIZE),)
+        )
+    assert refusal.value.param == param
+
+
+def test_bad_words_without_their_tokens_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="tokens") as refusal:
+        submit_to_new_engine(prompt_token_ids=(1, 2), params=SamplingParams(bad_words=("no",)))
+    assert refusal.value.param == "bad_words"
+
+
 def submit_to_new_engine(**fields: object) -> None:
     engine = make_engine(limits_of())
     engine.submit(Request(**fields))  # type: ignore[arg-type]
@@ -192,7 +214,7 @@ def test_the_queue_is_bounded_and_drains() -> None:
         for event in engine.step():
             record.take(event)
     record.verify()
-    assert sorted(record.finished) == [0, 1, 2]
+    assert sorted(record.finished) == [(0, 0), (1, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -270,10 +292,10 @@ def test_a_stop_token_that_is_also_the_last_allowed_one_finishes_as_stop(
     request, stop_token_id = stopping_request(at=5, max_tokens=5)
     record = run_requests(make_engine(limits_of(), loop=loop), [request])
     record.verify()
-    end = record.finished[0]
+    end = record.finished[0, 0]
     assert (end.finish_reason, end.stop_token_id) == ("stop", stop_token_id)
     assert end.num_generated_tokens == 5
-    assert len(record.streams[0]) == 4, "the stop token is no part of the stream"
+    assert len(record.streams[0, 0]) == 4, "the stop token is no part of the stream"
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -287,8 +309,8 @@ def test_an_eos_token_finishes_as_stop_and_names_no_stop_token(loop: SchedulerLo
             break
     record = run_requests(make_engine(limits_of(), loop=loop), [request])
     record.verify()
-    assert record.finished[0].finish_reason == "stop"
-    assert record.finished[0].stop_token_id is None
+    assert record.finished[0, 0].finish_reason == "stop"
+    assert record.finished[0, 0].stop_token_id is None
 
 
 def test_tokens_leave_one_step_after_another_and_the_end_comes_with_the_last() -> None:
@@ -330,13 +352,13 @@ def test_a_system_prompt_is_computed_once_and_its_cached_tokens_are_reported() -
     requests = [greedy((*system, 50 + index), 4) for index in range(4)]
     record = run_requests(engine, requests)
     record.verify()
-    assert [record.finished[index].num_cached_tokens for index in range(4)] == [0, 32, 32, 32]
+    assert [record.finished[index, 0].num_cached_tokens for index in range(4)] == [0, 32, 32, 32]
 
 
 def test_a_second_turn_reuses_the_pages_of_the_first_answer() -> None:
     engine = make_engine(limits_of())
     first = run_requests(engine, [greedy(prompt_of(20), 30)])
-    request = greedy((*prompt_of(20), *first.token_ids(0), 5), 4)
+    request = greedy((*prompt_of(20), *first.token_ids((0, 0)), 5), 4)
     request_id = engine.submit(request)
     events = [event for _ in range(12) for event in engine.step()]
     end = events[-1]
@@ -385,7 +407,7 @@ def test_requests_without_a_seed_depend_on_the_engines_seed_and_their_id_only() 
         engine: EngineCore = make_engine(limits_of(), seed=seed)
         record = run_requests(engine, [request, request], seed=seed)
         record.verify()
-        return [record.token_ids(request_id) for request_id in (0, 1)]
+        return [record.token_ids((request_id, 0)) for request_id in (0, 1)]
 
     assert streams(1) == streams(1)
     assert streams(1) != streams(2)

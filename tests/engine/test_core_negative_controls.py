@@ -15,7 +15,7 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.core.batch import Batch, BatchEntry, ModelInputs, StepOutput
-from cadenza.core.kv_cache_manager import KVCacheManager, PrefixHit
+from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.packing import Packer
 from cadenza.core.page_pool import PagePool
 from cadenza.core.scheduler import Scheduler
@@ -85,7 +85,7 @@ class KeepsTheLastOccupantsSampling(Packer):
     def pack(self, batch: Batch, bucket: int) -> ModelInputs:
         for entry in batch.entries:
             if self._occupant[entry.row] is not None:
-                self._occupant[entry.row] = entry.sequence.request_id
+                self._occupant[entry.row] = entry.sequence
         return super().pack(batch, bucket)
 
 
@@ -129,7 +129,7 @@ class WithPool(KVCacheManager):
 class TakesOnePageTooMany(KVCacheManager):
     """Counts the page after a hit as found, too."""
 
-    def find_prefix(self, sequence: Sequence) -> PrefixHit:
+    def find_prefix(self, sequence: Sequence) -> Prefix:
         hit = super().find_prefix(sequence)
         num_tokens = hit.num_tokens + 1
         if not hit.page_ids or num_tokens >= len(sequence.token_ids):
@@ -147,14 +147,39 @@ class PublishesAPageTooEarly(KVCacheManager):
 class IgnoresTheTokens(KVCacheManager):
     """Finds any published first page, whatever it holds."""
 
-    def find_prefix(self, sequence: Sequence) -> PrefixHit:
+    def find_prefix(self, sequence: Sequence) -> Prefix:
         hit = super().find_prefix(sequence)
         if self.prefix_cache is None or hit.page_ids or not len(self.prefix_cache):
             return hit
         if len(sequence.token_ids) <= self.page_size:
             return hit
         page_id, content = next(iter(self.prefix_cache._content.items()))
-        return PrefixHit((page_id,), self.page_size, content.serial)
+        return Prefix(
+            page_ids=(page_id,),
+            num_tokens=self.page_size,
+            num_published=1,
+            serial=content.serial,
+            num_cached_tokens=self.page_size,
+        )
+
+
+class SharesThePartialPage(KVCacheManager):
+    """Forks hold the page that both will write."""
+
+    def find_prefix(self, sequence: Sequence) -> Prefix:
+        prefix = super().find_prefix(sequence)
+        if prefix.partial_page is None:
+            return prefix
+        page_ids = (*prefix.page_ids, prefix.partial_page)
+        return replace(prefix, page_ids=page_ids, partial_page=None)
+
+
+class CopiesNothing(Packer):
+    """Forks start on an empty page."""
+
+    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
+        inputs = super().pack(batch, bucket)
+        return replace(inputs, page_copies=inputs.page_copies[:0])
 
 
 class SendsNoPagesOfThePreempted(Scheduler):
@@ -230,6 +255,8 @@ STREAM_MUTANTS: dict[str, Parts] = {
         (ForgetsToEvict, Parts(kv_cache=partial(WithPool, ForgetsToEvict))),
         (TakesOnePageTooMany, Parts(kv_cache=TakesOnePageTooMany)),
         (PublishesAPageTooEarly, Parts(kv_cache=PublishesAPageTooEarly)),
+        (SharesThePartialPage, Parts(kv_cache=SharesThePartialPage)),
+        (CopiesNothing, Parts(packer=CopiesNothing)),
         (IgnoresTheTokens, Parts(kv_cache=IgnoresTheTokens)),
         (SendsNoPagesOfThePreempted, Parts(scheduler=SendsNoPagesOfThePreempted)),
         (SkipsAToken, Parts(scheduler=SkipsAToken)),

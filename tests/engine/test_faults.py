@@ -27,6 +27,7 @@ from tests.engine.simulation import (
     ObservedRunner,
     Parts,
     Record,
+    StreamId,
     make_engine,
     replayable,
     run_requests,
@@ -79,21 +80,26 @@ def requests_of(seed: int, count: int, longest: int = 40) -> list[Request]:
             temperature=rng.choice([0.0, 1.0]),
             seed=rng.choice([None, 7]),
             logprobs=rng.choice([None, 2]),
+            n=rng.choice([1, 1, 1, 2]),
         )
         requests.append(Request(prompt_token_ids=prompt, params=params))
     return requests
 
 
-class RecordingPacker(Packer):
-    """Notes which requests took part in each step, and which of them it samples."""
+def stream_of(sequence: Sequence) -> StreamId:
+    return sequence.request_id, sequence.sample
 
-    def __init__(self, *, max_num_seqs: int, page_size: int) -> None:
-        super().__init__(max_num_seqs=max_num_seqs, page_size=page_size)
-        self.batches: list[tuple[list[int], list[int]]] = []
+
+class RecordingPacker(Packer):
+    """Notes which streams took part in each step, and which of them it samples."""
+
+    def __init__(self, **options: int) -> None:
+        super().__init__(**options)
+        self.batches: list[tuple[list[StreamId], list[StreamId]]] = []
 
     def pack(self, batch: Batch, bucket: int) -> ModelInputs:
-        everybody = [entry.sequence.request_id for entry in batch.entries]
-        sampled = [entry.sequence.request_id for entry in batch.entries if entry.samples]
+        everybody = [stream_of(entry.sequence) for entry in batch.entries]
+        sampled = [stream_of(entry.sequence) for entry in batch.entries if entry.samples]
         self.batches.append((everybody, sampled))
         return super().pack(batch, bucket)
 
@@ -192,7 +198,7 @@ def run_with_fault(kind: FaultKind, at: int, loop: SchedulerLoop, parts: Parts) 
     runner = engine.runner
     assert isinstance(runner, FaultyRunner)
     failed = frozenset(
-        request_id for request_id, end in record.finished.items() if end.finish_reason == "error"
+        stream for stream, end in record.finished.items() if end.finish_reason == "error"
     )
     record.verify(failed=failed)
     everybody, sampled = packers[0].batches[at] if runner.num_launches > at else ([], [])
@@ -201,10 +207,10 @@ def run_with_fault(kind: FaultKind, at: int, loop: SchedulerLoop, parts: Parts) 
         affected = []
     assert failed <= set(affected), f"{failed} failed, but only {affected} took part"
     # Whoever took part and did not fail had ended with the step before, which was still in flight.
-    for request_id in set(affected) - failed:
+    for stream in set(affected) - failed:
         assert loop == "overlap"
         assert at > 0
-        assert request_id in packers[0].batches[at - 1][1]
+        assert stream in packers[0].batches[at - 1][1]
     if runner.has_failed and loop == "plain":
         assert failed == set(affected)
     return record
@@ -221,7 +227,7 @@ def check_next_request(record: Record) -> None:
         for event in engine.step():
             record.take(event)
     failed = frozenset(i for i, end in record.finished.items() if end.finish_reason == "error")
-    assert request_id not in failed
+    assert (request_id, 0) not in failed
     record.verify(failed=failed)
 
 
@@ -291,14 +297,18 @@ def run_after_a_spoiled_prompt(kind: FaultKind, parts: Parts) -> Record:
         parts=replace(parts, runner=partial(FaultyRunner, kind=kind, at=0)),
     )
     record = run_requests(engine, [Request(prompt_token_ids=prompt, params=params)] * 3)
-    record.verify(failed=frozenset({0}))
+    record.verify(failed=frozenset({(0, 0)}))
     return record
 
 
 @pytest.mark.parametrize("kind", ["one row not finite", "result raises", "too few rows"])
 def test_pages_of_a_step_that_did_not_succeed_are_not_found_again(kind: FaultKind) -> None:
     record = run_after_a_spoiled_prompt(kind, Parts())
-    assert [record.finished[request_id].num_cached_tokens for request_id in range(3)] == [0, 0, 32]
+    assert [record.finished[request_id, 0].num_cached_tokens for request_id in range(3)] == [
+        0,
+        0,
+        32,
+    ]
 
 
 def test_publishing_at_launch_would_be_found_out() -> None:
@@ -321,11 +331,11 @@ def run_with_cancel(requests: list[Request], at: int, loop: SchedulerLoop, seed:
     rng = random.Random(f"cancel {seed} {at}")
 
     def hang_up(record: Record) -> None:
-        open_ids = [i for i in record.requests if record.is_open(i)]
-        if record.num_steps == at and open_ids:
-            request_id = rng.choice(open_ids[:4])
-            assert record.engine.cancel(request_id)
-            record.cancelled.add(request_id)
+        open_streams = [stream for stream in record.streams if record.is_open(stream)]
+        if record.num_steps == at and open_streams:
+            request_id, sample = rng.choice(open_streams[:4])
+            assert record.engine.cancel(request_id, sample)
+            record.cancelled.add((request_id, sample))
 
     record = run_requests(make_engine(LIMITS, loop=loop), requests, before_step=hang_up)
     record.verify()
@@ -335,8 +345,10 @@ def run_with_cancel(requests: list[Request], at: int, loop: SchedulerLoop, seed:
 def check_cancels(seed: int, loop: SchedulerLoop) -> None:
     requests = requests_of(seed, 7, longest=16)
     num_steps = run_requests(make_engine(LIMITS, loop=loop), requests).num_steps
-    for at in range(num_steps):
-        assert run_with_cancel(requests, at, loop, seed).cancelled, "nobody hung up"
+    num_cancels = sum(
+        len(run_with_cancel(requests, at, loop, seed).cancelled) for at in range(num_steps)
+    )
+    assert num_cancels >= num_steps - 2, "before the last steps nobody may be left to hang up"
 
 
 @pytest.mark.parametrize("loop", LOOPS)

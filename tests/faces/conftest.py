@@ -1,4 +1,4 @@
-"""One tiny random checkpoint for the faces: no tokenizer, token ids only."""
+"""Tiny random checkpoints for the faces: one of token ids only, one with a tokenizer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from cadenza import LLM
-from cadenza.checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint import named_shape, open_checkpoint, write_random_checkpoint
+from cadenza.engine.text_face import TextFace
+from tests.cli.harness import write_model
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +23,24 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(tiny_folder: Path) -> Iterator[LLM]:
     with LLM(tiny_folder, max_num_seqs=4, max_model_len=256) as llm:
         yield llm
+
+
+@pytest.fixture(scope="session")
+def worded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "worded")
+
+
+@pytest.fixture(scope="session")
+def worded(worded_folder: Path) -> Iterator[LLM]:
+    with LLM(worded_folder, max_num_seqs=4, max_model_len=256) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def worded_text(worded_folder: Path) -> TextFace:
+    return TextFace(open_checkpoint(worded_folder))
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tiny_folder: Path) -> TextFace:
+    return TextFace(open_checkpoint(tiny_folder))

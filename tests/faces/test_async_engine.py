@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from cadenza import LLM, AsyncEngine, Request, RequestOutput, SamplingParams
+from cadenza import LLM, AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
+from cadenza.engine.batch_engine import CoreService
+from cadenza.engine.build import load_model
 from cadenza.errors import ConfigError, EngineClosedError, InvalidRequestError
+from tests.faces.held_engine import HeldEngine
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 50, [9], [11] * 20, [12, 13]]
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -19,6 +22,12 @@ async def collect(engine: AsyncEngine, prompt: list[int]) -> list[RequestOutput]
 
 def open_engine(folder: Path) -> AsyncEngine:
     return AsyncEngine.from_model(folder, max_num_seqs=4, max_model_len=256)
+
+
+def open_held_engine(folder: Path) -> AsyncEngine:
+    """No stream of it is over before somebody ends one."""
+    loaded = load_model(folder, EngineConfig(max_num_seqs=4, max_model_len=256))
+    return AsyncEngine(HeldEngine(CoreService(loaded.core)), loaded.text)
 
 
 def test_concurrent_callers_get_what_llm_gives(tiny_folder: Path, llm: LLM) -> None:
@@ -55,9 +64,36 @@ def test_leaving_early_cancels_the_request_and_the_next_one_works(tiny_folder: P
     assert asyncio.run(play())[-1].finished
 
 
+def test_samples_and_stop_strings_are_what_llm_gives(worded_folder: Path, worded: LLM) -> None:
+    asked: list[dict[str, object]] = [
+        {"temperature": 1.5, "seed": seed, "n": 2, "stop": ["e", "o"], "ignore_eos": True}
+        for seed in range(4)
+    ]
+
+    async def read(engine: AsyncEngine, options: dict[str, object]) -> list[RequestOutput]:
+        return [output async for output in engine.generate("the dog", options, kind="delta")]
+
+    async def play() -> list[list[RequestOutput]]:
+        async with open_engine(worded_folder) as engine:
+            calls = (read(engine, options) for options in asked)
+            return await asyncio.wait_for(asyncio.gather(*calls), TIMEOUT_S)
+
+    expected = worded.generate(["the dog"] * len(asked), asked)
+    for stream, output in zip(asyncio.run(play()), expected, strict=True):
+        assert stream[-1].finished
+        for whole in output.outputs:
+            parts = [
+                each for delta in stream for each in delta.outputs if each.index == whole.index
+            ]
+            assert "".join(part.text for part in parts) == whole.text
+            assert sum((part.token_ids for part in parts), ()) == whole.token_ids
+            assert parts[-1].finish_reason == whole.finish_reason
+            assert parts[-1].stop_reason == whole.stop_reason
+
+
 def test_stopping_ends_open_streams_with_one_error_each(tiny_folder: Path) -> None:
     async def play() -> RequestOutput:
-        engine = open_engine(tiny_folder)
+        engine = open_held_engine(tiny_folder)
         engine.start()
         stream = engine.generate([1], SamplingParams(max_tokens=250, ignore_eos=True))
         await anext(stream)
@@ -93,3 +129,19 @@ def test_an_invalid_request_is_refused_and_harms_nobody(tiny_folder: Path) -> No
 def test_an_unknown_option_is_refused_with_the_known_ones(tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_sequences.*max_num_seqs"):
         AsyncEngine.from_model(tiny_folder, max_sequences=3)
+
+
+def test_an_aborted_stream_ends_with_an_output_that_says_so(tiny_folder: Path) -> None:
+    async def play() -> list[RequestOutput]:
+        async with open_held_engine(tiny_folder) as engine:
+            params = SamplingParams(max_tokens=200, ignore_eos=True)
+            with engine.submit(Request(prompt_token_ids=(1,), params=params)) as stream:
+                await stream.next()
+                stream.abort()
+                last = await asyncio.wait_for(stream.next(), TIMEOUT_S)
+            return [last, *await asyncio.wait_for(collect(engine, [2]), TIMEOUT_S)]
+
+    last, *others = asyncio.run(play())
+    assert last.finished
+    assert last.outputs[0].finish_reason == "abort"
+    assert others[-1].outputs[0].finish_reason == "length"

@@ -66,6 +66,52 @@ def test_closing_a_stream_frees_its_request(llm: LLM) -> None:
     assert (counts.live, counts.pinned) == (0, 0)
 
 
+VARIED = {"temperature": 1.5, "ignore_eos": True, "max_tokens": 30}
+
+
+def test_a_stop_string_frees_its_request_and_leaves_the_others_as_they_are(worded: LLM) -> None:
+    params = [{**VARIED, "seed": seed} for seed in range(6)]
+    whole = worded.generate(PROMPTS, params)
+    stop = whole[2].outputs[0].text[5:9]
+    cut = worded.generate(PROMPTS, [*params[:2], {**params[2], "stop": stop}, *params[3:]])
+    for index, (one, other) in enumerate(zip(whole, cut, strict=True)):
+        if index != 2:
+            assert one.outputs == other.outputs
+    found = cut[2].outputs[0]
+    assert found.text == whole[2].outputs[0].text.split(stop)[0]
+    assert (found.finish_reason, found.stop_reason) == ("stop", stop)
+    worded.generate([5], {"max_tokens": 1})
+    counts = worded.core.scheduler.kv_cache.pool.counts()
+    assert (counts.live, counts.pinned) == (0, 0)
+    assert worded.core.is_idle
+
+
+def test_each_sample_ends_at_its_own_stop_string(worded: LLM) -> None:
+    asked = {**VARIED, "seed": 3, "n": 4}
+    (whole,) = worded.generate([PROMPTS[0]], asked)
+    stop = whole.outputs[1].text[4:8]
+    (cut,) = worded.generate([PROMPTS[0]], {**asked, "stop": stop})
+    assert [each.text for each in cut.outputs] == [
+        each.text.split(stop)[0] for each in whole.outputs
+    ]
+    assert cut.outputs[1].stop_reason == stop
+    assert cut.finished
+
+
+def test_deltas_of_a_stream_put_together_are_what_generate_gives(worded: LLM) -> None:
+    params = [{**VARIED, "seed": seed, "stop": ["e", "0"], "logprobs": 1} for seed in range(6)]
+    whole = {output.request_id: output for output in worded.stream(PROMPTS, params, kind="final")}
+    texts = dict.fromkeys(range(len(PROMPTS)), "")
+    ids: dict[int, tuple[int, ...]] = dict.fromkeys(texts, ())
+    first = max(whole) + 1
+    for delta in worded.stream(PROMPTS, params, kind="delta"):
+        texts[delta.request_id - first] += delta.outputs[0].text
+        ids[delta.request_id - first] += delta.outputs[0].token_ids
+    expected = [output.outputs[0] for _, output in sorted(whole.items())]
+    assert list(texts.values()) == [each.text for each in expected]
+    assert list(ids.values()) == [each.token_ids for each in expected]
+
+
 def test_an_invalid_prompt_among_valid_ones_starts_nothing(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="331"):
         llm.generate([[1], [331]], greedy())

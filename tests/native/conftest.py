@@ -10,10 +10,10 @@ import pytest
 
 from cadenza.backends.xla.ops.native_library import (
     NativeLibrary,
-    PackLayout,
-    empty_packed,
     load_native_library,
+    packed_shape,
 )
+from cadenza.backends.xla.ops.packed_memory import PackedMemory
 
 Call = Callable[..., Any]
 Pack = Callable[..., npt.NDArray[Any]]
@@ -45,15 +45,9 @@ def pack(library: NativeLibrary) -> Pack:
 
     def run(*parts: npt.NDArray[Any], dtype: Any, is_gated: bool = False) -> npt.NDArray[Any]:
         columns = len(parts[0]) if is_gated else sum(map(len, parts))
-        packed = empty_packed(columns, parts[0].shape[1], dtype, is_gated=is_gated)
-        if is_gated:
-            for part, layout in zip(parts, (PackLayout.GATE, PackLayout.UP), strict=True):
-                library.pack(part, packed, num_columns=columns, layout=layout)
-            return packed
-        offset = 0
-        for part in parts:
-            library.pack(part, packed, num_columns=columns, column_offset=offset)
-            offset += len(part)
+        shape = packed_shape(columns, parts[0].shape[1], dtype, is_gated=is_gated)
+        packed = PackedMemory().empty(shape, dtype)
+        library.pack(parts, packed, is_gated=is_gated)
         return packed
 
     return run

@@ -1,4 +1,4 @@
-"""rope_append_attend and copy_pages through XLA: values, chunks, pages, pools in place."""
+"""rope_append_attend through XLA: values, chunks, pages, pools in place."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,17 @@ NONE = np.zeros(0, np.float32)
 DTYPES = [ml_dtypes.bfloat16, np.float32]
 
 
+LAYERS = 3
+"""Of the pools; the last one attends."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     rotary: int = SIZE
     window: int = 0
     soft_cap: float = 0.0
     has_norms: bool = False
+    norm_spans_heads: bool = False
 
 
 VARIANTS = [
@@ -32,6 +37,8 @@ VARIANTS = [
     Variant(window=20),
     Variant(soft_cap=3.0),
     Variant(has_norms=True, window=40, soft_cap=10.0),
+    Variant(rotary=0),
+    Variant(has_norms=True, norm_spans_heads=True),
 ]
 
 
@@ -44,7 +51,8 @@ def norm_weights(variant: Variant) -> list[npt.NDArray[np.float32]]:
     if not variant.has_norms:
         return [NONE, NONE]
     random = np.random.default_rng(4)
-    return [random.normal(size=SIZE).astype(np.float32) for _ in range(2)]
+    heads = (HEADS, KV_HEADS) if variant.norm_spans_heads else (1, 1)
+    return [random.normal(size=SIZE * count).astype(np.float32) for count in heads]
 
 
 class Row:
@@ -53,7 +61,7 @@ class Row:
     def __init__(self, call: Any, variant: Variant, dtype: Any, page_size: int) -> None:
         self._call, self._variant, self._page_size = call, variant, page_size
         num_pages = LENGTH // page_size + 3
-        shape = (num_pages, KV_HEADS, page_size, SIZE)
+        shape = (num_pages, LAYERS, KV_HEADS, page_size, SIZE)
         self.pools = [jnp.full(shape, jnp.nan, dtype) for _ in range(2)]
         self._pages = np.random.default_rng(page_size).permutation(num_pages).astype(np.int32)
         self._length = 0
@@ -85,6 +93,7 @@ class Row:
             *norm_weights(variant),
             *self.pools,
             aliases={9: 1, 10: 2},
+            layer=np.int64(LAYERS - 1),
             heads=np.int64(HEADS),
             scale=np.float32(SIZE**-0.5),
             window=np.int64(variant.window),
@@ -100,7 +109,9 @@ def turned(
 ) -> npt.NDArray[np.float64]:
     """Normed and rotated heads [LENGTH, H, SIZE]."""
     if variant.has_norms:
-        part = part / np.sqrt(np.mean(part**2, axis=-1, keepdims=True) + 1e-6) * weight
+        axes = (-2, -1) if variant.norm_spans_heads else -1
+        part = part / np.sqrt(np.mean(part**2, axis=axes, keepdims=True) + 1e-6)
+        part = part * weight.reshape(-1, SIZE)
     half = variant.rotary // 2
     cos, sin = np.split(rope_table(variant.rotary)[:LENGTH, None, :], 2, axis=-1)
     a, b, rest = part[..., :half], part[..., half : 2 * half], part[..., 2 * half :]
@@ -148,7 +159,7 @@ def test_attention_has_the_same_bits_however_the_row_is_cut_and_paged(call, rand
 
 def test_attention_refuses_pools_that_are_not_aliased(call, random):
     qkv = random.normal(size=(1, WIDTH)).astype(np.float32)
-    pool = jnp.zeros((2, KV_HEADS, 16, SIZE))
+    pool = jnp.zeros((2, LAYERS, KV_HEADS, 16, SIZE))
     shapes = [jax.ShapeDtypeStruct(pool.shape, pool.dtype)] * 2
     one = np.zeros(1, np.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="donated and aliased"):
@@ -166,6 +177,7 @@ def test_attention_refuses_pools_that_are_not_aliased(call, random):
             NONE,
             pool,
             pool,
+            layer=np.int64(LAYERS - 1),
             heads=np.int64(HEADS),
             scale=np.float32(1),
             window=np.int64(0),
@@ -173,20 +185,3 @@ def test_attention_refuses_pools_that_are_not_aliased(call, random):
             norm_eps=np.float32(1e-6),
             norm_one_plus=False,
         )
-
-
-def test_copy_pages_copies_whole_pages_in_place_and_skips_negative_ones(call, random):
-    keys, values = (random.normal(size=(4, 2, 16, 16)).astype(np.float32) for _ in range(2))
-    sources, targets = np.array([1, -1, 3], np.int32), np.array([0, 2, 2], np.int32)
-    shapes = (jax.ShapeDtypeStruct(keys.shape, jnp.float32),) * 2
-    out = call(
-        "copy_pages",
-        shapes,
-        jnp.array(keys),
-        jnp.array(values),
-        sources,
-        targets,
-        aliases={0: 0, 1: 1},
-    )
-    for before, after in zip((keys, values), out, strict=True):
-        np.testing.assert_array_equal(after, before[[1, 1, 3, 3]])

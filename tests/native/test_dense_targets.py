@@ -12,12 +12,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.native_library import empty_packed
+from cadenza.backends.xla.ops.native_library import packed_shape
+from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.errors import ConfigError
 
 pytestmark = pytest.mark.native
 
 NONE = np.zeros(0, np.float32)
+ONE = np.float32(1.0)
 DTYPES = [ml_dtypes.bfloat16, np.float32]
 
 
@@ -25,8 +27,11 @@ def tolerance(dtype: Any) -> float:
     return 1e-2 if dtype == ml_dtypes.bfloat16 else 1e-5
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.22])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_multiplies_fused_weights_and_adds_bias_and_residual(call, pack, random, dtype):
+def test_linear_multiplies_fused_weights_and_adds_bias_and_residual(
+    call, pack, random, dtype, scale
+):
     q, k = random.normal(size=(70, 45)).astype(dtype), random.normal(size=(21, 45)).astype(dtype)
     x = random.normal(size=(9, 45)).astype(dtype)
     bias, residual = random.normal(size=91), random.normal(size=(9, 91))
@@ -38,9 +43,10 @@ def test_linear_multiplies_fused_weights_and_adds_bias_and_residual(call, pack, 
         np.int32(7),
         bias.astype(np.float32),
         residual.astype(np.float32),
+        scale=np.float32(scale),
     )
     weight = np.concatenate([q, k]).astype(np.float64)
-    expected = x.astype(np.float64) @ weight.T + bias + residual
+    expected = scale * (x.astype(np.float64) @ weight.T + bias) + residual
     np.testing.assert_allclose(out[:7], expected[:7], rtol=1e-4, atol=1e-4)
 
 
@@ -49,12 +55,14 @@ def test_linear_rows_are_bitwise_the_same_whatever_the_batch_and_bucket(call, pa
     weight = pack(random.normal(size=(100, 64)).astype(dtype), dtype=dtype)
     x = random.normal(size=(130, 64)).astype(dtype)
     shape = jax.ShapeDtypeStruct((130, 100), dtype)
-    whole = np.asarray(call("linear", shape, x, weight, np.int32(130), NONE, NONE))
+    whole = np.asarray(call("linear", shape, x, weight, np.int32(130), NONE, NONE, scale=ONE))
     for count in (1, 2, 13, 14, 15, 64, 129):
-        some = np.asarray(call("linear", shape, x, weight, np.int32(count), NONE, NONE))
+        some = np.asarray(call("linear", shape, x, weight, np.int32(count), NONE, NONE, scale=ONE))
         assert some[:count].tobytes() == whole[:count].tobytes()
         shifted = np.roll(x, 1 - count, axis=0)
-        moved = np.asarray(call("linear", shape, shifted, weight, np.int32(1), NONE, NONE))
+        moved = np.asarray(
+            call("linear", shape, shifted, weight, np.int32(1), NONE, NONE, scale=ONE)
+        )
         assert moved[0].tobytes() == whole[count - 1].tobytes()
 
 
@@ -85,7 +93,7 @@ def test_gated_linear_applies_each_activation(call, pack, random, dtype, code, n
 
 
 @pytest.mark.parametrize("one_plus", [False, True])
-def test_rms_norm_takes_rows_and_residuals(call, random, one_plus):
+def test_rms_norm_takes_residuals(call, random, one_plus):
     x = random.normal(size=(6, 50)).astype(np.float32)
     weight = random.normal(size=50).astype(np.float32)
     attrs = {"eps": np.float32(1e-5), "one_plus": one_plus}
@@ -94,13 +102,21 @@ def test_rms_norm_takes_rows_and_residuals(call, random, one_plus):
     shape = jax.ShapeDtypeStruct((6, 50), jnp.float32)
     plain = call("rms_norm", shape, x, weight, np.int32(6), **attrs)
     np.testing.assert_allclose(plain, expected, rtol=1e-5)
-    rows = np.array([5, 0, 3], np.int32)
-    shape = jax.ShapeDtypeStruct((3, 50), jnp.float32)
-    some = call("rms_norm_rows", shape, x, weight, np.int32(3), rows, **attrs)
-    assert np.asarray(some).tobytes() == np.asarray(plain)[rows].tobytes()
-    shape = jax.ShapeDtypeStruct((6, 50), jnp.float32)
     added = call("rms_norm_add", shape, x, weight, np.int32(6), x, **attrs)
     assert np.asarray(added).tobytes() == (np.asarray(plain) + x).tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_taken_as_they_are(call, random, dtype):
+    x = random.normal(size=(6, 50)).astype(dtype)
+    rows = np.array([5, 0, -1, 6, 3], np.int32)
+    some = call("take_rows", jax.ShapeDtypeStruct((5, 50), dtype), x, np.int32(4), rows)
+    assert np.asarray(some)[:2].tobytes() == x[rows[:2]].tobytes()
+    assert not np.asarray(some)[2:4].any()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="cadenza_take_rows: the result must"):
+        call("take_rows", jax.ShapeDtypeStruct((5, 51), dtype), x, np.int32(4), rows)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="cadenza_take_rows: there are too few"):
+        call("take_rows", jax.ShapeDtypeStruct((6, 50), dtype), x, np.int32(6), rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,22 +136,42 @@ def test_a_target_names_what_is_wrong_with_its_operands(call, pack, random):
     x = np.zeros((2, 16), np.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="cadenza_linear: the packed weight"):
         call(
-            "linear", jax.ShapeDtypeStruct((2, 65), jnp.float32), x, weight, np.int32(2), NONE, NONE
+            "linear",
+            jax.ShapeDtypeStruct((2, 65), jnp.float32),
+            x,
+            weight,
+            np.int32(2),
+            NONE,
+            NONE,
+            scale=ONE,
         )
     with pytest.raises(jax.errors.JaxRuntimeError, match="true count"):
         call(
-            "linear", jax.ShapeDtypeStruct((2, 32), jnp.float32), x, weight, np.int32(3), NONE, NONE
+            "linear",
+            jax.ShapeDtypeStruct((2, 32), jnp.float32),
+            x,
+            weight,
+            np.int32(3),
+            NONE,
+            NONE,
+            scale=ONE,
         )
 
 
 def test_packing_refuses_what_does_not_fit(library, random):
-    packed = empty_packed(32, 16, np.float32)
-    with pytest.raises(ConfigError, match="do not fit"):
-        library.pack(np.zeros((33, 16), np.float32), packed, num_columns=32)
+    memory = PackedMemory()
+    packed = memory.empty(packed_shape(32, 16, np.float32), np.float32)
+    zeros = np.zeros((32, 16), np.float32)
+    for unfit in ([np.zeros((33, 16), np.float32)], [zeros, zeros], [zeros, np.zeros((0, 17))]):
+        with pytest.raises(ConfigError, match="fit"):
+            library.pack(unfit, packed)
     with pytest.raises(ConfigError, match="cannot be packed"):
-        library.pack(np.zeros((16, 16), np.int32), packed, num_columns=32)
+        library.pack([zeros.astype(np.int32)], packed)
     with pytest.raises(ConfigError, match="strides"):
-        library.pack(np.zeros((16, 32), np.float32).T, packed, num_columns=32)
+        library.pack([np.zeros((16, 32), np.float32).T], packed)
+    gated = memory.empty(packed_shape(32, 16, np.float32, is_gated=True), np.float32)
+    with pytest.raises(ConfigError, match="equal sizes"):
+        library.pack([zeros, zeros[1:]], gated, is_gated=True)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from cadenza.backends.xla.ops.experts import (
     grouped_gated_linear,
     grouped_linear,
 )
-from cadenza.backends.xla.ops.native_library import PackLayout, empty_packed_experts
-from cadenza.backends.xla.ops.table import Linear
+from cadenza.backends.xla.ops.native_library import packed_shape
+from cadenza.backends.xla.ops.packed_memory import PackedMemory
+from cadenza.backends.xla.ops.table import ExpertChoice, Linear
 
 pytestmark = pytest.mark.native
 
@@ -56,14 +57,13 @@ class Layer:
         self.down = random.normal(size=(EXPERTS, HIDDEN, INNER)).astype(dtype) * dtype(0.2)
         self.gate_up_bias = random.normal(size=(EXPERTS, 2 * INNER)).astype(np.float32)
         self.down_bias = random.normal(size=(EXPERTS, HIDDEN)).astype(np.float32)
-        self.packed_gate_up = empty_packed_experts(EXPERTS, INNER, HIDDEN, dtype, is_gated=True)
-        self.packed_down = empty_packed_experts(EXPERTS, HIDDEN, INNER, dtype)
+        memory, gated = PackedMemory(), packed_shape(INNER, HIDDEN, dtype, is_gated=True)
+        self.packed_gate_up = memory.empty((EXPERTS, *gated), dtype)
+        self.packed_down = memory.empty((EXPERTS, *packed_shape(HIDDEN, INNER, dtype)), dtype)
         for expert in range(EXPERTS):
             gate, up = np.split(self.gate_up[expert], 2)
-            packed = self.packed_gate_up[expert]
-            library.pack(gate, packed, num_columns=INNER, layout=PackLayout.GATE)
-            library.pack(up, packed, num_columns=INNER, layout=PackLayout.UP)
-            library.pack(self.down[expert], self.packed_down[expert], num_columns=HIDDEN)
+            library.pack((gate, up), self.packed_gate_up[expert], is_gated=True)
+            library.pack([self.down[expert]], self.packed_down[expert])
 
     def gated(self, x: Any, ids: Any, count: int) -> Any:
         shape = jax.ShapeDtypeStruct((*ids.shape, INNER), self.dtype)
@@ -142,8 +142,7 @@ def test_grouped_products_follow_their_definitions(call, library, random, dtype)
     expected = grouped_linear(
         inner,
         Linear(jnp.asarray(layer.down), jnp.asarray(layer.down_bias)),
-        jnp.asarray(ids),
-        jnp.asarray(weights),
+        ExpertChoice(jnp.asarray(ids), jnp.asarray(weights)),
         jnp.asarray(residual),
     )
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)

@@ -10,9 +10,9 @@ import pytest
 
 from cadenza.backends.xla.ops.sampling import choose_tokens
 from cadenza.backends.xla.ops.table import (
-    COLUMN_FINITE,
     COLUMN_LOGPROB,
     COLUMN_RANK,
+    COLUMN_STATE,
     COLUMN_TOKEN,
     COLUMN_TOP,
     NUM_COLUMNS,
@@ -23,7 +23,7 @@ from cadenza.backends.xla.ops.table import (
 pytestmark = pytest.mark.native
 
 VOCAB, WIDTH, ROWS = 3001, 40, 24
-NONE = np.zeros(0, np.float32)
+NONE = np.zeros(0, np.int32)
 
 
 def sampling(random: np.random.Generator) -> SamplingArrays:
@@ -35,6 +35,8 @@ def sampling(random: np.random.Generator) -> SamplingArrays:
         min_p=np.where(index % 5 == 2, 0.05, 0).astype(np.float32),
         keys=random.integers(0, 2**32, (ROWS, 2), dtype=np.uint32),
         num_logprobs=np.where(index % 2 == 0, 3, -1).astype(np.int32),
+        has_rules=np.zeros(ROWS, np.int32),
+        targets=np.full(ROWS, -1, np.int32),
     )
 
 
@@ -43,16 +45,19 @@ def choose(
     x: npt.NDArray[Any],
     head: Any,
     rows: SamplingArrays,
-    bias: Any = NONE,
-    bias_rows: Any = None,
+    *,
+    divisor: float = 1.0,
+    soft_cap: float = 0.0,
 ) -> npt.NDArray[np.int32]:
-    if bias_rows is None:
-        bias_rows = np.full(len(x), -1, np.int32)
     shape = jax.ShapeDtypeStruct((len(x), NUM_COLUMNS), jnp.int32)
     count = np.int32(len(x))
-    return np.asarray(
-        call("next_token", shape, x, head, count, *rows, bias, bias_rows, vocab=np.int64(VOCAB))
-    )
+    attrs = {
+        "vocab": np.int64(VOCAB),
+        "divisor": np.float32(divisor),
+        "soft_cap": np.float32(soft_cap),
+        "page_size": np.int64(16),
+    }
+    return np.asarray(call("next_token", shape, x, head, count, *rows, *[NONE] * 5, **attrs))
 
 
 def row_of(rows: SamplingArrays, i: int) -> SamplingArrays:
@@ -71,7 +76,7 @@ def test_next_token_agrees_with_the_definition_in_every_column(call, pack, rando
     logits = jnp.matmul(x, weight.T, precision="highest")
     expected = np.asarray(choose_tokens(logits, rows))
     np.testing.assert_array_equal(out[:, COLUMN_TOKEN], expected[:, COLUMN_TOKEN])
-    np.testing.assert_array_equal(out[:, COLUMN_FINITE], 1)
+    np.testing.assert_array_equal(out[:, COLUMN_STATE], 1)
     asked = rows.num_logprobs >= 0
     assert not out[~asked][:, COLUMN_LOGPROB:].any()
     ids = slice(COLUMN_TOP, COLUMN_TOP + NUM_TOP)
@@ -80,6 +85,27 @@ def test_next_token_agrees_with_the_definition_in_every_column(call, pack, rando
     for columns in (slice(COLUMN_LOGPROB, COLUMN_LOGPROB + 1), slice(ids.stop, None)):
         mine, theirs = as_floats(out[asked][:, columns]), as_floats(expected[asked][:, columns])
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+
+def test_next_token_divides_and_caps_its_logits(call, pack, random):
+    weight = random.normal(size=(VOCAB, WIDTH)).astype(np.float32)
+    x = random.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    rows = sampling(random)._replace(num_logprobs=np.full(ROWS, NUM_TOP, np.int32))
+    out = choose(call, x, pack(weight, dtype=np.float32), rows, divisor=1.5, soft_cap=6.0)
+    logits = 6.0 * np.tanh(x.astype(np.float64) @ weight.T / 1.5 / 6.0)
+    exact = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    top_ids = out[:, COLUMN_TOP : COLUMN_TOP + NUM_TOP]
+    top = as_floats(out[:, COLUMN_TOP + NUM_TOP :])
+    np.testing.assert_allclose(top, np.take_along_axis(exact, top_ids, axis=1), atol=1e-5)
+    np.testing.assert_allclose(top, -np.sort(-exact, axis=1)[:, :NUM_TOP], atol=1e-5)
+
+
+def test_a_soft_cap_does_not_hide_an_infinite_logit(call, pack, random):
+    weight = random.normal(size=(VOCAB, WIDTH)).astype(np.float32)
+    x = random.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    x[5, 7] = np.inf
+    out = choose(call, x, pack(weight, dtype=np.float32), sampling(random), soft_cap=30.0)
+    np.testing.assert_array_equal(out[:, COLUMN_STATE], np.arange(ROWS) != 5)
 
 
 def test_next_token_rows_are_bitwise_the_same_alone(call, pack, random):
@@ -99,20 +125,5 @@ def test_next_token_flags_only_the_row_that_is_not_finite(call, pack, random):
     clean = choose(call, x, head, rows)
     x[5, 7] = np.nan
     out = choose(call, x, head, rows)
-    assert out[5, COLUMN_FINITE] == 0
+    assert out[5, COLUMN_STATE] == 0
     np.testing.assert_array_equal(np.delete(out, 5, axis=0), np.delete(clean, 5, axis=0))
-
-
-def test_a_bias_row_forbids_tokens_to_its_own_row_only(call, pack, random):
-    head = pack(random.normal(size=(VOCAB, WIDTH)).astype(np.float32), dtype=np.float32)
-    x = random.normal(size=(ROWS, WIDTH)).astype(np.float32)
-    rows = sampling(random)
-    free = choose(call, x, head, rows)
-    bias = np.zeros((1, VOCAB), np.float32)
-    bias[0, free[:, COLUMN_TOKEN]] = -np.inf
-    bias_rows = np.full(ROWS, -1, np.int32)
-    bias_rows[4] = bias_rows[7] = 0
-    bound = choose(call, x, head, rows, bias, bias_rows)
-    others = np.delete(np.arange(ROWS), [4, 7])
-    np.testing.assert_array_equal(bound[others], free[others])
-    assert not np.isin(bound[[4, 7], COLUMN_TOKEN], free[:, COLUMN_TOKEN]).any()

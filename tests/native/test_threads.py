@@ -4,13 +4,13 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from cadenza import AsyncEngine, SamplingParams
 from cadenza.checkpoint import named_shape, write_random_checkpoint
+from tests.process_cost import IDLE_SHARE, SHORT_IDLE_SHARE, idle_share, needs_proc
 
 pytestmark = pytest.mark.native
 
@@ -18,8 +18,6 @@ COUNT_THREADS = (
     "from cadenza.backends.xla.ops.native_library import load_native_library;"
     "print(load_native_library().num_threads)"
 )
-IDLE_SHARE = 0.01
-"""Of a core: an idle engine takes less."""
 
 
 def count_threads(code: str = COUNT_THREADS, **environment: str) -> str:
@@ -56,17 +54,14 @@ def test_an_unknown_isa_is_a_named_error_that_lists_the_possible_ones() -> None:
     assert "scalar" in message
 
 
-def idle_share(folder: Path, seconds: float) -> float:
-    """Of a core, while a warm engine has nothing to do."""
+def share_of_an_idle_engine(folder: Path, seconds: float) -> float:
+    """Of a core, while a warm engine in this process has nothing to do."""
 
     async def play() -> float:
         async with AsyncEngine.from_model(folder, max_num_seqs=2, max_model_len=64) as engine:
             params = SamplingParams(max_tokens=8, ignore_eos=True)
             _ = [output async for output in engine.generate([1, 2], params)]
-            await asyncio.sleep(0.2)  # the threads' last spin, and the compiler's
-            start = time.process_time()
-            await asyncio.sleep(seconds)
-            return (time.process_time() - start) / seconds
+            return await asyncio.to_thread(idle_share, os.getpid(), seconds)
 
     return asyncio.run(play())
 
@@ -78,10 +73,12 @@ def tiny_folder(tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
+@needs_proc
 def test_an_idle_engine_burns_nothing(tiny_folder: Path) -> None:
-    assert idle_share(tiny_folder, 3.0) < IDLE_SHARE
+    assert share_of_an_idle_engine(tiny_folder, 3.0) < SHORT_IDLE_SHARE
 
 
+@needs_proc
 @pytest.mark.soak
 def test_an_engine_idle_for_a_minute_burns_nothing(tiny_folder: Path) -> None:
-    assert idle_share(tiny_folder, 60.0) < IDLE_SHARE
+    assert share_of_an_idle_engine(tiny_folder, 60.0) < IDLE_SHARE

@@ -1,8 +1,8 @@
 """What transformers makes of a model folder: the oracle's side of every comparison.
 
 Owns the settings under which transformers is exact enough to be an oracle (float32, plain
-attention, one thread order). Knows nothing of Cadenza. torch and transformers are imported inside
-the functions, so that tests that need neither can be collected without them.
+attention, experts one after another). Knows nothing of Cadenza. torch and transformers are imported
+inside the functions, so that tests that need neither can be collected without them.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,11 @@ def load_model(folder: Path, dtype: str = "float32") -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="eager", local_files_only=True
+        folder,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        experts_implementation="eager",
+        local_files_only=True,
     )
     return model.eval()
 

@@ -2,27 +2,30 @@
 
 Run from the repository's root, in the environment that `make oracle` uses:
 
-    .venv-oracle/bin/python -m tests.oracle.make_fixtures
+    .venv-oracle/bin/python -m tests.oracle.make_fixtures [NAME...]
 
 Each folder holds what transformers saved (config.json, model.safetensors) and expected.npz:
 `token_ids` [T + 1], the prompt and greedy tokens; `logits` [T, V], float32, row i predicts token
-i + 1; `num_prompt_tokens`. The shapes are hostile: three layers, grouped heads, odd vocabularies,
-hidden sizes that are no multiple of 64, contexts beyond the scaled rotary length.
+i + 1; `num_prompt_tokens`. The shapes are hostile: three layers or more, grouped heads, odd
+vocabularies, hidden sizes that are no multiple of 64, contexts beyond the scaled rotary length and
+beyond every window, caps that bite.
 """
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.oracle.family_configs import FAMILY_CONFIGS
 from tests.oracle.hf import compute_logits, decode_greedily
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NUM_PROMPT_TOKENS = 80
 NUM_NEW_TOKENS = 16
-MAX_TOTAL_BYTES = 3_000_000
+MAX_TOTAL_BYTES = 10_000_000
 
 COMMON = {
     "num_hidden_layers": 3,
@@ -33,6 +36,9 @@ COMMON = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
+
+GAINS = {"q_proj": 2.0, "qkv_proj": 1.5}
+"""Of weights, so that attention is peaked."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-untied-bias-llama3": {
@@ -86,24 +92,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    **FAMILY_CONFIGS,
 }
 
-OLD_SPELLING = "llama-tied-linear"
-"""This folder's config.json is rewritten as transformers wrote it before version 5."""
+OLD_SPELLING = ("llama-tied-linear", "phi3-tied-partial", "gemma3-tied")
+"""These folders' config.json is rewritten as transformers wrote it before version 5."""
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     for seed, name in enumerate(CONFIGS):
+        if names and name not in names:
+            continue
         folder = FIXTURES / name
         folder.mkdir(parents=True, exist_ok=True)
         write_checkpoint(folder, {**COMMON, **CONFIGS[name]}, seed)
-        if name == OLD_SPELLING:
+        if name in OLD_SPELLING:
             rewrite_in_old_spelling(folder / "config.json")
         write_expected(folder, CONFIGS[name]["vocab_size"], seed)
     total = sum(path.stat().st_size for path in FIXTURES.rglob("*") if path.is_file())
     if total > MAX_TOTAL_BYTES:
         raise SystemExit(f"the fixtures have {total} bytes; at most {MAX_TOTAL_BYTES} are allowed")
-    print(f"{len(CONFIGS)} fixtures, {total} bytes")
+    print(f"{len(names or CONFIGS)} fixtures written; all have {total} bytes")
 
 
 def write_checkpoint(folder: Path, options: dict[str, Any], seed: int) -> None:
@@ -115,28 +124,49 @@ def write_checkpoint(folder: Path, options: dict[str, Any], seed: int) -> None:
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
-    logit_sigma = math.sqrt(math.log(config.vocab_size))
+    logit_sigma = math.sqrt(math.log(config.vocab_size)) * getattr(config, "logits_scaling", 1.0)
+    is_gemma = config.model_type.startswith("gemma")
+    final_gain = final_gain_of(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                parameter.copy_(1 + 0.2 * noise)
+                gain = final_gain if name == "model.norm.weight" else 1.0
+                parameter.copy_(gain * (1 + 0.2 * noise) - float(is_gemma))
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * noise)
             else:
                 is_head = "lm_head" in name or "embed" in name
-                gain = logit_sigma if is_head else 2.0 if "q_proj" in name else 1.0
+                gain = logit_sigma / final_gain if is_head else GAINS.get(name.split(".")[-2], 1.0)
                 parameter.copy_(noise * gain / math.sqrt(parameter.shape[-1]))
     model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
+
+
+def final_gain_of(config: Any) -> float:
+    """Of the last norm where a scaled, tied embedding is made small in exchange, so that a token
+    does not predict itself.
+    """
+    if not config.tie_word_embeddings:
+        return 1.0
+    if config.model_type.startswith("gemma"):
+        return config.hidden_size**0.5
+    scale = getattr(config, "embedding_multiplier", 1.0) * getattr(config, "logits_scaling", 1.0)
+    return scale / getattr(config, "residual_multiplier", 1.0)
 
 
 def rewrite_in_old_spelling(path: Path) -> None:
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
     config["torch_dtype"] = config.pop("dtype")
-    config["rope_theta"] = rope["rope_theta"]
-    config["rope_scaling"] = {"type": rope["rope_type"], "factor": rope["factor"]}
+    type_key = "type"
+    if "sliding_attention" in rope:  # Gemma 3, which was never written with a mere "type"
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope, type_key = rope["full_attention"], "rope_type"
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = {type_key: rope.pop("rope_type"), **rope}
+    if share := config["rope_scaling"].pop("partial_rotary_factor", None):
+        config["partial_rotary_factor"] = share
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -160,4 +190,4 @@ def check_against_one_pass(folder: Path, token_ids: list[int], logits: np.ndarra
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -81,6 +81,7 @@ class TappedEngine:
         model = config or checkpoint.config
         stored = checkpoint.weights[EMBEDDING if model.tie_word_embeddings else HEAD]
         self._head = np.asarray(stored).astype(np.float64)  # [V, E]
+        self._model = model
         self._budget = MAX_TOKENS[ops]
         self._pages_per_row = -(-min(512, model.max_position_embeddings) // PAGE_SIZE)
         limits = EngineLimits(
@@ -160,11 +161,17 @@ class TappedEngine:
     def _forced(self, rows: npt.NDArray[np.int32]) -> Forced:
         """From the results [T, C + E] of one sequence."""
         hidden = np.ascontiguousarray(rows[:, NUM_COLUMNS:]).view(np.float32)
-        logits = hidden.astype(np.float64) @ self._head.T
+        logits = self._shaped(hidden.astype(np.float64) @ self._head.T)
         top_ids, top_bits = np.split(rows[:, NUM_COLUMNS - 2 * NUM_TOP : NUM_COLUMNS], 2, axis=1)
         reported = np.ascontiguousarray(top_bits).view(np.float32)
         expected = np.take_along_axis(log_softmax(logits), top_ids, axis=1)
         return Forced(logits=logits, head_error=float(np.abs(reported - expected).max()))
+
+    def _shaped(self, logits: Float64Array) -> Float64Array:
+        """What the model does to its logits before anybody reads them."""
+        logits = logits / self._model.logit_divisor
+        cap = self._model.logit_soft_cap
+        return logits if cap is None else cap * np.tanh(logits / cap)
 
 
 def log_softmax(logits: npt.NDArray[Any]) -> Float64Array:

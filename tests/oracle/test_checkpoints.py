@@ -10,17 +10,20 @@ from cadenza.checkpoint import (
     declare,
     named_shape,
     open_checkpoint,
+    open_weights,
     write_random_checkpoint,
 )
+from cadenza.checkpoint.random_checkpoint import shape_names
 from tests.oracle.hf import compute_logits, load_model
 
 pytestmark = pytest.mark.oracle
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 FOLDERS = sorted(path for path in FIXTURES.iterdir() if path.is_dir())
+MIXTURES = [path for path in FOLDERS if named_shape(str(path)).experts is not None]
 
 
-@pytest.fixture(scope="module", params=["tiny-llama", "tiny-qwen3"])
+@pytest.fixture(scope="module", params=[name for name in shape_names() if name.startswith("tiny-")])
 def random_folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("random") / request.param
     write_random_checkpoint(named_shape(request.param), folder, seed=5, dtype="float32")
@@ -37,35 +40,53 @@ def assert_configs_agree(folder: Path) -> None:
     assert ours.num_layers == theirs.num_hidden_layers
     assert ours.num_heads == theirs.num_attention_heads
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == theirs.head_dim
+    assert ours.head_dim == (
+        getattr(theirs, "head_dim", None) or ours.hidden_size // ours.num_heads
+    )
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.has_attention_bias == theirs.attention_bias
+    assert ours.has_qkv_bias == getattr(theirs, "attention_bias", theirs.model_type == "qwen2")
     assert ours.has_mlp_bias == getattr(theirs, "mlp_bias", False)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        assert getattr(ours.rope.scaling, name, None) == theirs.rope_parameters.get(name)
+    kinds = [ours.layer_kinds[index].window is not None for index in range(ours.num_layers)]
+    window = getattr(theirs, "sliding_window", None)
+    all_kinds = ["full_attention" if window is None else "sliding_attention"] * ours.num_layers
+    their_kinds = getattr(theirs, "layer_types", None) or all_kinds
+    assert kinds == [kind == "sliding_attention" for kind in their_kinds]
+    ropes = theirs.rope_parameters
+    assert ours.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
 
 
-def assert_tensors_agree(folder: Path) -> None:
-    """Each declared tensor is a parameter of transformers' model, and it has no others."""
+def assert_tensors_agree(folder: Path, saved: Path) -> None:
+    """Each declared tensor is one that transformers loads and saves, and there are no others."""
     checkpoint = open_checkpoint(folder)
-    theirs = dict(load_model(folder).named_parameters())
+    load_model(folder).save_pretrained(saved)
+    theirs = open_weights(saved)
     assert {spec.name for spec in declare(checkpoint.config)} == set(theirs)
-    for name, parameter in theirs.items():
-        assert np.array_equal(checkpoint.weights[name], parameter.detach().numpy())
+    for name in theirs:
+        assert np.array_equal(checkpoint.weights[name], theirs[name])
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
-def test_fixtures_are_read_as_transformers_reads_them(folder: Path):
+def test_fixtures_are_read_as_transformers_reads_them(folder: Path, tmp_path: Path):
     assert_configs_agree(folder)
-    assert_tensors_agree(folder)
+    assert_tensors_agree(folder, tmp_path)
 
 
-def test_random_checkpoints_are_read_by_transformers(random_folder: Path):
+def test_random_checkpoints_are_read_by_transformers(random_folder: Path, tmp_path: Path):
     assert_configs_agree(random_folder)
-    assert_tensors_agree(random_folder)
+    assert_tensors_agree(random_folder, tmp_path)
+
+
+@pytest.mark.parametrize("folder", MIXTURES, ids=lambda path: path.name)
+def test_experts_that_transformers_saves_stacked_are_read_as_single_ones(
+    folder: Path, tmp_path: Path
+):
+    load_model(folder).save_pretrained(tmp_path, save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in open_weights(tmp_path)
+    ours, stacked = open_checkpoint(folder).weights, open_checkpoint(tmp_path).weights
+    assert set(ours) == set(stacked)
+    assert all(np.array_equal(ours[tensor], stacked[tensor]) for tensor in ours)
 
 
 def test_random_logits_are_neither_flat_nor_degenerate(random_folder: Path):

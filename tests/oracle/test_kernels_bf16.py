@@ -18,9 +18,11 @@ from cadenza.checkpoint import (
     Llama3RopeScaling,
     ModelConfig,
     RopeConfig,
+    named_shape,
     open_checkpoint,
     write_random_checkpoint,
 )
+from cadenza.checkpoint.random_checkpoint import shape_names
 from cadenza.text import Tokenizer
 from tests.oracle.hf import decode_greedily, load_model
 from tests.oracle.tapped_engine import Float64Array, TappedEngine, log_softmax
@@ -54,7 +56,8 @@ LLAMA = ModelConfig(
             original_max_position_embeddings=64,
         ),
     ),
-    has_attention_bias=True,
+    has_qkv_bias=True,
+    has_attention_out_bias=True,
     has_mlp_bias=True,
     max_position_embeddings=512,
     dtype="bfloat16",
@@ -70,7 +73,7 @@ QWEN3 = ModelConfig(
     head_dim=80,
     rms_norm_eps=1e-6,
     rope=RopeConfig(theta=1_000_000.0, rotary_dim=80),
-    has_qk_norm=True,
+    qk_norm="head",
     tie_word_embeddings=True,
     max_position_embeddings=512,
     dtype="bfloat16",
@@ -139,6 +142,17 @@ def test_random_weights_lose_no_more_to_bfloat16_than_in_transformers(
 ):
     write_random_checkpoint(SHAPES[name], tmp_path / name, seed=1, dtype="bfloat16")
     sequences = random_sequences(SHAPES[name].vocab_size)
+    check(name, measure(tmp_path / name, sequences, list(PROMPT_LENGTHS)), capsys)
+
+
+@pytest.mark.parametrize("name", [name for name in shape_names() if name.startswith("tiny-")])
+def test_every_family_loses_no_more_to_bfloat16_than_in_transformers(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Tiny shapes, whose windows and original lengths every long prompt passes."""
+    config = replace(named_shape(name), dtype="bfloat16", max_position_embeddings=512)
+    write_random_checkpoint(config, tmp_path / name, seed=1, dtype="bfloat16")
+    sequences = random_sequences(config.vocab_size)
     check(name, measure(tmp_path / name, sequences, list(PROMPT_LENGTHS)), capsys)
 
 

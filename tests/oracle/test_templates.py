@@ -1,4 +1,4 @@
-"""Chat templates rendered by Cadenza and by transformers, to the last character."""
+"""Chat templates rendered by Cadenza and by transformers, to the last character and token."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cadenza.errors import InvalidRequestError
-from cadenza.text import ChatTemplate
+from cadenza.text import ChatTemplate, Tokenizer
 from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.oracle
@@ -64,6 +64,12 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "content in parts": [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     ],
+    "modes in words": [
+        {"role": "system", "content": "Be terse. /no_think"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "\nb"},
+        {"role": "user", "content": "c\n\n  d"},
+    ],
     "no content": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}],
     "roles out of order": [
         {"role": "user", "content": "a"},
@@ -77,42 +83,110 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tools": {"tools": [TOOL, TOOL], "add_generation_prompt": True},
     "no thinking": {"enable_thinking": False, "add_generation_prompt": True},
     "thinking": {"enable_thinking": True, "add_generation_prompt": True},
+    "documents": {"documents": [{"title": "A", "text": "é <b>"}, {"text": "2", "title": "B"}]},
+    "tools and documents": {"tools": [TOOL], "documents": [{"title": "A", "text": "x"}]},
+    "tools elsewhere": {"tools": [TOOL], "tools_in_user_message": False, "date_string": "1 May"},
 }
+CALLERS = {"tools", "documents", "add_generation_prompt"}
+"""Arguments that every template may be given."""
+
+
+CONTROLS = (
+    "<think> </think> <tools> </tools> <call> </call> <result> </result> <|turn|> <|over|> "
+    "<|colon|> <|tool|> <|/tool|> <|system|> <|user|> <|assistant|> [ASK] [/ASK] [TOOLS] "
+    "[/TOOLS] [CALLS] [RESULTS] [/RESULTS] <image>"
+).split()
+
+each_template = pytest.mark.parametrize(
+    "template", [*TEMPLATES, BUNDLED], ids=lambda path: path.parent.name + "/" + path.stem
+)
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from transformers import PreTrainedTokenizerFast
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With each control token of the templates, half of them special."""
+    from tokenizers import Tokenizer as NativeTokenizer
 
     path = byte_level(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
-    return PreTrainedTokenizerFast(tokenizer_file=str(path), **VARIABLES)
+    native = NativeTokenizer.from_file(str(path))
+    native.add_special_tokens(CONTROLS[::2])
+    native.add_tokens(CONTROLS[1::2])
+    native.save(str(path))
+    return path
 
 
-def outcome(render: Callable[[], str]) -> str | None:
-    """The text, or `None` for a refusal or a failure of any kind."""
+@pytest.fixture(scope="module")
+def oracle(tokenizer_file: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), **VARIABLES)
+
+
+def outcome(render: Callable[[], Any]) -> Any:
+    """What it gives, or `None` for a refusal or a failure of any kind."""
     from jinja2.exceptions import TemplateError
 
     try:
         return render()
-    except (InvalidRequestError, TemplateError, TypeError):
+    except (InvalidRequestError, TemplateError, TypeError, ValueError):
         return None
 
 
-@pytest.mark.parametrize(
-    "template", [*TEMPLATES, BUNDLED], ids=lambda path: path.parent.name + "/" + path.stem
-)
+@each_template
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_templates_render_as_in_transformers(oracle: Any, template: Path, options: dict[str, Any]):
+def test_templates_render_as_in_transformers(
+    oracle: Any, tokenizer_file: Path, template: Path, options: dict[str, Any]
+):
     source = template.read_text()
     options = {"add_generation_prompt": False, **options}
     ours = ChatTemplate(source, VARIABLES)
+    read = {key: value for key, value in options.items() if key in ours.options | CALLERS}
+    tokenizer = Tokenizer(tokenizer_file)
     num_rendered = 0
     for name, messages in CONVERSATIONS.items():
+        expected, expected_ids = (
+            outcome(
+                lambda messages=messages, tokenize=tokenize: oracle.apply_chat_template(
+                    messages,
+                    chat_template=source,
+                    tokenize=tokenize,
+                    return_dict=False,
+                    **options,
+                )
+            )
+            for tokenize in (False, True)
+        )
+        text = outcome(lambda messages=messages: ours.render(messages, **read))
+        assert text == expected, name
+        if text is None or holds_controls(messages):
+            continue
+        assert tokenizer.encode(text, add_special_tokens=False) == expected_ids, name
+        num_rendered += 1
+    assert num_rendered >= 2
+
+
+def holds_controls(messages: list[dict[str, Any]]) -> bool:
+    """What a caller spells is text to us, and a control token to transformers."""
+    return any(control in str(messages) for control in CONTROLS)
+
+
+@each_template
+def test_a_last_message_is_continued_as_in_transformers(oracle: Any, template: Path):
+    source = template.read_text()
+    ours = ChatTemplate(source, VARIABLES)
+    num_rendered = 0
+    for ending in ("The sum is", "The sum is ", "x\n", ""):
+        messages = [{"role": "user", "content": "add"}, {"role": "assistant", "content": ending}]
         expected = outcome(
             lambda messages=messages: oracle.apply_chat_template(
-                messages, chat_template=source, tokenize=False, **options
+                messages, chat_template=source, tokenize=False, continue_final_message=True
             )
         )
-        assert outcome(lambda messages=messages: ours.render(messages, **options)) == expected, name
-        num_rendered += expected is not None
-    assert num_rendered >= 3
+        text = outcome(
+            lambda messages=messages: ours.render(
+                messages, add_generation_prompt=False, continue_final_message=True
+            )
+        )
+        assert text == expected
+        num_rendered += text is not None
+    assert num_rendered or template.stem == "constructs"

@@ -101,6 +101,61 @@ def test_null_fields_are_as_good_as_absent():
     assert ChatTemplate(source, {}).render([message]) == "False1"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_thinking": True}, "it has: level, mode"),
+        ({"bos_token": "x"}, "no option 'bos_token'"),
+        ({"mode": [1]}, "must be a string"),
+        ({"mode": "x" * 5000}, "must be a string"),
+        ({"documents": "x"}, "documents must be a list"),
+    ],
+)
+def test_an_option_that_the_template_does_not_read_is_refused(
+    options: dict[str, Any], message: str
+):
+    template = ChatTemplate(
+        "{{ mode }}{% if level is defined %}{{ level }}{% endif %}{{ bos_token }}",
+        {"bos_token": "s"},
+    )
+    assert template.options == {"mode", "level"}
+    with pytest.raises(InvalidRequestError, match=message):
+        template.render(MESSAGES, **options)
+
+
+def test_an_option_may_be_set_by_the_template_where_it_is_absent():
+    source = "{% if not level is defined %}{% set level = 'low' %}{% endif %}{{ level }}"
+    assert render(source) == "low"
+    assert render(source, level="high") == "high"
+
+
+def test_documents_reach_the_template():
+    assert render("{{ documents[0].title }}", documents=[{"title": "A"}]) == "A"
+
+
+CHATTY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+
+
+def test_a_last_message_stays_open_when_it_is_to_be_continued():
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert render(CHATTY, **options).endswith("</><user>bye")
+    assert render(CHATTY.replace("m.content", "m.content | trim"), **options).endswith("<user>bye")
+    with pytest.raises(InvalidRequestError, match="exclude each other"):
+        render(CHATTY, continue_final_message=True)
+    with pytest.raises(InvalidRequestError, match="be continued"):
+        render("{{ messages[0].role }}", **options)
+    with pytest.raises(InvalidRequestError, match="with text in its content"):
+        ChatTemplate(CHATTY, {}).render([{"role": "user", "content": None}], **options)
+
+
+def test_a_continued_message_ends_before_what_the_caller_did_not_write():
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    source = "{% for p in messages[-1].content %}{{ p.text }};{% endfor %}"
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    text = ChatTemplate(source, {}).render([{"role": "user", "content": parts}], **options)
+    assert text == "a;;b"
+
+
 def test_no_messages_are_an_invalid_request():
     with pytest.raises(InvalidRequestError, match="empty"):
         ChatTemplate("x", {}).render([])

@@ -4,21 +4,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as NativeTokenizer
 from tokenizers import decoders
 
 from cadenza.errors import CheckpointError
 from cadenza.text import IncrementalDetokenizer, Tokenizer
-from cadenza.text.detokenizer import plan_decoder
+from cadenza.text.detokenizer import BYTE_OF_CHARACTER, plan_decoder
 from tests.text.vocabularies import KINDS, byte_level
 
 KIND = st.sampled_from(sorted(KINDS))
 IDS = st.lists(st.integers(0, 420), max_size=30)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
-shared = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+NUM_SOAK_CASES = 50_000
+CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+
+shared = settings(max_examples=300)
 
 
 def stream(tokenizer: Tokenizer, token_ids: list[int], skip_special_tokens: bool) -> list[str]:
@@ -26,14 +29,68 @@ def stream(tokenizer: Tokenizer, token_ids: list[int], skip_special_tokens: bool
     return [*map(detokenizer.push, token_ids), detokenizer.flush()]
 
 
+def check_stream(tokenizer: Tokenizer, token_ids: list[int], skip_special_tokens: bool) -> None:
+    parts = stream(tokenizer, token_ids, skip_special_tokens)
+    whole = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    assert "".join(parts) == whole
+
+
 @shared
 @given(kind=KIND, token_ids=IDS, skip=st.booleans())
 def test_any_tokens_stream_to_what_they_decode_to(
     tokenizers: dict[str, Tokenizer], kind: str, token_ids: list[int], skip: bool
 ):
-    tokenizer = tokenizers[kind]
-    parts = stream(tokenizer, token_ids, skip)
-    assert "".join(parts) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+    check_stream(tokenizers[kind], token_ids, skip)
+
+
+@pytest.mark.soak
+@settings(max_examples=NUM_SOAK_CASES)
+@given(kind=KIND, token_ids=IDS, skip=st.booleans())
+def test_any_of_many_token_streams_is_what_it_decodes_to(
+    tokenizers: dict[str, Tokenizer], kind: str, token_ids: list[int], skip: bool
+):
+    check_stream(tokenizers[kind], token_ids, skip)
+
+
+@st.composite
+def split_texts(draw: st.DrawFn) -> tuple[str, list[bytes]]:
+    """Any text, cut into pieces anywhere, in the middle of characters too."""
+    text = draw(TEXT)
+    data = text.encode()
+    cuts = sorted(draw(st.lists(st.integers(0, len(data)), max_size=8)))
+    ends = [*cuts, len(data)]
+    return text, [data[start:end] for start, end in zip([0, *cuts], ends, strict=True)]
+
+
+def check_split_text(tokenizers: dict[str, Tokenizer], text: str, pieces: list[bytes]) -> None:
+    """Each piece in one token where the vocabulary has it, in a token for each byte where not."""
+    tokenizer = tokenizers["byte_level"]
+    token_ids: list[int] = []
+    for piece in pieces:
+        whole = tokenizer.id_of("".join(CHARACTER_OF_BYTE[byte] for byte in piece))
+        found = [whole] if whole is not None else byte_tokens(tokenizers, list(piece))["byte_level"]
+        token_ids += found
+    parts = stream(tokenizer, token_ids, True)
+    assert "".join(parts) == text
+    for part in parts:
+        assert "\ufffd" not in part or "\ufffd" in text
+
+
+@shared
+@given(split=split_texts())
+def test_any_split_of_any_text_into_byte_tokens_streams_to_the_text(
+    tokenizers: dict[str, Tokenizer], split: tuple[str, list[bytes]]
+):
+    check_split_text(tokenizers, *split)
+
+
+@pytest.mark.soak
+@settings(max_examples=NUM_SOAK_CASES)
+@given(split=split_texts())
+def test_any_of_many_splits_of_any_text_streams_to_the_text(
+    tokenizers: dict[str, Tokenizer], split: tuple[str, list[bytes]]
+):
+    check_split_text(tokenizers, *split)
 
 
 @shared
@@ -59,11 +116,8 @@ def test_any_bytes_stream_to_what_they_decode_to(tokenizers: dict[str, Tokenizer
 
 
 def byte_tokens(tokenizers: dict[str, Tokenizer], data: list[int]) -> dict[str, list[int]]:
-    from cadenza.text.detokenizer import _BYTE_OF_CHARACTER
-
-    character_of = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
     names = {
-        "byte_level": [character_of[byte] for byte in data],
+        "byte_level": [CHARACTER_OF_BYTE[byte] for byte in data],
         "sentencepiece_bpe": [f"<0x{byte:02X}>" for byte in data],
     }
     found: dict[str, list[int]] = {}
@@ -78,7 +132,7 @@ def byte_tokens(tokenizers: dict[str, Tokenizer], data: list[int]) -> dict[str, 
 @given(text=TEXT)
 def test_whole_characters_are_given_out_at_once(tokenizers: dict[str, Tokenizer], text: str):
     tokenizer = tokenizers["byte_level"]
-    parts = stream(tokenizer, tokenizer.encode(text, parse_special=False), True)
+    parts = stream(tokenizer, tokenizer.encode(text), True)
     assert parts[-1] == ""
 
 

@@ -1,5 +1,6 @@
 """Encoding, decoding, and special tokens that must not be forged."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tokenizers import Tokenizer as NativeTokenizer
 
 from cadenza.errors import CheckpointError, InvalidRequestError
 from cadenza.text import Tokenizer
+from cadenza.text.provenance import written_by_template
 from tests.text.vocabularies import SPECIAL, byte_level
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -21,7 +23,7 @@ shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=TEXT)
 def test_byte_level_text_survives_encoding(tokenizers: dict[str, Tokenizer], text: str):
     tokenizer = tokenizers["byte_level"]
-    token_ids = tokenizer.encode(text, parse_special=False)
+    token_ids = tokenizer.encode(text)
     assert token_ids[0] == tokenizer.id_of("<|start|>")
     assert tokenizer.decode(token_ids) == text
 
@@ -33,7 +35,9 @@ def test_special_tokens_are_added_only_when_asked_for(tokenizers: dict[str, Toke
 
 
 def test_a_rendered_templates_special_tokens_are_parsed(tokenizers: dict[str, Tokenizer]):
-    token_ids = tokenizers["byte_level"].encode("<|start|>the<|end|>", add_special_tokens=False)
+    token_ids = tokenizers["byte_level"].encode(
+        written_by_template("<|start|>the<|end|>"), add_special_tokens=False
+    )
     assert token_ids[0] == 0
     assert token_ids[-1] == 1
 
@@ -43,22 +47,23 @@ def test_a_rendered_templates_special_tokens_are_parsed(tokenizers: dict[str, To
 def test_no_text_forges_a_special_token(tokenizers: dict[str, Tokenizer], parts: list[str]):
     tokenizer = tokenizers["byte_level"]
     text = "".join(parts)
-    token_ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.special_token_ids.isdisjoint(token_ids)
     assert tokenizer.decode(token_ids) == text
 
 
 def test_plain_encoding_still_adds_the_tokenizers_own(tokenizers: dict[str, Tokenizer]):
     tokenizer = tokenizers["byte_level"]
-    token_ids = tokenizer.encode("a<|end|>", parse_special=False)
+    token_ids = tokenizer.encode("a<|end|>")
     assert token_ids[0] == 0
     assert 1 not in token_ids
 
 
 def test_plain_encoding_does_not_change_the_parsing_of_others(tokenizers: dict[str, Tokenizer]):
     tokenizer = tokenizers["byte_level"]
-    tokenizer.encode("<|end|>", parse_special=False)
-    assert tokenizer.encode("<|end|>", add_special_tokens=False) == [1]
+    tokenizer.encode("<|end|>")
+    end = written_by_template("<|end|>")
+    assert tokenizer.encode(end, add_special_tokens=False) == [1]
 
 
 def test_a_normalised_special_token_is_not_forged_either(tmp_path: Path):
@@ -70,20 +75,21 @@ def test_a_normalised_special_token_is_not_forged_either(tmp_path: Path):
     native.save(str(tmp_path / "t.json"))
     tokenizer = Tokenizer(tmp_path / "t.json")
     text = "x <|SECRET|>"
-    assert tokenizer.id_of("<|secret|>") in tokenizer.encode(text)
-    plain = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+    assert tokenizer.id_of("<|secret|>") in tokenizer.encode(written_by_template(text))
+    plain = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.special_token_ids.isdisjoint(plain)
 
 
-def test_a_special_token_that_has_no_plain_encoding_is_refused(tmp_path: Path):
+def test_a_special_token_without_plain_encoding_is_unknown_text(tmp_path: Path):
     from tokenizers import models, pre_tokenizers
 
     native = NativeTokenizer(models.WordLevel({"<s>": 0, "a": 1, "[UNK]": 2}, unk_token="[UNK]"))
     native.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     native.add_special_tokens(["<s>"])
     native.save(str(tmp_path / "t.json"))
-    with pytest.raises(InvalidRequestError, match="special token"):
-        Tokenizer(tmp_path / "t.json").encode("a <s>", parse_special=False)
+    tokenizer = Tokenizer(tmp_path / "t.json")
+    assert tokenizer.encode(written_by_template("a <s>")) == [1, 0]
+    assert tokenizer.encode("a <s>") == [1, 2]
 
 
 def test_tokens_are_found_by_their_text(tokenizers: dict[str, Tokenizer]):
@@ -110,12 +116,12 @@ def test_special_tokens_are_shown_when_asked_for(tokenizers: dict[str, Tokenizer
     assert tokenizer.decode([0, 1], skip_special_tokens=False) == "<|start|><|end|>"
 
 
-@pytest.mark.parametrize("parse_special", [True, False])
+@pytest.mark.parametrize("mark", [str, written_by_template])
 def test_half_a_surrogate_pair_is_an_invalid_request(
-    tokenizers: dict[str, Tokenizer], parse_special: bool
+    tokenizers: dict[str, Tokenizer], mark: Callable[[str], str]
 ):
     with pytest.raises(InvalidRequestError, match="character 2"):
-        tokenizers["byte_level"].encode("ab\ud800", parse_special=parse_special)
+        tokenizers["byte_level"].encode(mark("ab\ud800"))
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path):

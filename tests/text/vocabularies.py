@@ -2,8 +2,16 @@
 
 from pathlib import Path
 
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as NativeTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and then the dog sleeps",
@@ -31,6 +39,13 @@ def byte_level(path: Path) -> Path:
     native.post_processor = processors.TemplateProcessing(
         single="<|start|> $A", special_tokens=[("<|start|>", 0)]
     )
+    return save(native, path)
+
+
+def stripping(path: Path) -> Path:
+    """Added tokens that swallow the spaces around them, and one that holds some."""
+    native = NativeTokenizer.from_file(str(byte_level(path)))
+    native.add_tokens([AddedToken("<pad>", lstrip=True, rstrip=True), AddedToken(" é ")])
     return save(native, path)
 
 
@@ -87,6 +102,17 @@ def unigram_without_prefix(path: Path) -> Path:
     return save(native, path)
 
 
+def first_metaspace(path: Path) -> Path:
+    """Llama 2's kind in its newer form: a mark only before the first word of all."""
+    native = NativeTokenizer.from_file(str(sentencepiece_bpe(path)))
+    native.normalizer = None  # pyright: ignore[reportAttributeAccessIssue]
+    native.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    native.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return save(native, path)
+
+
 def gemma_like(path: Path) -> Path:
     """Byte fallback, but no space stripped."""
     native = NativeTokenizer.from_file(str(sentencepiece_bpe(path)))
@@ -112,9 +138,11 @@ def save(native: NativeTokenizer, path: Path) -> Path:
 
 KINDS = {
     "byte_level": byte_level,
+    "stripping": stripping,
     "sentencepiece_bpe": sentencepiece_bpe,
     "unigram": unigram,
     "unigram_without_prefix": unigram_without_prefix,
+    "first_metaspace": first_metaspace,
     "gemma_like": gemma_like,
     "without_decoder": without_decoder,
 }

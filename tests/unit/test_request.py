@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.errors import InvalidRequestError
-from cadenza.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
+from cadenza.request import MAX_BAD_WORD_TOKENS, MAX_BIASES, Request, SamplingParams
 
 MAX_SEED = 2**63 - 1
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -17,10 +17,29 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "top_k": (-1, 2**31),
     "seed": (0, MAX_SEED),
     "max_tokens": (1, 2**31),
+    "min_tokens": (0, 2**31),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "n": (1, 16),
     "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "truncate_prompt_tokens": (1, 2**31),
 }
-WHOLE = ("top_k", "seed", "max_tokens", "logprobs")
-OPTIONAL = ("seed", "max_tokens", "logprobs")
+WHOLE = (
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+)
+OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+TEXT_LISTS = {"stop": 4, "bad_words": 128}
+ID_LISTS = {"stop_token_ids": 128, "allowed_token_ids": 2**20}
 NOT_NUMBERS: tuple[object, ...] = (
     math.nan,
     math.inf,
@@ -33,8 +52,13 @@ NOT_NUMBERS: tuple[object, ...] = (
     (1,),
     {"a": 1},
     1j,
-    object(),
+    b"1",
 )
+
+
+def params_with(name: str, value: object) -> SamplingParams:
+    """`max_tokens` gives way, so that it refuses no `min_tokens`."""
+    return SamplingParams(**{"max_tokens": None, name: value})  # type: ignore[arg-type]
 
 
 def refused_param(**params: object) -> str | None:
@@ -47,7 +71,7 @@ def refused_param(**params: object) -> str | None:
 @pytest.mark.parametrize("name", BOUNDS)
 def test_both_bounds_of_a_number_are_allowed(name: str) -> None:
     for bound in BOUNDS[name]:
-        params = SamplingParams(**{name: bound})  # type: ignore[arg-type]
+        params = params_with(name, bound)
         assert getattr(params, name) == bound
 
 
@@ -57,7 +81,7 @@ def test_what_is_just_past_a_bound_is_refused_by_name(name: str) -> None:
     if name in WHOLE:
         beyond: list[float] = [low - 1, high + 1, 2**63, -(2**63), 2**64, 10**30]
     else:
-        beyond = [math.nextafter(low, -1), math.nextafter(high, 1e9), 2**63, -(2**63), -1e-9]
+        beyond = [math.nextafter(low, -9), math.nextafter(high, 1e9), 2**63, -(2**63), -2.001]
     for value in beyond:
         assert refused_param(**{name: value}) == name
 
@@ -91,7 +115,7 @@ def test_none_is_a_value_only_where_it_means_something(name: str) -> None:
 @given(value=st.one_of(st.floats(), st.integers()), name=st.sampled_from(sorted(BOUNDS)))
 def test_params_that_exist_are_finite_and_within_bounds(value: float, name: str) -> None:
     try:
-        params = SamplingParams(**{name: value})  # type: ignore[arg-type]
+        params = params_with(name, value)
     except InvalidRequestError as refusal:
         param = refusal.param
     else:
@@ -110,20 +134,94 @@ def test_temperatures_below_a_hundred_thousandth_are_greedy(
     assert SamplingParams(temperature=temperature).is_greedy is is_greedy
 
 
-def test_the_number_of_stop_tokens_is_bounded() -> None:
-    most = tuple(range(MAX_STOP_TOKEN_IDS))
-    assert SamplingParams(stop_token_ids=most).stop_token_ids == most
-    assert refused_param(stop_token_ids=(*most, 1)) == "stop_token_ids"
+@pytest.mark.parametrize("name", ID_LISTS)
+def test_the_number_of_token_ids_is_bounded(name: str) -> None:
+    most = tuple(range(ID_LISTS[name]))
+    assert getattr(SamplingParams(**{name: list(most)}), name) == most  # type: ignore[arg-type]
+    assert refused_param(**{name: (*most, 1)}) == name
 
 
-@pytest.mark.parametrize("ids", [5, None, "12", (1.5,), ("1",), (True,), (None,), (math.nan,)])
-def test_stop_tokens_that_are_no_whole_numbers_are_refused_by_name(ids: object) -> None:
-    assert refused_param(stop_token_ids=ids) == "stop_token_ids"
+@pytest.mark.parametrize("ids", [5, "12", (1.5,), ("1",), (True,), (None,), (math.nan,)])
+@pytest.mark.parametrize("name", ID_LISTS)
+def test_what_is_no_list_of_whole_numbers_is_refused_by_name(name: str, ids: object) -> None:
+    assert refused_param(**{name: ids}) == name
+
+
+@pytest.mark.parametrize("name", TEXT_LISTS)
+def test_the_number_and_length_of_texts_are_bounded(name: str) -> None:
+    most = ("x" * 256,) * TEXT_LISTS[name]
+    assert getattr(SamplingParams(**{name: list(most)}), name) == most  # type: ignore[arg-type]
+    assert refused_param(**{name: (*most, "y")}) == name
+    for texts in (("x" * 257,), ("",), (5,), (None,), 5, None, {"a": "b"}):
+        assert refused_param(**{name: texts}) == name
+
+
+def test_one_text_may_stand_for_a_list_of_stops_and_of_nothing_else() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert refused_param(bad_words="end") == "bad_words"
+
+
+@pytest.mark.parametrize("ids", [(), []])
+def test_an_empty_list_of_allowed_tokens_is_refused(ids: object) -> None:
+    assert refused_param(allowed_token_ids=ids) == "allowed_token_ids"
+    assert SamplingParams(allowed_token_ids=None).allowed_token_ids is None
+
+
+def test_biases_are_kept_as_pairs_by_rising_id() -> None:
+    expected = ((2, 1), (7, -100.0))
+    assert SamplingParams(logit_bias={7: -100.0, 2: 1}).biases == expected
+    assert SamplingParams(logit_bias=[(7, -100.0), (2, 1)]).logit_bias == expected
+    assert hash(SamplingParams(logit_bias={7: -100.0, 2: 1})) == hash(
+        SamplingParams(logit_bias=expected)
+    )
+
+
+@pytest.mark.parametrize(
+    "biases",
+    [
+        5,
+        "ab",
+        None,
+        [1],
+        [(1, 2, 3)],
+        {"1": 1.0},
+        {1.5: 1.0},
+        {True: 1.0},
+        {1: math.nan},
+        {1: math.inf},
+        {1: 100.01},
+        {1: -100.01},
+        {1: "1"},
+        {1: None},
+        {1: True},
+        dict.fromkeys(range(MAX_BIASES + 1), 1.0),
+    ],
+    ids=str,
+)
+def test_what_is_no_bias_for_each_token_is_refused_by_name(biases: object) -> None:
+    assert refused_param(logit_bias=biases) == "logit_bias"
+
+
+def test_the_least_number_of_tokens_is_not_above_the_most() -> None:
+    assert SamplingParams(min_tokens=16).min_tokens == 16
+    assert refused_param(min_tokens=17) == "min_tokens"
+
+
+def test_bad_words_of_a_request_are_bounded_token_sequences() -> None:
+    longest = (tuple(range(MAX_BAD_WORD_TOKENS - 1)),)
+    assert Request(prompt_token_ids=(1,), bad_word_token_ids=longest)
+    for words in (((),), ((1.5,),), ("ab",), (tuple(range(MAX_BAD_WORD_TOKENS)),)):
+        with pytest.raises(InvalidRequestError) as refusal:
+            Request(prompt_token_ids=(1,), bad_word_token_ids=words)  # type: ignore[arg-type]
+        assert refusal.value.param == "bad_words"
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None, 0.0])
-def test_a_switch_that_is_neither_true_nor_false_is_refused_by_name(value: object) -> None:
-    assert refused_param(ignore_eos=value) == "ignore_eos"
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_that_is_neither_true_nor_false_is_refused_by_name(
+    name: str, value: object
+) -> None:
+    assert refused_param(**{name: value}) == name
 
 
 def test_requests_and_params_are_frozen() -> None:

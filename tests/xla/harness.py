@@ -17,8 +17,9 @@ from cadenza.backends.base import Runner
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
-from cadenza.checkpoint.model_config import Llama3RopeScaling, ModelConfig, RopeConfig
+from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.rope_config import Llama3RopeScaling, RopeConfig
 from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
@@ -45,7 +46,8 @@ HOSTILE = ModelConfig(
             original_max_position_embeddings=64,
         ),
     ),
-    has_attention_bias=True,
+    has_qkv_bias=True,
+    has_attention_out_bias=True,
     has_mlp_bias=True,
     max_position_embeddings=4096,
     dtype="float32",
@@ -252,7 +254,7 @@ def take_events(engine: EngineCore, served: Served, index_of: dict[int, int]) ->
         assert stream.finished is None, f"{event} came after {stream.finished}"
         if isinstance(event, Finished):
             stream.finished = event
-        else:
+        elif isinstance(event, Token):
             assert event.index == len(stream.tokens), f"{event} is out of order"
             stream.tokens.append(event)
 
@@ -310,7 +312,7 @@ def shout(request: Request) -> Request:
 def page_bytes(runner: XlaRunner) -> np.ndarray:
     """Every slot's bytes, all layers together: [slots, bytes]."""
     assert runner._state is not None
-    sides = [np.asarray(side) for pool in runner._state.pools for side in pool]
+    sides = [np.asarray(side) for side in runner._state.pool]
     return np.concatenate([side.reshape(len(side), -1).view(np.uint8) for side in sides], axis=1)
 
 
@@ -332,7 +334,7 @@ def poison(runner: XlaRunner, owned: np.ndarray, value: float) -> None:
         content[owned] = spared
         return jax.device_put(content, side.sharding)
 
-    runner._state = state._replace(pools=jax.tree.map(spoil, state.pools))
+    runner._state = state._replace(pool=jax.tree.map(spoil, state.pool))
 
 
 def replay(workload: str) -> None:

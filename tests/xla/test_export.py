@@ -17,7 +17,8 @@ from tests.contract.steps import Draw, Geometry, Stream, build_inputs
 from tests.xla.harness import BASE, Lab, Variant
 
 QWEN = Variant(shape="tiny-qwen3", bucket=32, num_rows=5)
-VARIANTS = {"llama": BASE, "qwen3": QWEN}
+MIXTURE = Variant(shape="tiny-qwen3-moe", bucket=32, num_rows=5)
+VARIANTS = {"llama": BASE, "qwen3": QWEN, "qwen3_moe": MIXTURE}
 FORBIDDEN = ("custom_call", "callback", "tensor<?", "dynamic_")
 ALLOWED = ("dynamic_slice", "dynamic_update_slice")
 

@@ -13,12 +13,15 @@ import jax
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.table import KVPool
 from cadenza.backends.xla.programs import step_function
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.wire import WireShape, pack_inputs
+from cadenza.core.batch import NUM_SCORE_ROWS
 from tests.contract.steps import Geometry, Stream, build_inputs, run_step
 from tests.xla.harness import BASE, Lab, Variant, page_bytes, slots_of
+
+NUM_SIDES = 2
+"""Of the pool: keys and values."""
 
 GEOMETRY = Geometry(bucket=BASE.bucket, num_rows=BASE.num_rows, page_size=BASE.page_size)
 PROMPT = np.random.default_rng(41).integers(3, 211, 50).tolist()
@@ -36,7 +39,8 @@ def pool_aliases(program_text: str) -> dict[int, int]:
 def pool_sized_results(program_text: str, variant: Variant, operation: str) -> list[str]:
     """The lines that make a whole pool anew by `operation`."""
     model = variant.config
-    shape = f"[{variant.num_pages * variant.page_size},{model.num_kv_heads},{model.head_dim}]"
+    num_slots, num_layers = variant.num_pages * variant.page_size, model.num_layers
+    shape = f"[{num_slots},{num_layers},{model.num_kv_heads},{model.head_dim}]"
     pattern = re.compile(rf"= \w+{re.escape(shape)}\S* {operation}\(")
     return [line.strip() for line in program_text.splitlines() if pattern.search(line)]
 
@@ -48,10 +52,9 @@ def step_texts(runner: XlaRunner) -> list[str]:
 def test_every_pool_of_every_step_program_is_aliased_in_place(lab: Lab):
     runner = lab.runner()
     num_weights = len(jax.tree.leaves(runner._weights))
-    num_pools = 2 * BASE.config.num_layers
     for text in step_texts(runner):
         aliases = pool_aliases(text)
-        for index in range(num_pools + 2):
+        for index in range(NUM_SIDES + 2):
             assert aliases.get(index) == num_weights + index, f"state leaf {index} is not aliased"
 
 
@@ -66,14 +69,22 @@ def test_a_step_whose_state_is_not_donated_copies_every_pool(lab: Lab):
     step = step_function(runner._ops, BASE.config, WireShape(BASE.bucket, BASE.num_rows))
     wire = pack_inputs(build_inputs([], GEOMETRY))
     text = jax.jit(step).lower(runner._weights, runner._state, wire).compile().as_text()
-    assert len(pool_sized_results(text, BASE, "copy")) >= 2 * BASE.config.num_layers
+    assert len(pool_sized_results(text, BASE, "copy")) >= NUM_SIDES
     with pytest.raises(AssertionError, match="aliases nothing"):
         pool_aliases(text)
 
 
+def test_copying_pages_aliases_every_pool_and_copies_none(lab: Lab):
+    text = lab.runner().programs.copy_pages.as_text()  # type: ignore[attr-defined]
+    aliases = pool_aliases(text)
+    for index in range(NUM_SIDES):
+        assert aliases.get(index) == index, f"state leaf {index} is not aliased"
+    assert not pool_sized_results(text, BASE, "copy")
+
+
 def pool_pointers(runner: XlaRunner) -> list[int]:
     assert runner._state is not None
-    return [side.unsafe_buffer_pointer() for pool in runner._state.pools for side in pool]
+    return [side.unsafe_buffer_pointer() for side in runner._state.pool]
 
 
 def test_the_pools_stay_where_they_are_from_step_to_step(lab: Lab):
@@ -158,14 +169,13 @@ def test_a_step_runs_under_a_guard_that_forbids_every_transfer(lab: Lab):
     with jax.transfer_guard("disallow"):
         runner._state, result = program(runner._weights, runner._take_state(), wire)
         result.block_until_ready()
-    assert result.shape[0] == BASE.num_rows
+    assert result.shape[0] == BASE.num_rows + NUM_SCORE_ROWS
 
 
 def test_the_guard_sees_kv_that_comes_from_the_host(lab: Lab):
     runner = lab.runner()
     state = runner._take_state()
-    first = KVPool(np.asarray(state.pools[0].keys), state.pools[0].values)
-    host_state = state._replace(pools=(first, *state.pools[1:]))
+    host_state = state._replace(pool=state.pool._replace(keys=np.asarray(state.pool.keys)))
     wire = jax.device_put(pack_inputs(build_inputs([], GEOMETRY)))
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match=r"[Dd]isallowed"):
         runner.programs.step[BASE.bucket](runner._weights, host_state, wire)

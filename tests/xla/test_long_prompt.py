@@ -9,8 +9,8 @@ import pytest
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
-from cadenza.checkpoint.model_config import RopeConfig
 from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
+from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.weights import open_weights
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore

@@ -22,13 +22,15 @@ from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.sampling import choose_tokens
 from cadenza.backends.xla.ops.table import (
-    COLUMN_FINITE,
     COLUMN_LOGPROB,
     COLUMN_RANK,
+    COLUMN_STATE,
     COLUMN_TOKEN,
     COLUMN_TOP,
     NUM_TOP,
+    AttendingLayer,
     DecoderSpec,
+    HeadFactors,
     Linear,
     OpTable,
     SamplingArrays,
@@ -36,7 +38,8 @@ from cadenza.backends.xla.ops.table import (
 )
 from cadenza.backends.xla.rope import rope_factors
 from cadenza.backends.xla.wire import WireShape, pack_inputs, unpack
-from cadenza.checkpoint.model_config import ModelConfig, RopeConfig
+from cadenza.checkpoint.model_config import ExpertsConfig, LayerKind, ModelConfig
+from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.core.batch import ModelInputs
 from cadenza.engine.reference import choose_token, gumbel_noise, kept_tokens
 from cadenza.request import SamplingParams
@@ -74,9 +77,23 @@ WIDE = replace(
     num_kv_heads=1,
     head_dim=80,
     rope=RopeConfig(theta=1e6, rotary_dim=40),
-    has_qk_norm=True,
+    qk_norm="head",
 )
-SHAPES: dict[str, ModelConfig] = {"hostile": HOSTILE, "wide": WIDE}
+SCALED = replace(
+    HOSTILE,
+    num_kv_heads=3,
+    head_dim=48,
+    activation="gelu_tanh",
+    qk_norm="all_heads",
+    layer_pattern=(LayerKind(window=100, has_rope=False),),
+    attention_scale=0.2,
+    attention_soft_cap=2.5,
+    logit_soft_cap=4.0,
+    logit_divisor=1.7,
+    embedding_scale=6.3,
+    residual_scale=0.22,
+)
+SHAPES: dict[str, ModelConfig] = {"hostile": HOSTILE, "wide": WIDE, "scaled": SCALED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +171,8 @@ def token_step(count: int, token_ids: np.ndarray, logit_indices: np.ndarray) -> 
         num_tokens=count,
         num_logits=len(logit_indices),
         token_ids=token_ids.astype(np.int32),
-        logit_indices=logit_indices.astype(np.int32),
     )
+    inputs.logit_indices[: len(logit_indices)] = logit_indices
     return device_step(inputs, np.zeros((len(logit_indices), 1), np.int32))
 
 
@@ -183,14 +200,14 @@ def test_rms_norm_agrees(pair: Pair):
         pair.check(call(x[:bucket], weight, np.int32(count)), expected, count)
 
 
-def test_rms_norm_of_logit_rows_agrees(pair: Pair):
+def test_the_same_logit_rows_are_taken(pair: Pair):
     """Scattered rows, one of them twice."""
-    x, weight = normal(5, 64, pair.model.hidden_size), normal(6, pair.model.hidden_size)
-    step = token_step(60, np.zeros(64), np.array([59, 0, 7, 7, 31]))
-    ours, expected = (
-        jax.jit(ops.rms_norm_logit_rows)(x, weight, step) for ops in (pair.native, pair.reference)
-    )
-    pair.check(ours, expected, 5)
+    rows = np.array([59, 0, 7, 7, 31])
+    step = token_step(60, np.zeros(64), rows)
+    for x in (normal(5, 64, pair.model.hidden_size), pair.activations(6, 64, 48)):
+        for ops in (pair.native, pair.reference):
+            taken = np.asarray(jax.jit(ops.take_logit_rows)(x, step))
+            assert taken[: len(rows)].tobytes() == np.asarray(x)[rows].tobytes()
 
 
 def run_linear(
@@ -216,6 +233,18 @@ def test_linear_agrees_on_fused_parts(pair: Pair, has_bias: bool, has_residual: 
         pair.check(run_linear(pair.native, x[:bucket], weight, count, given), expected, count)
 
 
+def test_linear_norm_add_agrees(pair: Pair):
+    width = pair.model.hidden_size
+    table, norm = normal(32, width, width), normal(33, width)
+    x, residual = pair.activations(34, BUCKETS[-1], width), normal(35, BUCKETS[-1], width)
+    reference = pair.reference.load_linear([table], [])
+    expected = jax.jit(pair.reference.linear_norm_add)(x, reference, norm, residual, np.int32(0))
+    weight, call = pair.native.load_linear([table], []), jax.jit(pair.native.linear_norm_add)
+    for bucket, count in SIZES:
+        ours = call(x[:bucket], weight, norm, residual[:bucket], np.int32(count))
+        pair.check(ours, expected, count)
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gated_linear_agrees(pair: Pair, has_bias: bool):
     inner, outer = pair.model.hidden_size, pair.model.intermediate_size
@@ -227,6 +256,48 @@ def test_gated_linear_agrees(pair: Pair, has_bias: bool):
     weight, call = pair.native.load_gate_up(gate, up, bias), jax.jit(pair.native.gated_linear)
     for bucket, count in SIZES:
         pair.check(call(x[:bucket], weight, np.int32(count)), expected, count)
+
+
+MIXTURE = replace(
+    HOSTILE,
+    experts=ExpertsConfig(num_experts=11, num_chosen=3, intermediate_size=37, over_chosen=True),
+    activation="gelu_tanh",
+    residual_scale=0.6,
+)
+MIXTURES = {
+    "over_chosen": MIXTURE,
+    "over_all": replace(MIXTURE, experts=replace(MIXTURE.experts, over_chosen=False)),
+    "all_chosen": replace(MIXTURE, experts=replace(MIXTURE.experts, num_chosen=11)),
+}
+
+
+def mix(ops: OpTable, x: np.ndarray, residual: np.ndarray, count: int) -> list[np.ndarray]:
+    """The three operations of a mixture over the same weights: ids, inner, out."""
+    width, inner = x.shape[1], 37
+    router = ops.load_linear([normal(45, 11, width)], [])
+    gate_up = ops.load_experts_gate_up(
+        [(normal(100 + i, inner, width), normal(200 + i, inner, width)) for i in range(11)]
+    )
+    down = ops.load_experts_down([normal(300 + i, width, inner) for i in range(11)])
+
+    def run(weights: tuple[Linear, ...], x: Any, residual: Any, count: Any) -> tuple[Any, ...]:
+        choice = ops.route_experts(x, weights[0], count)
+        gated = ops.grouped_gated_linear(x, weights[1], choice, count)
+        return *choice, gated, ops.grouped_linear(gated, weights[2], choice, residual, count)
+
+    return list(jax.jit(run)((router, gate_up, down), x, residual, np.int32(count)))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_of_experts_agrees(name: str, dtype: str):
+    pair = make_pair(MIXTURES[name], dtype)
+    x, residual = pair.activations(46, BUCKETS[-1], 40), normal(47, BUCKETS[-1], 40)
+    expected = mix(pair.reference, x, residual, BUCKETS[-1])
+    for bucket, count in SIZES:
+        ours = mix(pair.native, x[:bucket], residual[:bucket], count)
+        assert np.array_equal(ours[0][:count], expected[0][:count])
+        for mine, theirs in zip(ours[1:], expected[1:], strict=True):
+            pair.check(mine, theirs, count)
 
 
 @pytest.mark.parametrize("stored_dtype", ["float32", "bfloat16", "float16"])
@@ -268,11 +339,14 @@ def attend(
     """Each step's output [num_tokens, Hq D], over a pool whose every slot starts as NaN."""
     model, page_size = pair.model, pair.spec.page_size
     steps, pages = attend_inputs(page_size, buckets)
+    kind = model.layer_pattern[0]
     norms = None
-    if model.has_qk_norm and has_norms:
-        norms = (normal(61, model.head_dim), normal(62, model.head_dim))
-    rope = rope_factors(model.rope, MAX_LEN)
-    call = jax.jit(ops.rope_append_attend, donate_argnums=1)
+    if model.qk_norm is not None and has_norms:
+        is_whole = model.qk_norm == "all_heads"
+        sizes = (model.query_size, model.kv_size) if is_whole else (model.head_dim,) * 2
+        norms = (normal(61, sizes[0]), normal(62, sizes[1]))
+    factors = HeadFactors(norms, rope_factors(model.rope_of(kind), MAX_LEN))
+    call = jax.jit(ops.rope_append_attend, donate_argnums=1, static_argnames="layer")
     pool = ops.new_kv_pool(pages.size, NAN)
     outputs: list[np.ndarray] = []
     for index, inputs in enumerate(steps):
@@ -280,7 +354,8 @@ def attend(
         qkv = np.full((len(inputs.token_ids), values.shape[1]), NAN, np.float32)
         qkv[: inputs.num_tokens] = values
         step = device_step(inputs, pages)
-        out, pool = call(qkv.astype(pair.spec.dtype), pool, norms, rope, step)
+        given = qkv.astype(pair.spec.dtype)
+        out, pool = call(given, pool, factors, step, layer=AttendingLayer(1, kind.window))
         outputs.append(np.asarray(out, np.float32)[: inputs.num_tokens])
     return outputs
 
@@ -343,7 +418,8 @@ def test_attention_without_its_norms_is_off_by_more_than_the_tolerance(dtype: st
 def sampling_step(sampling: SamplingArrays, count: int) -> StepArrays:
     """A step of which only the logit rows matter."""
     nothing = dict.fromkeys(StepArrays._fields, np.int32(0))
-    return StepArrays(**{**nothing, "num_logits": np.int32(count), "sampling": sampling})
+    changes = {"num_logits": np.int32(count), "sampling": sampling, "rules": None}
+    return StepArrays(**{**nothing, **changes})
 
 
 def native_choices(logits: np.ndarray, sampling: SamplingArrays, dtype: str) -> np.ndarray:
@@ -400,7 +476,7 @@ def check_details(
 ) -> None:
     """Log probabilities, ranks and top ids where a row asks for them, zeros where it does not."""
     asks = np.array([each.logprobs is not None for each in params])
-    assert (ours[:, COLUMN_FINITE] == 1).all()
+    assert (ours[:, COLUMN_STATE] == 1).all()
     assert (ours[~asks, COLUMN_LOGPROB:] == 0).all()
     same = asks & (ours[:, COLUMN_TOKEN] == theirs[:, COLUMN_TOKEN])
     ours, theirs, scale = ours[same], theirs[same], np.abs(logits[same]).max(axis=1, keepdims=True)
@@ -442,7 +518,7 @@ def test_next_tokens_agrees_on_random_heads(pair: Pair):
         )
         for ops in (pair.native, pair.reference)
     )
-    check_details(ours, theirs, x @ head.T, params)
+    check_details(ours, theirs, x @ head.T / model.logit_divisor, params)
 
 
 def test_rows_beyond_the_count_are_not_chosen_for():
@@ -454,5 +530,5 @@ def test_rows_beyond_the_count_are_not_chosen_for():
     spoilt[5:] = NAN
     ours = np.asarray(jax.jit(ops.next_tokens)(spoilt, identity, sampling_step(sampling, 5)))
     assert np.array_equal(ours[:5, COLUMN_TOKEN], logits[:5].argmax(axis=1))
-    assert (ours[:5, COLUMN_FINITE] == 1).all()
+    assert (ours[:5, COLUMN_STATE] == 1).all()
     assert (ours[5:] == 0).all()

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cadenza.backends.xla.compile_count import CompileCount
 from cadenza.core.batch import ModelInputs
 from cadenza.errors import RunnerError
 from tests.xla.harness import BASE, Lab, Mode, random_requests, replay, serve
@@ -55,6 +56,15 @@ def serve_random_shapes(lab: Lab, num_requests: int) -> int:
             serve(runner, BASE, requests, mode)
             runner.reset()
     return len(seen)
+
+
+def test_the_metric_counts_a_program_that_is_compiled():
+    count = CompileCount()
+    jax.jit(lambda x: x * 3 + 1)(jnp.ones(17)).block_until_ready()
+    seen = count()
+    assert seen > 0
+    jax.jit(lambda x: x * 5 - 1)(jnp.ones(17)).block_until_ready()
+    assert count() > seen
 
 
 def test_hundreds_of_random_request_shapes_compile_nothing_after_warm_up(lab: Lab):

@@ -4,7 +4,8 @@ Shapes are hostile: grouped heads, rows of different lengths, scattered pages, p
 slot that is nobody's. Legend as in `ops.table`.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +13,37 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import erf
 
 from cadenza.backends.xla.ops.reference import ReferenceOps, rotate
-from cadenza.backends.xla.ops.table import COLUMN_TOKEN, DecoderSpec, KVPool, Linear, StepArrays
+from cadenza.backends.xla.ops.table import (
+    COLUMN_STATE,
+    COLUMN_TOKEN,
+    COLUMN_TOP,
+    NUM_TOP,
+    AttendingLayer,
+    DecoderSpec,
+    HeadFactors,
+    KVPool,
+    Linear,
+    StepArrays,
+)
 from cadenza.backends.xla.rope import rope_factors
 from cadenza.backends.xla.wire import WireShape, pack_inputs, unpack
-from cadenza.core.batch import LAST_SAMPLED, ModelInputs
+from cadenza.core.batch import LAST_SAMPLED, NUM_SCORE_ROWS, ModelInputs
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs
 from tests.xla.harness import HOSTILE, NAN, slots_of
 
 GEOMETRY = Geometry(bucket=24, num_rows=4, page_size=16)
 NUM_PAGES = 30
+LAYER = 1
+"""Of the pool's three."""
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1.2e-2}
 COUNT = jnp.int32(24)
 
 
-def make_ops(dtype: str = "float32", *, has_qk_norm: bool = False) -> ReferenceOps:
-    model = replace(HOSTILE, has_qk_norm=has_qk_norm)
+def make_ops(dtype: str = "float32", **changes: Any) -> ReferenceOps:
+    model = replace(HOSTILE, **changes)
     return ReferenceOps(DecoderSpec(model=model, dtype=jnp.dtype(dtype).type, page_size=16))
 
 
@@ -66,6 +81,8 @@ def test_embed_takes_the_rows_of_the_table(dtype: str):
     embedded = ops.embed(ops.load_embedding(table), step)
     assert embedded.dtype == jnp.float32
     assert np.array_equal(np.asarray(embedded), rounded(table, dtype)[tokens])
+    scaled = make_ops(dtype, embedding_scale=6.5).embed(ops.load_embedding(table), step)
+    assert np.array_equal(np.asarray(scaled), np.asarray(embedded) * np.float32(6.5))
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
@@ -81,29 +98,65 @@ def test_rms_norm_divides_by_the_root_of_the_mean_square(dtype: str, scale: floa
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_linear_multiplies_adds_bias_and_residual(dtype: str, has_bias: bool, has_residual: bool):
-    ops = make_ops(dtype)
+    ops = make_ops(dtype, residual_scale=0.22)
     parts, biases = [normal(4, 7, 40), normal(5, 10, 40)], [normal(6, 7), normal(7, 10)]
     x, residual = normal(8, 24, 40), normal(9, 24, 17)
     weight = ops.load_linear(parts, biases if has_bias else [])
     expected = rounded(x, dtype) @ rounded(np.concatenate(parts), dtype).T
     expected += np.concatenate(biases) if has_bias else 0.0
-    expected += residual if has_residual else 0.0
+    expected = residual + 0.22 * expected if has_residual else expected
     given_residual = jnp.asarray(residual) if has_residual else None
     y = ops.linear(jnp.asarray(x, dtype), weight, 17, COUNT, residual=given_residual)
     assert y.dtype == (jnp.float32 if has_residual else jnp.dtype(dtype))
     assert_close(y, expected, dtype)
 
 
+def test_linear_norm_add_norms_the_product_before_it_is_added(dtype: str):
+    ops, x, table = make_ops(dtype), normal(8, 24, 40), normal(4, 40, 40)
+    norm, residual = normal(3, 40), normal(9, 24, 40)
+    wide = rounded(x, dtype) @ rounded(table, dtype).T
+    root = np.sqrt((wide**2).mean(axis=1, keepdims=True) + HOSTILE.rms_norm_eps)
+    y = ops.linear_norm_add(
+        jnp.asarray(x, dtype),
+        ops.load_linear([table], []),
+        jnp.asarray(norm),
+        jnp.asarray(residual),
+        COUNT,
+    )
+    assert y.dtype == jnp.float32
+    assert_close(y, residual + wide / root * norm, dtype)
+
+
+def test_to_activations_rounds_to_the_type(dtype: str):
+    x = normal(30, 24, 40)
+    y = make_ops(dtype).to_activations(jnp.asarray(x))
+    assert y.dtype == jnp.dtype(dtype)
+    assert np.array_equal(np.asarray(y, np.float64), rounded(x, dtype))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return x * (1 + erf(x / np.sqrt(2))) / 2
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_gated_linear_is_silu_of_the_gate_times_up(dtype: str, has_bias: bool):
-    ops = make_ops(dtype)
+@pytest.mark.parametrize("activation", [silu, gelu_tanh, gelu], ids=lambda f: f.__name__)
+def test_gated_linear_is_the_activated_gate_times_up(dtype: str, has_bias: bool, activation: Any):
+    ops = make_ops(dtype, activation=activation.__name__)
     gate, up, x = normal(10, 56, 40), normal(11, 56, 40), normal(12, 24, 40)
     biases = [normal(13, 56), normal(14, 56)] if has_bias else []
     wide = rounded(x, dtype)
     gates = wide @ rounded(gate, dtype).T + (biases[0] if has_bias else 0.0)
     ups = wide @ rounded(up, dtype).T + (biases[1] if has_bias else 0.0)
     result = ops.gated_linear(jnp.asarray(x, dtype), ops.load_gate_up(gate, up, biases), COUNT)
-    assert_close(result, gates / (1 + np.exp(-gates)) * ups, dtype)
+    assert_close(result, activation(gates) * ups, dtype)
 
 
 def test_rotate_turns_pairs_by_their_angles():
@@ -128,90 +181,146 @@ def streams_and_chunks() -> tuple[list[Stream], list[Chunk]]:
     return streams, chunks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """One way of attending: a model's, a layer's."""
+
+    norms: tuple[np.ndarray, np.ndarray] | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    has_rope: bool = True
+
+    @property
+    def factors(self) -> np.ndarray:
+        return rope_factors(HOSTILE.rope if self.has_rope else None, 320)
+
+    def score(self, products: np.ndarray) -> np.ndarray:
+        scores = products * 0.3
+        return scores if self.soft_cap is None else self.soft_cap * np.tanh(scores / self.soft_cap)
+
+
+ATTENTIONS: dict[str, Attention] = {
+    "plain": Attention(),
+    "normed heads": Attention(norms=(normal(26, 16), normal(27, 16))),
+    "norms over all heads": Attention(norms=(normal(26, 96), normal(27, 32))),
+    "window": Attention(window=23),
+    "window of one": Attention(window=1),
+    "soft cap": Attention(soft_cap=2.0),
+    "no rope": Attention(has_rope=False),
+}
+
+
 def attend_by_hand(
-    heads: np.ndarray, pool: KVPool, chunks: list[Chunk], norms: list[np.ndarray] | None
+    heads: np.ndarray, pool: KVPool, chunks: list[Chunk], attention: Attention
 ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
     """Whole-softmax attention in float64: outputs [T, Hq, D], and K|V by slot of the new tokens."""
-    factors = rope_factors(HOSTILE.rope, 320).astype(np.float64)
+    factors = attention.factors.astype(np.float64)
     out, written = np.zeros((24, 6, 16)), {}
     at = 0
     for chunk in chunks:
         slots = slots_of(chunk.stream.pages, chunk.end, 16)
-        keys = np.asarray(pool.keys, np.float64)[slots]  # [kv_len, Hkv, D]
-        values = np.asarray(pool.values, np.float64)[slots]
+        keys = np.asarray(pool.keys, np.float64)[slots, LAYER]  # [kv_len, Hkv, D]
+        values = np.asarray(pool.values, np.float64)[slots, LAYER]
         for offset in range(len(chunk.token_ids)):
             position = chunk.start + offset
             query, key = heads[at, :6].copy(), heads[at, 6:8].copy()
-            if norms is not None:
-                query, key = unit(query) * norms[0], unit(key) * norms[1]
+            if attention.norms is not None:
+                query, key = unit(query, attention.norms[0]), unit(key, attention.norms[1])
             query, key = turn(query, factors[position]), turn(key, factors[position])
             keys[position], values[position] = key, heads[at, 8:]
             written[int(slots[position])] = np.stack([key, heads[at, 8:]])
+            first = max(0, position + 1 - (attention.window or 320))
+            seen = slice(first, position + 1)
             for head in range(6):
-                scores = keys[: position + 1, head // 3] @ query[head] / 4.0
+                scores = attention.score(keys[seen, head // 3] @ query[head])
                 weights = np.exp(scores - scores.max())
-                out[at, head] = weights @ values[: position + 1, head // 3] / weights.sum()
+                out[at, head] = weights @ values[seen, head // 3] / weights.sum()
             at += 1
     return out, written
 
 
-def unit(heads: np.ndarray) -> np.ndarray:
-    return heads / np.sqrt((heads**2).mean(axis=-1, keepdims=True) + HOSTILE.rms_norm_eps)
+def unit(heads: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    rows = heads.reshape(-1, len(weight))
+    root = np.sqrt((rows**2).mean(axis=-1, keepdims=True) + HOSTILE.rms_norm_eps)
+    return (rows / root * weight).reshape(heads.shape)
 
 
 def turn(heads: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    if len(factors) == 0:
+        return heads
     turned = (heads[:, :8] + 1j * heads[:, 8:]) * (factors[:8] + 1j * factors[8:])
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-@pytest.mark.parametrize("has_qk_norm", [False, True])
-def test_rope_append_attend_equals_whole_softmax_attention(dtype: str, has_qk_norm: bool):
-    ops = make_ops(dtype, has_qk_norm=has_qk_norm)
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_rope_append_attend_equals_whole_softmax_attention(dtype: str, name: str):
+    attention = ATTENTIONS[name]
+    ops = make_ops(dtype, attention_scale=0.3, attention_soft_cap=attention.soft_cap)
     streams, chunks = streams_and_chunks()
     inputs = build_inputs(chunks, GEOMETRY)
     table = np.zeros((4, 20), np.int32)
     for stream in streams:
         table[stream.row, :10] = stream.pages
-    content = np.full((2, NUM_PAGES * 16, 2, 16), NAN, np.float32)
+    content = np.full((2, NUM_PAGES * 16, 3, 2, 16), NAN, np.float32)
     for stream, chunk in zip(streams, chunks, strict=True):
         slots = slots_of(stream.pages, chunk.start, 16)
-        content[:, slots] = normal(17 + stream.row, 2, len(slots), 2, 16)
+        content[:, slots, LAYER] = normal(17 + stream.row, 2, len(slots), 2, 16)
     pool = KVPool(jnp.asarray(content[0], dtype), jnp.asarray(content[1], dtype))
     qkv = jnp.asarray(normal(25, 24, 160), dtype)
-    norms = [normal(26, 16), normal(27, 16)] if has_qk_norm else None
-    given_norms = (jnp.asarray(norms[0]), jnp.asarray(norms[1])) if norms else None
-    out, after = ops.rope_append_attend(
-        qkv,
-        pool,
-        given_norms,
-        jnp.asarray(rope_factors(HOSTILE.rope, 320)),
-        device_step(inputs, table),
-    )
+    factors = jax.tree.map(jnp.asarray, HeadFactors(attention.norms, attention.factors))
+    step = device_step(inputs, table)
+    layer = AttendingLayer(LAYER, attention.window)
+    out, after = ops.rope_append_attend(qkv, pool, factors, step, layer)
     heads = np.asarray(qkv, np.float64).reshape(24, 10, 16)
-    expected, written = attend_by_hand(heads, pool, chunks, norms)
+    expected, written = attend_by_hand(heads, pool, chunks, attention)
     assert_close(out, expected.reshape(24, -1), dtype)
     assert np.all(np.asarray(out)[inputs.num_tokens :] == 0), "padding gave something"
     check_pool(pool, after, written, dtype)
 
 
 def check_pool(before: KVPool, after: KVPool, written: dict[int, np.ndarray], dtype: str) -> None:
-    """The new tokens' keys and values are at their slots and no other slot has another bit."""
+    """The new tokens' keys and values are at their slots; nowhere else a bit has changed."""
     slots = np.array(sorted(written))
     for side, index in ((after.keys, 0), (after.values, 1)):
         expected = np.stack([written[slot][index] for slot in slots])
-        assert_close(side[slots], expected, dtype)
+        assert_close(side[slots, LAYER], expected, dtype)
     for old, new in zip(before, after, strict=True):
-        others = np.setdiff1d(np.arange(len(old)), slots)
-        kept = [np.asarray(side[others]).view(np.uint8) for side in (old, new)]
-        assert np.array_equal(*kept)
+        kept = [np.asarray(side).copy() for side in (old, new)]
+        for side in kept:
+            side[slots, LAYER] = 0
+        assert np.array_equal(*(side.view(np.uint8) for side in kept))
 
 
 def test_next_tokens_multiplies_by_the_head_and_takes_the_best(dtype: str):
-    ops, x, head = make_ops(dtype), normal(28, 4, 40), normal(29, 211, 40)
+    ops, x, head = make_ops(dtype), normal(28, 4 + NUM_SCORE_ROWS, 40), normal(29, 211, 40)
     step = device_step(ModelInputs.empty(bucket=24, num_rows=4), np.zeros((4, 2), np.int32))
     result = ops.next_tokens(jnp.asarray(x, dtype), ops.load_linear([head], []), step)
     logits = rounded(x, dtype) @ rounded(head, dtype).T
     assert np.array_equal(np.asarray(result)[:, COLUMN_TOKEN], logits.argmax(axis=1))
+
+
+def test_logits_are_divided_and_capped_before_anybody_reads_them():
+    ops = make_ops(logit_divisor=1.5, logit_soft_cap=6.0)
+    x, head = normal(28, 4 + NUM_SCORE_ROWS, 40), normal(29, 211, 40)
+    inputs = ModelInputs.empty(bucket=24, num_rows=4)
+    inputs.sampling.num_logprobs[:] = NUM_TOP
+    step = device_step(inputs, np.zeros((4, 2), np.int32))
+    result = np.asarray(ops.next_tokens(jnp.asarray(x), ops.load_linear([head], []), step))
+    logits = 6.0 * np.tanh(x.astype(np.float64) @ head.T / 1.5 / 6.0)
+    exact = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    ids = result[:, COLUMN_TOP : COLUMN_TOP + NUM_TOP]
+    top = np.ascontiguousarray(result[:, COLUMN_TOP + NUM_TOP :]).view(np.float32)
+    assert np.abs(top - np.take_along_axis(exact, ids, axis=1)).max() < 1e-5
+    assert np.abs(top + np.sort(-exact, axis=1)[:, :NUM_TOP]).max() < 1e-5
+
+
+def test_a_soft_cap_does_not_hide_an_infinite_logit():
+    ops, head = make_ops(logit_soft_cap=30.0), normal(29, 211, 40)
+    x = normal(28, 4 + NUM_SCORE_ROWS, 40)
+    x[2, 3] = np.inf
+    step = device_step(ModelInputs.empty(bucket=24, num_rows=4), np.zeros((4, 2), np.int32))
+    result = ops.next_tokens(jnp.asarray(x), ops.load_linear([head], []), step)
+    assert np.array_equal(np.asarray(result)[:4, COLUMN_STATE], [1, 1, 0, 1])
 
 
 def test_a_wrong_weight_is_off_by_more_than_the_tolerance():

@@ -12,9 +12,9 @@ from scipy.special import log_softmax
 
 from cadenza.backends.xla.ops import sampling as device
 from cadenza.backends.xla.ops.table import (
-    COLUMN_FINITE,
     COLUMN_LOGPROB,
     COLUMN_RANK,
+    COLUMN_STATE,
     COLUMN_TOKEN,
     COLUMN_TOP,
     NUM_TOP,
@@ -71,6 +71,8 @@ def arrays_of(params: list[SamplingParams], positions: np.ndarray) -> SamplingAr
         num_logprobs=jnp.array(
             [-1 if p.logprobs is None else p.logprobs for p in params], jnp.int32
         ),
+        has_rules=jnp.zeros(len(params), jnp.int32),
+        targets=jnp.full(len(params), -1, jnp.int32),
     )
 
 
@@ -89,8 +91,10 @@ def scaled_by(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 def is_on_the_edge(scaled: np.ndarray, params: SamplingParams) -> bool:
     """Whether rounding alone decides what top-p or min-p leaves, by float64 masses."""
     falling = np.sort(scaled.astype(np.float64))[::-1]
-    top_k = params.top_k if 0 < params.top_k <= len(scaled) else len(scaled)
-    mass = np.exp(falling - falling[0]) * (falling >= falling[top_k - 1])
+    lowest = falling[0] + np.log(params.min_p) if params.min_p > 0 else -np.inf
+    left = falling[falling >= lowest]
+    top_k = params.top_k if 0 < params.top_k <= len(left) else len(left)
+    mass = np.exp(falling - falling[0]) * (falling >= left[top_k - 1])
     reached = np.cumsum(mass) / mass.sum()
     near_top_p = params.top_p < 1 and bool((np.abs(reached - params.top_p) < 1e-5).any())
     near_min_p = params.min_p > 0 and bool(
@@ -212,7 +216,7 @@ def test_a_greedy_row_has_the_same_bits_whatever_its_neighbours_ask_for():
     for row in greedy_rows:
         neighbours[row] = quiet[row]
     beside = np.asarray(choose_tokens(logits, arrays_of(neighbours, np.zeros(ROWS))))
-    columns = [COLUMN_TOKEN, COLUMN_FINITE]
+    columns = [COLUMN_TOKEN, COLUMN_STATE]
     assert np.array_equal(alone[greedy_rows][:, columns], beside[greedy_rows][:, columns])
     assert not np.array_equal(alone[:, COLUMN_TOKEN], beside[:, COLUMN_TOKEN])
 
@@ -233,11 +237,11 @@ def test_a_non_finite_logit_raises_its_own_rows_flag_alone(value: float):
     params = random_params(np.random.default_rng(8), 331)
     arrays = arrays_of(params, np.zeros(ROWS))
     healthy = np.asarray(choose_tokens(logits, arrays))
-    assert (healthy[:, COLUMN_FINITE] == 1).all()
+    assert (healthy[:, COLUMN_STATE] == 1).all()
     spoilt = logits.copy()
     spoilt[[5, 40], [0, 330]] = value
     result = np.asarray(choose_tokens(spoilt, arrays))
-    assert np.flatnonzero(result[:, COLUMN_FINITE] == 0).tolist() == [5, 40]
+    assert np.flatnonzero(result[:, COLUMN_STATE] == 0).tolist() == [5, 40]
     others = np.setdiff1d(np.arange(ROWS), [5, 40])
     assert np.array_equal(result[others], healthy[others])
     assert ((result[:, COLUMN_TOKEN] >= 0) & (result[:, COLUMN_TOKEN] < 331)).all()

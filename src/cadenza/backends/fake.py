@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cadenza.backends.base import Capability, Exactness, KVGroup
-from cadenza.core.batch import LAST_SAMPLED, ModelInputs, StepOutput
+from cadenza.core.batch import LAST_SAMPLED, NO_TARGET, ModelInputs, StepOutput
+from cadenza.core.token_rules import RuleLayout
 from cadenza.errors import RunnerError
 
 _NEVER_WRITTEN = -7
@@ -21,7 +22,10 @@ _MAX_LOGPROBS = 20
 
 
 def next_token(history: list[int], key: tuple[int, int], *, vocab_size: int) -> int:
-    """The fake model: what follows `history` under a draw's `key` (zeros when greedy)."""
+    """The fake model: what follows `history` under a draw's `key` (zeros when greedy).
+
+    A row's token rules count as the end of its history.
+    """
     text = np.array([*history, *key], np.int64).tobytes()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "little") % vocab_size
@@ -53,6 +57,7 @@ class FakeRunner:
     _slots: np.ndarray = field(init=False)  # [P * S]
     _page_table: np.ndarray = field(init=False)  # [R, pages]
     _last_sampled: np.ndarray = field(init=False)  # [R]
+    _rules: np.ndarray = field(init=False)  # [R, W]
 
     def __post_init__(self) -> None:
         self.reset()
@@ -84,6 +89,8 @@ class FakeRunner:
         self._slots = np.full(self.num_pages * self.page_size, _NEVER_WRITTEN, np.int64)
         self._page_table = np.full((self.max_num_seqs, self.max_pages_per_seq), -1, np.int64)
         self._last_sampled = np.full(self.max_num_seqs, _NEVER_WRITTEN, np.int64)
+        num_words = RuleLayout(self.vocab_size).num_words
+        self._rules = np.full((self.max_num_seqs, num_words), _NEVER_WRITTEN, np.int64)
 
     def close(self) -> None:
         self._slots = np.empty(0, np.int64)
@@ -93,17 +100,25 @@ class FakeRunner:
             raise RunnerError("the runner was closed; make a new one")
         for row, index, page in inputs.page_updates:
             self._page_table[row, index] = page
+        for update in inputs.rule_updates:
+            self._rules[update.row] = update.record
+        pages = self._slots.reshape(-1, self.page_size)
+        for source, copy in inputs.page_copies:
+            pages[copy] = pages[source]
         for row in range(self.max_num_seqs):
             self._store(inputs, row)
         count = inputs.num_logits
         rows = inputs.logit_rows[:count]
-        token_ids = np.array(
+        drawn = np.array(
             [self._sample(inputs, index, int(row)) for index, row in enumerate(rows)], np.int32
         )
-        self._last_sampled[rows] = token_ids
+        targets = inputs.sampling.targets[:count]
+        is_choice = targets == NO_TARGET
+        self._last_sampled[rows[is_choice]] = drawn[is_choice]
         self.trace.append(("launch", inputs.step_id))
         step_id = inputs.step_id
-        return FakeStepHandle(_output(token_ids), lambda: self.trace.append(("read", step_id)))
+        output = _output(np.where(is_choice, drawn, targets), drawn)
+        return FakeStepHandle(output, lambda: self.trace.append(("read", step_id)))
 
     def _store(self, inputs: ModelInputs, row: int) -> None:
         for index in range(inputs.query_starts[row], inputs.query_starts[row + 1]):
@@ -123,18 +138,22 @@ class FakeRunner:
             )
             for at in range(kv_len)
         ]
+        if inputs.sampling.has_rules[index]:
+            history += self._rules[row].tolist()
         greedy = inputs.sampling.temperature[index] == 0
         key = (0, 0) if greedy else tuple(int(word) for word in inputs.sampling.keys[index])
         return next_token(history, (key[0], key[1]), vocab_size=self.vocab_size)
 
 
-def _output(token_ids: np.ndarray) -> StepOutput:
+def _output(token_ids: np.ndarray, drawn: np.ndarray) -> StepOutput:
+    """What is told of a token follows from what the history would have drawn."""
     count = len(token_ids)
     return StepOutput(
         token_ids=token_ids,
         is_finite=np.ones(count, np.bool_),
-        logprobs=(-token_ids / 8).astype(np.float32),
+        has_choice=np.ones(count, np.bool_),
+        logprobs=(-drawn / 8).astype(np.float32),
         ranks=np.ones(count, np.int32),
-        top_ids=np.tile(token_ids[:, None], (1, _MAX_LOGPROBS)).astype(np.int32),
-        top_logprobs=np.tile(-token_ids[:, None] / 8, (1, _MAX_LOGPROBS)).astype(np.float32),
+        top_ids=np.tile(drawn[:, None], (1, _MAX_LOGPROBS)).astype(np.int32),
+        top_logprobs=np.tile(-drawn[:, None] / 8, (1, _MAX_LOGPROBS)).astype(np.float32),
     )

@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cadenza.bench.bounds import ITEM_BYTES
+from cadenza.bench.random_tokenizer import write_random_tokenizer
 from cadenza.checkpoint import ModelConfig, count_parameters, named_shape, write_random_checkpoint
 from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.tokenizer_files import TOKENIZER_FILE
 from cadenza.errors import CheckpointError
 
 OnProgress = Callable[[int, int], None]
@@ -53,7 +55,10 @@ def random_weights(name_or_file: str, dtype: WeightDType | None = None) -> Rando
 
 
 def make_checkpoint(weights: RandomWeights, folder: Path, on_progress: OnProgress) -> None:
-    """Writes into a new or empty folder while `on_progress` is told. Raises CheckpointError."""
+    """Writes weights and a tokenizer into a new or empty folder while `on_progress` is told.
+
+    Raises CheckpointError.
+    """
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(
             write_random_checkpoint,
@@ -65,31 +70,38 @@ def make_checkpoint(weights: RandomWeights, folder: Path, on_progress: OnProgres
         while not _is_done(done):
             on_progress(min(_bytes_in(folder), weights.num_bytes), weights.num_bytes)
         done.result()
+    write_random_tokenizer(folder / TOKENIZER_FILE, weights.shape.vocab_size)
     on_progress(weights.num_bytes, weights.num_bytes)
 
 
 def cached_folder(weights: RandomWeights, label: str, cache: Path) -> Path:
     """Where the checkpoint is, or will be."""
-    name = Path(label).stem if Path(label).suffix else Path(label).name
+    name = Path(label).name.removesuffix(".json")
     return cache / "bench" / f"{name}-{weights.dtype}-{weights.digest}"
 
 
 def ensure_checkpoint(weights: RandomWeights, folder: Path, on_progress: OnProgress) -> None:
     """Makes the checkpoint unless it is there. Raises CheckpointError."""
-    if (folder / "config.json").is_file():
+    if _is_whole(folder):
         return
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     try:
         make_checkpoint(weights, partial, on_progress)
+        if not _is_whole(folder):  # of an earlier version, which wrote less
+            shutil.rmtree(folder, ignore_errors=True)
         partial.replace(folder)
     except OSError as error:
         # Another process may have been faster; then its folder is as good as ours.
-        if not (folder / "config.json").is_file():
+        if not _is_whole(folder):
             raise CheckpointError(
                 f"the random checkpoint {folder.name} cannot be kept: {error.strerror}"
             ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and (folder / TOKENIZER_FILE).is_file()
 
 
 def _is_done(future: "Future[None]") -> bool:

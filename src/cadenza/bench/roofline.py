@@ -1,4 +1,4 @@
-"""What this machine can do at most: `measure_roofline`, natively or, without kernels, in numpy.
+"""What this machine can do at most: `RooflineProbe`, natively or, without kernels, in numpy.
 
 Owns the sizes and repetitions of the measurement. Knows no model. Each figure is the best of its
 runs: the bound is what the machine has shown that it can do, not what it does on average.
@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from cadenza.bench.bounds import Roofline
-from cadenza.engine.instruments import NativeInstruments
+from cadenza.engine.instruments import NativeInstruments, new_buffer
 
 REPEATS = 15
+"""Of a measurement for its own sake."""
+
 MIN_BUFFER_BYTES = 256 << 20
 CACHES = 8
 """The buffer is at least this many times the largest cache."""
@@ -26,15 +28,26 @@ _CACHE_SIZES = "devices/system/cpu/cpu0/cache"
 _MATRIX = 1024
 
 
-def measure_roofline(
-    instruments: NativeInstruments | None, dtype: str, *, repeats: int = REPEATS
-) -> Roofline:
-    """Read bandwidth and multiply peak for `dtype`, with all threads."""
-    if instruments is None:
-        return _measure_in_numpy(repeats)
-    read = instruments.read_bytes_per_s(buffer_bytes(), repeats=repeats)
-    multiply = instruments.operations_per_s(dtype, repeats=repeats)
-    return Roofline(read_gb_s=read / 1e9, gflop_s=multiply / 1e9, dtype=dtype, method="native")
+class RooflineProbe:
+    """Measures read bandwidth and multiply peak for `dtype`, with all threads, again and again.
+
+    It keeps its buffer, so that a few repeats take some ten milliseconds.
+    """
+
+    def __init__(self, instruments: NativeInstruments | None, dtype: str) -> None:
+        self._instruments = instruments
+        self._dtype = dtype
+        self._buffer = None if instruments is None else new_buffer(buffer_bytes())
+
+    def measure(self, repeats: int = REPEATS) -> Roofline:
+        """The best of the repeats."""
+        if self._instruments is None or self._buffer is None:
+            return _measure_in_numpy(repeats)
+        read = self._instruments.read_bytes_per_s(self._buffer, repeats=repeats)
+        multiply = self._instruments.operations_per_s(self._dtype, repeats=repeats)
+        return Roofline(
+            read_gb_s=read / 1e9, gflop_s=multiply / 1e9, dtype=self._dtype, method="native"
+        )
 
 
 def buffer_bytes() -> int:

@@ -13,12 +13,21 @@ step and stops when the last prompt's token has been read.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from cadenza import EngineCore, Finished, Request, SamplingParams, Token
 from cadenza.engine.instruments import OpTotals
 from cadenza.errors import ConfigError, RunnerError
+
+SAMPLED: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 0.9,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+}
+"""How a row that is not greedy chooses its tokens."""
 
 Clock = Callable[[], float]
 Prompt = tuple[int, ...]
@@ -65,10 +74,16 @@ class _Window:
 class _Players:
     """The requests of one run, sent as the engine's queue has room, and their tokens so far."""
 
-    def __init__(self, core: EngineCore, prompts: Sequence[Prompt], max_tokens: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    def __init__(
+        self, core: EngineCore, prompts: Sequence[Prompt], max_tokens: int, num_sampled: int = 0
+    ) -> None:
+        greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        sampled = replace(greedy, **SAMPLED)
         self._core = core
-        self._unsent = deque(Request(prompt_token_ids=each, params=params) for each in prompts)
+        self._unsent = deque(
+            Request(prompt_token_ids=each, params=sampled if index < num_sampled else greedy)
+            for index, each in enumerate(prompts)
+        )
         self._num_requests = len(prompts)
         self._num_finished = 0
         self._counts: dict[int, int] = {}
@@ -100,7 +115,7 @@ class _Players:
             if isinstance(event, Token):
                 self._counts[event.request_id] += 1
                 num_tokens += 1
-            else:
+            elif isinstance(event, Finished):
                 self._end(event)
         return num_tokens
 
@@ -119,11 +134,14 @@ class _Players:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTask:
-    """`max_tokens` bounds the rows that start sooner than the last one."""
+    """`max_tokens` bounds the rows that start sooner than the last one; `num_sampled` rows are
+    sampled with penalties (`SAMPLED`), the others are greedy.
+    """
 
     prompts: Sequence[Prompt]
     output_len: int
     max_tokens: int
+    num_sampled: int = 0
 
 
 def run_decode(
@@ -136,7 +154,7 @@ def run_decode(
         RunnerError: a request failed.
     """
     rows = len(task.prompts)
-    players = _Players(core, task.prompts, task.max_tokens)
+    players = _Players(core, task.prompts, task.max_tokens, task.num_sampled)
     while players.fewest_tokens < 1 and not players.has_finished:
         players.step()
     first_context = players.num_tokens / rows + sum(map(len, task.prompts)) / rows

@@ -6,10 +6,7 @@ is a process of its own, and the one that fills the warm cache is not counted.
 """
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,8 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from cadenza import EngineConfig
+from cadenza.bench.probe import run_probe
 from cadenza.engine.build import find_checkpoint
-from cadenza.errors import ConfigError, RunnerError
+from cadenza.errors import ConfigError
 
 Caches = Literal["cold", "warm"]
 PHASES = ("python", "imports", "load", "compile", "first_token")
@@ -72,7 +70,7 @@ def measure_startup(
     """
     if not 1 <= repeats <= MAX_REPEATS:
         raise ConfigError(f"--repeats {repeats} must be a whole number from 1 to {MAX_REPEATS}")
-    find_checkpoint(model)
+    find_checkpoint(model, revision=config.revision)
     asked = json.dumps({"model": model, "config": asdict(config)})
     cold: list[Start] = []
     with TemporaryDirectory() as folder:
@@ -95,21 +93,8 @@ def measure_startup(
 def start_once(asked: str, cache: Path) -> Start:
     """One fresh process. Raises RunnerError when it fails, with its last line."""
     start_s = time.monotonic()
-    try:
-        ran = subprocess.run(  # noqa: S603 - this interpreter, our own module
-            [sys.executable, "-m", _PROBE, asked],
-            env={**os.environ, "CADENZA_CACHE_DIR": str(cache)},
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RunnerError(f"a start took more than {_TIMEOUT_S:.0f} s") from error
-    if ran.returncode != 0:
-        last = ran.stderr.strip().splitlines()[-1:] or ["without a word"]
-        raise RunnerError(f"a start failed with exit code {ran.returncode}: {last[0]}")
-    at_s: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
+    env = {"CADENZA_CACHE_DIR": str(cache)}
+    at_s = run_probe(_PROBE, asked, what="a start", timeout_s=_TIMEOUT_S, env=env)
     ends = [start_s, *(at_s[phase] for phase in PHASES)]
     return Start(phases_s=tuple(end - begin for begin, end in pairwise(ends)))
 

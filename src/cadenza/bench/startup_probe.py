@@ -32,7 +32,7 @@ def main(text: str) -> None:
 
     config = EngineConfig(**asked["config"])
     # Loads the array library and finds the device.
-    describe_backend(config, find_checkpoint(asked["model"]).config)
+    describe_backend(config, find_checkpoint(asked["model"], revision=config.revision).config)
     times.mark("imports")
     loaded = load_model(asked["model"], config, times.mark)
     has_text = loaded.checkpoint.tokenizer_path is not None

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 from cadenza import EngineConfig, EngineCore
-from cadenza.bench.bounds import ModelCost, Prompts, Roofline, Work
+from cadenza.bench.bounds import Limit, ModelCost, Prompts, Roofline, Work
 from cadenza.bench.machine import describe_machine
 from cadenza.bench.profile import StepProfile, calls_of_a_step, step_profile
-from cadenza.bench.roofline import measure_roofline
+from cadenza.bench.roofline import RooflineProbe
 from cadenza.bench.runs import DecodeTask, Prompt, Timed, run_decode, run_prefill
 from cadenza.config import MAX_NUM_SEQS_BOUND
 from cadenza.engine.build import describe_backend, find_checkpoint, load_model
@@ -27,11 +28,15 @@ from cadenza.errors import ConfigError
 PREFILL_STEPS = 4
 """A prefill run has at least so many full steps' worth of prompts."""
 
+PROBE_REPEATS = 3
+"""Of each measurement of the machine, before and after each run."""
+
 MAX_CONCURRENCIES = 64
 MAX_REPEATS = 1000
 _WARM_TOKENS = 8
 
 Report = Callable[[str], None]
+SampledRows = Literal["none", "one", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +50,23 @@ class Workload:
     input_len: int = 128
     output_len: int = 64
     concurrency: tuple[int, ...] = (1, 4, 8, 32, 64)
-    repeats: int = 3
+    repeats: int = 5
     profile: bool = False
+    sampling: SampledRows = "none"
 
     def __post_init__(self) -> None:
         _check("input-len", self.input_len, 1, 1 << 24)
         _check("output-len", self.output_len, 2, 1 << 24)
         _check("repeats", self.repeats, 1, MAX_REPEATS)
         _check("concurrency (how many values)", len(self.concurrency), 1, MAX_CONCURRENCIES)
+        if self.sampling not in get_args(SampledRows):
+            raise ConfigError(f"--sampling {self.sampling} must be none, one or all")
         for rows in self.concurrency:
             _check("concurrency", rows, 1, MAX_NUM_SEQS_BOUND)
+
+    def num_sampled(self, rows: int) -> int:
+        """Of so many rows, how many are sampled with top-p and penalties."""
+        return {"none": 0, "one": 1, "all": rows}[self.sampling]
 
     @property
     def most_rows(self) -> int:
@@ -73,30 +85,66 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A run, and what the machine could do just before and after it."""
+
+    run: Timed
+    roofline: Roofline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """Every repeat of one kind of run, against the bound of its work.
+
+    `work` is what `num_tokens` tokens need. A run's share of its bound takes the machine as it was
+    around that run, since what a machine's memory gives can change from one second to the next.
+    """
+
+    runs: tuple[Judged, ...]
+    work: Work
+    num_tokens: int
+    profile: StepProfile | None = None
+
+    @property
+    def tok_s(self) -> float:
+        return statistics.median(self.tok_s_runs)
+
+    @property
+    def bound_tok_s(self) -> float:
+        return statistics.median(self._bound_tok_s(each) for each in self.runs)
+
+    @property
+    def share_of_bound(self) -> float:
+        return statistics.median(self.share_runs)
+
+    @property
+    def tok_s_runs(self) -> list[float]:
+        return [each.run.tokens_per_s for each in self.runs]
+
+    @property
+    def share_runs(self) -> list[float]:
+        return [each.run.tokens_per_s / self._bound_tok_s(each) for each in self.runs]
+
+    @property
+    def limit(self) -> Limit:
+        """Which of reading and multiplying sets the bound."""
+        return self.work.limit(Roofline.median_of([each.roofline for each in self.runs]))
+
+    def _bound_tok_s(self, judged: Judged) -> float:
+        return self.num_tokens / self.work.bound_s(judged.roofline)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One concurrency: every repeat's run, the bounds' work, and a profiled run of each kind."""
+    """One concurrency."""
 
     concurrency: int
-    decode: tuple[Timed, ...]
-    prefill: tuple[Timed, ...]
-    decode_work: Work
-    prefill_work: Work
-    decode_profile: StepProfile | None = None
-    prefill_profile: StepProfile | None = None
+    decode: Rate
+    prefill: Rate
 
     @property
-    def decode_tok_s(self) -> float:
-        return statistics.median(run.tokens_per_s for run in self.decode)
-
-    @property
-    def prefill_tok_s(self) -> float:
-        return statistics.median(run.tokens_per_s for run in self.prefill)
-
-    def decode_bound_tok_s(self, roofline: Roofline) -> float:
-        return self.concurrency / self.decode_work.bound_s(roofline)
-
-    def prefill_bound_tok_s(self, roofline: Roofline) -> float:
-        return self.prefill[0].num_tokens / self.prefill_work.bound_s(roofline)
+    def rooflines(self) -> list[Roofline]:
+        return [each.roofline for rate in (self.decode, self.prefill) for each in rate.runs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +176,13 @@ def engine_config(
 def measure_throughput(
     model: str | Path | None, config: EngineConfig, workload: Workload, report: Report
 ) -> Throughput:
-    """Loads the model, measures, and measures the machine before and after.
+    """Loads the model and plays every run, with the machine measured around each.
 
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: it cannot be loaded or measured.
         RunnerError: a request failed.
     """
-    traits = describe_backend(config, find_checkpoint(model).config)
+    traits = describe_backend(config, find_checkpoint(model, revision=config.revision).config)
     if traits.device_memory_bytes is not None:
         raise ConfigError(
             f"the bound is known for cpu only, not for {traits.name}; use --device cpu"
@@ -147,20 +195,32 @@ def measure_throughput(
     loaded = load_model(model, fitted)
     try:
         plan = loaded.plan
-        report("measuring the machine")
-        roofline = measure_roofline(instruments, plan.dtype)
-        stage = _Stage(loaded.core, workload, fitted.seed, report, instruments)
+        meter = _Meter(instruments, RooflineProbe(instruments, plan.dtype))
+        stage = _Stage(loaded.core, workload, fitted.seed, report, meter)
         cost = ModelCost.of(loaded.checkpoint.config, plan.dtype)
         results = tuple(stage.measure(rows, cost) for rows in workload.concurrency)
-        roofline = roofline.better_of(measure_roofline(instruments, plan.dtype))
     finally:
         loaded.close()
     return Throughput(
         machine=describe_machine(instruments),
         workload=_describe(model, workload, plan, fitted),
-        roofline=roofline,
+        roofline=Roofline.median_of([one for each in results for one in each.rooflines]),
         results=results,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Meter:
+    """What measures the machine around a run."""
+
+    instruments: NativeInstruments | None
+    probe: RooflineProbe
+
+    def judge(self, play: Callable[[], Timed]) -> Judged:
+        before = self.probe.measure(PROBE_REPEATS)
+        run = play()
+        after = self.probe.measure(PROBE_REPEATS)
+        return Judged(run=run, roofline=Roofline.median_of([before, after]))
 
 
 class _Stage:
@@ -172,12 +232,12 @@ class _Stage:
         workload: Workload,
         seed: int,
         report: Report,
-        instruments: NativeInstruments | None,
+        meter: _Meter,
     ) -> None:
         self._core = core
         self._workload = workload
         self._report = report
-        self._instruments = instruments
+        self._meter = meter
         self._budget = core.limits.max_num_batched_tokens
         self._random = random.Random(seed)  # noqa: S311 - prompts, not secrets
 
@@ -187,23 +247,23 @@ class _Stage:
         self._report(f"concurrency {rows}: warming up")
         self._decode(rows, min(_WARM_TOKENS, workload.output_len))
         self._prefill(rows)
-        decode: list[Timed] = []
-        prefill: list[Timed] = []
+        decode: list[Judged] = []
+        prefill: list[Judged] = []
         for repeat in range(workload.repeats):
             self._report(f"concurrency {rows}: run {repeat + 1} of {workload.repeats}")
-            decode.append(self._decode(rows, workload.output_len))
-            prefill.append(self._prefill(rows))
+            decode.append(self._meter.judge(lambda: self._decode(rows, workload.output_len)))
+            prefill.append(self._meter.judge(lambda: self._prefill(rows)))
+        prompts = Prompts(
+            count=workload.num_prefill_prompts(rows, self._budget),
+            length=workload.input_len,
+            token_budget=self._budget,
+        )
+        decode_work = cost.decode_step(rows, decode[0].run.context)
         measured = Measured(
             concurrency=rows,
-            decode=tuple(decode),
-            prefill=tuple(prefill),
-            decode_work=cost.decode_step(rows, decode[0].context),
-            prefill_work=cost.prefill(
-                Prompts(
-                    count=workload.num_prefill_prompts(rows, self._budget),
-                    length=workload.input_len,
-                    token_budget=self._budget,
-                )
+            decode=Rate(runs=tuple(decode), work=decode_work, num_tokens=rows),
+            prefill=Rate(
+                runs=tuple(prefill), work=cost.prefill(prompts), num_tokens=prompts.num_tokens
             ),
         )
         return self._with_profile(measured) if workload.profile else measured
@@ -211,13 +271,13 @@ class _Stage:
     def _with_profile(self, measured: Measured) -> Measured:
         rows = measured.concurrency
         self._report(f"concurrency {rows}: profiling")
-        decode = self._decode(rows, self._workload.output_len, self._instruments)
-        prefill = self._prefill(rows, self._instruments)
+        decode = self._decode(rows, self._workload.output_len, self._meter.instruments)
+        prefill = self._prefill(rows, self._meter.instruments)
         calls = calls_of_a_step(prefill.ops)
         return replace(
             measured,
-            decode_profile=step_profile(decode, calls),
-            prefill_profile=step_profile(prefill, calls),
+            decode=replace(measured.decode, profile=step_profile(decode, calls)),
+            prefill=replace(measured.prefill, profile=step_profile(prefill, calls)),
         )
 
     def _decode(
@@ -227,6 +287,7 @@ class _Stage:
             prompts=self._prompts(rows),
             output_len=output_len,
             max_tokens=self._workload.most_tokens(rows, self._budget),
+            num_sampled=self._workload.num_sampled(rows),
         )
         return run_decode(self._core, task, time.perf_counter, profiler)
 
@@ -248,33 +309,31 @@ def as_json(found: Throughput) -> dict[str, object]:
         "machine": found.machine,
         "workload": found.workload,
         "roofline": {"read_gb_s": found.roofline.read_gb_s, "gflop_s": found.roofline.gflop_s},
-        "results": [_result_json(each, found.roofline) for each in found.results],
+        "results": [_result_json(each) for each in found.results],
     }
 
 
-def _result_json(found: Measured, roofline: Roofline) -> dict[str, object]:
-    decode_bound = found.decode_bound_tok_s(roofline)
-    prefill_bound = found.prefill_bound_tok_s(roofline)
-    result: dict[str, object] = {
-        "concurrency": found.concurrency,
-        "decode_tok_s": found.decode_tok_s,
-        "prefill_tok_s": found.prefill_tok_s,
-        "decode_share_of_bound": found.decode_tok_s / decode_bound,
-        "prefill_share_of_bound": found.prefill_tok_s / prefill_bound,
-        "decode_bound_tok_s": decode_bound,
-        "prefill_bound_tok_s": prefill_bound,
-        "decode_limit": found.decode_work.limit(roofline),
-        "prefill_limit": found.prefill_work.limit(roofline),
-        "decode_tok_s_runs": [run.tokens_per_s for run in found.decode],
-        "prefill_tok_s_runs": [run.tokens_per_s for run in found.prefill],
-        "average_context": found.decode[0].context,
-        "num_decode_steps": found.decode[0].num_steps,
-        "num_prefill_tokens": found.prefill[0].num_tokens,
+def _result_json(found: Measured) -> dict[str, object]:
+    result: dict[str, object] = {"concurrency": found.concurrency}
+    for kind, rate in (("decode", found.decode), ("prefill", found.prefill)):
+        result |= {
+            f"{kind}_tok_s": rate.tok_s,
+            f"{kind}_share_of_bound": rate.share_of_bound,
+            f"{kind}_bound_tok_s": rate.bound_tok_s,
+            f"{kind}_limit": rate.limit,
+            f"{kind}_tok_s_runs": rate.tok_s_runs,
+            f"{kind}_share_runs": rate.share_runs,
+        }
+    decode = found.decode.runs[0].run
+    result |= {
+        "average_context": decode.context,
+        "num_decode_steps": decode.num_steps,
+        "num_prefill_tokens": found.prefill.num_tokens,
     }
-    if found.decode_profile is not None and found.prefill_profile is not None:
+    if found.decode.profile is not None and found.prefill.profile is not None:
         result["profile"] = {
-            "decode": _profile_json(found.decode_profile),
-            "prefill": _profile_json(found.prefill_profile),
+            "decode": _profile_json(found.decode.profile),
+            "prefill": _profile_json(found.prefill.profile),
         }
     return result
 
@@ -297,6 +356,7 @@ def _describe(
         "input_len": workload.input_len,
         "output_len": workload.output_len,
         "repeats": workload.repeats,
+        "sampling": workload.sampling,
         "backend": plan.traits.name,
         "ops": plan.traits.ops,
         "dtype": plan.dtype,

@@ -5,6 +5,7 @@ folder (`open_checkpoint`). Knows nothing of devices, engines or text. Invariant
 checkpoint is executed, and whatever cannot be read exactly is a `CheckpointError`.
 """
 
+from cadenza.checkpoint.config_json import format_model_config, parse_model_config
 from cadenza.checkpoint.declaration import (
     TensorKind,
     TensorSpec,
@@ -12,30 +13,39 @@ from cadenza.checkpoint.declaration import (
     count_parameters,
     declare,
 )
-from cadenza.checkpoint.folder import Checkpoint, GenerationDefaults, open_checkpoint
-from cadenza.checkpoint.model_config import (
+from cadenza.checkpoint.folder import Checkpoint, open_checkpoint
+from cadenza.checkpoint.generation_defaults import GenerationDefaults
+from cadenza.checkpoint.hub import Hub, is_hub_id
+from cadenza.checkpoint.model_config import LayerKind, ModelConfig
+from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.checkpoint.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
-    ModelConfig,
+    LongRopeScaling,
     RopeConfig,
-    parse_model_config,
+    YarnRopeScaling,
 )
-from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.checkpoint.weights import Weights, open_weights
 
 __all__ = [
     "Checkpoint",
     "GenerationDefaults",
+    "Hub",
+    "LayerKind",
     "LinearRopeScaling",
     "Llama3RopeScaling",
+    "LongRopeScaling",
     "ModelConfig",
     "RopeConfig",
     "TensorKind",
     "TensorSpec",
     "Weights",
+    "YarnRopeScaling",
     "check_weights",
     "count_parameters",
     "declare",
+    "format_model_config",
+    "is_hub_id",
     "named_shape",
     "open_checkpoint",
     "open_weights",

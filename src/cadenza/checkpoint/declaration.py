@@ -4,15 +4,16 @@ Owns the tensor names of the supported families. Knows nothing of files or devic
 folder, random checkpoints and loading derive from `declare`. Invariant: a checkpoint that passed
 `check_weights` holds exactly the declared tensors, each in its declared shape.
 
-Shapes: E embed, F MLP, Hq/Hkv heads, D head dim, V vocabulary; a linear is [out, in].
+Shapes: E embed, F MLP, Hq/Hkv heads, D head dim, V vocabulary, X experts; a linear is [out, in].
 """
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.model_config import ExpertsConfig, ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
@@ -41,38 +42,184 @@ class TensorSpec:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpec:
+    """One stored linear: its weight [out, in], and its bias where it has one."""
+
+    name: str
+    num_out: int
+    num_in: int
+    has_bias: bool = False
+
+    @property
+    def weight(self) -> str:
+        return f"{self.name}.weight"
+
+    @property
+    def bias(self) -> str | None:
+        return f"{self.name}.bias" if self.has_bias else None
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield TensorSpec(name=self.weight, shape=(self.num_out, self.num_in), kind="linear")
+        if self.bias is not None:
+            yield TensorSpec(name=self.bias, shape=(self.num_out,), kind="bias")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMLPSpec:
+    """down(activation(gate(x)) * up(x))."""
+
+    gate_up: tuple[LinearSpec, ...]  # gate and up, or both in one
+    down: LinearSpec
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        for linear in (*self.gate_up, self.down):
+            yield from linear.tensors()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMLPSpec:
+    """A router, and the gated MLPs that it chooses from."""
+
+    router: LinearSpec  # [X, E]
+    experts: tuple[GatedMLPSpec, ...]
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from self.router.tensors()
+        for expert in self.experts:
+            yield from expert.tensors()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer's tensors by their place in it; None where the family has no such norm."""
+
+    attention_norm: TensorSpec | None
+    qkv: tuple[LinearSpec, ...]  # q, k and v, or all in one
+    qk_norms: tuple[TensorSpec, TensorSpec] | None
+    attention_out: LinearSpec
+    attention_post_norm: TensorSpec | None
+    mlp_norm: TensorSpec | None
+    mlp: GatedMLPSpec | ExpertMLPSpec
+    mlp_post_norm: TensorSpec | None
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """In the order of the computation."""
+        yield from filter(None, [self.attention_norm])
+        for linear in self.qkv:
+            yield from linear.tensors()
+        yield from self.qk_norms or ()
+        yield from self.attention_out.tensors()
+        yield from filter(None, [self.attention_post_norm, self.mlp_norm])
+        yield from self.mlp.tensors()
+        yield from filter(None, [self.mlp_post_norm])
+
+
 def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
     """Every tensor of the model, in the order of the computation. A tied head is not listed."""
     embed, vocab = config.hidden_size, config.vocab_size
     specs = [TensorSpec(name=EMBEDDING, shape=(vocab, embed), kind="embedding")]
-    for layer in range(config.num_layers):
-        specs += declare_layer(config, layer)
+    for index in range(config.num_layers):
+        specs += declare_layer(config, index).tensors()
     specs.append(_norm(FINAL_NORM, embed))
     if not config.tie_word_embeddings:
         specs.append(TensorSpec(name=HEAD, shape=(vocab, embed), kind="linear"))
     return tuple(specs)
 
 
-def declare_layer(config: ModelConfig, layer: int) -> list[TensorSpec]:
+def declare_layer(config: ModelConfig, index: int) -> LayerSpec:
     """The tensors of one decoder layer."""
-    prefix = f"model.layers.{layer}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    embed, inner = config.hidden_size, config.intermediate_size
+    prefix, embed = f"model.layers.{index}", config.hidden_size
+    attention = f"{prefix}.self_attn"
+    has_pre, has_post = config.has_pre_norms, config.has_post_norms
+    mlp_norm = "pre_feedforward_layernorm" if has_post else "post_attention_layernorm"
+    norms = {
+        name: _norm(f"{prefix}.{name}.weight", embed)
+        for name, is_there in (
+            ("input_layernorm", has_pre),
+            ("post_attention_layernorm", has_pre or has_post),
+            ("pre_feedforward_layernorm", has_pre and has_post),
+            ("post_feedforward_layernorm", has_post),
+        )
+        if is_there
+    }
+    return LayerSpec(
+        attention_norm=norms.get("input_layernorm"),
+        qkv=_declare_qkv(config, attention),
+        qk_norms=_declare_qk_norms(config, attention),
+        attention_out=LinearSpec(
+            name=f"{attention}.o_proj",
+            num_out=embed,
+            num_in=config.query_size,
+            has_bias=config.has_attention_out_bias,
+        ),
+        attention_post_norm=norms.get("post_attention_layernorm") if has_post else None,
+        mlp_norm=norms.get(mlp_norm) if has_pre else None,
+        mlp=_declare_mlp(config, index),
+        mlp_post_norm=norms.get("post_feedforward_layernorm"),
+    )
+
+
+def _declare_qkv(config: ModelConfig, prefix: str) -> tuple[LinearSpec, ...]:
     query, kv = config.query_size, config.kv_size
-    has_bias = config.has_attention_bias
-    specs = [_norm(f"{prefix}.input_layernorm.weight", embed)]
-    specs += _linear(f"{attention}.q_proj", query, embed, has_bias)  # [Hq * D, E]
-    specs += _linear(f"{attention}.k_proj", kv, embed, has_bias)  # [Hkv * D, E]
-    specs += _linear(f"{attention}.v_proj", kv, embed, has_bias)  # [Hkv * D, E]
-    if config.has_qk_norm:
-        specs.append(_norm(f"{attention}.q_norm.weight", config.head_dim))
-        specs.append(_norm(f"{attention}.k_norm.weight", config.head_dim))
-    specs += _linear(f"{attention}.o_proj", embed, query, has_bias)  # [E, Hq * D]
-    specs.append(_norm(f"{prefix}.post_attention_layernorm.weight", embed))
-    specs += _linear(f"{mlp}.gate_proj", inner, embed, config.has_mlp_bias)  # [F, E]
-    specs += _linear(f"{mlp}.up_proj", inner, embed, config.has_mlp_bias)  # [F, E]
-    specs += _linear(f"{mlp}.down_proj", embed, inner, config.has_mlp_bias)  # [E, F]
-    return specs
+    parts = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)]  # [Hq D, E], [Hkv D, E] twice
+    if config.has_fused_tensors:
+        parts = [("qkv_proj", query + 2 * kv)]
+    return _declare_linears(prefix, parts, config.hidden_size, has_bias=config.has_qkv_bias)
+
+
+def _declare_qk_norms(config: ModelConfig, prefix: str) -> tuple[TensorSpec, TensorSpec] | None:
+    if config.qk_norm is None:
+        return None
+    is_whole = config.qk_norm == "all_heads"
+    query = config.query_size if is_whole else config.head_dim
+    key = config.kv_size if is_whole else config.head_dim
+    return _norm(f"{prefix}.q_norm.weight", query), _norm(f"{prefix}.k_norm.weight", key)
+
+
+def _declare_mlp(config: ModelConfig, index: int) -> GatedMLPSpec | ExpertMLPSpec:
+    prefix = f"model.layers.{index}"
+    if config.experts is None or not config.layer_kinds[index].has_experts:
+        return _declare_gated_mlp(config, f"{prefix}.mlp")
+    experts, prefix = config.experts, f"{prefix}.{config.experts.names.block}"
+    return ExpertMLPSpec(
+        router=LinearSpec(
+            name=f"{prefix}.gate", num_out=experts.num_experts, num_in=config.hidden_size
+        ),
+        experts=tuple(
+            _declare_expert(config.hidden_size, experts, f"{prefix}.experts.{expert}")
+            for expert in range(experts.num_experts)
+        ),
+    )
+
+
+def _declare_expert(embed: int, experts: ExpertsConfig, prefix: str) -> GatedMLPSpec:
+    inner, names = experts.intermediate_size, experts.names
+    parts = [(names.gate, inner), (names.up, inner)]  # [F, E] each
+    gate_up = _declare_linears(prefix, parts, embed, has_bias=False)
+    (down,) = _declare_linears(prefix, [(names.down, embed)], inner, has_bias=False)  # [E, F]
+    return GatedMLPSpec(gate_up=gate_up, down=down)
+
+
+def _declare_gated_mlp(config: ModelConfig, prefix: str) -> GatedMLPSpec:
+    inner, has_bias = config.intermediate_size, config.has_mlp_bias
+    parts = [("gate_proj", inner), ("up_proj", inner)]  # [F, E] each
+    if config.has_fused_tensors:
+        parts = [("gate_up_proj", 2 * inner)]
+    (down,) = _declare_linears(
+        prefix, [("down_proj", config.hidden_size)], inner, has_bias=has_bias
+    )  # [E, F]
+    gate_up = _declare_linears(prefix, parts, config.hidden_size, has_bias=has_bias)
+    return GatedMLPSpec(gate_up=gate_up, down=down)
+
+
+def _declare_linears(
+    prefix: str, parts: list[tuple[str, int]], num_in: int, *, has_bias: bool
+) -> tuple[LinearSpec, ...]:
+    return tuple(
+        LinearSpec(name=f"{prefix}.{name}", num_out=num_out, num_in=num_in, has_bias=has_bias)
+        for name, num_out in parts
+    )
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -129,13 +276,6 @@ def _check_tied_head(weights: Weights) -> None:
             f"config.json ties the head to the embedding, but {HEAD} differs from {EMBEDDING}; "
             f"set tie_word_embeddings to false or remove the tensor"
         )
-
-
-def _linear(name: str, num_out: int, num_in: int, has_bias: bool) -> list[TensorSpec]:
-    specs = [TensorSpec(name=f"{name}.weight", shape=(num_out, num_in), kind="linear")]
-    if has_bias:
-        specs.append(TensorSpec(name=f"{name}.bias", shape=(num_out,), kind="bias"))
-    return specs
 
 
 def _norm(name: str, size: int) -> TensorSpec:

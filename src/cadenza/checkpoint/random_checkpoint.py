@@ -19,10 +19,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from cadenza.checkpoint.declaration import EMBEDDING, HEAD, TensorSpec, declare
+from cadenza.checkpoint.config_json import format_model_config, parse_model_config
+from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, TensorSpec, declare
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, Format, WeightDType
 from cadenza.checkpoint.json_object import parse_json_object, read_json_object
-from cadenza.checkpoint.model_config import ModelConfig, format_model_config, parse_model_config
+from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.safetensors_file import LENGTH_BYTES, AnyArray
 from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from cadenza.errors import CheckpointError
@@ -149,17 +150,37 @@ def _write_header(file: BinaryIO, specs: list[TensorSpec], format: Format) -> No
 def _distribution(spec: TensorSpec, config: ModelConfig) -> _Normal:
     """Linears keep the size of a unit-size input; see the module's docstring for the rest."""
     if spec.kind == "norm":
-        return _Normal(mean=1.0, sigma=_NORM_NOISE)
+        gain = _final_gain(config) if spec.name == FINAL_NORM else 1.0
+        return _Normal(mean=gain - float(config.norm_adds_one), sigma=_NORM_NOISE * gain)
     if spec.kind == "bias":
         return _Normal(mean=0.0, sigma=_BIAS_NOISE)
     sigma = spec.shape[-1] ** -0.5
     if spec.name == HEAD or (spec.name == EMBEDDING and config.tie_word_embeddings):
-        return _Normal(mean=0.0, sigma=sigma * math.sqrt(math.log(max(config.vocab_size, 2))))
+        spread = math.sqrt(math.log(max(config.vocab_size, 2))) * config.logit_divisor
+        return _Normal(mean=0.0, sigma=sigma * spread / _final_gain(config))
     if spec.name == EMBEDDING:
-        return _Normal(mean=0.0, sigma=1.0)
-    if spec.name.endswith("q_proj.weight") and not config.has_qk_norm:
-        return _Normal(mean=0.0, sigma=sigma * _QUERY_GAIN)
-    return _Normal(mean=0.0, sigma=sigma)
+        return _Normal(mean=0.0, sigma=1.0 / config.embedding_scale)
+    return _Normal(mean=0.0, sigma=sigma * _score_gain(spec, config))
+
+
+def _final_gain(config: ModelConfig) -> float:
+    """Of the last norm, where a tied head has to be small: its embedding, scaled up, would drown
+    what the layers add, and every token would predict itself.
+    """
+    if not config.tie_word_embeddings:
+        return 1.0
+    return config.embedding_scale * config.logit_divisor / config.residual_scale
+
+
+def _score_gain(spec: TensorSpec, config: ModelConfig) -> float:
+    """What makes attention peaked, whatever the scale of its scores; norms would undo it."""
+    if config.qk_norm is not None:
+        return 1.0
+    scale = config.attention_scale or config.head_dim**-0.5
+    gain = _QUERY_GAIN * config.head_dim**-0.5 / scale
+    if spec.name.endswith(".q_proj.weight"):
+        return gain
+    return math.sqrt(gain) if spec.name.endswith(".qkv_proj.weight") else 1.0
 
 
 def _draw(spec: TensorSpec, normal: _Normal, seed: int) -> Iterator[AnyArray]:

@@ -83,12 +83,17 @@ def open_safetensors(path: Path) -> SafetensorsFile:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name} cannot be mapped into memory") from error
-    header = _read_header(data, path.name)
-    entries = _parse_header(header, path.name, LENGTH_BYTES + len(header), len(data))
+    header, entries = read_entries(data, path.name)
     return SafetensorsFile(name=path.name, header=header, entries=entries, data=data)
 
 
-def _read_header(data: mmap.mmap, where: str) -> bytes:
+def read_entries(data: mmap.mmap | bytes, where: str) -> tuple[bytes, dict[str, TensorEntry]]:
+    """The header of a whole file's bytes, and its checked entries. Raises `CheckpointError`."""
+    header = _read_header(data, where)
+    return header, _parse_header(header, where, LENGTH_BYTES + len(header), len(data))
+
+
+def _read_header(data: mmap.mmap | bytes, where: str) -> bytes:
     num_header_bytes = int.from_bytes(data[:LENGTH_BYTES], "little")
     room = len(data) - LENGTH_BYTES
     if num_header_bytes > min(room, MAX_HEADER_BYTES):

@@ -5,8 +5,8 @@ file lies directly in the folder, and a name leads to exactly one tensor.
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cadenza.checkpoint.json_object import JsonObject, read_json_object, shorten
@@ -54,6 +54,16 @@ class Weights:
         """The stored bytes of a tensor, zero-copy."""
         return self._file_of[name].raw_bytes(name)
 
+    def with_parts(self, parts: Mapping[str, Sequence[TensorEntry]]) -> "Weights":
+        """The same files, of which each tensor named in `parts` is read as those of its bytes."""
+        files = {file.name: dict(file.entries) for file in self.files}
+        for name, entries in parts.items():
+            of_file = files[self._file_of[name].name]
+            del of_file[name]
+            of_file |= {entry.name: entry for entry in entries}
+        cut = tuple(replace(file, entries=files[file.name]) for file in self.files)
+        return Weights(files=cut, _file_of={name: file for file in cut for name in file.entries})
+
     def digest(self) -> str:
         """A hash of every file's name, length and header; no tensor is read."""
         state = hashlib.sha256()
@@ -81,18 +91,29 @@ def open_weights(folder: Path) -> Weights:
     )
 
 
-def _open_shards(folder: Path) -> Weights:
+def read_shard_names(folder: Path) -> list[str]:
+    """The files that the folder's index names. Raises `CheckpointError`."""
+    return sorted(set(_read_index(folder).values()))
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """The shard of each tensor."""
     index = read_json_object(folder / INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
     weight_map = index.child("weight_map")
     if weight_map is None:
         raise CheckpointError(f"{INDEX_FILE}: weight_map is missing; fetch the file again")
     shard_of = {name: _check_shard_name(weight_map, name) for name in weight_map.values}
-    shard_names = sorted(set(shard_of.values()))
-    if not 0 < len(shard_names) <= MAX_SHARDS:
+    num_shards = len(set(shard_of.values()))
+    if not 0 < num_shards <= MAX_SHARDS:
         raise CheckpointError(
-            f"{INDEX_FILE} names {len(shard_names)} files; supported are 1 to {MAX_SHARDS}"
+            f"{INDEX_FILE} names {num_shards} files; supported are 1 to {MAX_SHARDS}"
         )
-    files = {name: open_safetensors(folder / name) for name in shard_names}
+    return shard_of
+
+
+def _open_shards(folder: Path) -> Weights:
+    shard_of = _read_index(folder)
+    files = {name: open_safetensors(folder / name) for name in sorted(set(shard_of.values()))}
     _check_index(shard_of, files)
     return Weights(
         files=tuple(files.values()),

@@ -14,6 +14,7 @@ from cadenza.cli.chat import chat
 from cadenza.cli.generate import generate
 from cadenza.cli.info import info
 from cadenza.cli.options import with_flags
+from cadenza.cli.serve import serve
 from cadenza.cli.verify import verify
 
 EPILOG = (
@@ -29,6 +30,7 @@ def build_app() -> typer.Typer:
     """The `cadenza` command with its subcommands."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.callback(epilog=EPILOG, invoke_without_command=True)(_cadenza)
+    _add(app, serve)
     _add(app, generate)
     _add(app, chat)
     _add(app, info)

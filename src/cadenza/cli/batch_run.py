@@ -15,11 +15,11 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from cadenza.engine.assembly import OutputAssembler
+from cadenza.engine.assembly import OutputAssembler, OutputRouter
 from cadenza.engine.core import EngineCore
-from cadenza.engine.text_face import TextFace
+from cadenza.engine.text_face import PreparedRequest, TextFace
 from cadenza.outputs import CompletionOutput, RequestOutput
-from cadenza.request import Event, Request, Token
+from cadenza.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -64,14 +64,15 @@ class Stream:
         return None if self.assembler is None else self.assembler.output()
 
     @property
-    def completion(self) -> CompletionOutput | None:
+    def completions(self) -> tuple[CompletionOutput, ...]:
+        """Its samples; none before it was sent."""
         output = self.output
-        return None if output is None else output.outputs[0]
+        return () if output is None else output.outputs
 
     @property
     def text(self) -> str:
-        completion = self.completion
-        return "" if completion is None else completion.text
+        """The first sample's."""
+        return self.completions[0].text if self.completions else ""
 
     @property
     def is_finished(self) -> bool:
@@ -122,6 +123,7 @@ class BatchRun:
         self._ended_s: float | None = None
         self._unsent = deque(self.streams)
         self._open: dict[int, Stream] = {}
+        self._router = OutputRouter(core.cancel)
 
     @property
     def is_done(self) -> bool:
@@ -144,10 +146,10 @@ class BatchRun:
     def step(self) -> list[Stream]:
         """Advances the batch once; the streams that have something new, in their order."""
         self._send()
-        events = self.core.step()
+        assemblers = self._router.push(self.core.step())
         self.num_steps += 1
         now_s = self._clock() - self._started_s
-        news = {self._take(event, now_s) for event in events}
+        news = [self._take(assembler, now_s) for assembler in assemblers]
         self._observe()
         if self.is_done:
             self._ended_s = self._started_s + now_s
@@ -157,6 +159,7 @@ class BatchRun:
         """Cancels what still runs; what has come back stays."""
         for request_id, stream in self._open.items():
             self.core.cancel(request_id)
+            self._router.remove(request_id)
             if stream.assembler is not None:
                 stream.assembler.abort()
         self._open.clear()
@@ -166,22 +169,21 @@ class BatchRun:
         while self._unsent and self.core.num_queue_slots:
             stream = self._unsent.popleft()
             request_id = self.core.submit(stream.request)
-            stream.assembler = OutputAssembler(
-                request_id, stream.sent_text, stream.request.prompt_token_ids, self._text
-            )
+            prepared = PreparedRequest(text=stream.sent_text, request=stream.request)
+            stream.assembler = OutputAssembler(request_id, prepared, self._text)
+            self._router.add(stream.assembler)
             self._open[request_id] = stream
 
-    def _take(self, event: Event, now_s: float) -> Stream:
-        stream = self._open[event.request_id]
-        assert stream.assembler is not None, "a stream is open once it was sent"
-        stream.assembler.push(event)
+    def _take(self, assembler: OutputAssembler, now_s: float) -> Stream:
+        stream = self._open[assembler.request_id]
         stream.elapsed_s = now_s
-        if isinstance(event, Token):
-            stream.num_tokens += 1
-            stream.ttft_s = now_s if stream.ttft_s is None else stream.ttft_s
-        else:
-            stream.state = "failed" if event.finish_reason == "error" else "done"
-            del self._open[event.request_id]
+        stream.num_tokens = assembler.num_tokens
+        if stream.num_tokens and stream.ttft_s is None:
+            stream.ttft_s = now_s
+        if assembler.is_finished:
+            has_failed = any(each.finish_reason == "error" for each in stream.completions)
+            stream.state = "failed" if has_failed else "done"
+            del self._open[assembler.request_id]
         return stream
 
     def _observe(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -48,11 +48,57 @@ class WorkloadFlags:
     concurrency: Annotated[
         str, typer.Option(metavar="N,N…", help="Requests at the same time, one result for each.")
     ] = "1,4,8,32,64"
-    repeats: Annotated[int, typer.Option(help="Runs of each kind; the medians are shown.")] = 3
+    repeats: Annotated[int, typer.Option(help="Runs of each kind; the medians are shown.")] = 5
     profile: Annotated[
         bool,
         typer.Option("--profile", help="Also show the time and the bytes of each operation."),
     ] = False
+    sampling: Annotated[
+        Literal["none", "one", "all"],
+        typer.Option(help="Decoding rows sampled with top-p and penalties; the rest are greedy."),
+    ] = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFlags:
+    """What `serve` sends to a server."""
+
+    model_name: Annotated[
+        str | None,
+        typer.Option("--model", help="The model's name there (default: the first it lists)."),
+    ] = None
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,N…", help="Clients at the same time, one load for each.")
+    ] = "1,8,32"
+    num_requests: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests of each load (default: six for each client, at least 12; 192 at a rate)."
+        ),
+    ] = None
+    request_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Arrivals a second, at random intervals, in place of clients that wait for their "
+            "answers."
+        ),
+    ] = None
+    input_len: Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Tokens of each prompt.")] = (
+        "16:512"
+    )
+    output_len: Annotated[
+        str, typer.Option(metavar="N|LOW:HIGH", help="Tokens of each answer.")
+    ] = "16:128"
+    vocab_size: Annotated[int, typer.Option(help="Prompts are of random token ids below.")] = 1000
+    load_seed: Annotated[int, typer.Option("--seed", help="Seed of the load.")] = 0
+    respect_eos: Annotated[
+        bool,
+        typer.Option("--respect-eos", help="Let answers end early; else ignore_eos is sent along."),
+    ] = False
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="CADENZA_API_KEY", show_envvar=False, help="Sent as a bearer token."),
+    ] = None
 
 
 def make_checkpoint(
@@ -100,6 +146,7 @@ def throughput(
         output_len=flags.output_len,
         concurrency=_whole_numbers(flags.concurrency),
         repeats=flags.repeats,
+        sampling=flags.sampling,
         profile=flags.profile,
     )
     chosen = _model_or_shape(model, flags.shape)
@@ -111,16 +158,50 @@ def throughput(
         print_throughput(found)
 
 
+def serve(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Such as http://127.0.0.1:8000.")],
+    flags: LoadFlags,
+    json_output: JsonFlag = False,
+) -> int:
+    """Load a server that speaks the OpenAI API with streamed completions, and time them.
+
+    Exits with 1 when a request failed.
+    """
+    from cadenza.bench.serve import ServeOptions, as_json, measure_serving
+    from cadenza.cli.bench_tables import print_serving
+
+    options = ServeOptions(
+        url=url,
+        model=flags.model_name,
+        api_key=flags.api_key,
+        concurrency=_whole_numbers(flags.concurrency),
+        num_requests=flags.num_requests,
+        request_rate=flags.request_rate,
+        prompt_lens=_bounds("input-len", flags.input_len),
+        output_lens=_bounds("output-len", flags.output_len),
+        vocab_size=flags.vocab_size,
+        seed=flags.load_seed,
+        ignore_eos=not flags.respect_eos,
+    )
+    with _progress() as report:
+        found = measure_serving(options, report)
+    if json_output:
+        print(json.dumps(as_json(found, options), allow_nan=False))
+    else:
+        print_serving(found)
+    return 1 if found.num_failures else 0
+
+
 def roofline(json_output: JsonFlag = False) -> None:
     """Measure how fast this machine reads memory and multiplies, with all threads."""
     from cadenza.bench.machine import describe_machine
-    from cadenza.bench.roofline import measure_roofline
+    from cadenza.bench.roofline import RooflineProbe
     from cadenza.cli.bench_tables import print_roofline
     from cadenza.engine.instruments import native_instruments
 
     instruments = native_instruments()
     dtypes = ("float32",) if instruments is None else ("bfloat16", "float32")
-    found = [measure_roofline(instruments, dtype) for dtype in dtypes]
+    found = [RooflineProbe(instruments, dtype).measure() for dtype in dtypes]
     machine = describe_machine(instruments)
     if not json_output:
         print_roofline(machine, found)
@@ -155,6 +236,32 @@ def startup(
         print_startup(found)
 
 
+def load(
+    config: EngineConfig,
+    model: Model = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Random weights of this shape instead of a model."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Loads that are timed.")] = 7,
+    json_output: JsonFlag = False,
+) -> None:
+    """Measure how fast weights are loaded, beside the page cache's own speed, and the memory."""
+    from cadenza.bench.load import as_json, measure_load
+    from cadenza.bench.machine import describe_machine
+    from cadenza.cli.bench_tables import print_load
+    from cadenza.engine.instruments import native_instruments
+
+    chosen = _model_or_shape(model, shape)
+    with _progress() as report:
+        found = measure_load(chosen, config, repeats=repeats, report=report)
+    machine = describe_machine(native_instruments())
+    if json_output:
+        print(json.dumps({"machine": machine, "results": as_json(found)}, allow_nan=False))
+    else:
+        print_load(machine, found)
+
+
 def build_bench(epilog: str) -> typer.Typer:
     """The `bench` command with its subcommands."""
     app = typer.Typer(
@@ -163,7 +270,14 @@ def build_bench(epilog: str) -> typer.Typer:
         no_args_is_help=True,
         help="Measure this machine and an engine on it.",
     )
-    commands: tuple[Callable[..., object], ...] = (throughput, roofline, startup, make_checkpoint)
+    commands: tuple[Callable[..., object], ...] = (
+        throughput,
+        serve,
+        roofline,
+        startup,
+        load,
+        make_checkpoint,
+    )
     for command in commands:
         name = command.__name__.replace("_", "-")
         app.command(name, epilog=epilog)(with_flags(command))
@@ -193,6 +307,16 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         raise ConfigError(
             f"--concurrency {text!r} must be whole numbers with commas between: 1,4,8"
+        ) from None
+
+
+def _bounds(flag: str, text: str) -> tuple[int, int]:
+    try:
+        low, _, high = text.partition(":")
+        return int(low), int(high or low)
+    except ValueError:
+        raise ConfigError(
+            f"--{flag} {text!r} must be a whole number, or two with a colon between: 16:512"
         ) from None
 
 

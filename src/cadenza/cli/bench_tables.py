@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cadenza.bench.bounds import Roofline
+from cadenza.bench.load import Load
 from cadenza.bench.profile import StepProfile
+from cadenza.bench.serve_figures import ServeFigures, Spread
 from cadenza.bench.startup import PHASES, Startup
 from cadenza.bench.throughput import Measured, Throughput
 from cadenza.cli.words import bytes_text, counted
@@ -30,13 +32,44 @@ def print_throughput(found: Throughput) -> None:
     )
     table = _table(("rows", "decode", "of bound", "by", "prefill", "of bound", "by"))
     for each in found.results:
-        table.add_row(*_cells(each, found.roofline))
+        table.add_row(*_cells(each))
     Console().print(table)
     print("tokens per second, their share of the bound, and whether reading or multiplying sets it")
     for each in found.results:
-        for kind, profile in (("decode", each.decode_profile), ("prefill", each.prefill_profile)):
-            if profile is not None:
-                _print_profile(f"{kind} step at {each.concurrency} rows", profile)
+        for kind, rate in (("decode", each.decode), ("prefill", each.prefill)):
+            if rate.profile is not None:
+                _print_profile(f"{kind} step at {each.concurrency} rows", rate.profile)
+
+
+def print_serving(found: ServeFigures) -> None:
+    """One row for each load, then what failed."""
+    print(f"{found.url}: {found.model}")
+    table = _table(("clients", "done", "tok/s", "TTFT ms", "ITL ms", "TPOT ms", "CPU µs"))
+    for load in found.loads:
+        table.add_row(
+            "rate" if load.concurrency is None else str(load.concurrency),
+            str(load.num_answers),
+            f"{load.output_tok_s:.0f}",
+            *(_ms(spread) for spread in (load.ttft, load.itl, load.tpot)),
+            f"{_micro(load.client_us_per_token)} {_micro(load.server_us_per_token)}",
+        )
+    Console().print(table)
+    print("tok/s: output tokens by usage; times: p50 and p99; CPU: client and server, a token")
+    for load in found.loads:
+        for reason, count in sorted(load.errors.items()):
+            where = "at a rate" if load.concurrency is None else f"{load.concurrency} clients"
+            print(f"failed ({where}): {counted(count, 'request')}: {reason}")
+
+
+def _ms(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    p50, p99 = (1000 * seconds for seconds in (spread.p50_s, spread.p99_s))
+    return " ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in (p50, p99))
+
+
+def _micro(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
 
 
 def print_roofline(machine: dict[str, object], found: Sequence[Roofline]) -> None:
@@ -64,6 +97,27 @@ def print_startup(found: Sequence[Startup]) -> None:
     print(f"median of {starts}; total: process start to the first token")
 
 
+def print_load(machine: dict[str, object], found: Load) -> None:
+    """The rates, their shares, and the memory that loading took."""
+    _print_machine(machine)
+    repeats = counted(len(found.load_s), "load")
+    print(
+        f"{bytes_text(found.file_bytes)} of files, {bytes_text(found.weight_bytes)} of weights; "
+        f"medians of {repeats}, {counted(found.num_threads, 'thread')}"
+    )
+    print(f"load: {found.load_gb_s:.1f} GB/s")
+    for where, rate, share in (
+        ("into memory that is there", found.read_gb_s, found.share_of_read),
+        ("into new memory", found.read_new_gb_s, found.share_of_read_new),
+    ):
+        print(f"page cache, {where}: {rate:.1f} GB/s, of which loading has {share:.0%}")
+    if found.peak_private_bytes is not None:
+        print(
+            f"private memory: {bytes_text(found.peak_private_bytes)} at most; allowed are weights, "
+            f"largest tensor and 500 MB: {bytes_text(found.allowed_private_bytes)}"
+        )
+
+
 def _print_machine(machine: dict[str, object]) -> None:
     native = f"{machine['isa']}, {machine['threads']} threads" if machine["isa"] else "no kernels"
     print(
@@ -81,18 +135,11 @@ def _print_rates(roofline: Roofline) -> None:
         print(_NUMPY_NOTE)
 
 
-def _cells(found: Measured, roofline: Roofline) -> tuple[str, ...]:
-    decode_share = found.decode_tok_s / found.decode_bound_tok_s(roofline)
-    prefill_share = found.prefill_tok_s / found.prefill_bound_tok_s(roofline)
-    return (
-        str(found.concurrency),
-        f"{found.decode_tok_s:.0f}",
-        f"{decode_share:.0%}",
-        _LIMITS[found.decode_work.limit(roofline)],
-        f"{found.prefill_tok_s:.0f}",
-        f"{prefill_share:.0%}",
-        _LIMITS[found.prefill_work.limit(roofline)],
-    )
+def _cells(found: Measured) -> tuple[str, ...]:
+    cells = [str(found.concurrency)]
+    for rate in (found.decode, found.prefill):
+        cells += [f"{rate.tok_s:.0f}", f"{rate.share_of_bound:.0%}", _LIMITS[rate.limit]]
+    return tuple(cells)
 
 
 def _print_profile(title: str, profile: StepProfile) -> None:

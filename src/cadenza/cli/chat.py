@@ -7,7 +7,7 @@ answered; a turn that failed or was cut before its first word leaves no trace in
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -17,15 +17,15 @@ import typer
 
 from cadenza.cli.generate import loading
 from cadenza.cli.interrupts import Interrupts
-from cadenza.cli.options import ModelFlag, SamplingFlags, whole_or_auto
+from cadenza.cli.options import ModelFlag, whole_or_auto
 from cadenza.cli.prompts import only_model
+from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import EngineConfig
 from cadenza.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from cadenza.cli.batch_run import BatchRun, Stream
     from cadenza.engine.build import LoadedModel
-    from cadenza.request import SamplingParams
 
 FAILED = 1
 HELP = "/reset forgets the conversation · /exit or Ctrl-D ends · Ctrl-C stops an answer"
@@ -81,7 +81,8 @@ def chat(
             raise InvalidRequestError(
                 "this model has no chat template; use `cadenza generate` with a plain prompt"
             )
-        params = loaded.text.default_params(**sampling.changes(), max_tokens=flags.max_tokens)
+        params = {**sampling.changes(), "max_tokens": flags.max_tokens}
+        loaded.text.default_params(**params)  # what cannot work is said before the first question
         interrupts = stack.enter_context(Interrupts())
         talk = Conversation(loaded=loaded, params=params, flags=flags, interrupts=interrupts)
         return _talk_with_person(talk) if is_person else _answer_lines(talk)
@@ -92,7 +93,7 @@ class Conversation:
     """The messages so far, and the engine that answers."""
 
     loaded: "LoadedModel"
-    params: "SamplingParams"
+    params: Mapping[str, object]
     flags: ChatFlags
     interrupts: Interrupts
     clock: Callable[[], float] = time.perf_counter
@@ -113,12 +114,10 @@ class Conversation:
             InvalidRequestError: the conversation does not fit the context any more.
         """
         from cadenza.cli.batch_run import BatchRun, Question
-        from cadenza.request import Request
 
         messages = [*self.messages, {"role": "user", "content": text}]
-        sent_text, ids = self.loaded.text.render_chat(messages)
-        request = Request(prompt_token_ids=ids, params=self.params)
-        question = Question(shown=text, sent_text=sent_text, request=request)
+        prepared = self.loaded.text.prepare_chat(messages, self.params)
+        question = Question(shown=text, sent_text=prepared.text, request=prepared.request)
         run = BatchRun(self.loaded.core, self.loaded.text, [question], self.clock)
         self._follow(run, write)
         stream = run.streams[0]

@@ -9,13 +9,14 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cadenza.cli.interrupts import Interrupts
-from cadenza.cli.options import JsonFlag, ModelFlag, SamplingFlags
+from cadenza.cli.options import JsonFlag, ModelFlag
 from cadenza.cli.prompts import Prompt, PromptsFormat, read_prompts_file, read_words
+from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 
@@ -63,6 +64,23 @@ class GenerateFlags:
         int | None,
         typer.Option(help="With --json: log probabilities of this many likeliest tokens."),
     ] = None
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="The same for the prompt's tokens.")
+    ] = None
+    n: Annotated[int, typer.Option("--n", help="Answers to each prompt, with seeds apart.")] = 1
+    truncate_prompt_tokens: Annotated[
+        int | None, typer.Option(help="Keep this many tokens of a prompt's end.")
+    ] = None
+
+    def changes(self) -> dict[str, Any]:
+        """Those that are fields of `SamplingParams`, as its keywords."""
+        return {
+            "max_tokens": self.max_tokens,
+            "n": self.n,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": self.prompt_logprobs,
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
+        }
 
     @property
     def format(self) -> PromptsFormat | None:
@@ -122,8 +140,10 @@ def _read(words: list[str], flags: GenerateFlags) -> tuple[str | None, list[Prom
         raise ConfigError("--prompts-format says what --prompts-file holds; give both or neither")
     if not prompts:
         raise ConfigError("there is no prompt; give at least one, or --prompts-file")
-    if flags.logprobs is not None and not flags.json:
-        raise ConfigError("--logprobs needs --json, which prints them; add it")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(flags, name) is not None and not flags.json:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} needs --json, which prints them; add it")
     if flags.chat and any(not isinstance(prompt, str) for prompt in prompts):
         raise ConfigError("--chat needs texts; a prompt of token ids cannot be asked as a message")
     return asked.model, prompts
@@ -133,19 +153,15 @@ def _question(
     loaded: "LoadedModel", prompt: Prompt, flags: GenerateFlags, sampling: SamplingFlags
 ) -> "Question":
     from cadenza.cli.batch_run import Question
-    from cadenza.request import Request
 
+    given = {**sampling.changes(), **flags.changes()}
     if flags.chat:
-        sent_text, ids = loaded.text.render_chat([{"role": "user", "content": prompt}])
+        messages = [{"role": "user", "content": prompt}]
+        prepared = loaded.text.prepare_chat(messages, given)
     else:
-        sent_text, ids = prompt if isinstance(prompt, str) else None, loaded.text.encode(prompt)
-    params = loaded.text.default_params(
-        **sampling.changes(), max_tokens=flags.max_tokens, logprobs=flags.logprobs
-    )
+        prepared = loaded.text.prepare(prompt, given)
     shown = prompt if isinstance(prompt, str) else _shown_ids(prompt)
-    return Question(
-        shown=shown, sent_text=sent_text, request=Request(prompt_token_ids=ids, params=params)
-    )
+    return Question(shown=shown, sent_text=prepared.text, request=prepared.request)
 
 
 def _shown_ids(ids: tuple[int, ...]) -> str:

@@ -6,6 +6,7 @@ of the same facts.
 """
 
 import json as json_library
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,15 +14,18 @@ import typer
 from cadenza.cli.options import JsonFlag, ModelFlag
 from cadenza.cli.prompts import only_model
 from cadenza.config import EngineConfig
+from cadenza.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from cadenza.checkpoint import Checkpoint
+    from cadenza.checkpoint import Checkpoint, ModelConfig
     from cadenza.engine.plan import EnginePlan
 
 Folder = Annotated[
     str | None,
     typer.Argument(
-        metavar="MODEL", show_default=False, help="The model's folder; without, the bundled one."
+        metavar="MODEL",
+        show_default=False,
+        help="A model's folder or hub id; without, the bundled one.",
     ),
 ]
 
@@ -36,21 +40,58 @@ def info(
     json: JsonFlag = False,
     config: EngineConfig,
 ) -> None:
-    """Show what would be loaded: model, memory plan, backend, exactness. Allocates nothing."""
+    """Show what would be loaded: model, memory plan, backend, exactness. Allocates nothing.
+
+    Of a folder that cannot be loaded it shows what the folder says of itself, and why not.
+    """
     name = only_model(folder, model)
     from cadenza.engine.build import find_checkpoint, plan_model
 
-    checkpoint = find_checkpoint(name)
+    try:
+        checkpoint = find_checkpoint(name, revision=config.revision)
+    except CheckpointError as error:
+        _show_refused(name, str(error), json)
+        raise
     facts = describe(name, checkpoint, plan_model(checkpoint, config), config)
     print(json_library.dumps(facts, allow_nan=False) if json else as_text(facts))
+
+
+def _show_refused(name: str | None, reason: str, json: bool) -> None:
+    """What a local folder says of itself, before the error that ends the command."""
+    if name is None or not Path(name).is_dir():
+        return
+    from cadenza.checkpoint.survey import survey_folder
+
+    survey = survey_folder(Path(name))
+    if json:
+        print(
+            json_library.dumps(
+                {"model": {"name": name, "is_supported": False, "reason": reason, **survey}},
+                allow_nan=False,
+            )
+        )
+        return
+    print("Model (not supported)")
+    for title, facts in survey.items():
+        for key, value in facts.items():
+            print(f"  {title:<8} {key:<24} {value}")
+    print(f"  why not  {reason}")
 
 
 def describe(
     name: str | None, checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig
 ) -> Facts:
     """All facts, under the names of `EngineConfig`'s flags where there are such."""
+    from cadenza.checkpoint.survey import list_files
+
     return {
-        "model": {"name": name or "bundled", **_model(checkpoint)},
+        "model": {
+            "name": name or "bundled",
+            "revision": checkpoint.revision,
+            "is_supported": True,
+            "files": list_files(checkpoint.folder),
+            **_model(checkpoint),
+        },
         "text": _text(checkpoint),
         "memory": _memory(plan, config),
         "engine": {
@@ -80,6 +121,7 @@ def _model(checkpoint: "Checkpoint") -> dict[str, Any]:
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
+        **_experts(shape),
         "num_heads": shape.num_heads,
         "num_kv_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
@@ -87,6 +129,17 @@ def _model(checkpoint: "Checkpoint") -> dict[str, Any]:
         "max_position_embeddings": shape.max_position_embeddings,
         "tie_word_embeddings": shape.tie_word_embeddings,
         "eos_token_ids": checkpoint.eos_token_ids,
+    }
+
+
+def _experts(shape: "ModelConfig") -> dict[str, int | None]:
+    """All null for a model without experts."""
+    experts = shape.experts
+    return {
+        "num_experts": experts and experts.num_experts,
+        "num_experts_per_token": experts and experts.num_chosen,
+        "expert_intermediate_size": experts and experts.intermediate_size,
+        "num_expert_layers": experts and sum(kind.has_experts for kind in shape.layer_kinds),
     }
 
 
@@ -106,6 +159,7 @@ def _text(checkpoint: "Checkpoint") -> dict[str, Any]:
             for key in ("temperature", "top_k", "top_p", "min_p")
             if (value := getattr(defaults, key)) is not None
         },
+        "not_applied": defaults.unapplied,
     }
 
 
@@ -154,16 +208,29 @@ def _model_rows(model: dict[str, Any], text: dict[str, Any]) -> list[tuple[str, 
     defaults = ", ".join(f"{key} {value:g}" for key, value in text["generation_defaults"].items())
     return [
         ("model", str(model["name"])),
+        ("revision", str(model["revision"] or "none: a local folder")),
+        ("files", f"{len(model['files'])}, {sum(model['files'].values()):,} bytes"),
         ("family", str(model["family"])),
         ("parameters", f"{model['num_parameters']:,} ({model['stored_dtype']})"),
         ("shape", shape),
+        ("experts", _experts_text(model)),
         ("vocabulary", f"{model['vocab_size']}{tied}"),
         ("trained context", f"{model['max_position_embeddings']} tokens"),
         ("tokenizer", "none: token ids only" if text["tokenizer"] is None else tokenizer),
         ("chat template", "yes" if text["has_chat_template"] else "none"),
         ("end of sequence", ", ".join(map(str, model["eos_token_ids"])) or "none"),
         ("sampling defaults", defaults or "none: temperature 1"),
+        ("not applied", ", ".join(text["not_applied"]) or "nothing"),
     ]
+
+
+def _experts_text(model: dict[str, Any]) -> str:
+    if model["num_experts"] is None:
+        return "none: one MLP a layer"
+    return (
+        f"{model['num_experts']} of MLP {model['expert_intermediate_size']} in "
+        f"{model['num_expert_layers']} layers, {model['num_experts_per_token']} for each token"
+    )
 
 
 def _memory_rows(memory: dict[str, Any], engine: dict[str, Any]) -> list[tuple[str, str]]:

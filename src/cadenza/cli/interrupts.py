@@ -1,14 +1,17 @@
-"""Ctrl-C as a question that is asked between two steps, so that no step is cut in its middle.
+"""Signals that end a command: Ctrl-C as a question between two steps, SIGTERM as a way out.
 
-Owns the process's SIGINT handler while it is entered. Invariant: a second Ctrl-C before the first
-was answered raises KeyboardInterrupt at once.
+Owns the process's handlers of them while it is entered. Invariants: no step is cut in its middle,
+and a second Ctrl-C before the first was answered raises KeyboardInterrupt at once; a command that
+SIGTERM ends leaves its contexts, and with them what it has made.
 """
 
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
+
+TERMINATED = 128 + signal.SIGTERM
 
 
 class Interrupts:
@@ -42,3 +45,17 @@ class Interrupts:
         if self.is_set or self._is_raised:
             raise KeyboardInterrupt
         self.is_set = True
+
+
+@contextmanager
+def terminable() -> Generator[None]:
+    """Within this block SIGTERM leaves it, as Ctrl-C does, and ends the command with its code."""
+
+    def leave(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(TERMINATED)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

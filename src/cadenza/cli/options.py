@@ -1,9 +1,9 @@
 """The flags that several subcommands share, each declared once.
 
 Owns names, aliases, help and environment variables of the flags, and `with_flags`, through which a
-subcommand takes whole groups of them as one value: `EngineConfig`, `SamplingFlags`, or a dataclass
-of its own. Knows no command. Invariant: every field of `EngineConfig` is a flag with its own name,
-and what is not given on the command line or in the environment keeps `EngineConfig`'s default.
+subcommand takes whole groups of them as one value: `EngineConfig`, or a dataclass of flags. Knows
+no command. Invariant: every field of `EngineConfig` is a flag with its own name, and what is not
+given on the command line or in the environment keeps `EngineConfig`'s default.
 """
 
 import inspect
@@ -23,7 +23,7 @@ ENVIRONMENT_PREFIX = "CADENZA_"
 ModelFlag = Annotated[
     str | None,
     typer.Option(
-        "--model", metavar="FOLDER", help="The model's folder (default: the bundled one)."
+        "--model", metavar="MODEL", help="A model's folder or hub id (default: the bundled one)."
     ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -42,6 +42,10 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "backend": Flag(help="What computes."),
     "device": Flag(help="Where it computes.", metavar="auto|cpu|cuda[:n]|tpu[:n]"),
     "ops": Flag(help="Which implementations of the model's operations."),
+    "revision": Flag(
+        help="Branch, tag or commit of a hub model; every file is taken of that one commit.",
+        metavar="NAME",
+    ),
     "dtype": Flag(help="Type of weights and KV."),
     "max_model_len": Flag(
         help="Most tokens of a request, prompt and answer together; auto fits the memory.",
@@ -67,48 +71,17 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "enable_prefix_caching": Flag(help="Reuse the KV of prompts that begin alike."),
     "scheduler": Flag(help="Launch a step before the last one is read, or not."),
     "max_num_queued_reqs": Flag(help="Requests that may wait."),
+    "max_num_queued_tokens": Flag(
+        help="Prompt tokens that may wait; auto is a full context for each row."
+    ),
+    "max_consecutive_step_errors": Flag(
+        help="Failed steps in a row after which a server's engine is started anew."
+    ),
     "seed": Flag(help="Seed of the requests that have none of their own."),
+    "generation_config": Flag(
+        help="Sampling that is not asked for is as generation_config.json recommends, or not."
+    ),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingFlags:
-    """How tokens are chosen; what is not given is as the checkpoint recommends."""
-
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Randomness; 0 always takes the likeliest token (default: the model's)."),
-    ] = None
-    top_k: Annotated[
-        int | None, typer.Option(help="Choose among the k likeliest tokens (default: the model's).")
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Choose among the likeliest tokens of mass p (default: the model's)."),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Leave out tokens less likely than p times the likeliest (default: the model's)."
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            envvar=f"{ENVIRONMENT_PREFIX}SEED",
-            show_envvar=False,
-            help="Seed of every request, whose answer then does not depend on its place among the "
-            "prompts (default: one for each, derived from 0 and its place).",
-        ),
-    ] = None
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")
-    ] = False
-
-    def changes(self) -> dict[str, Any]:
-        """What was given, as keywords of `SamplingParams`."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
 
 
 def whole_or_auto(text: str) -> int | None:
@@ -191,7 +164,7 @@ def _engine_flag(name: str) -> inspect.Parameter:
         metavar, parser, kind = "N" if default is not None else "N|auto", whole_or_auto, int | None
     else:
         metavar = metavar or "|".join(map(str, get_args(kind)))
-        kind, shown = str | None, str(default)
+        kind, shown = str | None, "main" if name == "revision" else str(default)
     option = typer.Option(
         *names,
         envvar=ENVIRONMENT_PREFIX + name.upper(),

@@ -25,6 +25,8 @@ CHECK_FAILED = 1
 
 Reference = Literal["independent", "solo", "both"]
 
+OPTION_SETS = ("none", "all")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GateFlags:
@@ -42,12 +44,36 @@ class GateFlags:
             help="Compare with the plain reference engine, with each request alone, or with both.",
         ),
     ] = "both"
+    options: Annotated[
+        str,
+        typer.Option(
+            metavar="none|all",
+            help="all: play the matrix of sampling options, in which every two values of two "
+            "options meet, in about 150 requests.",
+        ),
+    ] = "none"
     shape: Annotated[
         str | None,
         typer.Option(
             metavar="FILE|NAME",
             help="Verify random weights of this shape (a config.json, or a name such as "
             "tiny-llama) instead of a model: no trained margin hides an error.",
+        ),
+    ] = None
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="http://…",
+            help="Ask a running server instead: each request alone, then all at once.",
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="CADENZA_API_KEY",
+            show_envvar=False,
+            help="With --url: the key that the server wants.",
         ),
     ] = None
     self_test: Annotated[
@@ -67,8 +93,13 @@ def verify(
 
     Plays requests of staggered lengths, half of them sampled, alone and then together: in several
     chunk sizes, with the prefix cache cold and hot, plain and overlapped, and over a pool so small
-    that requests are preempted. Exit code 0 when every bit is equal, 1 when not.
+    that requests are preempted. With --options all each request has another combination of
+    sampling options. Exit code 0 when every bit is equal, 1 when not.
     """
+    if gate.url is not None:
+        if not _verify_url(gate, gate.url, model, json_output=json_output):
+            raise typer.Exit(CHECK_FAILED)
+        return
     options = _options(gate, config, model)
     passed = (_self_test if gate.self_test else _verify)(options, json_output=json_output)
     if not passed:
@@ -84,6 +115,33 @@ def _verify(options: "VerifyOptions", *, json_output: bool) -> bool:
     return result.passed
 
 
+def _verify_url(gate: GateFlags, url: str, model: str | None, *, json_output: bool) -> bool:
+    from cadenza.engine.verification.over_http import NUM_REQUESTS, UrlOptions, verify_url
+
+    is_local = gate.shape is not None or gate.self_test or gate.options != "none"
+    if model is not None or is_local:
+        raise ConfigError(
+            "--url asks a running server; give no model, --shape, --self-test or --options"
+        )
+    options = UrlOptions(
+        url=url,
+        api_key=gate.api_key,
+        num_requests=gate.num_requests or NUM_REQUESTS,
+        max_tokens=gate.max_tokens,
+        seed=gate.seed,
+    )
+    with _progress() as report:
+        result = verify_url(options, report)
+    if json_output:
+        print(json.dumps(_facts(result)))
+        return result.passed
+    for mode in result.modes:
+        print(f"{mode.name}: {mode.num_equal}/{mode.num_streams} equal")
+    print(_throughput_line(result))
+    print(result.last_line)
+    return result.passed
+
+
 def _self_test(options: "VerifyOptions", *, json_output: bool) -> bool:
     from cadenza.engine.verification.run import self_test
 
@@ -94,8 +152,17 @@ def _self_test(options: "VerifyOptions", *, json_output: bool) -> bool:
 
 
 def _options(gate: GateFlags, config: EngineConfig, model: str | None) -> "VerifyOptions":
+    from cadenza.engine.verification.option_matrix import make_matrix
     from cadenza.engine.verification.run import VerifyOptions
 
+    if gate.options not in OPTION_SETS:
+        raise ConfigError(f"--options {gate.options!r} is not none or all")
+    is_matrix = gate.options == "all"
+    if is_matrix and gate.num_requests is not None:
+        raise ConfigError(
+            f"--num-requests {gate.num_requests} with --options all: the matrix says how many "
+            f"requests there are; leave --num-requests out"
+        )
     if gate.shape is not None and model is not None:
         raise ConfigError(f"both a model ({model}) and --shape {gate.shape} were given; give one")
     if gate.reference not in get_args(Reference):
@@ -107,6 +174,7 @@ def _options(gate: GateFlags, config: EngineConfig, model: str | None) -> "Verif
         max_tokens=gate.max_tokens,
         seed=gate.seed,
         reference=cast(Reference, gate.reference),
+        matrix=make_matrix() if is_matrix else None,
         config=config,
     )
 
@@ -156,17 +224,24 @@ def _throughput_line(result: "GateResult") -> str:
 
 def _as_json(result: "GateResult", plan: "EnginePlan") -> dict[str, object]:
     return {
+        **_facts(result),
+        "backend": plan.traits.name,
+        "ops": plan.traits.ops,
+        "dtype": plan.dtype,
+    }
+
+
+def _facts(result: "GateResult") -> dict[str, object]:
+    return {
         "passed": result.passed,
         "num_requests": result.num_requests,
         "modes": [dataclasses.asdict(mode) for mode in result.modes],
         "counts": dataclasses.asdict(result.counts),
         "mismatch": None if result.mismatch is None else dataclasses.asdict(result.mismatch),
         "missing": result.missing,
+        "options": None if result.coverage is None else dataclasses.asdict(result.coverage),
         "batched_tokens_per_s": result.batched_tokens_per_s,
         "sequential_tokens_per_s": result.sequential_tokens_per_s,
-        "backend": plan.traits.name,
-        "ops": plan.traits.ops,
-        "dtype": plan.dtype,
         "last_line": result.last_line,
     }
 

@@ -33,15 +33,21 @@ class Admission:
     ) -> bool:
         """True when `available` pages cover the candidate and what was promised before.
 
-        `shared` pages of the candidate are already held by others and cost nothing.
+        `shared` pages of the candidate are already held by others and cost nothing. Samples that
+        will share a running prompt, or the candidate's, are promised their own pages too; samples
+        of one request do not wait for each other's, and nothing waits for an engine without work.
         """
         whole = candidate.num_preemptions >= WHOLE_AFTER_PREEMPTIONS
         wanted = self._reserved_pages(candidate, whole=whole) - shared
-        if wanted > available:
-            return False
-        for sequence in running:
+        others = list(running)
+        if not others or wanted > available:
+            return wanted <= available
+        for sequence in others:
             reserved = self._reserved_pages(sequence, whole=whole)
             wanted += max(0, reserved - len(sequence.page_table))
+        for sequence in _coming_forks(candidate, others):
+            full_pages = (sequence.num_prompt_tokens - 1) // self.page_size
+            wanted += self._reserved_pages(sequence, whole=whole) - full_pages
         return wanted <= available
 
     def _reserved_pages(self, sequence: Sequence, *, whole: bool) -> int:
@@ -51,3 +57,15 @@ class Admission:
         if not whole:
             share -= (1.0 - self.reserved_output) * 0.5**sequence.num_preemptions
         return -(-(sequence.num_tokens + int(remaining * share)) // self.page_size)
+
+
+def _coming_forks(candidate: Sequence, running: list[Sequence]) -> list[Sequence]:
+    """Waiting samples of the running requests and of the candidate's, unless it is one of those."""
+    groups = {sequence.request_id: sequence.siblings for sequence in running}
+    if candidate.request_id in groups:
+        del groups[candidate.request_id]
+    else:
+        groups[candidate.request_id] = candidate.siblings
+    return [
+        s for siblings in groups.values() for s in siblings if s.is_fresh and s is not candidate
+    ]

@@ -12,16 +12,21 @@ from cadenza.core.prefix_cache import ROOT, PrefixCache
 from cadenza.core.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """Cached pages that hold the first `num_tokens` tokens; `serial` is the last one's."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """Pages that hold the first `num_tokens` tokens already.
 
-    page_ids: tuple[int, ...]
-    num_tokens: int
-    serial: int
+    The first `num_published` of `page_ids` are known to the prefix cache, the last of them by
+    `serial`. `partial_page` holds the tokens behind those of `page_ids` and goes on differently: it
+    is copied. `num_cached_tokens` were found in the prefix cache.
+    """
 
-
-NO_HIT = PrefixHit((), 0, ROOT)
+    page_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+    num_published: int = 0
+    serial: int = ROOT
+    partial_page: int | None = None
+    num_cached_tokens: int = 0
 
 
 class KVCacheManager:
@@ -39,28 +44,49 @@ class KVCacheManager:
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def find_prefix(self, sequence: Sequence) -> PrefixHit:
-        """The longest cached prefix that leaves at least one token to compute."""
-        if self.prefix_cache is None:
-            return NO_HIT
+    def find_prefix(self, sequence: Sequence) -> Prefix:
+        """What is there of a sequence's tokens, at least one of which is left to compute.
+
+        A sibling's prompt where one has computed it, the longest cached prefix otherwise; nothing
+        while the prompt's tokens are to be described.
+        """
+        source = sequence.fork_source
+        if source is not None:
+            return self._fork(source)
+        if self.prefix_cache is None or sequence.is_scoring:
+            return Prefix()
         salt = sequence.request.cache_salt
         self.prefix_cache.extend_keys(sequence.page_keys, sequence.token_ids, salt)
         usable = sequence.page_keys[: (len(sequence.token_ids) - 1) // self.page_size]
         found, serial = self.prefix_cache.find(usable, sequence.token_ids)
-        return PrefixHit(tuple(found), len(found) * self.page_size, serial)
+        num_tokens = len(found) * self.page_size
+        return Prefix(
+            page_ids=tuple(found),
+            num_tokens=num_tokens,
+            num_published=len(found),
+            serial=serial,
+            num_cached_tokens=num_tokens,
+        )
 
-    def num_unheld(self, hit: PrefixHit) -> int:
-        """Pages of a hit that nobody holds, so that sharing them takes from what is available."""
-        return sum(1 for page_id in hit.page_ids if not self.pool.ref_count(page_id))
+    def num_unheld(self, prefix: Prefix) -> int:
+        """Pages of a prefix that nobody holds: sharing them takes from what is available."""
+        return sum(1 for page_id in prefix.page_ids if not self.pool.ref_count(page_id))
 
-    def adopt(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """Starts a sequence's page table with a hit's pages."""
+    def try_adopt(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Starts a page table with a prefix's pages and covers all tokens; False for "not now"."""
         assert not sequence.page_table, "a sequence adopts a prefix before it owns pages"
-        self.pool.share(hit.page_ids)
-        sequence.page_table.extend(hit.page_ids)
-        sequence.num_computed_tokens = hit.num_tokens
-        sequence.num_published_pages = len(hit.page_ids)
-        sequence.published_serial = hit.serial
+        self.pool.share(prefix.page_ids)
+        sequence.page_table.extend(prefix.page_ids)
+        sequence.num_computed_tokens = prefix.num_tokens
+        sequence.num_published_pages = prefix.num_published
+        sequence.published_serial = prefix.serial
+        if not self.try_grow(sequence, sequence.num_tokens):
+            self.release(sequence)
+            return False
+        if prefix.partial_page is not None:
+            copy = sequence.page_table[len(prefix.page_ids)]
+            sequence.page_copy = (prefix.partial_page, copy)
+        return True
 
     def try_grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Makes the page table cover `num_tokens` tokens; False, unchanged, for "not now"."""
@@ -112,6 +138,17 @@ class KVCacheManager:
             assert expected == actual, f"page {page_id}: {expected} holders, counted {actual}"
         if self.prefix_cache is not None:
             self.prefix_cache.check_invariants()
+
+    def _fork(self, source: Sequence) -> Prefix:
+        """All of a computed prompt but its last token. Published pages are found out later."""
+        num_tokens = source.num_prompt_tokens - 1
+        full, rest = divmod(num_tokens, self.page_size)
+        return Prefix(
+            page_ids=tuple(source.page_table[:full]),
+            num_tokens=num_tokens,
+            partial_page=source.page_table[full] if rest else None,
+            num_cached_tokens=source.num_cached_tokens or 0,
+        )
 
     def _forget(self, page_id: int) -> None:
         if self.prefix_cache is not None:

@@ -42,6 +42,7 @@ class PagePool:
         self._reusable: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._on_evict = on_evict
         self._num_live = 0
+        self._num_cached = 0
 
     @property
     def num_pages(self) -> int:
@@ -58,14 +59,12 @@ class PagePool:
         return len(self._pages) - len(self._reusable) - self._num_live
 
     def counts(self) -> PageCounts:
-        """Counts by state; walks the pool."""
-        cached = sum(1 for page_id in self._reusable if self._pages[page_id].is_cached)
-        pinned = self.num_pinned
+        """Counts by state."""
         return PageCounts(
-            free=len(self._reusable) - cached,
-            cached=cached,
+            free=len(self._reusable) - self._num_cached,
+            cached=self._num_cached,
             live=self._num_live,
-            pinned=pinned,
+            pinned=self.num_pinned,
         )
 
     def ref_count(self, page_id: int) -> int:
@@ -81,6 +80,7 @@ class PagePool:
             page = self._pages[page_id]
             if page.is_cached:
                 page.is_cached = False
+                self._num_cached -= 1
                 self._on_evict(page_id)
             page.ref_count = 1
             taken.append(page_id)
@@ -92,8 +92,10 @@ class PagePool:
         for page_id in page_ids:
             page = self._pages[page_id]
             if not page.ref_count:
-                self._reusable.pop(page_id, None)
                 self._num_live += 1
+                if page_id in self._reusable:
+                    del self._reusable[page_id]
+                    self._num_cached -= page.is_cached
             page.ref_count += 1
 
     def free(self, page_ids: Iterable[int]) -> None:
@@ -132,6 +134,7 @@ class PagePool:
             if page.is_cached:
                 page.is_cached = False
                 self._on_evict(page_id)
+        self._num_cached = 0
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the books do not balance."""
@@ -142,6 +145,8 @@ class PagePool:
             assert in_use != (page_id in self._reusable), f"page {page_id} is in two states"
         live = sum(1 for page in self._pages if page.ref_count)
         assert live == self._num_live, f"{live} pages are live, counted {self._num_live}"
+        cached = sum(1 for page_id in self._reusable if self._pages[page_id].is_cached)
+        assert cached == self._num_cached, f"{cached} pages are cached, counted {self._num_cached}"
         counts = self.counts()
         total = counts.free + counts.cached + counts.live + counts.pinned
         assert total == self.num_pages, f"{counts} do not add up to {self.num_pages}"
@@ -150,5 +155,6 @@ class PagePool:
         if page.ref_count or page.pin_count:
             return
         self._reusable[page_id] = None
+        self._num_cached += page.is_cached
         if not page.is_cached:
             self._reusable.move_to_end(page_id, last=False)

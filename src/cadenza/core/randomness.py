@@ -31,6 +31,14 @@ def derive_seed(engine_seed: int, request_id: int) -> int:
     return int(_mix(_mix(state))[0] >> np.uint64(1))
 
 
+def derive_sample_seed(seed: int, sample: int) -> int:
+    """The seed of a request's `sample`-th stream; that of the first is the request's own."""
+    if sample == 0:
+        return seed
+    state = _mix(np.array([seed], np.uint64) + _GOLDEN) ^ np.uint64(sample)
+    return int(_mix(state)[0] >> np.uint64(1))
+
+
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2

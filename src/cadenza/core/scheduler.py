@@ -12,17 +12,38 @@ launch, tokens arrive in `update`, and entries whose sequence has ended meanwhil
 import heapq
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from cadenza.config import EngineLimits
 from cadenza.core.admission import Admission
-from cadenza.core.batch import Batch, BatchEntry, StepOutput
+from cadenza.core.batch import NOTHING_SCORED, NUM_SCORE_ROWS, Batch, BatchEntry, StepOutput
 from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.prompt_scores import ScoreRoom
 from cadenza.core.sequence import Sequence, SequenceStatus
-from cadenza.request import Event, Finished, FinishReason, Token, TokenLogprobs
+from cadenza.request import (
+    ErrorKind,
+    Event,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Token,
+    TokenLogprobs,
+)
+
+NOT_FINITE = "the model produced a non-finite value"
+NONE_ALLOWED = (
+    "no token may follow: allowed_token_ids, bad_words and min_tokens together rule out every one; "
+    "loosen one of them"
+)
 
 
 class Scheduler:
-    """Waiting and running sequences of one engine."""
+    """Waiting and running sequences of one engine.
+
+    Its counts only grow: steps, preemptions, tokens given to steps, and prompt tokens looked up
+    (`num_prefix_queries`) and found (`num_prefix_hits`) in the prefix cache. `started` has the
+    request ids that the last `schedule` gave their first row.
+    """
 
     def __init__(
         self, limits: EngineLimits, kv_cache: KVCacheManager, admission: Admission
@@ -32,6 +53,10 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.started: list[int] = []
+        self.num_scheduled_tokens = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
         self._admission = admission
         self._free_rows = list(range(limits.max_num_seqs))
         self.num_steps = 0
@@ -40,42 +65,65 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that wait or run."""
+        return [*self.waiting, *self.running]
+
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def schedule(self) -> Batch | None:
         """The next step's work, with its pages allocated; None when nothing can be computed."""
+        self.started = []
         shares = share_budget(
             self.running,
             token_budget=self.limits.max_num_batched_tokens,
             max_entries=self.limits.max_num_seqs,
         )
-        chosen, preempted = self._give_pages(shares)
+        room = ScoreRoom(NUM_SCORE_ROWS)
+        fitted = [
+            (sequence, room.fit(sequence.prompt_scores, sequence.num_computed_tokens, count))
+            for sequence, count in shares
+        ]
+        chosen, preempted = self._give_pages([share for share in fitted if share[1]])
         budget = self.limits.max_num_batched_tokens - sum(count for _, count in chosen)
         if not preempted:
-            chosen += self._admit(budget)
+            chosen += self._admit(budget, room)
         if not chosen:
             return None
         entries = sorted((self._enter(*share) for share in chosen), key=_row_of)
+        self.num_scheduled_tokens += sum(entry.num_new_tokens for entry in entries)
         self.num_steps += 1
         return Batch(self.num_steps - 1, tuple(entries))
 
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
-        """Takes a step's results; `output` has one entry for each entry that samples."""
+        """Takes a step's results; `output` has a row for each position that an entry scores, then
+        one if it samples.
+        """
         events: list[Event] = []
         token_ids = output.token_ids.tolist()
         is_finite = output.is_finite.tolist()
+        has_choice = output.has_choice.tolist()
         index = 0
         for entry in batch.entries:
             self.kv_cache.pool.unpin(entry.pinned_pages)
+            if entry.scored:
+                scores = range(index, index + len(entry.scored))
+                index = scores.stop
+                if not entry.sequence.is_finished:
+                    events += self._take_scores(entry, output, scores)
             if not entry.samples:
                 continue
             if not entry.sequence.is_finished:
-                if is_finite[index]:
-                    logprobs = _logprobs_of(entry.sequence, output, index)
-                    self._take_token(entry, token_ids[index], logprobs, events)
+                if not is_finite[index]:
+                    events.append(self._fail(entry.sequence, NOT_FINITE, "not_finite"))
+                elif not has_choice[index]:
+                    events.append(self._fail(entry.sequence, NONE_ALLOWED, "none_allowed"))
                 else:
-                    self._fail(entry.sequence, "the model produced a non-finite value", events)
+                    count = entry.sequence.request.params.logprobs
+                    logprobs = None if count is None else _logprobs_of(output, index, count)
+                    self._take_token(entry, token_ids[index], logprobs, events)
             index += 1
         return events
 
@@ -85,7 +133,7 @@ class Scheduler:
         for entry in batch.entries:
             self.kv_cache.pool.unpin(entry.pinned_pages)
             if not entry.sequence.is_finished:
-                self._fail(entry.sequence, error, events)
+                events.append(self._fail(entry.sequence, error, "step_failed"))
         return events
 
     def drop_batch(self, batch: Batch) -> None:
@@ -126,11 +174,11 @@ class Scheduler:
         self, shares: list[tuple[Sequence, int]]
     ) -> tuple[list[tuple[Sequence, int]], bool]:
         """The shares that got their pages, oldest first, and whether any was preempted."""
-        wanted = {sequence.request_id: count for sequence, count in shares}
+        wanted = dict(shares)
         chosen: list[tuple[Sequence, int]] = []
         preempted = False
         for sequence in self.running.copy():
-            count = wanted.get(sequence.request_id)
+            count = wanted.get(sequence)
             if count is None or sequence.status is not SequenceStatus.RUNNING:
                 continue
             grown = self.kv_cache.try_grow(sequence, sequence.num_computed_tokens + count)
@@ -145,39 +193,52 @@ class Scheduler:
                 chosen.append((sequence, count))
         return chosen, preempted
 
-    def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
+    def _admit(self, budget: int, room: ScoreRoom) -> list[tuple[Sequence, int]]:
         """Starts waiting sequences, first come first served, while rows, pages and budget last."""
         admitted: list[tuple[Sequence, int]] = []
         while self.waiting and self._free_rows and budget > 0:
             sequence = self.waiting[0]
-            if sequence.num_pending_tokens or not self._try_start(sequence):
+            if sequence.num_pending_tokens or sequence.is_expecting_source:
+                break
+            if sequence.is_scoring and not room.left:
+                break
+            if not self._try_start(sequence):
                 break
             count = min(sequence.num_uncomputed_tokens, budget)
+            count = room.fit(sequence.prompt_scores, sequence.num_computed_tokens, count)
             budget -= count
             admitted.append((sequence, count))
         return admitted
 
     def _try_start(self, sequence: Sequence) -> bool:
-        hit = self.kv_cache.find_prefix(sequence)
-        unheld = self.kv_cache.num_unheld(hit)
+        is_fork = sequence.fork_source is not None
+        prefix = self.kv_cache.find_prefix(sequence)
+        unheld = self.kv_cache.num_unheld(prefix)
         if not self._admission.has_room(
             sequence,
             self.running,
             available=self.kv_cache.pool.num_available,
-            shared=len(hit.page_ids) - unheld,
+            shared=len(prefix.page_ids) - unheld,
         ):
             return False
-        self.kv_cache.adopt(sequence, hit)
-        if not self.kv_cache.try_grow(sequence, sequence.num_tokens):
-            self.kv_cache.release(sequence)
+        if not self.kv_cache.try_adopt(sequence, prefix):
             return False
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = hit.num_tokens
+            sequence.num_cached_tokens = prefix.num_cached_tokens
+            self.started.append(sequence.request_id)
+            if not is_fork:
+                self._count_prefix(sequence, prefix.num_cached_tokens)
         self.waiting.popleft()
         sequence.row = heapq.heappop(self._free_rows)
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
         return True
+
+    def _count_prefix(self, sequence: Sequence, num_hit_tokens: int) -> None:
+        """Tokens looked up in the prefix cache and found there; a prompt counts once."""
+        if self.limits.enable_prefix_caching:
+            self.num_prefix_queries += sequence.num_prompt_tokens
+            self.num_prefix_hits += num_hit_tokens
 
     def _enter(self, sequence: Sequence, count: int) -> BatchEntry:
         """Counts the share as launched and pins the pages it writes."""
@@ -193,16 +254,21 @@ class Scheduler:
         sequence.num_computed_tokens = end
         if samples:
             sequence.num_pending_tokens += 1
+        scores = sequence.prompt_scores
+        scored = NOTHING_SCORED if scores is None else scores.launch(start, end)
+        page_copy, sequence.page_copy = sequence.page_copy, None
         assert sequence.row is not None
         return BatchEntry(
-            sequence,
-            sequence.row,
-            start,
-            count,
-            samples,
-            pinned,
-            first_new_page,
-            sequence.num_preemptions,
+            sequence=sequence,
+            row=sequence.row,
+            start=start,
+            num_new_tokens=count,
+            samples=samples,
+            pinned_pages=pinned,
+            first_new_page=first_new_page,
+            page_copy=page_copy,
+            scored=scored,
+            num_preemptions=sequence.num_preemptions,
         )
 
     def _take_token(
@@ -223,7 +289,9 @@ class Scheduler:
                     request_id=sequence.request_id,
                     token_id=token_id,
                     index=index,
+                    sample=sequence.sample,
                     logprobs=logprobs,
+                    num_cached_tokens=sequence.num_cached_tokens if index == 0 else None,
                 )
             )
         if reason is not None:
@@ -231,9 +299,25 @@ class Scheduler:
             events.append(_finished(sequence, reason, token_id if own else None))
             self._end(sequence)
 
-    def _fail(self, sequence: Sequence, error: str, events: list[Event]) -> None:
-        events.append(_finished(sequence, "error", None, error))
+    def _take_scores(
+        self, entry: BatchEntry, output: StepOutput, indices: range
+    ) -> list[Finished] | list[PromptLogprobs]:
+        """The description of prompt tokens that nobody was told of before."""
+        sequence = entry.sequence
+        if not output.is_finite[indices.start : indices.stop].all():
+            return [self._fail(sequence, NOT_FINITE, "not_finite")]
+        assert sequence.prompt_scores is not None
+        fresh = sequence.prompt_scores.read(entry.scored)
+        if not fresh:
+            return []
+        count = sequence.request.params.prompt_logprobs or 0
+        entries = tuple(_logprobs_of(output, index, count) for index in indices[-len(fresh) :])
+        return [PromptLogprobs(request_id=sequence.request_id, start=fresh.start, entries=entries)]
+
+    def _fail(self, sequence: Sequence, error: str, kind: ErrorKind) -> Finished:
         self._end(sequence)
+        finished = _finished(sequence, "error", None)
+        return replace(finished, error=error, error_kind=kind)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:
@@ -291,10 +375,7 @@ def _row_of(entry: BatchEntry) -> int:
     return entry.row
 
 
-def _logprobs_of(sequence: Sequence, output: StepOutput, index: int) -> TokenLogprobs | None:
-    count = sequence.request.params.logprobs
-    if count is None:
-        return None
+def _logprobs_of(output: StepOutput, index: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(
         logprob=float(output.logprobs[index]),
         rank=int(output.ranks[index]),
@@ -303,9 +384,7 @@ def _logprobs_of(sequence: Sequence, output: StepOutput, index: int) -> TokenLog
     )
 
 
-def _finished(
-    sequence: Sequence, reason: FinishReason, stop_token_id: int | None, error: str | None = None
-) -> Finished:
+def _finished(sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Finished:
     return Finished(
         request_id=sequence.request_id,
         finish_reason=reason,
@@ -313,5 +392,5 @@ def _finished(
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_generated_tokens=sequence.num_generated_tokens,
         num_cached_tokens=sequence.num_cached_tokens or 0,
-        error=error,
+        sample=sequence.sample,
     )

@@ -8,6 +8,7 @@ still unread on the device.
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cadenza.core.prompt_scores import PromptScores
 from cadenza.request import FinishReason, Request
 
 
@@ -23,9 +24,13 @@ class SequenceStatus(Enum):
 class Sequence:
     """One stream. `token_ids` holds the prompt and every token read back so far.
 
+    It is the `sample`-th of its request's streams; `siblings` are all of them, itself included,
+    where there are several. `page_copy` names a page that this one's next step starts as a copy
+    of, and the copy.
     `num_computed_tokens` counts tokens whose KV exists once the launched steps are done;
     `num_pending_tokens` counts tokens sampled by a launched step and not read yet;
-    `published_serial` is the prefix cache's name of its last published page, None past a collision.
+    `published_serial` is the prefix cache's name of its last published page, None past a collision;
+    `prompt_scores` is there where the prompt's tokens are to be described.
     """
 
     request_id: int
@@ -34,9 +39,12 @@ class Sequence:
     max_num_tokens: int
     stop_token_ids: frozenset[int]
     token_ids: list[int]
+    sample: int = 0
+    siblings: list["Sequence"] = field(default_factory=list["Sequence"])
     status: SequenceStatus = SequenceStatus.WAITING
     row: int | None = None
     page_table: list[int] = field(default_factory=list[int])
+    page_copy: tuple[int, int] | None = None
     page_keys: list[bytes] = field(default_factory=list[bytes])
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
@@ -45,6 +53,7 @@ class Sequence:
     published_serial: int | None = 0
     num_sent_pages: int = 0
     num_preemptions: int = 0
+    prompt_scores: PromptScores | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -71,6 +80,40 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
+    @property
+    def is_fresh(self) -> bool:
+        """True while it waits with nothing but its prompt."""
+        return self.status is SequenceStatus.WAITING and self.num_tokens == self.num_prompt_tokens
+
+    @property
+    def fork_source(self) -> "Sequence | None":
+        """A sibling whose pages hold the prompt's KV, all but the last token's.
+
+        That token is computed again, so that each stream draws its own first token.
+        """
+        if not self.is_fresh or self.is_scoring:
+            return None
+        most = self.num_prompt_tokens - 1
+        for sibling in self._running_siblings():
+            if sibling.num_computed_tokens >= most and sibling.page_copy is None:
+                return sibling
+        return None
+
+    @property
+    def is_expecting_source(self) -> bool:
+        """True while a sibling computes the prompt that this one will share."""
+        if not self.is_fresh or self.is_scoring:
+            return False
+        return self._running_siblings() != [] and self.fork_source is None
+
+    @property
+    def is_scoring(self) -> bool:
+        """True while tokens of its prompt are to be described, which takes computing them."""
+        return self.prompt_scores is not None and not self.prompt_scores.is_complete
+
+    def _running_siblings(self) -> list["Sequence"]:
+        return [each for each in self.siblings if each.status is SequenceStatus.RUNNING]
+
     def append(self, token_id: int) -> FinishReason | None:
         """Takes a token read back from the device; says why the stream ends with it, if it does.
 
@@ -86,7 +129,10 @@ class Sequence:
         """Forgets row, pages and progress; the tokens stay, so the stream goes on where it was."""
         self.row = None
         self.page_table = []
+        self.page_copy = None
         self.num_computed_tokens = 0
         self.num_published_pages = 0
         self.published_serial = 0
         self.num_sent_pages = 0
+        if self.prompt_scores is not None:
+            self.prompt_scores.rewind()

@@ -1,90 +1,130 @@
-"""`OutputAssembler`: one request's events become its `RequestOutput`, token by token.
+"""Events become outputs: `OutputAssembler` for one request, `OutputRouter` for all that run.
 
-Knows no engine and no scheduler. Invariant: the text only ever grows, and at the end it is what
-decoding all tokens at once would give.
+Knows no engine and no scheduler; the text of each sample is `Continuation`'s. Invariants: outputs
+only ever grow, and deltas put together are the cumulative output; text that cannot be made costs
+its own request an error, and nobody else anything.
 """
 
-from cadenza.engine.text_face import TextFace
-from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
-from cadenza.request import Event, Finished, Token, TokenLogprobs
+import logging
+import traceback
+from collections.abc import Callable, Iterable
+
+from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.outputs import CompletionOutput, Logprob, OutputKind, RequestOutput
+from cadenza.request import ErrorKind, Event, Finished, PromptLogprobs, Token, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+CancelSample = Callable[[int, int | None], object]
+"""Ends one sample of a request in the engine; None ends all of them."""
+
+TEXT_FAILED = "the answer's text could not be made; the log has the cause"
 
 
 class OutputAssembler:
-    """Collects the events of `request_id`."""
+    """Collects the events of `request_id`, which `prepared` was submitted as."""
 
-    def __init__(
-        self,
-        request_id: int,
-        prompt: str | None,
-        prompt_token_ids: tuple[int, ...],
-        text_face: TextFace,
-    ) -> None:
+    def __init__(self, request_id: int, prepared: PreparedRequest, text: TextFace) -> None:
         self.request_id = request_id
-        self._prompt = prompt
-        self._prompt_token_ids = prompt_token_ids
-        self._face = text_face
-        self._detokenizer = text_face.detokenizer()
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[dict[int, Logprob]] = []
-        self._cumulative = 0.0
-        self._finished: Finished | None = None
+        self._prepared = prepared
+        self._text = text
+        params = prepared.request.params
+        self._continuations = [text.continuation(params, sample) for sample in range(params.n)]
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        self._num_cached_tokens = 0
 
     @property
     def is_finished(self) -> bool:
-        return self._finished is not None
+        return all(each.is_finished for each in self._continuations)
 
-    def push(self, event: Event) -> None:
-        """Takes the next event of the request."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens shown so far, of all samples."""
+        return sum(each.num_shown_tokens for each in self._continuations)
+
+    def push(self, event: Event) -> int | None:
+        """Takes the next event; the sample that its text ended and that the engine goes on with.
+
+        What the text side raises comes through; the output can then only `fail`.
+        """
+        if isinstance(event, PromptLogprobs):
+            self._push_prompt_logprobs(event)
+            return None
+        continuation = self._continuations[event.sample]
+        if continuation.is_finished:
+            return None
         if isinstance(event, Finished):
-            self._finished = event
-            if self._detokenizer is not None:
-                self._text.append(self._detokenizer.flush())
-            return
-        self._push_token(event)
+            self._note_cached(event)
+            continuation.finish(event)
+            return None
+        found = event.logprobs
+        self._note_cached(event)
+        continuation.push(
+            event.token_id, None if found is None else self._describe(event.token_id, found)
+        )
+        return event.sample if continuation.is_finished else None
 
     def abort(self) -> None:
         """The caller gave up: the output ends where it is."""
-        self.push(
-            Finished(
-                request_id=self.request_id,
-                finish_reason="abort",
-                stop_token_id=None,
-                num_prompt_tokens=len(self._prompt_token_ids),
-                num_generated_tokens=len(self._token_ids),
-                num_cached_tokens=0,
-            )
-        )
+        try:
+            for each in self._continuations:
+                if not each.is_finished:
+                    each.abort()
+        except Exception as error:  # noqa: BLE001  logged without the text
+            self.fail_text(error)
+
+    def fail(self, kind: ErrorKind, error: str) -> None:
+        """The output ends where it is, with an error."""
+        for each in self._continuations:
+            if not each.is_finished:
+                each.fail(kind, error)
+
+    def fail_text(self, error: Exception) -> None:
+        """Ends it because of what `push` raised."""
+        logger.error("no text of request %d: %s", self.request_id, describe_fault(error))
+        self.fail("text_failed", TEXT_FAILED)
 
     def output(self) -> RequestOutput:
         """The request so far."""
-        end = self._finished
-        completion = CompletionOutput(
-            index=0,
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
-            logprobs=tuple(self._logprobs) if self._logprobs else None,
-            cumulative_logprob=self._cumulative if self._logprobs else None,
-            finish_reason=None if end is None else end.finish_reason,
-            stop_reason=None if end is None else end.stop_token_id,
-            error=None if end is None else end.error,
-        )
+        return self._make_output(each.output() for each in self._continuations)
+
+    def make_output(self, kind: OutputKind) -> RequestOutput | None:
+        """The next output for a reader who wants this kind; None when there is none for it yet.
+
+        A delta is what is new since the last one that was made.
+        """
+        if kind == "delta":
+            return self._take()
+        return None if kind == "final" and not self.is_finished else self.output()
+
+    def _take(self) -> RequestOutput | None:
+        taken = [new for each in self._continuations if (new := each.take()) is not None]
+        return self._make_output(taken) if taken else None
+
+    def _make_output(self, outputs: Iterable[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=None,
-            num_cached_tokens=0 if end is None else end.num_cached_tokens,
-            outputs=(completion,),
+            prompt=self._prepared.text,
+            prompt_token_ids=self._prepared.request.prompt_token_ids,
+            prompt_logprobs=self._shown_prompt_logprobs(),
+            num_cached_tokens=self._num_cached_tokens,
+            outputs=tuple(outputs),
+            finished=self.is_finished,
         )
 
-    def _push_token(self, token: Token) -> None:
-        self._token_ids.append(token.token_id)
-        if self._detokenizer is not None:
-            self._text.append(self._detokenizer.push(token.token_id))
-        if token.logprobs is not None:
-            self._logprobs.append(self._describe(token.token_id, token.logprobs))
-            self._cumulative += token.logprobs.logprob
+    def _shown_prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
+        is_asked = self._prepared.request.params.prompt_logprobs is not None
+        return tuple(self._prompt_logprobs) if is_asked else None
+
+    def _push_prompt_logprobs(self, event: PromptLogprobs) -> None:
+        token_ids = self._prepared.request.prompt_token_ids[event.start :]
+        for token_id, found in zip(token_ids, event.entries, strict=False):
+            self._prompt_logprobs.append(self._describe(token_id, found))
+
+    def _note_cached(self, event: Token | Finished) -> None:
+        """What the first sample found in the prefix cache; the others share its prompt."""
+        if event.sample == 0 and event.num_cached_tokens is not None:
+            self._num_cached_tokens = event.num_cached_tokens
 
     def _describe(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
         described = {token_id: self._logprob(token_id, found.logprob, found.rank)}
@@ -95,4 +135,65 @@ class OutputAssembler:
         return described
 
     def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        return Logprob(logprob=logprob, rank=rank, decoded_token=self._face.text_of(token_id))
+        return Logprob(logprob=logprob, rank=rank, decoded_token=self._text.text_of(token_id))
+
+
+class OutputRouter:
+    """The requests that run, and whose events are whose.
+
+    Args:
+        cancel: ends in the engine what has ended here.
+    """
+
+    def __init__(self, cancel: CancelSample) -> None:
+        self._cancel = cancel
+        self._open: dict[int, OutputAssembler] = {}
+
+    def add(self, assembler: OutputAssembler) -> None:
+        self._open[assembler.request_id] = assembler
+
+    def remove(self, request_id: int) -> bool:
+        """Forgets a request; False when it had finished or was not known."""
+        return self._open.pop(request_id, None) is not None
+
+    def push(self, events: Iterable[Event]) -> list[OutputAssembler]:
+        """Passes a step's events on; whoever got some, each once. Finished requests are forgotten.
+
+        Events of requests that were removed are dropped.
+        """
+        news: dict[int, OutputAssembler] = {}
+        for event in events:
+            assembler = self._open.get(event.request_id)
+            if assembler is None:
+                continue
+            news[event.request_id] = assembler
+            self._push_one(assembler, event)
+            if assembler.is_finished:
+                del self._open[event.request_id]
+        return list(news.values())
+
+    def fail_all(self, error: str) -> list[OutputAssembler]:
+        """Ends every request with an error, because the engine is gone."""
+        failed = list(self._open.values())
+        self._open.clear()
+        for assembler in failed:
+            assembler.fail("engine_lost", error)
+        return failed
+
+    def _push_one(self, assembler: OutputAssembler, event: Event) -> None:
+        """Whatever one request's text raises, the others' events are still passed on."""
+        try:
+            stopped = assembler.push(event)
+        except Exception as error:  # noqa: BLE001  logged without the text
+            assembler.fail_text(error)
+            self._cancel(event.request_id, None)
+            return
+        if stopped is not None:
+            self._cancel(event.request_id, stopped)
+
+
+def describe_fault(error: BaseException) -> str:
+    """What was raised and where, without its message: that may hold what a user wrote."""
+    places = traceback.extract_tb(error.__traceback__)[-4:]
+    shown = " < ".join(f"{place.name}:{place.lineno}" for place in reversed(places))
+    return f"{type(error).__name__} in {shown}"

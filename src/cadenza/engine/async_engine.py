@@ -1,30 +1,35 @@
 """`AsyncEngine`: the asyncio face. Each request is an async iterator over one running batch.
 
 Owns the serving thread and the passing of events to the event loop. Knows text through `TextFace`
-and the engine through `BatchEngine`. Invariant: leaving an iterator cancels its request.
+and the engine through `BatchEngine`, whichever it is. Invariants: leaving an iterator cancels its
+request; what waits for a slow reader is one request's output so far, never a queue of outputs.
 """
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from cadenza.config import config_from_options
-from cadenza.engine.assembly import OutputAssembler
+from cadenza.engine.assembly import OutputAssembler, OutputRouter
 from cadenza.engine.batch_engine import BatchEngine, CoreService
 from cadenza.engine.build import load_model
-from cadenza.engine.text_face import Prompt, TextFace
-from cadenza.outputs import RequestOutput
-from cadenza.request import Event, Request, SamplingParams
+from cadenza.engine.text_face import Params, PreparedRequest, Prompt, TextFace
+from cadenza.outputs import OutputKind, RequestOutput
+from cadenza.request import Event, Request
 
 JOIN_S = 60.0
-
-_Inbox = asyncio.Queue[Event]
+LONG_TEXT = 2048
+"""Texts of more characters are tokenised on another thread than the event loop's."""
 
 
 class AsyncEngine:
     """Serves many callers of one event loop.
+
+    A step's events reach the event loop by one call, which makes text of all of them; steps that
+    the event loop has no time for are taken together.
 
     Args:
         engine: what computes; it is served on a thread of this object's own.
@@ -35,7 +40,10 @@ class AsyncEngine:
         self._engine = engine
         self._text = text
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._inboxes: dict[int, _Inbox] = {}
+        self._router = OutputRouter(engine.cancel)
+        self._streams: dict[int, OutputStream] = {}
+        self._arrived: list[Event] = []
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="cadenza-engine", daemon=True)
 
     @classmethod
@@ -62,49 +70,154 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join, JOIN_S)
 
     async def generate(
-        self, request: Request | Prompt, params: SamplingParams | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        """Yields the output so far whenever there are new tokens; the last one is finished.
+        self,
+        request: Request | Prompt,
+        params: Params = None,
+        *,
+        kind: OutputKind = "cumulative",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields an output whenever there is something new; the last one is finished.
+
+        Closing the iterator, or cancelling its task, cancels the request.
 
         Raises:
-            InvalidRequestError, QueueFullError: as `BatchEngine.submit`.
+            InvalidRequestError, QueueFullError, EngineClosedError: as `submit`.
         """
-        prompt = request if isinstance(request, str) else None
-        if not isinstance(request, Request):
-            request = Request(
-                prompt_token_ids=self._text.encode(request),
-                params=params or self._text.default_params(),
-            )
-        request_id = self._engine.submit(request)
-        inbox = self._open(request_id)
-        assembler = OutputAssembler(request_id, prompt, request.prompt_token_ids, self._text)
-        try:
-            while not assembler.is_finished:
-                assembler.push(await inbox.get())
-                while not inbox.empty():
-                    assembler.push(inbox.get_nowait())
-                yield assembler.output()
-        finally:
-            del self._inboxes[request_id]
-            if not assembler.is_finished:
-                self._engine.cancel(request_id)
+        prepared = await self._prepare(request, params)
+        with self.submit(prepared.request, prepared.text, kind=kind) as stream:
+            async for output in stream:
+                yield output
 
-    def _open(self, request_id: int) -> _Inbox:
-        inbox: _Inbox = asyncio.Queue()
-        self._inboxes[request_id] = inbox
-        return inbox
+    def submit(
+        self, request: Request, prompt: str | None = None, *, kind: OutputKind = "cumulative"
+    ) -> "OutputStream":
+        """Starts a request at once; its outputs come through the stream. On the event loop only.
+
+        Args:
+            request: its text options are resolved here; `TextFace.prepare` does it elsewhere.
+            prompt: the text it was made of, for the outputs.
+
+        Raises:
+            InvalidRequestError, QueueFullError, EngineClosedError: as `BatchEngine.submit`.
+        """
+        request = self._text.resolve(request)
+        request_id = self._engine.submit(request)
+        prepared = PreparedRequest(text=prompt, request=request)
+        assembler = OutputAssembler(request_id, prepared, self._text)
+        stream = OutputStream(assembler, kind, self._leave)
+        self._router.add(assembler)
+        self._streams[request_id] = stream
+        return stream
+
+    async def _prepare(self, request: Request | Prompt, params: Params) -> PreparedRequest:
+        if isinstance(request, Request):
+            return PreparedRequest(text=None, request=request)
+        if isinstance(request, str) and len(request) > LONG_TEXT:
+            return await asyncio.to_thread(self._text.prepare, request, params)
+        return self._text.prepare(request, params)
+
+    def _leave(self, request_id: int) -> None:
+        self._streams.pop(request_id, None)
+        if self._router.remove(request_id):
+            self._engine.cancel(request_id)
 
     def _serve(self) -> None:
-        self._engine.serve(self._emit)
+        try:
+            self._engine.serve(self._emit)
+        finally:
+            self._call(self._fail_rest)
 
     def _emit(self, events: list[Event]) -> None:
         """On the serving thread: hands a step's events to the event loop in one call."""
-        assert self._loop is not None, "start() binds the loop before it starts the thread"
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver, events)
+        with self._lock:
+            is_called = bool(self._arrived)
+            self._arrived += events
+        if not is_called:
+            self._call(self._deliver)
 
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            inbox = self._inboxes.get(event.request_id)
-            if inbox is not None:
-                inbox.put_nowait(event)
+    def _call(self, callback: Callable[[], None]) -> None:
+        assert self._loop is not None, "start() binds the loop before it starts the thread"
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+            self._loop.call_soon_threadsafe(callback)
+
+    def _deliver(self) -> None:
+        """On the event loop: text out of all that has arrived, and its readers woken."""
+        with self._lock:
+            events, self._arrived = self._arrived, []
+        self._wake(self._router.push(events))
+
+    def _fail_rest(self) -> None:
+        """On the event loop, after the last events: no stream may wait for an engine that ended."""
+        self._wake(self._router.fail_all("the engine has ended"))
+
+    def _wake(self, assemblers: list[OutputAssembler]) -> None:
+        for assembler in assemblers:
+            stream = self._streams.get(assembler.request_id)
+            if stream is not None:
+                stream.wake()
+
+
+class OutputStream:
+    """One submitted request's outputs as they come, an async iterator. Whoever holds it closes it,
+    or enters it as a context, which closes it.
+    """
+
+    def __init__(
+        self, assembler: OutputAssembler, kind: OutputKind, leave: Callable[[int], None]
+    ) -> None:
+        self._assembler = assembler
+        self._kind: OutputKind = kind
+        self._leave = leave
+        self._news = asyncio.Event()
+        self._is_finished = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_finished:
+            raise StopAsyncIteration
+        return await self.next()
+
+    @property
+    def request_id(self) -> int:
+        return self._assembler.request_id
+
+    @property
+    def is_finished(self) -> bool:
+        """The last output was handed out."""
+        return self._is_finished
+
+    async def next(self) -> RequestOutput:
+        """Waits for news and returns the next output; being cancelled meanwhile loses nothing.
+
+        Everything that had arrived is in it, however long nobody had asked.
+        """
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            output = self._assembler.make_output(self._kind)
+            if output is not None:
+                self._is_finished = output.finished
+                return output
+
+    def wake(self) -> None:
+        """There is something new."""
+        self._news.set()
+
+    def abort(self) -> None:
+        """Ends the request where it is; its last output, still to be taken, says so."""
+        if not self._assembler.is_finished:
+            self._assembler.abort()
+            self._leave(self.request_id)
+            self.wake()
+
+    def close(self) -> None:
+        """Cancels the request unless it has finished. Idempotent."""
+        self._leave(self.request_id)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cadenza.backends.base import BackendTraits, Runner
-from cadenza.checkpoint import Checkpoint, ModelConfig, open_checkpoint
+from cadenza.checkpoint import Checkpoint, Hub, ModelConfig, is_hub_id, open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.memory import available_memory_bytes
 from cadenza.engine.plan import EnginePlan, make_plan
 from cadenza.engine.reference import ReferenceEngine
 from cadenza.engine.text_face import TextFace
-from cadenza.errors import CheckpointError
+from cadenza.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,24 @@ class LoadedModel:
         self.core.close()
 
 
-def find_checkpoint(model: str | Path | None) -> Checkpoint:
-    """Opens a model folder; None is the bundled model. Raises CheckpointError."""
+def find_checkpoint(
+    model: str | Path | None, *, revision: str | None = None, hub: Hub | None = None
+) -> Checkpoint:
+    """Opens a model folder, or fetches the hub's model `owner/model`; None is the bundled model.
+
+    Raises:
+        CheckpointError: there is no such model, or it is not supported.
+        ConfigError: a revision of what is not on the hub.
+    """
+    is_local = model is None or isinstance(model, Path) or Path(model).exists()
+    if not is_local and is_hub_id(str(model)):
+        snapshot = (hub or Hub()).fetch(str(model), revision)
+        return open_checkpoint(snapshot.folder, revision=snapshot.commit)
+    if revision is not None:
+        raise ConfigError(
+            f"--revision {revision} names a commit of a hub model; "
+            f"{model or 'the bundled model'} is not one: leave it out"
+        )
     return open_checkpoint(None if model is None else Path(model))
 
 
@@ -67,9 +83,9 @@ def load_model(
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: as their docstrings say.
     """
-    checkpoint = find_checkpoint(model)
-    text = TextFace(checkpoint)
+    checkpoint = find_checkpoint(model, revision=config.revision)
     plan = plan_model(checkpoint, config)
+    text = open_text(checkpoint, config, plan.limits.max_model_len)
     logger.info("resolved configuration: %s", plan)
     runner = build_runner(checkpoint, plan, config, on_phase=on_phase)
     core = EngineCore(
@@ -84,6 +100,13 @@ def load_model(
     return LoadedModel(checkpoint=checkpoint, plan=plan, core=core, text=text)
 
 
+def open_text(checkpoint: Checkpoint, config: EngineConfig, max_model_len: int) -> TextFace:
+    """The checkpoint's text side, as the options ask for it. Raises CheckpointError."""
+    return TextFace(
+        checkpoint, generation_config=config.generation_config, max_model_len=max_model_len
+    )
+
+
 def build_runner(
     checkpoint: Checkpoint,
     plan: EnginePlan,
@@ -93,12 +116,25 @@ def build_runner(
     on_phase: OnPhase | None = None,
 ) -> Runner:
     """A warm runner; KV slots start as `fill`."""
+    runner = load_runner(checkpoint, plan, config, fill=fill)
+    if on_phase is not None:
+        on_phase("load")
+    runner.warmup()
+    if on_phase is not None:
+        on_phase("compile")
+    return runner
+
+
+def load_runner(
+    checkpoint: Checkpoint, plan: EnginePlan, config: EngineConfig, *, fill: float = 0.0
+) -> Runner:
+    """A runner with its weights in place, of which nothing is compiled yet."""
     from cadenza.backends.xla.device import find_device
     from cadenza.backends.xla.runner import RunnerOptions, XlaRunner, enable_compilation_cache
     from cadenza.backends.xla.traits import find_ops
 
     enable_compilation_cache(cache_folder() / "xla")
-    runner = XlaRunner(
+    return XlaRunner(
         checkpoint.config,
         checkpoint.weights,
         plan.limits,
@@ -109,12 +145,13 @@ def build_runner(
             fill=fill,
         ),
     )
-    if on_phase is not None:
-        on_phase("load")
-    runner.warmup()
-    if on_phase is not None:
-        on_phase("compile")
-    return runner
+
+
+def watch_compiles() -> Callable[[], int]:
+    """Counts programs compiled in this process from now on; for a process's only engine."""
+    from cadenza.backends.xla.compile_count import CompileCount
+
+    return CompileCount()
 
 
 def build_reference(checkpoint: Checkpoint, *, max_model_len: int) -> ReferenceEngine:

@@ -13,12 +13,14 @@ from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
-from cadenza.core.randomness import derive_seed
+from cadenza.core.prompt_scores import PromptScores
+from cadenza.core.randomness import derive_sample_seed, derive_seed
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
-from cadenza.errors import EngineClosedError, InvalidRequestError, QueueFullError
-from cadenza.request import Event, Finished, Request, show
+from cadenza.engine.request_check import RequestCheck
+from cadenza.errors import EngineClosedError, QueueFullError
+from cadenza.request import Event, Finished, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,12 @@ class EngineCore:
         self.runner = runner
         self.limits = limits
         self.eos_token_ids = options.eos_token_ids
+        self.request_check = RequestCheck(
+            limits=limits,
+            vocab_size=runner.vocab_size,
+            backend=runner.name,
+            capabilities=runner.capabilities,
+        )
         self.scheduler = Scheduler(
             limits,
             KVCacheManager(
@@ -60,11 +68,15 @@ class EngineCore:
             ),
             Admission(page_size=limits.page_size, reserved_output=options.reserved_output),
         )
-        packer = Packer(max_num_seqs=limits.max_num_seqs, page_size=limits.page_size)
+        packer = Packer(
+            max_num_seqs=limits.max_num_seqs,
+            page_size=limits.page_size,
+            vocab_size=runner.vocab_size,
+        )
         self._loop = StepLoop(
             self.scheduler, StepRunner(runner, packer), depth=LOOP_DEPTHS[options.loop]
         )
-        self._sequences: dict[int, Sequence] = {}
+        self._samples: dict[int, dict[int, Sequence]] = {}
         self._seed = options.seed
         self._next_request_id = 0
         self._is_closed = False
@@ -78,6 +90,16 @@ class EngineCore:
     def num_steps(self) -> int:
         """Steps scheduled so far."""
         return self.scheduler.num_steps
+
+    @property
+    def num_failed_steps(self) -> int:
+        """Steps that raised, or whose result broke the runner contract."""
+        return self._loop.num_failed_steps
+
+    @property
+    def num_consecutive_failures(self) -> int:
+        """Failed steps since the last one that succeeded."""
+        return self._loop.num_consecutive_failures
 
     @property
     def num_queue_slots(self) -> int:
@@ -101,16 +123,11 @@ class EngineCore:
         """Raises what `submit` would; changes nothing."""
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new one")
-        self._check_tokens(request)
-        self._check_lengths(request)
-        if request.params.logprobs is not None and "logprobs" not in self.runner.capabilities:
-            raise InvalidRequestError(
-                f"logprobs are not supported by the {self.runner.name} backend", param="logprobs"
-            )
+        self.request_check.check(request)
         if not self.num_queue_slots:
             raise QueueFullError(
-                f"{len(self.scheduler.waiting)} requests wait already, the most "
-                f"--max-num-queued-reqs allows; try again when some have finished"
+                f"{len(self.scheduler.waiting)} requests wait already (each sample counts), the "
+                f"most --max-num-queued-reqs allows; try again when some have finished"
             )
 
     def new_request_id(self) -> int:
@@ -122,24 +139,39 @@ class EngineCore:
         params = request.params
         seed = derive_seed(self._seed, request_id) if params.seed is None else params.seed
         stop = frozenset(params.stop_token_ids)
-        sequence = Sequence(
-            request_id=request_id,
-            request=request,
-            seed=seed,
-            max_num_tokens=self._max_num_tokens(request),
-            stop_token_ids=stop if params.ignore_eos else stop | self.eos_token_ids,
-            token_ids=list(request.prompt_token_ids),
-        )
-        self._sequences[request_id] = sequence
-        self.scheduler.add(sequence)
+        samples = [
+            Sequence(
+                request_id=request_id,
+                request=request,
+                sample=sample,
+                seed=derive_sample_seed(seed, sample),
+                max_num_tokens=self.request_check.max_num_tokens(request),
+                stop_token_ids=stop if params.ignore_eos else stop | self.eos_token_ids,
+                token_ids=list(request.prompt_token_ids),
+                prompt_scores=_scores_of(request) if sample == 0 else None,
+            )
+            for sample in range(params.n)
+        ]
+        self._samples[request_id] = dict(enumerate(samples))
+        for sequence in samples:
+            sequence.siblings = samples if params.n > 1 else []
+            self.scheduler.add(sequence)
 
-    def cancel(self, request_id: int) -> bool:
-        """Frees a waiting or running request, after which it has no events; False when unknown."""
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is None:
-            return False
-        self.scheduler.cancel(sequence)
-        return True
+    def is_open(self, request_id: int) -> bool:
+        """True while a sample of the request will still have events."""
+        return request_id in self._samples
+
+    def cancel(self, request_id: int, sample: int | None = None) -> bool:
+        """Frees a request's samples, or one of them, which have no further events.
+
+        False when there is nothing of that name.
+        """
+        samples = self._samples.get(request_id, {})
+        ended = list(samples) if sample is None else [k for k in samples if k == sample]
+        for each in ended:
+            self.scheduler.cancel(samples[each])
+            self._forget(request_id, each)
+        return bool(ended)
 
     def step(self) -> list[Event]:
         """Advances the running batch; returns at once when there is nothing to do."""
@@ -148,7 +180,7 @@ class EngineCore:
         events = self._loop.step()
         for event in events:
             if isinstance(event, Finished):
-                del self._sequences[event.request_id]
+                self._forget(event.request_id, event.sample)
         return events
 
     def close(self) -> None:
@@ -156,7 +188,7 @@ class EngineCore:
         if self._is_closed:
             return
         self._is_closed = True
-        for request_id in list(self._sequences):
+        for request_id in list(self._samples):
             self.cancel(request_id)
         self._loop.drop_in_flight()
         self.runner.close()
@@ -164,45 +196,18 @@ class EngineCore:
     def check_invariants(self) -> None:
         """Raises AssertionError when the engine's books do not balance."""
         self.scheduler.check_invariants()
-        open_ids = {s.request_id for s in [*self.scheduler.waiting, *self.scheduler.running]}
-        assert open_ids == set(self._sequences), "open requests and scheduled ones differ"
+        scheduled = {(s.request_id, s.sample) for s in self.scheduler.sequences}
+        is_open = {(i, sample) for i, samples in self._samples.items() for sample in samples}
+        assert scheduled == is_open, "open samples and scheduled ones differ"
 
-    def _max_num_tokens(self, request: Request) -> int:
-        if request.params.max_tokens is None:
-            return self.limits.max_model_len
-        return len(request.prompt_token_ids) + request.params.max_tokens
+    def _forget(self, request_id: int, sample: int) -> None:
+        samples = self._samples[request_id]
+        del samples[sample]
+        if not samples:
+            del self._samples[request_id]
 
-    def _check_tokens(self, request: Request) -> None:
-        if not request.prompt_token_ids:
-            raise InvalidRequestError("the prompt is empty; give one token or more", param="prompt")
-        vocab_size = self.runner.vocab_size
-        for name, ids in (
-            ("prompt", request.prompt_token_ids),
-            ("stop_token_ids", request.params.stop_token_ids),
-        ):
-            for token_id in ids:
-                if not 0 <= token_id < vocab_size:
-                    raise InvalidRequestError(
-                        f"{name} holds the token id {show(token_id)}; this model's ids go "
-                        f"from 0 to {vocab_size - 1}",
-                        param=name,
-                    )
 
-    def _check_lengths(self, request: Request) -> None:
-        num_prompt_tokens = len(request.prompt_token_ids)
-        wanted = max(self._max_num_tokens(request), num_prompt_tokens + 1)
-        if wanted > self.limits.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt_tokens} tokens and {wanted - num_prompt_tokens} more "
-                f"are asked for, {wanted} in all; the context holds "
-                f"{self.limits.max_model_len} (--max-model-len): shorten the prompt or max_tokens",
-                param="max_tokens",
-            )
-        num_pages = -(-(wanted - 1) // self.limits.page_size)
-        if num_pages > self.limits.num_pages:
-            raise InvalidRequestError(
-                f"the request needs {num_pages} KV pages and the pool has "
-                f"{self.limits.num_pages}; shorten it, or give the engine more "
-                f"--kv-cache-memory-bytes",
-                param="max_tokens",
-            )
+def _scores_of(request: Request) -> PromptScores | None:
+    if request.params.prompt_logprobs is None:
+        return None
+    return PromptScores(num_prompt_tokens=len(request.prompt_token_ids))

@@ -5,9 +5,13 @@ Invariant: nothing is measured, and nothing heavy loaded, before it is asked for
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from cadenza.backends.xla.ops.native_measure import NativeMeasure
 
 
@@ -36,9 +40,9 @@ class NativeInstruments:
     def num_threads(self) -> int:
         return self._measure.num_threads
 
-    def read_bytes_per_s(self, num_bytes: int, *, repeats: int) -> float:
-        """All threads read a buffer of `num_bytes`; the fastest of the passes."""
-        return self._measure.read_bytes_per_s(num_bytes, repeats)
+    def read_bytes_per_s(self, buffer: "npt.NDArray[np.uint8]", *, repeats: int) -> float:
+        """All threads read a buffer of `new_buffer`; the fastest of the passes."""
+        return self._measure.read_bytes_per_s(buffer, repeats)
 
     def operations_per_s(self, dtype: str, *, repeats: int) -> float:
         """All threads multiply `dtype` in registers; the fastest of the runs."""
@@ -57,6 +61,23 @@ class NativeInstruments:
             )
             for name, num_calls, nanoseconds, read_bytes in self._measure.profile_totals()
         )
+
+
+def private_memory_bytes(status: Path = Path("/proc/self/status")) -> int | None:
+    """What this process holds that is no file's; None where the system does not tell."""
+    try:
+        lines = status.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    held = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
+    return int(held[0]) * 1024 if held else None
+
+
+def new_buffer(num_bytes: int) -> "npt.NDArray[np.uint8]":
+    """Memory for `NativeInstruments.read_bytes_per_s`."""
+    from cadenza.backends.xla.ops.native_measure import new_buffer as make
+
+    return make(num_bytes)
 
 
 def native_instruments() -> NativeInstruments | None:

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from cadenza.config import config_from_options
-from cadenza.engine.assembly import OutputAssembler
+from cadenza.engine.assembly import OutputAssembler, OutputRouter
 from cadenza.engine.build import load_model
-from cadenza.engine.text_face import Message, Prompt
+from cadenza.engine.text_face import Message, Params, PreparedRequest, Prompt
 from cadenza.errors import InvalidRequestError
-from cadenza.outputs import RequestOutput
-from cadenza.request import Request, SamplingParams
+from cadenza.outputs import OutputKind, RequestOutput
+from cadenza.request import SamplingParams
 
-Params = SamplingParams | SequenceOf[SamplingParams] | None
-_Asked = tuple[str | None, Request]
-"""A prompt's text, where it had one, and the request made of it."""
+ParamsOfMany = Params | SequenceOf[Params]
+"""One for all prompts, or one for each."""
+_News = dict[int, OutputAssembler]
+"""The requests of one call that have something new, by id."""
 
 
 class LLM:
@@ -37,7 +38,8 @@ class LLM:
         self._loaded = load_model(model, config_from_options(options))
         self.core = self._loaded.core
         self.plan = self._loaded.plan
-        self._open: dict[int, tuple[OutputAssembler, dict[int, OutputAssembler]]] = {}
+        self._router = OutputRouter(self.core.cancel)
+        self._news: dict[int, _News] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -49,108 +51,121 @@ class LLM:
         """Gives back the memory; idempotent."""
         self._loaded.close()
 
-    def default_params(self, **changes: Any) -> SamplingParams:
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint recommends (`--generation-config none`: Cadenza's defaults)."""
+        return self.default_params()
+
+    def default_params(self, **changes: object) -> SamplingParams:
         """The sampling that the checkpoint recommends, with `changes` on top."""
         return self._loaded.text.default_params(**changes)
 
     def generate(
-        self, prompts: Prompt | SequenceOf[Prompt], params: Params = None
+        self, prompts: Prompt | SequenceOf[Prompt], params: ParamsOfMany = None
     ) -> list[RequestOutput]:
         """Continues every prompt; results in the prompts' order.
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            params: one for all, or one for each prompt; None is `default_params()`.
+            params: one for all, or one for each prompt. `SamplingParams` are taken as they are; a
+                mapping names some of its fields, and the others, like all of None's, are as the
+                checkpoint recommends.
 
         Raises:
             InvalidRequestError: a prompt or its params cannot be served; nothing was started.
         """
-        return self._run(self._requests(_prompt_list(prompts), params))
+        return self._run(self._prepare(_prompt_list(prompts), params))
 
     def chat(
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
-        params: Params = None,
+        params: ParamsOfMany = None,
         *,
         tools: SequenceOf[Message] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, through the model's chat template."""
-        rendered = [
-            self._loaded.text.render_chat(
-                conversation, tools=tools, template_kwargs=chat_template_kwargs
-            )
-            for conversation in _conversation_list(messages)
-        ]
-        chosen = self._params_for(len(rendered), params)
-        pairs = zip(rendered, chosen, strict=True)
-        return self._run([(text, _request(ids, each)) for (text, ids), each in pairs])
+        conversations = _conversation_list(messages)
+        chosen = self._params_for(len(conversations), params)
+        return self._run(
+            [
+                self._loaded.text.prepare_chat(
+                    conversation, each, tools=tools, template_kwargs=chat_template_kwargs
+                )
+                for conversation, each in zip(conversations, chosen, strict=True)
+            ]
+        )
 
     def stream(
-        self, prompts: Prompt | SequenceOf[Prompt], params: Params = None
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: ParamsOfMany = None,
+        *,
+        kind: OutputKind = "cumulative",
     ) -> Iterator[RequestOutput]:
-        """Yields a request's output so far after each of its tokens; `request_id` tells which.
+        """Yields a request's output after each step that brought it something new; `request_id`
+        tells which. `kind` is what an output holds: all so far, what is new, or all at the end.
 
         Ids count up in the prompts' order. Closing the iterator cancels what still runs.
         """
-        return self._stream(self._requests(_prompt_list(prompts), params))
+        return self._stream(self._prepare(_prompt_list(prompts), params), kind)
 
     def stream_chat(
-        self, messages: SequenceOf[Message], params: SamplingParams | None = None, **options: Any
+        self,
+        messages: SequenceOf[Message],
+        params: Params = None,
+        *,
+        kind: OutputKind = "cumulative",
+        **options: Any,
     ) -> Iterator[RequestOutput]:
         """Streams the answer to one conversation; `options` as of `chat`."""
-        text, ids = self._loaded.text.render_chat(
+        prepared = self._loaded.text.prepare_chat(
             messages,
+            params,
             tools=options.get("tools"),
             template_kwargs=options.get("chat_template_kwargs"),
         )
-        return self._stream([(text, _request(ids, params or self.default_params()))])
+        return self._stream([prepared], kind)
 
-    def _requests(self, prompts: list[Prompt], params: Params) -> list[_Asked]:
+    def _prepare(self, prompts: list[Prompt], params: ParamsOfMany) -> list[PreparedRequest]:
         chosen = self._params_for(len(prompts), params)
-        return [
-            (
-                prompt if isinstance(prompt, str) else None,
-                _request(self._loaded.text.encode(prompt), each),
-            )
-            for prompt, each in zip(prompts, chosen, strict=True)
-        ]
+        pairs = zip(prompts, chosen, strict=True)
+        return [self._loaded.text.prepare(prompt, each) for prompt, each in pairs]
 
-    def _params_for(self, count: int, params: Params) -> list[SamplingParams]:
-        if params is None:
-            return [self.default_params()] * count
-        if isinstance(params, SamplingParams):
+    def _params_for(self, count: int, params: ParamsOfMany) -> SequenceOf[Params]:
+        if params is None or isinstance(params, SamplingParams | Mapping):
             return [params] * count
         if len(params) != count:
             raise InvalidRequestError(
                 f"{len(params)} SamplingParams for {count} prompts; give one, or one for each",
                 param="params",
             )
-        return list(params)
+        return params
 
-    def _run(self, requests: list[_Asked]) -> list[RequestOutput]:
-        done = [each for each in self._follow(requests) if each.is_finished]
+    def _run(self, prepared: list[PreparedRequest]) -> list[RequestOutput]:
+        done = [each for each in self._follow(prepared) if each.is_finished]
         return [each.output() for each in sorted(done, key=lambda each: each.request_id)]
 
-    def _stream(self, requests: list[_Asked]) -> Iterator[RequestOutput]:
-        return (each.output() for each in self._follow(requests))
+    def _stream(self, prepared: list[PreparedRequest], kind: OutputKind) -> Iterator[RequestOutput]:
+        made = (each.make_output(kind) for each in self._follow(prepared))
+        return (output for output in made if output is not None)
 
-    def _follow(self, requests: list[_Asked]) -> Iterator[OutputAssembler]:
-        for _, request in requests:
-            self.core.check(request)
-        return self._pump(deque(requests))
+    def _follow(self, prepared: list[PreparedRequest]) -> Iterator[OutputAssembler]:
+        for each in prepared:
+            self.core.check(each.request)
+        return self._pump(deque(prepared))
 
-    def _pump(self, waiting: deque[_Asked]) -> Iterator[OutputAssembler]:
+    def _pump(self, waiting: deque[PreparedRequest]) -> Iterator[OutputAssembler]:
         """Keeps the engine's queue filled and steps it; yields whoever has something new.
 
         Several streams may be read in turns: each step's events reach their own stream.
         """
-        news: dict[int, OutputAssembler] = {}
+        news: _News = {}
         open_ids: set[int] = set()
         try:
             while waiting or open_ids:
                 while waiting and self.core.num_queue_slots:
-                    open_ids.add(self._submit(*waiting.popleft(), news))
+                    open_ids.add(self._submit(waiting.popleft(), news))
                 if not news:
                     self._step()
                 for request_id in list(news):
@@ -160,28 +175,22 @@ class LLM:
                     yield assembler
         finally:
             for request_id in open_ids:
-                self._open.pop(request_id, None)
-                self.core.cancel(request_id)
+                self._news.pop(request_id, None)
+                if self._router.remove(request_id):
+                    self.core.cancel(request_id)
 
-    def _submit(
-        self, prompt: str | None, request: Request, news: dict[int, OutputAssembler]
-    ) -> int:
-        request_id = self.core.submit(request)
-        assembler = OutputAssembler(request_id, prompt, request.prompt_token_ids, self._loaded.text)
-        self._open[request_id] = (assembler, news)
+    def _submit(self, prepared: PreparedRequest, news: _News) -> int:
+        request_id = self.core.submit(prepared.request)
+        self._router.add(OutputAssembler(request_id, prepared, self._loaded.text))
+        self._news[request_id] = news
         return request_id
 
     def _step(self) -> None:
-        for event in self.core.step():
-            assembler, news = self._open[event.request_id]
-            assembler.push(event)
-            news[event.request_id] = assembler
+        for assembler in self._router.push(self.core.step()):
+            request_id = assembler.request_id
+            self._news[request_id][request_id] = assembler
             if assembler.is_finished:
-                del self._open[event.request_id]
-
-
-def _request(prompt_token_ids: tuple[int, ...], params: SamplingParams) -> Request:
-    return Request(prompt_token_ids=prompt_token_ids, params=params)
+                del self._news[request_id]
 
 
 def _prompt_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

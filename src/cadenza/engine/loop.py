@@ -65,6 +65,7 @@ class StepRunner:
         return output
 
     def reset(self) -> None:
+        self._packer.forget_rows()
         self._runner.reset()
 
 
@@ -78,6 +79,8 @@ class StepLoop:
 
     def __init__(self, scheduler: Scheduler, step_runner: StepRunner, *, depth: int) -> None:
         self.in_flight: deque[InFlight] = deque()
+        self.num_failed_steps = 0
+        self.num_consecutive_failures = 0
         self._scheduler = scheduler
         self._step_runner = step_runner
         self._depth = depth
@@ -114,10 +117,13 @@ class StepLoop:
         except Exception:
             logger.exception("step %d failed", step.batch.step_id)
             return self._recover(step.batch)
+        self.num_consecutive_failures = 0
         return self._scheduler.update(step.batch, output)
 
     def _recover(self, failed: Batch) -> list[Event]:
         """Ends the failed step's sequences; all others start over from their tokens."""
+        self.num_failed_steps += 1
+        self.num_consecutive_failures += 1
         events = self._scheduler.fail_batch(failed, STEP_FAILED)
         self.drop_in_flight()
         self._step_runner.reset()

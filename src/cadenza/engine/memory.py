@@ -1,40 +1,89 @@
-"""How much memory this process may still take: the machine's and the control group's word."""
+"""How much memory this process may still take: the machine's and its control groups' word."""
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP_LIMITS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GroupFiles:
+    """Where a version of control groups keeps its memory numbers."""
+
+    mount: str
+    limit: str
+    usage: str
+    reclaimable: str
+
+
+_VERSION_1 = _GroupFiles(
+    mount="sys/fs/cgroup/memory",
+    limit="memory.limit_in_bytes",
+    usage="memory.usage_in_bytes",
+    reclaimable="total_inactive_file",
+)
+_VERSION_2 = _GroupFiles(
+    mount="sys/fs/cgroup", limit="memory.max", usage="memory.current", reclaimable="inactive_file"
 )
 
 
-def available_memory_bytes() -> int:
-    """Bytes that can be allocated without swapping, as far as the system tells."""
-    amounts = [_system_bytes()]
-    for limit_path, usage_path in _CGROUP_LIMITS:
-        limit, usage = _read_number(limit_path), _read_number(usage_path)
-        if limit is not None and usage is not None:
-            amounts.append(max(0, limit - usage))
-    return min(amounts)
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes that can be allocated without swapping, as far as the system below `root` tells.
+
+    A control group counts files that were read as used; what can be given back at once is not.
+    """
+    return min([_system_bytes(root), *_group_bytes(root)])
 
 
-def _system_bytes() -> int:
-    try:
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+def _system_bytes(root: Path) -> int:
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _read_number(path: Path) -> int | None:
+def _group_bytes(root: Path) -> Iterator[int]:
+    """What is left of each limit above this process: its own group's and all its parents'."""
+    for files, own in _own_groups(root):
+        mount = root / files.mount
+        folder = mount / own.strip("/")
+        for group in (folder, *folder.parents):
+            limit, usage = _number(group / files.limit), _number(group / files.usage)
+            if limit is not None and usage is not None:
+                yield max(0, limit - usage + min(_reclaimable(group, files), usage))
+            if group == mount:
+                break
+
+
+def _own_groups(root: Path) -> Iterator[tuple[_GroupFiles, str]]:
+    """The groups that /proc names; inside a container the mount itself may be the group."""
+    yield _VERSION_1, "/"
+    yield _VERSION_2, "/"
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if ".." in path.split("/"):
+            continue
+        if controllers == "":
+            yield _VERSION_2, path
+        elif "memory" in controllers.split(","):
+            yield _VERSION_1, path
+
+
+def _reclaimable(group: Path, files: _GroupFiles) -> int:
+    for line in _lines(group / "memory.stat"):
+        name, _, value = line.partition(" ")
+        if name == files.reclaimable and value.isdecimal():
+            return int(value)
+    return 0
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # absent, or "max"
-        return None
+        return path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdecimal() else None  # absent, or "max"

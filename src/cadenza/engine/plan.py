@@ -15,7 +15,7 @@ POOL_SHARE = 0.5
 """Of the memory left beside the weights, the most that the pool takes unasked."""
 
 QUEUE_PER_SEQ = 4
-"""Requests that may wait for each row, unless told otherwise."""
+"""Requests that may wait for each row, unless told otherwise; of full length, a quarter of them."""
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -127,6 +127,7 @@ def _limits(
     config: EngineConfig, traits: BackendTraits, max_model_len: int, pool_tokens: int
 ) -> EngineLimits:
     page_size, num_pages = config.page_size, config.num_pages
+    token_budget = max(traits.max_num_batched_tokens, config.max_num_seqs)
     if config.kv_layout == "dense":
         page_size = -(-max_model_len // PAGE_SIZE_UNIT) * PAGE_SIZE_UNIT
         num_pages = config.max_num_seqs
@@ -136,10 +137,12 @@ def _limits(
         num_pages = budgeted if config.kv_cache_memory_bytes else min(useful, budgeted)
     return EngineLimits(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or traits.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens or token_budget,
         max_model_len=max_model_len,
         page_size=page_size,
         num_pages=num_pages,
         max_num_queued_reqs=config.max_num_queued_reqs or QUEUE_PER_SEQ * config.max_num_seqs,
+        max_num_queued_tokens=config.max_num_queued_tokens or config.max_num_seqs * max_model_len,
+        max_consecutive_step_errors=config.max_consecutive_step_errors,
         enable_prefix_caching=config.enable_prefix_caching and config.kv_layout == "paged",
     )

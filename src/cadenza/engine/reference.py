@@ -5,14 +5,16 @@ where the engine bisects). The gate's witness: `verify` and the tests compare th
 Shares with the engine the definition of randomness (`core.randomness`) and nothing else.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.core.randomness import draw_keys
+from cadenza.core.randomness import derive_sample_seed, draw_keys
+from cadenza.engine.reference_rules import ruled_logits
 from cadenza.request import FinishReason, Request, SamplingParams
 
 Logits = npt.NDArray[np.float32]
@@ -45,13 +47,15 @@ class ReferenceEngine:
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
 
-    def run(self, request: Request, *, seed: int | None = None) -> ReferenceResult:
-        """The request's whole stream. `seed` stands in where the request names none."""
+    def run(self, request: Request, *, seed: int | None = None, sample: int = 0) -> ReferenceResult:
+        """One sample's whole stream. `seed` stands in where the request names none."""
         params = request.params
         stop = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop |= self._eos_token_ids
-        used_seed = params.seed if params.seed is not None else (seed or 0)
+        used_seed = derive_sample_seed(
+            params.seed if params.seed is not None else (seed or 0), sample
+        )
         limit = params.max_tokens or self._max_model_len - len(request.prompt_token_ids)
         token_ids: list[int] = []
         logprobs: list[float] = []
@@ -59,7 +63,10 @@ class ReferenceEngine:
         logits = self._model.append(list(request.prompt_token_ids))
         while True:
             position = len(request.prompt_token_ids) + len(token_ids)
-            token_id = choose_token(logits, params, seed=used_seed, position=position)
+            ruled = ruled_logits(logits, request, token_ids, stop)
+            if np.isneginf(ruled).all():
+                return _result(token_ids, logprobs, "error")
+            token_id = choose_token(ruled, params, seed=used_seed, position=position)
             if token_id in stop:
                 break
             token_ids.append(token_id)
@@ -68,9 +75,22 @@ class ReferenceEngine:
                 break
             logits = self._model.append([token_id])
         reason: FinishReason = "length" if len(token_ids) == limit else "stop"
-        return ReferenceResult(
-            token_ids=tuple(token_ids), logprobs=tuple(logprobs), finish_reason=reason
-        )
+        return _result(token_ids, logprobs, reason)
+
+    def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """The log probability of each token but the first, after those before it."""
+        self._model.start()
+        logprobs: list[float] = []
+        for token_id, following in pairwise(token_ids):
+            logits = self._model.append([token_id])
+            logprobs.append(float(log_softmax(logits)[following]))
+        return tuple(logprobs)
+
+
+def _result(token_ids: list[int], logprobs: list[float], reason: FinishReason) -> ReferenceResult:
+    return ReferenceResult(
+        token_ids=tuple(token_ids), logprobs=tuple(logprobs), finish_reason=reason
+    )
 
 
 def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
@@ -89,17 +109,16 @@ def choose_token(logits: Logits, params: SamplingParams, *, seed: int, position:
 
 
 def kept_tokens(scaled: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
-    """Which tokens top-k, then top-p, then min-p leave [V]; equal logits share their fate."""
+    """Which tokens min-p, then top-k, then top-p leave [V]; equal logits share their fate."""
     falling = np.sort(scaled)[::-1]
-    floor = falling[params.top_k - 1] if 0 < params.top_k <= len(scaled) else falling[-1]
+    if params.min_p > 0.0:
+        falling = falling[falling >= falling[0] + np.log(np.float32(params.min_p))]
+    floor = falling[params.top_k - 1] if 0 < params.top_k <= len(falling) else falling[-1]
     mass = np.where(falling >= floor, np.exp(falling - falling[0]), 0.0)
     if params.top_p < 1.0:
         reached = np.cumsum(mass) >= params.top_p * mass.sum()
         floor = max(floor, falling[np.argmax(reached)])
-    kept = scaled >= floor
-    if params.min_p > 0.0:
-        kept &= scaled >= scaled.max() + np.log(np.float32(params.min_p))
-    return kept
+    return scaled >= floor
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> npt.NDArray[np.float32]:

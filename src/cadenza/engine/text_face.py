@@ -4,36 +4,148 @@ Knows no engine. Invariant: a checkpoint without tokenizer.json serves token ids
 says so when it is asked for text.
 """
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cadenza.checkpoint import Checkpoint
+from cadenza.config import GenerationConfig
+from cadenza.engine.continuation import Continuation
+from cadenza.engine.sampling_defaults import SamplingDefaults
 from cadenza.errors import InvalidRequestError
-from cadenza.request import SamplingParams
-from cadenza.text import ChatTemplate, IncrementalDetokenizer, Tokenizer
+from cadenza.request import Request, SamplingParams
+from cadenza.text import (
+    ChatTemplate,
+    IncrementalDetokenizer,
+    StopMatcher,
+    Tokenizer,
+    bad_word_token_ids,
+)
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int]
+Params = SamplingParams | Mapping[str, object] | None
+"""How to sample: `SamplingParams` are complete and taken as they are; a mapping names some of its
+fields, and the others, like all of None's, are as the checkpoint recommends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A request, and the text it was made of where there was one."""
+
+    text: str | None
+    request: Request
 
 
 class TextFace:
-    """Tokenizer, chat template and sampling defaults of a checkpoint."""
+    """Tokenizer, chat template and sampling defaults of a checkpoint.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    Args:
+        generation_config: "none" leaves the checkpoint's recommended sampling aside.
+        max_model_len: the context, where it is known; a recommended length gives way to it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        generation_config: GenerationConfig = "auto",
+        max_model_len: int | None = None,
+    ) -> None:
         path = checkpoint.tokenizer_path
         self._tokenizer = None if path is None else Tokenizer(path)
         self._template = ChatTemplate.from_checkpoint(checkpoint)
-        self._defaults = checkpoint.generation_defaults
+        self._max_model_len = max_model_len
+        is_followed = generation_config == "auto"
+        recommended = checkpoint.generation_defaults
+        self._defaults = SamplingDefaults(recommended if is_followed else None)
+        if is_followed and recommended.unapplied:
+            logger.warning(
+                "generation_config.json recommends %s, which Cadenza does not apply; "
+                "--generation-config none ignores the file's sampling",
+                ", ".join(recommended.unapplied),
+            )
+        self._texts: dict[int, str] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's; None without tokenizer.json."""
+        return self._tokenizer
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt; ids pass as they are. Raises InvalidRequestError."""
+    def prepare(
+        self, prompt: Prompt, params: Params = None, *, max_num_tokens: int | None = None
+    ) -> PreparedRequest:
+        """A prompt on its way to the engine. Thread-safe, and slow for long texts.
+
+        Raises:
+            TextTooLongError: a text has more tokens than `max_num_tokens`.
+            InvalidRequestError: the prompt or its params cannot be served.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        return self._prepare(text, self.encode(prompt, max_num_tokens=max_num_tokens), params)
+
+    def prepare_chat(
+        self,
+        messages: SequenceOf[Message],
+        params: Params = None,
+        *,
+        tools: SequenceOf[Message] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        max_num_tokens: int | None = None,
+    ) -> PreparedRequest:
+        """A conversation on its way to the engine, as `prepare`."""
+        text = self._render(messages, tools, template_kwargs)
+        return self._prepare(text, self._encode_rendered(text, max_num_tokens), params)
+
+    def resolve(self, request: Request) -> Request:
+        """The request with what its text options mean in tokens: the prompt is cut to
+        `truncate_prompt_tokens`, `bad_words` are spelt out. Resolving twice changes nothing.
+
+        Raises:
+            InvalidRequestError: an option needs a tokenizer and there is none.
+        """
+        params, ids = request.params, request.prompt_token_ids
+        for name in ("stop", "bad_words"):
+            if self._tokenizer is None and getattr(params, name):
+                raise InvalidRequestError(
+                    f"{name} needs a tokenizer.json, which this model does not have; use "
+                    f"stop_token_ids, logit_bias or allowed_token_ids",
+                    param=name,
+                )
+        if params.bad_words and not request.bad_word_token_ids:
+            banned = bad_word_token_ids(self._need_tokenizer(), params.bad_words)
+            request = replace(request, bad_word_token_ids=banned)
+        count = params.truncate_prompt_tokens
+        if count is not None and len(ids) > count:
+            request = replace(request, prompt_token_ids=ids[-count:])
+        return request
+
+    def _prepare(self, text: str | None, ids: tuple[int, ...], params: Params) -> PreparedRequest:
+        if not isinstance(params, SamplingParams):
+            given = params or {}
+            num_kept = min(len(ids), _whole(given.get("truncate_prompt_tokens"), len(ids)))
+            room = None if self._max_model_len is None else self._max_model_len - num_kept
+            params = self._defaults.complete(given, room=room)
+        request = Request(prompt_token_ids=ids, params=params)
+        return PreparedRequest(text=text, request=self.resolve(request))
+
+    def encode(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, max_num_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt; ids pass as they are. Raises as `prepare`."""
         if isinstance(prompt, str):
-            return tuple(self._need_tokenizer().encode(prompt))
+            encode = self._need_tokenizer().encode
+            return tuple(
+                encode(prompt, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens)
+            )
         for token_id in prompt:
             if isinstance(token_id, bool) or not isinstance(token_id, int):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InvalidRequestError(
@@ -50,32 +162,59 @@ class TextFace:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[str, tuple[int, ...]]:
         """The prompt's text and ids, up to where the assistant answers."""
+        text = self._render(messages, tools, template_kwargs)
+        return text, self._encode_rendered(text, None)
+
+    def _render(
+        self,
+        messages: SequenceOf[Message],
+        tools: SequenceOf[Message] | None,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> str:
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template; give a plain prompt instead", param="messages"
             )
-        text = self._template.render(messages, tools, **dict(template_kwargs or {}))
-        # The template writes its own special tokens.
-        return text, tuple(self._need_tokenizer().encode(text, add_special_tokens=False))
+        return self._template.render(messages, tools, **dict(template_kwargs or {}))
 
-    def detokenizer(self) -> IncrementalDetokenizer | None:
-        """A fresh one for one stream; None without tokenizer.json."""
-        return None if self._tokenizer is None else IncrementalDetokenizer(self._tokenizer)
+    def _encode_rendered(self, text: str, max_num_tokens: int | None) -> tuple[int, ...]:
+        """The template writes its own special tokens."""
+        encode = self._need_tokenizer().encode
+        return tuple(encode(text, add_special_tokens=False, max_num_tokens=max_num_tokens))
+
+    def continuation(self, params: SamplingParams, sample: int) -> Continuation:
+        """A fresh one for one sample's stream; it has no text without tokenizer.json."""
+        if self._tokenizer is None:
+            return Continuation(sample, None)
+        return Continuation(
+            sample,
+            IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens),
+            self._matcher(params),
+            num_unsearched=params.min_tokens,
+        )
+
+    def decode(self, token_ids: SequenceOf[int]) -> str:
+        """The text of token ids, special tokens shown. Raises InvalidRequestError."""
+        return self._need_tokenizer().decode(token_ids, skip_special_tokens=False)
 
     def text_of(self, token_id: int) -> str | None:
         """One token's text, for people."""
         if self._tokenizer is None:
             return None
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._texts[token_id] = text
+        return text
 
-    def default_params(self, **changes: Any) -> SamplingParams:
+    def default_params(self, **changes: object) -> SamplingParams:
         """The checkpoint's recommended sampling, with `changes` on top."""
-        recommended = {
-            name: value
-            for name in ("temperature", "top_k", "top_p", "min_p")
-            if (value := getattr(self._defaults, name)) is not None
-        }
-        return SamplingParams(**{**recommended, **changes})
+        return self._defaults.complete(changes)
+
+    def _matcher(self, params: SamplingParams) -> StopMatcher | None:
+        if not params.stop:
+            return None
+        return StopMatcher(params.stop, is_included=params.include_stop_str_in_output)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -83,3 +222,7 @@ class TextFace:
                 "this model has no tokenizer.json; give token ids instead of text", param="prompt"
             )
         return self._tokenizer
+
+
+def _whole(value: object, otherwise: int) -> int:
+    return value if isinstance(value, int) else otherwise

@@ -4,8 +4,17 @@ Owns the turning of text into token ids and back. Knows nothing of models, weigh
 Invariant: importing this package loads neither `tokenizers` nor `jinja2`; the first use does.
 """
 
+from cadenza.text.bad_words import bad_word_token_ids
 from cadenza.text.chat import ChatTemplate
 from cadenza.text.detokenizer import IncrementalDetokenizer
+from cadenza.text.stop import StopMatch, StopMatcher
 from cadenza.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "IncrementalDetokenizer", "Tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "IncrementalDetokenizer",
+    "StopMatch",
+    "StopMatcher",
+    "Tokenizer",
+    "bad_word_token_ids",
+]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 MAX_STEPS = 500_000
-MAX_SECONDS = 2.0
+MAX_SECONDS = 1.5
 MAX_CHARS = 16 << 20
 MAX_TOTAL_CHARS = 64 << 20
 MAX_ITEMS = 1_000_000

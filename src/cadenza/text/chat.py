@@ -5,11 +5,13 @@ token ids. Invariant: a checkpoint's template can neither change nor reach anyth
 rendering, and takes bounded time and memory (see `text.sandbox`).
 """
 
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol, cast
 
 from cadenza.errors import CheckpointError, InvalidRequestError
+from cadenza.text.provenance import MarkedText, written_by_template
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +20,16 @@ if TYPE_CHECKING:
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_DEPTH = 64
+MAX_OPTION_CHARS = 4096
 
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_ROLES = frozenset(
+    "assistant context control developer documents environment function ipython model observation "
+    "system tool tools user".split()
+)
+"""Roles that count as the template's own words: some templates build a control token of them."""
+
+_NO_OPTIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class TokenizerStatements(Protocol):
@@ -78,32 +88,111 @@ class ChatTemplate:
         special_tokens = checkpoint.tokenizer.special_tokens
         return cls(source, special_tokens, tools_source=templates.get("tool_use"))
 
+    @property
+    def options(self) -> frozenset[str]:
+        """The further variables that the template reads, such as `enable_thinking`."""
+        read = self._template.variables | self._tools_template.variables
+        return read - _NO_OPTIONS - self._variables.keys()
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
-        **kwargs: object,
-    ) -> str:
+        continue_final_message: bool = False,
+        **options: object,
+    ) -> MarkedText:
         """The prompt's text. It holds its own special tokens: encode it without adding more.
 
+        Args:
+            continue_final_message: end within the last message, so that its author goes on.
+            options: `documents`, a list of objects, and scalars that the template reads (see
+                the property).
+
         Raises:
-            InvalidRequestError: the template refuses the messages or fails on them.
+            InvalidRequestError: an option is not the template's, or the template refuses the
+                messages or fails on them.
             CheckpointError: the template reaches for what the sandbox does not allow.
         """
+        documents = options.pop("documents", None)
+        self._check_options(options)
         if not messages:
             raise InvalidRequestError("messages is empty; send at least one", param="messages")
         template = self._template if tools is None else self._tools_template
-        return template.render(
+        prepared = [_prepare(_plain_object(message)) for message in messages]
+        ending = None
+        if continue_final_message:
+            if add_generation_prompt:
+                raise InvalidRequestError(
+                    "continue_final_message and add_generation_prompt exclude each other; "
+                    "set one of them to false",
+                    param="continue_final_message",
+                )
+            ending = _OpenEnding(prepared[-1])
+        text = template.render(
             {
-                **self._variables,
-                **_plain_object(kwargs),
-                "messages": [_prepare(_plain_object(message)) for message in messages],
-                "tools": None if tools is None else [_plain_object(tool) for tool in tools],
-                "documents": _plain(kwargs.get("documents")),
+                **{name: written_by_template(text) for name, text in self._variables.items()},
+                **_plain_object(options),
+                "messages": prepared,
+                "tools": _plain_list(tools, "tools"),
+                "documents": _plain_list(documents, "documents"),
                 "add_generation_prompt": add_generation_prompt,
             }
         )
+        return text if ending is None else ending.cut(text)
+
+    def _check_options(self, options: Mapping[str, object]) -> None:
+        for name, value in options.items():
+            if name not in self.options:
+                known = ", ".join(sorted(self.options)) or "none"
+                raise InvalidRequestError(
+                    f"the chat template has no option {name[:80]!r}; it has: {known}",
+                    param="chat_template_kwargs",
+                )
+            is_scalar = value is None or isinstance(value, bool | int | float | str)
+            if not is_scalar or len(str(value)) > MAX_OPTION_CHARS:
+                raise InvalidRequestError(
+                    f"the chat template's option {name!r} must be a string of at most "
+                    f"{MAX_OPTION_CHARS} characters, a number, true, false or null",
+                    param="chat_template_kwargs",
+                )
+
+
+class _OpenEnding:
+    """Finds the end of the last message's text in a rendering, by a mark put there before."""
+
+    __slots__ = ("_last_text", "_mark")
+
+    def __init__(self, message: dict[str, object]) -> None:
+        """Puts the mark into `message`, whose content is a text or a list with one."""
+        self._mark = f"end of the last message {secrets.token_hex(16)} "
+        content = message.get("content")
+        parts = cast(list[object], content) if isinstance(content, list) else []
+        texts = [
+            cast(dict[str, object], part)
+            for part in parts
+            if isinstance(part, dict) and isinstance(cast(dict[str, object], part).get("text"), str)
+        ]
+        place, key = (texts[-1], "text") if texts else (message, "content")
+        last_text = place.get(key)
+        if not isinstance(last_text, str):
+            raise InvalidRequestError(
+                "continue_final_message needs a last message with text in its content",
+                param="messages",
+            )
+        self._last_text = last_text
+        place[key] = last_text + self._mark
+
+    def cut(self, text: MarkedText) -> MarkedText:
+        place = text.rfind(self._mark.strip())
+        if place < 0 or self._last_text.strip() not in text:
+            raise InvalidRequestError(
+                "the chat template does not write the last message as it is, so that it cannot "
+                "be continued; leave continue_final_message out",
+                param="continue_final_message",
+            )
+        is_whole = text.startswith(self._mark, place)
+        return text.cut(0, place) if is_whole else text.cut(0, place).rstrip()
 
 
 def _compile(source: str, now: "Callable[[], datetime]") -> "BoundedTemplate":
@@ -120,6 +209,9 @@ def _compile(source: str, now: "Callable[[], datetime]") -> "BoundedTemplate":
 def _prepare(message: dict[str, object]) -> dict[str, object]:
     """As transformers does: no nulls, and reasoning under each name that templates read it by."""
     message = {key: value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    if isinstance(role, str) and role in _ROLES:
+        message["role"] = written_by_template(role)
     for key in _REASONING_KEYS:
         if key in message:
             reasoning = message[key]
@@ -135,6 +227,16 @@ def _plain_object(value: Mapping[str, object]) -> dict[str, object]:
             param="messages",
         )
     return cast(dict[str, object], plain)
+
+
+def _plain_list(values: object, name: str) -> list[dict[str, object]] | None:
+    if values is None:
+        return None
+    if not isinstance(values, list | tuple):
+        raise InvalidRequestError(f"{name} must be a list of objects", param=name)
+    return [
+        _plain_object(cast(Mapping[str, object], value)) for value in cast(list[object], values)
+    ]
 
 
 def _plain(value: object, depth: int = 0) -> object:

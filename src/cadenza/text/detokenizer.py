@@ -187,7 +187,7 @@ class _ByteLevelJoiner:
 
     def push(self, token: str) -> str:
         try:
-            data = bytes([_BYTE_OF_CHARACTER[character] for character in token])
+            data = bytes([BYTE_OF_CHARACTER[character] for character in token])
         except KeyError:  # an added token, spelt as itself
             data = token.encode("utf-8")
         return self._utf8.decode(data)
@@ -227,4 +227,4 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = _byte_alphabet()
+BYTE_OF_CHARACTER = _byte_alphabet()

@@ -1,8 +1,9 @@
 """Rendering a template that nobody vouches for: `BoundedTemplate`.
 
 Owns the Jinja environment. Knows nothing of messages. Invariant: every loop round, call and filter
-is counted against the rendering's budget, and whatever can multiply its input has the size of its
-result checked first (see `text.bounds`).
+is counted against the rendering's budget, whatever can multiply its input has the size of its
+result checked first (see `text.bounds`), and only the template's own text is marked as its own (see
+`text.provenance`).
 
 The environment offers what transformers offers to chat templates: an immutable sandbox, block
 trimming, loop controls, `tojson`, `strftime_now`, `raise_exception`, `generation` blocks.
@@ -15,12 +16,12 @@ from datetime import datetime
 from typing import Any, NoReturn, cast
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.visitor import NodeTransformer
 
 from cadenza.errors import CheckpointError, InvalidRequestError
@@ -37,6 +38,13 @@ from cadenza.text.bounds import (
     measure,
     start_budget,
 )
+from cadenza.text.provenance import (
+    MarkedText,
+    format_braces,
+    join_marked,
+    spans_of,
+    written_by_template,
+)
 
 MAX_REASON_CHARS = 500
 
@@ -47,6 +55,7 @@ _COUNTED = "counted"
 _CONCATENATED = "concatenated"
 _KEPT = "kept"
 _MEASURED = "measured"
+_OWN = "own"
 
 _REMOVED_GLOBALS = ("lipsum",)
 _REMOVED_FILTERS = ("urlize", "xmlattr", "pprint", "random", "filesizeformat", "wordwrap")
@@ -73,7 +82,10 @@ class BoundedTemplate:
         CheckpointError: the source is not a valid template.
     """
 
-    __slots__ = ("_clock", "_template")
+    __slots__ = ("_clock", "_template", "variables")
+
+    variables: frozenset[str]
+    """Names that the template reads and does not define."""
 
     def __init__(
         self,
@@ -85,8 +97,9 @@ class BoundedTemplate:
         self._clock = clock
         try:
             environment = _new_environment(now)
-            tree = _Instrument().visit(environment.parse(source))
-            self._template = environment.from_string(cast(nodes.Template, tree))
+            tree = cast(nodes.Template, _Instrument().visit(environment.parse(source)))
+            self.variables = frozenset(meta.find_undeclared_variables(tree))
+            self._template = environment.from_string(tree)
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"the chat template is not valid Jinja (line {error.lineno}); correct it"
@@ -96,8 +109,8 @@ class BoundedTemplate:
                 "the chat template cannot be compiled; simplify or correct it"
             ) from error
 
-    def render(self, variables: Mapping[str, object]) -> str:
-        """The text.
+    def render(self, variables: Mapping[str, object]) -> MarkedText:
+        """The text, in which the template's own part is marked.
 
         Raises:
             InvalidRequestError: the template refuses the variables, fails or takes too long.
@@ -121,14 +134,14 @@ class BoundedTemplate:
                 f"types of their fields"
             ) from error
 
-    def _collect(self, variables: dict[str, object]) -> str:
+    def _collect(self, variables: dict[str, object]) -> MarkedText:
         parts: list[str] = []
         num_chars = 0
         for part in self._template.generate(variables):
             num_chars += len(part)
             check_chars(num_chars)
             parts.append(part)
-        return "".join(parts)
+        return _join_emitted(parts)
 
 
 def _blame(reason: str) -> InvalidRequestError:
@@ -156,23 +169,42 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             if name == "join" and len(args) == 1:
                 args = (list(args[0]),)
             _check_method(owner, name, [*args, *kwargs.values()])
-        result = super().call(context, obj, *args, **kwargs)
+            if name == "format" and isinstance(owner, MarkedText):
+                return format_braces(SandboxedFormatter(self), owner, args, kwargs)
+        result = _as_marked(super().call(context, obj, *args, **kwargs))
         budget.charge(result)
         return result
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Text has no more attributes than a string has."""
+        if isinstance(obj, MarkedText) and not hasattr(str, attr):
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
     @staticmethod
-    def concat(parts: Iterable[str]) -> str:
+    def concat(parts: Iterable[str]) -> MarkedText:
         """Jinja joins a block's parts by this."""
         parts = list(parts)
         check_chars(sum(map(len, parts)))
-        return "".join(parts)
+        return _join_emitted(parts)
 
 
 class _Instrument(NodeTransformer):
-    """Puts filters around what can take long outside of calls.
+    """Puts filters around what can take long outside of calls, and around the template's strings.
 
-    That is what loops run over, the parts of `~`, the text of set blocks, and what is compared.
+    The first are what loops run over, the parts of `~`, the text of set blocks, and what is
+    compared. Strings that only look something up stay as they are.
     """
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        is_text = isinstance(node.value, str)
+        return _filter_node(node, _OWN, line=node.lineno) if is_text else node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        node.node = self.visit(node.node)
+        if not isinstance(node.arg, nodes.Const):
+            node.arg = self.visit(node.arg)
+        return node
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -221,7 +253,7 @@ def _new_environment(now: Callable[[], datetime]) -> _BoundedEnvironment:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[LoopControlExtension, _GenerationExtension],
-        finalize=_measured,
+        finalize=_emit,
     )
     for name in _REMOVED_GLOBALS:
         environment.globals.pop(name)
@@ -238,6 +270,7 @@ def _new_environment(now: Callable[[], datetime]) -> _BoundedEnvironment:
     environment.filters = {name: _bound_filter(name, filters[name]) for name in filters}
     environment.filters[_COUNTED] = _count_rounds
     environment.filters[_MEASURED] = _measured
+    environment.filters[_OWN] = _own
     return environment
 
 
@@ -249,8 +282,10 @@ def _bound_filter(name: str, filter: Filter) -> Filter:
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget_of(context)
         budget.step()
-        if name == "join" and not isinstance(value, str):
-            value = list(value)
+        if name == "join":
+            value = value if isinstance(value, str) else list(value)
+            separator = args[0] if args else kwargs.pop("d", "")
+            args = (_as_marked(separator), *args[1:])
         _check_filter(name, value, [*args, *kwargs.values()])
         passed = {
             "context": context,
@@ -258,7 +293,7 @@ def _bound_filter(name: str, filter: Filter) -> Filter:
             "environment": context.environment,
         }
         leading = () if wanted is None else (passed[wanted],)
-        result = filter(*leading, value, *args, **kwargs)
+        result = _as_marked(filter(*leading, value, *args, **kwargs))
         budget.charge(result)
         return result
 
@@ -305,7 +340,30 @@ def _count_rounds(context: Context, values: Iterable[Any]) -> Iterator[Any]:
 
 def _concatenate(parts: list[Any]) -> str:
     check_chars(sum(map(measure, parts)))
-    return "".join(map(str, parts))
+    return join_marked(map(str, parts))
+
+
+@jinja2.pass_context
+def _own(context: Context, text: str) -> MarkedText:  # noqa: ARG001
+    """The context keeps Jinja from calling this while it compiles."""
+    return written_by_template(text)
+
+
+def _as_marked(value: Any) -> Any:
+    """Strings that an operation made without marks are not the template's."""
+    return MarkedText(value, spans_of(value)) if isinstance(value, str) else value
+
+
+def _emit(value: Any) -> MarkedText:
+    """What `{{ }}` writes: unlike the text around it, it is the template's only where marked."""
+    return _as_marked(value if isinstance(value, str) else str(_measured(value)))
+
+
+def _join_emitted(parts: Iterable[str]) -> MarkedText:
+    """What Jinja collected: strings without marks are the text around the template's `{{ }}`."""
+    return join_marked(
+        part if isinstance(part, MarkedText) else written_by_template(part) for part in parts
+    )
 
 
 def _keep(text: str) -> str:

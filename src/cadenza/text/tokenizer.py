@@ -1,22 +1,27 @@
 """Text to token ids and back: `Tokenizer`, over a tokenizer.json and the `tokenizers` library.
 
-Owns the treatment of special tokens in text. Knows nothing of chat templates or models.
-Invariant: with `parse_special=False` no text whatever yields a special token.
+Owns the rule for control tokens in text. Knows nothing of chat templates or models. Invariant: a
+control token in a prompt was put there by the tokenizer or by a template, never by a user's text.
 """
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from cadenza.errors import CheckpointError, InvalidRequestError
+from cadenza.errors import CheckpointError, InvalidRequestError, TextTooLongError
+from cadenza.text.control_tokens import ControlTokens, RenamedControls
+from cadenza.text.length_bound import max_chars_per_token
+from cadenza.text.provenance import MarkedText
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken, Encoding
     from tokenizers import Tokenizer as NativeTokenizer
 
 MAX_TOKENIZER_BYTES = 64 << 20
+SHORT_TEXT = 2048
+"""Texts up to this many characters are encoded faster than threads change."""
 
 
 class Tokenizer:
@@ -26,17 +31,26 @@ class Tokenizer:
         CheckpointError: the file is absent, too large, or no tokenizer that can be read.
     """
 
-    __slots__ = ("_added", "_native", "_plain", "_special_pattern", "special_token_ids")
+    __slots__ = (
+        "_added",
+        "_controls",
+        "_max_chars_per_token",
+        "_native",
+        "_renamed",
+        "special_token_ids",
+    )
 
     special_token_ids: frozenset[int]
 
     def __init__(self, path: Path) -> None:
         self._native = _open_native(path)
-        self._plain: NativeTokenizer | None = None
+        self._renamed: RenamedControls | None = None
         self._added: dict[int, AddedToken] = self._native.get_added_tokens_decoder()
-        special = {index: token for index, token in self._added.items() if token.special}
-        self.special_token_ids = frozenset(special)
-        self._special_pattern = _match_any(list(special.values()))
+        self.special_token_ids = frozenset(
+            index for index, token in self._added.items() if token.special
+        )
+        self._controls = ControlTokens(self._native)
+        self._max_chars_per_token = max_chars_per_token(self._native)
 
     @property
     def vocab_size(self) -> int:
@@ -57,28 +71,29 @@ class Tokenizer:
         return self._native.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True
+        self, text: str, *, add_special_tokens: bool = True, max_num_tokens: int | None = None
     ) -> list[int]:
         """Token ids of `text`.
 
+        Text that spells a control token becomes that token only where a template wrote it
+        (`MarkedText`); anywhere else, and so in all of a plain string, it is text like any other.
+
         Args:
             add_special_tokens: put what the tokenizer puts around a text, such as a bos token.
-            parse_special: a special token's text becomes that token, as a rendered chat template
-                needs it; otherwise it is text like any other, as what a user wrote should be.
+            max_num_tokens: a text of more is refused, with next to no work where its length tells.
 
         Raises:
+            TextTooLongError: it has more than `max_num_tokens`.
             InvalidRequestError: the text is not valid Unicode, or has no plain encoding.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"the text has half a surrogate pair at character {error.start}; "
-                f"send whole characters"
-            ) from error
-        if parse_special or not self._may_hold_special(text):
-            return self._native.encode(text, add_special_tokens=add_special_tokens).ids
-        return self._encode_plain(text, add_special_tokens)
+        _check_whole(text)
+        if max_num_tokens is not None:
+            self._check_chars(text, max_num_tokens)
+        marked = text if isinstance(text, MarkedText) else MarkedText(text)
+        ids = self._encode_marked(marked, add_special_tokens, max_num_tokens)
+        if max_num_tokens is not None and len(ids) > max_num_tokens:
+            raise _too_long(len(ids), max_num_tokens)
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; ids that the vocabulary does not use count as nothing."""
@@ -92,21 +107,98 @@ class Tokenizer:
             return None
         return cast(dict[str, object], json.loads(decoder.__getstate__()))
 
-    def _may_hold_special(self, text: str) -> bool:
-        return self._special_pattern is None or self._special_pattern.search(text) is not None
+    def _check_chars(self, text: str, max_num_tokens: int) -> None:
+        most = self._max_chars_per_token
+        if most is not None and len(text) > most * max_num_tokens:
+            raise TextTooLongError(
+                f"the text has {len(text)} characters; {max_num_tokens} tokens of this model's, "
+                f"none of which stands for more than {most} characters, cannot hold it: shorten it",
+                num_tokens=None,
+            )
 
-    def _encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
-        if self._plain is None:
-            self._plain = _copy_as_plain(self._native)
-        inner = self._plain.encode(text, add_special_tokens=False).ids
-        if not self.special_token_ids.isdisjoint(inner):
+    def _encode_marked(
+        self, marked: MarkedText, add_special_tokens: bool, max_num_tokens: int | None
+    ) -> list[int]:
+        """What takes long here lets other threads run; what does not is done for short ids only."""
+        found = self._encode(self._native, str.__str__(marked), add_special_tokens)
+        if max_num_tokens is not None and len(found) > max_num_tokens:
+            if self._controls.are_spelt(marked):
+                found, _ = self._renamed_encoding(marked, add_special_tokens)
+            if len(found) > max_num_tokens:
+                raise _too_long(len(found), max_num_tokens)
+            return self._encode_renamed(marked, add_special_tokens)
+        ids = found.ids
+        if not self._controls.may_be_forged(found, ids, marked):
+            return ids
+        if marked.own_spans:
+            placed = self._encode_placed(self._native, str.__str__(marked), add_special_tokens)
+            if not self._controls.is_forged(placed, marked):
+                return ids
+        return self._encode_renamed(marked, add_special_tokens)
+
+    def _encode_renamed(self, marked: MarkedText, add_special_tokens: bool) -> list[int]:
+        encoding, num_controls = self._renamed_encoding(marked, add_special_tokens)
+        if len(self._controls.positions(encoding)) != num_controls:
             raise InvalidRequestError(
-                "the text contains the text of a special token, which this tokenizer cannot "
+                "the text contains the text of a control token, which this tokenizer cannot "
                 "encode as plain text; leave it out"
             )
-        if not add_special_tokens:
-            return inner
-        return self._plain.encode(text, add_special_tokens=True).ids
+        return encoding.ids
+
+    def _renamed_encoding(
+        self, marked: MarkedText, add_special_tokens: bool
+    ) -> "tuple[Encoding, int]":
+        """By the copy that no text can steer; and how many control tokens there should be."""
+        if self._renamed is None:
+            self._renamed = RenamedControls(self._native, self._controls)
+        text, num_controls = self._renamed.rename(marked)
+        return self._encode(self._renamed.native, text, add_special_tokens), num_controls
+
+    @staticmethod
+    def _encode(native: "NativeTokenizer", text: str, add_special_tokens: bool) -> "Encoding":
+        """Ids alone: without offsets it takes a third of the time."""
+        with _telling_failures():
+            if len(text) <= SHORT_TEXT:
+                return native.encode(text, add_special_tokens=add_special_tokens)
+            # Of the library's calls only those for batches let other threads run meanwhile.
+            return native.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    @staticmethod
+    def _encode_placed(
+        native: "NativeTokenizer", text: str, add_special_tokens: bool
+    ) -> "Encoding":
+        """Ids, and where in the text each of them is."""
+        with _telling_failures():
+            return native.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+
+def _check_whole(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text has half a surrogate pair at character {error.start}; send whole characters"
+        ) from error
+
+
+def _too_long(num_tokens: int, max_num_tokens: int) -> TextTooLongError:
+    return TextTooLongError(
+        f"the text has {num_tokens} tokens; at most {max_num_tokens} can be served: shorten it",
+        num_tokens=num_tokens,
+    )
+
+
+@contextmanager
+def _telling_failures() -> Generator[None]:
+    """Raises InvalidRequestError for whatever the library fails with."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library's panics are no `Exception`
+        raise InvalidRequestError(
+            "the model's tokenizer fails on this text; its tokenizer.json has no token for it"
+        ) from error
 
 
 def _open_native(path: Path) -> "NativeTokenizer":
@@ -129,22 +221,3 @@ def _open_native(path: Path) -> "NativeTokenizer":
     native.no_truncation()
     native.no_padding()
     return native
-
-
-def _copy_as_plain(native: "NativeTokenizer") -> "NativeTokenizer":
-    """A second tokenizer to which special tokens are text: the switch is not per call."""
-    plain = type(native).from_str(native.to_str())
-    plain.encode_special_tokens = True
-    return plain
-
-
-def _match_any(tokens: "list[AddedToken]") -> re.Pattern[str] | None:
-    """Finds any of the tokens in text; `None` when that cannot be told from the raw text.
-
-    A normalised token is looked for in normalised text, so that raw text does not show it.
-    """
-    if any(token.normalized for token in tokens):
-        return None
-    if not tokens:
-        return re.compile(r"(?!)")
-    return re.compile("|".join(re.escape(token.content) for token in tokens))

@@ -1,7 +1,7 @@
 """The decoder: token ids to next tokens, through the op table and nothing else.
 
 Owns the order of the operations; knows no layout, no device and no batch policy. One definition
-serves every dense family: what differs between them is in `ModelConfig` and in which weights are
+serves every family: what differs between them is in `ModelConfig` and in which weights are
 present. Legend as in `ops.table`.
 """
 
@@ -9,20 +9,43 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable, StepArrays
+from cadenza.backends.xla.ops.table import (
+    AttendingLayer,
+    HeadFactors,
+    KVPool,
+    Linear,
+    OpTable,
+    StepArrays,
+)
 from cadenza.checkpoint.model_config import ModelConfig
 
 
-class LayerWeights(NamedTuple):
-    """One layer; `qk_norms` is None where the family has none."""
+class GatedMLPWeights(NamedTuple):
+    """down(activation(gate(x)) * up(x))."""
 
-    attention_norm: Any  # [E]
-    qkv: Linear  # [(Hq + 2 Hkv) D, E]
-    qk_norms: tuple[Any, Any] | None  # [D] each
-    attention_out: Linear  # [E, Hq D]
-    mlp_norm: Any  # [E]
     gate_up: Linear  # [2 F, E]
     down: Linear  # [E, F]
+
+
+class ExpertMLPWeights(NamedTuple):
+    """The sum of the outputs of the experts that the router chooses, each by its weight."""
+
+    router: Linear  # [X, E]
+    gate_up: Linear  # [X, 2 F, E]
+    down: Linear  # [X, E, F]
+
+
+class LayerWeights(NamedTuple):
+    """One layer; a norm is None where the family has none at its place."""
+
+    attention_norm: Any | None  # [E]
+    qkv: Linear  # [(Hq + 2 Hkv) D, E]
+    qk_norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]
+    attention_out: Linear  # [E, Hq D]
+    attention_post_norm: Any | None  # [E]
+    mlp_norm: Any | None  # [E]
+    mlp: GatedMLPWeights | ExpertMLPWeights
+    mlp_post_norm: Any | None  # [E]
 
 
 class DecoderWeights(NamedTuple):
@@ -32,28 +55,65 @@ class DecoderWeights(NamedTuple):
     layers: tuple[LayerWeights, ...]
     final_norm: Any  # [E]
     head: Linear | None  # [V, E]
-    rope: Any  # [positions, rotary_dim]
+    ropes: tuple[Any, ...]  # [positions, rotary_dim] of each of `ModelConfig.ropes`
 
 
 def run_decoder(
     ops: OpTable,
     model: ModelConfig,
     weights: DecoderWeights,
-    pools: tuple[KVPool, ...],
+    pool: KVPool,
     step: StepArrays,
-) -> tuple[jax.Array, tuple[KVPool, ...]]:
-    """One step: the int32 result [L, C] of the logit rows, and the pools with this step's KV."""
+) -> tuple[jax.Array, KVPool]:
+    """One step: the int32 result [L, C] of the logit rows, and the pool with this step's KV."""
     count = step.num_tokens
-    embed, qkv_size = model.hidden_size, model.query_size + 2 * model.kv_size
+    qkv_size = model.query_size + 2 * model.kv_size
     x = ops.embed(weights.embedding, step)  # [T, E]
-    new_pools: list[KVPool] = []
-    for layer, pool in zip(weights.layers, pools, strict=True):
-        qkv = ops.linear(ops.rms_norm(x, layer.attention_norm, count), layer.qkv, qkv_size, count)
-        attended, new_pool = ops.rope_append_attend(qkv, pool, layer.qk_norms, weights.rope, step)
-        new_pools.append(new_pool)
-        x = ops.linear(attended, layer.attention_out, embed, count, residual=x)
-        gated = ops.gated_linear(ops.rms_norm(x, layer.mlp_norm, count), layer.gate_up, count)
-        x = ops.linear(gated, layer.down, embed, count, residual=x)
-    normed = ops.rms_norm_logit_rows(x, weights.final_norm, step)  # [L, E]
+    kinds = zip(weights.layers, model.layer_kinds, strict=True)
+    for index, (layer, kind) in enumerate(kinds):
+        rope = weights.ropes[model.ropes.index(model.rope_of(kind))]
+        normed = _norm_input(ops, x, layer.attention_norm, count)
+        qkv = ops.linear(normed, layer.qkv, qkv_size, count)
+        factors = HeadFactors(layer.qk_norms, rope)
+        place = AttendingLayer(index, kind.window)
+        attended, pool = ops.rope_append_attend(qkv, pool, factors, step, place)
+        if index + 1 == model.num_layers:
+            # The last layer has written its keys and values: nothing reads the other tokens.
+            attended, x = (ops.take_logit_rows(each, step) for each in (attended, x))
+            count = step.num_logits
+        x = _add_output(ops, attended, layer.attention_out, layer.attention_post_norm, (x, count))
+        x = _add_mlp(ops, layer, x, count)
+    normed = ops.rms_norm(x, weights.final_norm, count)  # [L, E]
     head = weights.embedding if weights.head is None else weights.head
-    return ops.next_tokens(normed, head, step), tuple(new_pools)
+    return ops.next_tokens(normed, head, step), pool
+
+
+def _add_mlp(ops: OpTable, layer: LayerWeights, x: jax.Array, count: jax.Array) -> jax.Array:
+    """The residual stream [T, E], of which `count` rows matter, with a layer's MLP in it."""
+    normed = _norm_input(ops, x, layer.mlp_norm, count)
+    if isinstance(layer.mlp, GatedMLPWeights):
+        gated = ops.gated_linear(normed, layer.mlp.gate_up, count)
+        return _add_output(ops, gated, layer.mlp.down, layer.mlp_post_norm, (x, count))
+    assert layer.mlp_post_norm is None, "no family norms what its experts give"
+    choice = ops.route_experts(normed, layer.mlp.router, count)
+    gated = ops.grouped_gated_linear(normed, layer.mlp.gate_up, choice, count)
+    return ops.grouped_linear(gated, layer.mlp.down, choice, x, count)
+
+
+def _norm_input(ops: OpTable, x: jax.Array, norm: Any | None, count: jax.Array) -> jax.Array:
+    """The residual stream [T, E] as a layer's attention or MLP takes it: activations."""
+    return ops.to_activations(x) if norm is None else ops.rms_norm(x, norm, count)
+
+
+def _add_output(
+    ops: OpTable,
+    y: jax.Array,
+    weight: Linear,
+    post_norm: Any | None,
+    stream: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    """The residual stream [T, E], of which `count` rows matter, with one more output in it."""
+    x, count = stream
+    if post_norm is None:
+        return ops.linear(y, weight, x.shape[1], count, residual=x)
+    return ops.linear_norm_add(y, weight, post_norm, x, count)

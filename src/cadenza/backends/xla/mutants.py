@@ -7,7 +7,7 @@ They change the reference table and share its programs; nothing else ever uses t
 import jax
 import jax.numpy as jnp
 
-from cadenza.backends.xla.ops.reference import BLOCK, ReferenceOps
+from cadenza.backends.xla.ops.reference import BLOCK, Places, ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec as Spec
 from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable, StepArrays
 
@@ -36,11 +36,10 @@ class RowKeys(ReferenceOps):
 class MultipliedPadding(ReferenceOps):
     """Lanes outside a row's context are multiplied by zero instead of loaded as zero."""
 
-    def _load(
-        self, pool: KVPool, slots: jax.Array, valid: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
         lanes = valid[:, :, None, None].astype(pool.keys.dtype)
-        beyond = jnp.where(valid, slots, slots.shape[1] - 1)
+        slots, layer = places
+        beyond = (jnp.where(valid, slots, slots.shape[1] - 1), layer)
         return pool.keys[beyond] * lanes, pool.values[beyond] * lanes
 
 

@@ -1,4 +1,4 @@
-"""The compiled programs of one runner: the step (one for each bucket) and its two servants.
+"""The compiled programs of one runner: the step (one for each bucket) and its servants.
 
 Everything is compiled ahead of time by `compile_programs`; calling a compiled program with another
 shape raises instead of compiling, so nothing compiles after warm-up by construction. Knows no
@@ -19,22 +19,29 @@ from cadenza.backends.xla.ops.table import (
     DecoderSpec,
     KVPool,
     OpTable,
+    RuleArrays,
 )
 from cadenza.backends.xla.wire import WireShape, unpack
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.core.token_rules import RuleLayout
 
 Compiled = Callable[..., Any]
 
 PAGE_UPDATES = 256
 """Page-table entries that one call of `write_page_table` takes."""
 
+PAGE_COPIES = 64
+"""Pages that one call of `copy_pages` takes."""
+
 
 class DeviceState(NamedTuple):
     """Donated to every step and given back updated."""
 
-    pools: tuple[KVPool, ...]
+    pool: KVPool
     last_sampled: Any  # [R]
     page_table: Any  # [R, P]
+    rule_records: Any  # [R, W]
+    token_history: Any  # [slots]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +62,8 @@ class Programs:
     step: dict[int, Compiled]
     new_state: Compiled
     write_page_table: Compiled
+    copy_pages: Compiled
+    write_rules: Compiled
 
 
 def step_function(ops: OpTable, model: ModelConfig, shape: WireShape) -> Callable[..., Any]:
@@ -64,11 +73,16 @@ def step_function(ops: OpTable, model: ModelConfig, shape: WireShape) -> Callabl
         weights: DecoderWeights, state: DeviceState, wire: jax.Array
     ) -> tuple[DeviceState, jax.Array]:
         arrays = unpack(shape, wire, state.last_sampled, state.page_table)
-        result, pools = run_decoder(ops, model, weights, state.pools, arrays)
-        in_use = arrays.logit_indices >= 0
-        rows = jnp.where(in_use, arrays.logit_rows, shape.num_rows)
+        slots = arrays.slot_mapping
+        places = jnp.where(slots >= 0, slots, len(state.token_history))
+        history = state.token_history.at[places].set(arrays.token_ids, mode="drop")
+        arrays = arrays._replace(rules=RuleArrays(state.rule_records, history))
+        result, pool = run_decoder(ops, model, weights, state.pool, arrays)
+        is_choice = (arrays.logit_indices >= 0) & (arrays.sampling.targets < 0)
+        rows = jnp.where(is_choice, arrays.logit_rows, shape.num_rows)
         last = state.last_sampled.at[rows].set(result[:, COLUMN_TOKEN], mode="drop")
-        return DeviceState(pools, last, state.page_table), result
+        changed = state._replace(pool=pool, last_sampled=last, token_history=history)
+        return changed, result
 
     return step
 
@@ -79,16 +93,44 @@ def write_page_table(state: DeviceState, updates: jax.Array) -> DeviceState:
     return state._replace(page_table=table)
 
 
+def write_rules(state: DeviceState, row: jax.Array, record: jax.Array) -> DeviceState:
+    """Sets a row's token rules [W]."""
+    return state._replace(rule_records=state.rule_records.at[row].set(record))
+
+
+def copy_function(num_pages: int) -> Callable[..., DeviceState]:
+    """(state, copies [PAGE_COPIES, 2] of (page, copy), how many []) to the state with the copies.
+
+    Whatever a page's layout, its elements lie together along the first axis of keys and values.
+    """
+
+    def copy_page(side: jax.Array, copy: jax.Array) -> jax.Array:
+        size = len(side) // num_pages
+        content = jax.lax.dynamic_slice_in_dim(side, copy[0] * size, size)
+        return jax.lax.dynamic_update_slice_in_dim(side, content, copy[1] * size, 0)
+
+    def copy_pages(state: DeviceState, copies: jax.Array, count: jax.Array) -> DeviceState:
+        def body(index: jax.Array, held: tuple[KVPool, jax.Array]) -> tuple[KVPool, jax.Array]:
+            return jax.tree.map(lambda side: copy_page(side, copies[index]), held)
+
+        pool, history = jax.lax.fori_loop(0, count, body, (state.pool, state.token_history))
+        return state._replace(pool=pool, token_history=history)
+
+    return copy_pages
+
+
 def state_function(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Callable[[], Any]:
     """() to a fresh `DeviceState` whose every KV element is `shape.fill`."""
 
+    num_words = RuleLayout(spec.model.vocab_size).num_words
+
     def new_state() -> DeviceState:
         return DeviceState(
-            tuple(
-                ops.new_kv_pool(shape.num_pages, shape.fill) for _ in range(spec.model.num_layers)
-            ),
+            ops.new_kv_pool(shape.num_pages, shape.fill),
             jnp.zeros(shape.num_rows, jnp.int32),
             jnp.zeros((shape.num_rows, shape.max_pages_per_seq), jnp.int32),
+            jnp.zeros((shape.num_rows, num_words), jnp.int32),
+            jnp.full(shape.num_pages * spec.page_size, -1, jnp.int32),
         )
 
     return new_state
@@ -119,10 +161,18 @@ def compile_programs(
         jitted = jax.jit(step_function(ops, spec.model, wire_shape), donate_argnums=1)
         steps[bucket] = jitted.lower(abstract_weights, state, wire).compile()
     updates = jax.ShapeDtypeStruct((PAGE_UPDATES, 3), jnp.int32, sharding=sharding)
+    copies = jax.ShapeDtypeStruct((PAGE_COPIES, 2), jnp.int32, sharding=sharding)
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+    num_words = RuleLayout(spec.model.vocab_size).num_words
+    record = jax.ShapeDtypeStruct((num_words,), jnp.int32, sharding=sharding)
     return Programs(
         step=steps,
         new_state=jax.jit(new_state, out_shardings=sharding).lower().compile(),
         write_page_table=jax.jit(write_page_table, donate_argnums=0)
         .lower(state, updates)
         .compile(),
+        copy_pages=jax.jit(copy_function(shape.num_pages), donate_argnums=0)
+        .lower(state, copies, count)
+        .compile(),
+        write_rules=jax.jit(write_rules, donate_argnums=0).lower(state, count, record).compile(),
     )

@@ -19,17 +19,20 @@ from cadenza.backends.base import Capability, Exactness, KVGroup
 from cadenza.backends.xla.decoder import DecoderWeights
 from cadenza.backends.xla.device import find_device
 from cadenza.backends.xla.ops.table import (
-    COLUMN_FINITE,
     COLUMN_LOGPROB,
     COLUMN_RANK,
+    COLUMN_STATE,
     COLUMN_TOKEN,
     COLUMN_TOP,
     NUM_TOP,
+    STATE_NONE_ALLOWED,
+    STATE_NOT_FINITE,
     DecoderSpec,
     OpTable,
     kv_bytes_per_token,
 )
 from cadenza.backends.xla.programs import (
+    PAGE_COPIES,
     PAGE_UPDATES,
     DeviceState,
     Programs,
@@ -60,7 +63,8 @@ class XlaStepHandle:
         top_logprobs = rows[:, COLUMN_TOP + NUM_TOP : COLUMN_TOP + 2 * NUM_TOP]
         return StepOutput(
             token_ids=rows[:, COLUMN_TOKEN],
-            is_finite=rows[:, COLUMN_FINITE] != 0,
+            is_finite=rows[:, COLUMN_STATE] != STATE_NOT_FINITE,
+            has_choice=rows[:, COLUMN_STATE] != STATE_NONE_ALLOWED,
             logprobs=rows[:, COLUMN_LOGPROB].view(np.float32),
             ranks=rows[:, COLUMN_RANK],
             top_ids=rows[:, COLUMN_TOP : COLUMN_TOP + NUM_TOP],
@@ -172,6 +176,13 @@ class XlaRunner:
         for start in range(0, len(inputs.page_updates), PAGE_UPDATES):
             part = inputs.page_updates[start : start + PAGE_UPDATES]
             state = programs.write_page_table(state, _padded_updates(part, len(inputs.kv_lens)))
+        for start in range(0, len(inputs.page_copies), PAGE_COPIES):
+            part = inputs.page_copies[start : start + PAGE_COPIES]
+            padded = np.zeros((PAGE_COPIES, 2), np.int32)
+            padded[: len(part)] = part
+            state = programs.copy_pages(state, padded, np.int32(len(part)))
+        for update in inputs.rule_updates:
+            state = programs.write_rules(state, np.int32(update.row), update.record)
         self._state, result = programs.step[bucket](self._weights, state, pack_inputs(inputs))
         result.copy_to_host_async()
         return XlaStepHandle(result, inputs.num_logits)

@@ -13,7 +13,9 @@ from cadenza.config import Ops
 from cadenza.errors import ConfigError
 
 NATIVE_HEAD_UNIT = 16
-"""Head sizes that the native attention takes are multiples of this."""
+"""Head sizes that the native attention takes are multiples of this, up to `MAX_NATIVE_HEAD`."""
+
+MAX_NATIVE_HEAD = 512
 
 DTYPES = ("float32", "bfloat16")
 
@@ -39,8 +41,11 @@ def _obstacle_to_native(device: Any, model: ModelConfig) -> str | None:
     """Why the native kernels cannot serve a model on a device."""
     if device.platform != "cpu":
         return f"the native kernels run on cpu, not on {device.platform}"
-    if model.head_dim % NATIVE_HEAD_UNIT:
-        return f"heads of {model.head_dim} values are not a multiple of {NATIVE_HEAD_UNIT}"
+    if model.head_dim % NATIVE_HEAD_UNIT or model.head_dim > MAX_NATIVE_HEAD:
+        return (
+            f"heads of {model.head_dim} values are not a multiple of {NATIVE_HEAD_UNIT} "
+            f"of at most {MAX_NATIVE_HEAD}"
+        )
     return None if has_native_library() else "this installation was built without a C++ compiler"
 
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from cadenza.backends.xla.ops.table import SamplingArrays, StepArrays
-from cadenza.core.batch import LAST_SAMPLED, Int32Array, ModelInputs
+from cadenza.core.batch import LAST_SAMPLED, NUM_SCORE_ROWS, Int32Array, ModelInputs
 
 
 @dataclass(frozen=True, slots=True)
 class WireShape:
-    """T padded tokens, R rows; L = R logit rows."""
+    """T padded tokens, R rows."""
 
     num_tokens: int
     num_rows: int
@@ -24,8 +24,12 @@ class WireShape:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Lengths of the fields, in order."""
-        tokens, rows = self.num_tokens, self.num_rows
-        return (1, 1, tokens, tokens, tokens, rows + 1, rows, *[rows] * 7, 2 * rows)
+        tokens, rows, logits = self.num_tokens, self.num_rows, self.num_logits
+        return (1, 1, tokens, tokens, tokens, rows + 1, rows, *[logits] * 9, 2 * logits)
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_rows + NUM_SCORE_ROWS
 
     @property
     def size(self) -> int:
@@ -33,7 +37,7 @@ class WireShape:
 
 
 def pack_inputs(inputs: ModelInputs) -> Int32Array:
-    """Every field of a step's inputs but the page updates, as one int32 array."""
+    """Every field of a step's inputs but what is sent apart, as one int32 array."""
     sampling = inputs.sampling
     return np.concatenate(
         [
@@ -50,6 +54,8 @@ def pack_inputs(inputs: ModelInputs) -> Int32Array:
             sampling.top_p.view(np.int32),
             sampling.min_p.view(np.int32),
             sampling.num_logprobs,
+            sampling.has_rules,
+            sampling.targets,
             sampling.keys.view(np.int32).reshape(-1),
         ]
     )
@@ -65,7 +71,8 @@ def unpack(
         parts.append(wire[start : start + size])
         start += size
     counts, token_ids, positions, slots, starts, kv_lens = parts[:2], *parts[2:7]
-    logit_indices, logit_rows, temperature, top_k, top_p, min_p, num_logprobs, keys = parts[7:]
+    logit_indices, logit_rows, temperature, top_k, top_p, min_p = parts[7:13]
+    num_logprobs, has_rules, targets, keys = parts[13:]
     token_rows = jnp.searchsorted(starts[1:], jnp.arange(shape.num_tokens), side="right")
     token_rows = jnp.minimum(token_rows, shape.num_rows - 1).astype(jnp.int32)
     token_ids = jnp.where(token_ids == LAST_SAMPLED, last_sampled[token_rows], token_ids)
@@ -88,6 +95,8 @@ def unpack(
             min_p=_as_float(min_p),
             keys=jax.lax.bitcast_convert_type(keys, jnp.uint32).reshape(-1, 2),
             num_logprobs=num_logprobs,
+            has_rules=has_rules,
+            targets=targets,
         ),
     )
 

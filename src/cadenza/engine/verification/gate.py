@@ -5,13 +5,16 @@ knows neither's inside. Invariant: it passes only if every comparison was made, 
 equal, and everything the modes claim to show occurred.
 """
 
+import math
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cadenza.config import EngineLimits
-from cadenza.engine.reference import ReferenceEngine
+from cadenza.core.randomness import derive_seed
+from cadenza.engine.core import CoreOptions
+from cadenza.engine.reference import ReferenceEngine, ReferenceResult
 from cadenza.engine.verification.modes import (
     Counts,
     MakeCore,
@@ -23,7 +26,11 @@ from cadenza.engine.verification.modes import (
     play,
     play_alone,
 )
+from cadenza.engine.verification.option_matrix import OptionCoverage
 from cadenza.engine.verification.workload import Arrival
+from cadenza.request import Request
+
+WITNESS = "independent reference"
 
 ReferenceKind = Literal["independent", "solo", "both"]
 
@@ -33,10 +40,14 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """The first difference: which request, at which token, in which mode."""
+    """The first difference: which sample of which request, at which token, in which mode.
+
+    Tokens of the prompt, where they are described, count below zero.
+    """
 
     mode: str
     request: int
+    sample: int = 0
     index: int
     expected: str
     actual: str
@@ -56,9 +67,10 @@ class ModeResult:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GateResult:
-    """Everything the gate found."""
+    """Everything the gate found; `coverage` where the matrix of options was played."""
 
     num_requests: int
+    coverage: OptionCoverage | None = None
     modes: list[ModeResult] = field(default_factory=list[ModeResult])
     counts: Counts = field(default_factory=Counts)
     mismatch: Mismatch | None = None
@@ -67,7 +79,8 @@ class GateResult:
     @property
     def missing(self) -> list[str]:
         """What should have occurred and did not."""
-        return [f"{name} in {mode.name}" for mode in self.modes for name in mode.missing]
+        counts = [f"{name} in {mode.name}" for mode in self.modes for name in mode.missing]
+        return counts + list(self.coverage.missing if self.coverage else ())
 
     @property
     def passed(self) -> bool:
@@ -84,7 +97,8 @@ class GateResult:
             found = self.mismatch
             return (
                 f"REFERENCE-EXACT MISMATCH mode={found.mode!r} request={found.request} "
-                f"index={found.index} expected={found.expected} actual={found.actual}"
+                f"sample={found.sample} index={found.index} "
+                f"expected={found.expected} actual={found.actual}"
             )
         if self.missing:
             return f"REFERENCE-EXACT MISMATCH nothing shown: {', '.join(self.missing)}"
@@ -92,8 +106,14 @@ class GateResult:
             f"REFERENCE-EXACT PASS bitwise requests={self.num_requests} modes={len(self.modes)} "
             f"admitted_midstream={self.counts.admitted_midstream} "
             f"rows_reused={self.counts.rows_reused} preempted={self.counts.preempted} "
-            f"cache_hits={self.counts.cache_hits}"
+            f"cache_hits={self.counts.cache_hits}{self._coverage_words}"
         )
+
+    @property
+    def _coverage_words(self) -> str:
+        if self.coverage is None:
+            return ""
+        return f" options={self.coverage.num_combinations} pairs={self.coverage.num_pairs}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +133,7 @@ class Gate:
         witness: compared with in tokens; None to compare with solo runs only.
         with_solo: compare with each request alone, bit for bit.
         clock: seconds, for the throughput line.
+        coverage: what the arrivals hold of the matrix of options, where they do.
     """
 
     make_core: MakeCore
@@ -122,17 +143,18 @@ class Gate:
     with_solo: bool
     clock: Callable[[], float]
     report: Report = lambda _: None
+    coverage: OptionCoverage | None = None
 
     def run(self) -> GateResult:
         """Plays and compares everything; stops at the first difference."""
-        result = GateResult(num_requests=len(self.arrivals))
+        result = GateResult(num_requests=len(self.arrivals), coverage=self.coverage)
         start = self.clock()
-        alone: list[Stream] = []
-        for stream in play_alone(self.make_core, self.limits, self.arrivals):
-            alone.append(stream)
-            self.report(f"alone {len(alone)}/{len(self.arrivals)}")
+        alone = self._play_alone(self.make_core)
         tokens = sum(len(stream.tokens) for stream in alone)
         result.sequential_tokens_per_s = tokens / (self.clock() - start)
+        result.mismatch = self._find_error(alone)
+        if result.mismatch is not None:
+            return result
         for mode in batched_modes(self.limits, self.arrivals):
             self._run_mode(mode, alone, result)
             self.report(mode.name)
@@ -141,6 +163,21 @@ class Gate:
         if self.witness is not None:
             result.mismatch = self._compare_with_witness(self.witness, alone)
         return result
+
+    def _play_alone(self, make_core: MakeCore) -> list[Stream]:
+        alone: list[Stream] = []
+        for streams in play_alone(make_core, self.limits, self.arrivals):
+            alone += streams
+            self.report(f"alone {streams[0].request + 1}/{len(self.arrivals)}")
+        return alone
+
+    def _find_error(self, alone: list[Stream]) -> Mismatch | None:
+        """No request may fail or lack what it asked for, not even alike in every mode."""
+        for stream in alone:
+            found = _error_of(self.arrivals[stream.request].request, stream)
+            if found is not None:
+                return found
+        return None
 
     def _play(self, mode: Mode) -> Play:
         """Plays a mode, with its alternatives until what it claims to show has occurred."""
@@ -155,8 +192,8 @@ class Gate:
         played = self._play(mode)
         num_streams = num_equal = 0
         for streams in played.rounds:
-            for request, (stream, solo) in enumerate(zip(streams, alone, strict=True)):
-                found = first_difference(mode.name, request, solo, stream, bitwise=self.with_solo)
+            for stream, solo in zip(streams, alone, strict=True):
+                found = first_difference(mode.name, solo, stream, bitwise=self.with_solo)
                 num_streams += 1
                 num_equal += found is None
                 result.mismatch = result.mismatch or found
@@ -178,54 +215,96 @@ class Gate:
         Where the runner under test computes in float32, every mode's streams were equal to these.
         """
         if witness.make_core is not self.make_core:
-            alone = list(play_alone(witness.make_core, self.limits, self.arrivals))
-        for request, (arrival, solo) in enumerate(zip(self.arrivals, alone, strict=True)):
-            expected = witness.reference.run(arrival.request)
-            self.report(f"reference {request + 1}/{len(alone)}")
-            index = _first_unequal(expected.token_ids, solo.token_ids)
-            if index is not None:
-                return Mismatch(
-                    mode="independent reference",
-                    request=request,
-                    index=index,
-                    expected=_at(expected.token_ids, index),
-                    actual=_at(solo.token_ids, index),
-                )
-            if expected.finish_reason != solo.finish:
-                return Mismatch(
-                    mode="independent reference",
-                    request=request,
-                    index=len(solo.tokens),
-                    expected=expected.finish_reason,
-                    actual=solo.finish,
-                )
+            alone = self._play_alone(witness.make_core)
+        for count, solo in enumerate(alone, 1):
+            expected = witness.reference.run(
+                self.arrivals[solo.request].request,
+                seed=derive_seed(CoreOptions().seed, solo.request),
+                sample=solo.sample,
+            )
+            self.report(f"reference {count}/{len(alone)}")
+            found = _difference_from_reference(expected, solo)
+            if found is not None:
+                return found
         return None
 
 
 def first_difference(
-    mode: str, request: int, expected: Stream, actual: Stream, *, bitwise: bool
+    mode: str, expected: Stream, actual: Stream, *, bitwise: bool
 ) -> Mismatch | None:
     """Where two streams part: in tokens, and if `bitwise` in any bit of the log probabilities."""
     pick = _bits if bitwise else _token_only
-    left, right = [pick(r) for r in expected.tokens], [pick(r) for r in actual.tokens]
-    index = _first_unequal(left, right)
-    if index is not None:
-        return Mismatch(
-            mode=mode,
-            request=request,
-            index=index,
-            expected=_at(expected.tokens, index),
-            actual=_at(actual.tokens, index),
-        )
-    if expected.finish != actual.finish:
-        return Mismatch(
-            mode=mode,
-            request=request,
-            index=len(actual.tokens),
-            expected=expected.finish,
-            actual=actual.finish,
-        )
+    for left, right, start in (
+        (expected.prompt, actual.prompt, -len(expected.prompt)),
+        (expected.tokens, actual.tokens, 0),
+    ):
+        index = _first_unequal(map(pick, left), map(pick, right))
+        if index is not None:
+            return Mismatch(
+                mode=mode,
+                request=expected.request,
+                sample=expected.sample,
+                index=start + index,
+                expected=_at(left, index),
+                actual=_at(right, index),
+            )
+    return _difference_at_end(mode, expected.finish, actual)
+
+
+def _difference_from_reference(expected: ReferenceResult, actual: Stream) -> Mismatch | None:
+    index = _first_unequal(expected.token_ids, actual.token_ids)
+    if index is None:
+        return _difference_at_end(WITNESS, expected.finish_reason, actual)
+    return Mismatch(
+        mode=WITNESS,
+        request=actual.request,
+        sample=actual.sample,
+        index=index,
+        expected=_at(expected.token_ids, index),
+        actual=_at(actual.token_ids, index),
+    )
+
+
+def _difference_at_end(mode: str, finish: str, actual: Stream) -> Mismatch | None:
+    if finish == actual.finish:
+        return None
+    return Mismatch(
+        mode=mode,
+        request=actual.request,
+        sample=actual.sample,
+        index=len(actual.tokens),
+        expected=finish,
+        actual=actual.error or actual.finish,
+    )
+
+
+def _error_of(request: Request, alone: Stream) -> Mismatch | None:
+    if alone.finish not in ("stop", "length"):
+        return _difference_at_end("alone", "stop or length", alone)
+    params = request.params
+    asks_prompt = params.prompt_logprobs is not None and alone.sample == 0
+    described = [params.logprobs] * len(alone.tokens)
+    prompt = [params.prompt_logprobs] * (len(request.prompt_token_ids) - 1) if asks_prompt else []
+    for asked, records, start in (
+        (prompt, alone.prompt, -len(prompt)),
+        (described, alone.tokens, 0),
+    ):
+        index = _first_unequal(asked, map(_num_told, records))
+        if index is not None:
+            return Mismatch(
+                mode="alone",
+                request=alone.request,
+                sample=alone.sample,
+                index=start + index,
+                expected=f"{_at(asked, index)} log probabilities",
+                actual=_at(records, index),
+            )
     return None
+
+
+def _num_told(record: TokenRecord) -> int | None:
+    """How many likeliest tokens came with a token; None where its own is not told either."""
+    return None if math.isnan(record[1]) else len(record[3])
 
 
 def _bits(record: TokenRecord) -> bytes:

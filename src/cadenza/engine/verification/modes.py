@@ -1,18 +1,20 @@
 """The ways a workload is played, and the playing: `Mode`, `play`, `play_alone`.
 
-Knows the engine's face and, for its counts, the scheduler's lists. Invariant: whatever the mode,
-every request ends, or the play says that it did not.
+Knows the engine's face and, for its counts, the scheduler's lists. Invariants: whatever the mode,
+every sample ends, or the play says that it did not; a request has one id in every play, so that a
+seed derived from it is one seed.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.verification.workload import Arrival
-from cadenza.request import Finished, Token
+from cadenza.request import Event, Finished, PromptLogprobs, TokenLogprobs
 
 MAX_STEPS = 1_000_000
 
@@ -20,7 +22,10 @@ MakeCore = Callable[[EngineLimits, CoreOptions], EngineCore]
 """A fresh engine on the runner under test, its pages reset."""
 
 TokenRecord = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]
-"""Token, logprob, rank, top ids, top logprobs: what is compared bit for bit."""
+"""Token, logprob, rank, top ids, top logprobs: what is compared bit for bit.
+
+Of a prompt the position stands for the token; without log probabilities the logprob is NaN.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +47,14 @@ class Mode:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """What one request gave."""
+    """What one sample of a request gave; `prompt` comes with a request's first sample only."""
 
     tokens: list[TokenRecord] = field(default_factory=list[TokenRecord])
     finish: str = "unfinished"
+    prompt: list[TokenRecord] = field(default_factory=list[TokenRecord])
+    request: int = 0
+    sample: int = 0
+    error: str | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -70,7 +79,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """All rounds of a mode: streams by round and request, counts, seconds in the last round."""
+    """All rounds of a mode: their streams, counts, seconds in the last round.
+
+    Streams of a round are in order of request and sample.
+    """
 
     rounds: tuple[tuple[Stream, ...], ...]
     counts: Counts
@@ -136,7 +148,7 @@ def play(make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...]) -> Play
     seconds = 0.0
     for _ in range(mode.rounds):
         start = time.perf_counter()
-        rounds.append(_play_round(core, arrivals, counts))
+        rounds.append(_play_round(core, dict(enumerate(arrivals)), counts))
         seconds = time.perf_counter() - start
     counts.preempted = core.scheduler.num_preemptions
     core.check_invariants()
@@ -145,46 +157,58 @@ def play(make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...]) -> Play
 
 def play_alone(
     make_core: MakeCore, limits: EngineLimits, arrivals: tuple[Arrival, ...]
-) -> Iterator[Stream]:
-    """Each request in an engine of its own: what its stream has to be."""
+) -> Iterator[tuple[Stream, ...]]:
+    """Each request in an engine of its own: what its samples' streams have to be."""
     alone = replace(limits, enable_prefix_caching=False)
-    for arrival in arrivals:
+    for request_id, arrival in enumerate(arrivals):
         core = make_core(alone, CoreOptions(loop="plain"))
-        yield _play_round(core, (Arrival(0, arrival.request),), Counts())[0]
+        yield _play_round(core, {request_id: Arrival(0, arrival.request)}, Counts())
 
 
 def _play_round(
-    core: EngineCore, arrivals: tuple[Arrival, ...], counts: Counts
+    core: EngineCore, arrivals: Mapping[int, Arrival], counts: Counts
 ) -> tuple[Stream, ...]:
-    streams = tuple(Stream() for _ in arrivals)
-    stream_of: dict[int, Stream] = {}
+    """Plays arrivals, in order of their steps, under the request ids that they are given."""
+    streams = {
+        (request_id, sample): Stream(request=request_id, sample=sample)
+        for request_id, arrival in arrivals.items()
+        for sample in range(arrival.request.params.n)
+    }
+    coming = list(arrivals.items())
     watch = _RowWatch()
-    submitted = 0
     for step in range(MAX_STEPS):
-        while submitted < len(arrivals) and arrivals[submitted].step <= step:
-            request_id = core.submit(arrivals[submitted].request)
-            stream_of[request_id] = streams[submitted]
-            submitted += 1
-        if submitted == len(arrivals) and core.is_idle:
+        while coming and coming[0][1].step <= step:
+            request_id, arrival = coming.pop(0)
+            core.check(arrival.request)
+            core.enqueue(request_id, arrival.request)
+        if not coming and core.is_idle:
             break
         for event in core.step():
-            _record(stream_of[event.request_id], event, counts)
+            sample = 0 if isinstance(event, PromptLogprobs) else event.sample
+            _record(streams[event.request_id, sample], event, counts)
         watch.look(core.scheduler.running)
     counts.admitted_midstream += watch.num_midstream
     counts.rows_reused += watch.num_reused
-    return streams
+    return tuple(streams.values())
 
 
-def _record(stream: Stream, event: Token | Finished, counts: Counts) -> None:
+def _record(stream: Stream, event: Event, counts: Counts) -> None:
     if isinstance(event, Finished):
         stream.finish = event.finish_reason
+        stream.error = event.error
         counts.cache_hits += event.num_cached_tokens > 0
         return
-    found = event.logprobs
-    assert found is not None, "every request of the workload asks for log probabilities"
-    stream.tokens.append(
-        (event.token_id, found.logprob, found.rank, found.top_ids, found.top_logprobs)
-    )
+    if isinstance(event, PromptLogprobs):
+        for position, entry in enumerate(event.entries, event.start):
+            stream.prompt.append(_as_record(position, entry))
+        return
+    stream.tokens.append(_as_record(event.token_id, event.logprobs))
+
+
+def _as_record(token: int, found: TokenLogprobs | None) -> TokenRecord:
+    if found is None:
+        return (token, math.nan, 0, (), ())
+    return (token, found.logprob, found.rank, found.top_ids, found.top_logprobs)
 
 
 class _RowWatch:
@@ -193,21 +217,25 @@ class _RowWatch:
     def __init__(self) -> None:
         self.num_midstream = 0
         self.num_reused = 0
-        self._seen: set[int] = set()
+        self._seen: set[tuple[int, int]] = set()
         self._used_rows: set[int] = set()
 
     def look(self, running: list[Sequence]) -> None:
         is_streaming = any(
-            sequence.num_generated_tokens and sequence.request_id in self._seen
+            sequence.num_generated_tokens and _name_of(sequence) in self._seen
             for sequence in running
         )
         for sequence in running:
-            if sequence.request_id in self._seen or sequence.row is None:
+            if _name_of(sequence) in self._seen or sequence.row is None:
                 continue
-            self._seen.add(sequence.request_id)
+            self._seen.add(_name_of(sequence))
             self.num_midstream += is_streaming
             self.num_reused += sequence.row in self._used_rows
             self._used_rows.add(sequence.row)
+
+
+def _name_of(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request_id, sequence.sample
 
 
 def _tight_pools(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.plan import EnginePlan
 from cadenza.engine.verification.gate import Gate, GateResult, ReferenceKind, Report, Witness
 from cadenza.engine.verification.modes import MakeCore
+from cadenza.engine.verification.option_matrix import OptionMatrix
 from cadenza.engine.verification.self_test import SelfTestResult, run_self_test
 from cadenza.engine.verification.workload import (
     LONGEST_PROMPT,
@@ -42,7 +43,10 @@ MODEL_SAMPLED, RANDOM_SAMPLED = 0.5, 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """What `cadenza verify` was asked for; `shape` stands instead of `model`."""
+    """What `cadenza verify` was asked for; `shape` stands instead of `model`.
+
+    With a `matrix` of sampling options each of its rows is a request, whatever `num_requests`.
+    """
 
     model: str | None = None
     shape: str | None = None
@@ -50,6 +54,7 @@ class VerifyOptions:
     max_tokens: int = 48
     seed: int = 0
     reference: ReferenceKind = "both"
+    matrix: OptionMatrix | None = None
     config: EngineConfig
 
 
@@ -104,7 +109,7 @@ def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
 def _checkpoint(options: VerifyOptions) -> Generator[Checkpoint]:
     """The named model, or a random one of the named shape in a folder that is removed again."""
     if options.shape is None:
-        yield find_checkpoint(options.model)
+        yield find_checkpoint(options.model, revision=options.config.revision)
         return
     with tempfile.TemporaryDirectory(prefix="cadenza-verify-") as folder:
         shape = named_shape(options.shape)
@@ -145,20 +150,27 @@ class _Workload:
 
     limits: EngineLimits
     arrivals: tuple[Arrival, ...]
+    matrix: OptionMatrix | None
 
 
 def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) -> _Workload:
-    limits = replace(plan.limits, max_num_queued_reqs=options.num_requests)
+    matrix = options.matrix
     shape = WorkloadShape(
-        num_requests=options.num_requests,
-        rows=limits.max_num_seqs,
+        num_requests=options.num_requests if matrix is None else len(matrix.rows),
+        rows=plan.limits.max_num_seqs,
         max_tokens=options.max_tokens,
-        context=limits.max_model_len,
+        context=plan.limits.max_model_len,
         vocab_size=checkpoint.config.vocab_size,
         sampled_share=MODEL_SAMPLED if options.shape is None else RANDOM_SAMPLED,
         seed=options.seed,
     )
-    return _Workload(limits, make_workload(shape))
+    arrivals = make_workload(shape)
+    if matrix is not None:
+        arrivals = matrix.apply(
+            arrivals, vocab_size=shape.vocab_size, eos_token_ids=checkpoint.eos_token_ids
+        )
+    num_samples = sum(arrival.request.params.n for arrival in arrivals)
+    return _Workload(replace(plan.limits, max_num_queued_reqs=num_samples), arrivals, matrix)
 
 
 def _gate(
@@ -176,6 +188,7 @@ def _gate(
         with_solo=options.reference != "independent",
         clock=time.perf_counter,
         report=report,
+        coverage=None if workload.matrix is None else workload.matrix.coverage(),
     )
 
 

@@ -1,16 +1,21 @@
 """Mixtures of experts in plain jnp: the definition of routing and of the grouped products.
 
 Every expert is multiplied with every token and the results are chosen afterwards, so that the
-shapes never follow the routing. Legend as in `ops.table`; X experts · C experts of each token.
-Slot c of a token is its c-th choice. An id outside [0, X) adds nothing.
+shapes never follow the routing. Legend as in `ops.table`. Slot a of a token is its a-th choice. An
+id outside [0, X) adds nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 
-from cadenza.backends.xla.ops.table import Linear
+from cadenza.backends.xla.ops.table import ExpertChoice, Linear
+from cadenza.checkpoint.model_config import ModelConfig
+
+Activate = Callable[[jax.Array], jax.Array]
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -27,29 +32,41 @@ class Routing:
     """The chosen weights are divided by their sum."""
     scale: float = 1.0
 
+    @classmethod
+    def of(cls, model: ModelConfig) -> Self:
+        """A model's own, which must be a mixture of experts."""
+        assert model.experts is not None, "only a mixture of experts routes tokens"
+        return cls(
+            num_experts=model.experts.num_experts,
+            num_chosen=model.experts.num_chosen,
+            over_chosen=model.experts.over_chosen,
+            renormalise=False,
+            scale=model.residual_scale,
+        )
 
-def choose_experts(logits: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """Ids [T, C] of the largest logits [T, X], in descending order, and their weights [T, C].
+
+def choose_experts(logits: jax.Array, routing: Routing) -> ExpertChoice:
+    """Ids of the largest logits [T, X], in descending order, and their weights.
 
     Ties go to the lowest id, both zeros being equal. A token whose largest logit is not finite gets
-    the ids 0 to C - 1 and NaN.
+    the ids 0 to A - 1 and NaN.
     """
     largest = jnp.max(logits, axis=-1, keepdims=True)  # [T, 1]
     is_sound = jnp.isfinite(largest)
     signless = jnp.where(logits == 0, 0.0, logits)
     _, ids = jax.lax.top_k(signless, routing.num_chosen)
-    ids = jnp.where(is_sound, ids, jnp.arange(routing.num_chosen)).astype(jnp.int32)  # [T, C]
+    ids = jnp.where(is_sound, ids, jnp.arange(routing.num_chosen)).astype(jnp.int32)  # [T, A]
     exps = jnp.exp(logits - largest)  # [T, X]
-    weights = jnp.take_along_axis(exps, ids, axis=-1)  # [T, C]
+    weights = jnp.take_along_axis(exps, ids, axis=-1)  # [T, A]
     total = weights if routing.over_chosen else exps
     weights = weights / jnp.sum(total, axis=-1, keepdims=True)
     if routing.renormalise:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return ids, jnp.where(is_sound, weights * routing.scale, jnp.nan)
+    return ExpertChoice(ids, jnp.where(is_sound, weights * routing.scale, jnp.nan))
 
 
 def grouped_product(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
-    """x [T, C or 1, K] times the transposed weight [N, K] of each slot's expert: float32 [T, C, N].
+    """x [T, A or 1, K] times the transposed weight [N, K] of each slot's expert: float32 [T, A, N].
 
     `weight.weight` is [X, N, K], `weight.bias` [X, N] or None.
     """
@@ -57,7 +74,7 @@ def grouped_product(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
 
     def body(expert: jax.Array, out: jax.Array) -> jax.Array:
         y = jnp.einsum(
-            "tck,nk->tcn",
+            "tak,nk->tan",
             x,
             weight.weight[expert],
             precision=_HIGHEST,
@@ -71,27 +88,26 @@ def grouped_product(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, num_experts, body, start)
 
 
-def grouped_gated_linear(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
-    """silu(x Wg) * (x Wu) of each slot's expert, x [T, E] to [T, C, F] in x's type.
+def grouped_gated_linear(
+    x: jax.Array, weight: Linear, ids: jax.Array, activation: Activate = jax.nn.silu
+) -> jax.Array:
+    """activation(x Wg) * (x Wu) of each slot's expert, x [T, E] to [T, A, F] in x's type.
 
     `weight.weight` is [X, 2 F, E], gates first, `weight.bias` [X, 2 F] or None.
     """
-    gate, up = jnp.split(grouped_product(x[:, None], weight, ids), 2, axis=-1)  # [T, C, F] each
-    return (jax.nn.silu(gate) * up).astype(x.dtype)
+    gate, up = jnp.split(grouped_product(x[:, None], weight, ids), 2, axis=-1)  # [T, A, F] each
+    return (activation(gate) * up).astype(x.dtype)
 
 
 def grouped_linear(
-    x: jax.Array,
-    weight: Linear,
-    ids: jax.Array,
-    weights: jax.Array,
-    residual: jax.Array,
+    x: jax.Array, weight: Linear, choice: ExpertChoice, residual: jax.Array
 ) -> jax.Array:
     """`residual` [T, N] plus the weighted sum over a token's slots, in ascending order.
 
-    x [T, C, K], `weight.weight` [X, N, K], ids and weights [T, C]; float32 [T, N].
+    x [T, A, K], `weight.weight` [X, N, K]; float32 [T, N].
     """
-    y = grouped_product(x, weight, ids)  # [T, C, N]
+    ids, weights = choice
+    y = grouped_product(x, weight, ids)  # [T, A, N]
     has_expert = (ids >= 0) & (ids < len(weight.weight))
     total = jnp.zeros_like(residual)
     for slot in range(ids.shape[1]):

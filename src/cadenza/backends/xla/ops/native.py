@@ -6,6 +6,7 @@ FFI target serves which operation; what the targets take is `ops.native_library`
 `ops.table`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,26 +14,31 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.native_library import (
-    PackLayout,
-    empty_packed,
-    load_native_library,
-)
+from cadenza.backends.xla.ops.experts import Routing
+from cadenza.backends.xla.ops.native_library import load_native_library, packed_shape
+from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.table import (
     NUM_COLUMNS,
+    AttendingLayer,
     DecoderSpec,
+    ExpertChoice,
+    HeadFactors,
     KVPool,
     Linear,
     StepArrays,
 )
+from cadenza.checkpoint.model_config import Activation
 
 DECODE_BUCKET = 64
 """Steps of at most this many tokens move smaller arrays; the arithmetic is the same."""
 
-DEFAULT_MAX_TOKENS = 512
+DEFAULT_MAX_TOKENS = 256
+"""Enough rows to multiply at full speed; twice as many would double the gap that a running stream
+sees while a prompt is computed, for 3 % more prompt tokens a second."""
 
-_SILU = 0
+_CODE_OF_ACTIVATION: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _NO_WINDOW = 0
+_NO_CAP = 0.0
 
 
 class NativeOps:
@@ -45,6 +51,7 @@ class NativeOps:
         self._spec = spec
         self._model = spec.model
         self._none = jnp.zeros(0, jnp.float32)
+        self._memory = PackedMemory()
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
         """A small bucket for decodes and the whole budget."""
@@ -53,11 +60,8 @@ class NativeOps:
 
     def load_linear(self, parts: list[npt.NDArray[Any]], bias: list[npt.NDArray[Any]]) -> Linear:
         num_columns = sum(len(part) for part in parts)
-        packed = empty_packed(num_columns, parts[0].shape[1], self._spec.dtype)
-        offset = 0
-        for part in parts:
-            self._library.pack(part, packed, num_columns=num_columns, column_offset=offset)
-            offset += len(part)
+        packed = self._empty(packed_shape(num_columns, parts[0].shape[1], self._spec.dtype))
+        self._library.pack(parts, packed)
         return Linear(packed, np.concatenate(bias).astype(np.float32) if bias else None)
 
     def load_embedding(self, table: npt.NDArray[Any]) -> Linear:
@@ -66,14 +70,36 @@ class NativeOps:
     def load_gate_up(
         self, gate: npt.NDArray[Any], up: npt.NDArray[Any], bias: list[npt.NDArray[Any]]
     ) -> Linear:
-        packed = empty_packed(len(gate), gate.shape[1], self._spec.dtype, is_gated=True)
-        for part, layout in ((gate, PackLayout.GATE), (up, PackLayout.UP)):
-            self._library.pack(part, packed, num_columns=len(gate), layout=layout)
+        shape = packed_shape(len(gate), gate.shape[1], self._spec.dtype, is_gated=True)
+        packed = self._empty(shape)
+        self._library.pack((gate, up), packed, is_gated=True)
         return Linear(packed, np.stack(bias).astype(np.float32) if bias else None)
+
+    def load_experts_gate_up(
+        self, experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+    ) -> Linear:
+        num_columns, reduction = experts[0][0].shape
+        shape = packed_shape(num_columns, reduction, self._spec.dtype, is_gated=True)
+        packed = self._empty((len(experts), *shape))
+        for place, pair in zip(packed, experts, strict=True):
+            self._library.pack(pair, place, is_gated=True)
+        return Linear(packed, None)
+
+    def load_experts_down(self, experts: Sequence[npt.NDArray[Any]]) -> Linear:
+        num_columns, reduction = experts[0].shape
+        shape = packed_shape(num_columns, reduction, self._spec.dtype)
+        packed = self._empty((len(experts), *shape))
+        for place, weight in zip(packed, experts, strict=True):
+            self._library.pack([weight], place)
+        return Linear(packed, None)
+
+    def _empty(self, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        return self._memory.empty(shape, self._spec.dtype)
 
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
         model = self._model
-        shape = (num_pages, model.num_kv_heads, self._spec.page_size, model.head_dim)
+        head = (model.num_kv_heads, self._spec.page_size, model.head_dim)
+        shape = (num_pages, model.num_layers, *head)
         return KVPool(
             jnp.full(shape, fill, self._spec.dtype), jnp.full(shape, fill, self._spec.dtype)
         )
@@ -85,24 +111,20 @@ class NativeOps:
             table.weight,
             step.num_tokens,
             vocab=np.int64(self._model.vocab_size),
-            scale=np.float32(1.0),
+            scale=np.float32(self._model.embedding_scale),
         )
+
+    def to_activations(self, x: jax.Array) -> jax.Array:
+        return x.astype(self._spec.dtype)
 
     def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
         return _call("cadenza_rms_norm", _array(x.shape, self._spec.dtype))(
             x, weight, count, eps=np.float32(self._model.rms_norm_eps), one_plus=False
         )
 
-    def rms_norm_logit_rows(self, x: jax.Array, weight: jax.Array, step: StepArrays) -> jax.Array:
-        shape = (len(step.logit_indices), x.shape[1])
-        return _call("cadenza_rms_norm_rows", _array(shape, self._spec.dtype))(
-            x,
-            weight,
-            step.num_logits,
-            step.logit_indices,
-            eps=np.float32(self._model.rms_norm_eps),
-            one_plus=False,
-        )
+    def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
+        result = _array((len(step.logit_indices), x.shape[1]), x.dtype)
+        return _call("cadenza_take_rows", result)(x, step.num_logits, step.logit_indices)
 
     def linear(
         self,
@@ -115,24 +137,80 @@ class NativeOps:
         bias = self._none if weight.bias is None else weight.bias
         if residual is None:
             call = _call("cadenza_linear", _array((len(x), num_out), self._spec.dtype))
-            return call(x, weight.weight, count, bias, self._none)
+            return call(x, weight.weight, count, bias, self._none, scale=np.float32(1.0))
         call = _call("cadenza_linear", _array(residual.shape, jnp.float32), {4: 0})
-        return call(x, weight.weight, count, bias, residual)
+        scale = np.float32(self._model.residual_scale)
+        return call(x, weight.weight, count, bias, residual, scale=scale)
+
+    def linear_norm_add(
+        self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        bias = self._none if weight.bias is None else weight.bias
+        product = _call("cadenza_linear", _array(residual.shape, jnp.float32))
+        y = product(x, weight.weight, count, bias, self._none, scale=np.float32(1.0))
+        call = _call("cadenza_rms_norm_add", _array(residual.shape, jnp.float32), {3: 0})
+        eps = np.float32(self._model.rms_norm_eps)
+        return call(y, norm, count, residual, eps=eps, one_plus=False)
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         bias = self._none if weight.bias is None else weight.bias
         shape = (len(x), self._model.intermediate_size)
         return _call("cadenza_gated_linear", _array(shape, self._spec.dtype))(
-            x, weight.weight, count, bias, activation=np.int64(_SILU)
+            x,
+            weight.weight,
+            count,
+            bias,
+            activation=np.int64(_CODE_OF_ACTIVATION[self._model.activation]),
         )
+
+    def route_experts(self, x: jax.Array, router: Linear, count: jax.Array) -> ExpertChoice:
+        routing = Routing.of(self._model)
+        shape = (len(x), routing.num_chosen)
+        results = (_array(shape, jnp.int32), _array(shape, jnp.float32))
+        ids, weights = _call("cadenza_route_experts", results)(
+            x,
+            router.weight,
+            count,
+            self._none,
+            experts=np.int64(routing.num_experts),
+            over_chosen=routing.over_chosen,
+            renormalise=routing.renormalise,
+            scale=np.float32(routing.scale),
+        )
+        return ExpertChoice(ids, weights)
+
+    def grouped_gated_linear(
+        self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
+    ) -> jax.Array:
+        assert self._model.experts is not None, "only a mixture of experts has expert weights"
+        shape = (*choice.ids.shape, self._model.experts.intermediate_size)
+        return _call("cadenza_grouped_gated_linear", _array(shape, self._spec.dtype))(
+            x,
+            weight.weight,
+            count,
+            self._none,
+            choice.ids,
+            activation=np.int64(_CODE_OF_ACTIVATION[self._model.activation]),
+        )
+
+    def grouped_linear(
+        self,
+        x: jax.Array,
+        weight: Linear,
+        choice: ExpertChoice,
+        residual: jax.Array,
+        count: jax.Array,
+    ) -> jax.Array:
+        call = _call("cadenza_grouped_linear", _array(residual.shape, jnp.float32), {4: 0})
+        return call(x, weight.weight, count, self._none, residual, *choice)
 
     def rope_append_attend(
         self,
         qkv: jax.Array,
         pool: KVPool,
-        norms: tuple[jax.Array, jax.Array] | None,
-        rope: jax.Array,
+        factors: HeadFactors,
         step: StepArrays,
+        layer: AttendingLayer,
     ) -> tuple[jax.Array, KVPool]:
         model = self._model
         results = (
@@ -140,7 +218,7 @@ class NativeOps:
             _array(pool.keys.shape, pool.keys.dtype),
             _array(pool.values.shape, pool.values.dtype),
         )
-        query_norm, key_norm = norms or (self._none, self._none)
+        query_norm, key_norm = factors.norms or (self._none, self._none)
         call = _call("cadenza_rope_append_attend", results, {9: 1, 10: 2})
         out, keys, values = call(
             qkv,
@@ -149,15 +227,16 @@ class NativeOps:
             step.query_starts,
             step.kv_lens,
             step.page_table,
-            rope,
+            factors.rope,
             query_norm,
             key_norm,
             pool.keys,
             pool.values,
+            layer=np.int64(layer.index),
             heads=np.int64(model.num_heads),
             scale=np.float32(self._spec.attention_scale),
-            window=np.int64(_NO_WINDOW),
-            soft_cap=np.float32(0.0),
+            window=np.int64(layer.window or _NO_WINDOW),
+            soft_cap=np.float32(model.attention_soft_cap or _NO_CAP),
             norm_eps=np.float32(model.rms_norm_eps),
             norm_one_plus=False,
         )
@@ -175,10 +254,22 @@ class NativeOps:
             sampling.min_p,
             sampling.keys,
             sampling.num_logprobs,
-            self._none,
-            jnp.full(len(x), -1, jnp.int32),
+            sampling.has_rules,
+            sampling.targets,
+            *_memory(step),
             vocab=np.int64(self._model.vocab_size),
+            divisor=np.float32(self._model.logit_divisor),
+            soft_cap=np.float32(self._model.logit_soft_cap or _NO_CAP),
+            page_size=np.int64(self._spec.page_size),
         )
+
+
+def _memory(step: StepArrays) -> tuple[jax.Array, ...]:
+    """Rules [R, W], rows and lengths [L], page table [R, P], history [slots]; empty without any."""
+    if step.rules is None:
+        return (jnp.zeros(0, jnp.int32),) * 5
+    lengths = step.positions[jnp.maximum(step.logit_indices, 0)] + 1
+    return step.rules.records, step.logit_rows, lengths, step.page_table, step.rules.history
 
 
 def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -12,25 +12,27 @@ weights and the KV pools too. An empty array of shape (0,) stands for an operand
     cadenza_embed               token_ids i32[T], table, count -> f32[T, E]
                                 vocab: i64, scale: f32; table packed (rank 4) or act[V, E]
     cadenza_rms_norm            x f32[T, E], weight f32[E], count -> act or f32[T, E]
-    cadenza_rms_norm_rows       x f32[T, E], weight f32[E], count, rows i32[L] -> act or f32[L, E]
     cadenza_rms_norm_add        x f32[T, E], weight f32[E], count, residual f32[T, E] -> f32[T, E]
-                                the three norms: eps: f32, one_plus: bool
+                                both norms: eps: f32, one_plus: bool
     cadenza_linear              x act[T, K], w packed, count, bias f32[N]|[0],
-                                residual f32[T, N]|[0] -> act or f32[T, N]
+                                residual f32[T, N]|[0] -> act or f32[T, N]; scale: f32
     cadenza_gated_linear        x act[T, K], w packed, count, bias f32[2, F]|[0] -> act[T, F]
                                 activation: i64, 0 silu, 1 gelu_tanh, 2 gelu
     cadenza_rope_append_attend  qkv act[T, (Hq + 2 Hkv) D], positions i32[T], slot_mapping i32[T],
                                 query_starts i32[R + 1], kv_lens i32[R], page_table i32[R, P],
-                                rope f32[positions, rotary], q_weight f32[D]|[0],
-                                k_weight f32[D]|[0], k_pool, v_pool act[pages, Hkv, S, D]
+                                rope f32[positions, rotary], q_weight f32[D]|[Hq D]|[0],
+                                k_weight f32[D]|[Hkv D]|[0],
+                                k_pool, v_pool act[pages, layers, Hkv, S, D]
                                 -> act[T, Hq D], k_pool, v_pool
-                                heads: i64, scale: f32, window: i64, soft_cap: f32,
+                                layer: i64, heads: i64, scale: f32, window: i64, soft_cap: f32,
                                 norm_eps: f32, norm_one_plus: bool
-    cadenza_copy_pages          k_pool, v_pool, sources i32[N], targets i32[N] -> k_pool, v_pool
+    cadenza_take_rows           x act or f32[T, N], count, rows i32[L] -> x's type [L, N]
     cadenza_next_token          x act[L, E], head packed, count, temperature f32[L], top_k i32[L],
                                 top_p f32[L], min_p f32[L], keys u32[L, 2], num_logprobs i32[L],
-                                bias f32[B, V]|[0], bias_rows i32[L] -> i32[L, 44]
-                                vocab: i64
+                                has_rules i32[L], targets i32[L], records i32[R, W]|[0],
+                                rows i32[L], lengths i32[L], page_table i32[R, P],
+                                history i32[slots] -> i32[L, 44]
+                                vocab: i64, divisor: f32, soft_cap: f32, page_size: i64
     cadenza_route_experts       x act[T, K], w packed, count, bias f32[X]|[0]
                                 -> ids i32[T, C], weights f32[T, C]
                                 experts: i64, over_chosen: bool, renormalise: bool, scale: f32
@@ -45,9 +47,9 @@ Legend as in `ops.table`; X experts, C chosen by each token.
 """
 
 import ctypes
-import enum
 import functools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +67,6 @@ PANEL = 32
 """Columns of one panel of a packed weight."""
 
 _GATED_PANEL = PANEL // 2
-_ALIGNMENT = 64
 _DTYPE_CODES = {
     np.dtype(ml_dtypes.bfloat16): 0,
     np.dtype(np.float32): 1,
@@ -74,25 +75,16 @@ _DTYPE_CODES = {
 _TARGETS = {
     "cadenza_embed": "CadenzaEmbed",
     "cadenza_rms_norm": "CadenzaRmsNorm",
-    "cadenza_rms_norm_rows": "CadenzaRmsNormRows",
     "cadenza_rms_norm_add": "CadenzaRmsNormAdd",
     "cadenza_linear": "CadenzaLinear",
     "cadenza_gated_linear": "CadenzaGatedLinear",
     "cadenza_rope_append_attend": "CadenzaRopeAppendAttend",
-    "cadenza_copy_pages": "CadenzaCopyPages",
+    "cadenza_take_rows": "CadenzaTakeRows",
     "cadenza_next_token": "CadenzaNextToken",
     "cadenza_route_experts": "CadenzaRouteExperts",
     "cadenza_grouped_gated_linear": "CadenzaGroupedGatedLinear",
     "cadenza_grouped_linear": "CadenzaGroupedLinear",
 }
-
-
-class PackLayout(enum.IntEnum):
-    """Where a weight's rows go among the columns of a packed one."""
-
-    PLAIN = 0
-    GATE = 1
-    UP = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,35 +109,39 @@ class NativeLibrary:
 
     def pack(
         self,
-        weight: npt.NDArray[Any],
+        sources: Sequence[npt.NDArray[Any]],
         packed: npt.NDArray[Any],
         *,
-        num_columns: int,
-        column_offset: int = 0,
-        layout: PackLayout = PackLayout.PLAIN,
+        is_gated: bool = False,
     ) -> None:
-        """Writes weight [n, K] into columns column_offset.. of `packed` (from `empty_packed`).
+        """Fills `packed`, of `packed_shape`, with the rows of weights [n, K] as its columns.
 
-        `weight` is bf16, f16 or f32 with adjacent elements along K, such as a slice of a mapped
-        file. `num_columns` is N, or F for gate and up. The call whose rows end at `num_columns`
-        also clears the padding, so every column must be written once.
+        Weights follow each other; a gated pair is gate and up. Each is bf16, f16 or f32 with
+        adjacent elements along K, such as a slice of a mapped file.
 
         Raises ConfigError when types, sizes or alignment do not fit.
         """
-        rows, reduction = weight.shape
-        if weight.strides[1] != weight.itemsize or weight.strides[0] % weight.itemsize != 0:
-            raise ConfigError(f"a weight with strides {weight.strides} cannot be packed; copy it")
+        reduction = sources[0].shape[1]
+        num_columns = len(sources[0]) if is_gated else sum(map(len, sources))
+        wanted = packed_shape(num_columns, reduction, packed.dtype, is_gated=is_gated)
+        if packed.shape != wanted or not packed.flags.c_contiguous:
+            raise ConfigError(f"weights that pack to {wanted} do not fit {packed.shape}")
+        for each in sources:
+            if each.shape[1] != reduction:
+                raise ConfigError(f"weights of {reduction} and {each.shape[1]} do not fit together")
+            if each.strides[1] != each.itemsize or each.strides[0] % each.itemsize != 0:
+                raise ConfigError(f"a weight with strides {each.strides} cannot be packed; copy it")
+        count = len(sources)
         error = self.handle.cadenza_pack(
-            weight.ctypes.data,
-            _dtype_code(weight.dtype),
-            rows,
+            count,
+            (ctypes.c_void_p * count)(*(each.ctypes.data for each in sources)),
+            (ctypes.c_int * count)(*(_dtype_code(each.dtype) for each in sources)),
+            (ctypes.c_int64 * count)(*(len(each) for each in sources)),
+            (ctypes.c_int64 * count)(*(each.strides[0] // each.itemsize for each in sources)),
             reduction,
-            weight.strides[0] // weight.itemsize,
             packed.ctypes.data,
             _dtype_code(packed.dtype),
-            num_columns,
-            column_offset,
-            int(layout),
+            is_gated,
         )
         if error is not None:
             raise ConfigError(error.decode())
@@ -158,33 +154,6 @@ def packed_shape(
     step = 1 if np.dtype(dtype) == np.float32 else 2
     width = _GATED_PANEL if is_gated else PANEL
     return (-(-num_columns // width), -(-reduction // step), PANEL, step)
-
-
-def empty_packed(
-    num_columns: int, reduction: int, dtype: npt.DTypeLike, *, is_gated: bool = False
-) -> npt.NDArray[Any]:
-    """An uninitialised packed weight at a 64-byte boundary, which JAX takes without a copy."""
-    return _empty_aligned(packed_shape(num_columns, reduction, dtype, is_gated=is_gated), dtype)
-
-
-def empty_packed_experts(
-    num_experts: int,
-    num_columns: int,
-    reduction: int,
-    dtype: npt.DTypeLike,
-    *,
-    is_gated: bool = False,
-) -> npt.NDArray[Any]:
-    """As `empty_packed`, for experts: [X, panels, steps, 32, step]; each is packed on its own."""
-    shape = packed_shape(num_columns, reduction, dtype, is_gated=is_gated)
-    return _empty_aligned((num_experts, *shape), dtype)
-
-
-def _empty_aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def library_path() -> Path:
@@ -231,15 +200,14 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.cadenza_num_threads.restype = ctypes.c_int
     handle.cadenza_pack.restype = ctypes.c_char_p
     handle.cadenza_pack.argtypes = [
+        ctypes.c_int,
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.POINTER(ctypes.c_int),
+        ctypes.POINTER(ctypes.c_int64),
+        ctypes.POINTER(ctypes.c_int64),
+        ctypes.c_int64,
         ctypes.c_void_p,
         ctypes.c_int,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_int64,
-        ctypes.c_int64,
         ctypes.c_int,
     ]
 

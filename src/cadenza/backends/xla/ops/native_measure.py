@@ -8,12 +8,20 @@ pays one load.
 import ctypes
 
 import numpy as np
+import numpy.typing as npt
 
 from cadenza.backends.xla.ops.native_library import load_native_library
 from cadenza.errors import ConfigError
 
 _ALIGNMENT = 64
 _DTYPE_CODES = {"bfloat16": 0, "float32": 1}
+
+
+def new_buffer(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory to be read, aligned, each page of it there."""
+    memory = np.ones(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes]
 
 
 class NativeMeasure:
@@ -41,11 +49,9 @@ class NativeMeasure:
     def num_threads(self) -> int:
         return self._library.num_threads
 
-    def read_bytes_per_s(self, num_bytes: int, repeats: int) -> float:
-        """All threads read a buffer of `num_bytes`; the fastest of the passes."""
-        memory = np.ones(num_bytes + _ALIGNMENT, np.uint8)
-        start = memory.ctypes.data + -memory.ctypes.data % _ALIGNMENT
-        return self._handle.cadenza_measure_read(start, num_bytes, repeats)
+    def read_bytes_per_s(self, buffer: npt.NDArray[np.uint8], repeats: int) -> float:
+        """All threads read a buffer of `new_buffer`; the fastest of the passes."""
+        return self._handle.cadenza_measure_read(buffer.ctypes.data, buffer.nbytes, repeats)
 
     def operations_per_s(self, dtype: str, repeats: int) -> float:
         """All threads multiply in registers; a multiplication and its sum are two operations."""

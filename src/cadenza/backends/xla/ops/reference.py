@@ -5,6 +5,8 @@ of reduction order cannot differ between two batches. Legend as in `ops.table`; 
 attention block, G query heads a KV head.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,19 +14,44 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends.xla.ops.experts import (
+    Routing,
+    choose_experts,
+    grouped_gated_linear,
+    grouped_linear,
+)
+from cadenza.backends.xla.ops.rules import apply_rules
 from cadenza.backends.xla.ops.sampling import choose_tokens
-from cadenza.backends.xla.ops.table import DecoderSpec, KVPool, Linear, StepArrays
+from cadenza.backends.xla.ops.table import (
+    AttendingLayer,
+    DecoderSpec,
+    ExpertChoice,
+    HeadFactors,
+    KVPool,
+    Linear,
+    StepArrays,
+)
+from cadenza.checkpoint.model_config import Activation
 from cadenza.errors import ConfigError
 
 MAX_TOKENS = 64
 BLOCK = 128
 """KV positions of one softmax block, at absolute positions."""
 
+Places = tuple[jax.Array, int]
+"""Slots of any shape, and the layer whose keys and values there are meant."""
+
 _HIGHEST = jax.lax.Precision.HIGHEST
+
+_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+}
 
 
 class ReferenceOps:
-    """Implements `OpTable`. Weights lie as in the checkpoint; KV lies by slot: [slots, Hkv, D]."""
+    """Implements `OpTable`. Weights lie as in the checkpoint; KV: [slots, layers, Hkv, D]."""
 
     name = "reference"
 
@@ -53,22 +80,35 @@ class ReferenceOps:
     ) -> Linear:
         return self.load_linear([gate, up], bias)
 
+    def load_experts_gate_up(
+        self, experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+    ) -> Linear:
+        return self.load_experts_down([np.concatenate(pair) for pair in experts])
+
+    def load_experts_down(self, experts: Sequence[npt.NDArray[Any]]) -> Linear:
+        return Linear(np.stack(experts).astype(self._spec.dtype), None)
+
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
         slots = num_pages * self._spec.page_size
-        shape = (slots, self._model.num_kv_heads, self._model.head_dim)
+        model = self._model
+        shape = (slots, model.num_layers, model.num_kv_heads, model.head_dim)
         pool = jnp.full(shape, fill, self._spec.dtype)
         return KVPool(pool, jnp.full(shape, fill, self._spec.dtype))
 
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
-        return table.weight[step.token_ids].astype(jnp.float32)  # [T, E]
+        rows = table.weight[step.token_ids].astype(jnp.float32)  # [T, E]
+        return rows * np.float32(self._model.embedding_scale)
+
+    def to_activations(self, x: jax.Array) -> jax.Array:
+        return x.astype(self._spec.dtype)
 
     def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
         del count  # every row is computed
         return rms_norm(x, weight, self._model.rms_norm_eps).astype(self._spec.dtype)
 
-    def rms_norm_logit_rows(self, x: jax.Array, weight: jax.Array, step: StepArrays) -> jax.Array:
-        rows = x[jnp.maximum(step.logit_indices, 0)]  # [L, E]
-        return self.rms_norm(rows, weight, step.num_logits)
+    def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
+        rows = x[jnp.maximum(step.logit_indices, 0)]  # [L, ·]
+        return jnp.where(step.logit_indices[:, None] >= 0, rows, 0)
 
     def linear(
         self,
@@ -80,41 +120,85 @@ class ReferenceOps:
     ) -> jax.Array:
         del num_out, count  # the weight tells, and every row is computed
         y = _matmul(x, weight)
-        return y.astype(self._spec.dtype) if residual is None else residual + y
+        if residual is None:
+            return y.astype(self._spec.dtype)
+        return residual + y * np.float32(self._model.residual_scale)
+
+    def linear_norm_add(
+        self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        del count
+        return residual + rms_norm(_matmul(x, weight), norm, self._model.rms_norm_eps)
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         del count
         gate, up = jnp.split(_matmul(x, weight), 2, axis=-1)  # [T, F] each
-        return (jax.nn.silu(gate) * up).astype(self._spec.dtype)
+        return (_ACTIVATIONS[self._model.activation](gate) * up).astype(self._spec.dtype)
+
+    def route_experts(self, x: jax.Array, router: Linear, count: jax.Array) -> ExpertChoice:
+        del count
+        return choose_experts(_matmul(x, router), Routing.of(self._model))
+
+    def grouped_gated_linear(
+        self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
+    ) -> jax.Array:
+        del count
+        activation = _ACTIVATIONS[self._model.activation]
+        return grouped_gated_linear(x, weight, choice.ids, activation)
+
+    def grouped_linear(
+        self,
+        x: jax.Array,
+        weight: Linear,
+        choice: ExpertChoice,
+        residual: jax.Array,
+        count: jax.Array,
+    ) -> jax.Array:
+        del count
+        return grouped_linear(x, weight, choice, residual)
 
     def rope_append_attend(
         self,
         qkv: jax.Array,
         pool: KVPool,
-        norms: tuple[jax.Array, jax.Array] | None,
-        rope: jax.Array,
+        factors: HeadFactors,
         step: StepArrays,
+        layer: AttendingLayer,
     ) -> tuple[jax.Array, KVPool]:
         model = self._model
         heads = qkv.astype(jnp.float32).reshape(len(qkv), -1, model.head_dim)  # [T, H, D]
         query, key, value = jnp.split(
             heads, [model.num_heads, model.num_heads + model.num_kv_heads], axis=1
         )
-        if norms is not None:
-            query = rms_norm(query, norms[0], model.rms_norm_eps)
-            key = rms_norm(key, norms[1], model.rms_norm_eps)
-        factors = rope[step.positions]  # [T, rotary_dim]
-        query = rotate(query, factors).astype(self._spec.dtype)
-        key = rotate(key, factors).astype(self._spec.dtype)
-        pool = _append(pool, key, value.astype(self._spec.dtype), step.slot_mapping)
+        if factors.norms is not None:
+            query_norm, key_norm = factors.norms
+            query = norm_heads(query, query_norm, model.rms_norm_eps)
+            key = norm_heads(key, key_norm, model.rms_norm_eps)
+        turns = factors.rope[step.positions]  # [T, rotary_dim]
+        query = rotate(query, turns).astype(self._spec.dtype)
+        key = rotate(key, turns).astype(self._spec.dtype)
+        pool = _append(pool, key, value.astype(self._spec.dtype), (step.slot_mapping, layer.index))
         grouped = query.reshape(len(qkv), model.num_kv_heads, -1, model.head_dim)
-        out = self._attend(grouped, pool, step)
+        out = self._attend(grouped, pool, step, layer)
         return out.reshape(len(qkv), -1).astype(self._spec.dtype), pool
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
-        return choose_tokens(_matmul(x, head), step.sampling)
+        logits = self._shape_logits(_matmul(x, head))
+        ruled = apply_rules(logits, step, self._spec.page_size)
+        return choose_tokens(logits, step.sampling, ruled)
 
-    def _attend(self, query: jax.Array, pool: KVPool, step: StepArrays) -> jax.Array:
+    def _shape_logits(self, logits: jax.Array) -> jax.Array:
+        """Divided, then capped; what is not finite stays so, for its row to be told by."""
+        model = self._model
+        if model.logit_divisor != 1.0:
+            logits = logits / np.float32(model.logit_divisor)
+        if model.logit_soft_cap is None:
+            return logits
+        return jnp.where(jnp.isfinite(logits), soft_cap(logits, model.logit_soft_cap), logits)
+
+    def _attend(
+        self, query: jax.Array, pool: KVPool, step: StepArrays, layer: AttendingLayer
+    ) -> jax.Array:
         """Online softmax over blocks at absolute positions: [T, Hkv, G, D] to the same, float32."""
         limits = jnp.where(step.slot_mapping >= 0, step.positions + 1, 0)  # [T]
         shape = query.shape[:3]
@@ -128,8 +212,10 @@ class ReferenceOps:
             starts = self._block_start(block, step)  # [T]
             positions = starts[:, None] + jnp.arange(BLOCK)  # [T, B]
             valid = (positions >= 0) & (positions < limits[:, None])
-            slots = self._slots(positions, valid, step)
-            return self._attend_block(query, pool, slots, valid, state)
+            if layer.window is not None:
+                valid &= positions >= limits[:, None] - layer.window
+            places = (self._slots(positions, valid, step), layer.index)
+            return self._attend_block(query, pool, places, valid, state)
 
         _, total, out = jax.lax.fori_loop(0, self._num_blocks(limits), body, state)
         return jnp.where(limits[:, None, None, None] > 0, out / total[..., None], 0.0)
@@ -149,25 +235,25 @@ class ReferenceOps:
         pages = step.page_table[step.token_rows[:, None], index]  # [T, B]
         return jnp.where(valid, pages * size + positions % size, 0)
 
-    def _load(
-        self, pool: KVPool, slots: jax.Array, valid: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values at slots [T, B]: [T, B, Hkv, D]. Lanes not valid are loaded as zero."""
         lanes = valid[:, :, None, None]
-        return jnp.where(lanes, pool.keys[slots], 0), jnp.where(lanes, pool.values[slots], 0)
+        return jnp.where(lanes, pool.keys[places], 0), jnp.where(lanes, pool.values[places], 0)
 
     def _attend_block(
         self,
         query: jax.Array,
         pool: KVPool,
-        slots: jax.Array,
+        places: Places,
         valid: jax.Array,
         state: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
         """One step of the online softmax; a token none of whose lanes is valid is untouched."""
         maximum, total, out = state
-        keys, values = self._load(pool, slots, valid)  # [T, B, Hkv, D]
+        keys, values = self._load(pool, places, valid)  # [T, B, Hkv, D]
         scores = _einsum("tkgd,tbkd->tkgb", query, keys) * self._spec.attention_scale
+        if self._model.attention_soft_cap is not None:
+            scores = soft_cap(scores, self._model.attention_soft_cap)
         mask = valid[:, None, None, :]
         scores = jnp.where(mask, scores, -jnp.inf)
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
@@ -189,6 +275,20 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * scale * weight
 
 
+def norm_heads(heads: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """`rms_norm` of heads [T, H, D]: each alone, or all of a token's together where the weight has
+    H D values.
+    """
+    if weight.shape[0] == heads.shape[-1]:
+        return rms_norm(heads, weight, eps)
+    return rms_norm(heads.reshape(len(heads), -1), weight, eps).reshape(heads.shape)
+
+
+def soft_cap(values: jax.Array, cap: float) -> jax.Array:
+    """Values pressed smoothly into (-cap, cap)."""
+    return jnp.tanh(values / np.float32(cap)) * np.float32(cap)
+
+
 def rotate(heads: jax.Array, factors: jax.Array) -> jax.Array:
     """Rotary embedding (Su et al., 2021) of the first rotary_dim values: heads [T, H, D].
 
@@ -201,12 +301,13 @@ def rotate(heads: jax.Array, factors: jax.Array) -> jax.Array:
     return jnp.concatenate(turned, axis=-1)
 
 
-def _append(pool: KVPool, key: jax.Array, value: jax.Array, slots: jax.Array) -> KVPool:
+def _append(pool: KVPool, key: jax.Array, value: jax.Array, places: Places) -> KVPool:
     """Writes key and value [T, Hkv, D] at their slots [T]; padding is dropped."""
-    places = jnp.where(slots >= 0, slots, pool.keys.shape[0])
+    slots, layer = places
+    slots = jnp.where(slots >= 0, slots, pool.keys.shape[0])
     return KVPool(
-        pool.keys.at[places].set(key, mode="drop"),
-        pool.values.at[places].set(value, mode="drop"),
+        pool.keys.at[slots, layer].set(key, mode="drop"),
+        pool.values.at[slots, layer].set(value, mode="drop"),
     )
 
 

@@ -11,26 +11,48 @@ Legend: L logit rows · V vocabulary.
 import jax
 import jax.numpy as jnp
 
-from cadenza.backends.xla.ops.table import NUM_TOP, SamplingArrays
+from cadenza.backends.xla.ops.table import (
+    NUM_TOP,
+    STATE_CHOSEN,
+    STATE_NONE_ALLOWED,
+    STATE_NOT_FINITE,
+    SamplingArrays,
+)
 
 _KEY_BITS = 32
 
 
-def choose_tokens(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
-    """Logits [L, V] float32 to the step's int32 result [L, C] (columns: `ops.table`)."""
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # ties: the lowest id
+def choose_tokens(
+    logits: jax.Array, sampling: SamplingArrays, ruled: jax.Array | None = None
+) -> jax.Array:
+    """Logits [L, V] float32 to the step's int32 result [L, C] (columns: `ops.table`).
+
+    What is chosen follows from `ruled` [L, V], the logits as the rows' rules leave them; what is
+    reported of it, from `logits`. A row with a target reports that token instead.
+    """
+    choices = logits if ruled is None else ruled
+    greedy = jnp.argmax(choices, axis=-1).astype(jnp.int32)  # ties: the lowest id
     tokens = jax.lax.cond(
         jnp.any(sampling.temperature > 0),
-        lambda: jnp.where(sampling.temperature > 0, _draw(logits, sampling), greedy),
+        lambda: jnp.where(sampling.temperature > 0, _draw(choices, sampling), greedy),
         lambda: greedy,
     )
-    finite = jnp.all(jnp.isfinite(logits), axis=-1).astype(jnp.int32)
+    tokens = jnp.where(sampling.targets >= 0, sampling.targets, tokens)
     details = jax.lax.cond(
         jnp.any(sampling.num_logprobs >= 0),
         lambda: _describe(logits, tokens),
         lambda: jnp.zeros((len(logits), 2 + 2 * NUM_TOP), jnp.int32),
     )
-    return jnp.concatenate([tokens[:, None], finite[:, None], details], axis=1)
+    state = _state(logits, choices, sampling)
+    return jnp.concatenate([tokens[:, None], state[:, None], details], axis=1)
+
+
+def _state(logits: jax.Array, choices: jax.Array, sampling: SamplingArrays) -> jax.Array:
+    """The rows' states [L]."""
+    none_allowed = (sampling.has_rules > 0) & ~jnp.any(choices > -jnp.inf, axis=-1)
+    state = jnp.where(none_allowed, STATE_NONE_ALLOWED, STATE_CHOSEN)
+    is_finite = jnp.all(jnp.isfinite(logits), axis=-1)
+    return jnp.where(is_finite, state, STATE_NOT_FINITE).astype(jnp.int32)
 
 
 def token_noise(keys: jax.Array, vocab_size: int) -> jax.Array:
@@ -63,18 +85,17 @@ def _draw(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
 
 
 def _kept(scaled: jax.Array, sampling: SamplingArrays) -> jax.Array:
-    """Which tokens top-k, then top-p, then min-p leave: [L, V]. Equal logits share their fate."""
+    """Which tokens min-p, then top-k, then top-p leave: [L, V]. Equal logits share their fate."""
     order = _ordered(scaled)
     vocab_size = scaled.shape[1]
-    top_k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab_size), vocab_size)
-    floor_k = _highest_floor(order, jnp.ones(scaled.shape, jnp.float32), top_k.astype(jnp.float32))
-    in_top_k = order >= floor_k[:, None]
     maximum = jnp.max(scaled, axis=-1, keepdims=True)
-    mass = jnp.where(in_top_k, jnp.exp(scaled - maximum), 0.0)
+    kept = scaled >= maximum + jnp.log(sampling.min_p)[:, None]
+    top_k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab_size), vocab_size)
+    floor_k = _highest_floor(order, kept.astype(jnp.float32), top_k.astype(jnp.float32))
+    kept &= order >= floor_k[:, None]
+    mass = jnp.where(kept, jnp.exp(scaled - maximum), 0.0)
     floor_p = _highest_floor(order, mass, sampling.top_p * jnp.sum(mass, axis=-1))
-    in_top_p = (order >= floor_p[:, None]) | (sampling.top_p >= 1)[:, None]
-    in_min_p = scaled >= maximum + jnp.log(sampling.min_p)[:, None]
-    return in_top_k & in_top_p & in_min_p
+    return kept & ((order >= floor_p[:, None]) | (sampling.top_p >= 1)[:, None])
 
 
 def _ordered(values: jax.Array) -> jax.Array:

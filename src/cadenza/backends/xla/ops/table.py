@@ -5,9 +5,10 @@ are tested against it. Invariant (solo-exactness): the order of the reductions b
 element follows from the weight's shape alone, never from the batch.
 
 Legend: T padded tokens · R rows · L logit rows · E embed · F MLP · N out · K in · Hq/Hkv heads ·
-D head size · V vocabulary · P pages a row · C output columns.
+D head size · V vocabulary · P pages a row · C output columns · X experts · A experts of a token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -20,9 +21,13 @@ from cadenza.checkpoint.model_config import ModelConfig
 NUM_TOP = 20
 """Top log probabilities a step can report (`--max-logprobs`)."""
 
-COLUMN_TOKEN, COLUMN_FINITE, COLUMN_LOGPROB, COLUMN_RANK, COLUMN_TOP = range(5)
+COLUMN_TOKEN, COLUMN_STATE, COLUMN_LOGPROB, COLUMN_RANK, COLUMN_TOP = range(5)
 NUM_COLUMNS = COLUMN_TOP + 2 * NUM_TOP
-"""Of a step's int32 result: token, finite flag, logprob bits, rank, top ids, top logprob bits."""
+"""Of a step's int32 result: token, row state, logprob bits, rank, top ids, top logprob bits."""
+
+
+STATE_NOT_FINITE, STATE_CHOSEN, STATE_NONE_ALLOWED = range(3)
+"""The row's logits held a NaN or an infinity · a token was chosen · its rules allow no token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,7 @@ class DecoderSpec:
 
     @property
     def attention_scale(self) -> float:
-        return self.model.head_dim**-0.5
+        return self.model.attention_scale or self.model.head_dim**-0.5
 
 
 class Linear(NamedTuple):
@@ -45,8 +50,40 @@ class Linear(NamedTuple):
     bias: Any | None  # [N]
 
 
+class ExpertChoice(NamedTuple):
+    """The experts of each token, and what their outputs are multiplied by before they are summed.
+
+    All weights of a token are NaN where its router's logits give none.
+    """
+
+    ids: jax.Array  # [T, A]
+    weights: jax.Array  # [T, A]
+
+
+class HeadFactors(NamedTuple):
+    """What makes query and key heads of a projection: the weights of their norms, and the rope.
+
+    A norm of D values is each head's own; one of all heads' values spans them.
+    """
+
+    norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]
+    rope: Any  # [positions, rotary_dim] of cosines, then sines; no columns turn nothing
+
+
+@dataclass(frozen=True, slots=True)
+class AttendingLayer:
+    """Which layer's keys and values a call means, and how many tokens each of its tokens sees at
+    most, itself included; None is all.
+    """
+
+    index: int
+    window: int | None = None
+
+
 class KVPool(NamedTuple):
-    """One layer's pages; the layout inside is the table's own."""
+    """All layers' pages, one behind the other along the first axis; the rest of the layout is the
+    table's own.
+    """
 
     keys: Any
     values: Any
@@ -61,6 +98,15 @@ class SamplingArrays(NamedTuple):
     min_p: jax.Array  # [L]
     keys: jax.Array  # [L, 2]
     num_logprobs: jax.Array  # [L]
+    has_rules: jax.Array  # [L]
+    targets: jax.Array  # [L]
+
+
+class RuleArrays(NamedTuple):
+    """What rows may choose (`core.token_rules`), and the token at each KV slot."""
+
+    records: jax.Array  # [R, W]
+    history: jax.Array  # [slots]
 
 
 class StepArrays(NamedTuple):
@@ -78,6 +124,7 @@ class StepArrays(NamedTuple):
     logit_rows: jax.Array  # [L]
     page_table: jax.Array  # [R, P]
     sampling: SamplingArrays
+    rules: RuleArrays | None = None  # without them no row has any
 
 
 class OpTable(Protocol):
@@ -104,20 +151,34 @@ class OpTable(Protocol):
         """Gate and up [F, E], for `gated_linear`."""
         ...
 
+    def load_experts_gate_up(
+        self, experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+    ) -> Linear:
+        """Gate and up [F, E] of each expert, for `grouped_gated_linear`."""
+        ...
+
+    def load_experts_down(self, experts: Sequence[npt.NDArray[Any]]) -> Linear:
+        """Each expert's weight [E, F], for `grouped_linear`."""
+        ...
+
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
-        """One layer's pages, every element `fill`; traced."""
+        """Pages of all layers, every element `fill`; traced."""
         ...
 
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
-        """Residual stream [T, E], float32."""
+        """Residual stream [T, E], float32, scaled by the model's `embedding_scale`."""
+        ...
+
+    def to_activations(self, x: jax.Array) -> jax.Array:
+        """[T, E] float32 to activations."""
         ...
 
     def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
         """x / rms(x) * weight, [·, E] float32 to activations; the first `count` rows matter."""
         ...
 
-    def rms_norm_logit_rows(self, x: jax.Array, weight: jax.Array, step: StepArrays) -> jax.Array:
-        """`rms_norm` of the rows of x [T, E] whose logits are wanted: activations [L, E]."""
+    def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
+        """The rows of x [T, ·] whose logits are wanted: [L, ·], of which `num_logits` matter."""
         ...
 
     def linear(
@@ -128,30 +189,61 @@ class OpTable(Protocol):
         count: jax.Array,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        """[·, K] to [·, N]: activations, or float32 `residual` + x W when one is given."""
+        """[·, K] to [·, N]: activations, or float32 `residual` + `residual_scale` x W."""
+        ...
+
+    def linear_norm_add(
+        self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        """Float32 `residual` [·, N] + the norm of x W."""
         ...
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
-        """silu(x Wg) * (x Wu), [T, E] to activations [T, F]."""
+        """activation(x Wg) * (x Wu), [T, E] to activations [T, F]."""
+        ...
+
+    def route_experts(self, x: jax.Array, router: Linear, count: jax.Array) -> ExpertChoice:
+        """The experts of x [T, E] with the largest logits, as the model's `experts` weighs them,
+        times its `residual_scale`. Ties go to the lowest id.
+        """
+        ...
+
+    def grouped_gated_linear(
+        self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
+    ) -> jax.Array:
+        """`gated_linear` by each of a token's experts: [T, E] to activations [T, A, F]."""
+        ...
+
+    def grouped_linear(
+        self,
+        x: jax.Array,
+        weight: Linear,
+        choice: ExpertChoice,
+        residual: jax.Array,
+        count: jax.Array,
+    ) -> jax.Array:
+        """Float32 `residual` [T, E] + the weighted sum over a token's experts, x [T, A, F]."""
         ...
 
     def rope_append_attend(
         self,
         qkv: jax.Array,
         pool: KVPool,
-        norms: tuple[jax.Array, jax.Array] | None,
-        rope: jax.Array,
+        factors: HeadFactors,
         step: StepArrays,
+        layer: AttendingLayer,
     ) -> tuple[jax.Array, KVPool]:
-        """Normalises (where `norms`) and rotates q and k, writes k and v at their slots, attends.
+        """Normalises and rotates q and k, writes k and v at their slots, attends.
 
-        qkv [T, (Hq + 2 Hkv) D], rope [positions, rotary_dim] of cosines then sines; gives
-        activations [T, Hq D] and the pool, updated in place.
+        qkv [T, (Hq + 2 Hkv) D].
+        Gives activations [T, Hq D] and the pool, updated in place.
         """
         ...
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
-        """Logits of x [L, E] and each row's choice: int32 [L, C]."""
+        """Logits of x [L, E], divided and capped as the model's are, and each row's choice:
+        int32 [L, C]. A logit that is not finite stays so under a cap.
+        """
         ...
 
 

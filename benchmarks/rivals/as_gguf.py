@@ -1,0 +1,99 @@
+"""A random checkpoint of a Llama shape as GGUF, so that llama.cpp can be measured beside.
+
+    pip install gguf
+    python benchmarks/rivals/as_gguf.py FOLDER OUT.gguf
+
+FOLDER is one of `cadenza bench make-checkpoint --shape smollm2-135m FOLDER`. Weights become
+bfloat16, norms float32. Rows of queries and keys keep their order, where llama.cpp expects another:
+random weights compute the same amount either way, and no text is compared.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+from safetensors import safe_open
+
+LAYER_PARTS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def name_of(tensor: str) -> str:
+    """llama.cpp's name of a tensor."""
+    if tensor == "model.embed_tokens.weight":
+        return "token_embd.weight"
+    if tensor == "model.norm.weight":
+        return "output_norm.weight"
+    layer, _, part = tensor.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{LAYER_PARTS[part.removesuffix('.weight')]}.weight"
+
+
+def add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocab_size: int) -> None:
+    texts = {index: text for text, index in tokenizer["model"]["vocab"].items()}
+    controls = {each["id"]: each["content"] for each in tokenizer["added_tokens"]}
+    kinds = [gguf.TokenType.NORMAL, gguf.TokenType.CONTROL]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(
+        [controls.get(i) or texts.get(i, f"<unused{i}>") for i in range(vocab_size)]
+    )
+    writer.add_token_types([kinds[i in controls] for i in range(vocab_size)])
+    merges = tokenizer["model"].get("merges") or ["a b"]
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(False)
+
+
+def main(folder: Path, out: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(out, "llama")
+    add_shape(writer, config)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    add_tokenizer(writer, tokenizer, config["vocab_size"])
+    with safe_open(folder / "model.safetensors", framework="numpy") as weights:
+        for name in sorted(weights.keys()):
+            values = weights.get_tensor(name)
+            if values.ndim == 1:
+                writer.add_tensor(name_of(name), values.astype(np.float32))
+            else:
+                raw = values.astype(ml_dtypes.bfloat16).view(np.uint8)
+                kind = gguf.GGMLQuantizationType.BF16
+                writer.add_tensor(name_of(name), raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

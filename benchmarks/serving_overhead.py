@@ -1,0 +1,107 @@
+"""What HTTP costs: the tokens a second of `cadenza serve` as a share of those of `LLM`.
+
+    python benchmarks/serving_overhead.py [--shape smollm2-135m] [--num-requests 192]
+
+Random weights of the shape, kept in the cache folder. Both sides get the requests of `cadenza bench
+serve` and have as many rows as there are clients; the client runs on the same machine. They take
+turns, so that a change of the machine's speed meets both; shares are of neighbouring runs.
+"""
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cadenza import LLM, SamplingParams
+from cadenza.bench.checkpoints import cached_folder, ensure_checkpoint, random_weights
+from cadenza.bench.serve import ServeOptions, measure_serving
+from cadenza.bench.serve_figures import LoadFigures
+from cadenza.bench.serve_workload import ServeWorkload
+from cadenza.engine.build import cache_folder
+
+MAX_MODEL_LEN = 1024
+
+
+def folder_of(shape: str) -> Path:
+    """Where the random checkpoint is, made now if need be."""
+    weights = random_weights(shape)
+    folder = cached_folder(weights, shape, cache_folder())
+    ensure_checkpoint(weights, folder, lambda *_: None)
+    return folder
+
+
+@contextmanager
+def serving(folder: Path, num_rows: int) -> Generator[str]:
+    """The address of a server of this model."""
+    code = "from cadenza.cli import main; main()"
+    flags = ["--port", "0", "--disable-log-requests", "--max-num-seqs", str(num_rows)]
+    command = [sys.executable, "-c", code, "serve", str(folder), *flags]
+    command += ["--max-model-len", str(MAX_MODEL_LEN)]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    url = None
+    try:
+        for line in server.stderr:
+            url = url or re.search(r"http://[\d.:]+", line)
+            if "engine ready" in line:
+                break
+        assert url is not None, "the server has not started; see what it said"
+        yield url.group()
+    finally:
+        server.terminate()
+        server.communicate()
+
+
+def served(folder: Path, concurrency: int, num_requests: int, seed: int) -> LoadFigures:
+    with serving(folder, concurrency) as url:
+        options = ServeOptions(
+            url=url, concurrency=(concurrency,), num_requests=num_requests, seed=seed
+        )
+        found = measure_serving(options, lambda *_: None)
+        assert found.num_failures == 0
+        return found.loads[0]
+
+
+def offline_tok_s(folder: Path, concurrency: int, num_requests: int, seed: int) -> float:
+    planned = ServeWorkload(num_requests=num_requests, seed=seed, part=1).requests()
+    params = [
+        SamplingParams(max_tokens=each.max_tokens, temperature=0.0, ignore_eos=True)
+        for each in planned
+    ]
+    prompts = [list(each.prompt_token_ids) for each in planned]
+    with LLM(folder, max_num_seqs=concurrency, max_model_len=MAX_MODEL_LEN) as llm:
+        llm.generate(prompts[0], params[0])
+        start_s = time.perf_counter()
+        llm.generate(prompts, params)
+        return sum(each.max_tokens for each in planned) / (time.perf_counter() - start_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="smollm2-135m")
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--num-requests", type=int, default=192)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    load_of = (folder_of(arguments.shape), arguments.concurrency, arguments.num_requests)
+    shares: list[float] = []
+    for repeat in range(arguments.repeats):
+        load = served(*load_of, repeat)
+        alone = offline_tok_s(*load_of, repeat)
+        shares.append(load.output_tok_s / alone)
+        print(
+            f"served {load.output_tok_s:6.0f} tok/s, LLM {alone:6.0f} tok/s: {shares[-1]:.0%}; "
+            f"us a token: client {load.client_us_per_token:.0f}, "
+            f"server {load.server_us_per_token:.0f}",
+            flush=True,
+        )
+    print(f"median: serving costs {1 - statistics.median(shares):.0%}")
+
+
+if __name__ == "__main__":
+    main()

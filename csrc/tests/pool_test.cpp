@@ -1,0 +1,184 @@
+// The pool: every unit once, whoever claims it; and a result that does not know in which order.
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+
+#include "tests/check.h"
+#include "tests/data.h"
+
+namespace cadenza::tests {
+namespace {
+
+struct Counts {
+  std::vector<std::atomic<int>> done;
+  int slow_worker;  // spins, so that the others finish first and take from its share
+  explicit Counts(int64_t units, int slow) : done(size_t(units)), slow_worker(slow) {}
+};
+
+void count_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
+  auto& counts = *const_cast<Counts*>(static_cast<const Counts*>(context));
+  if (worker.index == counts.slow_worker) {
+    for (volatile int i = 0; i < 20000; i++) {
+    }
+  }
+  for (int64_t unit = begin; unit < end; unit++) counts.done[size_t(unit)]++;
+}
+
+TEST(every_unit_is_computed_once_whoever_claims_it) {
+  for (const auto& executor : context.executors) {
+    for (int64_t units : {1, 2, 3, 5, 31, 64, 257, 1000}) {
+      for (int64_t chunk : {1, 7, 32}) {
+        for (int slow = 0; slow < executor->num_threads(); slow++) {
+          Counts counts(units, slow);
+          Executor::Lease lease(*executor);
+          lease.run({count_units, &counts, units, chunk}, true);
+          for (const auto& times : counts.done) CHECK(times.load() == 1);
+        }
+      }
+    }
+  }
+}
+
+TEST(a_share_is_claimed_from_both_ends_until_nothing_is_left) {
+  Share share;
+  share.open({10, 20});
+  Share::Units front = share.claim_front(32), back = share.claim_back(2);
+  CHECK(front.begin == 10 && front.end == 15);
+  CHECK(back.begin == 18 && back.end == 20);
+  int64_t left = 0;
+  for (;;) {
+    Share::Units units = share.claim_back(1);
+    if (units.empty()) break;
+    left += units.end - units.begin;
+  }
+  CHECK(left == 3);
+  CHECK(share.claim_front(1).empty());
+}
+
+// Weights named by where they lie; nothing is read of them.
+Weight weight_at(int64_t address, int64_t panels) {
+  return {reinterpret_cast<const char*>(address), panels, 1 << 12};
+}
+
+TEST(a_trail_tells_what_was_read_next_the_last_time) {
+  const Weight first = weight_at(1 << 20, 4), second = weight_at(2 << 20, 5);
+  const Weight third = weight_at(3 << 20, 6);
+  WeightTrail trail;
+  for (const Weight& each : {first, second, third}) CHECK(trail.advance(each).data == nullptr);
+  CHECK(trail.advance(first).data == second.data);
+  CHECK(trail.advance(third).panels == first.panels);  // another way: the last one counts
+  CHECK(trail.advance(first).data == third.data);
+}
+
+TEST(what_threads_fetch_early_lies_in_their_own_shares) {
+  const Weight weight = weight_at(1 << 20, 7);
+  const char* end = weight.data;
+  for (int index = 0; index < 3; index++) {
+    Upcoming mine = upcoming_for(weight, index, 3);
+    CHECK(mine.at == end);
+    end = mine.end;
+  }
+  CHECK(end == weight.data + 7 * weight.panel_bytes);
+  Upcoming bounded = upcoming_for(weight_at(1 << 20, 1 << 10), 1, 2);
+  CHECK(bounded.end - bounded.at == kMaxUpcoming);
+  CHECK(upcoming_for(Weight{}, 1, 2).empty());
+}
+
+struct Seen {
+  std::atomic<bool> is_wrong{false};
+  int64_t units, threads;
+  Weight next;
+};
+
+void see_worker(const void* context, int64_t begin, int64_t, Worker& worker) {
+  auto& seen = *const_cast<Seen*>(static_cast<const Seen*>(context));
+  const char* first =
+      seen.next.data + seen.next.panels * worker.index / seen.threads * seen.next.panel_bytes;
+  if (worker.next.at != first) seen.is_wrong = true;
+  if (worker.share_end != seen.units * (worker.index + 1) / seen.threads) seen.is_wrong = true;
+  if (begin >= seen.units) seen.is_wrong = true;
+}
+
+TEST(a_worker_knows_the_end_of_its_share_and_what_comes_next) {
+  for (const auto& executor : context.executors) {
+    if (executor->num_threads() == 1) continue;
+    for (int64_t units : {2, 9, 100}) {
+      Seen seen{{false}, units, executor->num_threads(), weight_at(1 << 20, units)};
+      Executor::Lease lease(*executor);
+      lease.run({see_worker, &seen, units, 4, seen.next}, true);
+      CHECK(!seen.is_wrong);
+    }
+  }
+}
+
+// A system's files, in a folder that goes away with it.
+class Files {
+ public:
+  Files() {
+    std::string name = (std::filesystem::temp_directory_path() / "cadenza-XXXXXX").string();
+    CHECK(mkdtemp(name.data()) != nullptr);
+    root_ = name;
+  }
+  ~Files() { std::filesystem::remove_all(root_); }
+  Files& with(const std::string& path, const std::string& text) {
+    std::filesystem::create_directories((root_ + path).substr(0, (root_ + path).rfind('/')));
+    std::ofstream(root_ + path) << text;
+    return *this;
+  }
+  int cores() const { return cgroup_cores(root_); }
+
+ private:
+  std::string root_;
+};
+
+TEST(a_control_groups_quota_is_the_number_of_cores) {
+  const std::string limit = "/sys/fs/cgroup/cpu.max";
+  CHECK(Files().cores() == 256);
+  CHECK(Files().with(limit, "max 100000").cores() == 256);
+  CHECK(Files().with(limit, "garbage").cores() == 256);
+  CHECK(Files().with(limit, "200000 100000").cores() == 2);
+  CHECK(Files().with(limit, "350000 100000").cores() == 4);
+  CHECK(Files().with(limit, "1000 100000").cores() == 1);
+  const std::string old = "/sys/fs/cgroup/cpu/cpu.cfs_";
+  CHECK(Files().with(old + "quota_us", "300000").with(old + "period_us", "100000").cores() == 3);
+  CHECK(Files().with(old + "quota_us", "-1").with(old + "period_us", "100000").cores() == 256);
+}
+
+// As a service's or a user's limit lies: on a group that this process's group is in.
+TEST(the_quotas_of_all_groups_above_count) {
+  const std::string groups = "/proc/self/cgroup", mount = "/sys/fs/cgroup";
+  Files nested;
+  nested.with(groups, "1:name=systemd:/x\n0::/system/server\n").with(mount + "/x/cpu.max", "1 1");
+  CHECK(nested.cores() == 256);
+  CHECK(nested.with(mount + "/system/cpu.max", "500000 100000").cores() == 5);
+  CHECK(nested.with(mount + "/system/server/cpu.max", "300000 100000").cores() == 3);
+  CHECK(nested.with(mount + "/cpu.max", "200000 100000").cores() == 2);
+  Files old;
+  old.with(groups, "4:cpu,cpuacct:/box\n").with(mount + "/cpu/box/cpu.cfs_quota_us", "400000");
+  CHECK(old.with(mount + "/cpu/box/cpu.cfs_period_us", "100000").cores() == 4);
+  for (const char* hostile : {"0::/../../etc", "0::", "::::", "0::/", ":", "0::relative"}) {
+    CHECK(Files().with(groups, hostile).cores() == 256);
+  }
+}
+
+// Equal logits everywhere: the lowest id wins although its panel comes last.
+TEST(ties_go_to_the_lowest_id_when_panels_are_claimed_backwards) {
+  constexpr int64_t kVocab = 4 * kPanel, kWidth = 16;
+  std::vector<float> x(kWidth, 1.0f);
+  Aligned packed(packed_bytes(kVocab, kWidth, DType::kF32, false));
+  std::vector<float> rows(size_t(kVocab * kWidth), 0.5f);
+  pack(*context.executors[0],
+       {{{rows.data(), DType::kF32, kVocab, kWidth}}, kWidth, packed.data(), DType::kF32, false});
+  LinearTask product{1, kVocab, kWidth, x.data(), packed.data(), nullptr, nullptr, nullptr, false};
+  RowBest best{-__builtin_inff(), 0x7fffffff, 0};
+  float* kept = nullptr;
+  LogitsTask task{product, {}, &best, &kept};
+  Arena arena;
+  Worker worker{0, arena};
+  UnitFn logits = context.kernels.logits[static_cast<int>(DType::kF32)];
+  for (int64_t panel = 3; panel >= 0; panel--) logits(&task, panel, panel + 1, worker);
+  CHECK(best.id == 0);
+}
+
+}  // namespace
+}  // namespace cadenza::tests

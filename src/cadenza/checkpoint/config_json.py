@@ -1,0 +1,304 @@
+"""A config.json, read and written: `parse_model_config` and `format_model_config`.
+
+Owns what every family's file has in common, and the list of settings that change a model's
+arithmetic. Knows no family's own settings. Invariant: a setting of that list which is in use is
+either one that the family reads, or refused by name; all others are ignored.
+"""
+
+from collections.abc import Mapping
+
+from cadenza.checkpoint.dtypes import WEIGHT_DTYPES, WeightDType
+from cadenza.checkpoint.families import FAMILIES, Family
+from cadenza.checkpoint.json_object import JsonObject, shorten
+from cadenza.checkpoint.model_config import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB_SIZE,
+    MAX_WIDTH,
+    Activation,
+    ModelConfig,
+)
+from cadenza.checkpoint.rope_config import MAX_POSITIONS, RopeRules, format_rope
+from cadenza.errors import CheckpointError
+
+MAX_EOS_IDS = 64
+
+_SUPPORTED = "supported are " + ", ".join(family.architecture for family in FAMILIES.values())
+
+_REFUSED: dict[str, str] = {
+    "auto_map": "code from a checkpoint is never run; use a checkpoint that needs none",
+    "quantization_config": "quantised checkpoints are not read; use the unquantised one",
+    "compression_config": "compressed checkpoints are not read; use the uncompressed one",
+    "is_encoder_decoder": "encoder-decoder models are not supported",
+    "vision_config": "models that see images are not supported; use a text-only checkpoint",
+    "audio_config": "models that hear are not supported; use a text-only checkpoint",
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts"),
+        "models of this type are not computed with experts; use a checkpoint without them",
+    ),
+    **dict.fromkeys(
+        (
+            "n_shared_experts",
+            "num_shared_experts",
+            "shared_expert_intermediate_size",
+            "shared_intermediate_size",
+        ),
+        "experts that all tokens share are not supported; use a checkpoint without them",
+    ),
+}
+"""Settings that no family reads, and what to do about them."""
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "qkv_bias": (False,),
+    "use_bias": (False,),
+    "lm_head_bias": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "attention_multiplier": (),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "scale_depth": (),
+    "dim_model_base": (),
+    "mup_base_width": (),
+    "sliding_window": (),
+    "sliding_window_pattern": (),
+    "no_rope_layers": ([],),
+    "no_rope_layer_interval": (0,),
+    "attention_chunk_size": (),
+    "attn_temperature_tuning": (False,),
+    "clip_qkv": (),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "use_bidirectional_attention": (False,),
+    "is_causal": (True,),
+    "alibi": (False,),
+    "use_mrope": (False,),
+    "rope_interleaved": (False,),
+    "rope_local_base_freq": (),
+    "rotary_pct": (1,),
+    "kv_lora_rank": (),
+    "q_lora_rank": (),
+    "use_parallel_residual": (False,),
+    "parallel_attn": (False,),
+    "full_attn_mod": (1,),
+    "scoring_func": ("softmax",),
+    "topk_method": ("greedy",),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "routed_scaling_factor": (1,),
+    "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
+    "use_expert_bias": (False,),
+    "moe_router_enable_expert_bias": (False,),
+    "zero_expert_num": (0,),
+}
+"""Settings that change the arithmetic, each with the values that change nothing."""
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+}
+
+
+def parse_model_config(values: Mapping[str, object]) -> ModelConfig:
+    """Reads the content of a config.json, in the old or the new spelling.
+
+    Raises:
+        CheckpointError: something is missing, out of bounds or not supported; the message says
+            what was found, what is supported and what to do.
+    """
+    raw = JsonObject(values, "config.json")
+    family = _find_family(raw)
+    _refuse_unsupported(raw, family)
+    return family.read(raw, _read_shared(raw, family))
+
+
+def format_model_config(config: ModelConfig) -> dict[str, object]:
+    """The config.json of `config`; `parse_model_config` reads it back unchanged."""
+    family = FAMILIES[config.family]
+    eos = config.eos_token_ids
+    name = next(name for name, known in _ACTIVATIONS.items() if known == config.activation)
+    shared: dict[str, object] = {
+        "architectures": [family.architecture],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        family.activation_key: name,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": format_rope(config.rope, config.head_dim),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "dtype": config.dtype,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "bos_token_id": config.bos_token_id,
+        "pad_token_id": None,
+    }
+    return {**shared, **family.format(config)}
+
+
+def read_token_ids(raw: JsonObject, key: str, vocab_size: int) -> tuple[int, ...]:
+    """A token id or a list of them, as a sorted tuple without repetitions."""
+    value = raw.get(key)
+    ids = raw.items_of(key) if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > MAX_EOS_IDS:
+        raise raw.wrong(key, f"at most {MAX_EOS_IDS} token ids")
+    found: set[int] = set()
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise raw.wrong(key, "a token id or a list of token ids")
+        if not 0 <= token_id < vocab_size:
+            raise CheckpointError(
+                f"{raw.where}: {key} names token {shorten(token_id)}, but the vocabulary has "
+                f"{vocab_size} tokens; correct one of the two"
+            )
+        found.add(token_id)
+    return tuple(sorted(found))
+
+
+def _find_family(raw: JsonObject) -> Family:
+    architectures = raw.items_of("architectures")
+    model_type = raw.text("model_type")
+    if len(architectures) > 1:
+        raise raw.wrong("architectures", "a list with one name")
+    if architectures:
+        name = architectures[0]
+        family = next((each for each in FAMILIES.values() if each.architecture == name), None)
+        if family is None:
+            raise CheckpointError(
+                f"{raw.where}: architecture {shorten(name)} is not supported; {_SUPPORTED}"
+            )
+        if model_type not in (None, family.model_type):
+            raise CheckpointError(
+                f"{raw.where}: architecture {name} does not go with model_type "
+                f"{shorten(model_type)}; correct one of the two"
+            )
+        return family
+    if model_type is None:
+        raise CheckpointError(f"{raw.where} names neither architectures nor model_type; add one")
+    if model_type not in FAMILIES:
+        raise CheckpointError(
+            f"{raw.where}: model_type {shorten(model_type)} is not supported; {_SUPPORTED}"
+        )
+    return FAMILIES[model_type]
+
+
+def _refuse_unsupported(raw: JsonObject, family: Family) -> None:
+    for key, reason in _REFUSED.items():
+        if key not in family.own_keys and raw.get(key) not in (None, False, 0, {}, []):
+            raise CheckpointError(f"{raw.where}: {key} is set; {reason}")
+    for key, neutral in _NEUTRAL.items():
+        if key not in family.own_keys and raw.has(key) and raw.get(key) not in neutral:
+            allowed = f"supported is {shorten(neutral[0])}" if neutral else "it must be absent"
+            raise CheckpointError(
+                f"{raw.where}: {key} is {shorten(raw.get(key))}, which models of type "
+                f"{family.model_type} are not computed with; {allowed}; use another checkpoint"
+            )
+    if "layer_types" not in family.own_keys:
+        for layer_type in raw.items_of("layer_types"):
+            if layer_type != "full_attention":
+                raise CheckpointError(
+                    f"{raw.where}: layer_types names {shorten(layer_type)}; for models of type "
+                    f"{family.model_type} supported is full_attention"
+                )
+
+
+def _read_shared(raw: JsonObject, family: Family) -> ModelConfig:
+    """What the files of all families say alike."""
+    num_heads = raw.whole("num_attention_heads", 1, MAX_HEADS)
+    hidden_size = raw.whole("hidden_size", 1, MAX_WIDTH)
+    vocab_size = raw.whole("vocab_size", 1, MAX_VOCAB_SIZE)
+    head_dim = _read_head_dim(raw, family, hidden_size, num_heads)
+    max_positions = raw.whole(
+        "max_position_embeddings", 1, MAX_POSITIONS, family.default_max_positions
+    )
+    rules = RopeRules(
+        head_dim=head_dim,
+        max_positions=max_positions,
+        default_theta=family.default_rope_theta,
+        default_original=family.default_original_positions,
+        may_be_partial=family.may_be_partly_rotated,
+        aliases=family.rope_aliases,
+    )
+    return ModelConfig(
+        family=family.model_type,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=raw.whole("intermediate_size", 1, MAX_WIDTH),
+        num_layers=raw.whole("num_hidden_layers", 1, MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=_read_num_kv_heads(raw, family, num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=raw.number("rms_norm_eps", 1e-12, 1.0, family.default_norm_eps),
+        rope=family.read_rope(raw, rules),
+        activation=_read_activation(raw, family),
+        tie_word_embeddings=raw.flag("tie_word_embeddings", family.ties_by_default),
+        max_position_embeddings=max_positions,
+        dtype=_read_dtype(raw),
+        eos_token_ids=read_token_ids(raw, "eos_token_id", vocab_size),
+        bos_token_id=next(iter(read_token_ids(raw, "bos_token_id", vocab_size)), None),
+    )
+
+
+def _read_activation(raw: JsonObject, family: Family) -> Activation:
+    key = family.activation_key
+    name = raw.text(key) or family.default_activation
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(
+            f"{raw.where}: {key} {shorten(name)} is not supported; "
+            f"supported are {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _read_head_dim(raw: JsonObject, family: Family, hidden_size: int, num_heads: int) -> int:
+    default = family.default_head_dim
+    if default is None and not raw.has("head_dim"):
+        if hidden_size % num_heads:
+            raise CheckpointError(
+                f"{raw.where}: hidden_size {hidden_size} is not a multiple of num_attention_heads "
+                f"{num_heads}; add head_dim"
+            )
+        default = hidden_size // num_heads
+    head_dim = raw.whole("head_dim", 2, MAX_HEAD_DIM, default)
+    if head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM:
+        raise CheckpointError(
+            f"{raw.where}: a head has {head_dim} values; rotary positions need an even number "
+            f"from 2 to {MAX_HEAD_DIM}; correct head_dim or num_attention_heads"
+        )
+    return head_dim
+
+
+def _read_num_kv_heads(raw: JsonObject, family: Family, num_heads: int) -> int:
+    default = num_heads if family.has_kv_head_for_each_by_default else None
+    num_kv_heads = raw.whole("num_key_value_heads", 1, MAX_HEADS, default)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{raw.where}: num_attention_heads {num_heads} is not a multiple of "
+            f"num_key_value_heads {num_kv_heads}; correct one of the two"
+        )
+    return num_kv_heads
+
+
+def _read_dtype(raw: JsonObject) -> WeightDType:
+    """`dtype`, or `torch_dtype` as it was called; float32 where neither is given."""
+    key = "dtype" if raw.has("dtype") else "torch_dtype"
+    name = (raw.text(key) or "float32").removeprefix("torch.")
+    for dtype in WEIGHT_DTYPES:
+        if dtype == name:
+            return dtype
+    raise raw.wrong(key, "one of " + ", ".join(WEIGHT_DTYPES))

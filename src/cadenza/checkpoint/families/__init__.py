@@ -1,0 +1,38 @@
+"""The families of models that are supported, by their `model_type`.
+
+A family is one small module that reads its config.json into a `ModelConfig`; the arithmetic itself
+is the decoder's, which knows no family. To add one, write its module and list it here.
+"""
+
+from cadenza.checkpoint.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
+from cadenza.checkpoint.families.family import Family
+from cadenza.checkpoint.families.gemma import GEMMA2, GEMMA3
+from cadenza.checkpoint.families.granite import GRANITE
+from cadenza.checkpoint.families.llama import LLAMA
+from cadenza.checkpoint.families.mistral import MINISTRAL, MISTRAL
+from cadenza.checkpoint.families.olmo2 import OLMO2
+from cadenza.checkpoint.families.phi3 import PHI3
+from cadenza.checkpoint.families.qwen import QWEN2, QWEN3
+from cadenza.checkpoint.families.smollm3 import SMOLLM3
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        LLAMA,
+        MISTRAL,
+        MINISTRAL,
+        QWEN2,
+        QWEN3,
+        SMOLLM3,
+        GEMMA2,
+        GEMMA3,
+        PHI3,
+        OLMO2,
+        GRANITE,
+        MIXTRAL,
+        QWEN3_MOE,
+        OLMOE,
+    )
+}
+
+__all__ = ["FAMILIES", "Family"]

@@ -1,0 +1,180 @@
+"""Mixtral, Qwen3-MoE and OLMoE: dense families' layers whose MLPs are mixtures of experts.
+
+Mixtral weighs a token's experts by a softmax over the chosen ones, which is that over all, divided
+by the sum of what was chosen; the others do so where `norm_topk_prob` is set. Only Qwen3-MoE has
+layers without experts: those that `mlp_only_layers` lists, and all but every
+`decoder_sparse_step`-th. OLMoE's clipping of queries, keys and values is refused.
+"""
+
+from dataclasses import replace
+
+from cadenza.checkpoint.families.family import Family
+from cadenza.checkpoint.families.layer_types import read_window, shortest_pattern, window_of
+from cadenza.checkpoint.json_object import JsonObject, shorten
+from cadenza.checkpoint.model_config import (
+    MAX_EXPERTS,
+    MAX_EXPERTS_IN_ALL,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    ExpertNames,
+    ExpertsConfig,
+    LayerKind,
+    ModelConfig,
+)
+from cadenza.errors import CheckpointError
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts")
+"""Two names of one number; files of all three families have been written with either."""
+
+_NUM_CHOSEN = "num_experts_per_tok"
+_EXPERT_KEYS = frozenset(_NUM_EXPERTS)
+_MIXTRAL_NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+_QWEN_WINDOW = 4096
+
+
+def _read_experts(
+    raw: JsonObject, model: ModelConfig, default_num: int, default_chosen: int
+) -> ExpertsConfig:
+    """What the three families' files say alike; the width and the weighing are the caller's."""
+    given = [key for key in _NUM_EXPERTS if raw.has(key)]
+    key = given[0] if given else _NUM_EXPERTS[0]
+    num_experts = raw.whole(key, 1, MAX_EXPERTS, default_num)
+    if len(given) > 1 and raw.whole(given[1], 1, MAX_EXPERTS) != num_experts:
+        raise CheckpointError(
+            f"{raw.where}: {given[0]} and {given[1]} are {num_experts} and "
+            f"{shorten(raw.get(given[1]))}; correct one of the two"
+        )
+    if num_experts * model.num_layers > MAX_EXPERTS_IN_ALL:
+        raise CheckpointError(
+            f"{raw.where}: {model.num_layers} layers of {num_experts} experts are "
+            f"{num_experts * model.num_layers}; supported are {MAX_EXPERTS_IN_ALL} in all layers"
+        )
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=raw.whole(_NUM_CHOSEN, 1, num_experts, min(default_chosen, num_experts)),
+        intermediate_size=model.intermediate_size,
+        over_chosen=True,
+    )
+
+
+def _format_experts(experts: ExpertsConfig | None, num_key: str) -> dict[str, object]:
+    assert experts is not None, "a model of these families has experts"
+    return {num_key: experts.num_experts, _NUM_CHOSEN: experts.num_chosen}
+
+
+def _read_mixtral(raw: JsonObject, model: ModelConfig) -> ModelConfig:
+    experts = replace(_read_experts(raw, model, 8, 2), names=_MIXTRAL_NAMES)
+    kind = LayerKind(window=read_window(raw, None), has_experts=True)
+    return replace(model, layer_pattern=(kind,), experts=experts)
+
+
+def _format_mixtral(config: ModelConfig) -> dict[str, object]:
+    return {
+        **_format_experts(config.experts, "num_local_experts"),
+        "sliding_window": window_of(config),
+    }
+
+
+def _read_qwen3_moe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
+    experts = replace(
+        _read_experts(raw, model, 128, 8),
+        intermediate_size=raw.whole("moe_intermediate_size", 1, MAX_WIDTH, 768),
+        over_chosen=raw.flag("norm_topk_prob", False),
+    )
+    window = read_window(raw, _QWEN_WINDOW) if raw.flag("use_sliding_window", False) else None
+    kinds = [
+        LayerKind(window=window, has_experts=has_experts)
+        for has_experts in _read_expert_layers(raw, model.num_layers)
+    ]
+    has_bias = raw.flag("attention_bias", False)
+    return replace(
+        model,
+        layer_pattern=shortest_pattern(kinds),
+        experts=experts,
+        qk_norm="head",
+        has_qkv_bias=has_bias,
+        has_attention_out_bias=has_bias,
+    )
+
+
+def _read_expert_layers(raw: JsonObject, num_layers: int) -> list[bool]:
+    """Whether each layer has experts."""
+    step = raw.whole("decoder_sparse_step", 1, MAX_LAYERS, 1)
+    plain = raw.items_of("mlp_only_layers")
+    for index in plain:
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < num_layers:
+            raise CheckpointError(
+                f"{raw.where}: mlp_only_layers names {shorten(index)}; "
+                f"supported are layers from 0 to {num_layers - 1}"
+            )
+    listed = set(plain)
+    return [index not in listed and (index + 1) % step == 0 for index in range(num_layers)]
+
+
+def _format_qwen3_moe(config: ModelConfig) -> dict[str, object]:
+    window, experts = window_of(config), config.experts
+    kinds = enumerate(config.layer_kinds)
+    return {
+        **_format_experts(experts, "num_experts"),
+        "moe_intermediate_size": experts and experts.intermediate_size,
+        "norm_topk_prob": experts and experts.over_chosen,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [index for index, kind in kinds if not kind.has_experts],
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "attention_bias": config.has_qkv_bias,
+    }
+
+
+def _read_olmoe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
+    experts = _read_experts(raw, model, 64, 8)
+    has_bias = raw.flag("attention_bias", False)
+    return replace(
+        model,
+        layer_pattern=(LayerKind(has_experts=True),),
+        experts=replace(experts, over_chosen=raw.flag("norm_topk_prob", False)),
+        qk_norm="all_heads",
+        has_qkv_bias=has_bias,
+        has_attention_out_bias=has_bias,
+    )
+
+
+def _format_olmoe(config: ModelConfig) -> dict[str, object]:
+    return {
+        **_format_experts(config.experts, "num_experts"),
+        "norm_topk_prob": config.experts and config.experts.over_chosen,
+        "attention_bias": config.has_qkv_bias,
+    }
+
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    read=_read_mixtral,
+    format=_format_mixtral,
+    own_keys=_EXPERT_KEYS | {"sliding_window"},
+    has_kv_head_for_each_by_default=True,
+    default_max_positions=131_072,
+    default_norm_eps=1e-5,
+    default_rope_theta=1_000_000.0,
+)
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    read=_read_qwen3_moe,
+    format=_format_qwen3_moe,
+    own_keys=_EXPERT_KEYS | {"sliding_window", "attention_bias"},
+    default_max_positions=32_768,
+)
+
+OLMOE = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    read=_read_olmoe,
+    format=_format_olmoe,
+    own_keys=_EXPERT_KEYS | {"attention_bias"},
+    has_kv_head_for_each_by_default=True,
+    default_max_positions=4096,
+    default_norm_eps=1e-5,
+)

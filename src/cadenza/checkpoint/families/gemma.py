@@ -1,0 +1,158 @@
+"""Gemma 2 and the text models of Gemma 3.
+
+Both norm before and after attention and MLP, by 1 + weight; scale the embedding by the root of its
+width, in float32 whatever the weights' type; and alternate windowed and full layers. Gemma 2 caps
+scores and logits; Gemma 3 norms query and key heads and rotates windowed layers by another base.
+"""
+
+from dataclasses import replace
+
+from cadenza.checkpoint.families.family import Family
+from cadenza.checkpoint.families.layer_types import (
+    FULL,
+    LAYER_KEYS,
+    SLIDING,
+    layer_types_of,
+    read_layer_types,
+    read_window,
+    shortest_pattern,
+    window_of,
+    windowed_kinds,
+)
+from cadenza.checkpoint.json_object import JsonObject
+from cadenza.checkpoint.model_config import MAX_LAYERS, ModelConfig
+from cadenza.checkpoint.rope_config import (
+    RopeConfig,
+    RopeRules,
+    format_rope,
+    read_rope,
+    read_rope_entry,
+)
+from cadenza.errors import CheckpointError
+
+_ATTENTION_CAP, _LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+_SCALAR = "query_pre_attn_scalar"
+_DEFAULT_SCALAR = 256.0
+_DEFAULT_WINDOW = 4096
+_LOCAL_THETA = 10_000.0
+
+
+def _read_common(raw: JsonObject, model: ModelConfig, *, interval: int) -> ModelConfig:
+    """`interval`: each so-many-th layer is a full one where `layer_types` does not say."""
+    default = [FULL if (i + 1) % interval == 0 else SLIDING for i in range(model.num_layers)]
+    kinds = windowed_kinds(raw, read_layer_types(raw, default), read_window(raw, _DEFAULT_WINDOW))
+    has_bias = raw.flag("attention_bias", False)
+    return replace(
+        model,
+        layer_pattern=shortest_pattern(kinds),
+        has_post_norms=True,
+        norm_adds_one=True,
+        has_qkv_bias=has_bias,
+        has_attention_out_bias=has_bias,
+        attention_scale=raw.number(_SCALAR, 1e-3, 1e6, _DEFAULT_SCALAR) ** -0.5,
+        embedding_scale=model.hidden_size**0.5,
+    )
+
+
+def _read_cap(raw: JsonObject, key: str, default: float | None) -> float | None:
+    """A soft cap; `default` where the key is absent, None where it is null."""
+    if key not in raw.values:
+        return default
+    return raw.number(key, 1e-3, 1e6) if raw.has(key) else None
+
+
+def _format_common(config: ModelConfig) -> dict[str, object]:
+    scale = config.attention_scale or config.head_dim**-0.5
+    return {
+        "attention_bias": config.has_qkv_bias,
+        "layer_types": layer_types_of(config),
+        "sliding_window": window_of(config),
+        _SCALAR: _scalar_of(scale),
+        _LOGIT_CAP: config.logit_soft_cap,
+    }
+
+
+def _scalar_of(scale: float) -> float:
+    """The number whose root the scores are divided by; whole where it was."""
+    scalar = round(scale**-2)
+    return scalar if scalar**-0.5 == scale else scale**-2
+
+
+def _read_gemma2(raw: JsonObject, model: ModelConfig) -> ModelConfig:
+    return replace(
+        _read_common(raw, model, interval=2),
+        attention_soft_cap=_read_cap(raw, _ATTENTION_CAP, 50.0),
+        logit_soft_cap=_read_cap(raw, _LOGIT_CAP, 30.0),
+    )
+
+
+def _format_gemma2(config: ModelConfig) -> dict[str, object]:
+    return {**_format_common(config), _ATTENTION_CAP: config.attention_soft_cap}
+
+
+def _read_gemma3(raw: JsonObject, model: ModelConfig) -> ModelConfig:
+    interval = raw.whole("sliding_window_pattern", 1, MAX_LAYERS, 6)
+    rules = RopeRules(
+        head_dim=model.head_dim,
+        max_positions=model.max_position_embeddings,
+        default_theta=_LOCAL_THETA,
+        theta_key="rope_local_base_freq",
+    )
+    return replace(
+        _read_common(raw, model, interval=interval),
+        qk_norm="head",
+        window_rope=_read_kind_of_rope(raw, rules, SLIDING),
+        logit_soft_cap=_read_cap(raw, _LOGIT_CAP, None),
+    )
+
+
+def _read_gemma3_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
+    """Of full layers; the old spelling's `rope_theta` and `rope_scaling` are theirs alone."""
+    if raw.has("rope_parameters"):
+        return _read_kind_of_rope(raw, rules, FULL)
+    return read_rope(raw, rules)
+
+
+def _read_kind_of_rope(raw: JsonObject, rules: RopeRules, kind: str) -> RopeConfig:
+    by_kind = raw.child("rope_parameters")
+    if by_kind is None:
+        return read_rope_entry(raw, JsonObject({}, raw.where), rules)
+    if by_kind.has("rope_theta") or by_kind.has("rope_type"):
+        raise CheckpointError(
+            f"{by_kind.where} has one entry for all layers; models of type gemma3_text need one "
+            f"for each of {FULL} and {SLIDING}"
+        )
+    return read_rope_entry(raw, by_kind.child(kind) or JsonObject({}, by_kind.where), rules)
+
+
+def _format_gemma3(config: ModelConfig) -> dict[str, object]:
+    ropes = {FULL: config.rope, SLIDING: config.window_rope or config.rope}
+    rope_parameters = {kind: format_rope(rope, config.head_dim) for kind, rope in ropes.items()}
+    return {**_format_common(config), "rope_parameters": rope_parameters}
+
+
+GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    read=_read_gemma2,
+    format=_format_gemma2,
+    own_keys=LAYER_KEYS | {"attention_bias", _SCALAR, _ATTENTION_CAP, _LOGIT_CAP},
+    default_head_dim=256,
+    default_max_positions=8192,
+    activation_key="hidden_activation",
+    default_activation="gelu_pytorch_tanh",
+    ties_by_default=True,
+)
+
+GEMMA3 = replace(
+    GEMMA2,
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    read=_read_gemma3,
+    format=_format_gemma3,
+    own_keys=LAYER_KEYS
+    | {"attention_bias", _SCALAR, _LOGIT_CAP, "sliding_window_pattern", "rope_local_base_freq"},
+    read_rope=_read_gemma3_rope,
+    default_max_positions=131_072,
+    default_rope_theta=1_000_000.0,
+)

@@ -1,0 +1,269 @@
+"""Model folders out of the Hugging Face hub and its cache: `Hub.fetch`.
+
+Owns which files of a repository are wanted and what can go wrong on the way. Knows no format but
+the index of shards. Invariant: a revision is resolved once, and every file of a snapshot is of that
+commit; a file that could hold code (`.py`, `.bin`, `.pt`) is never asked for.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from cadenza.checkpoint.config_json import parse_model_config
+from cadenza.checkpoint.json_object import read_json_object
+from cadenza.checkpoint.tokenizer_files import MAX_TOKENIZER_BYTES, NAMED_TEMPLATES_FOLDER
+from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE, read_shard_names
+from cadenza.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+CONFIG_FILE = "config.json"
+DEFAULT_REVISION = "main"
+MAX_SMALL_FILES = 100
+
+_ID = re.compile(r"(?!.*(\.\.|--))[\w][\w.-]{0,95}/[\w][\w.-]{0,95}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REVISION = re.compile(r"(?!.*\.\.)\w[\w./+-]{0,254}", re.ASCII)
+_SMALL_FILES = frozenset(
+    "chat_template.jinja chat_template.json config.json generation_config.json "
+    "model.safetensors.index.json special_tokens_map.json tokenizer.json "
+    "tokenizer_config.json".split()
+)
+_NAMED_TEMPLATE = re.compile(re.escape(NAMED_TEMPLATES_FOLDER) + r"/[\w.-]+\.jinja", re.ASCII)
+
+Report = Callable[[str], None]
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` is written as `owner/model`."""
+    return _ID.fullmatch(name) is not None
+
+
+def write_line(line: str) -> None:
+    """A line for people, apart from a command's output."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One commit of a repository, as a folder."""
+
+    folder: Path
+    commit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    """The hub and its cache; `None` is what the library's environment variables say.
+
+    `report` hears of each file, where no terminal shows the library's bars.
+    """
+
+    endpoint: str | None = None
+    cache: Path | None = None
+    is_offline: bool | None = None
+    report: Report = write_line
+
+    def fetch(self, name: str, revision: str | None = None) -> Snapshot:
+        """The wanted files of the model `name` at `revision` (a branch, a tag or a commit).
+
+        Raises:
+            CheckpointError: there is no such thing, it may not be read, it is not supported, or
+                the hub cannot be reached and the cache lacks it.
+        """
+        if not is_hub_id(name) or not _REVISION.fullmatch(revision or DEFAULT_REVISION):
+            raise CheckpointError(
+                f"{name[:200]!r} at revision {(revision or DEFAULT_REVISION)[:200]!r} is no hub "
+                f"id; write owner/model, and a branch, a tag or a commit"
+            )
+        return _Fetching.of(self, name, revision or DEFAULT_REVISION).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fetching:
+    """One call of `fetch`, with the hub's settings resolved."""
+
+    name: str
+    revision: str
+    endpoint: str
+    cache: Path
+    is_offline: bool
+    report: Report
+
+    @classmethod
+    def of(cls, hub: Hub, name: str, revision: str) -> "_Fetching":
+        from huggingface_hub import constants
+
+        offline = constants.HF_HUB_OFFLINE if hub.is_offline is None else hub.is_offline
+        return cls(
+            name=name,
+            revision=revision,
+            endpoint=hub.endpoint or constants.ENDPOINT,
+            cache=hub.cache or Path(constants.HF_HUB_CACHE),
+            is_offline=offline,
+            report=hub.report,
+        )
+
+    @property
+    def storage(self) -> Path:
+        return self.cache / f"models--{self.name.replace('/', '--')}"
+
+    def run(self) -> Snapshot:
+        if self.is_offline:
+            return self._find_cached()
+        with self._explained():
+            from huggingface_hub import HfApi
+
+            api = HfApi(endpoint=self.endpoint)
+            found = api.model_info(self.name, revision=self.revision, files_metadata=True)
+        commit = found.sha or ""
+        if not _COMMIT.fullmatch(commit):
+            raise CheckpointError(
+                f"the hub at {self.endpoint} names no commit for {self._subject}; check HF_ENDPOINT"
+            )
+        sizes = {each.rfilename: each.size or 0 for each in found.siblings or []}
+        folder = self._fetch_files(api, commit, sizes)
+        self._remember(commit)
+        return Snapshot(folder=folder, commit=commit)
+
+    @property
+    def _subject(self) -> str:
+        return f"the hub model {self.name} at revision {self.revision}"
+
+    def _fetch_files(self, api: "HfApi", commit: str, sizes: Mapping[str, int]) -> Path:
+        """Small files first: what is not supported is refused before its weights are fetched."""
+        small = [path for path in sizes if path in _SMALL_FILES or _NAMED_TEMPLATE.fullmatch(path)]
+        too_large = [path for path in small if sizes[path] > MAX_TOKENIZER_BYTES]
+        if CONFIG_FILE not in small or too_large or len(small) > MAX_SMALL_FILES:
+            fault = f"has no {CONFIG_FILE}"
+            if too_large:
+                fault = f"has {sizes[too_large[0]]} bytes of {too_large[0]}"
+            elif len(small) > MAX_SMALL_FILES:
+                fault = f"has {len(small)} templates and settings"
+            raise CheckpointError(
+                f"{self._subject} {fault}; supported are repositories in the layout of "
+                f"transformers, with small files of at most {MAX_TOKENIZER_BYTES} bytes"
+            )
+        folder = self._download(api, commit, CONFIG_FILE, sizes).parent
+        parse_model_config(read_json_object(folder / CONFIG_FILE).values)
+        for path in sorted(small):
+            self._download(api, commit, path, sizes)
+        weights = self._weight_files(folder, sizes)
+        for number, path in enumerate(weights, start=1):
+            self._download(api, commit, path, sizes, place=f"{number} of {len(weights)}: ")
+        return folder
+
+    def _weight_files(self, folder: Path, sizes: Mapping[str, int]) -> list[str]:
+        wanted = [SINGLE_FILE]
+        if SINGLE_FILE not in sizes and INDEX_FILE in sizes:
+            wanted = read_shard_names(folder)
+        absent = [path for path in wanted if path not in sizes]
+        if absent:
+            others = sorted(path for path in sizes if path.endswith((".bin", ".pt", ".pth")))[:3]
+            found = f"; it has {', '.join(others)}, which are not read" if others else ""
+            raise CheckpointError(
+                f"{self._subject} has no {', '.join(absent[:3])}{found}; choose a model with "
+                f"safetensors weights"
+            )
+        return wanted
+
+    def _download(
+        self, api: "HfApi", commit: str, path: str, sizes: Mapping[str, int], place: str = ""
+    ) -> Path:
+        is_shown = sys.stderr.isatty()
+        target = self.storage / "snapshots" / commit / path
+        if not is_shown and not target.exists():
+            self.report(f"fetching {place}{path} ({sizes[path]:,} bytes)")
+        download = cast(Callable[..., str], api.hf_hub_download)  # pyright: ignore[reportUnknownMemberType]
+        with self._explained():
+            fetched = download(
+                self.name,
+                path,
+                revision=commit,
+                cache_dir=self.cache,
+                tqdm_class=None if is_shown else _silent_bar(),
+            )
+        return Path(fetched)
+
+    def _remember(self, commit: str) -> None:
+        """Which commit the revision was, in the cache's own way, for the next offline start."""
+        if _COMMIT.fullmatch(self.revision):
+            return
+        path = self.storage / "refs" / self.revision
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(commit, encoding="ascii")
+        except OSError:
+            self.report(f"the cache cannot be written: {self.revision} will be looked up again")
+
+    def _find_cached(self) -> Snapshot:
+        ref = self.storage / "refs" / self.revision
+        commit = self.revision
+        if not _COMMIT.fullmatch(commit):
+            commit = ref.read_text(encoding="ascii")[:41].strip() if ref.is_file() else ""
+        folder = self.storage / "snapshots" / commit
+        missing = [] if _COMMIT.fullmatch(commit) and folder.is_dir() else ["all of it"]
+        if not missing:
+            missing = [name for name in _needed_files(folder) if not (folder / name).exists()]
+        if missing:
+            raise CheckpointError(
+                f"HF_HUB_OFFLINE is set and the cache lacks {', '.join(missing[:4])} of "
+                f"{self._subject}; fetch it once with a network, or name a local folder"
+            )
+        return Snapshot(folder=folder, commit=commit)
+
+    @contextmanager
+    def _explained(self) -> Generator[None]:
+        """The library's errors in our words."""
+        try:
+            yield
+        except Exception as error:  # the library's transport has errors of its own
+            raise CheckpointError(self._explain(error)) from error
+
+    def _explain(self, error: Exception) -> str:
+        from huggingface_hub import errors
+
+        if isinstance(error, errors.GatedRepoError):
+            return (
+                f"{self._subject} is gated; accept its terms on its page, then log in with "
+                f"`hf auth login` or set HF_TOKEN"
+            )
+        if isinstance(error, errors.RevisionNotFoundError):
+            return f"the hub model {self.name} has no revision {self.revision}; check --revision"
+        if isinstance(error, errors.RepositoryNotFoundError):
+            return (
+                f"there is no model {self.name} on the hub at {self.endpoint}, or it is private; "
+                f"check the name, or log in with `hf auth login` or HF_TOKEN"
+            )
+        if isinstance(error, errors.HfHubHTTPError):
+            status = error.response.status_code
+            return f"the hub at {self.endpoint} answers {status} for {self._subject}; try later"
+        if isinstance(error, OSError) and error.strerror:
+            return f"{self._subject} cannot be kept in the cache: {error.strerror}"
+        return (
+            f"the hub at {self.endpoint} cannot be reached for {self._subject} "
+            f"({type(error).__name__}); check the network, set HF_HUB_OFFLINE=1 to use what the "
+            f"cache has, or name a local folder"
+        )
+
+
+def _needed_files(folder: Path) -> list[str]:
+    if (folder / SINGLE_FILE).exists() or not (folder / INDEX_FILE).exists():
+        return [CONFIG_FILE, SINGLE_FILE]
+    return [CONFIG_FILE, *read_shard_names(folder)]
+
+
+def _silent_bar() -> type[Any]:
+    from tqdm import tqdm
+
+    def start_disabled(bar: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("name", None)
+        cast(Any, tqdm).__init__(bar, *args, **{**kwargs, "disable": True})
+
+    return type("SilentBar", (tqdm,), {"__init__": start_disabled})

@@ -1,0 +1,321 @@
+"""Rotary positions as a config.json states them: `RopeConfig`, `read_rope` and `format_rope`.
+
+Owns every scaling that is supported and the defaults of its fields. Knows no layers and computes no
+angles. Invariant: a `RopeConfig` that was read is complete, so that two files that mean the same
+give equal ones.
+
+Sources: Su et al., 2021 (rotary embedding); Peng et al., 2023 (YaRN); Ding et al., 2024 (LongRoPE).
+"""
+
+import math
+from dataclasses import asdict, dataclass
+
+from cadenza.checkpoint.json_object import JsonObject, is_finite_number, shorten
+from cadenza.errors import CheckpointError
+
+MAX_POSITIONS = 1 << 24
+
+_ORIGINAL = "original_max_position_embeddings"
+_REFUSED_KEYS = ("mrope_section", "short_mscale", "long_mscale", "llama_4_scaling_beta", "alpha")
+_MAX_FACTOR = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearRopeScaling:
+    """Every frequency divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3RopeScaling:
+    """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones kept, blended between.
+
+    The bounds are wavelengths of `original_max_position_embeddings / low_freq_factor` and
+    `/ high_freq_factor` tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnRopeScaling:
+    """Frequencies that turn over `beta_fast` times in the original length are kept, those that turn
+    less than `beta_slow` times divided by `factor`, and a ramp over the pairs lies between; its
+    ends are whole pairs where `truncate`. Cosines and sines are multiplied by `attention_factor`.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """Each pair's frequency divided by a factor of its own: the short ones for engines whose
+    longest context is within the original length, the long ones for all others. Cosines and sines
+    are multiplied by `attention_factor` in both.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+
+RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling
+
+_NAME_OF_SCALING: dict[type, str] = {
+    LinearRopeScaling: "linear",
+    Llama3RopeScaling: "llama3",
+    YarnRopeScaling: "yarn",
+    LongRopeScaling: "longrope",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions over the first `rotary_dim` of a head, halves rotated (not pairs)."""
+
+    theta: float
+    rotary_dim: int
+    scaling: RopeScaling | None = None
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if isinstance(self.scaling, YarnRopeScaling | LongRopeScaling):
+            return self.scaling.attention_factor
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeRules:
+    """What a family lets its config.json leave out.
+
+    Args:
+        default_original: the original length where the file's top level does not name it; None
+            takes the scaling's own, or else `max_positions`.
+        may_be_partial: a part of a head may stay unrotated.
+        aliases: other names of a rope type.
+    """
+
+    head_dim: int
+    max_positions: int
+    default_theta: float = 10_000.0
+    theta_key: str = "rope_theta"
+    default_original: int | None = None
+    may_be_partial: bool = False
+    aliases: tuple[tuple[str, str], ...] = ()
+
+
+def read_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
+    """Rope under its old keys, its new ones, or both if they agree: one for all layers."""
+    sources = [
+        source
+        for source in (raw.child("rope_parameters"), raw.child("rope_scaling"))
+        if source is not None
+    ]
+    for source in sources:
+        if any(isinstance(value, dict) for value in source.values.values()):
+            raise CheckpointError(
+                f"{source.where} has one entry for each kind of layer; supported is one for all "
+                f"layers"
+            )
+    readings = [read_rope_entry(raw, source, rules) for source in sources]
+    if not readings:
+        return read_rope_entry(raw, JsonObject({}, raw.where), rules)
+    if any(reading != readings[0] for reading in readings):
+        raise CheckpointError(
+            f"{raw.where}: rope_parameters and rope_scaling disagree; remove the wrong one"
+        )
+    return readings[0]
+
+
+def read_rope_entry(raw: JsonObject, source: JsonObject, rules: RopeRules) -> RopeConfig:
+    """Rope of one entry, whose gaps the file's top level fills."""
+    for key in _REFUSED_KEYS:
+        if source.has(key):
+            raise CheckpointError(
+                f"{source.where}: {key} is set, which is not supported; use another checkpoint"
+            )
+    theta = _read_theta(raw, source, rules)
+    rotary_dim = _read_rotary_dim(raw, source, rules)
+    kind = source.text("rope_type") or source.text("type") or "default"
+    kind = dict(rules.aliases).get(kind, kind)
+    scaling = _read_scaling(raw, source, rules, kind=kind, rotary_dim=rotary_dim)
+    if isinstance(scaling, YarnRopeScaling) and theta <= 1.0:
+        raise source.wrong("rope_theta", "above 1 for a rope of type yarn")
+    return RopeConfig(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
+
+
+def format_rope(rope: RopeConfig, head_dim: int) -> dict[str, object]:
+    """The `rope_parameters` that `read_rope` reads back unchanged."""
+    if rope.scaling is None:
+        values: dict[str, object] = {"rope_type": "default"}
+    else:
+        values = {"rope_type": _NAME_OF_SCALING[type(rope.scaling)], **asdict(rope.scaling)}
+    if isinstance(rope.scaling, LongRopeScaling):
+        values["short_factor"] = list(rope.scaling.short_factor)
+        values["long_factor"] = list(rope.scaling.long_factor)
+    values["rope_theta"] = rope.theta
+    if rope.rotary_dim != head_dim:
+        share = rope.rotary_dim / head_dim
+        is_short = int(head_dim * share) < rope.rotary_dim
+        values["partial_rotary_factor"] = math.nextafter(share, 1.0) if is_short else share
+    return values
+
+
+def _read_theta(raw: JsonObject, source: JsonObject, rules: RopeRules) -> float:
+    key = rules.theta_key
+    outer = raw.number(key, 1.0, 1e15, rules.default_theta)
+    theta = source.number("rope_theta", 1.0, 1e15, outer)
+    if raw.has(key) and theta != outer:
+        raise CheckpointError(
+            f"{raw.where}: {key} is {outer:g}, and {theta:g} in {source.where}; "
+            f"correct one of the two"
+        )
+    return theta
+
+
+def _read_rotary_dim(raw: JsonObject, source: JsonObject, rules: RopeRules) -> int:
+    key = "partial_rotary_factor"
+    holder = source if source.has(key) else raw
+    share = holder.number(key, 0.0, 1.0, 1.0)
+    if share != 1.0 and not rules.may_be_partial:
+        raise CheckpointError(
+            f"{holder.where}: {key} is {shorten(holder.get(key))}; supported is 1"
+        )
+    rotary_dim = int(rules.head_dim * share)
+    if rotary_dim % 2 or rotary_dim == 0:
+        raise CheckpointError(
+            f"{holder.where}: {key} {share:g} rotates {rotary_dim} of {rules.head_dim} values; "
+            f"rotary positions need an even number of at least 2"
+        )
+    return rotary_dim
+
+
+def _read_scaling(
+    raw: JsonObject, source: JsonObject, rules: RopeRules, *, kind: str, rotary_dim: int
+) -> RopeScaling | None:
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearRopeScaling(factor=source.number("factor", 1.0, _MAX_FACTOR))
+    if kind == "llama3":
+        return _read_llama3(source, _read_original(raw, source, rules))
+    if kind == "yarn":
+        return _read_yarn(source, _read_original(raw, source, rules), rules)
+    if kind == "longrope":
+        original = _read_original(raw, source, rules)
+        return _read_longrope(source, original, rules, rotary_dim=rotary_dim)
+    why = (
+        "it would make a token's keys depend on the length of its own request; "
+        if kind == "dynamic"
+        else ""
+    )
+    raise CheckpointError(
+        f"{source.where}: rope type {shorten(kind)} is not supported; {why}"
+        f"supported are default, {', '.join(_NAME_OF_SCALING.values())}"
+    )
+
+
+def _read_original(raw: JsonObject, source: JsonObject, rules: RopeRules) -> int:
+    """The length that a model was first trained with; the file's top level has the last word."""
+    if raw.has(_ORIGINAL):
+        return raw.whole(_ORIGINAL, 1, MAX_POSITIONS)
+    if rules.default_original is not None:
+        return rules.default_original
+    return source.whole(_ORIGINAL, 1, MAX_POSITIONS, rules.max_positions)
+
+
+def _read_llama3(source: JsonObject, original: int) -> Llama3RopeScaling:
+    scaling = Llama3RopeScaling(
+        factor=source.number("factor", 1.0, _MAX_FACTOR),
+        low_freq_factor=source.number("low_freq_factor", 1e-6, 1e6),
+        high_freq_factor=source.number("high_freq_factor", 1e-6, 1e6),
+        original_max_position_embeddings=original,
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise CheckpointError(
+            f"{source.where}: high_freq_factor {scaling.high_freq_factor:g} is not above "
+            f"low_freq_factor {scaling.low_freq_factor:g}; correct one of the two"
+        )
+    return scaling
+
+
+def _read_yarn(source: JsonObject, original: int, rules: RopeRules) -> YarnRopeScaling:
+    factor = _read_factor(source, original, rules)
+    scaling = YarnRopeScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=source.number(
+            "attention_factor", 1e-3, 1e3, _yarn_attention_factor(source, factor)
+        ),
+        beta_fast=source.number("beta_fast", 1e-6, 1e6, 32.0),
+        beta_slow=source.number("beta_slow", 1e-6, 1e6, 1.0),
+        truncate=source.flag("truncate", True),
+    )
+    if scaling.beta_fast < scaling.beta_slow:
+        raise CheckpointError(
+            f"{source.where}: beta_fast {scaling.beta_fast:g} is below beta_slow "
+            f"{scaling.beta_slow:g}; correct one of the two"
+        )
+    return scaling
+
+
+def _yarn_attention_factor(source: JsonObject, factor: float) -> float:
+    """YaRN's own, or the ratio of two where the file gives both of their weights."""
+    mscale = source.number("mscale", 0.0, 1e3, 0.0)
+    mscale_all_dim = source.number("mscale_all_dim", 0.0, 1e3, 0.0)
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0
+
+    if mscale and mscale_all_dim:
+        return magnitude(mscale) / magnitude(mscale_all_dim)
+    return magnitude(1.0)
+
+
+def _read_longrope(
+    source: JsonObject, original: int, rules: RopeRules, *, rotary_dim: int
+) -> LongRopeScaling:
+    factor = _read_factor(source, original, rules)
+    default = None
+    if factor <= 1.0:
+        default = 1.0
+    elif original > 1:
+        default = math.sqrt(1.0 + math.log(factor) / math.log(original))
+    return LongRopeScaling(
+        short_factor=_read_factors(source, "short_factor", rotary_dim // 2),
+        long_factor=_read_factors(source, "long_factor", rotary_dim // 2),
+        original_max_position_embeddings=original,
+        attention_factor=source.number("attention_factor", 1e-3, 1e3, default),
+    )
+
+
+def _read_factor(source: JsonObject, original: int, rules: RopeRules) -> float:
+    """`factor`, or else how much longer the context is than it was at first."""
+    if source.has("factor"):
+        return source.number("factor", 1.0, _MAX_FACTOR)
+    return max(1.0, rules.max_positions / original)
+
+
+def _read_factors(source: JsonObject, key: str, count: int) -> tuple[float, ...]:
+    factors: list[float] = []
+    for value in source.items_of(key):
+        if not is_finite_number(value) or not 1e-6 <= value <= _MAX_FACTOR:
+            raise source.wrong(key, f"a list of {count} numbers from 1e-06 to {_MAX_FACTOR:g}")
+        factors.append(float(value))
+    if len(factors) != count:
+        raise CheckpointError(
+            f"{source.where}: {key} has {len(factors)} numbers; a rope of {2 * count} values "
+            f"needs {count}"
+        )
+    return tuple(factors)

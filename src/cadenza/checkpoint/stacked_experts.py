@@ -1,0 +1,76 @@
+"""Mixtures whose files store all experts of a layer in two tensors: read as single ones.
+
+transformers keeps experts so in memory, and writes them so where it is not told to write a family's
+own layout: `mlp.experts.gate_up_proj` [X, 2 F, E] and `mlp.experts.down_proj` [X, E, F], the router
+beside them as `mlp.gate`. Each expert's part is a run of bytes of its own, so that nothing is
+copied. Invariant: what comes out has the declared names only, and no byte under two of them.
+
+Shapes: X experts, E embed, F MLP.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cadenza.checkpoint.declaration import ExpertMLPSpec, LinearSpec, declare_layer
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.safetensors_file import TensorEntry
+from cadenza.checkpoint.weights import Weights
+from cadenza.errors import CheckpointError
+
+
+def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
+    """The same tensors, each expert's by its declared name, however they are stored.
+
+    Raises:
+        CheckpointError: a stacked tensor has another shape, or an expert is stored twice.
+    """
+    parts: dict[str, list[TensorEntry]] = {}
+    for index in range(config.num_layers):
+        mlp = declare_layer(config, index).mlp
+        if isinstance(mlp, ExpertMLPSpec):
+            parts |= _parts_of_layer(f"model.layers.{index}.mlp", mlp, weights)
+    for name, entries in parts.items():
+        twice = next((entry.name for entry in entries if entry.name in weights), None)
+        if twice is not None:
+            raise CheckpointError(
+                f"the weights hold {twice} twice: as a tensor of its own and in {name}; "
+                f"remove one of the two"
+            )
+    return weights.with_parts(parts) if parts else weights
+
+
+def _parts_of_layer(
+    prefix: str, mlp: ExpertMLPSpec, weights: Weights
+) -> dict[str, list[TensorEntry]]:
+    """What each stacked tensor of a layer consists of; nothing where the experts are single."""
+    gate_ups = [each for expert in mlp.experts for each in expert.gate_up]
+    downs = [expert.down for expert in mlp.experts]
+    stored = {f"{prefix}.experts.gate_up_proj": gate_ups, f"{prefix}.experts.down_proj": downs}
+    parts: dict[str, list[TensorEntry]] = {}
+    for name, linears in stored.items():
+        if name in weights:
+            num_out = sum(linear.num_out for linear in linears) // len(mlp.experts)
+            shape = (len(mlp.experts), num_out, linears[0].num_in)
+            parts[name] = list(_cut(weights.entry(name), linears, shape))
+    router = f"{prefix}.gate.weight"
+    if parts and router in weights and router != mlp.router.weight:
+        parts[router] = [replace(weights.entry(router), name=mlp.router.weight)]
+    return parts
+
+
+def _cut(
+    entry: TensorEntry, linears: list[LinearSpec], shape: tuple[int, ...]
+) -> Iterator[TensorEntry]:
+    """A stacked tensor's parts, which lie in it one after another."""
+    if entry.shape != shape:
+        raise CheckpointError(
+            f"tensor {entry.name} has shape {list(entry.shape)}; config.json calls for "
+            f"{list(shape)}; correct config.json or fetch the checkpoint again"
+        )
+    row_bytes = entry.num_bytes // (shape[0] * shape[1])
+    start = entry.start
+    for linear in linears:
+        stop = start + linear.num_out * row_bytes
+        part = (linear.num_out, linear.num_in)
+        yield replace(entry, name=linear.weight, shape=part, start=start, stop=stop)
+        start = stop

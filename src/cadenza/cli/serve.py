@@ -1,0 +1,289 @@
+"""`cadenza serve`: the OpenAI-compatible server, its engine in a process of its own.
+
+Owns the command's flags and the order of starting. Knows the server through `Service` and
+`run_server`. Invariant: what cannot work is said before a port is open; a model that cannot be
+loaded ends the command with exit code 3.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cadenza.cli.options import ENVIRONMENT_PREFIX, ModelFlag
+from cadenza.cli.prompts import only_model
+from cadenza.cli.unbuilt import UnbuiltFlags
+from cadenza.config import EngineConfig
+from cadenza.errors import CadenzaError, ConfigError
+
+if TYPE_CHECKING:
+    from cadenza.engine.process.engine_process import EngineProcess
+    from cadenza.server.listening import Address
+    from cadenza.server.run import Ending
+    from cadenza.server.service import ServerOptions, Service
+
+logger = logging.getLogger(__name__)
+
+MAX_LOAD_S = 24 * 3600.0
+
+
+def _option(*names: str, environment: str, **settings: Any) -> Any:
+    return typer.Option(
+        *names, envvar=ENVIRONMENT_PREFIX + environment, show_envvar=False, **settings
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFlags:
+    """The flags of this command alone."""
+
+    model: ModelFlag = None
+    host: Annotated[str, _option("--host", environment="HOST", help="Address to listen at.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int,
+        _option("--port", environment="PORT", min=0, max=65535, help="Port; 0 takes a free one."),
+    ] = 8000
+    uds: Annotated[
+        str | None,
+        _option(
+            "--uds", environment="UDS", metavar="PATH", help="A Unix socket, for its owner only."
+        ),
+    ] = None
+    served_model_name: Annotated[
+        list[str] | None,
+        _option(
+            "--served-model-name",
+            environment="SERVED_MODEL_NAME",
+            help="What clients call the model; may be repeated (default: a folder's last part, or "
+            "the name as it was given).",
+        ),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        _option(
+            "--api-key",
+            environment="API_KEY",
+            metavar="KEY",
+            help="A key that clients must send; may be repeated. Safer in the environment.",
+        ),
+    ] = None
+    api_key_file: Annotated[
+        str | None,
+        _option(
+            "--api-key-file", environment="API_KEY_FILE", metavar="FILE", help="Keys, one a line."
+        ),
+    ] = None
+    allowed_origins: Annotated[
+        list[str] | None,
+        _option(
+            "--allowed-origins",
+            environment="ALLOWED_ORIGINS",
+            metavar="ORIGIN",
+            help="Web pages' origins that may ask; may be repeated (default: none).",
+        ),
+    ] = None
+    ssl_certfile: Annotated[
+        str | None,
+        _option("--ssl-certfile", environment="SSL_CERTFILE", metavar="FILE", help="TLS, in PEM."),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None,
+        _option("--ssl-keyfile", environment="SSL_KEYFILE", metavar="FILE", help="Its key."),
+    ] = None
+    request_timeout: Annotated[
+        float,
+        _option(
+            "--request-timeout", environment="REQUEST_TIMEOUT", help="Seconds a request may take."
+        ),
+    ] = 600.0
+    shutdown_timeout: Annotated[
+        float,
+        _option(
+            "--shutdown-timeout",
+            environment="SHUTDOWN_TIMEOUT",
+            help="Seconds that open requests get when the server is told to end.",
+        ),
+    ] = 30.0
+    sse_keep_alive_interval: Annotated[
+        float,
+        _option(
+            "--sse-keep-alive-interval",
+            environment="SSE_KEEP_ALIVE_INTERVAL",
+            help="Seconds of silence in a stream before a comment is sent.",
+        ),
+    ] = 15.0
+    max_logprobs: Annotated[
+        int,
+        _option(
+            "--max-logprobs", environment="MAX_LOGPROBS", help="Most likeliest tokens told of."
+        ),
+    ] = 20
+    max_bodies_bytes: Annotated[
+        int,
+        _option(
+            "--max-bodies-bytes",
+            environment="MAX_BODIES_BYTES",
+            help="Bytes of all bodies that are being read at once.",
+        ),
+    ] = 256 << 20
+    log_format: Annotated[
+        str, _option("--log-format", environment="LOG_FORMAT", metavar="text|json", help="Lines.")
+    ] = "text"
+    disable_log_requests: Annotated[
+        bool,
+        _option(
+            "--disable-log-requests",
+            environment="DISABLE_LOG_REQUESTS",
+            help="No line for each request.",
+        ),
+    ] = False
+
+
+def serve(
+    folder: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            show_default=False,
+            help="A model's folder or hub id; without, the bundled one.",
+        ),
+    ] = None,
+    *,
+    flags: ServeFlags,
+    config: EngineConfig,
+    unbuilt: UnbuiltFlags,
+) -> None:
+    """Serve a model over HTTP, with the API of OpenAI.
+
+    The engine runs in a process of its own, which is started again when it fails. Ctrl-C or SIGTERM
+    lets open requests finish; a second one ends at once.
+    """
+    del unbuilt  # each of them has refused itself
+    from cadenza.cli.interrupts import terminable
+    from cadenza.server.listening import listening
+    from cadenza.server.log_format import set_up_logging
+
+    name = only_model(folder, flags.model)
+    options, address = _options(name, flags), _address(flags)
+    if flags.log_format not in ("text", "json"):
+        raise ConfigError(f"--log-format {flags.log_format!r} is not one of text, json")
+    set_up_logging("json" if flags.log_format == "json" else "text")
+    engine, service = _make(name, flags, config, options)
+    logger.info("resolved configuration: %s %s", config, _told(flags))
+    with terminable(), listening(address) as bound:
+        logger.info("cadenza serves %s at %s", options.model_names[0], address.url(bound))
+        asyncio.run(_run(engine, service, address, bound))
+
+
+async def _run(engine: "EngineProcess", service: "Service", address: "Address", bound: Any) -> None:
+    """Raises what kept the model from being loaded."""
+    import signal
+
+    from cadenza.server.run import run_server
+
+    loop = asyncio.get_running_loop()
+    endings: list[Ending] = []
+    failures: list[CadenzaError] = []
+
+    def take(ending: "Ending") -> None:
+        endings.append(ending)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ending.ask)
+
+    async def watch_load() -> None:
+        try:
+            await asyncio.to_thread(engine.wait_ready, MAX_LOAD_S)
+        except CadenzaError as error:
+            if not service.is_draining:
+                failures.append(error)
+                endings[0].ask()
+
+    watching = asyncio.create_task(watch_load())
+    await run_server(service, address, bound, take)
+    await watching
+    if failures:
+        raise failures[0]
+
+
+def _make(
+    name: str | None, flags: ServeFlags, config: EngineConfig, options: "ServerOptions"
+) -> "tuple[EngineProcess, Service]":
+    from cadenza.engine.build import find_checkpoint
+    from cadenza.engine.open_requests import RequestTimeouts
+    from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
+    from cadenza.engine.text_face import TextFace
+    from cadenza.server.service import Service
+
+    text = TextFace(find_checkpoint(name, revision=config.revision))
+    timeouts = RequestTimeouts(total_s=flags.request_timeout)
+    engine = EngineProcess(name, config, ProcessOptions(timeouts=timeouts))
+    return engine, Service(engine, text, options)
+
+
+def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
+    from cadenza.server.api_keys import ApiKeys, read_keys
+    from cadenza.server.limits import ServerLimits
+    from cadenza.server.service import ServerOptions
+
+    file = None if flags.api_key_file is None else Path(flags.api_key_file)
+    names, aliases = _names(name, flags.served_model_name)
+    return ServerOptions(
+        model_names=names,
+        model_aliases=aliases,
+        secret=secrets.token_bytes(32),
+        keys=ApiKeys(read_keys(flags.api_key or (), file)),
+        allowed_origins=tuple(flags.allowed_origins or ()),
+        is_logging_requests=not flags.disable_log_requests,
+        limits=ServerLimits(
+            request_s=flags.request_timeout,
+            keep_alive_s=flags.sse_keep_alive_interval,
+            drain_s=flags.shutdown_timeout,
+            max_logprobs=flags.max_logprobs,
+            max_bodies_bytes=flags.max_bodies_bytes,
+        ),
+    )
+
+
+def _names(name: str | None, asked: list[str] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What clients are told the model is called, and what they may call it besides.
+
+    Of a folder its last part is told: where it lies on this machine is not for everybody to know.
+    Who knows, and names the model as this command did, is understood.
+    """
+    if asked:
+        return tuple(asked), ()
+    if name is None:
+        return ("bundled",), ()
+    if not Path(name).exists():
+        return (name,), ()
+    told = os.path.basename(os.path.abspath(name)) or "model"
+    return (told,), (name,)
+
+
+def _address(flags: ServeFlags) -> "Address":
+    from cadenza.server.listening import Address
+
+    def path(text: str | None) -> Path | None:
+        return None if text is None else Path(os.path.expanduser(text))
+
+    return Address(
+        host=flags.host,
+        port=flags.port,
+        uds=path(flags.uds),
+        ssl_certfile=path(flags.ssl_certfile),
+        ssl_keyfile=path(flags.ssl_keyfile),
+    )
+
+
+def _told(flags: ServeFlags) -> str:
+    """The flags as the log has them: keys are counted, not shown."""
+    shown = {name: getattr(flags, name) for name in ServeFlags.__dataclass_fields__}
+    shown["api_key"] = len(flags.api_key or ())
+    return " ".join(f"{name}={value!r}" for name, value in shown.items())

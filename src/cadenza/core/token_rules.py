@@ -1,0 +1,89 @@
+"""`RuleLayout`: what a row may choose beyond its filters, as one record of int32 words.
+
+Penalties, biases, bans and allowed tokens go up once, when a sequence takes a row, and stay there:
+the rest (which tokens came before) is on the device already. Knows no device and no batch.
+Invariant: a record is a function of its request alone, so a row's choice cannot see another row.
+
+Legend: V vocabulary · W words of a record. `ops.rules` and `csrc/core/rules.h` read the same words.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.core.sequence import Sequence
+from cadenza.request import MAX_BAD_WORD_TOKENS, MAX_BIASES
+
+NUM_PROMPT, STOPS_FROM, PRESENCE, FREQUENCY, REPETITION, HAS_MASK = range(6)
+"""Words of the header: tokens of the prompt · the length from which on the stream may end · bits
+of the three penalties · whether the mask counts."""
+
+BIAS_IDS = 16
+BIAS_VALUES = BIAS_IDS + MAX_BIASES
+STOPS = BIAS_VALUES + MAX_BIASES
+MAX_STOPS = 192
+BAD_WORDS = STOPS + MAX_STOPS
+MASK = BAD_WORDS + MAX_BAD_WORD_TOKENS
+
+NONE = -1
+"""Fills lists behind their end, and stands before each bad word."""
+
+Record = npt.NDArray[np.int32]  # [W]
+
+
+@dataclass(frozen=True, slots=True)
+class RuleLayout:
+    """Records for a vocabulary of `vocab_size` tokens."""
+
+    vocab_size: int
+
+    @property
+    def num_words(self) -> int:
+        """W: what comes before the mask, and a bit for each token."""
+        return MASK + -(-self.vocab_size // 32)
+
+    def encode(self, sequence: Sequence) -> Record | None:
+        """The record of a sequence's rules; None where it has none."""
+        if not has_rules(sequence):
+            return None
+        params = sequence.request.params
+        record = np.full(self.num_words, NONE, np.int32)
+        record[:BIAS_IDS] = 0
+        record[NUM_PROMPT] = sequence.num_prompt_tokens
+        record[STOPS_FROM] = sequence.num_prompt_tokens + params.min_tokens
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        record[PRESENCE : REPETITION + 1] = np.array(penalties, np.float32).view(np.int32)
+        ids, values = [list(column) for column in zip(*params.biases, strict=True)] or ([], [])
+        record[BIAS_IDS : BIAS_IDS + len(ids)] = ids
+        biases = np.array(values, np.float32).view(np.int32)
+        record[BIAS_VALUES : BIAS_VALUES + len(values)] = biases
+        if params.min_tokens:
+            stops = sorted(sequence.stop_token_ids)
+            record[STOPS : STOPS + len(stops)] = stops
+        words = [word for ids in sequence.request.bad_word_token_ids for word in (NONE, *ids)]
+        record[BAD_WORDS : BAD_WORDS + len(words)] = words
+        if params.allowed_token_ids is not None:
+            record[HAS_MASK] = 1
+            record[MASK:] = self._mask(np.array(params.allowed_token_ids))
+        return record
+
+    def _mask(self, allowed: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """A bit for each token, the lowest first: [ceil(V / 32)]."""
+        bits = np.zeros((self.num_words - MASK) * 32, np.bool_)
+        bits[allowed] = True
+        return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+
+
+def has_rules(sequence: Sequence) -> bool:
+    """Whether anything but filters bears on a sequence's choices."""
+    params = sequence.request.params
+    return bool(
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or (params.min_tokens and sequence.stop_token_ids)
+        or sequence.request.bad_word_token_ids
+    )

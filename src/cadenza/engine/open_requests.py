@@ -1,0 +1,269 @@
+"""`OpenRequests`: the books of a front end: who is open, since when, and how they ended.
+
+Owns the ids, the queue's bounds, the deadlines and the times of requests. Knows no engine and no
+process; any thread may call. Invariants: ids only grow; each sample of what is accepted ends
+exactly once, by a `Finished` that passed, by `cancel`, by its deadline or by `end_all`; then none
+of its events pass.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cadenza.config import EngineLimits
+from cadenza.engine.stats import Distribution, Tally
+from cadenza.errors import QueueFullError
+from cadenza.request import (
+    ErrorKind,
+    Event,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+)
+
+REQUEST_SECONDS_BOUNDS = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+
+RejectionReason = Literal["queue_full", "queue_tokens_full", "unavailable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimeouts:
+    """The longest a request may wait for its first step, and the longest it may take in all."""
+
+    queue_s: float = 60.0
+    total_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStats:
+    """A snapshot: requests open now, and what became of all others (`ends` counts samples).
+
+    `queue_seconds` is from acceptance to the first step with it, `prefill_seconds` from there to
+    the first token, `decode_seconds` from there to the end.
+    """
+
+    num_open: int
+    num_accepted: int
+    ends: dict[FinishReason, int]
+    rejections: dict[RejectionReason, int]
+    queue_seconds: Distribution
+    prefill_seconds: Distribution
+    decode_seconds: Distribution
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _OpenRequest:
+    """One accepted request and its samples that have not ended; times are of the clock."""
+
+    request_id: int
+    num_prompt_tokens: int
+    accepted_s: float
+    num_generated_tokens: dict[int, int]
+    started_s: float | None = None
+    first_token_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Times:
+    queue: Tally = field(default_factory=lambda: Tally(REQUEST_SECONDS_BOUNDS))
+    prefill: Tally = field(default_factory=lambda: Tally(REQUEST_SECONDS_BOUNDS))
+    decode: Tally = field(default_factory=lambda: Tally(REQUEST_SECONDS_BOUNDS))
+
+
+class OpenRequests:
+    """Accepts within the queue's bounds and lets each request's events pass until its end."""
+
+    def __init__(self, timeouts: RequestTimeouts, clock: Callable[[], float]) -> None:
+        self._timeouts = timeouts
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: dict[int, _OpenRequest] = {}
+        self._queued: dict[int, _OpenRequest] = {}
+        self._num_queued_tokens = 0
+        self._num_accepted = 0
+        self._ends: Counter[FinishReason] = Counter()
+        self._rejections: Counter[RejectionReason] = Counter()
+        self._times = _Times()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def accept(self, request: Request, limits: EngineLimits) -> int:
+        """The new request's id. Raises QueueFullError; then nothing has changed but a count."""
+        num_tokens = len(request.prompt_token_ids)
+        with self._lock:
+            self._check_room(num_tokens, limits)
+            request_id = self._num_accepted
+            self._num_accepted += 1
+            entry = _OpenRequest(
+                request_id=request_id,
+                num_prompt_tokens=num_tokens,
+                accepted_s=self._clock(),
+                num_generated_tokens=dict.fromkeys(range(request.params.n), 0),
+            )
+            self._open[request_id] = self._queued[request_id] = entry
+            self._num_queued_tokens += num_tokens
+        return request_id
+
+    def count_rejection(self, reason: RejectionReason) -> None:
+        with self._lock:
+            self._rejections[reason] += 1
+
+    def pass_on(self, events: Iterable[Event], started: Iterable[int]) -> list[Event]:
+        """The events of requests that are open; `started` are those whose first step this was."""
+        passed: list[Event] = []
+        with self._lock:
+            now_s = self._clock()
+            for request_id in started:
+                self._start(request_id, now_s)
+            for event in events:
+                entry = self._open.get(event.request_id)
+                if entry is not None and self._take(entry, event, now_s):
+                    passed.append(event)
+        return passed
+
+    def cancel(self, request_id: int, sample: int | None = None) -> bool:
+        """Ends a request, or one of its samples, without events; False where that is not open."""
+        with self._lock:
+            entry = self._open.get(request_id)
+            if entry is None or sample not in {None, *entry.num_generated_tokens}:
+                return False
+            for each in [*entry.num_generated_tokens] if sample is None else [sample]:
+                self._end(entry, each, "abort", self._clock())
+            return True
+
+    def end_overdue(self) -> list[Finished]:
+        """Ends the requests past a deadline, with an error each."""
+        with self._lock:
+            now_s = self._clock()
+            return [
+                *self._end_older(self._open, now_s, self._timeouts.total_s, "in all"),
+                *self._end_older(self._queued, now_s, self._timeouts.queue_s, "in the queue"),
+            ]
+
+    def end_all(self, kind: ErrorKind, error: str) -> list[Finished]:
+        """Ends every open request, with an error each."""
+        with self._lock:
+            now_s = self._clock()
+            return self._fail_each(list(self._open.values()), kind, error, now_s)
+
+    def next_deadline_s(self) -> float | None:
+        """The clock's reading at which `end_overdue` may have something to do."""
+        with self._lock:
+            deadlines = [
+                next(iter(entries.values())).accepted_s + timeout_s
+                for entries, timeout_s in (
+                    (self._open, self._timeouts.total_s),
+                    (self._queued, self._timeouts.queue_s),
+                )
+                if entries
+            ]
+        return min(deadlines, default=None)
+
+    def stats(self) -> RequestStats:
+        with self._lock:
+            return RequestStats(
+                num_open=len(self._open),
+                num_accepted=self._num_accepted,
+                ends=dict(self._ends),
+                rejections=dict(self._rejections),
+                queue_seconds=self._times.queue.snapshot(),
+                prefill_seconds=self._times.prefill.snapshot(),
+                decode_seconds=self._times.decode.snapshot(),
+            )
+
+    def _check_room(self, num_tokens: int, limits: EngineLimits) -> None:
+        if len(self._open) >= limits.max_num_queued_reqs + limits.max_num_seqs:
+            self._rejections["queue_full"] += 1
+            raise QueueFullError(
+                f"{len(self._open)} requests are open, the most that --max-num-queued-reqs "
+                f"{limits.max_num_queued_reqs} and --max-num-seqs {limits.max_num_seqs} allow; "
+                f"try again when some have finished"
+            )
+        wanted = self._num_queued_tokens + num_tokens
+        if self._queued and wanted > limits.max_num_queued_tokens:
+            self._rejections["queue_tokens_full"] += 1
+            raise QueueFullError(
+                f"{self._num_queued_tokens} prompt tokens wait already and {num_tokens} more were "
+                f"sent; --max-num-queued-tokens allows {limits.max_num_queued_tokens}; try again "
+                f"when some have been read"
+            )
+
+    def _take(self, entry: _OpenRequest, event: Event, now_s: float) -> bool:
+        """Books an event of an open request; False where its sample has ended."""
+        if isinstance(event, PromptLogprobs):
+            return True
+        if event.sample not in entry.num_generated_tokens:
+            return False
+        if isinstance(event, Finished):
+            self._end(entry, event.sample, event.finish_reason, now_s)
+            return True
+        entry.num_generated_tokens[event.sample] += 1
+        if entry.first_token_s is None:
+            self._take_first_token(entry, now_s)
+        return True
+
+    def _start(self, request_id: int, now_s: float) -> None:
+        entry = self._queued.pop(request_id, None)
+        if entry is not None:
+            self._num_queued_tokens -= entry.num_prompt_tokens
+            entry.started_s = now_s
+            self._times.queue.add(now_s - entry.accepted_s)
+
+    def _take_first_token(self, entry: _OpenRequest, now_s: float) -> None:
+        self._start(entry.request_id, now_s)
+        entry.first_token_s = now_s
+        assert entry.started_s is not None
+        self._times.prefill.add(now_s - entry.started_s)
+
+    def _end(self, entry: _OpenRequest, sample: int, reason: FinishReason, now_s: float) -> None:
+        del entry.num_generated_tokens[sample]
+        self._ends[reason] += 1
+        if entry.num_generated_tokens:
+            return
+        del self._open[entry.request_id]
+        if self._queued.pop(entry.request_id, None) is not None:
+            self._num_queued_tokens -= entry.num_prompt_tokens
+        if entry.first_token_s is not None:
+            self._times.decode.add(now_s - entry.first_token_s)
+
+    def _fail_each(
+        self, entries: Iterable[_OpenRequest], kind: ErrorKind, error: str, now_s: float
+    ) -> list[Finished]:
+        ended: list[Finished] = []
+        for entry in entries:
+            for sample, num_generated_tokens in list(entry.num_generated_tokens.items()):
+                self._end(entry, sample, "error", now_s)
+                ended.append(
+                    Finished(
+                        request_id=entry.request_id,
+                        sample=sample,
+                        finish_reason="error",
+                        stop_token_id=None,
+                        num_prompt_tokens=entry.num_prompt_tokens,
+                        num_generated_tokens=num_generated_tokens,
+                        num_cached_tokens=0,
+                        error=error,
+                        error_kind=kind,
+                    )
+                )
+        return ended
+
+    def _end_older(
+        self, entries: dict[int, _OpenRequest], now_s: float, timeout_s: float, where: str
+    ) -> list[Finished]:
+        """`entries` are in the order of their acceptance, so the first young one ends the look."""
+        overdue: list[_OpenRequest] = []
+        for entry in entries.values():
+            if now_s < entry.accepted_s + timeout_s:
+                break
+            overdue.append(entry)
+        error = f"the request took more than {timeout_s:g} seconds {where} and was ended"
+        return self._fail_each(overdue, "deadline_exceeded", error, now_s)

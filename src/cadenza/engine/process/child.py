@@ -1,0 +1,215 @@
+"""The engine process from its first line to its last: `run_child` is what the exec'd program does.
+
+Owns the process's end: it exits when the front end does, whatever it is doing, and ignores the
+terminal's and the service manager's signals, which are for the front end. Invariant: nothing but
+frames goes to the socket; everything printed goes to the pipe that the front end logs.
+"""
+
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cadenza.engine.batch_engine import STOPPED
+from cadenza.engine.core import EngineCore
+from cadenza.engine.process.log_lines import LineFormatter
+from cadenza.engine.process.messages import (
+    Failed,
+    FrameBuffer,
+    FromEngine,
+    Loading,
+    Ready,
+    Start,
+    Stop,
+    ToEngine,
+    WireError,
+    decode_to_engine,
+    encode,
+)
+from cadenza.engine.process.worker import Worker
+from cadenza.errors import CadenzaError
+
+logger = logging.getLogger(__name__)
+
+COULD_NOT_LOAD = 3
+STOPPED_ON_ERRORS = 4
+FRONT_END_GONE = 5
+
+_RECEIVE_BYTES = 1 << 18
+_PR_SET_PDEATHSIG = 1
+
+
+class OnPhase(Protocol):
+    """Told when a phase of the start begins."""
+
+    def __call__(self, phase: str, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """A warm core, and how many programs were compiled since it was warm."""
+
+    core: EngineCore
+    count_compiles: Callable[[], int] = lambda: 0
+
+
+Load = Callable[[Start, OnPhase], Serving]
+
+
+class FrontEndGone(Exception):
+    """The other end of the socket is closed."""
+
+
+class SocketLink:
+    """The engine's end of the socket pair. Sending waits for a front end that is slow."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._frames = FrameBuffer()
+        self._messages: deque[ToEngine] = deque()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def receive(self, timeout_s: float) -> list[ToEngine] | None:
+        """As `EngineLink`. Raises FrontEndGone."""
+        if timeout_s and not self._messages:
+            self._poll.poll(timeout_s * 1000)
+        self._read()
+        messages = list(self._messages)
+        self._messages.clear()
+        return None if any(isinstance(message, Stop) for message in messages) else messages
+
+    def receive_one(self) -> ToEngine:
+        """The next message, however long it takes. Raises FrontEndGone."""
+        while not self._messages:
+            self._poll.poll()
+            self._read()
+        return self._messages.popleft()
+
+    def send(self, message: FromEngine) -> None:
+        """Raises FrontEndGone."""
+        try:
+            self._connection.sendall(encode(message))
+        except OSError as error:
+            raise FrontEndGone from error
+
+    def _read(self) -> None:
+        try:
+            received = self._connection.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise FrontEndGone from error
+        if not received:
+            raise FrontEndGone
+        self._messages.extend(map(decode_to_engine, self._frames.feed(received)))
+
+
+@dataclass(slots=True, eq=False)
+class _Startup:
+    """Announces each phase as it begins and keeps its seconds."""
+
+    link: SocketLink
+    clock: Callable[[], float]
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    phase: str | None = None
+    since_s: float = 0.0
+
+    def begin(self, phase: str) -> None:
+        self.end()
+        self.phase, self.since_s = phase, self.clock()
+        self.link.send(Loading(phase))
+
+    def end(self) -> None:
+        if self.phase is not None:
+            self.seconds[self.phase] = self.clock() - self.since_s
+
+
+def run_child(arguments: list[str], load: Load) -> None:
+    """Serves one front end and exits. `arguments`: socket, lifeline, the front end's process id."""
+    connection_fd, lifeline_fd, parent_pid = map(int, arguments)
+    _follow_front_end(lifeline_fd, parent_pid)
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    code = 1
+    try:
+        code = _serve(SocketLink(socket.socket(fileno=connection_fd)), load)
+    except FrontEndGone:
+        code = FRONT_END_GONE
+    except BaseException:
+        logger.exception("the engine process ends")
+    finally:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The interpreter's own way out would wait for threads that native code may hold.
+        os._exit(code)
+
+
+def _serve(link: SocketLink, load: Load) -> int:
+    startup = _Startup(link, time.monotonic)
+    start = link.receive_one()
+    if not isinstance(start, Start):
+        raise WireError(f"the first message is a {type(start).__name__}")
+    _log_to_stderr(start.log_level)
+    try:
+        serving = load(start, startup.begin)
+    except CadenzaError as error:
+        logger.info("could not load", exc_info=True)
+        link.send(Failed(type(error).__name__, str(error)))
+        return COULD_NOT_LOAD
+    startup.end()
+    worker = Worker(serving.core, link, count_compiles=serving.count_compiles)
+    link.send(
+        Ready(
+            request_check=serving.core.request_check,
+            startup_s=startup.seconds,
+            stats=worker.meter.stats(),
+        )
+    )
+    try:
+        worker.serve()
+    except FrontEndGone:
+        raise
+    except Exception as error:
+        logger.exception("the engine stopped")
+        text = str(error) if isinstance(error, CadenzaError) else STOPPED
+        link.send(Failed(type(error).__name__, text))
+        return STOPPED_ON_ERRORS
+    serving.core.close()
+    return 0
+
+
+def _log_to_stderr(level: int) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("cadenza").setLevel(level)
+
+
+def _follow_front_end(lifeline_fd: int, parent_pid: int) -> None:
+    """Ends this process with the front end: by a thread, and on Linux by the kernel too.
+
+    The thread sees the lifeline close even while native code computes; the kernel's signal comes
+    even while native code holds the interpreter's lock.
+    """
+
+    def watch() -> None:
+        os.read(lifeline_fd, 1)
+        os._exit(FRONT_END_GONE)
+
+    threading.Thread(target=watch, name="cadenza-lifeline", daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The front end may have died before the signal was asked for.
+        if os.getppid() != parent_pid:
+            os._exit(FRONT_END_GONE)

@@ -1,0 +1,148 @@
+"""`ChildProcess`: the front end's handle on one engine process.
+
+Owns its three descriptors (socket, lifeline, output), starts it, and ends it. Nothing here blocks
+but `close`, and that for a stated time. Invariant: after `close` no process, descriptor or thread
+of it is left.
+"""
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from cadenza.engine.process.log_lines import LogLines
+from cadenza.engine.process.messages import FrameBuffer, FromEngine, decode_from_engine
+
+COMMAND = (sys.executable, "-P", "-X", "faulthandler", "-m", "cadenza.engine.process")
+_RECEIVE_BYTES = 1 << 18
+
+
+class ChildProcess:
+    """Starts `command` with the numbers of its descriptors and this process's id behind it."""
+
+    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+        self._frames = FrameBuffer()
+        self._log_lines = LogLines()
+        self._outbox: deque[memoryview] = deque()
+        self.num_unsent_bytes = 0
+        self.has_hung_up = False
+        self._socket, theirs = socket.socketpair()
+        lifeline, self._lifeline = os.pipe()
+        self._output, their_output = os.pipe()
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
+                [*command, str(theirs.fileno()), str(lifeline), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=their_output,
+                stderr=their_output,
+                pass_fds=(theirs.fileno(), lifeline),
+                start_new_session=True,
+            )
+        except BaseException:
+            self._socket.close()
+            os.close(self._lifeline)
+            os.close(self._output)
+            raise
+        finally:
+            theirs.close()
+            os.close(lifeline)
+            os.close(their_output)
+        self._socket.setblocking(False)
+        os.set_blocking(self._output, False)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Wakes `selector` when there is something to read, or room to write what is left."""
+        writes = selectors.EVENT_WRITE if self._outbox else 0
+        for fd, events in (
+            (self._socket.fileno(), selectors.EVENT_READ | writes),
+            (self._output, selectors.EVENT_READ),
+        ):
+            if fd in selector.get_map():
+                selector.modify(fd, events)
+            else:
+                selector.register(fd, events)
+
+    def unregister(self, selector: selectors.BaseSelector) -> None:
+        for fd in (self._socket.fileno(), self._output):
+            if fd in selector.get_map():
+                selector.unregister(fd)
+
+    def send(self, frame: bytes) -> None:
+        """Sends now what the socket takes, and the rest from `flush`."""
+        self._outbox.append(memoryview(frame))
+        self.num_unsent_bytes += len(frame)
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what the socket takes of what is left."""
+        while self._outbox:
+            try:
+                sent = self._socket.send(self._outbox[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                # Its end is seen by `receive`.
+                self._outbox.clear()
+                self.num_unsent_bytes = 0
+                return
+            self.num_unsent_bytes -= sent
+            self._outbox[0] = self._outbox[0][sent:]
+            if not self._outbox[0]:
+                self._outbox.popleft()
+
+    def receive(self) -> Iterator[FromEngine]:
+        """The messages that have arrived. Sets `has_hung_up` at the end. Raises WireError."""
+        try:
+            received = self._socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        if not received:
+            self.has_hung_up = True
+            return
+        yield from map(decode_from_engine, self._frames.feed(received))
+
+    def log_output(self) -> None:
+        """Passes on what the process has printed or logged."""
+        while True:
+            try:
+                received = os.read(self._output, _RECEIVE_BYTES)
+            except BlockingIOError:
+                return
+            records = self._log_lines.feed(received) if received else self._log_lines.flush()
+            for level, name, text in records:
+                logging.getLogger(name).log(level, "%s", text, extra={"engine_pid": self.pid})
+            if not received:
+                return
+
+    def signal(self, number: signal.Signals) -> None:
+        """For tests and the last resort."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def close(self, *, within_s: float) -> int:
+        """Waits so long for it to exit by itself, then kills it; its exit status, reaped.
+
+        A status below zero is the negative number of the signal that killed it.
+        """
+        try:
+            code = self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self.log_output()
+        self._socket.close()
+        os.close(self._lifeline)
+        os.close(self._output)
+        return code

@@ -1,0 +1,421 @@
+"""`EngineProcess`: a `BatchEngine` whose engine is another process, watched and started anew.
+
+Owns the engine process, the requests' books and the outbox; everything happens on the thread that
+serves, and all other threads only put into the outbox. Knows no HTTP and no text. Invariants: each
+accepted request ends exactly once whatever happens to the process; `submit` and `cancel` never
+wait for it.
+"""
+
+import logging
+import os
+import selectors
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cadenza import errors
+from cadenza.config import EngineConfig
+from cadenza.engine.batch_engine import DRAINING, SHUT_DOWN, Clock, Emit
+from cadenza.engine.open_requests import OpenRequests, RequestStats, RequestTimeouts
+from cadenza.engine.process.child_process import COMMAND, ChildProcess
+from cadenza.engine.process.messages import (
+    Cancel,
+    Failed,
+    FromEngine,
+    Loading,
+    Ready,
+    Report,
+    Start,
+    Stop,
+    Submit,
+    WireError,
+    encode,
+)
+from cadenza.engine.process.supervision import STANDSTILL_S, Patience, Supervision
+from cadenza.engine.process.work import work_of
+from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.stats import EngineStats
+from cadenza.engine.status import EngineStatus
+from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableError, RunnerError
+from cadenza.request import Request
+
+logger = logging.getLogger(__name__)
+
+LOST = "the engine stopped unexpectedly and is being started again; send the request once more"
+UNAVAILABLE = {
+    "loading": "the engine is still loading; try again soon",
+    "restarting": "the engine is being started again; try again soon",
+    "draining": DRAINING,
+    "dead": "the engine has failed too often and is not started again; send the request elsewhere",
+}
+_EXIT_S = 0.5
+_LONGEST_SLEEP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOptions:
+    """How requests and the process are dealt with.
+
+    Args:
+        command: starts one.
+        max_unsent_bytes: what may wait for a process that does not read; then the queue is full.
+    """
+
+    timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)
+    patience: Patience = field(default_factory=Patience)
+    command: Sequence[str] = COMMAND
+    max_unsent_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """Why a process is given up: for the log, and in words for everybody."""
+
+    error: str
+    cause: str
+
+
+class _Wakeup:
+    """Wakes a selector from any thread."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self._writer, False)
+
+    def set(self) -> None:
+        try:
+            os.write(self._writer, b"\0")
+        except BlockingIOError:
+            return
+
+    def clear(self) -> None:
+        try:
+            os.read(self.reader, 1 << 16)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self._writer)
+
+
+class EngineProcess:
+    """`BatchEngine` and `EngineMonitor` over a process that `serve` starts and ends.
+
+    Args:
+        model: as for `load_model`; it is opened by the process.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        config: EngineConfig,
+        options: ProcessOptions | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._options = options or ProcessOptions()
+        self._clock = clock
+        level = logging.getLogger("cadenza").getEffectiveLevel()
+        self._start_message = Start(
+            model=None if model is None else str(model), config=config, log_level=level
+        )
+        self._supervision = Supervision(self._options.patience, clock())
+        self._requests = OpenRequests(self._options.timeouts, clock)
+        self._check: RequestCheck | None = None
+        self._stats: EngineStats | None = None
+        self._child: ChildProcess | None = None
+        self._failed: Failed | None = None
+        self._failure: CadenzaError | None = None
+        self._lock = threading.Lock()
+        self._outbox = bytearray()
+        self._wakeup: _Wakeup | None = None
+        self._settled = threading.Event()
+        self._drained_by_s: float | None = None
+        self._is_shut_down = False
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process's id, while there is one."""
+        child = self._child
+        return None if child is None else child.pid
+
+    def submit(self, request: Request) -> int:
+        """As `BatchEngine`; the request is checked here, before it is sent."""
+        with self._lock:
+            check = self._checked_state()
+        check.check(request)
+        with self._lock:
+            self._checked_state()
+            if self._num_unsent_bytes() > self._options.max_unsent_bytes:
+                self._requests.count_rejection("queue_full")
+                raise errors.QueueFullError("the engine does not take what it was sent; try later")
+            request_id = self._requests.accept(request, check.limits)
+            self._put(Submit(request_id, request))
+        return request_id
+
+    def cancel(self, request_id: int, sample: int | None = None) -> None:
+        with self._lock:
+            if self._requests.cancel(request_id, sample):
+                self._put(Cancel(request_id, sample))
+
+    def drain(self, within_s: float) -> None:
+        with self._lock:
+            if self._drained_by_s is None:
+                self._drained_by_s = self._clock() + within_s
+            if self._supervision.state != "dead":
+                self._supervision.state = "draining"
+            self._wake()
+
+    def shutdown(self) -> None:
+        with self._lock:
+            self._is_shut_down = True
+            self._wake()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits until it serves.
+
+        Raises:
+            CheckpointError, ConfigError, DeviceUnavailableError, RunnerError: it could not load.
+            EngineUnavailableError: it is not ready by then, or died.
+        """
+        self._settled.wait(timeout_s)
+        status = self.status()
+        if status.is_ready:
+            return
+        if self._failure is not None:
+            raise self._failure
+        raise EngineUnavailableError(status.error or UNAVAILABLE[status.state])
+
+    def status(self) -> EngineStatus:
+        with self._lock:
+            now_s, supervision = self._clock(), self._supervision
+            return EngineStatus(
+                state=supervision.state,
+                phase=supervision.phase,
+                startup_s=supervision.startup_s,
+                since_beat_s=supervision.since_beat_s(now_s),
+                num_restarts=max(0, supervision.num_starts - 1),
+                retry_after_s=supervision.retry_after_s(now_s),
+                error=supervision.error,
+                cause=supervision.cause,
+                request_check=self._check,
+            )
+
+    def stats(self) -> EngineStats | None:
+        return self._stats
+
+    def request_stats(self) -> RequestStats:
+        return self._requests.stats()
+
+    def serve(self, emit: Emit) -> None:
+        """As `BatchEngine`. A load that fails leaves it dead and serving refusals."""
+        with selectors.DefaultSelector() as selector, self._waking(selector):
+            try:
+                while not self._is_done():
+                    self._turn(selector, emit)
+            finally:
+                self._finish(emit)
+
+    def _turn(self, selector: selectors.BaseSelector, emit: Emit) -> None:
+        """Waits for the next thing to happen, and deals with it."""
+        if self._child is None and self._supervision.may_start(self._clock()):
+            self._start()
+        child = self._child
+        if child is not None:
+            self._send_outbox(child)
+            child.register(selector)
+        sleep_s, start_s = self._sleep_s(), self._clock()
+        selector.select(sleep_s)
+        self._supervision.overslept(self._clock() - start_s - sleep_s)
+        assert self._wakeup is not None
+        self._wakeup.clear()
+        self._end_overdue(emit)
+        if child is None:
+            return
+        child.flush()
+        child.log_output()
+        loss = self._receive(child, emit)
+        if loss is not None:
+            child.unregister(selector)
+            self._lose(child, loss, emit)
+
+    def _start(self) -> None:
+        self._failed = None
+        try:
+            child = ChildProcess(self._options.command)
+        except OSError as error:
+            logger.error("the engine process cannot be started: %s", error)
+            with self._lock:
+                self._supervision.started(self._clock())
+                self._supervision.crashed(self._clock(), "the engine process cannot be started")
+            return
+        with self._lock:
+            self._child = child
+            self._supervision.started(self._clock())
+        logger.info("engine process %d started", child.pid)
+        child.send(encode(self._start_message))
+
+    def _send_outbox(self, child: ChildProcess) -> None:
+        with self._lock:
+            frames, self._outbox = self._outbox, bytearray()
+            if frames:
+                child.send(bytes(frames))
+
+    def _sleep_s(self) -> float:
+        hung_at_s, now_s = self._supervision.hung_at_s(), self._clock()
+        moments_s = (
+            self._requests.next_deadline_s(),
+            # What is slept in one piece is the most of a standstill that goes unseen.
+            None if hung_at_s is None else min(hung_at_s, now_s + STANDSTILL_S),
+            self._supervision.look_at_s(),
+            self._supervision.start_at_s,
+            self._drained_by_s,
+        )
+        soonest_s = min((each for each in moments_s if each is not None), default=None)
+        if soonest_s is None:
+            return _LONGEST_SLEEP_S
+        return min(_LONGEST_SLEEP_S, max(0.0, soonest_s - now_s))
+
+    def _receive(self, child: ChildProcess, emit: Emit) -> _Loss | None:
+        """Takes what has arrived; says why the process must be given up, if it must."""
+        try:
+            for message in child.receive():
+                self._take(message, emit)
+        except WireError as error:
+            return _Loss(str(error), "the engine process did not keep to the protocol")
+        if child.has_hung_up:
+            ended = "the engine process ended"
+            if self._failed is None:
+                return _Loss(ended, ended)
+            return _Loss(self._failed.message, f"{ended} with an error that its log has")
+        now_s = self._clock()
+        look_at_s = self._supervision.look_at_s()
+        if look_at_s is not None and now_s >= look_at_s:
+            self._supervision.looked(now_s, work_of(child.pid))
+        if self._supervision.is_hung(now_s):
+            hang = self._supervision.describe_hang(now_s)
+            return _Loss(hang, hang)
+        return None
+
+    def _take(self, message: FromEngine, emit: Emit) -> None:
+        now_s = self._clock()
+        if isinstance(message, Report):
+            if message.stats is not None:
+                self._stats = message.stats
+            self._supervision.beat(
+                now_s, message.num_steps, message.predicted_s, is_idle=message.is_idle
+            )
+            events = self._requests.pass_on(message.events, message.started)
+            if events:
+                emit(events)
+        elif isinstance(message, Loading):
+            self._supervision.entered(now_s, message.phase)
+        elif isinstance(message, Ready):
+            self._stats = message.stats
+            with self._lock:
+                self._check = message.request_check
+                self._supervision.ready(now_s, message.startup_s)
+            self._settled.set()
+            logger.info("engine ready: %s", self._supervision.startup_s)
+        else:
+            self._failed = message
+
+    def _end_overdue(self, emit: Emit) -> None:
+        overdue = self._requests.end_overdue()
+        if overdue:
+            with self._lock:
+                for end in overdue:
+                    self._put(Cancel(end.request_id, end.sample))
+            emit([*overdue])
+
+    def _lose(self, child: ChildProcess, loss: _Loss, emit: Emit) -> None:
+        """The process is of no use any more: everybody is told first, then it is cleared away."""
+        with self._lock:
+            self._child = self._stats = None
+            self._outbox.clear()
+            self._supervision.crashed(self._clock(), loss.error, loss.cause)
+            could_not_load = self._failed is not None and self._check is None
+            if could_not_load:
+                self._supervision.died(loss.error)
+            ended = self._requests.end_all("engine_lost", LOST)
+        if ended:
+            emit([*ended])
+        code = child.close(within_s=_EXIT_S if child.has_hung_up else 0.0)
+        logger.error("engine process %d: %s (exit status %d)", child.pid, loss.error, code)
+        if self._failed is not None and could_not_load:
+            self._failure = _exception_of(self._failed)
+        if self._supervision.state == "dead":
+            self._settled.set()
+
+    def _finish(self, emit: Emit) -> None:
+        with self._lock:
+            self._is_shut_down = True
+            child, self._child = self._child, None
+            self._outbox.clear()
+            self._supervision.died(SHUT_DOWN)
+            ended = self._requests.end_all("engine_closed", SHUT_DOWN)
+        self._settled.set()
+        if ended:
+            emit([*ended])
+        if child is not None:
+            child.send(encode(Stop()))
+            code = child.close(within_s=self._options.patience.stop_s)
+            logger.info("engine process %d stopped (exit status %d)", child.pid, code)
+
+    def _is_done(self) -> bool:
+        if self._is_shut_down:
+            return True
+        if self._drained_by_s is None:
+            return False
+        return not self._requests.num_open or self._clock() >= self._drained_by_s
+
+    def _checked_state(self) -> RequestCheck:
+        """Raises where no request can be taken now."""
+        if self._is_shut_down:
+            raise EngineClosedError(SHUT_DOWN)
+        state = self._supervision.state
+        if state != "ready":
+            self._requests.count_rejection("unavailable")
+            raise EngineUnavailableError(
+                UNAVAILABLE[state], retry_after_s=self._supervision.retry_after_s(self._clock())
+            )
+        assert self._check is not None
+        return self._check
+
+    @contextmanager
+    def _waking(self, selector: selectors.BaseSelector) -> Generator[None]:
+        wakeup = _Wakeup()
+        selector.register(wakeup.reader, selectors.EVENT_READ)
+        with self._lock:
+            self._wakeup = wakeup
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wakeup = None
+            wakeup.close()
+
+    def _put(self, message: Submit | Cancel) -> None:
+        """Under the lock: leaves a message for the serving thread to send."""
+        self._outbox += encode(message)
+        self._wake()
+
+    def _num_unsent_bytes(self) -> int:
+        child = self._child
+        return len(self._outbox) + (0 if child is None else child.num_unsent_bytes)
+
+    def _wake(self) -> None:
+        if self._wakeup is not None:
+            self._wakeup.set()
+
+
+def _exception_of(failed: Failed) -> CadenzaError:
+    """The engine's exception as it was raised there."""
+    kind = getattr(errors, failed.kind, None)
+    if isinstance(kind, type) and issubclass(kind, CadenzaError):
+        return kind(failed.message)
+    return RunnerError(failed.message)

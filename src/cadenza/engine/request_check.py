@@ -1,0 +1,97 @@
+"""`RequestCheck`: can an engine with these limits and this model ever serve a request?
+
+Knows limits and vocabulary only, so that it can be asked in another process than the engine's.
+Owns no state. Invariant: what passes here is refused nowhere later, whatever else is running.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cadenza.backends.base import Capability
+from cadenza.config import EngineLimits
+from cadenza.errors import InvalidRequestError
+from cadenza.request import Request, show
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCheck:
+    """What a request is held against. `backend` is its name, for messages."""
+
+    limits: EngineLimits
+    vocab_size: int
+    backend: str
+    capabilities: frozenset[Capability]
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequestError where the request can never be served as written."""
+        self._check_tokens(request)
+        self._check_lengths(request)
+        for name in ("logprobs", "prompt_logprobs"):
+            is_asked = getattr(request.params, name) is not None
+            if is_asked and "logprobs" not in self.capabilities:
+                raise InvalidRequestError(
+                    f"{name} are not supported by the {self.backend} backend", param=name
+                )
+
+    def max_num_tokens(self, request: Request) -> int:
+        """Tokens of the prompt and the longest answer that the request allows."""
+        if request.params.max_tokens is None:
+            return self.limits.max_model_len
+        return len(request.prompt_token_ids) + request.params.max_tokens
+
+    def _check_tokens(self, request: Request) -> None:
+        if not request.prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty; give one token or more", param="prompt")
+        params = request.params
+        self._check_ids("prompt", request.prompt_token_ids)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", (token_id for token_id, _ in params.biases))
+        for token_ids in request.bad_word_token_ids:
+            self._check_ids("bad_words", token_ids)
+        self._check_resolved(request)
+
+    def _check_resolved(self, request: Request) -> None:
+        """Options that are about text must have been turned into tokens by who knows text."""
+        params, count = request.params, request.params.truncate_prompt_tokens
+        if params.bad_words and not request.bad_word_token_ids:
+            raise InvalidRequestError(
+                "bad_words were not turned into tokens; give bad_word_token_ids with them, as "
+                "LLM and AsyncEngine do",
+                param="bad_words",
+            )
+        if count is not None and len(request.prompt_token_ids) > count:
+            raise InvalidRequestError(
+                f"the prompt has {len(request.prompt_token_ids)} tokens and "
+                f"truncate_prompt_tokens is {count}; cut the prompt before it is submitted, as LLM "
+                f"and AsyncEngine do",
+                param="truncate_prompt_tokens",
+            )
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds the token id {show(token_id)}; this model's ids go "
+                    f"from 0 to {self.vocab_size - 1}",
+                    param=name,
+                )
+
+    def _check_lengths(self, request: Request) -> None:
+        num_prompt_tokens = len(request.prompt_token_ids)
+        wanted = max(self.max_num_tokens(request), num_prompt_tokens + 1)
+        if wanted > self.limits.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens and {wanted - num_prompt_tokens} more "
+                f"are asked for, {wanted} in all; the context holds "
+                f"{self.limits.max_model_len} (--max-model-len): shorten the prompt or max_tokens",
+                param="max_tokens",
+            )
+        num_pages = -(-(wanted - 1) // self.limits.page_size)
+        if num_pages > self.limits.num_pages:
+            raise InvalidRequestError(
+                f"the request needs {num_pages} KV pages and the pool has "
+                f"{self.limits.num_pages}; shorten it, or give the engine more "
+                f"--kv-cache-memory-bytes",
+                param="max_tokens",
+            )

@@ -1,0 +1,71 @@
+"""`SamplingDefaults`: what a request gets for the fields that it leaves unset.
+
+Owns the way from generation_config.json's words to `SamplingParams`. Knows no engine and no text.
+Invariant: a default never makes a request invalid that would be valid without it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from cadenza.checkpoint import GenerationDefaults
+from cadenza.errors import InvalidRequestError
+from cadenza.request import SamplingParams
+
+_OWN = {field.name: field.default for field in fields(SamplingParams)}
+FIELD_NAMES = tuple(_OWN)
+
+_RECOMMENDABLE = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "min_tokens": "min_new_tokens",
+    "max_tokens": "max_new_tokens",
+}
+"""Fields of `SamplingParams`, and what `GenerationDefaults` calls them."""
+
+
+class SamplingDefaults:
+    """The recommendations of a checkpoint; without any, those of `SamplingParams` itself."""
+
+    def __init__(self, recommended: GenerationDefaults | None = None) -> None:
+        self._values: dict[str, int | float] = {
+            name: value
+            for name, key in _RECOMMENDABLE.items()
+            if (value := getattr(recommended, key, None)) is not None
+        }
+
+    def complete(self, given: Mapping[str, object], *, room: int | None = None) -> SamplingParams:
+        """`given` fields as they are, the others as recommended.
+
+        Args:
+            room: tokens that the context has left for an answer; a recommended length gives way.
+
+        Raises:
+            InvalidRequestError: there is no such field, or a value is not within its bounds.
+        """
+        unknown = sorted(set(given) - set(FIELD_NAMES))
+        if unknown:
+            raise InvalidRequestError(
+                f"there is no sampling option {', '.join(unknown)}; there are "
+                f"{', '.join(FIELD_NAMES)}",
+                param=unknown[0],
+            )
+        values: dict[str, Any] = {**self._values, **given}
+        self._fit_lengths(values, given, room)
+        return SamplingParams(**values)
+
+    def _fit_lengths(
+        self, values: dict[str, Any], given: Mapping[str, object], room: int | None
+    ) -> None:
+        """Recommended lengths give way to the context and to lengths that were asked for."""
+        longest, shortest = self._values.get("max_tokens"), self._values.get("min_tokens")
+        if longest is not None and "max_tokens" not in given:
+            asked = given.get("min_tokens")
+            least = asked if isinstance(asked, int) else 1
+            values["max_tokens"] = max(least, int(longest if room is None else min(longest, room)))
+        most = values.get("max_tokens", _OWN["max_tokens"])
+        if shortest is not None and "min_tokens" not in given and isinstance(most, int):
+            values["min_tokens"] = min(int(shortest), most)

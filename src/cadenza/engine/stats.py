@@ -1,0 +1,136 @@
+"""`EngineStats`: what an engine has counted so far; `StepMeter` does the counting.
+
+Owns the snapshot's fields and the distributions' bounds. Knows no metric's name and no server.
+Invariants: counters only grow within one engine's life, every step is counted once, and a snapshot
+never changes.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from cadenza.engine.core import EngineCore
+from cadenza.request import Event
+
+STEP_SECONDS_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+STEP_TOKENS_BOUNDS = tuple(float(1 << power) for power in range(15))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """How often a value fell where. `counts[i]` of them were at most `bounds[i]` and above the
+    bound before it; the last count is of those above all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @classmethod
+    def empty(cls, bounds: tuple[float, ...]) -> Self:
+        return cls(bounds=bounds, counts=(0,) * (len(bounds) + 1), total=0.0)
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot. Gauges: requests running and waiting, pages by state. All else are counters.
+
+    `num_prefix_queries` and `num_prefix_hits` count prompt tokens; `pages_live` has those too that
+    only a launched step still writes; `step_tokens` is of tokens computed in one step.
+    """
+
+    num_running: int
+    num_waiting: int
+    pages_live: int
+    pages_cached: int
+    pages_free: int
+    num_steps: int
+    num_failed_steps: int
+    num_preemptions: int
+    num_computed_tokens: int
+    num_prefix_queries: int
+    num_prefix_hits: int
+    num_compiles_after_warmup: int
+    step_seconds: Distribution
+    step_tokens: Distribution
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """The share of pages that somebody holds, 0 to 1."""
+        return self.pages_live / (self.pages_live + self.pages_cached + self.pages_free)
+
+
+class Tally:
+    """A distribution while it grows."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def snapshot(self) -> Distribution:
+        return Distribution(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
+
+
+class StepMeter:
+    """Steps an engine and counts.
+
+    Args:
+        clock: seconds, monotonic.
+        count_compiles: programs that were compiled since warm-up.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        clock: Callable[[], float],
+        count_compiles: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._core = core
+        self._clock = clock
+        self._count_compiles = count_compiles
+        self._seconds = Tally(STEP_SECONDS_BOUNDS)
+        self._tokens = Tally(STEP_TOKENS_BOUNDS)
+
+    def step(self) -> list[Event]:
+        """One call of the core's `step`. A step that was launched counts the call's time."""
+        scheduler = self._core.scheduler
+        num_steps, num_tokens = scheduler.num_steps, scheduler.num_scheduled_tokens
+        start_s = self._clock()
+        events = self._core.step()
+        if scheduler.num_steps > num_steps:
+            self._seconds.add(self._clock() - start_s)
+            self._tokens.add(scheduler.num_scheduled_tokens - num_tokens)
+        return events
+
+    def stats(self) -> EngineStats:
+        """The counts as they are now."""
+        scheduler = self._core.scheduler
+        pages = scheduler.kv_cache.pool.counts()
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            pages_live=pages.live + pages.pinned,
+            pages_cached=pages.cached,
+            pages_free=pages.free,
+            num_steps=scheduler.num_steps,
+            num_failed_steps=self._core.num_failed_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_computed_tokens=scheduler.num_scheduled_tokens,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            num_prefix_hits=scheduler.num_prefix_hits,
+            num_compiles_after_warmup=self._count_compiles(),
+            step_seconds=self._seconds.snapshot(),
+            step_tokens=self._tokens.snapshot(),
+        )

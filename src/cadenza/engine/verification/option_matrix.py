@@ -1,0 +1,168 @@
+"""The matrix of sampling options: requests in which every two levels of two options meet.
+
+Owns the options and their levels, and gives a workload's requests one row of the matrix each. What
+is compared is the gate's. Invariants: a pure function of the workload; no request forbids every
+token; lists of tokens name tokens that other lists allow, so that stops and bad words really occur.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cadenza.engine.verification.pairwise import Row, all_pairs, covering_rows, missing_pairs
+from cadenza.engine.verification.workload import Arrival
+from cadenza.request import Request
+
+TIMES = 15
+"""In how many requests each pair is, so that no pair is only where another option hides it."""
+
+BAD_WORDS = "bad_word_token_ids"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Palette:
+    """The tokens that one request's lists are made of; the lists of it are disjoint.
+
+    `free` tokens are never banned, which leaves something to choose whatever the others say.
+    """
+
+    free: tuple[int, ...]
+    stops: tuple[int, ...]
+    bad: tuple[int, ...]
+    ends: tuple[int, ...]
+    vocab_size: int
+    seed: int
+
+
+Level = Callable[[Palette], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A field of a request and the values it takes; the first is its default where it has one."""
+
+    name: str
+    levels: tuple[Level, ...]
+
+
+def _fixed(name: str, *values: object) -> Option:
+    return Option(name, tuple((lambda _, value=value: value) for value in values))
+
+
+def _few(palette: Palette) -> tuple[int, ...]:
+    return tuple(sorted((*palette.free, *palette.stops, *palette.bad, *palette.ends)))
+
+
+def _half(palette: Palette) -> tuple[int, ...]:
+    return tuple(sorted({*_few(palette), *range(0, palette.vocab_size, 2)}))
+
+
+def _favours(palette: Palette) -> dict[int, float]:
+    """Towards stops and bad words, away from some free tokens."""
+    biases = dict.fromkeys((*palette.stops, *palette.bad, *palette.ends), 4.0)
+    return {**biases, palette.free[0]: -3.0, palette.free[1]: 2.5}
+
+
+def _shuns(palette: Palette) -> dict[int, float]:
+    return {palette.free[0]: -100.0, palette.stops[0]: -100.0, palette.free[2]: 7.0}
+
+
+def _bad_pair(palette: Palette) -> tuple[tuple[int, ...], ...]:
+    """A word of two tokens, and one of one token twice; either token alone stays allowed."""
+    first, second = palette.bad
+    return ((palette.free[1], first), (second, second))
+
+
+OPTIONS = (
+    _fixed("temperature", 1.0, 0.0, 1.4),
+    _fixed("top_k", 0, 3, 40),
+    _fixed("top_p", 1.0, 0.6, 0.95),
+    _fixed("min_p", 0.0, 0.02, 0.3),
+    Option("seed", (lambda _: None, lambda palette: palette.seed)),
+    _fixed("presence_penalty", 0.0, 1.5, -0.8),
+    _fixed("frequency_penalty", 0.0, 0.7, -0.4),
+    _fixed("repetition_penalty", 1.0, 1.3, 0.8),
+    Option("logit_bias", (lambda _: {}, _favours, _shuns)),
+    Option("allowed_token_ids", (lambda _: None, _few, _half)),
+    Option(BAD_WORDS, (lambda _: (), lambda palette: ((palette.bad[0],),), _bad_pair)),
+    _fixed("min_tokens", 0, 4),
+    Option("stop_token_ids", (lambda _: (), lambda palette: palette.stops)),
+    _fixed("ignore_eos", False, True),
+    _fixed("n", 1, 2, 3),
+    _fixed("logprobs", None, 0, 5),
+    _fixed("prompt_logprobs", None, 0, 3),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionCoverage:
+    """What was played of the matrix; `missing` names the pairs that no request had."""
+
+    num_combinations: int
+    num_pairs: int
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionMatrix:
+    """One row of levels for each request of a workload."""
+
+    options: tuple[Option, ...] = OPTIONS
+    rows: tuple[Row, ...]
+
+    @property
+    def num_levels(self) -> tuple[int, ...]:
+        return tuple(len(option.levels) for option in self.options)
+
+    def coverage(self) -> OptionCoverage:
+        """Counted from the rows themselves, whoever chose them."""
+        missing = missing_pairs(self.num_levels, self.rows)
+        return OptionCoverage(
+            num_combinations=len(set(self.rows)),
+            num_pairs=len(all_pairs(self.num_levels)) - len(missing),
+            missing=tuple(
+                f"{self.options[left].name}[{one}] with {self.options[right].name}[{other}]"
+                for left, one, right, other in missing
+            ),
+        )
+
+    def apply(
+        self, arrivals: Sequence[Arrival], *, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> tuple[Arrival, ...]:
+        """The same prompts, lengths and steps; all else as the rows say."""
+        played: list[Arrival] = []
+        for index, (arrival, row) in enumerate(zip(arrivals, self.rows, strict=True)):
+            palette = _palette(index, vocab_size, tuple(eos_token_ids))
+            played.append(replace(arrival, request=self._combine(arrival.request, row, palette)))
+        return tuple(played)
+
+    def _combine(self, request: Request, row: Row, palette: Palette) -> Request:
+        values: dict[str, Any] = {
+            option.name: option.levels[level](palette)
+            for option, level in zip(self.options, row, strict=True)
+        }
+        bad_words = values.pop(BAD_WORDS)
+        max_tokens = max(request.params.max_tokens or 0, values["min_tokens"])
+        params = replace(request.params, **values, max_tokens=max_tokens)
+        return replace(request, params=params, bad_word_token_ids=bad_words)
+
+
+def make_matrix() -> OptionMatrix:
+    """Rows in which every pair of levels occurs `TIMES` times or more often."""
+    num_levels = tuple(len(option.levels) for option in OPTIONS)
+    return OptionMatrix(rows=covering_rows(num_levels, times=TIMES))
+
+
+def _palette(index: int, vocab_size: int, ends: tuple[int, ...]) -> Palette:
+    """Differs from request to request, so that rows of a batch have different lists."""
+    rng = random.Random(index)  # noqa: S311  a workload, not a secret
+    tokens = rng.sample(sorted(set(range(vocab_size)) - set(ends)), 10)
+    return Palette(
+        free=tuple(tokens[:6]),
+        stops=tuple(tokens[6:8]),
+        bad=tuple(tokens[8:]),
+        ends=ends,
+        vocab_size=vocab_size,
+        seed=rng.randrange(1 << 40),
+    )

@@ -1,0 +1,161 @@
+"""The ASGI application: the door, the router, and the errors' way out.
+
+Owns what happens before a handler: bounds of the head, cross-origin rules, keys. Judges by
+`scope["path"]` alone, never by a URL or a Host header. Invariant: whatever is not said to be open
+needs a key before anything else is told of it.
+"""
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from cadenza.server.errors import (
+    ApiError,
+    bounds_exceeded,
+    invalid_api_key,
+    method_not_allowed,
+    server_error,
+    unknown_url,
+)
+from cadenza.server.exchange import Answer, ClientLeftError, Exchange, new_request_id
+from cadenza.server.generation import log_unexpected
+from cadenza.server.handlers import Handler, make_handlers
+from cadenza.server.kinds import Text
+from cadenza.server.routes import OPEN_PATHS, ROUTES
+from cadenza.server.service import Service
+
+EXCHANGE = "cadenza.exchange"
+
+_REQUEST_ID = Text(min_chars=1, max_chars=128, is_identifier=True)
+
+
+class App:
+    """Serves `service` over ASGI."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        handlers = make_handlers(service)
+        routes = [
+            Route(route.path, _Endpoint(handlers[route.name]), methods=[route.method])
+            for route in ROUTES
+        ]
+        self._router = Router(routes, redirect_slashes=False, default=_not_found)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "lifespan and websockets are switched off"
+        exchange = Exchange(
+            scope=scope,
+            receive=receive,
+            send=send,
+            limits=self._service.options.limits,
+            bodies=self._service.bodies,
+            request_id=self._request_id(scope),
+            tenant="",
+        )
+        exchange.extra_headers = self._origin_headers(scope)
+        try:
+            await self._enter(exchange)
+        except ClientLeftError:
+            pass  # nobody is there to be told
+        except ApiError as error:
+            await _fail(exchange, error)
+        except HTTPException as error:  # the router's only one: 405
+            allowed = (error.headers or {}).get("Allow", "GET").split(", ")
+            await _fail(exchange, method_not_allowed(scope["method"], tuple(sorted(allowed))))
+        except Exception as error:  # noqa: BLE001  logged without what the client sent
+            log_unexpected(error)
+            await _fail(exchange, server_error())
+
+    async def _enter(self, exchange: Exchange) -> None:
+        scope = exchange.scope
+        self._check_head(exchange)
+        if self._is_preflight(exchange):
+            await exchange.answer(Answer(status=204, headers=_PREFLIGHT))
+            return
+        path: str = scope["path"]
+        if path not in OPEN_PATHS:
+            tenant = self._service.options.keys.tenant_of(exchange.header(b"authorization"))
+            if tenant is None:
+                raise invalid_api_key()
+            exchange.tenant = tenant
+        await self._router(
+            {**scope, "app": self, EXCHANGE: exchange}, exchange.receive, exchange.send
+        )
+
+    def _check_head(self, exchange: Exchange) -> None:
+        limits, scope = exchange.limits, exchange.scope
+        url_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        if url_bytes > limits.max_url_bytes:
+            raise bounds_exceeded(
+                "url_too_long", f"the URL has over {limits.max_url_bytes} bytes; send less"
+            )
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        num_bytes = sum(len(name) + len(value) + 4 for name, value in headers)
+        if len(headers) > limits.max_num_headers or num_bytes > limits.max_head_bytes:
+            raise bounds_exceeded(
+                "headers_too_large",
+                f"there are {len(headers)} headers of {num_bytes} bytes; at most "
+                f"{limits.max_num_headers} of {limits.max_head_bytes} bytes are read",
+            )
+
+    def _request_id(self, scope: Scope) -> str:
+        """The client's own, if it can be one and is free; otherwise a new one."""
+        found = [value for name, value in scope["headers"] if name == b"x-request-id"]
+        if len(found) == 1:
+            try:
+                asked = _REQUEST_ID.check("x-request-id", found[0].decode("latin-1"))
+            except ApiError:
+                return new_request_id()
+            if not self._service.has_open(asked):
+                return asked
+        return new_request_id()
+
+    def _origin_headers(self, scope: Scope) -> tuple[tuple[str, str], ...]:
+        allowed = self._service.options.allowed_origins
+        if not allowed:
+            return ()
+        origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
+        if len(origins) != 1 or (origins[0] not in allowed and "*" not in allowed):
+            return (("vary", "origin"),)
+        return (
+            ("vary", "origin"),
+            ("access-control-allow-origin", origins[0]),
+            ("access-control-expose-headers", "x-request-id, retry-after"),
+        )
+
+    def _is_preflight(self, exchange: Exchange) -> bool:
+        """Browsers send no key with these; they are answered to allowed origins only."""
+        is_asked = exchange.header(b"access-control-request-method") is not None
+        is_allowed = len(exchange.extra_headers) > 1
+        return exchange.scope["method"] == "OPTIONS" and is_asked and is_allowed
+
+
+_PREFLIGHT = (
+    ("access-control-allow-methods", "GET, POST"),
+    ("access-control-allow-headers", "authorization, content-type, x-request-id"),
+    ("access-control-max-age", "600"),
+)
+
+
+class _Endpoint:
+    """A handler as the router wants it."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del receive, send  # the exchange has them
+        exchange: Exchange = scope[EXCHANGE]
+        exchange.path_params = scope["path_params"]
+        await self._handler(exchange)
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    del receive, send  # the app answers
+    raise unknown_url(scope["method"], scope["path"][:256])
+
+
+async def _fail(exchange: Exchange, error: ApiError) -> None:
+    if exchange.has_answered:
+        raise error  # half an answer is out: the connection has to end
+    await exchange.fail(error)

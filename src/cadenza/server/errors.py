@@ -1,0 +1,217 @@
+"""Every error the server answers with: `ApiError`, made by one function for each kind.
+
+Owns status, type, code and headers of each. Invariant: a message is Cadenza's own words; it holds
+no path and no text of an exception from elsewhere.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+RETRY_QUEUE_S = 1
+RETRY_LOADING_S = 5
+
+Headers = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorKind:
+    """What all errors of a kind have in common; `summary` is for the API's description."""
+
+    status: int
+    type: str
+    summary: str
+
+
+KINDS: dict[int, ErrorKind] = {
+    kind.status: kind
+    for kind in (
+        ErrorKind(status=400, type="invalid_request_error", summary="The request is not valid."),
+        ErrorKind(status=401, type="invalid_request_error", summary="No valid API key."),
+        ErrorKind(status=404, type="invalid_request_error", summary="There is no such thing."),
+        ErrorKind(status=405, type="invalid_request_error", summary="Another method is needed."),
+        ErrorKind(status=413, type="invalid_request_error", summary="The body is too large."),
+        ErrorKind(status=415, type="invalid_request_error", summary="The body is not JSON."),
+        ErrorKind(status=429, type="rate_limit_error", summary="The queue is full: retry here."),
+        ErrorKind(status=500, type="server_error", summary="The server failed."),
+        ErrorKind(status=503, type="server_error", summary="Not serving now: retry elsewhere."),
+        ErrorKind(status=504, type="server_error", summary="The deadline has passed."),
+    )
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Headers = (),
+    ) -> None:
+        super().__init__(message)
+        self.kind = KINDS[status]
+        self.code = code
+        self.message = message
+        self.param = param
+        self.headers = headers
+
+    @property
+    def status(self) -> int:
+        return self.kind.status
+
+    def body(self) -> bytes:
+        """The JSON of the answer, or of a stream's error frame."""
+        return msgspec.json.encode(self.as_object())
+
+    def as_object(self) -> dict[str, Any]:
+        error = {
+            "message": self.message,
+            "type": self.kind.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+
+def invalid_value(message: str, param: str | None) -> ApiError:
+    return ApiError(400, "invalid_value", message, param=param)
+
+
+def invalid_json(reason: str) -> ApiError:
+    return ApiError(400, "invalid_json", f"the body {reason}; send one JSON object")
+
+
+def unknown_field(name: str, known: list[str]) -> ApiError:
+    message = f"there is no field {name!r} here; there are {', '.join(known)}"
+    whole = name.encode(errors="backslashreplace").decode()  # half a surrogate pair has no bytes
+    return ApiError(400, "unknown_field", message, param=whole)
+
+
+def not_built(name: str, what: str) -> ApiError:
+    message = f"{name}: {what} is not built yet in this server; leave the field out"
+    return ApiError(400, "unsupported_field", message, param=name)
+
+
+def context_length_exceeded(
+    *, num_prompt_tokens: int, max_tokens: int, max_model_len: int, prompt_field: str
+) -> ApiError:
+    message = (
+        f"the prompt has {num_prompt_tokens} tokens and {max_tokens} more are asked for, "
+        f"{num_prompt_tokens + max_tokens} in all; this model's context holds {max_model_len}: "
+        f"shorten the prompt or ask for fewer"
+    )
+    param = prompt_field if num_prompt_tokens >= max_model_len else "max_tokens"
+    return ApiError(400, "context_length_exceeded", message, param=param)
+
+
+def context_length_impossible(message: str, prompt_field: str) -> ApiError:
+    """The prompt's length alone tells that it cannot fit; its tokens were not counted."""
+    return ApiError(400, "context_length_exceeded", message, param=prompt_field)
+
+
+def bounds_exceeded(code: str, message: str) -> ApiError:
+    """A request line or a head beyond its bound; the connection ends with it."""
+    return ApiError(400, code, message, headers=(("connection", "close"),))
+
+
+def invalid_api_key() -> ApiError:
+    return ApiError(
+        401,
+        "invalid_api_key",
+        "a valid API key is needed; send it as `Authorization: Bearer KEY`",
+        headers=(("www-authenticate", 'Bearer realm="cadenza"'),),
+    )
+
+
+def model_not_found(model: str, served: tuple[str, ...]) -> ApiError:
+    message = f"there is no model {model!r} here; this server has {', '.join(served)}"
+    return ApiError(404, "model_not_found", message, param="model")
+
+
+def request_not_found() -> ApiError:
+    return ApiError(404, "request_not_found", "no request with this id is open", param="id")
+
+
+def unknown_url(method: str, path: str) -> ApiError:
+    return ApiError(
+        404, "unknown_url", f"there is nothing at {method} {path}; GET /openapi.json has what is"
+    )
+
+
+def method_not_allowed(method: str, allowed: tuple[str, ...]) -> ApiError:
+    listed = ", ".join(allowed)
+    return ApiError(
+        405,
+        "method_not_allowed",
+        f"{method} does not work here; {listed} does",
+        headers=(("allow", listed),),
+    )
+
+
+def content_too_large(limit_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        "content_too_large",
+        f"the body has over {limit_bytes} bytes, the most that is read; send less",
+        headers=(("connection", "close"),),
+    )
+
+
+def unsupported_media_type() -> ApiError:
+    message = "the body's type must be application/json; set the content-type header"
+    return ApiError(415, "unsupported_media_type", message)
+
+
+def queue_full(message: str) -> ApiError:
+    return ApiError(429, "queue_full", message, headers=(("retry-after", str(RETRY_QUEUE_S)),))
+
+
+def too_many_bodies(limit_bytes: int, *, has_length: bool) -> ApiError:
+    """The rest of a body of known length is passed over; the connection ends with any other."""
+    message = (
+        f"{limit_bytes} bytes of bodies are being read, the most that --max-bodies-bytes allows; "
+        f"try again when some have been"
+    )
+    headers = (("retry-after", str(RETRY_QUEUE_S)),)
+    closing = () if has_length else (("connection", "close"),)
+    return ApiError(429, "bodies_full", message, headers=(*headers, *closing))
+
+
+def server_error(message: str = "the server failed on this request") -> ApiError:
+    """The request itself is taken to be the cause: the same one again would fail again."""
+    return ApiError(500, "server_error", message, headers=(("x-should-retry", "false"),))
+
+
+_UNAVAILABLE = {
+    "loading": "the model is being loaded; try again soon",
+    "draining": "the server is shutting down; try another one",
+    "engine_restarting": "the engine is being restarted; try again soon, or another server",
+    "engine_dead": "the engine is down and needs its operator; try another server",
+}
+
+
+def unavailable(
+    code: str, retry_after_s: float | None = None, cause: str | None = None
+) -> ApiError:
+    """Raises KeyError for a code that is not in the table above."""
+    seconds = RETRY_LOADING_S if retry_after_s is None else max(1, math.ceil(retry_after_s))
+    headers = (("retry-after", str(seconds)),)
+    message = _UNAVAILABLE[code] if cause is None else f"{cause}; {_UNAVAILABLE[code]}"
+    return ApiError(503, code, message, headers=headers)
+
+
+def step_failed() -> ApiError:
+    """Whether the request or the machine was the cause is not known: it may be tried again."""
+    message = "the computation failed; the server's log has the cause"
+    return ApiError(500, "step_failed", message)
+
+
+def deadline_exceeded() -> ApiError:
+    message = "the request took longer than this server allows; ask for less, or try again later"
+    return ApiError(504, "deadline_exceeded", message)

@@ -1,0 +1,187 @@
+"""One HTTP request and its answer: `Exchange`, over ASGI.
+
+Owns reading a bounded body, sending one answer or a stream, and noticing that the client left.
+Knows no endpoint. Invariant: a body is never held beyond its bound and the budget of all, and work
+for a client that left is cancelled.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from cadenza.server.body_budget import BodyBudget, HeldBytes
+from cadenza.server.errors import (
+    ApiError,
+    Headers,
+    bounds_exceeded,
+    content_too_large,
+    too_many_bodies,
+    unsupported_media_type,
+)
+from cadenza.server.limits import ServerLimits
+
+Result = TypeVar("Result")
+
+NO_CONTENT = 204
+JSON_TYPE = "application/json"
+STREAM_HEADERS: Headers = (
+    ("content-type", "text/event-stream; charset=utf-8"),
+    ("cache-control", "no-cache"),
+    ("x-accel-buffering", "no"),
+)
+
+
+class ClientLeftError(Exception):
+    """Nobody is there to be answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A whole answer."""
+
+    status: int = 200
+    body: bytes = b""
+    content_type: str = JSON_TYPE
+    headers: Headers = ()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Exchange:
+    """What a handler is given."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    limits: ServerLimits
+    bodies: BodyBudget
+    request_id: str
+    tenant: str
+    path_params: dict[str, Any] = field(default_factory=dict[str, Any])
+    extra_headers: Headers = ()
+    has_answered: bool = False
+    is_complete: bool = False
+
+    def header(self, name: bytes) -> bytes | None:
+        """The value of a header, if it came exactly once."""
+        found = [value for key, value in self.scope["headers"] if key == name]
+        return found[0] if len(found) == 1 else None
+
+    @asynccontextmanager
+    async def body(self) -> AsyncGenerator[bytes]:
+        """The JSON body's bytes; they count against the budget until the context is left.
+
+        Raises ApiError (400, 413, 415, 429).
+        """
+        kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        if kind != JSON_TYPE.encode():
+            raise unsupported_media_type()
+        length = self.header(b"content-length") or b"0"
+        if len(length) > 18 or int(length) > self.limits.max_body_bytes:
+            raise content_too_large(self.limits.max_body_bytes)
+        with self.bodies.holding() as held:
+            yield await self._read_within(held)
+
+    async def _read_within(self, held: HeldBytes) -> bytes:
+        limit_s = self.limits.body_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._read_parts(held)
+        except TimeoutError:
+            raise bounds_exceeded(
+                "body_timeout", f"the body took more than {limit_s:g} s; send it faster"
+            ) from None
+
+    async def _read_parts(self, held: HeldBytes) -> bytes:
+        body = bytearray()  # and no list of parts: a client decides how small they are
+        has_more = True
+        while has_more:
+            part, has_more = await self._read_part()
+            if len(body) + len(part) > self.limits.max_body_bytes:
+                raise content_too_large(self.limits.max_body_bytes)
+            if not held.try_add(len(part)):
+                has_length = self.header(b"content-length") is not None
+                raise too_many_bodies(self.limits.max_bodies_bytes, has_length=has_length)
+            body += part
+        return bytes(body)
+
+    async def _read_part(self) -> tuple[bytes, bool]:
+        limit_s = self.limits.body_idle_s
+        try:
+            async with asyncio.timeout(limit_s):
+                message = await self.receive()
+        except TimeoutError:
+            raise bounds_exceeded(
+                "body_timeout", f"the body stood still for {limit_s:g} s"
+            ) from None
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        return message.get("body", b""), message.get("more_body", False)
+
+    async def while_connected(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Does `work`, and cancels it when the client leaves. The body must have been read."""
+        task = asyncio.create_task(work)
+        watcher = asyncio.create_task(self._wait_for_disconnect())
+        try:
+            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and not self.is_complete:
+                raise ClientLeftError
+            return await task
+        finally:
+            await _cancel(watcher)
+            await _cancel(task)
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def answer(self, answer: Answer) -> None:
+        headers = answer.headers
+        if answer.status != NO_CONTENT:
+            length = str(len(answer.body))
+            headers = (
+                ("content-type", answer.content_type),
+                ("content-length", length),
+                *headers,
+            )
+        await self._start(answer.status, headers)
+        await self._finish(answer.body)
+
+    async def fail(self, error: ApiError) -> None:
+        await self.answer(Answer(status=error.status, body=error.body(), headers=error.headers))
+
+    async def start_stream(self) -> None:
+        await self._start(200, STREAM_HEADERS)
+
+    async def stream(self, frames: bytes) -> None:
+        """Waits while the client leaves too much unread."""
+        await self.send({"type": "http.response.body", "body": frames, "more_body": True})
+
+    async def end_stream(self, frames: bytes) -> None:
+        await self._finish(frames)
+
+    async def _finish(self, body: bytes) -> None:
+        self.is_complete = True
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.has_answered = True
+        headers = (*headers, *self.extra_headers, ("x-request-id", self.request_id))
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        await self.send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(16)
+
+
+async def _cancel(task: "asyncio.Task[Any]") -> None:
+    """Waits until it is over; its own outcome does not matter any more."""
+    if task.done():
+        return
+    task.cancel()
+    await asyncio.wait({task})

@@ -1,0 +1,65 @@
+"""Which error an answer is, when an engine's or the package's error is the cause.
+
+Invariant: what a client is told depends on the error's kind, never on its text, unless the text was
+written for it (`InvalidRequestError`).
+"""
+
+from cadenza.engine.status import EngineState
+from cadenza.errors import (
+    CadenzaError,
+    EngineClosedError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from cadenza.request import ErrorKind
+from cadenza.server.errors import (
+    ApiError,
+    deadline_exceeded,
+    invalid_value,
+    queue_full,
+    server_error,
+    step_failed,
+    unavailable,
+)
+
+UNAVAILABLE_CODES: dict[EngineState, str] = {
+    "loading": "loading",
+    "draining": "draining",
+    "restarting": "engine_restarting",
+    "dead": "engine_dead",
+}
+
+
+def error_of(error: CadenzaError, state: EngineState) -> ApiError:
+    """The answer to a request that was refused; `state` is the engine's."""
+    if isinstance(error, InvalidRequestError):
+        return invalid_value(str(error), error.param)
+    if isinstance(error, QueueFullError):
+        return queue_full(str(error))
+    if isinstance(error, EngineUnavailableError | EngineClosedError):
+        return unavailable(UNAVAILABLE_CODES.get(state, "draining"))
+    return server_error()
+
+
+def error_of_end(kind: ErrorKind | None, state: EngineState) -> ApiError:
+    """The answer to a request that was accepted and then failed."""
+    match kind:
+        case "deadline_exceeded":
+            return deadline_exceeded()
+        case "none_allowed":
+            return invalid_value(
+                "no token may follow: allowed_token_ids, bad_words and min_tokens together rule "
+                "out every one; loosen one of them",
+                "allowed_token_ids",
+            )
+        case "step_failed":
+            return step_failed()
+        case "text_failed":
+            return server_error("the text of this answer could not be made")
+        case "engine_closed":
+            return unavailable("draining")
+        case "engine_lost":
+            return unavailable("engine_dead" if state == "dead" else "engine_restarting")
+        case _:
+            return server_error("the model's numbers broke down on this request")

@@ -1,0 +1,129 @@
+"""Bytes of answers: server-sent events and whole JSON objects.
+
+Owns what is around the choices: ids, times, usage. Invariant: a stream is role or text frames, one
+finish reason for each choice, usage if asked for, and `[DONE]`, whatever happens.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.server.call import Call
+from cadenza.server.choices import Choice, Choices
+from cadenza.server.errors import ApiError
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+_encode = msgspec.json.encode
+
+
+@dataclass(slots=True, eq=False)
+class Usage:
+    """Tokens counted so far, by prompt and by choice."""
+
+    prompt: dict[int, int] = field(default_factory=dict[int, int])
+    cached: dict[int, int] = field(default_factory=dict[int, int])
+    generated: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self.prompt.values())
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(self.generated.values())
+
+    def take(self, prompt: int, index: int, output: CompletionOutput, of: RequestOutput) -> None:
+        self.cached[prompt] = of.num_cached_tokens
+        self.generated[index] = output.num_generated_tokens
+
+    def as_object(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What every frame of an answer repeats."""
+
+    request_id: str
+    created: int
+    model: str
+
+    def fields(self, id_prefix: str, object_name: str) -> dict[str, Any]:
+        return {
+            "id": f"{id_prefix}{self.request_id}",
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+class Frames:
+    """One answer's bytes; `take` is told of news, in order."""
+
+    def __init__(self, head: AnswerHead, call: Call, choices: Choices) -> None:
+        self.usage = Usage()
+        self._call = call
+        self._choices = choices
+        self._head = head
+        chunk = _encode(head.fields(choices.id_prefix, choices.chunk_name))
+        self._before = b"data: " + chunk[:-1] + b',"choices":['
+        self._after = b"]}\n\n"
+        if call.include_usage and not call.continuous_usage:
+            self._after = b'],"usage":null}\n\n'
+
+    def opening(self) -> bytes:
+        """What a stream begins with, at once."""
+        opened = map(self._choices.opening, range(self._call.num_prompts * self._call.n))
+        return self._frames(choice for choice in opened if choice is not None)
+
+    def take(self, prompt: int, news: RequestOutput) -> bytes:
+        """Frames of what is new of a prompt."""
+        parts: list[Choice] = []
+        for output in news.outputs:
+            index = prompt * self._call.n + output.index
+            self.usage.take(prompt, index, output, news)
+            part = self._choices.part(index, output, news)
+            if part is not None:
+                parts.append(part)
+        return self._frames(parts)
+
+    def closing(self) -> bytes:
+        """What a stream ends with."""
+        if not self._call.include_usage:
+            return DONE
+        fields = self._head.fields(self._choices.id_prefix, self._choices.chunk_name)
+        last: dict[str, Any] = {**fields, "choices": [], "usage": self.usage.as_object()}
+        return b"data: " + _encode(last) + b"\n\n" + DONE
+
+    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
+        """The answer that is no stream."""
+        choices: list[Choice] = []
+        for prompt, request in enumerate(outputs):
+            for output in request.outputs:
+                index = prompt * self._call.n + output.index
+                self.usage.take(prompt, index, output, request)
+                choices.append(self._choices.whole(index, output, request))
+        fields = self._head.fields(self._choices.id_prefix, self._choices.object_name)
+        return _encode({**fields, "choices": choices, "usage": self.usage.as_object()})
+
+    def _frames(self, parts: Iterable[Choice]) -> bytes:
+        after = self._after
+        if self._call.continuous_usage:
+            after = b'],"usage":' + _encode(self.usage.as_object()) + b"}\n\n"
+        return b"".join(self._before + _encode(part) + after for part in parts)
+
+
+def error_frames(error: ApiError) -> bytes:
+    """How a stream ends that has failed."""
+    return b"data: " + error.body() + b"\n\n" + DONE

@@ -1,0 +1,162 @@
+"""The routes that are not about generating: health, models, tokens, cancel, metrics, description.
+
+Knows `Service` and `Exchange`. Invariant: health, metrics and version are answered at once,
+whatever the engine does, and give it no work.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+import cadenza
+from cadenza.errors import CadenzaError
+from cadenza.server.errors import invalid_value, unavailable
+from cadenza.server.exchange import Answer, Exchange
+from cadenza.server.failures import UNAVAILABLE_CODES, error_of
+from cadenza.server.fields import check_body
+from cadenza.server.generation import Generation
+from cadenza.server.json_body import read_json
+from cadenza.server.metrics import CONTENT_TYPE
+from cadenza.server.openapi import describe_api
+from cadenza.server.service import Service
+
+Handler = Callable[[Exchange], Awaitable[None]]
+Result = TypeVar("Result")
+
+
+def make_handlers(service: Service) -> Mapping[str, Handler]:
+    """By the names of the table of routes."""
+    handlers = Handlers(service)
+    return {
+        "chat": Generation(service, "chat"),
+        "completions": Generation(service, "completions"),
+        "cancel": handlers.cancel,
+        "models": handlers.models,
+        "model": handlers.model,
+        "tokenize": handlers.tokenize,
+        "detokenize": handlers.detokenize,
+        "health": handlers.ready,
+        "live": handlers.live,
+        "ready": handlers.ready,
+        "metrics": handlers.metrics,
+        "version": handlers.version,
+        "openapi": handlers.openapi,
+    }
+
+
+class Handlers:
+    """One method a route."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._description = msgspec.json.encode(
+            describe_api(needs_key=not service.options.keys.is_open)
+        )
+
+    async def live(self, exchange: Exchange) -> None:
+        await _send(exchange, {"status": "live"})
+
+    async def ready(self, exchange: Exchange) -> None:
+        status = self._service.monitor.status()
+        if self._service.is_draining:
+            raise unavailable("draining")
+        if not status.is_ready:
+            raise unavailable(UNAVAILABLE_CODES[status.state], status.retry_after_s, status.cause)
+        await _send(exchange, {"status": "ready"})
+
+    async def version(self, exchange: Exchange) -> None:
+        await _send(exchange, {"version": cadenza.__version__})
+
+    async def metrics(self, exchange: Exchange) -> None:
+        body = self._service.metrics.render()
+        await exchange.answer(Answer(body=body, content_type=CONTENT_TYPE))
+
+    async def openapi(self, exchange: Exchange) -> None:
+        await exchange.answer(Answer(body=self._description))
+
+    async def models(self, exchange: Exchange) -> None:
+        names = self._service.options.model_names
+        await _send(exchange, {"object": "list", "data": [self._card(name) for name in names]})
+
+    async def model(self, exchange: Exchange) -> None:
+        await _send(exchange, self._card(self._service.check_model(exchange.path_params["id"])))
+
+    async def cancel(self, exchange: Exchange) -> None:
+        request_id: str = exchange.path_params["id"]
+        self._service.abort(request_id, exchange.tenant)
+        await _send(exchange, {"id": request_id, "object": "request", "cancelled": True})
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        values = await self._read(exchange, "tokenize")
+        if ("prompt" in values) == ("messages" in values):
+            raise invalid_value("give either prompt or messages", "prompt")
+        found = await self._work(exchange, lambda: self._tokenize(values))
+        await _send(exchange, found)
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        values = await self._read(exchange, "detokenize")
+        self._check_vocabulary(values["tokens"])
+        text = await self._work(exchange, lambda: self._service.text.decode(values["tokens"]))
+        await _send(exchange, {"prompt": text})
+
+    def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
+        """A tokenizer has no text, and no error, for ids that it lacks. Raises ApiError (400)."""
+        check = self._service.monitor.status().request_check
+        largest = max(token_ids, default=0)
+        if check is not None and largest >= check.vocab_size:
+            raise invalid_value(
+                f"tokens holds the token id {largest}; this model's ids go from 0 to "
+                f"{check.vocab_size - 1}",
+                "tokens",
+            )
+
+    async def _read(
+        self, exchange: Exchange, endpoint: Literal["tokenize", "detokenize"]
+    ) -> dict[str, Any]:
+        async with exchange.body() as body:
+            values = await self._work(exchange, lambda: check_body(endpoint, read_json(body)))
+        self._service.check_model(values.get("model"))
+        return values
+
+    async def _work(self, exchange: Exchange, work: Callable[[], Result]) -> Result:
+        service = self._service
+        with service.preparing():
+            try:
+                return await exchange.while_connected(service.work.do(work))
+            except CadenzaError as error:
+                raise error_of(error, service.monitor.status().state) from error
+
+    def _tokenize(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        text = self._service.text
+        if "messages" in values:
+            _, ids = text.render_chat(values["messages"])
+        else:
+            special = values.get("add_special_tokens", True)
+            ids = text.encode(values["prompt"], add_special_tokens=special)
+        limits = self._service.engine_limits()
+        found: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": None if limits is None else limits.max_model_len,
+            "tokens": ids,
+        }
+        if values.get("return_token_strs"):
+            found["token_strs"] = [text.text_of(token_id) for token_id in ids]
+        return found
+
+    def _card(self, name: str) -> dict[str, Any]:
+        check = self._service.monitor.status().request_check
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._service.created,
+            "owned_by": "cadenza",
+            "root": self._service.options.model_names[0],
+            "parent": None,
+            "max_model_len": None if check is None else check.limits.max_model_len,
+            "vocab_size": None if check is None else check.vocab_size,
+        }
+
+
+async def _send(exchange: Exchange, value: object) -> None:
+    await exchange.answer(Answer(body=msgspec.json.encode(value)))

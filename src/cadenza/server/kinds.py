@@ -1,0 +1,262 @@
+"""What a field's value may be: one small class for each kind, with its check and its JSON Schema.
+
+Knows no field. Invariant: `check` takes any value that JSON can hold, and what it returns is within
+the kind's bounds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from cadenza.request import show
+from cadenza.server.errors import ApiError, invalid_value
+
+Schema = dict[str, Any]
+
+
+class Kind(Protocol):
+    """A set of values."""
+
+    def check(self, name: str, value: object) -> Any:
+        """The value as the server uses it. Raises ApiError (400) naming the field."""
+        ...
+
+    def schema(self) -> Schema: ...
+
+
+def refuse(name: str, value: object, wanted: str) -> ApiError:
+    return invalid_value(f"{name} is {show(value)}; it must be {wanted}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A finite number from `low` to `high`."""
+
+    low: float
+    high: float
+
+    def check(self, name: str, value: object) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Nothing is within bounds of NaN, and an integer of any size can be compared.
+        if is_number and self.low <= cast(float, value) <= self.high:
+            return cast(float, value)
+        raise refuse(name, value, f"a number from {self.low:g} to {self.high:g}")
+
+    def schema(self) -> Schema:
+        return {"type": "number", "minimum": self.low, "maximum": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole number from `low` to `high`."""
+
+    low: int
+    high: int
+
+    def check(self, name: str, value: object) -> int:
+        if type(value) is int and self.low <= value <= self.high:
+            return value
+        raise refuse(name, value, f"a whole number from {self.low} to {self.high}")
+
+    def schema(self) -> Schema:
+        return {"type": "integer", "minimum": self.low, "maximum": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """True or false."""
+
+    def check(self, name: str, value: object) -> bool:
+        if isinstance(value, bool):
+            return value
+        raise refuse(name, value, "true or false")
+
+    def schema(self) -> Schema:
+        return {"type": "boolean"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A string of whole Unicode characters; `pattern` is for identifiers that go into headers."""
+
+    max_chars: int
+    min_chars: int = 0
+    is_identifier: bool = False
+
+    def check(self, name: str, value: object) -> str:
+        if not isinstance(value, str) or not self.min_chars <= len(value) <= self.max_chars:
+            shown = f"{len(value)} characters" if isinstance(value, str) else show(value)
+            wanted = f"a text of {self.min_chars} to {self.max_chars} characters"
+            raise invalid_value(f"{name} is {shown}; it must be {wanted}", name)
+        if self.is_identifier and not _is_identifier(value):
+            raise refuse(name, value, "made of ASCII letters, digits, '-', '_', '.' and ':'")
+        if not is_whole_unicode(value):
+            raise refuse(name, value, "whole Unicode characters; it has half a surrogate pair")
+        return value
+
+    def schema(self) -> Schema:
+        schema: Schema = {
+            "type": "string",
+            "minLength": self.min_chars,
+            "maxLength": self.max_chars,
+        }
+        return schema | ({"pattern": "^[A-Za-z0-9_.:-]*$"} if self.is_identifier else {})
+
+
+def is_whole_unicode(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_identifier(text: str) -> bool:
+    return text.isascii() and not set(text) - _IDENTIFIER
+
+
+_IDENTIFIER = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.:-")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a few strings."""
+
+    values: tuple[str, ...]
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, str) and value in self.values:
+            return value
+        raise refuse(name, value, f"one of {', '.join(self.values)}")
+
+    def schema(self) -> Schema:
+        return {"type": "string", "enum": list(self.values)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListOf:
+    """A list whose items are all of one kind."""
+
+    item: Kind
+    max_items: int
+    min_items: int = 0
+
+    def check(self, name: str, value: object) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise refuse(name, value, "a list")
+        items = cast(list[object], value)
+        if not self.min_items <= len(items) <= self.max_items:
+            raise invalid_value(
+                f"{name} has {len(items)} entries; from {self.min_items} to {self.max_items} "
+                f"are allowed",
+                name,
+            )
+        return tuple(self.item.check(name, item) for item in items)
+
+    def schema(self) -> Schema:
+        return {
+            "type": "array",
+            "items": self.item.schema(),
+            "minItems": self.min_items,
+            "maxItems": self.max_items,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OneOrMany:
+    """One value, or a list of such; always a tuple afterwards."""
+
+    many: ListOf
+
+    def check(self, name: str, value: object) -> tuple[Any, ...]:
+        many = cast(list[object], value) if isinstance(value, list) else [value]
+        return self.many.check(name, many)
+
+    def schema(self) -> Schema:
+        return {"anyOf": [self.many.item.schema(), self.many.schema()]}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """Token ids, whichever they are: the engine knows its vocabulary."""
+
+    max_items: int
+    min_items: int = 0
+
+    def check(self, name: str, value: object) -> tuple[int, ...]:
+        if not isinstance(value, list):
+            raise refuse(name, value, "a list of token ids")
+        items = cast(list[int], value)
+        if not self.min_items <= len(items) <= self.max_items:
+            raise invalid_value(
+                f"{name} has {len(items)} entries; from {self.min_items} to {self.max_items} "
+                f"are allowed",
+                name,
+            )
+        for start in range(0, len(items), SLICE):  # between slices other threads may run
+            self._check_some(name, items[start : start + SLICE])
+        return tuple(items)
+
+    @staticmethod
+    def _check_some(name: str, items: list[int]) -> None:
+        if set(map(type, items)) != {int}:
+            odd = next(item for item in items if type(item) is not int)
+            raise invalid_value(f"{name} holds {show(odd)}; token ids are whole numbers", name)
+        if not 0 <= min(items) <= max(items) < MAX_TOKEN_ID:
+            odd = next(item for item in items if not 0 <= item < MAX_TOKEN_ID)
+            raise invalid_value(
+                f"{name} holds the token id {show(odd)}; ids go from 0 to {MAX_TOKEN_ID - 1}", name
+            )
+
+    def schema(self) -> Schema:
+        item: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID - 1}
+        return {
+            "type": "array",
+            "items": item,
+            "minItems": self.min_items,
+            "maxItems": self.max_items,
+        }
+
+
+MAX_TOKEN_ID = 1 << 31
+SLICE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An object with known members, all optional, of which nulls count as absent."""
+
+    members: Mapping[str, Kind]
+
+    def check(self, name: str, value: object) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise refuse(name, value, "an object")
+        found: dict[str, Any] = {}
+        for key, item in cast(dict[str, object], value).items():
+            if key not in self.members:
+                known = ", ".join(self.members)
+                raise invalid_value(f"{name} has no member {show(key)}; it has {known}", name)
+            if item is not None:
+                found[key] = _named(name, key, self.members[key], item)
+        return found
+
+    def schema(self) -> Schema:
+        return {
+            "type": "object",
+            "properties": {key: or_null(kind.schema()) for key, kind in self.members.items()},
+            "additionalProperties": False,
+        }
+
+
+def or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _named(name: str, key: str, kind: Kind, value: object) -> Any:
+    """Checks a member; the error tells of it and names the field it is in."""
+    try:
+        return kind.check(f"{name}.{key}", value)
+    except ApiError as error:
+        raise invalid_value(error.message, name) from None

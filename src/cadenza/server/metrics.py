@@ -1,0 +1,228 @@
+"""`/metrics`: what the server and its engine have counted, under the names of the field.
+
+Owns names, labels and buckets. Every family is told twice, as `vllm:…`, which dashboards and
+autoscalers know, and as `cadenza:…`. Invariant: labels have a fixed set of values, so that no
+client can add a series.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import get_args
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from cadenza.engine.open_requests import RejectionReason, RequestStats
+from cadenza.engine.stats import Distribution, EngineStats, Tally
+from cadenza.engine.status import EngineMonitor, EngineStatus
+from cadenza.request import FinishReason
+
+FIRST_TOKEN_BOUNDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+TOKEN_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15),
+    *(0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+REQUEST_BOUNDS = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
+    *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+)
+COUNT_BOUNDS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
+
+REJECTION_REASONS = (*get_args(RejectionReason), "bodies_full")
+"""The engine's, and the front end's own."""
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "num_requests_running": ("Requests in the batch.", lambda s: s.num_running),
+    "num_requests_waiting": ("Requests that wait for a row.", lambda s: s.num_waiting),
+    "kv_cache_usage_perc": ("Share of KV pages that are held, 0 to 1.", lambda s: s.kv_cache_usage),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "prefix_cache_queries": ("Prompt tokens looked up.", lambda s: s.num_prefix_queries),
+    "prefix_cache_hits": ("Prompt tokens found.", lambda s: s.num_prefix_hits),
+    "num_preemptions": ("Sequences that gave back their pages.", lambda s: s.num_preemptions),
+    "spec_decode_num_drafts": ("Drafts verified; there is no speculation yet.", lambda _: 0),
+    "spec_decode_num_draft_tokens": ("Tokens of drafts.", lambda _: 0),
+    "spec_decode_num_accepted_tokens": ("Tokens of drafts that stayed.", lambda _: 0),
+}
+
+
+class ServedCounts:
+    """What the front end counts itself. On the event loop only."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.ends: dict[FinishReason, int] = dict.fromkeys(get_args(FinishReason), 0)
+        self.rejections: dict[str, int] = dict.fromkeys(REJECTION_REASONS, 0)
+        self.first_token_s = Tally(FIRST_TOKEN_BOUNDS)
+        self.between_tokens_s = Tally(TOKEN_BOUNDS)
+        self.per_output_token_s = Tally(TOKEN_BOUNDS)
+        self.request_s = Tally(REQUEST_BOUNDS)
+        self.request_prompt_tokens = Tally(COUNT_BOUNDS)
+        self.request_generation_tokens = Tally(COUNT_BOUNDS)
+
+    def reject(self, reason: str) -> None:
+        """Raises KeyError for a reason that is not one of `REJECTION_REASONS`."""
+        self.rejections[reason] += 1
+
+
+class Metrics:
+    """The registry of one server."""
+
+    def __init__(self, model_name: str, counts: ServedCounts, monitor: EngineMonitor) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Served(model_name, counts, monitor))
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self._registry)
+
+
+class _Served(Collector):
+    """Makes families out of the counts whenever it is asked."""
+
+    def __init__(self, model_name: str, counts: ServedCounts, monitor: EngineMonitor) -> None:
+        self._model_name = model_name
+        self._counts = counts
+        self._monitor = monitor
+
+    def collect(self) -> Iterator[Metric]:
+        status, stats = self._monitor.status(), self._monitor.stats()
+        for prefix in ("vllm:", "cadenza:"):
+            families = _Families(prefix, self._model_name)
+            yield from families.of_counts(self._counts)
+            yield from families.of_requests(self._monitor.request_stats(), self._counts)
+            if stats is not None:
+                yield from families.of_engine(stats)
+        own = _Families("cadenza:", self._model_name)
+        yield from own.of_status(status)
+        if stats is not None:
+            yield from own.of_steps(stats)
+
+
+class _Families:
+    """Families under one prefix, with the model's name on each series."""
+
+    def __init__(self, prefix: str, model_name: str) -> None:
+        self._prefix = prefix
+        self._model_name = model_name
+
+    def of_counts(self, counts: ServedCounts) -> Iterator[Metric]:
+        yield self._counter("prompt_tokens", "Tokens of prompts.", counts.prompt_tokens)
+        yield self._counter("generation_tokens", "Generated tokens.", counts.generation_tokens)
+        yield self._by(
+            "request_success", "Answers by how they ended.", "finished_reason", counts.ends.items()
+        )
+        for name, help, tally in (
+            ("time_to_first_token_seconds", "To the first token.", counts.first_token_s),
+            ("inter_token_latency_seconds", "Between tokens.", counts.between_tokens_s),
+            (
+                "request_time_per_output_token_seconds",
+                "A request's mean time for a token after the first.",
+                counts.per_output_token_s,
+            ),
+            ("e2e_request_latency_seconds", "From request to end.", counts.request_s),
+            ("request_prompt_tokens", "Tokens of a prompt.", counts.request_prompt_tokens),
+            (
+                "request_generation_tokens",
+                "Tokens of an answer.",
+                counts.request_generation_tokens,
+            ),
+        ):
+            yield self._histogram(name, help, tally.snapshot())
+
+    def of_requests(self, stats: RequestStats, counts: ServedCounts) -> Iterator[Metric]:
+        rejections = dict(counts.rejections)
+        for reason, count in stats.rejections.items():
+            rejections[reason] += count
+        yield self._by(
+            "admission_rejections", "Requests turned away.", "reason", rejections.items()
+        )
+        for name, help, found in (
+            ("request_queue_time_seconds", "From acceptance to a row.", stats.queue_seconds),
+            ("request_prefill_time_seconds", "From a row to a token.", stats.prefill_seconds),
+            ("request_decode_time_seconds", "From there to the end.", stats.decode_seconds),
+        ):
+            yield self._histogram(name, help, found)
+
+    def of_engine(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, (help, value) in _GAUGES.items():
+            yield self._gauge(name, help, value(stats))
+        for name, (help, value) in _COUNTERS.items():
+            yield self._counter(name, help, value(stats))
+        yield self._histogram("iteration_tokens_total", "Tokens of a step.", stats.step_tokens)
+
+    def of_status(self, status: EngineStatus) -> Iterator[Metric]:
+        yield self._by(
+            "startup_seconds",
+            "Phases of the last start.",
+            "phase",
+            status.startup_s.items(),
+            kind=GaugeMetricFamily,
+        )
+        yield self._counter("engine_restarts", "Starts after the first.", status.num_restarts)
+
+    def of_steps(self, stats: EngineStats) -> Iterator[Metric]:
+        compiles = stats.num_compiles_after_warmup
+        yield self._counter("compiles_after_warmup", "Must stay zero.", compiles)
+        yield self._counter("failed_steps", "Steps that failed.", stats.num_failed_steps)
+        yield self._histogram("step_seconds", "Time of a step.", stats.step_seconds)
+        pages = {
+            "live": stats.pages_live,
+            "cached": stats.pages_cached,
+            "free": stats.pages_free,
+        }
+        yield self._by("pages", "KV pages.", "state", pages.items(), kind=GaugeMetricFamily)
+
+    def _gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(self._prefix + name, help, labels=("model_name",))
+        family.add_metric((self._model_name,), value)
+        return family
+
+    def _counter(self, name: str, help: str, value: float) -> Metric:
+        family = CounterMetricFamily(self._prefix + name, help, labels=("model_name",))
+        family.add_metric((self._model_name,), value)
+        return family
+
+    def _by(
+        self,
+        name: str,
+        help: str,
+        label: str,
+        values: Iterable[tuple[str, float]],
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
+    ) -> Metric:
+        family = kind(self._prefix + name, help, labels=("model_name", label))
+        for value, count in values:
+            family.add_metric((self._model_name, value), count)
+        return family
+
+    def _histogram(self, name: str, help: str, found: Distribution) -> Metric:
+        family = HistogramMetricFamily(self._prefix + name, help, labels=("model_name",))
+        buckets: list[tuple[str, float]] = []
+        below = 0
+        for bound, count in zip((*found.bounds, float("inf")), found.counts, strict=True):
+            below += count
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), below))
+        family.add_metric((self._model_name,), buckets, found.total)
+        return family

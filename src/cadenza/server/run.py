@@ -1,0 +1,129 @@
+"""Running a server: its signals, its end.
+
+Owns draining: refuse new calls at once, let open ones finish within their time, tell the rest, go.
+Invariant: when `run_server` returns, no socket, no file and no task of it is left.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator
+
+import uvicorn
+
+from cadenza.server.app import App
+from cadenza.server.listening import BACKLOG, Address, abandon
+from cadenza.server.protocol import bounded_protocol
+from cadenza.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 30
+POLL_S = 0.02
+LAST_WORDS_S = 1.0
+"""After the drain time: for error frames to reach those who still listen."""
+SECOND_SIGNAL_S = 1.5
+"""After a second signal the process ends within this time, whatever hangs."""
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Front(uvicorn.Server):
+    """uvicorn's server, whose signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+class Ending:
+    """How a server ends: once asked it drains, asked again it goes at once."""
+
+    def __init__(self, service: Service, front: Front, force: Callable[[], None]) -> None:
+        self._service = service
+        self._front = front
+        self._force = force
+        self._draining: asyncio.Task[None] | None = None
+
+    def ask(self) -> None:
+        """On the event loop."""
+        if self._draining is None:
+            logger.info("draining: new requests are refused, open ones may finish")
+            self._service.drain()
+            self._draining = asyncio.create_task(self._drain())
+            return
+        logger.info("ending at once")
+        self._force()
+        self._front.force_exit = True
+        self._front.should_exit = True
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._service.options.limits.drain_s
+        while self._service.num_open and loop.time() < deadline:
+            await asyncio.sleep(POLL_S)
+        if self._service.num_open:
+            logger.info("the drain time is over: %d requests end", self._service.num_open)
+            await self._service.stop()
+            deadline = loop.time() + LAST_WORDS_S
+            while self._service.num_open and loop.time() < deadline:
+                await asyncio.sleep(POLL_S)
+        self._front.should_exit = True
+
+
+def make_front(service: Service, address: Address) -> Front:
+    """uvicorn, configured; nothing is opened yet."""
+    config = uvicorn.Config(
+        App(service),  # pyright: ignore[reportArgumentType]  starlette's names of ASGI's types
+        http=bounded_protocol(service.options.limits),
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+        ssl_certfile=address.ssl_certfile,
+        ssl_keyfile=address.ssl_keyfile,
+    )
+    return Front(config)
+
+
+async def run_server(
+    service: Service,
+    address: Address,
+    bound: socket.socket,
+    on_ending: Callable[[Ending], None] | None = None,
+) -> None:
+    """Serves until a signal, or until the `Ending` that `on_ending` is given is asked."""
+    front = make_front(service, address)
+    ending = Ending(service, front, lambda: _exit_soon(address, bound))
+    if on_ending is None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ending.ask)
+    else:
+        on_ending(ending)
+    service.start()
+    try:
+        await front.serve(sockets=[bound])
+    finally:
+        await service.stop()
+
+
+def _exit_soon(address: Address, bound: socket.socket) -> None:
+    """The last resort, on a thread of its own: no hanging step keeps the process."""
+
+    def leave() -> None:
+        abandon(address, bound)
+        os._exit(TERMINATED)
+
+    timer = threading.Timer(SECOND_SIGNAL_S, leave)
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,308 @@
+"""The server's state and its rules for who is served: `Service`.
+
+Owns the engine's face, the text side, open calls, and the counts behind logs and metrics. Knows no
+HTTP. Invariant: a call is admitted, or refused with an `ApiError`, before anything is tokenised.
+"""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Protocol
+
+from cadenza.config import EngineLimits
+from cadenza.engine.async_engine import AsyncEngine, OutputStream
+from cadenza.engine.batch_engine import BatchEngine
+from cadenza.engine.status import EngineMonitor, EngineStatus
+from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.errors import CadenzaError, TextTooLongError
+from cadenza.request import Request, SamplingParams
+from cadenza.server.api_keys import ApiKeys
+from cadenza.server.body_budget import BodyBudget
+from cadenza.server.call import Call, Prompt
+from cadenza.server.errors import (
+    ApiError,
+    context_length_exceeded,
+    context_length_impossible,
+    invalid_value,
+    model_not_found,
+    queue_full,
+    request_not_found,
+    unavailable,
+)
+from cadenza.server.failures import UNAVAILABLE_CODES, error_of
+from cadenza.server.fields import Endpoint
+from cadenza.server.job import Job
+from cadenza.server.limits import ServerLimits
+from cadenza.server.metrics import Metrics, ServedCounts
+from cadenza.server.request_log import RequestRecord
+from cadenza.server.text_work import TextWork
+
+
+class ServedEngine(BatchEngine, EngineMonitor, Protocol):
+    """What a server needs of an engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """How a server is.
+
+    Args:
+        model_names: what clients may call the model; the first is told.
+        model_aliases: what they may call it, too, and what nobody is told.
+        secret: keys what separates tenants in the prefix cache.
+        clock: seconds, monotonic.
+        now: seconds since 1970.
+    """
+
+    model_names: tuple[str, ...]
+    secret: bytes
+    model_aliases: tuple[str, ...] = ()
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    allowed_origins: tuple[str, ...] = ()
+    is_logging_requests: bool = True
+    clock: Callable[[], float] = time.monotonic
+    now: Callable[[], float] = time.time
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """A call that runs, and whose it is."""
+
+    tenant: str
+    job: Job
+
+
+class Service:
+    """One model, served. Use it on one event loop."""
+
+    def __init__(self, engine: ServedEngine, text: TextFace, options: ServerOptions) -> None:
+        self.options = options
+        self.monitor: EngineMonitor = engine
+        self.text = text
+        self.work = TextWork()
+        self.counts = ServedCounts()
+        self.bodies = BodyBudget(
+            options.limits.max_bodies_bytes, lambda: self.counts.reject("bodies_full")
+        )
+        self.metrics = Metrics(options.model_names[0], self.counts, engine)
+        self.created = int(options.now())
+        self._engine = AsyncEngine(engine, text)
+        self._open: dict[str, OpenCall] = {}
+        self._num_preparing = 0
+        self._is_draining = False
+
+    def start(self) -> None:
+        """Binds to the running event loop."""
+        self._engine.start()
+
+    async def stop(self) -> None:
+        """Ends what still runs, with an error each."""
+        self._is_draining = True
+        self.work.close()
+        await self._engine.stop()
+
+    def drain(self) -> None:
+        """From now on new calls are refused; those that run go on."""
+        self._is_draining = True
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open) + self._num_preparing
+
+    def check_ready(self) -> EngineStatus:
+        """The engine's status. Raises ApiError (503) where no request is served now."""
+        status = self.monitor.status()
+        if self._is_draining:
+            self.counts.reject("unavailable")
+            raise unavailable("draining")
+        if not status.is_ready:
+            self.counts.reject("unavailable")
+            raise unavailable(UNAVAILABLE_CODES[status.state], status.retry_after_s)
+        return status
+
+    def check_model(self, model: str | None) -> str:
+        """The name that the answer tells. Raises ApiError (404)."""
+        names = self.options.model_names
+        if model is not None and model not in (*names, *self.options.model_aliases):
+            raise model_not_found(model, names)
+        return model or names[0]
+
+    def engine_limits(self) -> EngineLimits | None:
+        """None until the engine has been loaded once."""
+        check = self.monitor.status().request_check
+        return None if check is None else check.limits
+
+    def check_fits(self, call: Call) -> None:
+        """Raises ApiError (400) where a call has more prompts than could ever be open at once."""
+        limits = self.engine_limits()
+        if limits is None:
+            return
+        room = limits.max_num_queued_reqs + limits.max_num_seqs
+        if call.num_prompts > room:
+            raise invalid_value(
+                f"prompt has {call.num_prompts} prompts; at most {room} can be open here at once "
+                f"(--max-num-queued-reqs {limits.max_num_queued_reqs} and --max-num-seqs "
+                f"{limits.max_num_seqs}): send them in several calls",
+                "prompt",
+            )
+
+    def check_room(self) -> None:
+        """Raises ApiError (429) where as many requests are open as may be."""
+        limits = self.engine_limits()
+        room = 1 if limits is None else limits.max_num_queued_reqs + limits.max_num_seqs
+        if self._num_preparing + self.monitor.request_stats().num_open >= room:
+            self.counts.reject("queue_full")
+            raise queue_full(
+                f"{room} requests are open, the most that --max-num-queued-reqs and "
+                f"--max-num-seqs allow; try again when some have finished"
+            )
+
+    @contextmanager
+    def preparing(self) -> Generator[None]:
+        """Counts a call that is being tokenised. Raises ApiError (429) when there are too many."""
+        self.check_room()
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+
+    def prepare(self, call: Call, tenant: str) -> list[PreparedRequest]:
+        """Prompts on their way to the engine; slow, and safe on any thread.
+
+        Raises ApiError (400) and InvalidRequestError.
+        """
+        params = call.sampling(self.text)
+        limits = self.engine_limits()
+        most = None
+        if limits is not None and params.truncate_prompt_tokens is None:
+            most = limits.max_model_len - 1
+        try:
+            prepared = self._prepare_all(call, params, most)
+        except TextTooLongError as error:
+            assert limits is not None, "only then is there a length to be beyond"
+            raise _too_long(error, params, limits.max_model_len, call.endpoint) from None
+        salt = self._salt(tenant, call.cache_salt)
+        return [replace(each, request=replace(each.request, cache_salt=salt)) for each in prepared]
+
+    def _prepare_all(
+        self, call: Call, params: SamplingParams, max_num_tokens: int | None
+    ) -> list[PreparedRequest]:
+        if call.endpoint == "completions":
+            return [self._prepare(prompt, params, call, max_num_tokens) for prompt in call.prompts]
+        return [
+            self.text.prepare_chat(
+                call.messages,
+                params,
+                template_kwargs=dict(call.template_kwargs),
+                max_num_tokens=max_num_tokens,
+            )
+        ]
+
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams, call: Call, max_num_tokens: int | None
+    ) -> PreparedRequest:
+        if call.add_special_tokens or not isinstance(prompt, str):
+            return self.text.prepare(prompt, params, max_num_tokens=max_num_tokens)
+        ids = self.text.encode(prompt, add_special_tokens=False, max_num_tokens=max_num_tokens)
+        return replace(self.text.prepare(ids, params), text=prompt)
+
+    def submit(self, prepared: list[PreparedRequest], record: RequestRecord) -> Job:
+        """Starts all of them, or none. Raises ApiError."""
+        limits = self.engine_limits()
+        if limits is not None:
+            for each in prepared:
+                _check_length(each.request, limits.max_model_len, record.endpoint)
+            _check_sum(prepared, limits.max_num_queued_tokens)
+        streams: list[OutputStream] = []
+        try:
+            for each in prepared:
+                streams.append(self._engine.submit(each.request, each.text, kind="delta"))
+        except CadenzaError as error:
+            for stream in streams:
+                stream.close()
+            raise error_of(error, self.monitor.status().state) from error
+        record.start([len(each.request.prompt_token_ids) for each in prepared])
+        return Job(streams)
+
+    @contextmanager
+    def opened(self, request_id: str, tenant: str, job: Job) -> Generator[None]:
+        """While it runs a call can be found by its id."""
+        self._open[request_id] = OpenCall(tenant, job)
+        try:
+            yield
+        finally:
+            del self._open[request_id]
+
+    def check_id(self, request_id: str) -> None:
+        """Raises ApiError (400) where another call has this id."""
+        if request_id in self._open:
+            raise invalid_value(
+                f"request_id {request_id} is that of a request still open; choose another",
+                "request_id",
+            )
+
+    def has_open(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def abort(self, request_id: str, tenant: str) -> None:
+        """Ends a tenant's own call. Raises ApiError (404)."""
+        found = self._open.get(request_id)
+        if found is None or found.tenant != tenant:
+            raise request_not_found()
+        found.job.abort()
+
+    def _salt(self, tenant: str, cache_salt: str) -> str:
+        """Tenants and salts share no cached prefix, and cannot guess one another's."""
+        if not tenant and not cache_salt:
+            return ""
+        text = f"{tenant}\0{cache_salt}".encode()
+        return blake2b(text, key=self.options.secret, digest_size=16).hexdigest()
+
+
+def _check_length(request: Request, max_model_len: int, endpoint: Endpoint) -> None:
+    num_prompt_tokens = len(request.prompt_token_ids)
+    wanted = request.params.max_tokens or 1
+    if num_prompt_tokens + wanted > max_model_len:
+        raise context_length_exceeded(
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=wanted,
+            max_model_len=max_model_len,
+            prompt_field=_prompt_field(endpoint),
+        )
+
+
+def _too_long(
+    error: TextTooLongError, params: SamplingParams, max_model_len: int, endpoint: Endpoint
+) -> ApiError:
+    if error.num_tokens is None:
+        return context_length_impossible(str(error), _prompt_field(endpoint))
+    return context_length_exceeded(
+        num_prompt_tokens=error.num_tokens,
+        max_tokens=params.max_tokens or 1,
+        max_model_len=max_model_len,
+        prompt_field=_prompt_field(endpoint),
+    )
+
+
+def _prompt_field(endpoint: Endpoint) -> str:
+    return "messages" if endpoint == "chat" else "prompt"
+
+
+def _check_sum(prepared: list[PreparedRequest], max_num_queued_tokens: int) -> None:
+    """Prompts that come together wait together; one alone may be of any length that is served."""
+    num_tokens = sum(len(each.request.prompt_token_ids) for each in prepared)
+    if len(prepared) > 1 and num_tokens > max_num_queued_tokens:
+        raise invalid_value(
+            f"prompt has {len(prepared)} prompts of {num_tokens} tokens in all; at most "
+            f"{max_num_queued_tokens} can wait here at once (--max-num-queued-tokens): send them "
+            f"in several calls",
+            "prompt",
+        )

@@ -1,0 +1,94 @@
+"""`cadenza bench load`: its figures agree with each other, and loading holds no weight twice."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cadenza import EngineConfig
+from cadenza.bench.load import Load, as_json, measure_load
+from cadenza.bench.load_probe import FileReader, MemoryWatch, largest_tensor_bytes
+from cadenza.checkpoint import open_checkpoint, write_random_checkpoint
+from cadenza.engine.build import load_runner, plan_model
+from cadenza.engine.instruments import private_memory_bytes
+from tests.bench.shapes import TINY
+
+SHAPE = replace(TINY, vocab_size=160_000, hidden_size=128, tie_word_embeddings=False)
+SLACK_BYTES = 24 << 20
+"""For what is no weight; less than half of the weights, so that a second copy shows."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints") / "wide"
+    write_random_checkpoint(SHAPE, path, seed=1, dtype="bfloat16")
+    return path
+
+
+def excess_bytes(folder: Path, beside: Callable[[], object]) -> int:
+    """Private memory at the peak of a load, beyond what was there, the weights, and one tensor."""
+    checkpoint = open_checkpoint(folder)
+    config = EngineConfig(max_num_seqs=1)
+    plan = plan_model(checkpoint, config)
+    gc.collect()  # what an earlier load left
+    before = private_memory_bytes()
+    assert before is not None
+    with MemoryWatch() as watch:
+        kept = beside()
+        runner = load_runner(checkpoint, plan, config)
+    del kept  # the last look was before, so that it was seen even if no other one was
+    runner.close()
+    assert watch.peak_bytes is not None
+    return watch.peak_bytes - before - plan.weight_bytes - largest_tensor_bytes(checkpoint)
+
+
+@pytest.mark.native
+@pytest.mark.skipif(private_memory_bytes() is None, reason="the system does not tell")
+def test_loading_holds_the_weights_once_and_at_most_one_tensor_more(folder: Path):
+    num_bytes = (folder / "model.safetensors").stat().st_size
+    assert num_bytes > 2 * SLACK_BYTES
+    assert excess_bytes(folder, lambda: None) < SLACK_BYTES
+    # The control: a copy of all of it is seen.
+    assert excess_bytes(folder, lambda: np.ones(num_bytes + SLACK_BYTES, np.uint8)) > SLACK_BYTES
+
+
+def test_a_run_prints_what_was_read_how_fast_and_in_how_much_memory(folder: Path):
+    lines: list[str] = []
+    found = measure_load(folder, EngineConfig(), repeats=2, report=lines.append)
+    assert lines
+    assert found.file_bytes == (folder / "model.safetensors").stat().st_size
+    assert found.weight_bytes <= found.file_bytes
+    assert found.largest_tensor_bytes == SHAPE.vocab_size * SHAPE.hidden_size * 2
+    assert len(found.load_s) == len(found.read_s) == len(found.read_new_s) == 2
+    if found.peak_private_bytes is not None:
+        assert found.weight_bytes < found.peak_private_bytes < found.allowed_private_bytes
+    assert as_json(found)["load_gb_s"] == pytest.approx(found.file_bytes / sum(found.load_s) * 2e-9)
+
+
+def test_shares_are_medians_of_runs_side_by_side():
+    found = Load(
+        file_bytes=12,
+        weight_bytes=10,
+        largest_tensor_bytes=2,
+        num_threads=1,
+        load_s=(2.0, 4.0, 30.0),
+        read_s=(1.0, 3.0, 3.0),
+        read_new_s=(2.0, 2.0, 60.0),
+        peak_private_bytes=None,
+    )
+    assert (found.share_of_read, found.share_of_read_new) == (0.5, 1.0)
+    assert found.load_gb_s == pytest.approx(3e-9)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_reader_reads_every_byte_of_every_file(tmp_path: Path, num_threads: int):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path, size in zip(paths, (5, 70_000), strict=True):
+        path.write_bytes(bytes(size))
+    reader = FileReader(paths, num_threads)
+    reader.read()
+    reader.read_new()
+    assert reader.num_bytes == 70_005

@@ -1,0 +1,400 @@
+"""What each family's config.json says beyond the others', and what of it is refused.
+
+Values under `old` names are spelled as published checkpoints spell them; that the arithmetic which
+follows is right is the fixtures' to show (`tests/xla/test_fixtures.py`).
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza.checkpoint import (
+    LayerKind,
+    LinearRopeScaling,
+    LongRopeScaling,
+    ModelConfig,
+    YarnRopeScaling,
+    check_weights,
+    declare,
+    named_shape,
+    open_weights,
+    parse_model_config,
+)
+from cadenza.checkpoint.families import FAMILIES
+from cadenza.errors import CheckpointError
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+SLIDING, FULL = "sliding_attention", "full_attention"
+SHARED: dict[str, Any] = {
+    "vocab_size": 13,
+    "hidden_size": 24,
+    "intermediate_size": 10,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float32",
+}
+
+
+def values_of(model_type: str, **changes: Any) -> dict[str, Any]:
+    return {**SHARED, "model_type": model_type, **changes}
+
+
+def read(model_type: str, **changes: Any) -> ModelConfig:
+    return parse_model_config(values_of(model_type, **changes))
+
+
+def windows(config: ModelConfig) -> list[int | None]:
+    return [kind.window for kind in config.layer_kinds]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_reads_a_file_that_leaves_its_own_settings_out(family: str):
+    config = read(family)
+    assert config.family == family
+    assert len(config.layer_kinds) == 4
+    assert (
+        parse_model_config({**SHARED, "architectures": [FAMILIES[family].architecture]}) == config
+    )
+
+
+@pytest.mark.parametrize("folder", sorted(path.name for path in FIXTURES.iterdir()))
+def test_the_declaration_is_what_transformers_wrote(folder: str):
+    config = named_shape(str(FIXTURES / folder))
+    check_weights(config, open_weights(FIXTURES / folder))
+
+
+def test_an_absent_window_is_mistrals_own_and_a_null_one_is_none():
+    assert windows(read("mistral")) == [4096] * 4
+    assert windows(read("mistral", sliding_window=None)) == [None] * 4
+    assert windows(read("ministral", sliding_window=9)) == [9] * 4
+
+
+def test_layer_types_say_which_layers_have_the_window():
+    types = [SLIDING, FULL, FULL, SLIDING]
+    for family in ("mistral", "ministral"):
+        config = read(family, sliding_window=9, layer_types=types)
+        assert windows(config) == [9, None, None, 9]
+
+
+def test_a_pattern_is_the_shortest_that_says_the_same():
+    config = read("ministral", sliding_window=9, layer_types=[SLIDING, FULL] * 2)
+    assert config.layer_pattern == (LayerKind(window=9), LayerKind())
+    assert read("llama").layer_pattern == (LayerKind(),)
+
+
+def test_qwen2_has_a_window_only_where_it_is_used_and_from_a_layer_on():
+    assert windows(read("qwen2", sliding_window=9, max_window_layers=1)) == [None] * 4
+    used = read("qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=1)
+    assert windows(used) == [None, 9, 9, 9]
+    assert windows(read("qwen3", use_sliding_window=True, max_window_layers=3))[3] == 4096
+
+
+def test_qwen2_has_biases_on_its_queries_keys_and_values_alone():
+    config = read("qwen2")
+    assert config.has_qkv_bias
+    assert not config.has_attention_out_bias
+    biases = [spec.name for spec in declare(config) if spec.kind == "bias"]
+    assert len(biases) == 4 * 3
+
+
+def test_smollm3_leaves_layers_unrotated():
+    ropes = [kind.has_rope for kind in read("smollm3").layer_kinds]
+    assert ropes == [True, True, True, False]
+    listed = read("smollm3", no_rope_layers=[0, 1, 1, 0])
+    unrotated = [listed.rope_of(kind) is None for kind in listed.layer_kinds]
+    assert unrotated == [True, False, False, True]
+    windowed = read("smollm3", use_sliding_window=True, sliding_window=9)
+    assert windows(windowed) == [None, None, None, 9]
+    assert read("smollm3").rope.theta == 2e6
+
+
+def test_gemma2_caps_scales_and_norms_as_published():
+    config = read("gemma2", head_dim=8)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)
+    assert config.attention_scale == 1 / 16
+    assert config.embedding_scale == math.sqrt(24)
+    assert config.activation == "gelu_tanh"
+    assert config.norm_adds_one
+    assert config.tie_word_embeddings
+    assert windows(config) == [4096, None, 4096, None]
+    uncapped = read("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (uncapped.attention_soft_cap, uncapped.logit_soft_cap) == (None, None)
+
+
+def test_gemma2_layers_have_four_norms():
+    names = [spec.name.split(".")[3] for spec in declare(read("gemma2")) if ".0." in spec.name]
+    assert [name for name in names if name.endswith("layernorm")] == [
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ]
+
+
+def test_gemma3_rotates_its_two_kinds_of_layers_differently_in_both_spellings():
+    old = read(
+        "gemma3_text",
+        rope_theta=5e5,
+        rope_local_base_freq=7e3,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window_pattern=2,
+    )
+    new = read(
+        "gemma3_text",
+        rope_parameters={
+            FULL: {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 7e3},
+        },
+        layer_types=[SLIDING, FULL] * 2,
+    )
+    assert old == new
+    sliding, full = (old.rope_of(kind) for kind in old.layer_pattern)
+    assert sliding is not None
+    assert full is not None
+    assert (sliding.theta, sliding.scaling) == (7e3, None)
+    assert (full.theta, full.scaling) == (5e5, LinearRopeScaling(factor=8.0))
+    assert old.ropes == (sliding, full)
+
+
+def test_gemma3_has_its_defaults():
+    config = read("gemma3_text", num_hidden_layers=12)
+    assert windows(config) == ([4096] * 5 + [None]) * 2
+    assert config.window_rope is not None
+    assert (config.rope.theta, config.window_rope.theta) == (1e6, 1e4)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (None, None)
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+
+
+def test_phi3_takes_its_original_length_from_the_top_of_the_file():
+    config = read(
+        "phi3",
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=16,
+        rope_scaling={**LONGROPE, "type": "su", "original_max_position_embeddings": 8},
+    )
+    assert config.rope.rotary_dim == 6
+    assert config.rope.scaling == LongRopeScaling(
+        short_factor=(1.0,) * 3,
+        long_factor=(2.0,) * 3,
+        original_max_position_embeddings=16,
+        attention_factor=math.sqrt(1 + math.log(4) / math.log(16)),
+    )
+
+
+def test_phi3_tensors_are_fused():
+    names = {spec.name: spec.shape for spec in declare(read("phi3"))}
+    assert names["model.layers.3.self_attn.qkv_proj.weight"] == (40, 24)
+    assert names["model.layers.3.mlp.gate_up_proj.weight"] == (20, 24)
+
+
+def test_phi3s_published_code_is_ignored_and_other_code_is_refused():
+    published = {"AutoConfig": "configuration_phi3.Phi3Config"}
+    assert read("phi3", auto_map=published) == read("phi3")
+    for other in ({"AutoConfig": "evil.Config"}, {**published, "AutoModel": ["a", "b"]}):
+        with pytest.raises(CheckpointError, match="never run"):
+            read("phi3", auto_map=other)
+
+
+def test_olmo2_norms_outputs_and_all_heads_together():
+    shapes = {spec.name: spec.shape for spec in declare(read("olmo2"))}
+    assert shapes["model.layers.0.self_attn.q_norm.weight"] == (24,)
+    assert shapes["model.layers.0.self_attn.k_norm.weight"] == (8,)
+    norms = {name.split(".")[3] for name in shapes if "layernorm" in name}
+    assert norms == {"post_attention_layernorm", "post_feedforward_layernorm"}
+
+
+def test_granites_multipliers_are_read():
+    config = read(
+        "granite",
+        embedding_multiplier=12,
+        attention_multiplier=0.25,
+        residual_multiplier=0.22,
+        logits_scaling=8.0,
+    )
+    assert (config.embedding_scale, config.attention_scale) == (12.0, 0.25)
+    assert (config.residual_scale, config.logit_divisor) == (0.22, 8.0)
+    assert read("granite").attention_scale == 1.0
+
+
+def test_yarn_has_its_defaults_and_its_own_attention_factor():
+    scaling = read("llama", rope_scaling={"type": "yarn", "factor": 4.0}).rope.scaling
+    assert scaling == YarnRopeScaling(
+        factor=4.0,
+        original_max_position_embeddings=64,
+        attention_factor=0.1 * math.log(4) + 1,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=True,
+    )
+
+
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"factor": 8.0, "attention_factor": 1.5}, 1.5),
+        ({"factor": 8.0, "mscale": 2.0}, 0.1 * math.log(8) + 1),
+        ({"factor": None}, 0.1 * math.log(4) + 1),
+        (
+            {"factor": 8.0, "mscale": 2.0, "mscale_all_dim": 0.5},
+            (0.2 * math.log(8) + 1) / (0.05 * math.log(8) + 1),
+        ),
+    ],
+)
+def test_yarns_attention_factor_follows_from_the_file(rope: dict[str, Any], expected: float):
+    config = read("llama", rope_parameters={**YARN, **rope})
+    assert config.rope.attention_factor == pytest.approx(expected)
+
+
+USES_ITS_WINDOW_WHEN_TOLD = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
+OF_ONE_FAMILY: dict[str, Any] = {
+    "attention_bias": True,
+    "mlp_bias": True,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 256,
+    "attention_multiplier": 0.5,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "sliding_window": 9,
+    "no_rope_layers": [1, 1, 0, 1],
+    "partial_rotary_factor": 0.5,
+    "num_experts": 3,
+    "num_local_experts": 3,
+}
+OF_NO_FAMILY: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "shared_expert_intermediate_size": 8,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 4,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "vision_config": {"hidden_size": 8},
+    "quantization_config": {"quant_method": "fp8"},
+    "auto_map": {"AutoConfig": "evil.Config"},
+    "clip_qkv": 8.0,
+    "use_bidirectional_attention": True,
+    "attention_chunk_size": 8192,
+    "logit_scale": 0.0625,
+    "lm_head_bias": True,
+    "rope_interleaved": True,
+    "rope_scaling": {"type": "dynamic", "factor": 2.0},
+    "kv_lora_rank": 512,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("key", OF_ONE_FAMILY)
+def test_a_setting_of_another_family_is_refused_by_its_name(family: str, key: str):
+    """Read where it is the family's own, and then it makes a difference; refused elsewhere."""
+    values = values_of(family, **{key: OF_ONE_FAMILY[key]})
+    is_own = key in FAMILIES[family].own_keys
+    if is_own or (key == "partial_rotary_factor" and FAMILIES[family].may_be_partly_rotated):
+        needs_use = key == "sliding_window" and family in USES_ITS_WINDOW_WHEN_TOLD
+        config = parse_model_config(values)
+        if not needs_use and OF_ONE_FAMILY[key] not in (50.0, 30.0, 256):
+            assert config != read(family)
+        return
+    with pytest.raises(CheckpointError, match=key):
+        parse_model_config(values)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("key", OF_NO_FAMILY)
+def test_a_setting_that_nothing_here_computes_is_refused_by_its_name(family: str, key: str):
+    with pytest.raises(CheckpointError, match="dynamic" if key == "rope_scaling" else key):
+        parse_model_config(values_of(family, **{key: OF_NO_FAMILY[key]}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_settings_that_change_nothing_are_ignored(family: str):
+    harmless = {
+        "initializer_range": 0.02,
+        "use_cache": False,
+        "attention_dropout": 0.1,
+        "pretraining_tp": 4,
+        "transformers_version": "9.9",
+        "cache_implementation": "hybrid",
+        "attention_bias": False,
+        "num_experts": None,
+        "layer_types": [FULL] * 4,
+        "something_new": {"a": [1]},
+    }
+    config = parse_model_config(values_of(family, **harmless))
+    assert windows(config) == [None] * 4
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a kind of layer": (
+        values_of("gemma2", layer_types=["chunked_attention"] * 4),
+        "chunked_attention",
+    ),
+    "too few layer types": (values_of("gemma2", layer_types=[FULL]), "1 entries for 4 layers"),
+    "a sliding layer without a window": (
+        values_of("qwen2", sliding_window=9, layer_types=[SLIDING] * 4),
+        "no sliding_window is in use",
+    ),
+    "a sliding layer in llama": (values_of("llama", layer_types=[SLIDING] * 4), SLIDING),
+    "too few rope layers": (values_of("smollm3", no_rope_layers=[1, 1]), "no_rope_layers"),
+    "rope layers that are no flags": (values_of("smollm3", no_rope_layers=[2] * 4), "a 0 or a 1"),
+    "one rope for gemma 3": (
+        values_of("gemma3_text", rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        "one for each of",
+    ),
+    "gemma 3's scores capped": (
+        values_of("gemma3_text", attn_logit_softcapping=50.0),
+        "attn_logit_softcapping",
+    ),
+    "linear rope in phi3": (
+        values_of("phi3", rope_scaling={"type": "linear", "factor": 2.0}),
+        "default or longrope",
+    ),
+    "longrope of another size": (
+        values_of("phi3", rope_scaling=LONGROPE),
+        "short_factor has 3 numbers; a rope of 8 values needs 4",
+    ),
+    "longrope factors that are no numbers": (
+        values_of("phi3", rope_scaling={**LONGROPE, "short_factor": ["1"] * 4}),
+        "short_factor",
+    ),
+    "phi3's small models": (
+        values_of("phi3", rope_scaling={**LONGROPE, "short_mscale": 1.1}),
+        "short_mscale",
+    ),
+    "a rotated part that is odd": (values_of("phi3", partial_rotary_factor=0.4), "even"),
+    "two local bases": (
+        values_of(
+            "gemma3_text",
+            rope_local_base_freq=1e3,
+            rope_parameters={SLIDING: {"rope_theta": 1e4}, FULL: {"rope_theta": 1e6}},
+        ),
+        "rope_local_base_freq",
+    ),
+    "a cap of nothing": (values_of("gemma2", final_logit_softcapping=0.0), "final_logit"),
+    "a divisor of nothing": (values_of("granite", logits_scaling=0), "logits_scaling"),
+}
+
+
+@pytest.mark.parametrize(("values", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_a_family_cannot_mean_is_a_named_error(values: dict[str, Any], said: str):
+    with pytest.raises(CheckpointError, match=said):
+        parse_model_config(values)
+
+
+def test_published_names_of_families_are_known():
+    shapes = Path("src/cadenza/checkpoint/shapes")
+    tiny = {json.loads(path.read_text())["model_type"] for path in shapes.glob("tiny-*.json")}
+    assert tiny == FAMILIES.keys()

@@ -1,0 +1,127 @@
+"""Every option of a request is a flag of `generate`; what is not given is left to the model."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cadenza import SamplingParams
+from cadenza.checkpoint import open_checkpoint
+from cadenza.cli.batch_run import Stream
+from cadenza.cli.generate import GenerateFlags
+from cadenza.cli.options import with_flags
+from cadenza.cli.reports import block
+from cadenza.cli.sampling_flags import SamplingFlags
+from cadenza.engine.assembly import OutputAssembler
+from cadenza.engine.text_face import TextFace
+from tests.cli.harness import ENGINE, Ran
+from tests.faces.scripted_engine import finished, token
+
+GIVEN: dict[str, tuple[tuple[str, ...], object]] = {
+    "max_tokens": (("--max-tokens", "9"), 9),
+    "min_tokens": (("--min-tokens", "2"), 2),
+    "temperature": (("--temperature", "0.5"), 0.5),
+    "top_k": (("--top-k", "7"), 7),
+    "top_p": (("--top-p", "0.8"), 0.8),
+    "min_p": (("--min-p", "0.1"), 0.1),
+    "seed": (("--seed", "3"), 3),
+    "presence_penalty": (("--presence-penalty", "-0.5"), -0.5),
+    "frequency_penalty": (("--frequency-penalty", "0.5"), 0.5),
+    "repetition_penalty": (("--repetition-penalty", "1.1"), 1.1),
+    "logit_bias": (("--logit-bias", '{"12": -5, "3": 0.5}'), ((3, 0.5), (12, -5))),
+    "allowed_token_ids": (("--allowed-token-ids", "5,6,7"), (5, 6, 7)),
+    "bad_words": (("--bad-words", "a b", "--bad-words", "c"), ("a b", "c")),
+    "n": (("--n", "2"), 2),
+    "ignore_eos": (("--ignore-eos",), True),
+    "stop_token_ids": (("--stop-token-ids", "8"), (8,)),
+    "stop": (("--stop", "END", "--stop", "\n"), ("END", "\n")),
+    "include_stop_str_in_output": (("--include-stop-str-in-output",), True),
+    "skip_special_tokens": (("--no-skip-special-tokens",), False),
+    "logprobs": (("--logprobs", "4"), 4),
+    "prompt_logprobs": (("--prompt-logprobs", "5"), 5),
+    "truncate_prompt_tokens": (("--truncate-prompt-tokens", "6"), 6),
+}
+
+
+def params_of(*arguments: str) -> SamplingParams:
+    seen: list[SamplingParams] = []
+
+    def command(flags: GenerateFlags, sampling: SamplingFlags) -> None:
+        seen.append(SamplingParams(**{**sampling.changes(), **flags.changes()}))
+
+    app = typer.Typer()
+    app.command()(with_flags(command))
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None:
+        raise result.exception
+    return seen[0]
+
+
+def test_every_field_of_sampling_params_has_a_flag():
+    assert set(GIVEN) == {field.name for field in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_flag_sets_its_field_and_no_other(name: str):
+    arguments, meant = GIVEN[name]
+    given, default = params_of(*arguments), params_of()
+    assert getattr(given, name) == meant != getattr(default, name)
+    others = [field.name for field in fields(SamplingParams) if field.name != name]
+    assert all(getattr(given, other) == getattr(default, other) for other in others)
+
+
+def test_what_is_not_given_is_left_to_the_model():
+    assert SamplingFlags().changes() == {"ignore_eos": False}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(("--logit-bias", value) for value in ("{", "[1]", '{"a": 1}', '{"1": "x"}', "[" * 5000)),
+        *(("--stop-token-ids", value) for value in ("", "a", "1;2")),
+        ("--allowed-token-ids", "1,,2"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_wrong_use(
+    cadenza: Callable[..., Ran], model: Path, flag: str, value: str
+):
+    ran = cadenza("generate", model, "the", flag, value, *ENGINE)
+    assert (ran.code, ran.out) == (2, "")
+    assert flag in ran.err
+
+
+def test_a_stop_string_ends_the_answer_and_is_told(cadenza: Callable[..., Ran], model: Path):
+    flags = ("--temperature", 1.5, "--seed", 8, "--ignore-eos", "--json", *ENGINE)
+    whole = cadenza("generate", model, "the", *flags).objects[0]
+    stop = whole["text"][4:7]
+    cut = cadenza("generate", model, "the", "--stop", stop, *flags).objects[0]
+    assert cut["text"] == whole["text"][: whole["text"].find(stop)]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+    assert cut["num_generated_tokens"] == len(cut["token_ids"]) < len(whole["token_ids"])
+    assert (whole["stop_reason"], whole["sample"]) == (None, 0)
+
+
+def test_generation_config_none_leaves_the_models_sampling_aside(
+    cadenza: Callable[..., Ran], model: Path
+):
+    flags = ("--generation-config", "none", "--seed", 1, "--json", *ENGINE)
+    assert cadenza("generate", model, "the", *flags).code == 0
+    ran = cadenza("generate", model, "the", "--generation-config", "some", *ENGINE)
+    assert ran.code == 2
+    assert "auto, none" in ran.err
+
+
+def test_several_samples_are_printed_with_their_numbers(model: Path):
+    text = TextFace(open_checkpoint(model))
+    prepared = text.prepare("the", {"n": 2})
+    stream = Stream(index=2, shown="the", sent_text="the", request=prepared.request)
+    stream.assembler = OutputAssembler(0, prepared, text)
+    for sample, written in enumerate(("fox", "dog")):
+        for index, token_id in enumerate(text.encode(written)):
+            stream.assembler.push(token(0, token_id, index, sample=sample))
+        stream.assembler.push(finished(0, sample=sample))
+    assert block(stream, 5) == "[3.1] the\nfox\n\n[3.2] the\ndog\n\n"
+    assert block(stream, 1) == block(stream, 5)

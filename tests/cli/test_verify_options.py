@@ -1,0 +1,35 @@
+"""`cadenza verify --options` on the command line."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cadenza.engine.verification.option_matrix import make_matrix
+from tests.cli.harness import ENGINE, Ran
+
+
+def test_the_command_plays_the_matrix(cadenza: Callable[..., Ran], model: Path):
+    flags = ("--options", "all", "--reference", "solo", "--max-tokens", 4, *ENGINE)
+    ran = cadenza("verify", model, *flags)
+    assert ran.code == 0, ran.out
+    last = ran.out.splitlines()[-1]
+    coverage = make_matrix().coverage()
+    assert last.startswith(f"REFERENCE-EXACT PASS bitwise requests={coverage.num_combinations} ")
+    assert last.endswith(f" options={coverage.num_combinations} pairs={coverage.num_pairs}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--options", "some"), "--options 'some' is not none or all"),
+        (("--options", "all", "--num-requests", 9), "leave --num-requests out"),
+        (("--options", "all", "--url", "http://127.0.0.1:1"), "give no model"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(
+    cadenza: Callable[..., Ran], flags: tuple[object, ...], said: str
+):
+    ran = cadenza("verify", *flags)
+    assert ran.code == 2
+    assert said in ran.err

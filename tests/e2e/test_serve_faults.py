@@ -1,0 +1,203 @@
+"""Bar 12 on `cadenza serve` and the bundled model: the engine is killed or stopped under streams.
+
+Small here, in full size under `make soak`, in parts that can be run one by one. The bar's times
+hold in the soak, stretched by what else the machine does; here they are only told.
+"""
+
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.figures import Figures
+from tests.e2e.streams import Stream, Streams
+from tests.server.serve_process import ServeProcess, is_alive, serve_process
+
+FLAGS = ("--max-num-seqs", "16", "--max-model-len", "512", "--disable-log-requests")
+NUM_STREAMS = 64
+MOST_DONE = 24
+"""More than two rounds of rows are left then, however late the signal is."""
+MOST_CRASHES = 3
+LENIENT = 60.0
+"""Slack in `make test`: its machine may be four times as loaded as it looks."""
+PROMPTS = ("The capital of France is", "12 + 30 =", "Once upon a time", "The dog")
+
+
+def body_of(index: int) -> dict[str, Any]:
+    return {
+        "prompt": PROMPTS[index % len(PROMPTS)],
+        "max_tokens": 400,
+        "seed": index,
+        "ignore_eos": True,
+    }
+
+
+def port_of(serving: ServeProcess) -> int:
+    return int(serving.url.rpartition(":")[2])
+
+
+def wholes(serving: ServeProcess) -> list[str]:
+    """What the streams bring when nothing happens."""
+    streams = Streams(port_of(serving), [body_of(index) for index in range(NUM_STREAMS)]).join()
+    assert all(stream.is_whole and stream.error is None for stream in streams)
+    return [stream.text for stream in streams]
+
+
+def not_ready(serving: ServeProcess) -> httpx.Response:
+    """Waits for the first answer of /ready that is no 200; /live is one throughout."""
+
+    def look() -> httpx.Response | None:
+        assert serving.status("/live") == 200
+        answer = serving.get("/ready")
+        return None if answer.status_code == 200 else answer
+
+    return serving.wait_for(look)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A signal to the engine process of this number, from 1, once so many streams are whole."""
+
+    signal: signal.Signals
+    process: int
+    num_done: int
+    bar_s: float
+
+
+def break_engine(serving: ServeProcess, fault: Fault, figures: Figures) -> list[Stream]:
+    """All streams, read to their ends."""
+    streams = Streams(port_of(serving), [body_of(index) for index in range(NUM_STREAMS)])
+    streams.wait(lambda: streams.num_frames and streams.num_ended >= fault.num_done)
+    engine = serving.engine_pid(fault.process)
+    was_late, start_s = streams.num_ended == NUM_STREAMS, time.monotonic()
+    os.kill(engine, fault.signal)
+    answer = not_ready(serving)
+    figures.note("/ready is 503", time.monotonic() - start_s, fault.bar_s)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    reason = "ended" if fault.signal == signal.SIGKILL else "made no progress"
+    assert answer.json()["error"]["message"].startswith(f"the engine process {reason}")
+    ended = streams.join()
+    last_s = max(stream.ended_s or 0.0 for stream in ended)
+    figures.note("the last stream has its error", max(0.0, last_s - start_s), fault.bar_s)
+    serving.wait_for(lambda: not is_alive(engine))
+    assert was_late or any(stream.error for stream in ended)
+    return ended
+
+
+def check_ends(streams: list[Stream], expected: list[str], codes: set[str]) -> None:
+    assert all(stream.is_whole for stream in streams), "a stream was cut"
+    assert {stream.error for stream in streams} <= codes | {None}
+    for stream, whole in zip(streams, expected, strict=True):
+        assert whole.startswith(stream.text)
+        assert stream.error is not None or stream.text == whole
+
+
+def wait_restarted(serving: ServeProcess, figures: Figures, load_s: float) -> None:
+    start_s = time.monotonic()
+    serving.wait_ready()
+    figures.note("it serves again", time.monotonic() - start_s, load_s + 5)
+
+
+def load_seconds(serving: ServeProcess) -> float:
+    """The first start's, as /metrics tells it."""
+    lines = serving.get("/metrics").text.splitlines()
+    told = [line for line in lines if line.startswith("cadenza:startup_seconds{")]
+    return sum(float(line.rpartition(" ")[2]) for line in told)
+
+
+def kill_until_it_stays_red(seed: int, slack: float, num_kills: int = MOST_CRASHES) -> None:
+    """Each crash but the third is repaired; after that one it is red and says so."""
+    rng, figures = random.Random(seed), Figures(slack)
+    with serve_process(*FLAGS) as serving:
+        serving.wait_ready()
+        load_s, expected = load_seconds(serving), wholes(serving)
+        for crash in range(1, num_kills + 1):
+            num_done = rng.randint(0, MOST_DONE)
+            kill = Fault(signal=signal.SIGKILL, process=crash, num_done=num_done, bar_s=1.0)
+            streams = break_engine(serving, kill, figures)
+            codes = {"engine_restarting"} if crash < MOST_CRASHES else {"engine_dead"}
+            check_ends(streams, expected, codes)
+            if crash < MOST_CRASHES:
+                wait_restarted(serving, figures, load_s)
+                assert wholes(serving)[0] == expected[0]
+        if num_kills == MOST_CRASHES:
+            check_red(serving)
+    figures.tell(f"kill -9 under {NUM_STREAMS} streams, seed {seed}")
+
+
+def check_red(serving: ServeProcess) -> None:
+    answer = serving.get("/ready")
+    assert answer.json()["error"]["code"] == "engine_dead"
+    assert "the engine process ended" in answer.json()["error"]["message"]
+    assert serving.post("/v1/completions", {"prompt": "x"}).status_code == 503
+    assert serving.status("/live") == 200
+    serving.terminate()
+    assert serving.wait() == 0
+
+
+@pytest.mark.slow
+def test_three_kills_under_streams_are_two_repairs_and_then_red() -> None:
+    kill_until_it_stays_red(0, LENIENT)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(34))
+def test_a_hundred_kills_under_streams(part: int) -> None:
+    kill_until_it_stays_red(part, 1.0, num_kills=MOST_CRASHES if part else 1)
+
+
+def stop_and_go(seed: int, slack: float) -> None:
+    """A stopped engine is red within five seconds and replaced; woken early it goes on."""
+    rng, figures = random.Random(seed), Figures(slack)
+    with serve_process(*FLAGS) as serving:
+        serving.wait_ready()
+        load_s, expected = load_seconds(serving), wholes(serving)
+        check_woken(serving, expected)
+        for process in (1, 2):
+            num_done = rng.randint(0, MOST_DONE)
+            stop = Fault(signal=signal.SIGSTOP, process=process, num_done=num_done, bar_s=5.0 + 1.0)
+            streams = break_engine(serving, stop, figures)
+            check_ends(streams, expected, {"engine_restarting"})
+            wait_restarted(serving, figures, load_s)
+        assert wholes(serving) == expected
+        assert serving.log.count("made no progress for") == 2
+    figures.tell(f"SIGSTOP under {NUM_STREAMS} streams, seed {seed}")
+
+
+def check_woken(serving: ServeProcess, expected: list[str]) -> None:
+    """A stop of no length is no hang: the streams are whole and the process is the same."""
+    engine = serving.engine_pid()
+    streams = Streams(port_of(serving), [body_of(index) for index in range(NUM_STREAMS)])
+    streams.wait(lambda: streams.num_frames >= NUM_STREAMS)
+    os.kill(engine, signal.SIGSTOP)
+    os.kill(engine, signal.SIGCONT)
+    assert [stream.text for stream in streams.join()] == expected
+    assert serving.engine_pid() == engine
+    assert serving.status("/ready") == 200
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(10))
+def test_twenty_stopped_engines_are_seen_and_replaced(part: int) -> None:
+    stop_and_go(part, 1.0)
+
+
+@pytest.mark.slow
+def test_a_stopped_engine_is_red_and_replaced_and_a_woken_one_goes_on() -> None:
+    figures = Figures(LENIENT)
+    with serve_process(*FLAGS) as serving:
+        serving.wait_ready()
+        expected = wholes(serving)
+        check_woken(serving, expected)
+        stop = Fault(signal=signal.SIGSTOP, process=1, num_done=0, bar_s=6.0)
+        streams = break_engine(serving, stop, figures)
+        check_ends(streams, expected, {"engine_restarting"})
+        serving.wait_ready()
+        assert "made no progress for" in serving.log
+    figures.tell("SIGSTOP under streams")

@@ -1,0 +1,264 @@
+"""`Supervision`, `StepForecast` and `LogLines`: pure, by the numbers."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cadenza.engine.process.forecast import UNMEASURED_STEP_S, StepForecast
+from cadenza.engine.process.log_lines import FOREIGN, MAX_LINE_BYTES, LineFormatter, LogLines
+from cadenza.engine.process.supervision import Patience, Supervision
+from cadenza.engine.process.work import IDLE_S, Work, work_of
+
+PATIENCE = Patience(
+    hung_after_s=5,
+    hung_after_steps=10,
+    load_hung_after_s=20,
+    max_crashes=3,
+    crash_window_s=300,
+    backoff_s=0.5,
+)
+
+
+def serving(now_s: float = 100.0) -> Supervision:
+    """One that was started 4 seconds ago and is ready now."""
+    supervision = Supervision(PATIENCE, now_s - 4)
+    supervision.started(now_s - 4)
+    supervision.ready(now_s, {"load": 3.0})
+    return supervision
+
+
+def test_the_first_start_is_due_at_once_and_only_one_is():
+    supervision = Supervision(PATIENCE, 10.0)
+    assert (supervision.state, supervision.may_start(10.0)) == ("loading", True)
+    supervision.started(10.0)
+    assert not supervision.may_start(1000.0)
+    assert supervision.hung_at_s() is None
+    assert supervision.retry_after_s(12.0) == 3.0
+    supervision.ready(14.0, {"load": 3.0})
+    assert supervision.startup_s == {"python": 1.0, "load": 3.0}
+    assert (supervision.state, supervision.retry_after_s(14.0)) == ("ready", None)
+
+
+def test_silence_is_a_hang_after_five_seconds_or_ten_predicted_steps():
+    supervision = serving()
+    supervision.beat(101.0, 7, 0.1, is_idle=False)
+    assert not supervision.is_hung(105.9)
+    assert supervision.is_hung(106.0)
+    supervision.beat(102.0, 8, 2.0, is_idle=False)
+    assert not supervision.is_hung(121.9)
+    assert supervision.is_hung(122.0)
+
+
+def test_a_pause_of_the_whole_machine_is_not_held_against_the_engine():
+    supervision = serving()
+    supervision.beat(101.0, 7, 0.1, is_idle=False)
+    supervision.overslept(0.9)
+    assert supervision.is_hung(106.0)
+    supervision.overslept(30.0)
+    assert not supervision.is_hung(135.9)
+    assert supervision.is_hung(136.0)
+
+
+def test_beats_without_steps_are_no_progress_unless_idle():
+    supervision = serving()
+    for second in range(101, 108):
+        supervision.beat(float(second), 7, 0.1, is_idle=False)
+    assert supervision.is_hung(107.0)
+    supervision = serving()
+    for second in range(101, 150):
+        supervision.beat(float(second), 7, 0.0, is_idle=True)
+    assert not supervision.is_hung(149.0)
+
+
+def test_a_slow_step_that_is_announced_gets_its_own_time():
+    supervision = serving()
+    supervision.beat(101.0, 7, 0.1, is_idle=False)
+    supervision.beat(104.0, 7, 3.0, is_idle=False)
+    assert not supervision.is_hung(133.9)
+    assert supervision.is_hung(134.0)
+
+
+def work(cpu_s: float = 0.0, read_bytes: int = 0, num_major_faults: int = 0) -> Work:
+    return Work(cpu_s=cpu_s, read_bytes=read_bytes, num_major_faults=num_major_faults)
+
+
+def loading() -> Supervision:
+    supervision = Supervision(PATIENCE, 0.0)
+    supervision.started(0.0)
+    assert supervision.look_at_s() == 2.5
+    supervision.looked(2.5, work())
+    return supervision
+
+
+def test_a_load_without_work_is_a_hang_and_says_where():
+    supervision = loading()
+    supervision.entered(10.0, "compile")
+    for seconds in (12.5, 25.0, 29.0):
+        supervision.looked(seconds, work(cpu_s=IDLE_S / 2))
+        assert not supervision.is_hung(seconds)
+    assert supervision.hung_at_s() == 30.0
+    assert supervision.is_hung(30.0)
+    assert "'compile', for 20 seconds" in supervision.describe_hang(30.0)
+
+
+@pytest.mark.parametrize(
+    "step", [work(cpu_s=IDLE_S), work(read_bytes=1), work(num_major_faults=1)], ids=str
+)
+def test_a_load_takes_as_long_as_it_works(step: Work):
+    supervision = loading()
+    for turn in range(1, 100):
+        done = work(turn * step.cpu_s, turn * step.read_bytes, turn * step.num_major_faults)
+        supervision.looked(19.0 * turn, done)
+        assert not supervision.is_hung(19.0 * turn)
+
+
+def test_slow_computing_adds_up_to_work():
+    supervision = loading()
+    for second in range(3, 200):
+        supervision.looked(float(second), work(cpu_s=second * IDLE_S / 10))
+        assert not supervision.is_hung(float(second))
+
+
+def test_where_work_cannot_be_told_no_load_is_a_hang():
+    supervision = Supervision(PATIENCE, 0.0)
+    supervision.started(0.0)
+    supervision.looked(2.5, None)
+    assert supervision.hung_at_s() is None
+    supervision.looked(5.0, work())
+    supervision.looked(7.5, None)
+    assert not supervision.is_hung(1e9)
+
+
+def test_a_process_that_serves_is_not_judged_by_its_work():
+    supervision = serving()
+    assert supervision.look_at_s() is None
+    assert supervision.hung_at_s() == 105.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counts of work")
+def test_computing_and_reading_are_work_and_waiting_is_none():
+    before = work_of(os.getpid())
+    assert before is not None
+    with open("/dev/zero", "rb", buffering=0) as file:
+        file.read(10)
+    read = work_of(os.getpid())
+    assert read is not None
+    assert read.is_beyond(before)
+    end_s = time.process_time() + 2 * IDLE_S
+    while time.process_time() < end_s:
+        pass
+    computed = work_of(os.getpid())
+    assert computed is not None
+    assert computed.cpu_s >= read.cpu_s + IDLE_S
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"x")
+        process.stdin.flush()
+        assert process.stdout.read(1) == b"x"  # so that it waits for more, and has started
+        asleep = waits(process.pid)
+        assert not waits(process.pid).is_beyond(asleep)
+        process.kill()
+    assert work_of(process.pid) is None
+
+
+def waits(pid: int) -> Work:
+    """Its work once it sleeps."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        os.sched_yield()
+    found = work_of(pid)
+    assert found is not None
+    return found
+
+
+def test_restarts_wait_longer_each_time_and_the_third_crash_is_the_last():
+    supervision = serving()
+    supervision.crashed(110.0, "it died")
+    assert (supervision.state, supervision.start_at_s) == ("restarting", 110.5)
+    assert supervision.retry_after_s(110.0) == 4.5
+    supervision.started(110.5)
+    supervision.ready(113.0, {})
+    assert (supervision.state, supervision.error) == ("ready", None)
+    supervision.crashed(120.0, "it died")
+    assert supervision.start_at_s == 122.0
+    supervision.started(122.0)
+    supervision.crashed(409.9, "it died")
+    assert supervision.state == "dead"
+    assert "crash 3 in 300 seconds" in (supervision.error or "")
+    assert not supervision.may_start(1e9)
+
+
+def test_crashes_far_apart_never_end_it():
+    supervision = serving()
+    for turn in range(10):
+        now_s = 110.0 + 160 * turn
+        supervision.crashed(now_s, "it died")
+        assert supervision.state == "restarting"
+        supervision.started(now_s + 3)
+        supervision.ready(now_s + 5, {})
+
+
+def test_a_crash_while_draining_is_the_end():
+    supervision = serving()
+    supervision.state = "draining"
+    supervision.crashed(110.0, "it died")
+    assert (supervision.state, supervision.start_at_s) == ("dead", None)
+
+
+def test_a_forecast_is_the_slowest_recent_step_of_that_size_or_below():
+    forecast = StepForecast()
+    assert forecast.predict_s(0) == 0.0
+    assert forecast.predict_s(3) == UNMEASURED_STEP_S
+    forecast.record(1, 0.010)
+    forecast.record(500, 0.200)
+    forecast.record(8, 0.020)
+    assert forecast.predict_s(1) == 0.010
+    assert forecast.predict_s(9) == 0.020
+    assert forecast.predict_s(300) == 0.200
+
+
+def test_a_forecast_grows_with_tokens_beyond_what_was_seen_and_fades():
+    forecast = StepForecast()
+    forecast.record(1, 0.010)
+    assert forecast.predict_s(512) == pytest.approx(0.010 * 512)
+    for _ in range(500):
+        forecast.record(1, 0.001)
+    assert forecast.predict_s(1) == pytest.approx(0.001)
+
+
+def test_log_records_come_out_as_they_went_in_whatever_the_pieces():
+    formatter = LineFormatter()
+    lines = b"".join(
+        formatter.format(logging.LogRecord(name, level, "", 0, text, None, None)).encode() + b"\n"
+        for level, name, text in (
+            (logging.INFO, "a.b", "two\nlines \u00fc"),
+            (logging.ERROR, "c", ""),
+        )
+    )
+    lines += b"Fatal: core \xff dumped\n\nunfinished"
+    expected = [
+        (logging.INFO, "a.b", "two\nlines \u00fc"),
+        (logging.ERROR, "c", ""),
+        (logging.WARNING, FOREIGN, "Fatal: core \ufffd dumped"),
+        (logging.WARNING, FOREIGN, "unfinished"),
+    ]
+    for size in (1, 3, 1000):
+        reader = LogLines()
+        found = [
+            record
+            for start in range(0, len(lines), size)
+            for record in reader.feed(lines[start : start + size])
+        ]
+        assert [*found, *reader.flush()] == expected
+
+
+def test_a_line_without_an_end_is_cut():
+    reader = LogLines()
+    (record,) = reader.feed(b"x" * (MAX_LINE_BYTES + 1))
+    assert len(record[2]) == MAX_LINE_BYTES + 1
+    assert list(reader.flush()) == []

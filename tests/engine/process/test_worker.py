@@ -1,0 +1,158 @@
+"""`Worker`: when it reports and what; over the fake runner, a scripted link and a clock by hand."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.config import EngineConfig, EngineLimits
+from cadenza.core.batch import ModelInputs
+from cadenza.engine.core import EngineCore
+from cadenza.engine.process.messages import (
+    Cancel,
+    FromEngine,
+    Loading,
+    Report,
+    Start,
+    Submit,
+    ToEngine,
+    WireError,
+)
+from cadenza.engine.process.worker import IDLE_BEAT_S, Worker
+from cadenza.errors import RunnerError
+from cadenza.request import Finished, Request, SamplingParams
+
+LIMITS = EngineLimits(
+    max_num_seqs=2,
+    max_num_batched_tokens=64,
+    max_model_len=256,
+    page_size=16,
+    num_pages=64,
+    max_num_queued_reqs=30,
+    max_consecutive_step_errors=2,
+)
+
+
+class Bench:
+    """Plays `turns`: each is what the link receives then; an idle wait takes its whole time."""
+
+    def __init__(self, step_s: Callable[[int], float], *turns: list[ToEngine]) -> None:
+        bench = self
+
+        class Runner(FakeRunner):
+            def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+                bench.now_s += step_s(int(inputs.query_starts[-1]))
+                return super().launch(inputs)
+
+        self.now_s = 0.0
+        self.turns = list(turns)
+        self.sent: list[tuple[float, Report]] = []
+        runner = Runner(
+            max_num_seqs=LIMITS.max_num_seqs,
+            max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+            max_pages_per_seq=LIMITS.max_pages_per_seq,
+            num_pages=LIMITS.num_pages,
+            page_size=LIMITS.page_size,
+        )
+        self.core = EngineCore(runner, LIMITS)
+        self.worker = Worker(self.core, self, clock=lambda: self.now_s)
+
+    def receive(self, timeout_s: float) -> list[ToEngine] | None:
+        if not self.turns and self.core.is_idle:
+            return None
+        messages = self.turns.pop(0) if self.turns else []
+        if not messages:
+            self.now_s += timeout_s
+        return messages
+
+    def send(self, message: FromEngine) -> None:
+        assert isinstance(message, Report)
+        self.sent.append((self.now_s, message))
+
+    def play(self) -> list[Report]:
+        self.worker.serve()
+        return [report for _, report in self.sent]
+
+
+def submit(request_id: int, num_prompt_tokens: int, max_tokens: int) -> Submit:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Submit(request_id, Request(prompt_token_ids=(1,) * num_prompt_tokens, params=params))
+
+
+def test_events_leave_with_their_step_and_the_last_report_has_final_statistics():
+    bench = Bench(lambda _: 0.01, [submit(5, 3, 4), submit(6, 3, 2)])
+    reports = bench.play()
+    assert [len(report.tokens) for report in reports if report.events] == [2, 2, 1, 1]
+    assert [report.started for report in reports if report.started] == [(5, 6)]
+    last = reports[-1]
+    assert last.is_idle
+    assert last.stats is not None
+    assert (last.stats.num_steps, last.stats.num_running) == (4, 0)
+    assert last.num_steps == 4
+
+
+def test_a_step_without_events_is_reported_when_a_beat_is_due():
+    bench = Bench(lambda tokens: 0.1 if tokens > 3 else 0.01, [submit(0, 200, 1)])
+    bench.play()
+    times_s = [at_s for at_s, _ in bench.sent]
+    gaps = [later - sooner for sooner, later in pairwise(times_s)]
+    assert max(gaps) <= 0.36
+
+
+def test_an_idle_engine_beats_once_for_each_wait():
+    bench = Bench(lambda _: 0.01, [], [], [])
+    reports = bench.play()
+    assert [at_s for at_s, _ in bench.sent] == [IDLE_BEAT_S, 2 * IDLE_BEAT_S, 3 * IDLE_BEAT_S]
+    assert all(report.is_idle and report.predicted_s == 0 for report in reports)
+
+
+def test_a_step_that_may_be_slow_is_announced_before_it_runs():
+    bench = Bench(lambda tokens: tokens / 20, [submit(0, 1, 6)], [], [submit(1, 60, 1)])
+    bench.play()
+    slow_end_s = max(at_s for at_s, report in bench.sent if report.tokens)
+    announced = [
+        report.predicted_s
+        for at_s, report in bench.sent
+        if at_s < slow_end_s and not report.events and report.predicted_s >= 3.0
+    ]
+    assert announced
+
+
+def test_a_queue_of_short_requests_is_not_forecast_as_a_full_step():
+    # Else a stopped engine whose steps never were full would be waited for a minute and more.
+    step_s = 0.3
+    bench = Bench(lambda _: step_s, [submit(each, 1, 6) for each in range(8)])
+    reports = bench.play()
+    measured = [report for report in reports if report.num_steps > 1]
+    assert max(report.predicted_s for report in measured) <= 4 * step_s
+
+
+def test_cancelling_the_only_request_is_reported_at_once():
+    bench = Bench(lambda _: 0.01, [submit(0, 3, 100)], [], [Cancel(0, None)], [])
+    reports = bench.play()
+    assert not any(isinstance(event, Finished) for each in reports for event in each.events)
+    idle = next(report for report in reports if report.is_idle)
+    assert idle.stats is not None
+    assert idle.stats.num_running == 0
+
+
+def test_failed_steps_in_a_row_stop_it_after_their_errors_were_reported():
+    def fail(_: int) -> float:
+        raise RuntimeError("the device was lost")
+
+    bench = Bench(fail, [submit(0, 3, 4)], [submit(1, 3, 4)])
+    with pytest.raises(RunnerError, match="2 steps in a row"):
+        bench.play()
+    ends = [end for _, report in bench.sent for end in report.finished]
+    assert [(end.request_id, end.error_kind) for end in ends] == [
+        (0, "step_failed"),
+        (1, "step_failed"),
+    ]
+
+
+def test_a_message_that_does_not_belong_is_refused():
+    start = Start(model=None, config=EngineConfig(), log_level=0)
+    with pytest.raises(WireError, match="Start"):
+        Bench(lambda _: 0.01, [start]).play()
+    assert Loading("load").phase == "load"

@@ -1,0 +1,133 @@
+"""`CoreService`: draining, deadlines, failures in a row; on one thread, a clock by hand."""
+
+from collections.abc import Callable
+
+import pytest
+
+from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.config import EngineLimits
+from cadenza.core.batch import ModelInputs
+from cadenza.engine.batch_engine import CoreService
+from cadenza.engine.core import EngineCore
+from cadenza.engine.open_requests import RequestTimeouts
+from cadenza.errors import EngineClosedError, EngineUnavailableError, RunnerError
+from cadenza.request import Event, Finished, Request, SamplingParams, Token
+
+LIMITS = EngineLimits(
+    max_num_seqs=2,
+    max_num_batched_tokens=16,
+    max_model_len=64,
+    page_size=16,
+    num_pages=8,
+    max_num_queued_reqs=30,
+    max_consecutive_step_errors=3,
+)
+
+
+class Bench:
+    """A service over the fake runner whose clock gains a second with each launched step.
+
+    `on_step` is called at each launch with its number and may raise.
+    """
+
+    def __init__(self) -> None:
+        bench = self
+
+        class Runner(FakeRunner):
+            def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+                bench.num_launches += 1
+                bench.on_step(bench.num_launches)
+                return super().launch(inputs)
+
+        self.num_launches = 0
+        self.on_step: Callable[[int], None] = lambda number: None
+        self.events: list[Event] = []
+        runner = Runner(
+            max_num_seqs=LIMITS.max_num_seqs,
+            max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+            max_pages_per_seq=LIMITS.max_pages_per_seq,
+            num_pages=LIMITS.num_pages,
+            page_size=LIMITS.page_size,
+        )
+        self.core = EngineCore(runner, LIMITS)
+        timeouts = RequestTimeouts(queue_s=20, total_s=40)
+        self.service = CoreService(self.core, timeouts, lambda: float(self.num_launches))
+
+    def submit(self, max_tokens: int) -> int:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return self.service.submit(Request(prompt_token_ids=(1, 2, 3), params=params))
+
+    def serve(self) -> None:
+        self.service.serve(self.events.extend)
+
+    def ends(self) -> dict[int, tuple[str, str | None]]:
+        ends = [event for event in self.events if isinstance(event, Finished)]
+        assert len({end.request_id for end in ends}) == len(ends)
+        return {end.request_id: (end.finish_reason, end.error_kind) for end in ends}
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_draining_finishes_what_is_open_and_refuses_the_rest(bench: Bench):
+    for max_tokens in (3, 5, 8):
+        bench.submit(max_tokens)
+    bench.service.drain(within_s=30)
+    assert bench.service.status().state == "draining"
+    with pytest.raises(EngineUnavailableError, match="takes no new requests"):
+        bench.submit(1)
+    bench.serve()
+    assert bench.ends() == dict.fromkeys(range(3), ("length", None))
+    assert sum(isinstance(event, Token) for event in bench.events) == 16
+    assert bench.service.status().state == "dead"
+    assert bench.service.request_stats().rejections == {"unavailable": 1}
+
+
+def test_what_has_not_finished_by_the_end_of_draining_gets_one_error(bench: Bench):
+    bench.submit(3)
+    bench.submit(60)
+    bench.service.drain(within_s=10)
+    bench.serve()
+    assert bench.ends() == {0: ("length", None), 1: ("error", "engine_closed")}
+    assert 10 <= bench.num_launches <= 11
+
+
+def test_shutting_down_while_draining_ends_at_once(bench: Bench):
+    bench.submit(60)
+    bench.on_step = lambda number: bench.service.shutdown() if number == 2 else None
+    bench.service.drain(within_s=1000)
+    bench.serve()
+    assert bench.ends() == {0: ("error", "engine_closed")}
+    assert bench.num_launches == 2
+    with pytest.raises(EngineClosedError):
+        bench.submit(1)
+
+
+def test_deadlines_end_requests_and_free_their_pages(bench: Bench):
+    for max_tokens in (60, 60, 60, 2):
+        bench.submit(max_tokens)
+    bench.service.drain(within_s=1000)
+    bench.serve()
+    late = ("error", "deadline_exceeded")
+    assert bench.ends() == dict.fromkeys(range(4), late)
+    assert bench.num_launches <= 41
+    assert bench.service.stats().pages_live == 0
+
+
+def test_failures_in_a_row_stop_the_service_and_a_success_between_them_does_not(bench: Bench):
+    def fail(number: int) -> None:
+        if number in {1, 2, 4, 5} or number >= 8:
+            raise RuntimeError("the device was lost")
+
+    bench.on_step = fail
+    for _ in range(20):
+        bench.submit(1)
+    with pytest.raises(RunnerError, match="3 steps in a row"):
+        bench.serve()
+    assert bench.num_launches == 10
+    assert set(bench.ends()) == set(range(20))
+    status = bench.service.status()
+    assert (status.state, status.error is not None) == ("dead", True)
+    assert bench.service.stats().num_failed_steps == 7

@@ -1,0 +1,65 @@
+"""Free memory as the system and its control groups tell it, in a made-up system."""
+
+from pathlib import Path
+
+import pytest
+
+from cadenza.engine.memory import available_memory_bytes
+
+GIB = 1 << 30
+
+
+def system(root: Path, files: dict[str, object]) -> Path:
+    """A root of a file system with these files, on a machine with 8 GiB free."""
+    for name, content in {"proc/meminfo": f"MemAvailable: {8 << 20} kB\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(content))
+    return root
+
+
+def group(folder: str, limit: object, usage: int, cached: int = 0) -> dict[str, object]:
+    return {
+        f"sys/fs/cgroup/{folder}/memory.max": limit,
+        f"sys/fs/cgroup/{folder}/memory.current": usage,
+        f"sys/fs/cgroup/{folder}/memory.stat": f"anon 5\ninactive_file {cached}\n",
+    }
+
+
+def test_without_groups_the_machine_tells(tmp_path: Path):
+    assert available_memory_bytes(system(tmp_path, {})) == 8 * GIB
+
+
+def test_the_groups_limit_is_honoured(tmp_path: Path):
+    files = {"proc/self/cgroup": "0::/a/b\n", **group("a/b", 3 * GIB, GIB)}
+    assert available_memory_bytes(system(tmp_path, files)) == 2 * GIB
+
+
+def test_a_parents_limit_counts_for_its_children(tmp_path: Path):
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        **group("a/b", "max", GIB),
+        **group("a", 4 * GIB, 3 * GIB),
+    }
+    assert available_memory_bytes(system(tmp_path, files)) == GIB
+
+
+def test_files_that_were_read_are_not_used_memory(tmp_path: Path):
+    files = {"proc/self/cgroup": "0::/a\n", **group("a", 3 * GIB, 3 * GIB, cached=2 * GIB)}
+    assert available_memory_bytes(system(tmp_path, files)) == 2 * GIB
+
+
+def test_the_older_control_groups_are_read_too(tmp_path: Path):
+    folder = "sys/fs/cgroup/memory/x"
+    files: dict[str, object] = {
+        "proc/self/cgroup": "4:cpu,memory:/x\n2:cpu:/y\n",
+        f"{folder}/memory.limit_in_bytes": 2 * GIB,
+        f"{folder}/memory.usage_in_bytes": GIB,
+    }
+    assert available_memory_bytes(system(tmp_path, files)) == GIB
+
+
+@pytest.mark.parametrize("content", ["", "garbage", "0::/../../etc\n", "x:y\n0::\n"])
+def test_what_cannot_be_read_limits_nothing(tmp_path: Path, content: str):
+    files = {"proc/self/cgroup": content, **group("a", "", 0)}
+    assert available_memory_bytes(system(tmp_path, files)) == 8 * GIB

@@ -1,0 +1,181 @@
+"""`OpenRequests`: ids, bounds, deadlines, and exactly one end for each request; a clock by hand."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from cadenza.config import EngineLimits
+from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
+from cadenza.errors import QueueFullError
+from cadenza.request import Event, Finished, Request, SamplingParams, Token
+
+LIMITS = EngineLimits(
+    max_num_seqs=2,
+    max_num_batched_tokens=16,
+    max_model_len=64,
+    page_size=16,
+    num_pages=8,
+    max_num_queued_reqs=3,
+    max_num_queued_tokens=100,
+)
+TIMEOUTS = RequestTimeouts(queue_s=10, total_s=30)
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def request(num_tokens: int = 1, n: int = 1) -> Request:
+    return Request(prompt_token_ids=(1,) * num_tokens, params=SamplingParams(n=n))
+
+
+def token(request_id: int, index: int = 0, sample: int = 0) -> Token:
+    return Token(request_id=request_id, token_id=5, index=index, sample=sample)
+
+
+def finished(request_id: int, sample: int = 0) -> Finished:
+    return Finished(
+        request_id=request_id,
+        sample=sample,
+        finish_reason="length",
+        stop_token_id=None,
+        num_prompt_tokens=1,
+        num_generated_tokens=1,
+        num_cached_tokens=0,
+    )
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def books(clock: Clock) -> OpenRequests:
+    return OpenRequests(TIMEOUTS, clock)
+
+
+def test_requests_are_accepted_up_to_the_queue_and_the_rows(books: OpenRequests):
+    assert [books.accept(request(), LIMITS) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(QueueFullError, match=r"5 requests are open.*max-num-queued-reqs 3"):
+        books.accept(request(), LIMITS)
+    books.pass_on([finished(2)], [])
+    assert books.accept(request(), LIMITS) == 5
+    assert books.stats().rejections == {"queue_full": 1}
+
+
+def test_prompt_tokens_wait_up_to_their_bound_and_one_that_starts_makes_room(books: OpenRequests):
+    for _ in range(2):
+        books.accept(request(50), LIMITS)
+    with pytest.raises(QueueFullError, match="100 prompt tokens wait already and 1 more"):
+        books.accept(request(1), LIMITS)
+    books.pass_on([], [0])
+    assert books.accept(request(50), LIMITS) == 2
+    books.cancel(1)
+    assert books.accept(request(50), LIMITS) == 3
+    assert books.stats().rejections == {"queue_tokens_full": 1}
+
+
+def test_a_prompt_above_the_bound_is_accepted_when_nobody_waits(books: OpenRequests):
+    tight = replace(LIMITS, max_num_queued_tokens=10)
+    assert books.accept(request(60), tight) == 0
+    with pytest.raises(QueueFullError):
+        books.accept(request(1), tight)
+
+
+def test_nothing_passes_for_a_request_that_is_not_open(books: OpenRequests):
+    first, second = books.accept(request(), LIMITS), books.accept(request(), LIMITS)
+    assert books.cancel(first)
+    assert not books.cancel(first)
+    events: list[Event] = [token(first), token(second), finished(second), finished(second)]
+    assert books.pass_on(events, [first, second]) == events[1:3]
+    assert books.pass_on([finished(9)], [9]) == []
+
+
+def test_each_sample_ends_once_and_the_request_with_the_last_of_them(books: OpenRequests):
+    books.accept(request(n=4), LIMITS)
+    events: list[Event] = [token(0, 0, 2), token(0, 0, 0), token(0, 1, 2), finished(0, 1)]
+    assert books.pass_on(events, [0]) == events
+    assert books.cancel(0, 0)
+    assert not books.cancel(0, 0)
+    assert not books.cancel(0, 1)
+    assert books.pass_on([token(0, 1, 0), finished(0, 0), finished(0, 1)], []) == []
+    assert books.num_open == 1
+    ends = books.end_all("engine_lost", "gone")
+    assert [(end.sample, end.num_generated_tokens) for end in ends] == [(2, 2), (3, 0)]
+    assert books.num_open == 0
+    assert books.stats().ends == {"length": 1, "abort": 1, "error": 2}
+
+
+def test_each_deadline_ends_its_requests_once_and_not_before(books: OpenRequests, clock: Clock):
+    queued, started = books.accept(request(3), LIMITS), books.accept(request(), LIMITS)
+    books.pass_on([token(started)], [started])
+    assert books.next_deadline_s() == 1010.0
+    clock.now_s = 1009.9
+    assert books.end_overdue() == []
+    clock.now_s = 1010.0
+    (end,) = books.end_overdue()
+    assert (end.request_id, end.error_kind, end.num_prompt_tokens) == (
+        queued,
+        "deadline_exceeded",
+        3,
+    )
+    assert end.error is not None
+    assert "10 seconds in the queue" in end.error
+    assert books.next_deadline_s() == 1030.0
+    clock.now_s = 1030.0
+    (end,) = books.end_overdue()
+    assert (end.request_id, end.num_generated_tokens) == (started, 1)
+    assert books.end_overdue() == []
+    assert books.next_deadline_s() is None
+
+
+def test_the_times_of_a_request_are_split_at_its_start_and_its_first_token(
+    books: OpenRequests, clock: Clock
+):
+    books.accept(request(), LIMITS)
+    clock.now_s += 1.0
+    books.pass_on([], [0])
+    clock.now_s += 2.0
+    books.pass_on([token(0)], [])
+    clock.now_s += 4.0
+    books.pass_on([token(0, 1), finished(0)], [])
+    stats = books.stats()
+    times = (stats.queue_seconds, stats.prefill_seconds, stats.decode_seconds)
+    assert [(each.count, each.total) for each in times] == [(1, 1.0), (1, 2.0), (1, 4.0)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_accepted_is_open_plus_ended_in_any_order_of_events(seed: int):
+    rng, clock = random.Random(seed), Clock()
+    books = OpenRequests(TIMEOUTS, clock)
+    terminals: Counter[int] = Counter()
+    for _ in range(300):
+        clock.now_s += rng.choice([0, 0, 0.5, 3])
+        target = rng.randrange(max(1, books.stats().num_accepted))
+        action = rng.choice(["accept", "token", "start", "finish", "cancel", "look"])
+        if action == "accept" and books.num_open < 5:
+            books.accept(request(), LIMITS)
+        elif action == "token":
+            books.pass_on([token(target)], [])
+        elif action == "start":
+            books.pass_on([], [target])
+        elif action == "finish":
+            passed = books.pass_on([finished(target)], [])
+            terminals.update(event.request_id for event in passed)
+        elif action == "cancel":
+            terminals.update([target] * books.cancel(target))
+        else:
+            terminals.update(end.request_id for end in books.end_overdue())
+        stats = books.stats()
+        assert stats.num_accepted == stats.num_open + sum(stats.ends.values())
+    terminals.update(end.request_id for end in books.end_all("engine_lost", "gone"))
+    assert terminals == Counter(range(books.stats().num_accepted))

@@ -1,0 +1,55 @@
+"""`make_plan`: options, a checkpoint and the memory become numbers, or an error with both."""
+
+from typing import Any
+
+import pytest
+
+from cadenza.backends.base import BackendTraits
+from cadenza.checkpoint import open_checkpoint
+from cadenza.config import EngineConfig
+from cadenza.engine.plan import EnginePlan, make_plan
+from cadenza.errors import ConfigError
+
+TRAITS = BackendTraits(
+    name="test:cpu",
+    ops="native",
+    exactness="bitwise",
+    dtypes=("float32", "bfloat16"),
+    dtype_for={"bfloat16": "bfloat16", "float32": "float32"},
+    max_num_batched_tokens=48,
+    device_memory_bytes=None,
+)
+GIB = 1 << 30
+
+
+def plan(available_bytes: int = 4 * GIB, **options: Any) -> EnginePlan:
+    config = EngineConfig(**options)
+    return make_plan(config, open_checkpoint(None), TRAITS, available_bytes)
+
+
+@pytest.mark.parametrize(("rows", "budget"), [(16, 48), (48, 48), (49, 49), (300, 300)])
+def test_an_unset_token_budget_is_the_backends_and_never_below_the_rows(rows: int, budget: int):
+    assert plan(max_num_seqs=rows).limits.max_num_batched_tokens == budget
+
+
+def test_a_token_budget_that_was_asked_for_is_kept_and_refused_below_the_rows():
+    assert plan(max_num_batched_tokens=17).limits.max_num_batched_tokens == 17
+    with pytest.raises(ConfigError, match=r"tokens 17 is below --max-num-seqs 18"):
+        plan(max_num_batched_tokens=17, max_num_seqs=18)
+
+
+def test_the_pool_takes_half_of_what_is_left_beside_the_weights_at_most():
+    tight = plan(64 << 20, max_num_seqs=64)
+    left = tight.available_bytes - tight.weight_bytes
+    page_bytes = tight.kv_bytes_per_token * tight.limits.page_size
+    assert left // 2 - page_bytes < tight.kv_bytes <= left // 2
+    roomy = plan(max_num_seqs=2, max_model_len=64)
+    assert roomy.limits.num_pages == 2 * 64 // roomy.limits.page_size
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers():
+    weights = plan().weight_bytes
+    with pytest.raises(ConfigError, match=rf"take {weights} bytes .* and {weights} are"):
+        plan(weights)
+    with pytest.raises(ConfigError, match=r"--num-pages 65536 needs \d+ bytes and \d+ are left"):
+        plan(weights + (1 << 20), num_pages=1 << 16)

@@ -1,0 +1,192 @@
+"""prompt_logprobs on the token-storing runner: each position once, from its own prefix."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cadenza.backends.fake import next_token
+from cadenza.config import EngineLimits, SchedulerLoop
+from cadenza.core.batch import NUM_SCORE_ROWS
+from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
+from cadenza.core.prompt_scores import PromptScores, ScoreRoom
+from cadenza.core.sequence import Sequence
+from cadenza.engine.core import EngineCore
+from cadenza.request import Event, Finished, PromptLogprobs, Request, SamplingParams, Token
+from tests.engine.simulation import VOCAB_SIZE, Parts, make_engine
+
+LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
+LIMITS = EngineLimits(
+    max_num_seqs=4,
+    max_num_batched_tokens=100,
+    max_model_len=256,
+    page_size=16,
+    num_pages=64,
+    max_num_queued_reqs=16,
+)
+
+
+def prompt_of(count: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(VOCAB_SIZE), k=count))
+
+
+def scoring(prompt: tuple[int, ...], **changes: Any) -> Request:
+    values: dict[str, Any] = {
+        "prompt_logprobs": 1,
+        "temperature": 0.0,
+        "max_tokens": 4,
+        "ignore_eos": True,
+    }
+    return Request(prompt_token_ids=prompt, params=SamplingParams(**(values | changes)))
+
+
+def run(engine: EngineCore, requests: list[Request]) -> list[Event]:
+    for request in requests:
+        engine.submit(request)
+    events: list[Event] = []
+    for _ in range(2000):
+        if engine.is_idle:
+            return events
+        events += engine.step()
+        engine.check_invariants()
+    raise AssertionError("the engine did not come to an end")
+
+
+def scores_of(events: list[Event], request_id: int) -> list[float]:
+    """What was told of a prompt, in order; checks that it came before the first token."""
+    found: list[float] = []
+    for event in events:
+        if event.request_id != request_id:
+            continue
+        if isinstance(event, PromptLogprobs):
+            assert event.start == len(found) + 1, "a position was left out or told twice"
+            found += [entry.logprob for entry in event.entries]
+        elif isinstance(event, Token) and event.sample == 0 and event.index == 0:
+            found.append(0.0)  # a mark: nothing may follow
+    assert found[-1] == 0.0
+    return found[:-1]
+
+
+def expected_scores(prompt: tuple[int, ...]) -> list[float]:
+    return [
+        -next_token(list(prompt[:end]), (0, 0), vocab_size=VOCAB_SIZE) / 8
+        for end in range(1, len(prompt))
+    ]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("budget", [5, 16, 64, 100])
+@pytest.mark.parametrize("count", [1, 2, 17, 63, 64, 65, 66, 130, 200])
+def test_every_position_is_described_once_whatever_the_chunks(
+    count: int, budget: int, loop: SchedulerLoop
+) -> None:
+    engine = make_engine(replace(LIMITS, max_num_batched_tokens=budget), loop=loop)
+    prompt = prompt_of(count)
+    assert scores_of(run(engine, [scoring(prompt)]), 0) == expected_scores(prompt)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_several_prompts_share_the_rows_of_a_step(loop: SchedulerLoop) -> None:
+    engine = make_engine(LIMITS, loop=loop)
+    prompts = [prompt_of(count, count) for count in (90, 40, 7, 70, 33, 2)]
+    silent = Request(prompt_token_ids=prompt_of(80, 9), params=SamplingParams(max_tokens=30))
+    events = run(engine, [silent, *map(scoring, prompts)])
+    for request_id, prompt in enumerate(prompts, start=1):
+        assert scores_of(events, request_id) == expected_scores(prompt)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_cached_prefix_loses_no_position(loop: SchedulerLoop) -> None:
+    engine = make_engine(LIMITS, loop=loop)
+    prompt = prompt_of(100)
+    silent = Request(prompt_token_ids=prompt, params=SamplingParams(max_tokens=2))
+    run(engine, [silent])
+    events = run(engine, [scoring(prompt), silent])
+    assert scores_of(events, 1) == expected_scores(prompt)
+    ends = [event for event in events if isinstance(event, Finished)]
+    assert [end.num_cached_tokens for end in sorted(ends, key=lambda end: end.request_id)] == [
+        0,
+        96,
+    ], "the scored prompt was computed, and the cache was there"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("num_pages", [14, 16])
+def test_preemption_repeats_no_position(num_pages: int, loop: SchedulerLoop) -> None:
+    limits = replace(LIMITS, num_pages=num_pages, max_num_batched_tokens=40)
+    engine = make_engine(limits, loop=loop)
+    prompts = [prompt_of(60, seed) for seed in range(6)]
+    events = run(engine, [scoring(prompt, max_tokens=90) for prompt in prompts])
+    assert engine.scheduler.num_preemptions > 0
+    for request_id, prompt in enumerate(prompts):
+        assert scores_of(events, request_id) == expected_scores(prompt)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_of_several_samples_one_describes_the_prompt(loop: SchedulerLoop) -> None:
+    engine = make_engine(LIMITS, loop=loop)
+    prompt = prompt_of(90)
+    events = run(engine, [scoring(prompt, n=3, temperature=1.0, seed=4)])
+    assert scores_of(events, 0) == expected_scores(prompt)
+    assert sum(isinstance(event, Finished) for event in events) == 3
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_describing_the_prompt_changes_no_token(loop: SchedulerLoop) -> None:
+    prompt = prompt_of(120)
+    streams = [
+        [
+            event.token_id
+            for event in run(make_engine(LIMITS, loop=loop), [request])
+            if isinstance(event, Token)
+        ]
+        for request in (
+            scoring(prompt, temperature=1.0, seed=3, max_tokens=20),
+            scoring(prompt, temperature=1.0, seed=3, max_tokens=20, prompt_logprobs=None),
+        )
+    ]
+    assert streams[0] == streams[1]
+
+
+class UsesTheCacheAllTheSame(KVCacheManager):
+    def find_prefix(self, sequence: Sequence) -> Prefix:
+        scores, sequence.prompt_scores = sequence.prompt_scores, None
+        prefix = super().find_prefix(sequence)
+        sequence.prompt_scores = scores
+        return prefix
+
+
+def test_a_prefix_that_is_taken_from_the_cache_would_be_found_out() -> None:
+    engine = make_engine(LIMITS, loop="plain", parts=Parts(kv_cache=UsesTheCacheAllTheSame))
+    prompt = prompt_of(100)
+    run(engine, [Request(prompt_token_ids=prompt, params=SamplingParams(max_tokens=2))])
+    with pytest.raises(AssertionError, match="left out"):
+        scores_of(run(engine, [scoring(prompt)]), 1)
+
+
+def test_a_step_has_room_for_so_many_descriptions_and_no_more() -> None:
+    room = ScoreRoom(NUM_SCORE_ROWS)
+    first = PromptScores(num_prompt_tokens=50)
+    assert room.fit(first, 0, 50) == 50
+    assert room.left == NUM_SCORE_ROWS - 49
+    second = PromptScores(num_prompt_tokens=50)
+    assert room.fit(second, 0, 50) == 15
+    assert room.left == 0
+    assert room.fit(PromptScores(num_prompt_tokens=50), 0, 50) == 0
+    assert room.fit(None, 0, 50) == 50
+
+
+def test_positions_that_were_read_before_a_preemption_are_not_described_again() -> None:
+    scores = PromptScores(num_prompt_tokens=50)
+    assert scores.launch(0, 20) == range(1, 21)
+    assert scores.launch(20, 30) == range(21, 31)
+    assert scores.read(range(1, 21)) == range(1, 21)
+    scores.rewind()
+    assert scores.launch(0, 30) == range(21, 31)
+    assert scores.read(range(21, 31)) == range(21, 31)
+    assert scores.read(range(21, 31)) == range(31, 31), "the step from before comes late"
+    assert scores.launch(30, 50) == range(31, 50)
+    assert not scores.is_complete
+    scores.read(range(31, 50))
+    assert scores.is_complete

@@ -1,0 +1,139 @@
+"""`StepMeter`: every count equals what was seen from outside, and a snapshot stays as it was."""
+
+from itertools import count
+
+import pytest
+
+from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.config import EngineLimits
+from cadenza.core.batch import ModelInputs
+from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.stats import Distribution, StepMeter, Tally
+from cadenza.request import Finished, Request, SamplingParams
+
+LIMITS = EngineLimits(
+    max_num_seqs=3,
+    max_num_batched_tokens=40,
+    max_model_len=96,
+    page_size=16,
+    num_pages=8,
+    max_num_queued_reqs=50,
+)
+
+
+class CountingRunner(FakeRunner):
+    """Notes the true tokens of each launch; fails the launches whose numbers are in `fails_at`."""
+
+    num_tokens: list[int]
+    fails_at: frozenset[int]
+
+    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        self.num_tokens.append(int(inputs.query_starts[-1]))
+        if len(self.num_tokens) in self.fails_at:
+            raise RuntimeError("the device was lost")
+        return super().launch(inputs)
+
+
+def make_runner(*fails_at: int) -> CountingRunner:
+    runner = CountingRunner(
+        max_num_seqs=LIMITS.max_num_seqs,
+        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+        max_pages_per_seq=LIMITS.max_pages_per_seq,
+        num_pages=LIMITS.num_pages,
+        page_size=LIMITS.page_size,
+    )
+    runner.num_tokens = []
+    runner.fails_at = frozenset(fails_at)
+    return runner
+
+
+def make_meter(runner: FakeRunner) -> tuple[EngineCore, StepMeter]:
+    """With a clock that gains a quarter of a second at each look."""
+    core = EngineCore(runner, LIMITS, CoreOptions(reserved_output=0.0))
+    readings = count()
+    return core, StepMeter(core, lambda: next(readings) / 4)
+
+
+def request(length: int, first: int = 1, max_tokens: int = 20) -> Request:
+    prompt = tuple(range(first, first + length))
+    return Request(
+        prompt_token_ids=prompt, params=SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    )
+
+
+def play(core: EngineCore, meter: StepMeter) -> None:
+    while not core.is_idle:
+        meter.step()
+        stats = meter.stats()
+        assert stats.pages_live + stats.pages_cached + stats.pages_free == LIMITS.num_pages
+
+
+def test_steps_tokens_and_seconds_equal_what_the_runner_saw():
+    runner = make_runner()
+    core, meter = make_meter(runner)
+    for length in (30, 50, 7, 60):
+        core.submit(request(length))
+    play(core, meter)
+    stats = meter.stats()
+    assert stats.num_steps == len(runner.num_tokens) == stats.step_seconds.count
+    assert stats.num_computed_tokens == sum(runner.num_tokens) == stats.step_tokens.total
+    assert stats.step_tokens.count == stats.num_steps
+    assert stats.step_seconds.total == pytest.approx(0.25 * stats.num_steps)
+    assert stats.num_preemptions > 0
+    assert (stats.num_running, stats.num_waiting, stats.pages_live) == (0, 0, 0)
+
+
+def test_a_prompt_counts_once_in_the_prefix_cache_however_often_it_was_preempted():
+    core, meter = make_meter(make_runner())
+    core.submit(request(40))
+    play(core, meter)
+    core.submit(request(40))
+    core.submit(request(35, first=50))
+    core.submit(request(30, first=20, max_tokens=50))
+    play(core, meter)
+    stats = meter.stats()
+    assert stats.num_preemptions > 0
+    assert (stats.num_prefix_queries, stats.num_prefix_hits) == (40 + 40 + 35 + 30, 32)
+
+
+def test_requests_are_running_or_waiting_and_pages_live_while_they_run():
+    core, meter = make_meter(make_runner())
+    for _ in range(5):
+        core.submit(request(10))
+    before = meter.stats()
+    meter.step()
+    after = meter.stats()
+    assert (before.num_running, before.num_waiting, before.kv_cache_usage) == (0, 5, 0.0)
+    assert (after.num_running, after.num_waiting) == (3, 2)
+    assert after.kv_cache_usage == after.pages_live / 8 > 0
+
+
+def test_failed_steps_are_counted_and_a_success_ends_their_row():
+    runner = make_runner(1, 2, 3)
+    core, meter = make_meter(runner)
+    for attempt in range(3):
+        core.submit(request(5))
+        play(core, meter)
+        assert core.num_consecutive_failures == attempt + 1
+    core.submit(request(5))
+    play(core, meter)
+    assert core.num_consecutive_failures == 0
+    assert meter.stats().num_failed_steps == 3
+
+
+def test_a_failed_request_says_what_kind_of_error_ended_it():
+    core, _ = make_meter(make_runner(1))
+    core.submit(request(5))
+    events = [event for _ in range(3) for event in core.step()]
+    (finished,) = (event for event in events if isinstance(event, Finished))
+    assert (finished.finish_reason, finished.error_kind) == ("error", "step_failed")
+
+
+def test_a_value_on_a_bound_belongs_below_it_and_one_above_all_to_the_last_count():
+    tally = Tally((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 2.5, 9.0):
+        tally.add(value)
+    expected = Distribution(bounds=(1.0, 2.0), counts=(2, 2, 2), total=16.5)
+    assert tally.snapshot() == expected
+    tally.add(0.0)
+    assert expected.count == 6

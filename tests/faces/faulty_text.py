@@ -1,0 +1,71 @@
+"""A text side that breaks on one request: the one whose prompt is `VICTIM`."""
+
+from typing import Any, Literal
+
+from cadenza import SamplingParams
+from cadenza.engine.continuation import Continuation
+from cadenza.engine.text_face import TextFace
+from cadenza.text import IncrementalDetokenizer, StopMatcher
+
+Fault = Literal["detokenizer", "flush", "stop strings", "log probabilities"]
+
+SECRET = "what a user wrote"
+FAULTY_STOP = "never said"
+"""The mark of a victim: what breaks breaks for requests with this stop string."""
+NUM_GOOD_TOKENS = 2
+
+
+def break_down() -> Any:
+    raise RuntimeError(SECRET)
+
+
+class _Detokenizer:
+    def __init__(self, whole: IncrementalDetokenizer, fault: Fault) -> None:
+        self._whole = whole
+        self._fault = fault
+        self._num_tokens = 0
+
+    def push(self, token_id: int) -> str:
+        self._num_tokens += 1
+        if self._fault == "detokenizer" and self._num_tokens > NUM_GOOD_TOKENS:
+            break_down()
+        return self._whole.push(token_id)
+
+    def flush(self) -> str:
+        return break_down() if self._fault in {"flush", "detokenizer"} else self._whole.flush()
+
+
+class _Matcher(StopMatcher):
+    """Breaks on its third text."""
+
+    num_texts = 0
+
+    def push(self, text: str) -> str:
+        self.num_texts += 1
+        return break_down() if self.num_texts > NUM_GOOD_TOKENS else super().push(text)
+
+
+class FaultyText:
+    """Everything is the real text side's but what `fault` names.
+
+    A fault in the log probabilities' texts is everybody's who asks for them.
+    """
+
+    def __init__(self, text: TextFace, fault: Fault) -> None:
+        self._text = text
+        self._fault: Fault = fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._text, name)
+
+    def continuation(self, params: SamplingParams, sample: int) -> Continuation:
+        tokenizer = self._text.tokenizer
+        assert tokenizer is not None
+        if FAULTY_STOP not in params.stop:
+            return self._text.continuation(params, sample)
+        detokenizer: Any = _Detokenizer(IncrementalDetokenizer(tokenizer), self._fault)
+        is_matcher = self._fault == "stop strings"
+        return Continuation(sample, detokenizer, _Matcher(params.stop) if is_matcher else None)
+
+    def text_of(self, token_id: int) -> str | None:
+        return break_down() if self._fault == "log probabilities" else self._text.text_of(token_id)

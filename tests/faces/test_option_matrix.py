@@ -1,0 +1,204 @@
+"""The matrix of options: every pair is in it, and a gate over it sees any one option ignored."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cadenza.backends.base import Runner
+from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.config import EngineConfig, EngineLimits
+from cadenza.engine.build import build_reference, build_runner, plan_model
+from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.reference import ReferenceEngine
+from cadenza.engine.reference_rules import ruled_logits
+from cadenza.engine.verification.gate import Gate, GateResult, ModeResult, Witness
+from cadenza.engine.verification.modes import Counts
+from cadenza.engine.verification.option_matrix import (
+    BAD_WORDS,
+    OPTIONS,
+    OptionCoverage,
+    OptionMatrix,
+    make_matrix,
+)
+from cadenza.engine.verification.pairwise import all_pairs, covering_rows, missing_pairs
+from cadenza.engine.verification.workload import Arrival, WorkloadShape, make_workload
+from cadenza.request import Request, SamplingParams
+
+CONFIG = EngineConfig(max_num_seqs=4, max_model_len=256)
+NAMES = tuple(option.name for option in OPTIONS)
+NUM_LEVELS = tuple(len(option.levels) for option in OPTIONS)
+SMALL = OptionMatrix(rows=covering_rows(NUM_LEVELS, times=1))
+VOCAB_SIZE, EOS = 300, (0, 7)
+
+Wrap = Callable[[Runner, EngineLimits, CoreOptions], EngineCore]
+
+
+def workload(matrix: OptionMatrix, vocab_size: int, eos: tuple[int, ...]) -> tuple[Arrival, ...]:
+    shape = WorkloadShape(
+        num_requests=len(matrix.rows), rows=4, max_tokens=12, context=64, vocab_size=vocab_size
+    )
+    return matrix.apply(make_workload(shape), vocab_size=vocab_size, eos_token_ids=eos)
+
+
+def without(request: Request, name: str) -> Request:
+    """The request as if its client had not named the option."""
+    if name == BAD_WORDS:
+        return replace(request, bad_word_token_ids=())
+    default = getattr(SamplingParams(), name)
+    return replace(request, params=replace(request.params, **{name: default}))
+
+
+class Forgetful(EngineCore):
+    """Ignores one option of every request."""
+
+    def __init__(self, *parts: Any, forgets: str) -> None:
+        super().__init__(*parts)
+        self.forgets = forgets
+
+    def enqueue(self, request_id: int, request: Request) -> None:
+        super().enqueue(request_id, without(request, self.forgets))
+
+
+class ForgetfulInCompany(EngineCore):
+    """Ignores it of requests that come while another is open: alone it is sound."""
+
+    def __init__(self, *parts: Any, forgets: str) -> None:
+        super().__init__(*parts)
+        self.forgets = forgets
+
+    def enqueue(self, request_id: int, request: Request) -> None:
+        heard = request if self.is_idle else without(request, self.forgets)
+        super().enqueue(request_id, heard)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """One runner and one reference, for many gates."""
+
+    runner: Runner
+    reference: ReferenceEngine
+    limits: EngineLimits
+    checkpoint: Checkpoint
+
+    def play(self, wrap: Wrap) -> GateResult:
+        eos = tuple(self.checkpoint.eos_token_ids)
+        arrivals = workload(SMALL, self.checkpoint.config.vocab_size, eos)
+
+        def make_core(limits: EngineLimits, options: CoreOptions) -> EngineCore:
+            self.runner.reset()
+            return wrap(self.runner, limits, replace(options, eos_token_ids=frozenset(eos)))
+
+        return Gate(
+            make_core=make_core,
+            limits=self.limits,
+            arrivals=arrivals,
+            witness=Witness(reference=self.reference, make_core=make_core),
+            with_solo=True,
+            clock=time.perf_counter,
+            coverage=SMALL.coverage(),
+        ).run()
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_folder: Path) -> Iterator[Bench]:
+    checkpoint = open_checkpoint(tiny_folder)
+    plan = plan_model(checkpoint, CONFIG)
+    with closing(build_runner(checkpoint, plan, CONFIG, fill=float("nan"))) as runner:
+        yield Bench(
+            runner=runner,
+            reference=build_reference(checkpoint, max_model_len=256),
+            limits=replace(plan.limits, max_num_queued_reqs=100),
+            checkpoint=checkpoint,
+        )
+
+
+def test_the_sound_engine_passes(bench: Bench):
+    result = bench.play(EngineCore)
+    assert result.passed, result.last_line
+    assert result.last_line.endswith(
+        f" options={len(SMALL.rows)} pairs={len(all_pairs(NUM_LEVELS))}"
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_that_ignores_one_option_fails(bench: Bench, name: str):
+    result = bench.play(lambda *parts: Forgetful(*parts, forgets=name))
+    assert result.mismatch is not None
+    assert result.mismatch.mode in ("alone", "independent reference")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_that_ignores_one_option_in_company_fails(bench: Bench, name: str):
+    result = bench.play(lambda *parts: ForgetfulInCompany(*parts, forgets=name))
+    assert result.mismatch is not None
+    assert result.mismatch.mode == "plain loop"
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("num_levels", [(2, 2), (3, 2, 4), (1, 5, 2, 2), NUM_LEVELS])
+def test_covering_rows_hold_every_pair_as_often_as_asked(num_levels: tuple[int, ...], times: int):
+    rows = covering_rows(num_levels, times=times)
+    assert missing_pairs(num_levels, rows) == []
+    for left, one, right, other in all_pairs(num_levels):
+        assert sum(row[left] == one and row[right] == other for row in rows) >= times
+
+
+def test_without_its_last_row_a_pair_is_missing():
+    assert missing_pairs(NUM_LEVELS, SMALL.rows[:-1])
+    coverage = replace(SMALL, rows=SMALL.rows[:-1]).coverage()
+    assert coverage.num_pairs + len(coverage.missing) == len(all_pairs(NUM_LEVELS))
+    assert " with " in coverage.missing[0]
+
+
+def test_a_missing_pair_fails_the_gate_and_is_named():
+    mode = ModeResult(name="m", num_streams=1, num_equal=1, counts=Counts(), tokens_per_s=1.0)
+    whole = OptionCoverage(num_combinations=2, num_pairs=3)
+    assert GateResult(num_requests=1, modes=[mode], coverage=whole).passed
+    holed = replace(whole, missing=("top_k[1] with n[2]",))
+    result = GateResult(num_requests=1, modes=[mode], coverage=holed)
+    assert not result.passed
+    assert "top_k[1] with n[2]" in result.last_line
+
+
+def test_the_matrix_is_about_150_different_combinations_and_always_the_same():
+    matrix = make_matrix()
+    coverage = matrix.coverage()
+    assert 140 <= coverage.num_combinations == len(matrix.rows) <= 160
+    assert coverage.missing == ()
+    assert matrix == make_matrix()
+
+
+def test_every_field_that_chooses_or_describes_tokens_is_in_the_matrix():
+    elsewhere = {"max_tokens", "truncate_prompt_tokens", "bad_words"}
+    of_text = {"stop", "include_stop_str_in_output", "skip_special_tokens"}
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert fields - elsewhere - of_text == set(NAMES) - {BAD_WORDS}
+
+
+def test_no_request_of_the_matrix_forbids_every_token():
+    logits = np.zeros(VOCAB_SIZE, np.float32)
+    for arrival in workload(make_matrix(), VOCAB_SIZE, EOS):
+        request = arrival.request
+        stop = {*request.params.stop_token_ids, *EOS}
+        starts = [token for *start, _ in request.bad_word_token_ids for token in start]
+        for generated in ([], *([token] for token in starts)):
+            assert np.isfinite(ruled_logits(logits, request, generated, stop)).any()
+
+
+def test_a_request_that_fails_alike_in_every_mode_fails_the_gate(bench: Bench):
+    class Forbids(EngineCore):
+        def enqueue(self, request_id: int, request: Request) -> None:
+            params = replace(request.params, allowed_token_ids=(1,))
+            banned = replace(request, params=params, bad_word_token_ids=((1,),))
+            super().enqueue(request_id, banned)
+
+    found = bench.play(Forbids).mismatch
+    assert found is not None
+    assert (found.mode, found.expected) == ("alone", "stop or length")

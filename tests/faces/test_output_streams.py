@@ -1,0 +1,153 @@
+"""`AsyncEngine` over any `BatchEngine`: coalescing, kinds of output, leaving, a dead engine."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from cadenza import AsyncEngine, Request, RequestOutput
+from cadenza.engine.text_face import TextFace
+from cadenza.outputs import OutputKind
+from tests.faces.scripted_engine import ScriptedEngine, finished, token
+
+TIMEOUT_S = 30
+STEPS = [[token(0, 5 + index, index)] for index in range(4)]
+IDS = (5, 6, 7, 8)
+END = [finished(0, count=4)]
+
+Play = Callable[[ScriptedEngine, AsyncEngine], Awaitable[None]]
+
+
+def run(text: TextFace, play: Play) -> ScriptedEngine:
+    scripted = ScriptedEngine()
+
+    async def serve() -> None:
+        async with AsyncEngine(scripted, text) as engine:
+            await asyncio.wait_for(play(scripted, engine), TIMEOUT_S)
+
+    asyncio.run(serve())
+    return scripted
+
+
+def ids(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_a_reader_who_keeps_up_gets_an_output_for_each_step(tiny_text: TextFace) -> None:
+    async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
+        stream = engine.generate([1], kind="delta")
+        steps = [*STEPS, END]
+        outputs: list[RequestOutput] = []
+        scripted.play(steps.pop(0))
+        async for output in stream:
+            outputs.append(output)
+            if steps:
+                scripted.play(steps.pop(0))
+        assert ids(outputs) == [(5,), (6,), (7,), (8,), ()]
+        assert [output.finished for output in outputs] == [False] * 4 + [True]
+
+    run(tiny_text, play)
+
+
+def test_a_slow_reader_gets_all_that_came_meanwhile_in_one_output(tiny_text: TextFace) -> None:
+    async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
+        slow = engine.submit(Request(prompt_token_ids=(1,)), kind="delta")
+        other = engine.submit(Request(prompt_token_ids=(2,)), kind="final")
+        scripted.play(*STEPS, END, [finished(1)])
+        await other.next()
+        outputs = [output async for output in slow]
+        assert ids(outputs) == [IDS]
+        assert outputs[0].finished
+
+    run(tiny_text, play)
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta", "final"])
+def test_each_kind_tells_the_same_story(tiny_text: TextFace, kind: OutputKind) -> None:
+    async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
+        stream = engine.generate([1], kind=kind)
+        first = asyncio.ensure_future(anext(stream))
+        scripted.play(*STEPS)
+        while kind != "final" and not first.done():
+            await asyncio.wait([first])
+        scripted.play(END)
+        outputs = [await first] + [output async for output in stream]
+        assert outputs[-1].finished
+        if kind == "delta":
+            assert sum(ids(outputs), ()) == IDS
+        else:
+            assert ids(outputs)[-1] == IDS
+        if kind == "final":
+            assert len(outputs) == 1
+
+    run(tiny_text, play)
+
+
+def test_a_step_reaches_every_stream_it_has_news_for_and_no_other(tiny_text: TextFace) -> None:
+    async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
+        streams = [engine.generate([1], kind="delta") for _ in range(3)]
+        first = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        scripted.play([token(0, 3), token(2, 4)], [token(99, 9)])
+        await asyncio.wait([first[0], first[2]])
+        assert not first[1].done()
+        scripted.play([token(1, 5)])
+        assert ids([await task for task in first]) == [(3,), (5,), (4,)]
+        for stream in streams:
+            await stream.aclose()
+
+    run(tiny_text, play)
+
+
+def test_leaving_cancels_in_the_engine_at_once(tiny_text: TextFace) -> None:
+    async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
+        stream = engine.generate([1])
+        scripted.play([token(0, 3)])
+        await anext(stream)
+        await stream.aclose()
+        assert scripted.cancelled == [(0, None)]
+
+    assert run(tiny_text, play).cancelled == [(0, None)]
+
+
+def test_a_cancelled_task_cancels_its_request(tiny_text: TextFace) -> None:
+    async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
+        async def read() -> None:
+            async for _ in engine.generate([1]):
+                pass
+
+        task = asyncio.ensure_future(read())
+        while not scripted.submitted:
+            await asyncio.wait([task], timeout=0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert scripted.cancelled == [(0, None)]
+
+    run(tiny_text, play)
+
+
+def test_a_finished_request_is_not_cancelled(tiny_text: TextFace) -> None:
+    async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
+        scripted.play()
+        stream = engine.generate([1])
+        first = asyncio.ensure_future(anext(stream))
+        while not scripted.submitted:
+            await asyncio.wait([first], timeout=0)
+        scripted.play([token(0, 3), finished(0)])
+        assert (await first).finished
+        await stream.aclose()
+
+    assert run(tiny_text, play).cancelled == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_dies_ends_every_stream_with_an_error(tiny_text: TextFace) -> None:
+    async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
+        streams = [engine.submit(Request(prompt_token_ids=(1,))) for _ in range(2)]
+        scripted.play([token(0, 3)])
+        scripted.break_down()
+        last = [[output async for output in stream][-1] for stream in streams]
+        assert [output.outputs[0].finish_reason for output in last] == ["error"] * 2
+        assert all(output.outputs[0].error for output in last)
+        assert ids(last) == [(3,), ()]
+
+    run(tiny_text, play)

@@ -1,0 +1,42 @@
+"""Memory for packed weights: parts of their own, aligned, that live as long as they are held."""
+
+import gc
+import weakref
+
+import numpy as np
+
+from cadenza.backends.xla.ops.packed_memory import CHUNK_BYTES, PackedMemory
+
+
+def test_arrays_are_aligned_and_share_no_byte():
+    memory = PackedMemory()
+    arrays = [memory.empty((count, 3), np.float32) for count in (1, 5, 1000, 7)]
+    for number, array in enumerate(arrays):
+        array[:] = number
+        assert array.ctypes.data % 64 == 0
+        assert array.flags.c_contiguous
+    for number, array in enumerate(arrays):
+        assert (array == number).all()
+
+
+def test_neighbours_lie_side_by_side_until_a_chunk_is_full():
+    memory = PackedMemory()
+    first, second = memory.empty((100,), np.uint8), memory.empty((100,), np.uint8)
+    assert second.ctypes.data - first.ctypes.data == 128
+    whole = memory.empty((CHUNK_BYTES,), np.uint8)
+    assert whole.nbytes == CHUNK_BYTES
+    larger = memory.empty((CHUNK_BYTES + 1,), np.uint8)
+    assert larger.nbytes == CHUNK_BYTES + 1
+
+
+def test_a_chunk_goes_with_the_last_of_its_arrays():
+    memory = PackedMemory()
+    first, second = memory.empty((64,), np.uint8), memory.empty((64,), np.uint8)
+    chunk = weakref.ref(first.base)
+    del memory, first
+    gc.collect()
+    assert chunk() is not None
+    second[:] = 1
+    del second
+    gc.collect()
+    assert chunk() is None

@@ -1,0 +1,67 @@
+"""Servers over a scripted engine and over the bundled model, each started once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cadenza.checkpoint import open_checkpoint
+from cadenza.config import EngineConfig
+from cadenza.engine.build import LoadedModel, load_model
+from cadenza.engine.text_face import TextFace
+from tests.cli.harness import write_model
+from tests.server.harness import RunningServer, running_server
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.watched_service import WatchedService
+
+SCRIPT_TEXT = "the quick brown fox jumps over the lazy dog "
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextFace:
+    folder: Path = write_model(tmp_path_factory.mktemp("models") / "tiny")
+    return TextFace(open_checkpoint(folder))
+
+
+@pytest.fixture(scope="session")
+def script(text: TextFace) -> tuple[int, ...]:
+    return text.encode(SCRIPT_TEXT)
+
+
+@pytest.fixture
+def engine(script: tuple[int, ...]) -> ScriptedEngine:
+    return ScriptedEngine(script)
+
+
+@pytest.fixture
+def server(engine: ScriptedEngine, text: TextFace) -> Iterator[RunningServer]:
+    with running_server(engine, text) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def scripted(script: tuple[int, ...], text: TextFace) -> Iterator[RunningServer]:
+    """Shared by tests that leave it as it was."""
+    with running_server(ScriptedEngine(script), text) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def loaded() -> Iterator[LoadedModel]:
+    """The bundled model."""
+    loaded = load_model(None, EngineConfig(max_num_seqs=8, max_num_queued_reqs=64))
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="session")
+def watched(loaded: LoadedModel) -> WatchedService:
+    """The engine of `bundled`."""
+    return WatchedService(loaded.core)
+
+
+@pytest.fixture(scope="session")
+def bundled(watched: WatchedService, loaded: LoadedModel) -> Iterator[RunningServer]:
+    """A server of the bundled model, its engine in this process."""
+    with running_server(watched, loaded.text) as running:
+        yield running

@@ -1,0 +1,152 @@
+"""A server on a thread of its own, on a free port of this machine, and raw requests to it."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from cadenza.engine.text_face import TextFace
+from cadenza.server.listening import Address, listening
+from cadenza.server.run import Ending, run_server
+from cadenza.server.service import ServedEngine, ServerOptions, Service
+
+TIMEOUT_S = 60.0
+MODEL = "scripted"
+
+
+def options(**changes: Any) -> ServerOptions:
+    return ServerOptions(**{"model_names": (MODEL,), "secret": b"secret", **changes})
+
+
+@dataclass(slots=True, eq=False)
+class RunningServer:
+    """Where it is, and its inside for tests that need it."""
+
+    service: Service
+    port: int
+    loop: asyncio.AbstractEventLoop
+    ending: Ending
+    thread: threading.Thread
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, **settings: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=False, **settings)
+
+    def get(self, path: str, **settings: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.get(path, **settings)
+
+    def post(self, path: str, body: Any = None, **settings: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.post(path, json=body, **settings)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The data of a stream's frames, the last of which must be [DONE]; comments left out."""
+        with self.client() as client, client.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            return list(read_events(response.iter_lines()))
+
+    def call(self, function: Any, *arguments: Any) -> None:
+        """Calls something on the server's event loop, and waits for it."""
+        done = threading.Event()
+
+        def run() -> None:
+            function(*arguments)
+            done.set()
+
+        self.loop.call_soon_threadsafe(run)
+        assert done.wait(TIMEOUT_S)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S)
+
+    def raw(self, request: bytes) -> bytes:
+        """What the server sends until it closes; add `connection: close`."""
+        with self.connect() as connection:
+            with suppress(ConnectionError):  # it may have closed already: what it said is there
+                connection.sendall(request)
+            return read_to_end(connection)
+
+
+def read_events(lines: Iterator[str]) -> Iterator[Any]:
+    for line in lines:
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                yield data
+                return
+            yield json.loads(data)
+        else:
+            assert not line or line.startswith(":"), line
+    raise AssertionError("the stream ended without [DONE]")
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    parts: list[bytes] = []
+    while True:
+        try:
+            part = connection.recv(1 << 16)
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def raw_post(path: str, body: bytes, *headers: str) -> bytes:
+    head = [
+        f"POST {path} HTTP/1.1",
+        "host: x",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        *headers,
+    ]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+@contextmanager
+def running_server(
+    engine: ServedEngine,
+    text: TextFace,
+    server_options: ServerOptions | None = None,
+    num_sent_bytes: int | None = None,
+) -> Generator[RunningServer]:
+    """Serves until the block ends; the kernel takes `num_sent_bytes` or so that nobody reads."""
+    address = Address(port=0)
+    with listening(address) as bound:
+        if num_sent_bytes is not None:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_sent_bytes)
+        service = Service(engine, text, server_options or options())
+        started = threading.Event()
+        found: list[tuple[asyncio.AbstractEventLoop, Ending]] = []
+
+        def on_ending(ending: Ending) -> None:
+            found.append((asyncio.get_running_loop(), ending))
+            started.set()
+
+        thread = threading.Thread(
+            target=lambda: asyncio.run(run_server(service, address, bound, on_ending))
+        )
+        port = bound.getsockname()[1]
+        thread.start()
+        assert started.wait(TIMEOUT_S)
+        loop, ending = found[0]
+        server = RunningServer(service, port, loop, ending, thread)
+        try:
+            yield server
+        finally:
+            if thread.is_alive():
+                loop.call_soon_threadsafe(ending.ask)
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), "the server did not end"

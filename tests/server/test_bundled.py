@@ -1,0 +1,116 @@
+"""The bundled model behind the server: overlap, many streams, a long prompt."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from cadenza import LLM, SamplingParams
+from tests.server.harness import TIMEOUT_S, RunningServer
+from tests.server.watched_service import WatchedService
+
+PROMPTS = ["The capital of France is", "12 + 30 =", "Once upon a time", "The dog"]
+
+
+def in_threads(calls: list[Any]) -> list[Any]:
+    results: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda i=i, call=call: results.__setitem__(i, call()))
+        for i, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    return [results[i] for i in range(len(calls))]
+
+
+def test_four_completions_overlap_and_are_what_each_is_alone(
+    bundled: RunningServer, watched: WatchedService
+) -> None:
+    bodies = [
+        {
+            "prompt": prompt,
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "seed": 5,
+            "return_token_ids": True,
+        }
+        for prompt in PROMPTS
+    ]
+
+    def ask(body: dict[str, Any]) -> Any:
+        return bundled.post("/v1/completions", body).json()["choices"][0]["token_ids"]
+
+    watched.gather(1)
+    alone = [ask(body) for body in bodies]
+    assert len({tuple(answer) for answer in alone}) == 4
+    assert watched.most_running == 1
+    watched.gather(4)
+    together = in_threads([lambda body=body: ask(body) for body in bodies])
+    assert together == alone
+    assert watched.most_running == 4
+
+
+def test_evaluation_harnesses_get_the_log_probabilities_of_their_prompts(
+    bundled: RunningServer,
+) -> None:
+    """Their request: several prompts of token ids, echoed with log probabilities, one new token."""
+    prompts = [[7 + index * 3 for index in range(length)] for length in (2, 30, 150)]
+    body = {"prompt": prompts, "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}
+    choices = bundled.post("/v1/completions", body).json()["choices"]
+    params = SamplingParams(prompt_logprobs=2, max_tokens=1, temperature=0)
+    with LLM(max_num_seqs=4, max_model_len=256) as llm:
+        outputs = llm.generate(prompts, params)
+    for choice, output, prompt in zip(choices, outputs, prompts, strict=True):
+        told = choice["logprobs"]["token_logprobs"]
+        assert output.prompt_logprobs is not None
+        expected = [
+            None if entry is None else entry[token_id].logprob
+            for token_id, entry in zip(prompt, output.prompt_logprobs, strict=True)
+        ]
+        assert told[: len(prompt)] == pytest.approx(expected, abs=1e-6)
+        assert len(told) == len(prompt) + len(output.outputs[0].token_ids)
+
+
+def test_more_samples_than_rows_are_all_answered(bundled: RunningServer) -> None:
+    body = {"prompt": "The dog", "n": 16, "max_tokens": 4, "ignore_eos": True}
+    answer = bundled.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    assert [choice["index"] for choice in answer.json()["choices"]] == list(range(16))
+
+
+def test_a_request_that_forbids_every_token_is_its_clients_fault(bundled: RunningServer) -> None:
+    body = {"prompt": "x", "allowed_token_ids": [5]}
+    body |= {"stop_token_ids": [5], "min_tokens": 2, "max_tokens": 4}
+    answer = bundled.post("/v1/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "allowed_token_ids"
+
+
+def test_sixty_four_streams_at_once_are_all_served(bundled: RunningServer) -> None:
+    body = {"prompt": "Once", "max_tokens": 16, "ignore_eos": True, "temperature": 0}
+    expected = bundled.post("/v1/completions", body).json()["choices"][0]["text"]
+
+    def ask() -> str:
+        events = bundled.events("/v1/completions", {**body, "stream": True})[:-1]
+        return "".join(choice["text"] for event in events for choice in event["choices"])
+
+    assert in_threads([ask] * 64) == [expected] * 64
+
+
+def test_probes_answer_throughout_a_long_prefill(bundled: RunningServer) -> None:
+    """Counted, not timed, so that a busy machine changes nothing: both sides are slower on it.
+
+    One that waits for the prefill answers the first probe with it, and few more before its answer
+    has been read.
+    """
+    body = {"prompt": [7] * 2000, "max_tokens": 1, "cache_salt": "prefill"}
+    asking = threading.Thread(target=bundled.post, args=("/v1/completions", body))
+    num_answered = 0
+    with bundled.client() as client:
+        asking.start()
+        while asking.is_alive():
+            assert client.get("/live").status_code == 200
+            num_answered += 1
+    assert num_answered > 10

@@ -1,0 +1,199 @@
+"""The contract of both generating endpoints, held by a scripted engine and by the bundled model."""
+
+from typing import Any
+
+import pytest
+
+from tests.server.harness import RunningServer
+
+CHAT = [{"role": "user", "content": "Name a colour."}]
+
+
+@pytest.fixture(params=["scripted", "bundled"])
+def server(request: pytest.FixtureRequest) -> RunningServer:
+    return request.getfixturevalue(request.param)
+
+
+def joined(events: list[Any], index: int, path: tuple[str, ...]) -> str:
+    """A choice's deltas put together."""
+    parts: list[str] = []
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            if choice["index"] == index:
+                found = choice["delta"] if path[0] == "delta" else choice
+                parts.append(found.get(path[-1], ""))
+    return "".join(parts)
+
+
+def finish_reasons(events: list[Any], index: int) -> list[str]:
+    choices = [choice for event in events[:-1] for choice in event["choices"]]
+    found = [choice["finish_reason"] for choice in choices if choice["index"] == index]
+    return [reason for reason in found if reason is not None]
+
+
+def test_a_completion_has_the_fields_of_its_kind(server: RunningServer) -> None:
+    answer = server.post("/v1/completions", {"prompt": "the fox", "max_tokens": 5, "seed": 1})
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["object"] == "text_completion"
+    assert body["id"] == f"cmpl-{answer.headers['x-request-id']}"
+    (choice,) = body["choices"]
+    assert (choice["index"], choice["logprobs"]) == (0, None)
+    usage = body["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_a_chat_answer_has_the_fields_of_its_kind(server: RunningServer) -> None:
+    body = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 5}).json()
+    assert body["object"] == "chat.completion"
+    (choice,) = body["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert isinstance(choice["message"]["content"], str)
+
+
+@pytest.mark.parametrize("changes", [{}, {"ignore_eos": True}, {"temperature": 0.0}])
+def test_a_streams_parts_are_the_whole_completion(
+    server: RunningServer, changes: dict[str, Any]
+) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 24, "seed": 7, **changes}
+    whole = server.post("/v1/completions", body).json()["choices"][0]
+    events = server.events("/v1/completions", {**body, "stream": True})
+    assert joined(events, 0, ("text",)) == whole["text"]
+    assert finish_reasons(events, 0) == [whole["finish_reason"]]
+
+
+def test_a_streams_parts_are_the_whole_chat_answer(server: RunningServer) -> None:
+    body = {"messages": CHAT, "max_tokens": 24, "seed": 7}
+    whole = server.post("/v1/chat/completions", body).json()["choices"][0]
+    events = server.events("/v1/chat/completions", {**body, "stream": True})
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert joined(events, 0, ("delta", "content")) == whole["message"]["content"]
+    assert finish_reasons(events, 0) == [whole["finish_reason"]]
+
+
+def test_several_prompts_are_answered_in_their_order(server: RunningServer) -> None:
+    prompts = ["one two", "the lazy dog", "three"]
+    settings = {"max_tokens": 6, "temperature": 0.0}
+    alone = [
+        server.post("/v1/completions", {"prompt": prompt, **settings}).json()["choices"][0]["text"]
+        for prompt in prompts
+    ]
+    body = {"prompt": prompts, **settings}
+    whole = server.post("/v1/completions", body).json()
+    assert [choice["text"] for choice in whole["choices"]] == alone
+    events = server.events("/v1/completions", {**body, "stream": True})
+    assert [joined(events, index, ("text",)) for index in range(3)] == alone
+
+
+def test_token_ids_are_prompts_too(server: RunningServer) -> None:
+    ids = server.post("/tokenize", {"prompt": "the fox"}).json()["tokens"]
+    settings = {"max_tokens": 6, "temperature": 0.0, "return_token_ids": True}
+    found = [
+        server.post("/v1/completions", {"prompt": prompt, **settings}).json()["choices"][0]
+        for prompt in ("the fox", ids, [ids])
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0]["prompt_token_ids"] == ids
+
+
+def test_usage_comes_last_when_asked_for(server: RunningServer) -> None:
+    body = {"prompt": "the fox", "max_tokens": 5, "stream": True, "ignore_eos": True}
+    events = server.events("/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    *parts, last, done = events
+    assert done == "[DONE]"
+    assert all(part["usage"] is None for part in parts)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 5
+    assert "usage" not in server.events("/v1/completions", body)[0]
+
+
+def test_usage_is_in_each_frame_when_asked_for(server: RunningServer) -> None:
+    options = {"continuous_usage_stats": True}
+    body = {"prompt": "the fox", "max_tokens": 5, "stream": True, "stream_options": options}
+    *parts, last, _ = server.events("/v1/completions", body)
+    counts = [part["usage"]["completion_tokens"] for part in [*parts, last]]
+    assert counts == sorted(counts)
+    assert counts[-1] <= 5
+
+
+def test_logprobs_of_a_completion_have_four_lists_of_one_length(server: RunningServer) -> None:
+    body = {"prompt": "the fox", "max_tokens": 5, "logprobs": 3, "ignore_eos": True, "seed": 3}
+    choice = server.post("/v1/completions", body).json()["choices"][0]
+    found = choice["logprobs"]
+    assert {len(found[name]) for name in found} == {5}
+    assert all(3 <= len(top) <= 4 for top in found["top_logprobs"])
+    for token, logprob, top in zip(
+        found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+    ):
+        assert top[token] == logprob
+    streamed = server.events("/v1/completions", {**body, "stream": True})[:-1]
+    parts = [choice["logprobs"] for event in streamed for choice in event["choices"]]
+    for name in found:
+        assert [item for part in parts for item in part[name]] == found[name]
+
+
+def test_logprobs_of_a_chat_answer_are_objects(server: RunningServer) -> None:
+    body = {"messages": CHAT, "max_tokens": 4, "logprobs": True, "top_logprobs": 2, "seed": 3}
+    choice = server.post("/v1/chat/completions", body).json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert content
+    for entry in content:
+        assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert len(entry["top_logprobs"]) == 2
+        assert entry["bytes"] is None or bytes(entry["bytes"]).decode() == entry["token"]
+    streamed = server.events("/v1/chat/completions", {**body, "stream": True})[1:-1]
+    parts = [choice["logprobs"]["content"] for event in streamed for choice in event["choices"]]
+    assert [entry for part in parts for entry in part] == content
+
+
+def test_echo_begins_with_the_prompt(server: RunningServer) -> None:
+    body = {"prompt": "the fox", "max_tokens": 5, "temperature": 0.0}
+    plain = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    echoed = {**body, "echo": True}
+    assert server.post("/v1/completions", echoed).json()["choices"][0]["text"] == "the fox" + plain
+    events = server.events("/v1/completions", {**echoed, "stream": True})
+    assert joined(events, 0, ("text",)) == "the fox" + plain
+
+
+def test_tokenize_and_detokenize_are_each_others_reverse(server: RunningServer) -> None:
+    tokenized = server.post("/tokenize", {"prompt": "the lazy dog", "return_token_strs": True})
+    found = tokenized.json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    text = server.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"]
+    assert text == "the lazy dog"
+
+
+def test_tokenize_renders_messages_as_chat_does(server: RunningServer) -> None:
+    count = server.post("/tokenize", {"messages": CHAT}).json()["count"]
+    answer = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1})
+    assert answer.json()["usage"]["prompt_tokens"] == count
+
+
+def test_models_are_listed_and_found_by_name(server: RunningServer) -> None:
+    (card,) = server.get("/v1/models").json()["data"]
+    assert server.get(f"/v1/models/{card['id']}").json() == card
+    assert card["max_model_len"] > 0
+
+
+def test_content_parts_are_one_text_and_developer_is_system(server: RunningServer) -> None:
+    parts = [{"type": "text", "text": "Name"}, {"type": "text", "text": "a colour."}]
+    bodies = [
+        [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}],
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Name\na colour."},
+        ],
+    ]
+    counts = [server.post("/tokenize", {"messages": body}).json()["tokens"] for body in bodies]
+    assert counts[0] == counts[1]
+
+
+def test_a_stop_string_ends_the_answer_before_it(server: RunningServer) -> None:
+    body = {"prompt": "the fox", "max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+    text = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    stop = text[5:9]
+    found = server.post("/v1/completions", {**body, "stop": stop}).json()["choices"][0]
+    assert found["text"] == text[: text.index(stop)]
+    assert (found["finish_reason"], found["stop_reason"]) == ("stop", stop)
+    events = server.events("/v1/completions", {**body, "stop": [stop], "stream": True})
+    assert joined(events, 0, ("text",)) == found["text"]

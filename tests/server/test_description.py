@@ -1,0 +1,65 @@
+"""Schemathesis over `/openapi.json`: valid and invalid requests, no 5xx, no undocumented status."""
+
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.server.harness import TIMEOUT_S, RunningServer
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+SMALL, FULL = 12, 400
+"""Examples for each route and mode; there are thirteen routes."""
+
+
+def play(server: RunningServer, num_examples: int) -> None:
+    schema: Any = schemathesis.openapi.from_url(f"{server.url}/openapi.json", timeout=TIMEOUT_S)
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+            try:
+                strategy = operation.as_strategy(generation_mode=mode)
+                play_operation(server, strategy, num_examples)
+            except hypothesis.errors.Unsatisfiable:
+                continue  # what takes nothing cannot be given wrong
+
+
+def play_operation(server: RunningServer, strategy: Any, num_examples: int) -> None:
+    @hypothesis.settings(
+        max_examples=num_examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(case=strategy)
+    def check(case: Any) -> None:
+        if isinstance(case.body, dict) and case.path.startswith("/v1/"):
+            case.body.pop("stream", None)
+        case.call_and_validate(checks=CHECKS, timeout=TIMEOUT_S)
+
+    check()
+
+
+@pytest.mark.slow
+def test_no_request_that_can_be_described_breaks_the_server(scripted: RunningServer) -> None:
+    play(scripted, SMALL)
+
+
+@pytest.mark.soak
+def test_none_of_thousands_does(bundled: RunningServer) -> None:
+    play(bundled, FULL)

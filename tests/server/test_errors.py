@@ -1,0 +1,378 @@
+"""Every class of error: status, type, code, param, headers; and what the official client does."""
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from cadenza.engine.text_face import TextFace
+from cadenza.request import ErrorKind
+from cadenza.server.api_keys import ApiKeys
+from cadenza.server.limits import ServerLimits
+from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, options, raw_post, running_server
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.test_streams import wait_until
+
+BODY = {"prompt": "the fox", "max_tokens": 4}
+
+
+def check_error(
+    body: Any, kind: str, code: str, param: str | None = None, words: tuple[str, ...] = ()
+) -> None:
+    assert set(body) == {"error"}
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"], error["param"]) == (kind, code, param)
+    assert code == "unknown_url" or not re.search(r"(^|[\s'\"(])/\w", error["message"])
+    for word in words:
+        assert word in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b"{", "invalid_json", None),
+        (b"[]", "invalid_json", None),
+        (b"\xff\xfe", "invalid_json", None),
+        (b'{"prompt": "x", "n": ' + b"[" * 100_000, "invalid_json", None),
+        (b'{"prompt": ' + b"[" * 65 + b"]" * 65 + b"}", "invalid_json", None),
+        (b'{"prompt": "x", "temperature": NaN}', "invalid_value", "temperature"),
+        (b'{"prompt": "x", "temperature": 1e400}', "invalid_value", "temperature"),
+        (b'{"prompt": "x", "top_k": 9223372036854775808}', "invalid_value", "top_k"),
+        (b'{"prompt": "x", "frobnicate": 1}', "unknown_field", "frobnicate"),
+        (b'{"prompt": "x", "a\\ud800": 1}', "unknown_field", r"a\ud800"),
+        (b'{"prompt": "x", "structured_outputs": {}}', "unsupported_field", "structured_outputs"),
+        (b'{"prompt": "\\ud800"}', "invalid_value", "prompt"),
+        (b'{"prompt": []}', "invalid_value", "prompt"),
+        (b'{"prompt": [[]]}', "invalid_value", "prompt"),
+        (b'{"prompt": [1, "a"]}', "invalid_value", "prompt"),
+        (b'{"prompt": ""}', "invalid_value", "prompt"),
+        (b"{}", "invalid_value", "prompt"),
+        (b'{"prompt": "x", "stream_options": {}}', "invalid_value", "stream_options"),
+        (b'{"prompt": [1, 100000]}', "invalid_value", "prompt"),
+    ],
+)
+def test_a_bad_body_is_a_400_that_names_the_field(
+    scripted: RunningServer, body: bytes, code: str, param: str | None
+) -> None:
+    answer = scripted.post("/v1/completions", None)
+    with scripted.client() as client:
+        headers = {"content-type": "application/json"}
+        answer = client.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400, answer.text
+    check_error(answer.json(), "invalid_request_error", code, param)
+
+
+def test_a_prompt_beyond_the_context_is_told_both_numbers(scripted: RunningServer) -> None:
+    answer = scripted.post("/v1/completions", {"prompt": [5] * 300, "max_tokens": 4})
+    assert answer.status_code == 400
+    check_error(
+        answer.json(),
+        "invalid_request_error",
+        "context_length_exceeded",
+        "prompt",
+        words=("300", "256"),
+    )
+
+
+def test_a_conversation_beyond_the_context_names_its_own_field(scripted: RunningServer) -> None:
+    messages = [{"role": "user", "content": "the fox " * 300}]
+    answer = scripted.post("/v1/chat/completions", {"messages": messages})
+    assert answer.status_code == 400
+    check_error(answer.json(), "invalid_request_error", "context_length_exceeded", "messages")
+
+
+def test_one_prompt_too_long_starts_none_of_the_others(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    engine.pause()
+    answer = server.post("/v1/completions", {"prompt": [[5], [5] * 300], "max_tokens": 4})
+    assert answer.status_code == 400
+    assert not engine.submitted
+    assert engine.num_open == 0
+
+
+def test_ids_that_the_model_lacks_have_no_text(scripted: RunningServer) -> None:
+    for token_id in (331, 2**31 - 1):
+        answer = scripted.post("/detokenize", {"tokens": [5, token_id]})
+        assert answer.status_code == 400
+        check_error(answer.json(), "invalid_request_error", "invalid_value", "tokens")
+    assert scripted.post("/detokenize", {"tokens": [5, 330]}).status_code == 200
+
+
+def test_an_unknown_model_and_an_unknown_url_are_404(scripted: RunningServer) -> None:
+    answer = scripted.post("/v1/completions", {**BODY, "model": "gpt"})
+    assert answer.status_code == 404
+    check_error(answer.json(), "invalid_request_error", "model_not_found", "model")
+    answer = scripted.get("/v2/completions")
+    assert answer.status_code == 404
+    check_error(answer.json(), "invalid_request_error", "unknown_url")
+
+
+def test_another_method_is_a_405_that_tells_the_right_one(scripted: RunningServer) -> None:
+    answer = scripted.get("/v1/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    check_error(answer.json(), "invalid_request_error", "method_not_allowed")
+
+
+def test_another_type_of_body_is_a_415(scripted: RunningServer) -> None:
+    with scripted.client() as client:
+        answer = client.post(
+            "/v1/completions", content=b"{}", headers={"content-type": "text/plain"}
+        )
+    assert answer.status_code == 415
+    check_error(answer.json(), "invalid_request_error", "unsupported_media_type")
+
+
+def test_a_large_body_is_a_413_with_or_without_its_length(
+    engine: ScriptedEngine, text: TextFace
+) -> None:
+    limits = ServerLimits(max_body_bytes=1000)
+    body = json.dumps({"prompt": "x" * 2000}).encode()
+    headers = {"content-type": "application/json"}
+    with running_server(engine, text, options(limits=limits)) as server, server.client() as client:
+        whole = client.post("/v1/completions", content=body, headers=headers)
+        parts = client.post(
+            "/v1/completions", content=iter([body[:700], body[700:]]), headers=headers
+        )
+    for answer in (whole, parts):
+        assert answer.status_code == 413
+        check_error(answer.json(), "invalid_request_error", "content_too_large")
+    assert not engine.submitted
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong-key", "Basic right-key", "Bearer"])
+def test_without_a_valid_key_it_is_a_401(
+    engine: ScriptedEngine, text: TextFace, header: str | None
+) -> None:
+    keys = ApiKeys(["right-key"])
+    with running_server(engine, text, options(keys=keys)) as server:
+        sent = {} if header is None else {"authorization": header}
+        answer = server.post("/v1/completions", BODY, headers=sent)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"].startswith("Bearer")
+        check_error(answer.json(), "invalid_request_error", "invalid_api_key")
+        right = {"authorization": "Bearer right-key"}
+        assert server.post("/v1/completions", BODY, headers=right).status_code == 200
+
+
+def test_a_full_queue_is_a_429_at_once(script: tuple[int, ...], text: TextFace) -> None:
+    engine = ScriptedEngine(script, max_num_queued_reqs=1)
+    with running_server(engine, text) as server:
+        engine.pause()
+        posts = [
+            threading.Thread(target=server.post, args=("/v1/completions", BODY)) for _ in range(5)
+        ]
+        for post in posts:
+            post.start()
+        wait_until(lambda: engine.num_open == 5)
+        answer = server.post("/v1/completions", BODY)
+        engine.resume()
+        for post in posts:
+            post.join(TIMEOUT_S)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        check_error(answer.json(), "rate_limit_error", "queue_full")
+        assert 'reason="queue_full"} 1.0' in server.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("bounds", "prompts", "more", "words"),
+    [
+        # Four rows and one that waits: five at once, however idle the engine is.
+        ({"max_num_queued_reqs": 1}, [[5]] * 5, [[5]], ("6 prompts", "at most 5")),
+        ({"max_num_queued_tokens": 20}, [[5] * 15, [5] * 5], [[5]], ("21 tokens", "at most 20")),
+    ],
+)
+def test_a_call_that_can_never_be_open_at_once_is_a_400_and_no_429(
+    script: tuple[int, ...],
+    text: TextFace,
+    bounds: dict[str, int],
+    prompts: list[list[int]],
+    more: list[list[int]],
+    words: tuple[str, ...],
+) -> None:
+    engine = ScriptedEngine(script, **bounds)
+    with running_server(engine, text) as server:
+        fits = server.post("/v1/completions", {"prompt": prompts, "n": 2, "max_tokens": 2})
+        assert fits.status_code == 200, fits.text
+        num_submitted = len(engine.submitted)
+        answer = server.post("/v1/completions", {"prompt": prompts + more, "max_tokens": 2})
+    assert answer.status_code == 400
+    check_error(answer.json(), "invalid_request_error", "invalid_value", "prompt", words)
+    assert len(engine.submitted) == num_submitted
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code", "retry"),
+    [
+        ("not_finite", 500, "server_error", "false"),
+        ("step_failed", 500, "step_failed", None),
+        ("engine_lost", 503, "engine_restarting", None),
+        ("deadline_exceeded", 504, "deadline_exceeded", None),
+    ],
+)
+def test_a_failure_of_the_engine_has_its_own_answer(
+    server: RunningServer,
+    engine: ScriptedEngine,
+    kind: ErrorKind,
+    status: int,
+    code: str,
+    retry: str | None,
+) -> None:
+    engine.failing = kind
+    answer = server.post("/v1/completions", BODY)
+    assert answer.status_code == status
+    check_error(answer.json(), "server_error", code)
+    assert answer.headers.get("x-should-retry") == retry
+    assert ("retry-after" in answer.headers) == (status == 503)
+    assert "secret words" not in answer.text
+    *_, failed, done = server.events("/v1/completions", {**BODY, "stream": True})
+    check_error(failed, "server_error", code)
+    assert done == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        ("loading", "loading"),
+        ("restarting", "engine_restarting"),
+        ("draining", "draining"),
+        ("dead", "engine_dead"),
+    ],
+)
+def test_while_the_engine_is_not_ready_it_is_a_503(
+    server: RunningServer, engine: ScriptedEngine, state: Any, code: str
+) -> None:
+    engine.state = state
+    for answer in (
+        server.post("/v1/completions", BODY),
+        server.get("/ready"),
+        server.get("/health"),
+    ):
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) > 0
+        check_error(answer.json(), "server_error", code)
+    assert server.get("/live").status_code == 200
+
+
+def test_every_answer_has_the_id_that_was_sent_or_a_new_one(scripted: RunningServer) -> None:
+    for path in ("/live", "/nowhere", "/v1/models"):
+        assert (
+            scripted.get(path, headers={"x-request-id": "mine-1"}).headers["x-request-id"]
+            == "mine-1"
+        )
+        made = {scripted.get(path).headers["x-request-id"] for _ in range(2)}
+        assert len(made) == 2
+        odd = scripted.get(path, headers={"x-request-id": "not an id"})
+        assert odd.headers["x-request-id"] != "not an id"
+
+
+def test_what_is_no_http_is_a_400(scripted: RunningServer) -> None:
+    head, _, body = scripted.raw(b"NONSENSE\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"\r\nx-request-id: " in head
+    check_error(json.loads(body), "invalid_request_error", "invalid_http")
+
+
+def test_a_long_url_and_long_heads_are_400(scripted: RunningServer) -> None:
+    for request, code in (
+        (
+            b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+            "url_too_long",
+        ),
+        (
+            b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: "
+            + b"a" * 17_000
+            + b"\r\n\r\n",
+            "headers_too_large",
+        ),
+        (
+            b"GET /live HTTP/1.1\r\nconnection: close\r\n" + b"x: y\r\n" * 101 + b"\r\n",
+            "headers_too_large",
+        ),
+        (b"GET /live HTTP/1.1\r\nx: " + b"a" * 30_000, "headers_too_large"),
+    ):
+        head, _, body = scripted.raw(request).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 "), head
+        check_error(json.loads(body), "invalid_request_error", code)
+
+
+# --- the official client --------------------------------------------------------------------------
+
+
+def make_client(server: RunningServer, retries: int = 0) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=retries, timeout=TIMEOUT_S
+    )
+
+
+def complete(client: openai.OpenAI, **changes: Any) -> Any:
+    return client.completions.create(model=MODEL, prompt="the fox", max_tokens=4, **changes)
+
+
+def test_the_client_completes_chats_streams_and_lists(scripted: RunningServer) -> None:
+    with make_client(scripted) as client:
+        completion = complete(client)
+        assert completion.choices[0].text
+        assert completion.usage.completion_tokens == 4
+        parts = [part.choices[0].text for part in complete(client, stream=True)]
+        assert "".join(parts) == completion.choices[0].text
+        messages: Any = [{"role": "user", "content": "hello"}]
+        chat = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL,
+                messages=messages,
+                max_tokens=4,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == chat.choices[0].message.content
+        assert chunks[-1].usage == chat.usage
+        assert [model.id for model in client.models.list()] == [MODEL]
+        assert client.models.retrieve(MODEL).id == MODEL
+
+
+@pytest.mark.parametrize(
+    ("break_it", "kind"),
+    [
+        (lambda client: complete(client, temperature=-1), openai.BadRequestError),
+        (lambda client: client.models.retrieve("gpt"), openai.NotFoundError),
+        (lambda client: complete(client, extra_body={"model": "gpt"}), openai.NotFoundError),
+    ],
+)
+def test_the_client_raises_its_own_errors(
+    scripted: RunningServer, break_it: Callable[[openai.OpenAI], Any], kind: type[Exception]
+) -> None:
+    with make_client(scripted) as client, pytest.raises(kind):
+        break_it(client)
+
+
+@pytest.mark.parametrize(("failing", "num_tries"), [("not_finite", 1), ("step_failed", 3)])
+def test_the_client_tries_again_unless_it_is_told_not_to(
+    server: RunningServer, engine: ScriptedEngine, failing: ErrorKind, num_tries: int
+) -> None:
+    engine.failing = failing
+    with make_client(server, retries=2) as client, pytest.raises(openai.InternalServerError):
+        complete(client)
+    assert len(engine.submitted) == num_tries
+
+
+def test_the_client_raises_what_failed_in_mid_stream(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    engine.failing = "step_failed"
+    with make_client(server) as client, pytest.raises(openai.APIError, match="computation"):
+        list(complete(client, stream=True))
+
+
+def test_a_pipelined_second_request_is_answered_too(scripted: RunningServer) -> None:
+    one = raw_post("/v1/completions", json.dumps(BODY).encode())
+    two = b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    assert scripted.raw(one + two).count(b"HTTP/1.1 200 ") == 2

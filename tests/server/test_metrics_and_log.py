@@ -1,0 +1,131 @@
+"""Counts equal the client's, labels stay few, and each request is one line of the log."""
+
+import json
+import logging
+import re
+import threading
+import time
+
+import pytest
+
+from cadenza.engine.text_face import TextFace
+from cadenza.server.log_format import JsonLines, TextLines
+from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.test_streams import wait_until
+
+LINE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$")
+
+
+def read_metrics(server: RunningServer) -> dict[str, float]:
+    """Series to values; every line must be one."""
+    found: dict[str, float] = {}
+    for line in server.get("/metrics").text.splitlines():
+        if not line.startswith("#"):
+            matched = LINE.match(line)
+            assert matched is not None, line
+            found[f"{matched[1]}{{{matched[2] or ''}}}"] = float(matched[3])
+    return found
+
+
+def test_counts_are_those_of_the_client(server: RunningServer, engine: ScriptedEngine) -> None:
+    before = read_metrics(server)
+    usages = [
+        server.post("/v1/completions", {"prompt": "the fox", "max_tokens": count}).json()["usage"]
+        for count in (1, 5, 9)
+    ]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = server.events("/v1/completions", {"prompt": ["a", "b c"], "n": 2, **options})
+    usages.append(streamed[-2]["usage"])
+    ended = 'cadenza:e2e_request_latency_seconds_count{model_name="scripted"}'
+    wait_until(lambda: read_metrics(server)[ended] == 5)  # it is counted once it was answered
+    found = read_metrics(server)
+    for prefix in ("vllm:", "cadenza:"):
+        label = '{model_name="scripted"}'
+        assert found[f"{prefix}prompt_tokens_total{label}"] == sum(
+            usage["prompt_tokens"] for usage in usages
+        )
+        generated = sum(usage["completion_tokens"] for usage in usages)
+        assert found[f"{prefix}generation_tokens_total{label}"] == generated
+        ended = f'{prefix}request_success_total{{finished_reason="length",model_name="scripted"}}'
+        assert found[ended] == 3 + 4
+        assert found[f"{prefix}e2e_request_latency_seconds_count{label}"] == 5
+        assert found[f"{prefix}time_to_first_token_seconds_count{label}"] == 5
+        assert found[f"{prefix}request_generation_tokens_sum{label}"] == generated
+    assert set(before) == set(found), "no request adds a series"
+
+
+def test_a_refused_request_counts_no_tokens(server: RunningServer) -> None:
+    before = read_metrics(server)
+    assert server.post("/v1/completions", {"prompt": "x", "top_p": 7}).status_code == 400
+    after = read_metrics(server)
+    changed = {name for name in after if name.startswith("vllm:") and after[name] != before[name]}
+    assert not changed
+
+
+@pytest.fixture
+def lines() -> list[dict]:
+    """The lines of requests, as they are logged."""
+    found: list[dict] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(json.loads(JsonLines().format(record)))
+            assert "\n" not in TextLines().format(record)
+
+    logger, keep = logging.getLogger("cadenza.requests"), Keep()
+    logger.addHandler(keep)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.setLevel(level)
+    logger.removeHandler(keep)
+
+
+def wait_for_line(lines: list[dict]) -> dict:
+    wait_until(lambda: lines)
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_a_finished_request_is_one_line(server: RunningServer, lines: list[dict]) -> None:
+    usage = server.post("/v1/completions", {"prompt": "the fox", "max_tokens": 5}).json()["usage"]
+    line = wait_for_line(lines)
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert line[name] == usage[name]
+    assert (line["finish_reason"], line["status"]) == ("length", 200)
+    assert 0 < line["ttft_ms"] <= line["latency_ms"]
+    assert line["prompt_tps"] > 0
+    assert "fox" not in json.dumps(line)
+
+
+def test_a_failed_request_is_one_line(
+    server: RunningServer, engine: ScriptedEngine, lines: list[dict]
+) -> None:
+    engine.failing = "step_failed"
+    server.events("/v1/completions", {"prompt": "the fox", "stream": True})
+    line = wait_for_line(lines)
+    assert (line["finish_reason"], line["status"], line["ttft_ms"]) == ("error", 500, None)
+
+
+def test_a_cancelled_request_is_one_line(
+    server: RunningServer, engine: ScriptedEngine, lines: list[dict]
+) -> None:
+    engine.pause()
+    body = {"prompt": "the fox", "max_tokens": 200, "request_id": "mine-1"}
+    asking = threading.Thread(target=server.post, args=("/v1/completions", body))
+    asking.start()
+    deadline = time.monotonic() + TIMEOUT_S
+    while server.post("/v1/requests/mine-1/cancel").status_code != 200:
+        assert time.monotonic() < deadline
+    asking.join(TIMEOUT_S)
+    line = wait_for_line(lines)
+    assert (line["finish_reason"], line["request_id"]) == ("abort", "mine-1")
+
+
+def test_lines_can_be_switched_off(
+    engine: ScriptedEngine, text: TextFace, lines: list[dict]
+) -> None:
+    with running_server(engine, text, options(is_logging_requests=False)) as server:
+        assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+    assert not lines

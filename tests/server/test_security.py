@@ -1,0 +1,170 @@
+"""Who gets in: keys over every route and trick, origins, tenants, and one policy for each route."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from cadenza.engine.text_face import TextFace
+from cadenza.errors import ConfigError
+from cadenza.server.api_keys import ApiKeys, read_keys
+from cadenza.server.openapi import EVERYWHERE, SCHEMAS, describe_api
+from cadenza.server.routes import OPEN_PATHS, ROUTES
+from tests.server.harness import RunningServer, options, running_server
+from tests.server.scripted_engine import ScriptedEngine
+
+KEYS = ("first-key", "second-key")
+CLOSED = [route for route in ROUTES if route.policy == "key"]
+
+
+@pytest.fixture(scope="module")
+def locked(script: tuple[int, ...], text: TextFace) -> Iterator[RunningServer]:
+    engine = ScriptedEngine(script)
+    settings = options(keys=ApiKeys(KEYS), allowed_origins=("https://good.example",))
+    with running_server(engine, text, settings) as running:
+        yield running
+
+
+def statuses(answers: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answers)]
+
+
+def test_only_probes_are_open() -> None:
+    """A new route is closed, or somebody has to change this line."""
+    assert {"/health", "/live", "/ready"} == OPEN_PATHS
+
+
+@pytest.mark.parametrize("route", CLOSED, ids=lambda route: route.name)
+@pytest.mark.parametrize("key", [None, "wrong-key", "first-key\tx", "FIRST-KEY"])
+def test_no_closed_route_lets_anybody_in(locked: RunningServer, route, key) -> None:
+    path = route.path.replace("{id}", "x").replace("{id:path}", "x")
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    with locked.client() as client:
+        for method in (route.method, "GET", "POST", "OPTIONS", "HEAD", "DELETE"):
+            assert client.request(method, path, headers=headers).status_code == 401
+    right = {"authorization": f"Bearer {KEYS[1]}"}
+    with locked.client() as client:
+        assert client.request(route.method, path, headers=right).status_code != 401
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "//v1/models",
+        "/v1//models",
+        "/V1/MODELS",
+        "/%76%31/models",
+        "/v1/%6dodels",
+        "/live/%2e%2e/v1/models",
+        "/live/../v1/models",
+        "/live%2f..%2fv1/models",
+        "/v1/models?/live",
+        "/v1/models#/live",
+        "/v1/models;/live",
+        "http://127.0.0.1/v1/models",
+        "http://x/live/../v1/models",
+    ],
+)
+@pytest.mark.parametrize("host", ["x", "x/live", "x?/live", "x#/live", "x@/live", "live"])
+def test_no_spelling_of_path_or_host_gets_around_the_key(
+    locked: RunningServer, target: str, host: str
+) -> None:
+    request = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+    found = statuses(locked.raw(request.encode()))
+    assert found
+    assert all(status >= 400 for status in found)
+
+
+def test_a_line_end_in_a_host_smuggles_nothing(locked: RunningServer) -> None:
+    request = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\nGET /v1/models HTTP/1.1\r\nhost: x\r\n"
+    assert statuses(locked.raw(request + b"connection: close\r\n\r\n")) == [200, 401]
+
+
+def test_two_authorization_headers_are_none(locked: RunningServer) -> None:
+    request = (
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        f"authorization: Bearer {KEYS[0]}\r\nauthorization: Bearer wrong-key\r\n\r\n"
+    )
+    assert statuses(locked.raw(request.encode())) == [401]
+
+
+def test_probes_answer_without_a_key(locked: RunningServer) -> None:
+    for path in OPEN_PATHS:
+        assert locked.get(path).status_code == 200
+
+
+def test_origins_are_answered_only_when_they_are_allowed(locked: RunningServer) -> None:
+    ask = {"access-control-request-method": "POST"}
+    with locked.client() as client:
+        good = client.options("/v1/models", headers={"origin": "https://good.example", **ask})
+        bad = client.options("/v1/models", headers={"origin": "https://bad.example", **ask})
+    assert good.status_code == 204
+    assert good.headers["access-control-allow-origin"] == "https://good.example"
+    assert bad.status_code == 401
+    assert "access-control-allow-origin" not in bad.headers
+    live = locked.get("/live", headers={"origin": "https://good.example"})
+    assert live.headers["access-control-allow-origin"] == "https://good.example"
+
+
+def test_without_allowed_origins_no_origin_is_answered(scripted: RunningServer) -> None:
+    answer = scripted.get("/live", headers={"origin": "https://good.example"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_tenants_and_salts_share_no_prefix(script: tuple[int, ...], text: TextFace) -> None:
+    engine = ScriptedEngine(script)
+    with running_server(engine, text, options(keys=ApiKeys(KEYS))) as server:
+        for key, salt in ((0, None), (1, None), (0, "a"), (1, "a"), (0, None)):
+            headers = {"authorization": f"Bearer {KEYS[key]}"}
+            body = {"prompt": "x", "max_tokens": 1, "cache_salt": salt}
+            assert server.post("/v1/completions", body, headers=headers).status_code == 200
+    salts = [request.cache_salt for request in engine.submitted]
+    assert len(set(salts)) == 4
+    assert salts[0] == salts[4]
+    assert not any(KEYS[0] in salt or salt == "a" for salt in salts)
+
+
+def test_a_request_of_another_tenant_cannot_be_cancelled(
+    script: tuple[int, ...], text: TextFace
+) -> None:
+    engine = ScriptedEngine(script, step_s=0.01)
+    with running_server(engine, text, options(keys=ApiKeys(KEYS))) as server:
+        own, other = ({"authorization": f"Bearer {key}"} for key in KEYS)
+        body = {"prompt": "x", "max_tokens": 200, "stream": True, "request_id": "mine-1"}
+        with (
+            server.client() as client,
+            client.stream("POST", "/v1/completions", json=body, headers=own) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            path = "/v1/requests/mine-1/cancel"
+            assert server.post(path, headers=other).status_code == 404
+            assert server.post(path, headers=own).status_code == 200
+            assert list(lines)[-2] == "data: [DONE]"
+
+
+def test_keys_are_read_from_files_and_weak_ones_refused(tmp_path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfirst-key\n\n  # theirs\nsecond#key\n#none\n")
+    assert read_keys(["third-key"], file) == ["third-key", "first-key", "second#key"]
+    file.write_text("second-key # theirs\n")
+    with pytest.raises(ConfigError):  # and never a key cut short
+        ApiKeys(read_keys([], file))
+    with pytest.raises(ConfigError):
+        ApiKeys(["short"])
+    with pytest.raises(ConfigError):
+        ApiKeys(["has a blank in it"])
+    with pytest.raises(ConfigError):
+        read_keys([], tmp_path / "nowhere")
+    with pytest.raises(ConfigError):
+        ApiKeys(read_keys([""], None))
+
+
+def test_the_description_has_every_route_and_status() -> None:
+    described = describe_api(needs_key=True)
+    for route in ROUTES:
+        operation = described["paths"][route.path.replace(":path}", "}")][route.method.lower()]
+        told = {int(status) for status in operation["responses"]}
+        assert told == {200, *EVERYWHERE, *route.statuses}
+        assert route.answers in SCHEMAS or route.answers == "Metrics"
+        assert bool(operation["security"]) == (route.policy == "key")

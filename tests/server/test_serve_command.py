@@ -1,0 +1,273 @@
+"""`cadenza serve` as people run it: the bundled model, two processes, signals, flags."""
+
+import os
+import signal
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cadenza.cli.interrupts import TERMINATED
+from tests.cli.harness import ENGINE, run_cadenza, write_model
+from tests.server.harness import TIMEOUT_S, read_events
+from tests.server.serve_process import ServeProcess, is_alive, serve_process
+
+CERTIFICATE = Path(__file__).with_name("localhost.pem")
+"""Self-signed, with its key, for tests only."""
+FLAGS = ("--max-num-seqs", "4", "--max-model-len", "1024")
+LONG = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
+WIDE = {**LONG, "n": 16}
+"""So long that it is not over when a busy machine comes to the next line of a test."""
+ENDLESS = {**WIDE, "prompt": ["Once"] * 4}
+"""The most that one call may ask for: only something else than its end ends it in a test."""
+PROMPTS = ["The capital of France is", "12 + 30 =", "Once upon a time"]
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[ServeProcess]:
+    with serve_process(*FLAGS) as serving:
+        serving.wait_ready()
+        yield serving
+
+
+def test_its_token_ids_are_those_of_generate(serving: ServeProcess) -> None:
+    ran = run_cadenza(
+        ["generate", *FLAGS, *PROMPTS, "--json", "--temperature", "0", "--max-tokens", "12"]
+    )
+    expected = [line["token_ids"] for line in ran.objects if "token_ids" in line]
+    body = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    alone = [
+        serving.post("/v1/completions", {"prompt": prompt, **body}).json()["choices"][0]
+        for prompt in PROMPTS
+    ]
+    together = serving.post("/v1/completions", {"prompt": PROMPTS, **body}).json()["choices"]
+    assert len(expected) == len(PROMPTS), ran
+    assert [choice["token_ids"] for choice in alone] == expected
+    assert [choice["token_ids"] for choice in together] == expected
+
+
+def test_each_request_has_one_line_with_its_numbers(serving: ServeProcess) -> None:
+    body = {"prompt": "the fox", "max_tokens": 5, "request_id": "numbers-1", "user": "ann"}
+    usage = serving.post("/v1/completions", body).json()["usage"]
+    (line,) = serving.wait_for(
+        lambda: [line for line in serving.requests() if line["request_id"] == "numbers-1"]
+    )
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert line[name] == usage[name]
+    assert 0 < line["ttft_ms"] <= line["latency_ms"]
+    assert (line["user"], line["status"]) == ("ann", 200)
+    assert line["finish_reason"] in {"stop", "length"}
+    assert "the fox" not in serving.log
+
+
+def test_sigterm_lets_streams_finish_and_refuses_new_ones_at_once() -> None:
+    with serve_process(*FLAGS, "--shutdown-timeout", "600") as serving:
+        serving.wait_ready()
+        engine = serving.engine_pid()
+        with serving.streaming(WIDE) as lines:
+            next(lines)
+            serving.terminate()
+            serving.wait_for(lambda: serving.status("/ready") == 503)
+            refused = serving.post("/v1/completions", {"prompt": "the fox"})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert serving.status("/live") == 200
+            events = list(lines)
+        assert events[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in events[-2]
+        assert serving.wait() == 0
+        assert not is_alive(engine)
+
+
+def test_after_the_drain_time_streams_end_with_a_clean_error() -> None:
+    with serve_process(*FLAGS, "--shutdown-timeout", "0") as serving:
+        serving.wait_ready()
+        with serving.streaming(ENDLESS) as lines:
+            next(lines)
+            serving.terminate()
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]"
+        assert '"code":"draining"' in rest[-2]
+        assert serving.wait() == 0
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    """That it takes less than two seconds is shown under load by `tests/e2e`."""
+    with serve_process(*FLAGS, "--shutdown-timeout", "600") as serving:
+        serving.wait_ready()
+        engine = serving.engine_pid()
+        lines: list[str] = []
+        client = threading.Thread(target=_read_to_end, args=(serving, lines))
+        client.start()
+        serving.wait_for(lambda: lines)
+        serving.terminate()
+        serving.wait_for(lambda: serving.status("/ready") == 503)
+        serving.terminate()
+        assert serving.wait() in {0, TERMINATED}
+        client.join(TIMEOUT_S)
+        assert "ending at once" in serving.log
+        assert not any('"finish_reason":"length"' in line for line in lines[-2:]), "it was drained"
+        deadline = time.monotonic() + TIMEOUT_S
+        while is_alive(engine) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not is_alive(engine)
+
+
+def _read_to_end(serving: ServeProcess, lines: list[str]) -> None:
+    with suppress(httpx.TransportError), serving.streaming(ENDLESS) as stream:
+        lines.extend(stream)
+
+
+def test_a_killed_engine_is_told_to_its_clients_and_started_again() -> None:
+    with serve_process(*FLAGS) as serving:
+        serving.wait_ready()
+        engine = serving.engine_pid()
+        with serving.streaming(ENDLESS) as lines:
+            next(lines)
+            os.kill(engine, signal.SIGKILL)
+            rest = list(lines)
+        assert '"code":"engine_restarting"' in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert serving.status("/live") == 200
+        serving.wait_ready()
+        assert serving.engine_pid(num_starts=2) != engine
+        assert serving.post("/v1/completions", {"prompt": "the fox"}).status_code == 200
+        assert 'engine_restarts_total{model_name="bundled"} 1.0' in serving.get("/metrics").text
+
+
+def test_a_unix_socket_serves_and_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "cadenza.sock"
+    with serve_process(*FLAGS, "--uds", path) as serving:
+        serving.wait_for(path.exists)
+        assert path.stat().st_mode & 0o077 == 0
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://cadenza") as client:
+            assert client.get("/live").status_code == 200
+        serving.terminate()
+        serving.wait()
+        assert not path.exists()
+
+
+def test_tls_serves_whole_answers_and_streams() -> None:
+    with serve_process("--ssl-certfile", CERTIFICATE, "--ssl-keyfile", CERTIFICATE) as serving:
+        assert serving.url.startswith("https://")
+        trusted = ssl.create_default_context(cafile=CERTIFICATE)
+        with httpx.Client(
+            base_url=serving.url, verify=trusted, timeout=TIMEOUT_S, trust_env=False
+        ) as client:
+            serving.wait_for(lambda: client.get("/ready").status_code == 200)
+            assert client.get("/openapi.json").json()["openapi"]
+            body = {"prompt": "One, two,", "max_tokens": 300, "seed": 3, "logprobs": 20}
+            whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+                events = list(read_events(answer.iter_lines()))[:-1]
+            assert "".join(event["choices"][0]["text"] for event in events) == whole
+
+
+def test_a_folder_is_served_by_its_last_part_and_nobody_is_told_where_it_lies(
+    tmp_path: Path,
+) -> None:
+    folder = write_model(tmp_path / "models" / "my-model")
+    with serve_process(f"{folder}/", *ENGINE) as serving:
+        serving.wait_ready()
+        (card,) = serving.get("/v1/models").json()["data"]
+        assert (card["id"], card["root"]) == ("my-model", "my-model")
+        for name in ("my-model", f"{folder}/", None):
+            body = {"prompt": "the fox", "max_tokens": 2, "model": name}
+            assert serving.post("/v1/completions", body).status_code == 200
+        unknown = serving.post("/v1/completions", {"prompt": "the fox", "model": "models"})
+        assert unknown.status_code == 404
+        told = [unknown.text, serving.get("/metrics").text, serving.get("/v1/models").text]
+        assert not [text for text in told if str(tmp_path) in text]
+    with serve_process(folder, "--served-model-name", "ours", *ENGINE) as serving:
+        serving.wait_ready()
+        assert [card["id"] for card in serving.get("/v1/models").json()["data"]] == ["ours"]
+        for name in ("my-model", str(folder)):
+            body = {"prompt": "the fox", "max_tokens": 2, "model": name}
+            assert serving.post("/v1/completions", body).status_code == 404
+
+
+KEYS = ("first-key", "second-key")
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[ServeProcess]:
+    with serve_process(*FLAGS, CADENZA_API_KEY=" ".join(KEYS)) as serving:
+        serving.wait_ready()
+        yield serving
+
+
+def with_key(serving: ServeProcess, place: int) -> httpx.Client:
+    headers = {"authorization": f"Bearer {KEYS[place]}"}
+    return httpx.Client(base_url=serving.url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+
+
+def test_keys_come_from_the_environment(keyed: ServeProcess) -> None:
+    assert keyed.status("/v1/models") == 401
+    for place in range(len(KEYS)):
+        with with_key(keyed, place) as client:
+            assert client.get("/v1/models").status_code == 200
+    assert KEYS[0] not in keyed.log
+
+
+def test_another_tenants_cancel_is_that_of_an_unknown_request(keyed: ServeProcess) -> None:
+    path = "/v1/requests/mine-1/cancel"
+    body = {**LONG, "request_id": "mine-1"}
+    with with_key(keyed, 0) as own, with_key(keyed, 1) as other:
+        unknown = other.post("/v1/requests/nobodys/cancel")
+        # That its owner can still cancel it shows that the other one came in time, and in vain.
+        is_open = False
+        deadline = time.monotonic() + TIMEOUT_S
+        while not is_open and time.monotonic() < deadline:
+            with own.stream("POST", "/v1/completions", json=body) as answer:
+                lines = (line for line in answer.iter_lines() if line)
+                next(lines)
+                refused = other.post(path)
+                assert (refused.status_code, refused.json()) == (404, unknown.json())
+                is_open = own.post(path).status_code == 200
+                rest = list(lines)
+        assert is_open
+        assert '"finish_reason":"abort"' in rest[-2]
+        with own.stream("POST", "/v1/completions", json=body) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            assert other.post(path).status_code == 404
+            assert '"finish_reason":"length"' in list(lines)[-2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--quantization", "int8"], 2, "--quantization"),
+        (["--enable-auto-tool-choice"], 2, "--enable-auto-tool-choice"),
+        (["--scheduler-policy", "priority"], 2, "fcfs"),
+        (["--api-key", "short"], 2, "API key"),
+        (["--log-format", "xml"], 2, "--log-format"),
+        (["--ssl-certfile", "nowhere.pem"], 2, "--ssl-keyfile"),
+        (["--shutdown-timeout", "-1"], 2, "--shutdown-timeout"),
+        (["/nowhere/at/all"], 3, "nowhere"),
+        (["--frobnicate"], 2, "--frobnicate"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(arguments: list[str], code: int, words: str) -> None:
+    ran = run_cadenza(["serve", "--port", "0", *arguments])
+    assert ran.code == code, ran
+    assert words in ran.err
+
+
+def test_values_that_ask_for_what_there_is_are_accepted() -> None:
+    flags = ("--quantization", "none", "--batching", "continuous", "--generation-config", "auto")
+    with serve_process(*FLAGS, *flags) as serving:
+        serving.wait_for(lambda: serving.status("/live") == 200)
+
+
+def test_a_port_in_use_is_said(serving: ServeProcess) -> None:
+    port = serving.url.rpartition(":")[2]
+    ran = run_cadenza(["serve", "--port", port])
+    assert ran.code == 2
+    assert port in ran.err

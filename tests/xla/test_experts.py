@@ -1,0 +1,217 @@
+"""Mixtures of experts: a row does not know who else chose its experts, whoever they are.
+
+The routers are as drawn, or send every token to the same experts, or nearly to one alone that
+differs from token to token; or a neighbour's numbers are not finite. Legend as in `ops.table`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.table import (
+    COLUMN_STATE,
+    STATE_CHOSEN,
+    DecoderSpec,
+    ExpertChoice,
+    Linear,
+)
+from cadenza.backends.xla.runner import XlaRunner
+from cadenza.backends.xla.traits import MakeOps
+from cadenza.checkpoint.declaration import EMBEDDING
+from cadenza.checkpoint.random_checkpoint import named_shape
+from cadenza.checkpoint.safetensors_file import AnyArray
+from cadenza.checkpoint.weights import Weights
+from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs, run_step
+from tests.xla.harness import BASE, Lab
+
+SHAPE = "tiny-olmoe"
+CONFIG = named_shape(SHAPE)
+VARIANT = replace(BASE, shape=SHAPE, max_model_len=96, num_pages=48)
+GEOMETRY = Geometry(bucket=VARIANT.bucket, num_rows=VARIANT.num_rows, page_size=VARIANT.page_size)
+PROMPT = np.random.default_rng(71).integers(3, 331, 21).tolist()
+CURSED_TOKEN = 2
+NUM_DECODES = 4
+DRAW = Draw(temperature=0.8, seed=5, num_logprobs=20)
+
+
+class CappedExperts(ReferenceOps):
+    """The fault that batches of experts are known for: each takes the first tokens that come."""
+
+    capacity = 3
+
+    def grouped_linear(
+        self,
+        x: jax.Array,
+        weight: Linear,
+        choice: ExpertChoice,
+        residual: jax.Array,
+        count: jax.Array,
+    ) -> jax.Array:
+        ids = choice.ids
+        earlier = jnp.cumsum(jax.nn.one_hot(ids, len(weight.weight)).sum(axis=1), axis=0)  # [T, X]
+        is_full = jnp.take_along_axis(earlier, ids, axis=1) > self.capacity
+        kept = choice._replace(ids=jnp.where(is_full, -1, ids))
+        return super().grouped_linear(x, weight, kept, residual, count)
+
+
+class Rerouted(Mapping[str, AnyArray]):
+    """The same checkpoint with other routers, or with one token's embedding not finite."""
+
+    def __init__(self, weights: Weights, route: str) -> None:
+        self._weights, self._route = weights, route
+
+    def __getitem__(self, name: str) -> AnyArray:
+        tensor = np.array(self._weights[name])
+        if name == EMBEDDING and self._route == "cursed":
+            tensor[CURSED_TOKEN] = np.nan
+        elif name.endswith(".mlp.gate.weight") and self._route == "all to the same":
+            tensor[:] = 0.0  # ties go to the lowest ids
+        elif name.endswith(".mlp.gate.weight") and self._route == "all to others":
+            tensor *= 50.0
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+TABLES = [
+    pytest.param(ReferenceOps, id="reference"),
+    pytest.param(NativeOps, id="native", marks=pytest.mark.native),
+]
+ROUTES = ["as drawn", "all to the same", "all to others", "cursed"]
+
+
+def make_runner(lab: Lab, make_ops: MakeOps, route: str) -> XlaRunner:
+    options = replace(VARIANT.options, make_ops=make_ops)
+    weights = Rerouted(lab.weights(SHAPE), route)
+    runner = XlaRunner(CONFIG, weights, VARIANT.limits, options)
+    runner.warmup()
+    return runner
+
+
+Neighbours = Callable[[int], list[Chunk]]
+
+
+def play(runner: XlaRunner, row: int, neighbours: Neighbours) -> np.ndarray:
+    """A stream's results [N, C], log probabilities included: a prompt in chunks, then decodes."""
+    runner.reset()
+    stream = Stream(row=row, pages=[5, 2], draw=DRAW)
+    results: list[np.ndarray] = []
+    for step in range(3 + NUM_DECODES):
+        part = PROMPT[step * 7 : (step + 1) * 7]
+        chunk = stream.chunk(part, samples=step == 2) if part else stream.next_token()
+        inputs = build_inputs([chunk, *neighbours(step)], GEOMETRY)
+        array = np.asarray(runner.launch(inputs).array)
+        if chunk.samples:
+            used = inputs.logit_rows[: inputs.num_logits].tolist()
+            results.append(array[used.index(row)])
+    return np.array(results)
+
+
+def alone(step: int) -> list[Chunk]:
+    return []
+
+
+class Crowd:
+    """Rows with work of their own in every step, which `tokens` gives for a step and an index."""
+
+    def __init__(self, rows: list[int], tokens: Callable[[int, int], list[int]]) -> None:
+        self._tokens = tokens
+        self._streams = [
+            Stream(row=row, pages=[10 + 4 * i + j for j in range(4)], draw=DRAW)
+            for i, row in enumerate(rows)
+        ]
+
+    def __call__(self, step: int) -> list[Chunk]:
+        return [
+            stream.chunk(self._tokens(step, index), samples=index % 2 == 0)
+            for index, stream in enumerate(self._streams)
+        ]
+
+
+def the_same_tokens(step: int, index: int) -> list[int]:
+    return PROMPT[step * 7 : (step + 1) * 7] or [PROMPT[step]]
+
+
+def other_tokens(step: int, index: int) -> list[int]:
+    return np.random.default_rng([step, index]).integers(3, 331, 1 + (step + index) % 8).tolist()
+
+
+def cursed_tokens(step: int, index: int) -> list[int]:
+    return [CURSED_TOKEN, *other_tokens(step, index)[1:]]
+
+
+@pytest.fixture(scope="module", params=TABLES)
+def make_ops(request: pytest.FixtureRequest) -> MakeOps:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=ROUTES)
+def runner(request: pytest.FixtureRequest, lab: Lab, make_ops: MakeOps) -> XlaRunner:
+    return make_runner(lab, make_ops, request.param)
+
+
+@pytest.mark.parametrize("tokens", [the_same_tokens, other_tokens, cursed_tokens])
+@pytest.mark.parametrize(("row", "others"), [(0, [1, 2, 3, 4, 5, 6, 7]), (7, [0, 3]), (3, [1])])
+def test_a_row_has_the_same_bits_whoever_shares_its_experts(
+    runner: XlaRunner, tokens: Callable[[int, int], list[int]], row: int, others: list[int]
+):
+    expected = play(runner, 0, alone)
+    assert (expected[:, COLUMN_STATE] == STATE_CHOSEN).all()
+    assert np.array_equal(play(runner, row, Crowd(others, tokens)), expected)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_routes_are_what_they_are_called(lab: Lab, route: str):
+    """How many of the experts the tokens of a step choose, in the first layer's router."""
+    weights = Rerouted(lab.weights(SHAPE), route)
+    ops = ReferenceOps(DecoderSpec(model=CONFIG, dtype=np.float32, page_size=16))
+    router = ops.load_linear([weights["model.layers.0.mlp.gate.weight"]], [])
+    x = np.random.default_rng(3).standard_normal((64, CONFIG.hidden_size)).astype(np.float32)
+    choice = ops.route_experts(jnp.asarray(x), router, jnp.int32(64))
+    chosen = np.unique(np.asarray(choice.ids))
+    assert CONFIG.experts is not None
+    expected = 3 if route == "all to the same" else CONFIG.experts.num_experts
+    assert len(chosen) == expected
+    largest = float(np.median(np.asarray(choice.weights)[:, 0]))
+    assert (largest > 0.9) == (route == "all to others")
+
+
+def test_experts_with_a_capacity_change_the_bits(lab: Lab):
+    """The negative control: the comparison notices experts that take the first tokens only."""
+    capped = make_runner(lab, CappedExperts, "as drawn")
+    expected = play(capped, 0, alone)
+    together = play(capped, 7, Crowd([0, 1, 2, 3], the_same_tokens))
+    assert not np.array_equal(together, expected)
+
+
+def test_the_cursed_neighbour_is_not_finite(lab: Lab, make_ops: MakeOps):
+    """The negative control of the cursed route."""
+    cursed = make_runner(lab, make_ops, "cursed")
+    stream = Stream(row=1, pages=[3])
+    assert not run_step(cursed, [stream.chunk([CURSED_TOKEN], samples=True)], GEOMETRY).is_finite[0]
+
+
+HEAVY = {"dot", "reduce", "reduce-window", "sort", "exponential", "rsqrt", "while"}
+
+
+def operations_of(runner: XlaRunner) -> set[str]:
+    """What the compiled step consists of."""
+    text = runner.programs.step[VARIANT.bucket].as_text()
+    return set(re.findall(r"= \S+ ([a-z][a-z-]*)\(", text))
+
+
+@pytest.mark.native
+def test_a_native_step_leaves_nothing_heavy_to_xla(lab: Lab):
+    assert not operations_of(make_runner(lab, NativeOps, "as drawn")) & HEAVY
+    assert operations_of(make_runner(lab, ReferenceOps, "as drawn")) >= {"dot", "reduce"}
