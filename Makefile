@@ -44,6 +44,7 @@ lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, ba
 	$(BIN)/python tools/banned_calls.py
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright --warnings
+	$(BIN)/pyright -p tests --warnings
 
 soak: .venv/.has-tools ## run the reliability bars in full size (hours)
 	$(BIN)/python -m pytest -m soak --hypothesis-profile=soak -o timeout=0

@@ -193,7 +193,7 @@ WORKLOADS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", action="store_true", help="show where the time goes, too")
     options = parser.parse_args()
     print(f"{'rows':>5} {'workload':24} {'schedule':>9} {'pack':>8} {'update':>8} {'total':>8}  µs")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_stacked_experts_are_read_as_single_ones(tmp_path: Path, name: str):
     ],
 )
 def test_stacked_experts_of_another_shape_are_refused(
-    tmp_path: Path, part: str, cut: object, message: str
+    tmp_path: Path, part: str, cut: Any, message: str
 ):
     fixture = FIXTURES / "qwen3-moe-tied-bias"
     tensors = stack(fixture)

@@ -227,9 +227,9 @@ def test_the_result_on_a_terminal_has_every_answer_and_no_control_characters(tex
     clock = Ticking()
     run = BatchRun(new_core(), text, [ask(0, shown="a\x1b[2Jb"), ask(1)], clock)
     finish(run, clock)
-    console = Console(file=io.StringIO(), width=80, height=24)
-    print_result(run, console)
-    shown = console.file.getvalue()
+    page = io.StringIO()
+    print_result(run, Console(file=page, width=80, height=24))
+    shown = page.getvalue()
     assert "\x1b" not in shown
     assert "TTFT" in shown
     assert "prompt 1" in shown

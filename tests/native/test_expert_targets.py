@@ -159,8 +159,8 @@ def test_expert_rows_are_bitwise_the_same_whatever_the_batch_and_bucket(
     whole = layer.both(*operands, 70)
     for count in (1, 14, 33, 69):
         assert layer.both(*operands, count).tobytes() == whole[:count].tobytes()
-        moved = layer.both(*(np.roll(operand, 1 - count, axis=0) for operand in operands), 1)
-        assert moved[0].tobytes() == whole[count - 1].tobytes()
+        moved = [np.roll(operand, 1 - count, axis=0) for operand in operands]
+        assert layer.both(*moved, count=1)[0].tobytes() == whole[count - 1].tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

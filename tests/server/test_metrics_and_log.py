@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_a_refused_request_counts_no_tokens(server: RunningServer) -> None:
 
 
 @pytest.fixture
-def lines() -> list[dict]:
+def lines() -> Iterator[list[dict]]:
     """The lines of requests, as they are logged."""
     found: list[dict] = []
 

@@ -8,6 +8,7 @@ from cadenza.engine.text_face import TextFace
 from tests.faces.faulty_text import FAULTY_STOP, SECRET, Fault, FaultyText
 from tests.server.harness import running_server
 from tests.server.scripted_engine import ScriptedEngine
+from tests.server.test_streams import wait_until
 
 BODY: dict[str, Any] = {"prompt": "the fox", "max_tokens": 40}
 
@@ -36,5 +37,4 @@ def test_a_client_whose_text_breaks_is_told_and_another_one_is_served(
         assert failed["error"]["code"] == "server_error"
         assert done == "[DONE]"
         assert server.post("/v1/completions", BODY).json()["choices"][0]["text"] == whole
-        assert engine.num_open == 0
-        assert server.service.num_open == 0
+        wait_until(lambda: engine.num_open == server.service.num_open == 0)
