@@ -17,6 +17,11 @@ class Figures:
         self._slack = slack
         self._seconds: dict[str, list[float]] = defaultdict(list)
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether the bars themselves are asked for."""
+        return self._slack == 1
+
     def note(self, name: str, seconds: float, bar_s: float) -> None:
         """Notes a time; it fails beyond the bar, stretched as the machine is loaded."""
         self._seconds[name].append(seconds)

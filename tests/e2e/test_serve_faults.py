@@ -48,15 +48,29 @@ def wholes(serving: ServeProcess) -> list[str]:
     return [stream.text for stream in streams]
 
 
-def not_ready(serving: ServeProcess) -> httpx.Response:
-    """Waits for the first answer of /ready that is no 200; /live is one throughout."""
+def first_red(serving: ServeProcess, num_starts: int) -> httpx.Response | None:
+    """Waits for the first answer of /ready that is no 200; /live is one throughout.
 
-    def look() -> httpx.Response | None:
+    None where the next engine is ready before anybody saw that it was not: a client that gets
+    hardly any of a loaded machine asks too seldom.
+    """
+
+    def look() -> list[httpx.Response | None]:
         assert serving.status("/live") == 200
+        is_replaced = serving.log.count("engine ready") > num_starts
         answer = serving.get("/ready")
-        return None if answer.status_code == 200 else answer
+        if answer.status_code != 200:
+            return [answer]
+        return [None] if is_replaced else []
 
-    return serving.wait_for(look)
+    return serving.wait_for(look)[0]
+
+
+def check_red_answer(answer: httpx.Response, fault: signal.Signals) -> None:
+    reason = "ended" if fault == signal.SIGKILL else "made no progress"
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert answer.json()["error"]["message"].startswith(f"the engine process {reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +90,11 @@ def break_engine(serving: ServeProcess, fault: Fault, figures: Figures) -> list[
     engine = serving.engine_pid(fault.process)
     was_late, start_s = streams.num_ended == NUM_STREAMS, time.monotonic()
     os.kill(engine, fault.signal)
-    answer = not_ready(serving)
-    figures.note("/ready is 503", time.monotonic() - start_s, fault.bar_s)
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"]
-    reason = "ended" if fault.signal == signal.SIGKILL else "made no progress"
-    assert answer.json()["error"]["message"].startswith(f"the engine process {reason}")
+    answer = first_red(serving, fault.process)
+    if answer is not None:
+        figures.note("/ready is 503", time.monotonic() - start_s, fault.bar_s)
+        check_red_answer(answer, fault.signal)
+    assert answer is not None or not figures.is_strict
     ended = streams.join()
     last_s = max(stream.ended_s or 0.0 for stream in ended)
     figures.note("the last stream has its error", max(0.0, last_s - start_s), fault.bar_s)

@@ -99,13 +99,14 @@ def test_sixty_four_streams_at_once_are_all_served(bundled: RunningServer) -> No
     assert in_threads([ask] * 64) == [expected] * 64
 
 
-def test_probes_answer_throughout_a_long_prefill(bundled: RunningServer) -> None:
+def test_probes_answer_throughout_long_prefills(bundled: RunningServer) -> None:
     """Counted, not timed, so that a busy machine changes nothing: both sides are slower on it.
 
     One that waits for the prefill answers the first probe with it, and few more before its answer
     has been read.
     """
-    body = {"prompt": [7] * 2000, "max_tokens": 1, "cache_salt": "prefill"}
+    prompts = [[first] * 2000 for first in range(7, 17)]
+    body = {"prompt": prompts, "max_tokens": 1, "cache_salt": "prefill"}
     asking = threading.Thread(target=bundled.post, args=("/v1/completions", body))
     num_answered = 0
     with bundled.client() as client:
@@ -113,4 +114,4 @@ def test_probes_answer_throughout_a_long_prefill(bundled: RunningServer) -> None
         while asking.is_alive():
             assert client.get("/live").status_code == 200
             num_answered += 1
-    assert num_answered > 10
+    assert num_answered > 5
