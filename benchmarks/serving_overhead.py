@@ -18,21 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cadenza import LLM, SamplingParams
-from cadenza.bench.checkpoints import cached_folder, ensure_checkpoint, random_weights
+from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.bench.serve import ServeOptions, measure_serving
 from cadenza.bench.serve_figures import LoadFigures
 from cadenza.bench.serve_workload import ServeWorkload
 from cadenza.engine.build import cache_folder
 
 MAX_MODEL_LEN = 1024
-
-
-def folder_of(shape: str) -> Path:
-    """Where the random checkpoint is, made now if need be."""
-    weights = random_weights(shape)
-    folder = cached_folder(weights, shape, cache_folder())
-    ensure_checkpoint(weights, folder, lambda *_: None)
-    return folder
 
 
 @contextmanager
@@ -88,7 +80,8 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=192)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    load_of = (folder_of(arguments.shape), arguments.concurrency, arguments.num_requests)
+    folder = cached_checkpoint(arguments.shape, cache_folder())
+    load_of = (folder, arguments.concurrency, arguments.num_requests)
     shares: list[float] = []
     for repeat in range(arguments.repeats):
         load = served(*load_of, repeat)

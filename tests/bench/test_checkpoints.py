@@ -8,9 +8,11 @@ from tokenizers import Tokenizer
 
 from cadenza.bench.checkpoints import (
     RandomWeights,
+    cached_checkpoint,
     cached_folder,
     ensure_checkpoint,
     make_checkpoint,
+    random_weights,
 )
 from cadenza.bench.random_tokenizer import write_random_tokenizer
 from cadenza.checkpoint import open_checkpoint
@@ -47,6 +49,14 @@ def test_a_kept_checkpoint_is_not_made_again(tmp_path: Path):
     ensure_checkpoint(WEIGHTS, folder, lambda *_: pytest.fail("it was made again"))
     assert (folder / "model.safetensors").stat().st_mtime_ns == written.st_mtime_ns
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_shape_is_made_once_and_its_making_is_watched(tmp_path: Path):
+    told: list[tuple[int, int]] = []
+    folder = cached_checkpoint("tiny-llama", tmp_path, lambda *told_now: told.append(told_now))
+    assert folder == cached_folder(random_weights("tiny-llama"), "tiny-llama", tmp_path)
+    assert told[-1] == (random_weights("tiny-llama").num_bytes,) * 2
+    assert cached_checkpoint("tiny-llama", tmp_path, lambda *_: pytest.fail("again")) == folder
 
 
 def test_a_folder_of_an_earlier_version_which_lacks_a_file_is_made_anew(tmp_path: Path):

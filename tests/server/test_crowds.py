@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.bench.checkpoints import cached_folder, ensure_checkpoint, random_weights
+from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import CoreService
 from cadenza.engine.build import cache_folder, load_model
@@ -323,9 +323,7 @@ def test_what_is_too_much_is_refused_and_the_rest_served(serving: ServeProcess) 
 @pytest.fixture(scope="module")
 def serving_a_real_shape() -> Generator[ServeProcess]:
     """Random weights. The bundled model takes a millisecond a step, which any client disturbs."""
-    weights = random_weights("smollm2-135m")
-    folder = cached_folder(weights, "smollm2-135m", cache_folder())
-    ensure_checkpoint(weights, folder, lambda *_: None)
+    folder = cached_checkpoint("smollm2-135m", cache_folder())
     flags = ("--max-num-seqs", NUM_ROWS, "--max-model-len", 1024)
     with serve_process(folder, *flags, "--served-model-name", "bundled") as serving:
         serving.wait_ready()

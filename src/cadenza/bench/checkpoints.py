@@ -29,6 +29,10 @@ _DIGEST_DIGITS = 12
 _HALF_BYTES = 2
 
 
+def _unwatched(num_written: int, num_bytes: int) -> None:
+    """Nobody is told."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomWeights:
     """What a random checkpoint follows from."""
@@ -72,6 +76,17 @@ def make_checkpoint(weights: RandomWeights, folder: Path, on_progress: OnProgres
         done.result()
     write_random_tokenizer(folder / TOKENIZER_FILE, weights.shape.vocab_size)
     on_progress(weights.num_bytes, weights.num_bytes)
+
+
+def cached_checkpoint(shape: str, cache: Path, on_progress: OnProgress = _unwatched) -> Path:
+    """Random weights of a known shape or a config.json, made now if need be.
+
+    Raises CheckpointError.
+    """
+    weights = random_weights(shape)
+    folder = cached_folder(weights, shape, cache)
+    ensure_checkpoint(weights, folder, on_progress)
+    return folder
 
 
 def cached_folder(weights: RandomWeights, label: str, cache: Path) -> Path:

@@ -290,14 +290,12 @@ def _model_or_shape(model: str | None, shape: str | None) -> str | Path | None:
         return model
     if model is not None:
         raise ConfigError(f"both a model ({model}) and --shape {shape} were given; give one")
-    from cadenza.bench.checkpoints import cached_folder, ensure_checkpoint, random_weights
+    from cadenza.bench.checkpoints import cached_checkpoint
     from cadenza.engine.build import cache_folder
 
-    weights = random_weights(shape)
-    folder = cached_folder(weights, shape, cache_folder())
-    typer.echo(f"random weights of {shape}: {folder}", err=True)
     with _written_bytes() as on_progress:
-        ensure_checkpoint(weights, folder, on_progress)
+        folder = cached_checkpoint(shape, cache_folder(), on_progress)
+    typer.echo(f"random weights of {shape}: {folder}", err=True)
     return folder
 
 
