@@ -208,7 +208,7 @@ HEAVY = {"dot", "reduce", "reduce-window", "sort", "exponential", "rsqrt", "whil
 def operations_of(runner: XlaRunner) -> set[str]:
     """What the compiled step consists of."""
     text = runner.programs.step[VARIANT.bucket].as_text()
-    return set(re.findall(r"= \S+ ([a-z][a-z-]*)\(", text))
+    return set(re.findall(r"= (?:\(.*?\)|\S+) ([a-z][a-z-]*)\(", text))
 
 
 @pytest.mark.native

@@ -73,7 +73,8 @@ def unpack(
     counts, token_ids, positions, slots, starts, kv_lens = parts[:2], *parts[2:7]
     logit_indices, logit_rows, temperature, top_k, top_p, min_p = parts[7:13]
     num_logprobs, has_rules, targets, keys = parts[13:]
-    token_rows = jnp.searchsorted(starts[1:], jnp.arange(shape.num_tokens), side="right")
+    tokens = jnp.arange(shape.num_tokens)
+    token_rows = jnp.searchsorted(starts[1:], tokens, side="right", method="scan_unrolled")
     token_rows = jnp.minimum(token_rows, shape.num_rows - 1).astype(jnp.int32)
     token_ids = jnp.where(token_ids == LAST_SAMPLED, last_sampled[token_rows], token_ids)
     return StepArrays(
