@@ -5,7 +5,7 @@ a request's record ends once, a stream ends with `[DONE]`, and nothing is left i
 """
 
 import asyncio
-from collections.abc import Callable
+import logging
 from typing import Literal
 
 from cadenza.engine.assembly import describe_fault
@@ -21,6 +21,8 @@ from cadenza.server.frames import KEEP_ALIVE, AnswerHead, Frames, error_frames
 from cadenza.server.job import Job, Whole
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.service import Service
+
+logger = logging.getLogger("cadenza.server")
 
 INLINE_BYTES = 16 << 10
 """Larger bodies are read on another thread than the event loop's, as all are tokenised there."""
@@ -173,8 +175,6 @@ async def _next_frames(exchange: Exchange, job: Job, frames: Frames, watch: _Wat
     return [frame for frame in made if frame]
 
 
-def log_unexpected(error: BaseException, log: Callable[..., None] | None = None) -> None:
+def log_unexpected(error: Exception) -> None:
     """A fault of the server's own: where it was, without what the client sent."""
-    import logging
-
-    (log or logging.getLogger("cadenza.server").error)("in the server: %s", describe_fault(error))
+    logger.error("in the server: %s", describe_fault(error))

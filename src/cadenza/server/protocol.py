@@ -59,7 +59,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _cycles: Sequence[RequestResponseCycle] = ()
     """Of a client that sends requests before their answers there are several."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         # Whatever is unread counts as a stall: the last of an answer must not keep a connection.
         # (Not 0: under TLS, asyncio then pauses writing when everything has been read.)

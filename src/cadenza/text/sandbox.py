@@ -232,7 +232,7 @@ class _Instrument(NodeTransformer):
 class _GenerationExtension(Extension):
     """`{% generation %}` marks what a model wrote; it is rendered as it stands."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
