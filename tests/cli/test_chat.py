@@ -40,6 +40,39 @@ def test_reset_forgets_and_exit_ends(cadenza: Callable[..., Ran], model: Path):
     assert ran == Ran(0, "".join(f"{text}\n" for text in expected), "")
 
 
+@pytest.mark.parametrize("end", ["/bye", "/exit", "/quit"])
+def test_the_conversation_ends_by_each_of_the_usual_words(
+    cadenza: Callable[..., Ran], model: Path, end: str
+):
+    ran = cadenza("chat", model, *FLAGS, stdin=f"the\n{end}\nnever\n")
+    assert ran == Ran(0, f"{answers(model, 'the')[0]}\n", "")
+
+
+def test_retry_asks_the_last_question_again_with_the_history_before_it(
+    cadenza: Callable[..., Ran], model: Path
+):
+    ran = cadenza("chat", model, *FLAGS, stdin="the\none\n/retry\ntwo\n")
+    first, second, third = answers(model, "the", "one", "two")
+    assert ran == Ran(0, f"{first}\n{second}\n{second}\n{third}\n", "")
+
+
+def test_retry_without_a_question_asks_nothing(cadenza: Callable[..., Ran], model: Path):
+    assert cadenza("chat", model, *FLAGS, stdin="/retry\n") == Ran(0, "", "")
+    ran = cadenza("chat", model, *FLAGS, stdin="the\n/reset\n/retry\n")
+    assert ran == Ran(0, f"{answers(model, 'the')[0]}\n", "")
+
+
+def test_system_sets_and_removes_the_system_message_and_reset_keeps_it(
+    cadenza: Callable[..., Ran], model: Path
+):
+    turns = "/system be quick\nthe\n/reset\nthe\n/system\n/reset\nthe\n"
+    ran = cadenza("chat", model, *FLAGS, stdin=turns)
+    with_system = answers(model, "the", system="be quick")[0]
+    without = answers(model, "the")[0]
+    assert with_system != without
+    assert ran == Ran(0, f"{with_system}\n{with_system}\n{without}\n", "")
+
+
 def test_a_system_message_comes_first(cadenza: Callable[..., Ran], model: Path):
     ran = cadenza("chat", model, *FLAGS, "--system", "be quick", stdin="the\n")
     assert ran.out == answers(model, "the", system="be quick")[0] + "\n"

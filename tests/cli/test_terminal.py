@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+import pytest
+
 from tests.cli.harness import COMMAND, ENGINE, TINY, write_model
 
 READ_S = 120.0
@@ -115,6 +117,59 @@ def test_ctrl_c_ends_generate_quietly_with_130(model: Path):
         assert "Traceback" not in shown.seen
 
 
+def test_ctrl_c_in_the_live_view_keeps_what_was_written(model: Path):
+    flags = ("--max-tokens", 8000, "--ignore-eos", "-np", 1, "-c", 8192)
+    with Terminal("generate", model, *PROMPTS * 20, *flags) as shown:
+        shown.read_until(r"row 0 · [1-9]\d* tokens")
+        shown.interrupt()
+        assert shown.end() == 130
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown.seen)
+    result = plain[plain.rindex("1 the quick brown") :]
+    assert re.search(r"TTFT.*tok/s(?s:.*)abort", result)
+    assert "60 prompts on " in result
+    answer = result[len("1 the quick brown") : result.index("2 one two")]
+    assert answer.strip()
+
+
+def test_chat_says_what_the_model_is_and_lists_its_commands(model: Path):
+    with Terminal("chat", model, "-np", 1, "-c", 64, "--max-tokens", 4) as shown:
+        shown.read_until(r"tiny: llama, \d+\.\d K parameters in float32, context of 64 tokens")
+        shown.read_until(r"/help lists(?s:.*)> ")
+        shown.write("/nonsense\n")
+        shown.read_until(r"no command /nonsense(?s:.*)/retry(?s:.*)> ")
+        shown.write("/retry\n")
+        shown.read_until(r"Nothing was asked yet(?s:.*)> ")
+        shown.write("/bye\n")
+        assert shown.end() == 0
+
+
+def test_the_bundled_model_says_what_to_ask_it():
+    with Terminal("chat", "-np", 1, "-c", 64) as shown:
+        shown.read_until(r"3\.4 M parameters(?s:.*)Try: What is the capital of Japan\?(?s:.*)> ")
+        shown.write("What is the capital of Japan?\n")
+        shown.read_until(r"The capital of Japan is Tokyo\.(?s:.*)> ")
+        shown.write("/retry\n")
+        shown.read_until(r"Japan is Tokyo\.(?s:.*)does not change(?s:.*)> ")
+        shown.write("\x04")
+        assert shown.end() == 0
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["\x1b[200~the quick\nbrown fox\x1b[201~\n", '"""the quick\nbrown fox"""\n'],
+    ids=["pasted", "quoted"],
+)
+def test_several_lines_are_one_message(model: Path, typed: str):
+    flags = ("--ignore-eos", "-np", 1, "-c", 128, "--max-tokens", 4, "--verbose")
+    with Terminal("chat", model, *flags) as shown:
+        shown.read_until(r"> ")
+        shown.write(typed)
+        shown.read_until(r"tok/s\)(?s:.*)> ")
+        shown.write("/bye\n")
+        assert shown.end() == 0
+    assert shown.seen.count("tok/s)") == 1
+
+
 def test_ctrl_c_in_chat_stops_the_answer_and_ctrl_d_ends(tmp_path: Path):
     # So deep that an answer is not over, however late the interrupt is.
     model = write_model(tmp_path / "deep", replace(TINY, num_layers=64))
@@ -126,7 +181,7 @@ def test_ctrl_c_in_chat_stops_the_answer_and_ctrl_d_ends(tmp_path: Path):
         shown.read_until(r"\[stopped\]")
         shown.read_until(r"tok/s\)(?s:.*)> ")
         shown.write("/reset\n")
-        shown.read_until(r"forgotten(?s:.*)> ")
+        shown.read_until(r"is forgotten(?s:.*)> ")
         shown.interrupt_until(r"> ")
         shown.write("\x04")
         assert shown.end() == 0

@@ -1,8 +1,9 @@
 """`cadenza chat`: a conversation through the model's chat template.
 
-Owns the history and the reading of lines; answers stream as they come. With stdin piped, each line
-is answered and nothing else is printed. Invariant: the history holds only what was asked and
-answered; a turn that failed or was cut before its first word leaves no trace in it.
+Owns the history, the reading of input and the commands that begin with a slash; answers stream.
+With stdin piped, each line is answered and nothing else is printed. Invariant: the history holds
+only what was asked and answered; a turn that failed or was stopped before its first word is not in
+it.
 """
 
 import sys
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,8 +29,25 @@ if TYPE_CHECKING:
     from cadenza.engine.build import LoadedModel
 
 FAILED = 1
-HELP = "/reset forgets the conversation · /exit or Ctrl-D ends · Ctrl-C stops an answer"
 MARK = "> "
+CONTINUATION_MARK = "… "
+QUOTES = '"""'
+ENDS = ("/bye", "/exit", "/quit")
+HINT = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D or /bye ends."
+HELP = """\
+/help          list these commands
+/system TEXT   set the system message; without TEXT, remove it
+/retry         answer the last message again
+/reset         forget the conversation, but not the system message
+/bye           end, as /exit and Ctrl-D do
+\"\"\"            begin and end a message of several lines; pasted lines are one message anyway"""
+BUNDLED = (
+    "The bundled model ({size} parameters) is for trying the engine: it knows capitals, sums and "
+    "small stories.\nTry: What is the capital of Japan? | What is 12 + 30? | "
+    "Tell me a story about a fox."
+)
+SAME_ANSWER = "(the same again: with greedy decoding or a fixed --seed an answer does not change)"
+OTHER = "{name}: {family}, {size} parameters in {dtype}, context of {context:,} tokens."
 
 Folder = Annotated[
     str | None,
@@ -66,7 +84,7 @@ class ChatFlags:
 def chat(
     folder: Folder = None, *, flags: ChatFlags, sampling: SamplingFlags, config: EngineConfig
 ) -> int:
-    """Talk with a model. /reset forgets the conversation, /exit ends it.
+    """Talk with a model. /help lists the commands, /bye ends.
 
     With stdin piped, each line is answered and nothing else is printed.
     """
@@ -85,27 +103,53 @@ def chat(
         loaded.text.default_params(**params)  # what cannot work is said before the first question
         interrupts = stack.enter_context(Interrupts())
         talk = Conversation(loaded=loaded, params=params, flags=flags, interrupts=interrupts)
-        return _talk_with_person(talk) if is_person else _answer_lines(talk)
+        if not is_person:
+            return _answer_lines(talk)
+        print(f"{introduction(model, loaded)}\n{HINT}")
+        return _talk_with_person(talk)
+
+
+def introduction(model: str | None, loaded: "LoadedModel") -> str:
+    """What the model is, for somebody about to talk with it, and what to ask the bundled one."""
+    from cadenza.checkpoint import count_parameters
+    from cadenza.cli.words import magnitude_text
+
+    shape = loaded.checkpoint.config
+    size = magnitude_text(count_parameters(shape))
+    if model is None:
+        return BUNDLED.format(size=size)
+    return OTHER.format(
+        name=Path(model).resolve().name if Path(model).exists() else model,
+        family=shape.family,
+        size=size,
+        dtype=loaded.plan.dtype,
+        context=loaded.plan.limits.max_model_len,
+    )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Conversation:
-    """The messages so far, and the engine that answers."""
+    """The system message, the turns so far, and the engine that answers.
+
+    `last_question` is what was asked last, also where its answer failed; None when nothing was.
+    """
 
     loaded: "LoadedModel"
     params: Mapping[str, object]
     flags: ChatFlags
     interrupts: Interrupts
     clock: Callable[[], float] = time.perf_counter
-    messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    system: str | None = field(init=False)
+    turns: list[dict[str, str]] = field(default_factory=list[dict[str, str]], init=False)
+    last_question: str | None = field(default=None, init=False)
+    _num_turns_before: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.reset()
+        self.system = self.flags.system
 
     def reset(self) -> None:
         """Forgets all but the system message."""
-        system = self.flags.system
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.turns, self.last_question = [], None
 
     def ask(self, text: str, write: Callable[[str], object]) -> "Stream":
         """Sends `text` and gives the answer to `write` as it comes, until it ends or Ctrl-C.
@@ -115,15 +159,24 @@ class Conversation:
         """
         from cadenza.cli.batch_run import BatchRun, Question
 
-        messages = [*self.messages, {"role": "user", "content": text}]
-        prepared = self.loaded.text.prepare_chat(messages, self.params)
+        self.last_question, self._num_turns_before = text, len(self.turns)
+        turns = [*self.turns, {"role": "user", "content": text}]
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        prepared = self.loaded.text.prepare_chat([*system, *turns], self.params)
         question = Question(shown=text, sent_text=prepared.text, request=prepared.request)
         run = BatchRun(self.loaded.core, self.loaded.text, [question], self.clock)
         self._follow(run, write)
         stream = run.streams[0]
         if stream.text and stream.state != "failed":
-            self.messages = [*messages, {"role": "assistant", "content": stream.text}]
+            self.turns = [*turns, {"role": "assistant", "content": stream.text}]
         return stream
+
+    def take_back(self) -> str | None:
+        """Forgets the last question and its answer; the question, to be asked again."""
+        question = self.last_question
+        if question is not None:
+            del self.turns[self._num_turns_before :]
+        return question
 
     def _follow(self, run: "BatchRun", write: Callable[[str], object]) -> None:
         stream, written = run.streams[0], 0
@@ -136,22 +189,40 @@ class Conversation:
         write(stream.text[written:])
 
 
+def _obey(talk: Conversation, line: str) -> str | None:
+    """Carries out a command; what a person is told of it. None: `line` is no such command."""
+    name, _, rest = line.partition(" ")
+    match name:
+        case "/help" | "/?":
+            return HELP
+        case "/reset":
+            talk.reset()
+            return "The conversation is forgotten."
+        case "/system":
+            talk.system = rest.strip() or None
+            return "There is no system message." if talk.system is None else "It is set."
+        case _:
+            return None
+
+
 def _answer_lines(talk: Conversation) -> int:
     """Answers the lines of stdin; ends with them, or with the first that cannot be answered."""
     while line := _next_line(talk):
         text = line.strip()
-        if text == "/exit":
+        if text in ENDS:
             break
-        if text == "/reset":
-            talk.reset()
-        elif text:
-            stream = talk.ask(text, _write)
-            _write("\n")
-            _tell_times(talk, stream)
-            if talk.interrupts.is_set:
-                raise KeyboardInterrupt
-            if _tell_failure(stream):
-                return FAILED
+        if _obey(talk, text) is not None:
+            continue
+        question = talk.take_back() if text == "/retry" else text
+        if not question:
+            continue
+        stream = talk.ask(question, _write)
+        _write("\n")
+        _tell_times(talk, stream)
+        if talk.interrupts.is_set:
+            raise KeyboardInterrupt
+        if _tell_failure(stream):
+            return FAILED
     return 0
 
 
@@ -162,21 +233,34 @@ def _next_line(talk: Conversation) -> str:
 
 
 def _talk_with_person(talk: Conversation) -> int:
-    """Reads lines from a terminal, with history and editing where the platform has readline."""
+    """Reads messages from a terminal, with history and editing where the platform has readline."""
     _prepare_editing()
-    print(HELP)
-    while (line := _read_line(talk)) is not None:
-        text = line.strip()
-        if text == "/exit":
+    while (message := _read_message(talk)) is not None:
+        text = message.strip()
+        if text in ENDS:
             break
-        if text == "/reset":
-            talk.reset()
-            print("(forgotten)")
-        elif text.startswith("/"):
-            print(HELP)
+        told = _obey(talk, text)
+        if text == "/retry":
+            _retry(talk)
+        elif told is not None:
+            print(told)
+        elif text.startswith("/") and " " not in text and "\n" not in text:
+            print(f"There is no command {text}.\n{HELP}")
         elif text:
             _answer_person(talk, text)
     return 0
+
+
+def _retry(talk: Conversation) -> None:
+    """Answers the last question again, and says why the answer is the same where it is."""
+    before = talk.turns[-1:]
+    question = talk.take_back()
+    if question is None:
+        print("Nothing was asked yet.")
+        return
+    _answer_person(talk, question)
+    if before and talk.turns[-1:] == before:
+        print(SAME_ANSWER)
 
 
 def _answer_person(talk: Conversation, text: str) -> None:
@@ -193,22 +277,35 @@ def _answer_person(talk: Conversation, text: str) -> None:
 
 
 def _prepare_editing() -> None:
-    """Importing readline is all that `input` needs for it."""
+    """Editing and history for `input`, and pasted lines as one message, where readline has it."""
     with suppress(ImportError):
-        import_module("readline")
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
 
 
-def _read_line(talk: Conversation) -> str | None:
-    """A line; "" after Ctrl-C, which drops what was typed; None at the end."""
+def _read_message(talk: Conversation) -> str | None:
+    """What a person asks; "" after Ctrl-C, which drops what was typed; None at the end."""
     try:
         with talk.interrupts.raised():
-            return input(MARK)
+            return _read_lines()
     except KeyboardInterrupt:
         print()
         return ""
     except EOFError:
         print()
         return None
+
+
+def _read_lines() -> str:
+    """A line, or all lines from one that begins with three quotes to one that ends with them."""
+    line = input(MARK)
+    if not line.lstrip().startswith(QUOTES):
+        return line
+    lines = [line.lstrip().removeprefix(QUOTES)]
+    while not lines[-1].rstrip().endswith(QUOTES):
+        lines.append(input(CONTINUATION_MARK))
+    return "\n".join(lines).rstrip().removesuffix(QUOTES)
 
 
 def _write(text: str) -> None:

@@ -34,6 +34,14 @@ def bytes_text(count: int) -> str:
     return f"{amount:.1f} {_UNITS[unit]}" if unit else f"{count} bytes"
 
 
+def magnitude_text(count: int) -> str:
+    """Say 3.4 M, 1.2 B."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.1f} {letter}"
+    return str(count)
+
+
 def seconds_text(seconds: float | None) -> str:
     return NOTHING if seconds is None else f"{seconds:.3f} s"
 
