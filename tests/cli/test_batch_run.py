@@ -1,6 +1,8 @@
 """`BatchRun` over the token-storing runner and a clock that the test turns, and its frames."""
 
 import io
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ from rich.console import Console
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.checkpoint import open_checkpoint
 from cadenza.cli.batch_run import BatchRun, Question
-from cadenza.cli.generate import report_failures
+from cadenza.cli.generate import report_failures, run_as_json, run_as_text
+from cadenza.cli.interrupts import Interrupts
 from cadenza.cli.live_view import frame, live_view, print_result
 from cadenza.cli.reports import json_lines
 from cadenza.config import EngineLimits
@@ -148,6 +151,54 @@ def test_json_of_a_run_is_one_line_for_each_stream_and_a_summary(text: TextFace)
     assert len(lines) == 3
     assert '"ttft_s": 1.0' in lines[0]
     assert '"model": "m"' in lines[-1]
+
+
+class PressedLater(Interrupts):
+    """Ctrl-C between two steps, after so many of them."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self._steps = iter(range(num_steps))
+
+    @property
+    def is_set(self) -> bool:
+        return next(self._steps, None) is None
+
+    @is_set.setter
+    def is_set(self, value: bool) -> None:
+        del value
+
+
+def interrupted_run(text: TextFace) -> BatchRun:
+    """One short prompt, one long one, and one that waits for a row."""
+    core = new_core(max_num_seqs=2, max_num_queued_reqs=2)
+    questions = [ask(0, max_tokens=2), ask(1, max_tokens=100), ask(2, max_tokens=100)]
+    questions += [ask(3), ask(4), ask(5)]
+    return BatchRun(core, text, questions, Ticking())
+
+
+def test_ctrl_c_prints_what_json_there_is(text: TextFace, capsys: pytest.CaptureFixture[str]):
+    run = interrupted_run(text)
+    with pytest.raises(KeyboardInterrupt):
+        run_as_json(run, PressedLater(6), {"model": "m"})
+    *found, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [each["finish_reason"] for each in found[:3]] == ["length", "abort", "abort"]
+    assert [len(each["token_ids"]) for each in found[:2]] == [2, 5]
+    assert summary["num_generated_tokens"] == sum(len(each["token_ids"]) for each in found)
+
+
+def test_ctrl_c_prints_the_text_of_answers_that_had_begun(
+    text: TextFace, capsys: pytest.CaptureFixture[str]
+):
+    run = interrupted_run(text)
+    with pytest.raises(KeyboardInterrupt):
+        run_as_text(run, PressedLater(6))
+    out = capsys.readouterr().out
+    headings = re.findall(r"^\[(\d)\] prompt", out, flags=re.MULTILINE)
+    begun = [str(stream.index + 1) for stream in run.streams if stream.text]
+    assert headings == begun
+    assert {"1", "2"} <= set(begun) < {"1", "2", "3", "4", "5", "6"}
+    assert run.streams[1].text.rstrip("\n") in out
 
 
 def test_a_stream_that_fails_is_said_on_stderr_and_fails_the_command(

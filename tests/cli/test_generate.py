@@ -1,12 +1,13 @@
 """`cadenza generate`: what it prints is what `LLM.generate` gives."""
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cadenza import LLM
-from tests.cli.harness import ENGINE, Ran
+from tests.cli.harness import COMMAND, ENGINE, Ran
 
 PROMPTS = ("the quick brown", "one two", "three four five six seven the lazy dog")
 OPTIONS = {"max_num_seqs": 4, "max_model_len": 256, "num_pages": 64}
@@ -121,6 +122,31 @@ def test_prompts_come_from_a_file_and_from_stdin(
         "generate", model, "--prompts-file", "-", "--prompts-format", "jsonl", *flags, stdin="[9]\n"
     )
     assert ran.objects[0]["prompt_token_ids"] == [9]
+
+
+def test_what_is_piped_in_is_one_prompt_where_no_other_is_given(
+    cadenza: Callable[..., Ran], model: Path
+):
+    flags = ("--max-tokens", 2, "--json", *ENGINE)
+    ran = cadenza("generate", model, *flags, stdin="the quick\n\nbrown fox\n")
+    assert [each["prompt"] for each in ran.objects[:-1]] == ["the quick\n\nbrown fox"]
+    ran = cadenza("generate", model, "one", *flags, stdin="not read\n")
+    assert [each["prompt"] for each in ran.objects[:-1]] == ["one"]
+    ran = cadenza("generate", model, *flags, stdin=" \n")
+    assert (ran.code, ran.out) == (2, "")
+    assert "there is no prompt" in ran.err
+
+
+def test_piped_text_that_is_not_utf_8_is_refused(model: Path):
+    ran = subprocess.run(
+        [*COMMAND, "generate", str(model)],
+        input=b"\xff\xfe",
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (2, b"")
+    assert b"is not UTF-8" in ran.stderr
 
 
 def test_chat_renders_each_prompt_as_a_message(cadenza: Callable[..., Ran], model: Path, llm: LLM):

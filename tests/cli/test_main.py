@@ -17,8 +17,16 @@ HEAVY = {"jax", "jaxlib", "ml_dtypes", "numpy", "tokenizers", "jinja2", "rich"}
 MAX_MODULES = 400
 
 
-def test_the_version_is_the_packages(cadenza: Callable[..., Ran]):
-    assert cadenza("--version") == Ran(0, f"cadenza {package.__version__}\n", "")
+@pytest.mark.parametrize("word", ["--version", "version"])
+def test_the_version_is_the_packages(cadenza: Callable[..., Ran], word: str):
+    assert cadenza(word) == Ran(0, f"cadenza {package.__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", [(), ("serve",), ("bench", "throughput")])
+def test_h_is_short_for_help(cadenza: Callable[..., Ran], words: tuple[str, ...]):
+    shown = cadenza(*words, "-h")
+    assert shown.code == 0
+    assert shown == cadenza(*words, "--help")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])

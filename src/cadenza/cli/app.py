@@ -28,7 +28,11 @@ NO_COMMAND = 2
 
 def build_app() -> typer.Typer:
     """The `cadenza` command with its subcommands."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
     app.callback(epilog=EPILOG, invoke_without_command=True)(_cadenza)
     _add(app, serve)
     _add(app, generate)
@@ -36,6 +40,7 @@ def build_app() -> typer.Typer:
     _add(app, info)
     _add(app, verify)
     app.add_typer(build_bench(EPILOG), name="bench")
+    app.command("version")(_version)
     return app
 
 
@@ -43,9 +48,14 @@ def _add(app: typer.Typer, command: Callable[..., object]) -> None:
     app.command(command.__name__, epilog=EPILOG)(with_flags(command))
 
 
+def _version() -> None:
+    """Show the version."""
+    typer.echo(f"cadenza {cadenza.__version__}")
+
+
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"cadenza {cadenza.__version__}")
+        _version()
         raise typer.Exit
 
 

@@ -15,7 +15,13 @@ import typer
 
 from cadenza.cli.interrupts import Interrupts
 from cadenza.cli.options import JsonFlag, ModelFlag
-from cadenza.cli.prompts import Prompt, PromptsFormat, read_prompts_file, read_words
+from cadenza.cli.prompts import (
+    Prompt,
+    PromptsFormat,
+    read_piped_prompt,
+    read_prompts_file,
+    read_words,
+)
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
@@ -96,8 +102,9 @@ def generate(
 ) -> int:
     """Continue prompts, all of them in one batch.
 
-    On a terminal the answers stream side by side and a table of times follows; elsewhere each
-    answer is printed when it is done, and nothing else.
+    Without a prompt, what is piped into stdin is one. On a terminal the answers stream side by side
+    and a table of times follows; elsewhere each answer is printed when it is done, and nothing
+    else. Ctrl-C keeps what was written until then.
     """
     model, prompts = _read(words or [], flags)
     from cadenza.cli.batch_run import BatchRun, opened_model
@@ -110,11 +117,11 @@ def generate(
         run = BatchRun(loaded.core, loaded.text, questions, time.perf_counter)
         interrupts = stack.enter_context(Interrupts())
         if is_shown:
-            _run_on_terminal(run, interrupts)
+            run_on_terminal(run, interrupts)
         elif flags.json:
-            _run_as_json(run, interrupts, _facts(model, loaded))
+            run_as_json(run, interrupts, _facts(model, loaded))
         else:
-            _run_as_text(run, interrupts)
+            run_as_text(run, interrupts)
         return report_failures(run)
 
 
@@ -138,8 +145,11 @@ def _read(words: list[str], flags: GenerateFlags) -> tuple[str | None, list[Prom
         prompts += read_prompts_file(flags.prompts_file, flags.format)
     elif flags.prompts_format is not None:
         raise ConfigError("--prompts-format says what --prompts-file holds; give both or neither")
+    if not prompts and sys.stdin is not None and not sys.stdin.isatty():
+        piped = read_piped_prompt(sys.stdin)
+        prompts += [] if piped is None else [piped]
     if not prompts:
-        raise ConfigError("there is no prompt; give at least one, or --prompts-file")
+        raise ConfigError("there is no prompt; give at least one, pipe one in, or --prompts-file")
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(flags, name) is not None and not flags.json:
             flag = name.replace("_", "-")
@@ -188,35 +198,50 @@ def _steps(run: "BatchRun", interrupts: Interrupts) -> Iterator[list["Stream"]]:
         yield run.step()
 
 
-def _run_as_text(run: "BatchRun", interrupts: Interrupts) -> None:
+def run_as_text(run: "BatchRun", interrupts: Interrupts) -> None:
     from cadenza.cli.reports import block
 
-    for news in _steps(run, interrupts):
-        for stream in news:
-            if stream.is_finished:
-                print(block(stream, len(run.streams)), end="", flush=True)
+    def show(stream: "Stream") -> None:
+        print(block(stream, len(run.streams)), end="", flush=True)
+
+    printed: set[int] = set()
+    try:
+        for news in _steps(run, interrupts):
+            for stream in news:
+                if stream.is_finished:
+                    show(stream)
+                    printed.add(stream.index)
+    except KeyboardInterrupt:
+        for stream in run.streams:
+            if stream.text and stream.index not in printed:
+                show(stream)
+        raise
 
 
-def _run_as_json(run: "BatchRun", interrupts: Interrupts, facts: dict[str, str]) -> None:
+def run_as_json(run: "BatchRun", interrupts: Interrupts, facts: dict[str, str]) -> None:
     from cadenza.cli.reports import json_lines
 
-    for _ in _steps(run, interrupts):
-        pass
-    for line in json_lines(run, facts):
-        print(line)
+    try:
+        for _ in _steps(run, interrupts):
+            pass
+    finally:
+        for line in json_lines(run, facts):
+            print(line)
 
 
-def _run_on_terminal(run: "BatchRun", interrupts: Interrupts) -> None:
+def run_on_terminal(run: "BatchRun", interrupts: Interrupts) -> None:
     from rich.console import Console
 
     from cadenza.cli.live_view import live_view, print_result
 
     console = Console(highlight=False)
-    with live_view(run, console, time.perf_counter) as frames:
-        frames.draw()
-        for _ in _steps(run, interrupts):
+    try:
+        with live_view(run, console, time.perf_counter) as frames:
             frames.draw()
-    print_result(run, console)
+            for _ in _steps(run, interrupts):
+                frames.draw()
+    finally:
+        print_result(run, console)
 
 
 def report_failures(run: "BatchRun") -> int:

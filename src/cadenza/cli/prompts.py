@@ -102,6 +102,20 @@ def read_prompts_file(name: str, format: PromptsFormat | None) -> list[Prompt]:
     return [parse_json_prompt(line, f"{name}, line {number}") for number, line in lines]
 
 
+def read_piped_prompt(file: TextIO) -> str | None:
+    """All that is piped in as one prompt, without the line end that `echo` adds; None for nothing.
+
+    Raises:
+        ConfigError: it is not UTF-8.
+    """
+    try:
+        text = file.read().rstrip("\r\n")
+        text.encode()  # Python's C locale reads bytes that are no UTF-8 as lone surrogates
+    except UnicodeError as error:
+        raise ConfigError("the prompt on stdin is not UTF-8; convert it") from error
+    return text if text.strip() else None
+
+
 def parse_json_prompt(line: str, where: str) -> Prompt:
     """A prompt from JSON: a string, a list of token ids, or an object with one of the two.
 
