@@ -132,7 +132,8 @@ class ServeProcess:
 @contextmanager
 def serve_process(*arguments: object, **environment: str) -> Generator[ServeProcess]:
     """Started, and surely gone afterwards."""
-    command = [*COMMAND, "serve", "--port", "0", "--log-format", "json", *map(str, arguments)]
+    flags = ["--port", "0", "--log-format", "json", "--log-level", "debug"]
+    command = [*COMMAND, "serve", *flags, *map(str, arguments)]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
     )

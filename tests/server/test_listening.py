@@ -121,6 +121,14 @@ def test_a_path_is_its_owners_alone_and_goes_with_its_server(tmp_path: Path) -> 
     assert not path.exists()
 
 
+def test_a_path_has_the_mode_that_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "cadenza.sock"
+    with listening(Address(uds=path, uds_mode=0o660)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        assert can_connect(path)
+    assert not path.exists()
+
+
 def test_what_a_dead_server_left_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "cadenza.sock"
     left_behind(path)

@@ -1,8 +1,10 @@
 """`cadenza serve` as people run it: the bundled model, two processes, signals, flags."""
 
 import os
+import re
 import signal
 import ssl
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cadenza import __version__
 from cadenza.cli.interrupts import TERMINATED
 from tests.cli.harness import ENGINE, run_cadenza, write_model
 from tests.server.harness import TIMEOUT_S, read_events
@@ -49,6 +52,41 @@ def test_its_token_ids_are_those_of_generate(serving: ServeProcess) -> None:
     assert len(expected) == len(PROMPTS), ran
     assert [choice["token_ids"] for choice in alone] == expected
     assert [choice["token_ids"] for choice in together] == expected
+
+
+def test_a_start_is_logged_in_three_lines(tmp_path: Path) -> None:
+    path = tmp_path / "cadenza.sock"
+    flags = ("--uds", str(path), "--uds-mode", "0660", "--log-level", "info", *FLAGS)
+    with serve_process(*flags) as serving:
+        serving.wait_for(lambda: "engine ready" in serving.log or None)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        told = [line["message"] for line in serving.lines]
+    assert serving.other_lines == []
+    serves, plan, ready = told
+    assert serves == f"cadenza {__version__} serves bundled at unix:{path}"
+    assert re.search(r"bfloat16 weights, .* KV cache, 4 rows, context of 1024 tokens$", plan)
+    assert re.fullmatch(r"engine ready in \d+\.\d s \(.*compile \d+\.\d\); process \d+", ready)
+
+
+def test_debug_lines_hold_the_resolved_configuration(serving: ServeProcess) -> None:
+    (front,) = (line for line in serving.lines if "EngineConfig(" in line["message"])
+    (engine,) = (line for line in serving.lines if "EnginePlan(" in line["message"])
+    assert {front["level"], engine["level"]} == {"debug"}
+    assert "api_key=0" in front["message"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--uds-mode", "rw"), "--uds-mode 'rw' is not three octal digits"),
+        (("--uds-mode", "0888"), "--uds-mode '0888' is not three octal digits"),
+        (("--log-level", "loud"), "--log-level 'loud' is not one of debug, info, warning, error"),
+    ],
+)
+def test_a_mode_or_level_that_is_none_is_refused(flags: tuple[str, str], said: str) -> None:
+    ran = run_cadenza(["serve", *flags])
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
 
 
 def test_each_request_has_one_line_with_its_numbers(serving: ServeProcess) -> None:

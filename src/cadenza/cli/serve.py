@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cadenza import __version__
 from cadenza.cli.options import ENVIRONMENT_PREFIX, ModelFlag
 from cadenza.cli.prompts import only_model
 from cadenza.cli.unbuilt import UnbuiltFlags
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOAD_S = 24 * 3600.0
+LOG_LEVELS = ("debug", "info", "warning", "error")
+SOCKET_MODE_DIGITS = 3
 
 
 def _option(*names: str, environment: str, **settings: Any) -> Any:
@@ -53,9 +56,21 @@ class ServeFlags:
     uds: Annotated[
         str | None,
         _option(
-            "--uds", environment="UDS", metavar="PATH", help="A Unix socket, for its owner only."
+            "--uds",
+            environment="UDS",
+            metavar="PATH",
+            help="A Unix socket in place of a port; --uds-mode says for whom.",
         ),
     ] = None
+    uds_mode: Annotated[
+        str,
+        _option(
+            "--uds-mode",
+            environment="UDS_MODE",
+            metavar="OCTAL",
+            help="The socket's permissions: 600 is its owner only, 660 its group too.",
+        ),
+    ] = "600"
     served_model_name: Annotated[
         list[str] | None,
         _option(
@@ -136,6 +151,15 @@ class ServeFlags:
     log_format: Annotated[
         str, _option("--log-format", environment="LOG_FORMAT", metavar="text|json", help="Lines.")
     ] = "text"
+    log_level: Annotated[
+        str,
+        _option(
+            "--log-level",
+            environment="LOG_LEVEL",
+            metavar="|".join(LOG_LEVELS),
+            help="Least level of a line that is logged; debug has the resolved configuration.",
+        ),
+    ] = "info"
     disable_log_requests: Annotated[
         bool,
         _option(
@@ -174,11 +198,16 @@ def serve(
     options, address = _options(name, flags), _address(flags)
     if flags.log_format not in ("text", "json"):
         raise ConfigError(f"--log-format {flags.log_format!r} is not one of text, json")
-    set_up_logging("json" if flags.log_format == "json" else "text")
+    if flags.log_level not in LOG_LEVELS:
+        raise ConfigError(f"--log-level {flags.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
+    level = logging.getLevelNamesMapping()[flags.log_level.upper()]
+    set_up_logging("json" if flags.log_format == "json" else "text", level)
     engine, service = _make(name, flags, config, options)
-    logger.info("resolved configuration: %s %s", config, _told(flags))
+    logger.debug("resolved configuration: %s %s", config, _told(flags))
     with terminable(), listening(address) as bound:
-        logger.info("cadenza serves %s at %s", options.model_names[0], address.url(bound))
+        logger.info(
+            "cadenza %s serves %s at %s", __version__, options.model_names[0], address.url(bound)
+        )
         asyncio.run(_run(engine, service, address, bound))
 
 
@@ -277,9 +306,21 @@ def _address(flags: ServeFlags) -> "Address":
         host=flags.host,
         port=flags.port,
         uds=path(flags.uds),
+        uds_mode=_socket_mode(flags.uds_mode),
         ssl_certfile=path(flags.ssl_certfile),
         ssl_keyfile=path(flags.ssl_keyfile),
     )
+
+
+def _socket_mode(text: str) -> int:
+    """Raises ConfigError where `text` is no mode."""
+    digits = text.removeprefix("0o").removeprefix("0")
+    if len(digits) != SOCKET_MODE_DIGITS or not set(digits) <= set("01234567"):
+        raise ConfigError(
+            f"--uds-mode {text!r} is not three octal digits; 600 is the owner only, 660 the group "
+            f"too, 666 everybody"
+        )
+    return int(digits, 8)
 
 
 def _told(flags: ServeFlags) -> str:

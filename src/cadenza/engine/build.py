@@ -86,7 +86,8 @@ def load_model(
     checkpoint = find_checkpoint(model, revision=config.revision)
     plan = plan_model(checkpoint, config)
     text = open_text(checkpoint, config, plan.limits.max_model_len)
-    logger.info("resolved configuration: %s", plan)
+    logger.info("%s", plan.summary)
+    logger.debug("resolved configuration: %s", plan)
     runner = build_runner(checkpoint, plan, config, on_phase=on_phase)
     core = EngineCore(
         runner,

@@ -35,6 +35,17 @@ class EnginePlan:
     def kv_bytes(self) -> int:
         return self.kv_bytes_per_token * self.limits.num_pages * self.limits.page_size
 
+    @property
+    def summary(self) -> str:
+        """One line for the log."""
+        limits, traits = self.limits, self.traits
+        return (
+            f"{traits.name} with {traits.ops} ops, exactness {traits.exactness}: "
+            f"{self.weight_bytes / 1e6:.1f} MB of {self.dtype} weights, "
+            f"{self.kv_bytes / 1e6:.1f} MB of KV cache, {limits.max_num_seqs} rows, "
+            f"context of {limits.max_model_len} tokens"
+        )
+
 
 def make_plan(
     config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits, available_bytes: int

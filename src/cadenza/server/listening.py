@@ -32,11 +32,13 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where to listen: a host and port, or a Unix socket's path; and with which certificate."""
+    """Where to listen: a host and port, or a Unix socket with its permissions; and with which
+    certificate."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     uds: Path | None = None
+    uds_mode: int = 0o600
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
 
@@ -60,7 +62,7 @@ def listening(address: Address) -> Generator[socket.socket]:
         with contextlib.closing(_open_port(address)) as bound:
             yield bound
         return
-    bound = _open_path(address.uds)
+    bound = _open_path(address.uds, address.uds_mode)
     try:
         yield bound
     finally:
@@ -120,7 +122,7 @@ def _open_port(address: Address) -> socket.socket:
     return bound
 
 
-def _open_path(path: Path) -> socket.socket:
+def _open_path(path: Path, mode: int) -> socket.socket:
     try:
         with _held(path.parent), contextlib.ExitStack() as on_error:
             _clear(path)
@@ -130,6 +132,7 @@ def _open_path(path: Path) -> socket.socket:
                 bound.bind(str(path))
             finally:
                 os.umask(mask)
+            path.chmod(mode)
             bound.listen(BACKLOG)
             on_error.pop_all()
     except OSError as error:

@@ -42,14 +42,14 @@ class JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def set_up_logging(format: LogFormat) -> None:
-    """Everything Cadenza logs goes to stderr, in lines of one format."""
+def set_up_logging(format: LogFormat, level: int = logging.INFO) -> None:
+    """Everything Cadenza logs from `level` on goes to stderr, in lines of one format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if format == "json" else TextLines())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("cadenza").setLevel(logging.INFO)
+    logging.getLogger("cadenza").setLevel(level)
 
 
 def _time(record: logging.LogRecord) -> str:

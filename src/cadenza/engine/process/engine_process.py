@@ -11,7 +11,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,7 +256,7 @@ class EngineProcess:
         with self._lock:
             self._child = child
             self._supervision.started(self._clock())
-        logger.info("engine process %d started", child.pid)
+        logger.debug("engine process %d started", child.pid)
         child.send(encode(self._start_message))
 
     def _send_outbox(self, child: ChildProcess) -> None:
@@ -320,7 +320,7 @@ class EngineProcess:
                 self._check = message.request_check
                 self._supervision.ready(now_s, message.startup_s)
             self._settled.set()
-            logger.info("engine ready: %s", self._supervision.startup_s)
+            logger.info("engine ready in %s; process %s", _phases(message.startup_s), self.pid)
         else:
             self._failed = message
 
@@ -411,6 +411,12 @@ class EngineProcess:
     def _wake(self) -> None:
         if self._wakeup is not None:
             self._wakeup.set()
+
+
+def _phases(startup_s: Mapping[str, float]) -> str:
+    """Say 1.0 s (imports 0.4, load 0.6)."""
+    parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in startup_s.items())
+    return f"{sum(startup_s.values()):.1f} s ({parts})"
 
 
 def _exception_of(failed: Failed) -> CadenzaError:
