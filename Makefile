@@ -8,6 +8,7 @@ LOCKED_FOR := $(shell sed -n 's/^\# locked for //p' requirements.lock 2>/dev/nul
 
 TAG_OF_PYTHON := import sys; print("Python %d.%d on %s" % (*sys.version_info[:2], sys.platform))
 CHECK_PYTHON := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+TIMED := tools/timed.sh
 PIP := python -m pip --quiet --quiet --disable-pip-version-check --no-input
 
 # $(call needs,PATH) is a command that prints a list of requirements out of pyproject.toml.
@@ -88,16 +89,19 @@ clean: ## remove all that these targets made
 # $(call install,ENVIRONMENT): the package, editable, with its requirements. Where the lock is for
 # this Python it holds, and the native kernels are built with the jaxlib that will run them.
 define install
-	@echo "installing Cadenza into $(1)"
+	@echo "installing Cadenza into $(1), once: minutes, most of them for compiling the CPU kernels"
 	@rm -f src/cadenza/_native.*
 	@if [ "$$($(1)/bin/python -c '$(TAG_OF_PYTHON)')" = "$(LOCKED_FOR)" ]; then \
 	  echo "-c $(CURDIR)/requirements.lock" > $(1)/constraints.txt; \
 	  $(1)/bin/python -c "$$LIST_NEEDS" $(BUILD_AND_RUN) > $(1)/needs.txt && \
-	  $(1)/bin/$(PIP) install -r $(1)/constraints.txt -r $(1)/needs.txt && \
-	  $(1)/bin/$(PIP) install --no-deps --no-build-isolation --editable .; \
+	  $(TIMED) "  installing the libraries" \
+	    $(1)/bin/$(PIP) install -r $(1)/constraints.txt -r $(1)/needs.txt && \
+	  $(TIMED) "  compiling the CPU kernels" \
+	    $(1)/bin/$(PIP) install --no-deps --no-build-isolation --editable .; \
 	else \
 	  : > $(1)/constraints.txt; \
-	  $(1)/bin/$(PIP) install --editable .; \
+	  $(TIMED) "  installing the libraries and compiling the CPU kernels" \
+	    $(1)/bin/$(PIP) install --editable .; \
 	fi
 	@ls src/cadenza/_native.* >/dev/null 2>&1 || \
 	  echo "without native CPU kernels: they were not built (is there a C++17 compiler?)"
@@ -108,17 +112,17 @@ endef
 	@touch $@
 
 .venv/.has-tools: .venv/.has-cadenza
-	@echo "installing the tests' and gates' tools into .venv"
 	@$(BIN)/python -c "$$LIST_NEEDS" $(EXTRA).test $(EXTRA).lint > .venv/needs.txt
-	@$(BIN)/$(PIP) install -r .venv/constraints.txt -r .venv/needs.txt
+	@$(TIMED) "installing the tests' and gates' tools into .venv" \
+	  $(BIN)/$(PIP) install -r .venv/constraints.txt -r .venv/needs.txt
 	@touch $@
 
 .venv-oracle/.has-torch: .venv-oracle/pyvenv.cfg $(SOURCES_OF_BUILD)
 	$(call install,.venv-oracle)
-	@echo "installing torch and transformers into .venv-oracle"
 	@.venv-oracle/bin/python -c "$$LIST_NEEDS" $(EXTRA).test $(EXTRA).oracle \
 	  > .venv-oracle/needs.txt
-	@.venv-oracle/bin/$(PIP) install -r .venv-oracle/constraints.txt -r .venv-oracle/needs.txt
+	@$(TIMED) "installing torch and transformers into .venv-oracle" \
+	  .venv-oracle/bin/$(PIP) install -r .venv-oracle/constraints.txt -r .venv-oracle/needs.txt
 	@touch $@
 
 .PRECIOUS: %/pyvenv.cfg
