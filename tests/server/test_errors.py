@@ -291,7 +291,7 @@ def test_a_long_url_and_long_heads_are_400(scripted: RunningServer) -> None:
             "headers_too_large",
         ),
         (
-            b"GET /live HTTP/1.1\r\nconnection: close\r\n" + b"x: y\r\n" * 101 + b"\r\n",
+            b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + b"x: y\r\n" * 101 + b"\r\n",
             "headers_too_large",
         ),
         (b"GET /live HTTP/1.1\r\nx: " + b"a" * 30_000, "headers_too_large"),

@@ -120,6 +120,11 @@ def bounds_exceeded(code: str, message: str) -> ApiError:
     return ApiError(400, code, message, headers=(("connection", "close"),))
 
 
+def invalid_http(message: str) -> ApiError:
+    """There is no request to be answered; the connection ends with it."""
+    return ApiError(400, "invalid_http", message, headers=(("connection", "close"),))
+
+
 def invalid_api_key() -> ApiError:
     return ApiError(
         401,
@@ -166,6 +171,15 @@ def content_too_large(limit_bytes: int) -> ApiError:
 def unsupported_media_type() -> ApiError:
     message = "the body's type must be application/json; set the content-type header"
     return ApiError(415, "unsupported_media_type", message)
+
+
+def unsupported_encoding(header: str, coding: str) -> ApiError:
+    message = (
+        f"the body's {header} is {coding[:64]!r}; only plain JSON is read: send the body "
+        f"uncompressed"
+    )
+    headers = (("accept-encoding", "identity"),)
+    return ApiError(415, "unsupported_media_type", message, headers=headers)
 
 
 def queue_full(message: str) -> ApiError:

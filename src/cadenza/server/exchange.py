@@ -21,6 +21,7 @@ from cadenza.server.errors import (
     bounds_exceeded,
     content_too_large,
     too_many_bodies,
+    unsupported_encoding,
     unsupported_media_type,
 )
 from cadenza.server.limits import ServerLimits
@@ -80,11 +81,20 @@ class Exchange:
         kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if kind != JSON_TYPE.encode():
             raise unsupported_media_type()
+        self._check_codings()
         length = self.header(b"content-length") or b"0"
         if len(length) > 18 or int(length) > self.limits.max_body_bytes:
             raise content_too_large(self.limits.max_body_bytes)
         with self.bodies.holding() as held:
             yield await self._read_within(held)
+
+    def _check_codings(self) -> None:
+        """Raises ApiError (415) for a compressed body."""
+        for name, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
+            found = [value for key, value in self.scope["headers"] if key == name.encode()]
+            coding = b", ".join(found).decode("latin-1").strip().lower()
+            if coding not in ("", plain):
+                raise unsupported_encoding(name, coding)
 
     async def _read_within(self, held: HeldBytes) -> bytes:
         limit_s = self.limits.body_s

@@ -1,20 +1,36 @@
 """uvicorn's HTTP/1.1 connection with bounds: on the head's size and time, and on slow readers.
 
-Owns what no application can see: bytes before a request is one, and bytes that nobody reads.
-Invariants: a connection holds at most one bounded head and 64 KiB of unread answer, and neither for
-longer than its limit; an answer is not lost because its request was not read to the end.
+Owns what no application can see: bytes before a request is one, how an answer is framed, and bytes
+that nobody reads. Invariants: a connection holds at most one bounded head and 64 KiB of unread
+answer, and neither for longer than its limit; an answer is not lost because its request was not
+read to the end; a request's body is never parsed as another request, whatever protocol the client
+offers to upgrade to.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import cast
 
+import httptools
+from uvicorn._types import (
+    ASGI3Application,
+    ASGIReceiveCallable,
+    ASGISendCallable,
+    ASGISendEvent,
+    Scope,
+)
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from cadenza.server.errors import ApiError, bounds_exceeded
-from cadenza.server.exchange import new_request_id
+from cadenza.server.errors import ApiError, bounds_exceeded, invalid_http, method_not_allowed
+from cadenza.server.exchange import JSON_TYPE, new_request_id
 from cadenza.server.limits import ServerLimits
 
+logger = logging.getLogger(__name__)
+
+HTTP_VERSIONS = ("1.1", "1.0")
+METHODS = ("GET", "POST")
 SLACK_BYTES = 1024
 """A head may be this much longer than its parts' bounds; those are checked to the byte later."""
 
@@ -48,6 +64,7 @@ class CycleTransport:
 class BoundedProtocol(HttpToolsProtocol):
     """One connection."""
 
+    parser: httptools.HttpRequestParser
     bounds = ServerLimits()
     is_lingering = False
     """Nothing more is said, and what comes is passed over."""
@@ -76,27 +93,51 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.is_lingering:
             return
-        if self._is_in_head:
-            if self._head_timer is None:
-                self._start_head_timer()
-            self._num_head_bytes += len(data)
-        super().data_received(data)
-        if self._is_in_head and self._num_head_bytes > self._max_head_bytes:
+        if self._is_in_head and self._head_timer is None:
+            self._start_head_timer()
+        self._unset_keepalive_if_required()
+        self._num_head_bytes += len(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            logger.debug("a connection sent what is no HTTP request")
+            cause = error.__context__  # what a callback raised
+            refusal = "this is not an HTTP/1.1 request"
+            self._refuse(cause if isinstance(cause, ApiError) else invalid_http(refusal))
+            return
+        if self._num_head_bytes > self._max_head_bytes:
             self._refuse(bounds_exceeded("headers_too_large", "the request's head is too large"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_head = True
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # a trailer is no header: it may say what a proxy has removed
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        """Raises ApiError, which the parser's own error then has as its context."""
+        self._check_head()
+        if self.parser.should_upgrade():
+            return  # `_parse` has this head parsed again
         self._is_in_head = False
         self._num_head_bytes = 0
         self._stop_head_timer()
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, CycleTransport(self))
         self._cycles = [*self._unanswered(), self.cycle]
 
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._num_head_bytes = 0
         self._stop_rest_timer()
         super().on_message_complete()
         self._is_in_head = True
@@ -126,9 +167,47 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_stall_timer()
         super().resume_writing()
 
-    def send_400_response(self, msg: str) -> None:
-        del msg  # the parser's words, not ours
-        self._refuse(ApiError(400, "invalid_http", "this is not an HTTP/1.1 request"))
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = _close_delimited(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
+    def _parse(self, data: bytes) -> None:
+        """Offers to upgrade are ignored (RFC 9110, 7.8).
+
+        The parser takes a request with an `Upgrade` header to end with its head, and its body for
+        the new protocol. So the head is parsed once more without that header, and then its body.
+
+        Raises:
+            httptools.HttpParserError: this is no HTTP, or a callback has raised.
+        """
+        rest = memoryview(data)
+        while True:
+            try:
+                self.parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as upgrade:
+                (num_parsed_bytes,) = upgrade.args
+                rest = rest[num_parsed_bytes:]
+                self.parser.feed_data(self._head_without_upgrade())
+            else:
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _check_head(self) -> None:
+        """Raises ApiError where there is no such request in HTTP/1.1, or it asks for a tunnel."""
+        version = self.parser.get_http_version()
+        if version not in HTTP_VERSIONS:
+            raise invalid_http(f"the request is HTTP/{version}; send HTTP/1.1")
+        if self.parser.get_method() == b"CONNECT":  # what follows would be another protocol's
+            raise method_not_allowed("CONNECT", METHODS)
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (version == "1.1" and not num_hosts):
+            raise invalid_http(f"the request has {num_hosts} host headers; send one")
 
     def _disconnect_cycles(self) -> None:
         """uvicorn tells the newest request only; it may be another one, before it, that runs."""
@@ -148,12 +227,16 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         body = error.body()
-        head = (
-            f"HTTP/1.1 {error.status} Bad Request\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nx-request-id: {new_request_id()}\r\n"
-            f"connection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        headers = {
+            **dict(error.headers),
+            "content-type": JSON_TYPE,
+            "content-length": str(len(body)),
+            "x-request-id": new_request_id(),
+            "connection": "close",
+        }
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self._disconnect_cycles()
         self._linger()
 
@@ -192,3 +275,18 @@ class BoundedProtocol(HttpToolsProtocol):
     def _abort(self) -> None:
         """Drops the connection with all that was not read."""
         cast(asyncio.WriteTransport, self.transport).abort()
+
+
+def _close_delimited(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
+    """`app` for HTTP/1.0, which has no chunks: a stream ends with its connection."""
+
+    async def answer(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        async def send_plainly(message: ASGISendEvent) -> None:
+            if message["type"] == "http.response.body":
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        cycle.chunked_encoding = False
+        await app(scope, receive, send_plainly)
+
+    return answer
