@@ -160,10 +160,11 @@ class TextFace:
         *,
         tools: SequenceOf[Message] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        max_num_tokens: int | None = None,
     ) -> tuple[str, tuple[int, ...]]:
-        """The prompt's text and ids, up to where the assistant answers."""
+        """The prompt's text and ids, up to where the assistant answers. Raises as `prepare`."""
         text = self._render(messages, tools, template_kwargs)
-        return text, self._encode_rendered(text, None)
+        return text, self._encode_rendered(text, max_num_tokens)
 
     def _render(
         self,

@@ -22,10 +22,12 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a client asked for. `values` are the checked fields that were there."""
+    """What a client asked for. `values` are the checked fields that were there; `num_body_bytes`
+    is the size of the body that they came in."""
 
     endpoint: Literal["completions", "chat"]
     values: Mapping[str, Any]
+    num_body_bytes: int
 
     @property
     def model(self) -> str | None:
@@ -126,7 +128,7 @@ class Call:
 def read_call(endpoint: Literal["completions", "chat"], body: bytes, limits: ServerLimits) -> Call:
     """Raises ApiError (400) naming the field at fault."""
     values = check_body(endpoint, read_json(body))
-    call = Call(endpoint=endpoint, values=values)
+    call = Call(endpoint=endpoint, values=values, num_body_bytes=len(body))
     if "stream_options" in values and not call.is_stream:
         raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
     if "top_logprobs" in values and not values.get("logprobs"):

@@ -115,6 +115,15 @@ def context_length_impossible(message: str, prompt_field: str) -> ApiError:
     return ApiError(400, "context_length_exceeded", message, param=prompt_field)
 
 
+def beyond_context(field: str, num_tokens: int, max_model_len: int) -> ApiError:
+    """More tokens than a context holds, where none are generated."""
+    message = (
+        f"This model's maximum context length is {max_model_len} tokens; {field} has {num_tokens}: "
+        f"send it in parts"
+    )
+    return ApiError(400, "context_length_exceeded", message, param=field)
+
+
 def bounds_exceeded(code: str, message: str) -> ApiError:
     """A request line or a head beyond its bound; the connection ends with it."""
     return ApiError(400, code, message, headers=(("connection", "close"),))

@@ -71,7 +71,9 @@ class Generation:
         limits = self._service.options.limits
         if len(body) <= INLINE_BYTES:
             return read_call(self._endpoint, body, limits)
-        return await self._service.work.do(lambda: read_call(self._endpoint, body, limits))
+        return await self._service.work.do(
+            "generate", len(body), lambda: read_call(self._endpoint, body, limits)
+        )
 
     def _take_identity(self, exchange: Exchange, call: Call, record: RequestRecord) -> None:
         if call.request_id is not None:
@@ -85,7 +87,11 @@ class Generation:
         service.check_fits(call)
         with service.preparing():
             try:
-                prepared = await service.work.do(lambda: service.prepare(call, exchange.tenant))
+                prepared = await service.work.do(
+                    "generate",
+                    call.num_body_bytes,
+                    lambda: service.prepare(call, exchange.tenant),
+                )
             except CadenzaError as error:
                 raise error_of(error, service.monitor.status().state) from error
             service.check_id(exchange.request_id)

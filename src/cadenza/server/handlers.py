@@ -10,8 +10,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 import cadenza
-from cadenza.errors import CadenzaError
-from cadenza.server.errors import invalid_value, unavailable
+from cadenza.errors import CadenzaError, TextTooLongError
+from cadenza.server.errors import (
+    beyond_context,
+    context_length_impossible,
+    invalid_value,
+    unavailable,
+)
 from cadenza.server.exchange import Answer, Exchange
 from cadenza.server.failures import UNAVAILABLE_CODES, error_of
 from cadenza.server.fields import check_body
@@ -88,21 +93,23 @@ class Handlers:
         await _send(exchange, {"id": request_id, "object": "request", "cancelled": True})
 
     async def tokenize(self, exchange: Exchange) -> None:
-        values = await self._read(exchange, "tokenize")
+        values, num_bytes = await self._read(exchange, "tokenize")
         if ("prompt" in values) == ("messages" in values):
             raise invalid_value("give either prompt or messages", "prompt")
-        found = await self._work(exchange, lambda: self._tokenize(values))
-        await _send(exchange, found)
+        body = await self._work(exchange, num_bytes, lambda: self._tokenize(values))
+        await exchange.answer(Answer(body=body))
 
     async def detokenize(self, exchange: Exchange) -> None:
-        values = await self._read(exchange, "detokenize")
-        self._check_vocabulary(values["tokens"])
-        text = await self._work(exchange, lambda: self._service.text.decode(values["tokens"]))
-        await _send(exchange, {"prompt": text})
+        values, num_bytes = await self._read(exchange, "detokenize")
+        self._check_tokens(values["tokens"])
+        body = await self._work(exchange, num_bytes, lambda: self._detokenize(values))
+        await exchange.answer(Answer(body=body))
 
-    def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
         """A tokenizer has no text, and no error, for ids that it lacks. Raises ApiError (400)."""
         check = self._service.monitor.status().request_check
+        if check is not None and len(token_ids) > check.limits.max_model_len:
+            raise beyond_context("tokens", len(token_ids), check.limits.max_model_len)
         largest = max(token_ids, default=0)
         if check is not None and largest >= check.vocab_size:
             raise invalid_value(
@@ -113,36 +120,56 @@ class Handlers:
 
     async def _read(
         self, exchange: Exchange, endpoint: Literal["tokenize", "detokenize"]
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], int]:
+        """The checked values, and the number of bytes that they came in."""
         async with exchange.body() as body:
-            values = await self._work(exchange, lambda: check_body(endpoint, read_json(body)))
+            num_bytes = len(body)
+            values = await self._work(
+                exchange, num_bytes, lambda: check_body(endpoint, read_json(body))
+            )
         self._service.check_model(values.get("model"))
-        return values
+        return values, num_bytes
 
-    async def _work(self, exchange: Exchange, work: Callable[[], Result]) -> Result:
+    async def _work(
+        self, exchange: Exchange, num_body_bytes: int, work: Callable[[], Result]
+    ) -> Result:
         service = self._service
-        with service.preparing():
+        with service.tokenizing():
             try:
-                return await exchange.while_connected(service.work.do(work))
+                doing = service.work.do("tokenize", num_body_bytes, work)
+                return await exchange.while_connected(doing)
             except CadenzaError as error:
                 raise error_of(error, service.monitor.status().state) from error
 
-    def _tokenize(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _tokenize(self, values: Mapping[str, Any]) -> bytes:
+        """The answer's body. Raises ApiError (400) for a text that no context holds."""
         text = self._service.text
-        if "messages" in values:
-            _, ids = text.render_chat(values["messages"])
-        else:
-            special = values.get("add_special_tokens", True)
-            ids = text.encode(values["prompt"], add_special_tokens=special)
         limits = self._service.engine_limits()
-        found: dict[str, Any] = {
-            "count": len(ids),
-            "max_model_len": None if limits is None else limits.max_model_len,
-            "tokens": ids,
-        }
+        most = None if limits is None else limits.max_model_len
+        try:
+            ids = self._encode(values, most)
+        except TextTooLongError as error:
+            assert most is not None, "only then is there a length to be beyond"
+            field = "messages" if "messages" in values else "prompt"
+            if error.num_tokens is None:
+                raise context_length_impossible(str(error), field) from None
+            raise beyond_context(field, error.num_tokens, most) from None
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
         if values.get("return_token_strs"):
             found["token_strs"] = [text.text_of(token_id) for token_id in ids]
-        return found
+        return msgspec.json.encode(found)
+
+    def _encode(self, values: Mapping[str, Any], max_num_tokens: int | None) -> tuple[int, ...]:
+        text = self._service.text
+        if "messages" in values:
+            return text.render_chat(values["messages"], max_num_tokens=max_num_tokens)[1]
+        special = values.get("add_special_tokens", True)
+        return text.encode(
+            values["prompt"], add_special_tokens=special, max_num_tokens=max_num_tokens
+        )
+
+    def _detokenize(self, values: Mapping[str, Any]) -> bytes:
+        return msgspec.json.encode({"prompt": self._service.text.decode(values["tokens"])})
 
     def _card(self, name: str) -> dict[str, Any]:
         check = self._service.monitor.status().request_check

@@ -92,6 +92,7 @@ class Service:
         self._engine = AsyncEngine(engine, text)
         self._open: dict[str, OpenCall] = {}
         self._num_preparing = 0
+        self._num_tokenizing = 0
         self._is_draining = False
 
     def start(self) -> None:
@@ -114,7 +115,7 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        return len(self._open) + self._num_preparing
+        return len(self._open) + self._num_preparing + self._num_tokenizing
 
     def check_ready(self) -> EngineStatus:
         """The engine's status. Raises ApiError (503) where no request is served now."""
@@ -155,8 +156,7 @@ class Service:
 
     def check_room(self) -> None:
         """Raises ApiError (429) where as many requests are open as may be."""
-        limits = self.engine_limits()
-        room = 1 if limits is None else limits.max_num_queued_reqs + limits.max_num_seqs
+        room = self._room()
         if self._num_preparing + self.monitor.request_stats().num_open >= room:
             self.counts.reject("queue_full")
             raise queue_full(
@@ -173,6 +173,27 @@ class Service:
             yield
         finally:
             self._num_preparing -= 1
+
+    @contextmanager
+    def tokenizing(self) -> Generator[None]:
+        """Counts a call that generates nothing, apart from those that do. Raises ApiError (429)."""
+        room = self._room()
+        if self._num_tokenizing >= room:
+            self.counts.reject("queue_full")
+            raise queue_full(
+                f"{room} calls that tokenize or detokenize are open, the most that "
+                f"--max-num-queued-reqs and --max-num-seqs allow; try again when some have finished"
+            )
+        self._num_tokenizing += 1
+        try:
+            yield
+        finally:
+            self._num_tokenizing -= 1
+
+    def _room(self) -> int:
+        """How many calls may be open."""
+        limits = self.engine_limits()
+        return 1 if limits is None else limits.max_num_queued_reqs + limits.max_num_seqs
 
     def prepare(self, call: Call, tenant: str) -> list[PreparedRequest]:
         """Prompts on their way to the engine; slow, and safe on any thread.

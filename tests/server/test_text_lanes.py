@@ -1,0 +1,167 @@
+"""Who waits for whose text: short prompts for no long one, and nobody for /tokenize."""
+
+import threading
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cadenza.checkpoint import open_checkpoint
+from cadenza.engine.text_face import TextFace
+from cadenza.server.text_work import LONG_BYTES
+from tests.cli.harness import write_model
+from tests.server.harness import TIMEOUT_S, RunningServer, running_server
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.test_errors import check_error
+from tests.server.test_streams import wait_until
+
+MAX_MODEL_LEN = 256
+NUM_LONG = 8
+SHORT = {"prompt": "the fox", "max_tokens": 2}
+CHAT = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 2}
+CUT = {"max_tokens": 1, "truncate_prompt_tokens": 16}
+
+
+class HeldFace(TextFace):
+    """Tokenises no text that begins with one of `held` until it is let go."""
+
+    def __init__(self, folder: Path, held: Sequence[str]) -> None:
+        super().__init__(open_checkpoint(folder))
+        self.held = tuple(held)
+        self.let_go = threading.Event()
+        self.num_waiting = 0
+        self.most_waiting = 0
+        self._lock = threading.Lock()
+
+    def encode(self, prompt: str | Sequence[int], **settings: Any) -> tuple[int, ...]:
+        if isinstance(prompt, str) and prompt.startswith(self.held):
+            with self._lock:
+                self.num_waiting += 1
+                self.most_waiting = max(self.most_waiting, self.num_waiting)
+            assert self.let_go.wait(TIMEOUT_S)
+            with self._lock:
+                self.num_waiting -= 1
+        return super().encode(prompt, **settings)
+
+
+def long_text(start: str) -> str:
+    return start + " the fox" * (LONG_BYTES // 8)
+
+
+@contextmanager
+def held_server(
+    script: tuple[int, ...], folder: Path, *held: str, **bounds: int
+) -> Generator[tuple[RunningServer, HeldFace, ThreadPoolExecutor]]:
+    face = HeldFace(write_model(folder / "tiny"), held)
+    engine = ScriptedEngine(script, max_model_len=MAX_MODEL_LEN, **bounds)
+    with running_server(engine, face) as server, ThreadPoolExecutor(4 * NUM_LONG) as clients:
+        try:
+            yield server, face, clients
+        finally:
+            face.let_go.set()
+
+
+def statuses(calls: list[Future[httpx.Response]]) -> list[int]:
+    return [call.result(TIMEOUT_S).status_code for call in calls]
+
+
+def test_no_short_text_waits_for_a_long_one(script: tuple[int, ...], tmp_path: Path) -> None:
+    with held_server(script, tmp_path, "held") as (server, face, clients):
+        long = long_text("held")
+        waiting = [
+            clients.submit(server.post, path, body)
+            for path, body in (
+                ("/tokenize", {"prompt": long}),
+                ("/v1/completions", {"prompt": long, **CUT}),
+            )
+            for _ in range(NUM_LONG)
+        ]
+        wait_until(lambda: face.num_waiting == 2)
+        for path, body in (
+            ("/v1/completions", SHORT),
+            ("/v1/chat/completions", CHAT),
+            ("/tokenize", {"prompt": "the fox"}),
+            ("/detokenize", {"tokens": [5]}),
+        ):
+            assert server.post(path, body).status_code == 200
+        assert not any(call.done() for call in waiting)
+        assert face.most_waiting == 2, "a long text of either kind at a time"
+        face.let_go.set()
+        assert statuses(waiting) == [400] * NUM_LONG + [200] * NUM_LONG
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_no_prompt_waits_for_tokenize(
+    script: tuple[int, ...], tmp_path: Path, is_long: bool
+) -> None:
+    with held_server(script, tmp_path, "held") as (server, face, clients):
+        text = long_text("held") if is_long else "held"
+        waiting = [
+            clients.submit(server.post, "/tokenize", {"prompt": text}) for _ in range(NUM_LONG)
+        ]
+        wait_until(lambda: face.num_waiting == 1)
+        body = {"prompt": long_text("other") if is_long else "other", **CUT}
+        assert server.post("/v1/completions", body).status_code == 200
+        assert face.most_waiting == 1
+        face.let_go.set()
+        assert statuses(waiting) == [400 if is_long else 200] * NUM_LONG
+
+
+def test_calls_of_tokenize_are_bounded_and_take_no_room_of_completions(
+    script: tuple[int, ...], tmp_path: Path
+) -> None:
+    bounds = {"max_num_queued_reqs": 1}  # and four rows
+    with held_server(script, tmp_path, "held", **bounds) as (server, _, clients):
+        waiting = [clients.submit(server.post, "/tokenize", {"prompt": "held"}) for _ in range(6)]
+        wait_until(lambda: any(call.done() for call in waiting))
+        (refused,) = [call.result() for call in waiting if call.done()]
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        words = ("5 calls that tokenize", "--max-num-queued-reqs")
+        check_error(refused.json(), "rate_limit_error", "queue_full", words=words)
+        assert server.post("/v1/completions", SHORT).status_code == 200
+
+
+WORDS = "the fox " * 300
+"""More tokens than the context holds, in fewer characters than tell it."""
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": WORDS}, "prompt"),
+        ({"messages": [{"role": "user", "content": WORDS}]}, "messages"),
+    ],
+)
+def test_tokenize_refuses_what_no_context_holds_with_both_numbers(
+    scripted: RunningServer, body: dict[str, Any], field: str
+) -> None:
+    answer = scripted.post("/tokenize", body)
+    assert answer.status_code == 400, answer.text[:200]
+    words = (f"This model's maximum context length is {MAX_MODEL_LEN} tokens; {field} has ",)
+    check_error(answer.json(), "invalid_request_error", "context_length_exceeded", field, words)
+
+
+def test_tokenize_takes_as_many_tokens_as_the_context_holds(
+    scripted: RunningServer, text: TextFace
+) -> None:
+    whole = ""
+    while len(text.encode(whole + "fox ")) <= MAX_MODEL_LEN:
+        whole += "fox "
+    answer = scripted.post("/tokenize", {"prompt": whole, "return_token_strs": True})
+    assert answer.status_code == 200
+    found = answer.json()
+    assert found["tokens"] == list(text.encode(whole))
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert MAX_MODEL_LEN - 4 < found["count"] <= found["max_model_len"] == MAX_MODEL_LEN
+
+
+def test_detokenize_takes_as_many_tokens_as_the_context_holds(scripted: RunningServer) -> None:
+    assert scripted.post("/detokenize", {"tokens": [5] * MAX_MODEL_LEN}).status_code == 200
+    answer = scripted.post("/detokenize", {"tokens": [5] * (MAX_MODEL_LEN + 1)})
+    assert answer.status_code == 400
+    words = (f"maximum context length is {MAX_MODEL_LEN} tokens; tokens has {MAX_MODEL_LEN + 1}",)
+    check_error(answer.json(), "invalid_request_error", "context_length_exceeded", "tokens", words)
