@@ -21,11 +21,13 @@ ErrorKind = Literal[
     "text_failed",
     "engine_lost",
     "engine_closed",
-    "deadline_exceeded",
+    "queue_timeout",
+    "request_timeout",
 ]
 """Why a request ended with an error: its own logits were not finite, or its own options ruled out
 every token (the request itself is the cause) · its step failed on the device · its tokens could not
-be made text of · the engine died or hung · was shut down · it took longer than its deadline."""
+be made text of · the engine died or hung · was shut down · it waited too long in the queue · it
+took too long in all."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy (the field's convention)."""

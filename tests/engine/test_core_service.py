@@ -30,7 +30,7 @@ class Bench:
     `on_step` is called at each launch with its number and may raise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, queue_s: float = 20, total_s: float = 40) -> None:
         bench = self
 
         class Runner(FakeRunner):
@@ -50,7 +50,7 @@ class Bench:
             page_size=LIMITS.page_size,
         )
         self.core = EngineCore(runner, LIMITS)
-        timeouts = RequestTimeouts(queue_s=20, total_s=40)
+        timeouts = RequestTimeouts(queue_s=queue_s, total_s=total_s)
         self.service = CoreService(self.core, timeouts, lambda: float(self.num_launches))
 
     def submit(self, max_tokens: int) -> int:
@@ -110,10 +110,30 @@ def test_deadlines_end_requests_and_free_their_pages(bench: Bench):
         bench.submit(max_tokens)
     bench.service.drain(within_s=1000)
     bench.serve()
-    late = ("error", "deadline_exceeded")
-    assert bench.ends() == dict.fromkeys(range(4), late)
+    assert bench.ends() == {
+        0: ("error", "request_timeout"),
+        1: ("error", "request_timeout"),
+        2: ("error", "queue_timeout"),
+        3: ("error", "queue_timeout"),
+    }
     assert bench.num_launches <= 41
     assert bench.service.stats().pages_live == 0
+
+
+@pytest.mark.parametrize(
+    ("queue_s", "end"), [(50, ("error", "queue_timeout")), (70, ("length", None))]
+)
+def test_requests_behind_long_ones_wait_as_long_as_the_queues_timeout(
+    queue_s: float, end: tuple[str, str | None]
+):
+    bench = Bench(queue_s=queue_s, total_s=600)
+    for max_tokens in (60, 60, 2, 2):
+        bench.submit(max_tokens)
+    bench.service.drain(within_s=1000)
+    bench.serve()
+    assert bench.ends() == {0: ("length", None), 1: ("length", None), 2: end, 3: end}
+    assert bench.num_launches >= 60
+    assert bench.service.timeouts == RequestTimeouts(queue_s=queue_s, total_s=600)
 
 
 def test_failures_in_a_row_stop_the_service_and_a_success_between_them_does_not(bench: Bench):

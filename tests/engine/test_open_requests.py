@@ -8,7 +8,7 @@ import pytest
 
 from cadenza.config import EngineLimits
 from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
-from cadenza.errors import QueueFullError
+from cadenza.errors import ConfigError, QueueFullError
 from cadenza.request import Event, Finished, Request, SamplingParams, Token
 
 LIMITS = EngineLimits(
@@ -125,17 +125,30 @@ def test_each_deadline_ends_its_requests_once_and_not_before(books: OpenRequests
     (end,) = books.end_overdue()
     assert (end.request_id, end.error_kind, end.num_prompt_tokens) == (
         queued,
-        "deadline_exceeded",
+        "queue_timeout",
         3,
     )
     assert end.error is not None
-    assert "10 seconds in the queue" in end.error
+    assert "10 seconds in the queue, all that --queue-timeout allows" in end.error
     assert books.next_deadline_s() == 1030.0
     clock.now_s = 1030.0
     (end,) = books.end_overdue()
     assert (end.request_id, end.num_generated_tokens) == (started, 1)
+    assert end.error_kind == "request_timeout"
+    assert end.error is not None
+    assert "30 seconds, all that --request-timeout allows" in end.error
     assert books.end_overdue() == []
     assert books.next_deadline_s() is None
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 86_401.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("name", "flag"), [("queue_s", "--queue-timeout"), ("total_s", "--request-timeout")]
+)
+def test_timeouts_out_of_bounds_are_refused_by_their_flag(name: str, flag: str, seconds: float):
+    with pytest.raises(ConfigError, match=flag):
+        RequestTimeouts(**{name: seconds})
+    assert RequestTimeouts(**{name: 86_400.0}) != RequestTimeouts()
 
 
 def test_the_times_of_a_request_are_split_at_its_start_and_its_first_token(

@@ -64,6 +64,30 @@ def test_leaving_early_cancels_the_request_and_the_next_one_works(tiny_folder: P
     assert asyncio.run(play())[-1].finished
 
 
+def test_a_request_that_is_not_started_in_time_ends_with_an_error(tiny_folder: Path) -> None:
+    async def play() -> list[RequestOutput]:
+        engine = AsyncEngine.from_model(
+            tiny_folder, max_num_seqs=1, max_model_len=256, queue_timeout=0.001
+        )
+        async with engine:
+            first = engine.generate([1], SamplingParams(max_tokens=200, ignore_eos=True))
+            await anext(first)
+            second = await asyncio.wait_for(collect(engine, [2]), TIMEOUT_S)
+            return [second[-1], [output async for output in first][-1]]
+
+    second, first = asyncio.run(play())
+    assert second.outputs[0].error_kind == "queue_timeout"
+    assert second.outputs[0].error is not None
+    assert "0.001 seconds in the queue" in second.outputs[0].error
+    assert len(first.outputs[0].token_ids) == 200
+
+
+@pytest.mark.parametrize("name", ["queue_timeout", "request_timeout"])
+def test_a_timeout_that_cannot_work_is_refused_before_a_model_is_loaded(name: str) -> None:
+    with pytest.raises(ConfigError, match=name.replace("_", "-")):
+        AsyncEngine.from_model("/nowhere", **{name: 0.0})
+
+
 def test_samples_and_stop_strings_are_what_llm_gives(worded_folder: Path, worded: LLM) -> None:
     asked: list[dict[str, object]] = [
         {"temperature": 1.5, "seed": seed, "n": 2, "stop": ["e", "o"], "ignore_eos": True}

@@ -77,7 +77,7 @@ class ScriptedEngine:
             backend="scripted",
             capabilities=CAPABILITIES,
         )
-        self._requests = OpenRequests(RequestTimeouts(), time.monotonic)
+        self._requests = OpenRequests(RequestTimeouts(queue_s=61.5, total_s=602.0), time.monotonic)
         self._inbox: queue.SimpleQueue[tuple[int, Request] | int | None] = queue.SimpleQueue()
         self._running: dict[int, tuple[Request, int]] = {}
         self._may_go = threading.Event()
@@ -96,6 +96,10 @@ class ScriptedEngine:
     @property
     def num_open(self) -> int:
         return self._requests.num_open
+
+    @property
+    def timeouts(self) -> RequestTimeouts:
+        return self._requests.timeouts
 
     def submit(self, request: Request) -> int:
         if self._is_shut_down:

@@ -212,7 +212,8 @@ def test_a_call_that_can_never_be_open_at_once_is_a_400_and_no_429(
         ("not_finite", 500, "server_error", "false"),
         ("step_failed", 500, "step_failed", None),
         ("engine_lost", 503, "engine_restarting", None),
-        ("deadline_exceeded", 504, "deadline_exceeded", None),
+        ("queue_timeout", 504, "deadline_exceeded", None),
+        ("request_timeout", 504, "deadline_exceeded", None),
     ],
 )
 def test_a_failure_of_the_engine_has_its_own_answer(
@@ -233,6 +234,24 @@ def test_a_failure_of_the_engine_has_its_own_answer(
     *_, failed, done = server.events("/v1/completions", {**BODY, "stream": True})
     check_error(failed, "server_error", code)
     assert done == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("queue_timeout", ("61.5 seconds in the queue", "--queue-timeout")),
+        ("request_timeout", ("took 602 seconds", "--request-timeout")),
+    ],
+)
+def test_a_504_says_which_bound_it_was_and_its_number(
+    server: RunningServer, engine: ScriptedEngine, kind: ErrorKind, words: tuple[str, ...]
+) -> None:
+    engine.failing = kind
+    whole = server.post("/v1/completions", BODY).json()
+    *_, streamed, _ = server.events("/v1/completions", {**BODY, "stream": True})
+    chat = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 4}
+    for answer in (whole, streamed, server.post("/v1/chat/completions", chat).json()):
+        check_error(answer, "server_error", "deadline_exceeded", words=words)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,29 @@ def test_each_request_has_one_line_with_its_numbers(serving: ServeProcess) -> No
     assert "the fox" not in serving.log
 
 
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [(("--queue-timeout", "0.2"), "3600"), ((), "0.2")],
+    ids=["flag before environment", "environment"],
+)
+def test_the_queues_timeout_is_as_it_is_given_and_a_504_says_so(
+    flags: tuple[str, ...], environment: str
+) -> None:
+    one_row = ("--max-num-seqs", "1", "--max-model-len", "1024")
+    with serve_process(*one_row, *flags, CADENZA_QUEUE_TIMEOUT=environment) as serving:
+        serving.wait_ready()
+        with serving.streaming({**LONG, "n": 4}) as lines:
+            next(lines)
+            refused = serving.post("/v1/completions", {"prompt": "the fox"})
+            events = list(lines)
+        assert refused.status_code == 504
+        error = refused.json()["error"]
+        assert error["code"] == "deadline_exceeded"
+        assert "0.2 seconds in the queue" in error["message"]
+        assert "--queue-timeout" in error["message"]
+        assert '"finish_reason":"length"' in events[-2]
+
+
 def test_sigterm_lets_streams_finish_and_refuses_new_ones_at_once() -> None:
     with serve_process(*FLAGS, "--shutdown-timeout", "600") as serving:
         serving.wait_ready()
@@ -288,6 +311,8 @@ def test_another_tenants_cancel_is_that_of_an_unknown_request(keyed: ServeProces
         (["--log-format", "xml"], 2, "--log-format"),
         (["--ssl-certfile", "nowhere.pem"], 2, "--ssl-keyfile"),
         (["--shutdown-timeout", "-1"], 2, "--shutdown-timeout"),
+        (["--queue-timeout", "0"], 2, "--queue-timeout"),
+        (["--request-timeout", "nan"], 2, "--request-timeout"),
         (["/nowhere/at/all"], 3, "nowhere"),
         (["--frobnicate"], 2, "--frobnicate"),
     ],

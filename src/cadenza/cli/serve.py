@@ -112,6 +112,14 @@ class ServeFlags:
         str | None,
         _option("--ssl-keyfile", environment="SSL_KEYFILE", metavar="FILE", help="Its key."),
     ] = None
+    queue_timeout: Annotated[
+        float,
+        _option(
+            "--queue-timeout",
+            environment="QUEUE_TIMEOUT",
+            help="Seconds a request may wait for its first step.",
+        ),
+    ] = 60.0
     request_timeout: Annotated[
         float,
         _option(
@@ -251,7 +259,7 @@ def _make(
     from cadenza.server.service import Service
 
     text = TextFace(find_checkpoint(name, revision=config.revision))
-    timeouts = RequestTimeouts(total_s=flags.request_timeout)
+    timeouts = RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout)
     engine = EngineProcess(name, config, ProcessOptions(timeouts=timeouts))
     return engine, Service(engine, text, options)
 
@@ -271,7 +279,6 @@ def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
         allowed_origins=tuple(flags.allowed_origins or ()),
         is_logging_requests=not flags.disable_log_requests,
         limits=ServerLimits(
-            request_s=flags.request_timeout,
             keep_alive_s=flags.sse_keep_alive_interval,
             drain_s=flags.shutdown_timeout,
             max_logprobs=flags.max_logprobs,

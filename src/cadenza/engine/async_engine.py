@@ -16,10 +16,12 @@ from cadenza.config import config_from_options
 from cadenza.engine.assembly import OutputAssembler, OutputRouter
 from cadenza.engine.batch_engine import BatchEngine, CoreService
 from cadenza.engine.build import load_model
+from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.text_face import Params, PreparedRequest, Prompt, TextFace
 from cadenza.outputs import OutputKind, RequestOutput
 from cadenza.request import Event, Request
 
+DEFAULT_TIMEOUTS = RequestTimeouts()
 JOIN_S = 60.0
 LONG_TEXT = 2048
 """Texts of more characters are tokenised on another thread than the event loop's."""
@@ -47,10 +49,23 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._serve, name="cadenza-engine", daemon=True)
 
     @classmethod
-    def from_model(cls, model: str | Path | None = None, **options: Any) -> Self:
-        """Loads a model as `LLM` does."""
+    def from_model(
+        cls,
+        model: str | Path | None = None,
+        *,
+        queue_timeout: float = DEFAULT_TIMEOUTS.queue_s,
+        request_timeout: float = DEFAULT_TIMEOUTS.total_s,
+        **options: Any,
+    ) -> Self:
+        """Loads a model as `LLM` does.
+
+        Args:
+            queue_timeout: seconds that a request may wait for its first step.
+            request_timeout: seconds that it may take in all. Past either it ends with an error.
+        """
+        timeouts = RequestTimeouts(queue_s=queue_timeout, total_s=request_timeout)
         loaded = load_model(model, config_from_options(options))
-        return cls(CoreService(loaded.core), loaded.text)
+        return cls(CoreService(loaded.core, timeouts), loaded.text)
 
     async def __aenter__(self) -> Self:
         self.start()

@@ -117,6 +117,10 @@ class CoreService:
         self._drained_by_s: float | None = None
         self._beat_s = clock()
 
+    @property
+    def timeouts(self) -> RequestTimeouts:
+        return self._requests.timeouts
+
     def submit(self, request: Request) -> int:
         self._core.request_check.check(request)
         with self._lock:

@@ -10,11 +10,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from cadenza.config import EngineLimits
 from cadenza.engine.stats import Distribution, Tally
-from cadenza.errors import QueueFullError
+from cadenza.errors import ConfigError, QueueFullError
 from cadenza.request import (
     ErrorKind,
     Event,
@@ -29,15 +30,29 @@ REQUEST_SECONDS_BOUNDS = (
     *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
 
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400.0
+
 RejectionReason = Literal["queue_full", "queue_tokens_full", "unavailable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimeouts:
-    """The longest a request may wait for its first step, and the longest it may take in all."""
+    """The longest a request may wait for its first step, and the longest it may take in all.
+
+    Raises:
+        ConfigError: a value is outside its bounds; the message names the flag.
+    """
 
     queue_s: float = 60.0
     total_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for flag, seconds in (("queue-timeout", self.queue_s), ("request-timeout", self.total_s)):
+            if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:
+                raise ConfigError(
+                    f"--{flag} {seconds:g} must be from {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} "
+                    f"seconds"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +110,10 @@ class OpenRequests:
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def timeouts(self) -> RequestTimeouts:
+        return self._timeouts
+
     def accept(self, request: Request, limits: EngineLimits) -> int:
         """The new request's id. Raises QueueFullError; then nothing has changed but a count."""
         num_tokens = len(request.prompt_token_ids)
@@ -142,11 +161,18 @@ class OpenRequests:
     def end_overdue(self) -> list[Finished]:
         """Ends the requests past a deadline, with an error each."""
         with self._lock:
-            now_s = self._clock()
-            return [
-                *self._end_older(self._open, now_s, self._timeouts.total_s, "in all"),
-                *self._end_older(self._queued, now_s, self._timeouts.queue_s, "in the queue"),
-            ]
+            now_s, timeouts = self._clock(), self._timeouts
+            late = _older(self._open, now_s - timeouts.total_s)
+            error = (
+                f"the request took {timeouts.total_s:g} seconds, all that --request-timeout allows"
+            )
+            ended = self._fail_each(late, "request_timeout", error, now_s)
+            unstarted = _older(self._queued, now_s - timeouts.queue_s)
+            error = (
+                f"the request waited {timeouts.queue_s:g} seconds in the queue, all that "
+                f"--queue-timeout allows"
+            )
+            return ended + self._fail_each(unstarted, "queue_timeout", error, now_s)
 
     def end_all(self, kind: ErrorKind, error: str) -> list[Finished]:
         """Ends every open request, with an error each."""
@@ -256,14 +282,7 @@ class OpenRequests:
                 )
         return ended
 
-    def _end_older(
-        self, entries: dict[int, _OpenRequest], now_s: float, timeout_s: float, where: str
-    ) -> list[Finished]:
-        """`entries` are in the order of their acceptance, so the first young one ends the look."""
-        overdue: list[_OpenRequest] = []
-        for entry in entries.values():
-            if now_s < entry.accepted_s + timeout_s:
-                break
-            overdue.append(entry)
-        error = f"the request took more than {timeout_s:g} seconds {where} and was ended"
-        return self._fail_each(overdue, "deadline_exceeded", error, now_s)
+
+def _older(entries: dict[int, _OpenRequest], accepted_s: float) -> list[_OpenRequest]:
+    """Those accepted by then. They are in the order of their acceptance."""
+    return list(takewhile(lambda entry: entry.accepted_s <= accepted_s, entries.values()))

@@ -6,7 +6,7 @@ Knows no process and no server. Invariant: `is_ready` is true only while steps m
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from cadenza.engine.open_requests import RequestStats
+from cadenza.engine.open_requests import RequestStats, RequestTimeouts
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 
@@ -51,6 +51,11 @@ class EngineMonitor(Protocol):
 
     Asking never waits for the engine and gives it no work.
     """
+
+    @property
+    def timeouts(self) -> RequestTimeouts:
+        """What each request is held to."""
+        ...
 
     def status(self) -> EngineStatus: ...
 

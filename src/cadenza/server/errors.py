@@ -235,6 +235,17 @@ def step_failed() -> ApiError:
     return ApiError(500, "step_failed", message)
 
 
-def deadline_exceeded() -> ApiError:
-    message = "the request took longer than this server allows; ask for less, or try again later"
+def queue_timeout(seconds: float) -> ApiError:
+    message = (
+        f"the request waited {seconds:g} seconds in the queue and was not started; --queue-timeout "
+        f"allows no more: try again later"
+    )
+    return ApiError(504, "deadline_exceeded", message)
+
+
+def request_timeout(seconds: float) -> ApiError:
+    message = (
+        f"the request took {seconds:g} seconds and was not finished; --request-timeout allows no "
+        f"more: ask for less, or try again later"
+    )
     return ApiError(504, "deadline_exceeded", message)

@@ -4,7 +4,7 @@ Invariant: what a client is told depends on the error's kind, never on its text,
 written for it (`InvalidRequestError`).
 """
 
-from cadenza.engine.status import EngineState
+from cadenza.engine.status import EngineMonitor, EngineState
 from cadenza.errors import (
     CadenzaError,
     EngineClosedError,
@@ -15,9 +15,10 @@ from cadenza.errors import (
 from cadenza.request import ErrorKind
 from cadenza.server.errors import (
     ApiError,
-    deadline_exceeded,
     invalid_value,
     queue_full,
+    queue_timeout,
+    request_timeout,
     server_error,
     step_failed,
     unavailable,
@@ -42,11 +43,13 @@ def error_of(error: CadenzaError, state: EngineState) -> ApiError:
     return server_error()
 
 
-def error_of_end(kind: ErrorKind | None, state: EngineState) -> ApiError:
+def error_of_end(kind: ErrorKind | None, monitor: EngineMonitor) -> ApiError:
     """The answer to a request that was accepted and then failed."""
     match kind:
-        case "deadline_exceeded":
-            return deadline_exceeded()
+        case "queue_timeout":
+            return queue_timeout(monitor.timeouts.queue_s)
+        case "request_timeout":
+            return request_timeout(monitor.timeouts.total_s)
         case "none_allowed":
             return invalid_value(
                 "no token may follow: allowed_token_ids, bad_words and min_tokens together rule "
@@ -60,6 +63,7 @@ def error_of_end(kind: ErrorKind | None, state: EngineState) -> ApiError:
         case "engine_closed":
             return unavailable("draining")
         case "engine_lost":
-            return unavailable("engine_dead" if state == "dead" else "engine_restarting")
+            is_dead = monitor.status().state == "dead"
+            return unavailable("engine_dead" if is_dead else "engine_restarting")
         case _:
             return server_error("the model's numbers broke down on this request")

@@ -133,7 +133,7 @@ class _Watch:
                 continue
             self.record.end_choice(prompt * self._n + output.index, output.finish_reason)
             if output.finish_reason == "error":
-                raise error_of_end(output.error_kind, self._service.monitor.status().state)
+                raise error_of_end(output.error_kind, self._service.monitor)
 
 
 async def _answer(exchange: Exchange, job: Job, frames: Frames, watch: _Watch) -> None:

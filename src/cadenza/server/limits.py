@@ -32,13 +32,11 @@ class ServerLimits:
     body_idle_s: float = 30.0
     body_s: float = 120.0
     write_stall_s: float = 30.0
-    request_s: float = 600.0
     keep_alive_s: float = 15.0
     drain_s: float = 30.0
     max_logprobs: int = 20
 
     def __post_init__(self) -> None:
-        _check("request-timeout", self.request_s, 0.001, 86_400.0)
         _check("sse-keep-alive-interval", self.keep_alive_s, 0.001, 86_400.0)
         _check("shutdown-timeout", self.drain_s, 0.0, 86_400.0)
         _check("max-logprobs", self.max_logprobs, 0, 20)

@@ -381,13 +381,29 @@ def test_a_deadline_ends_a_request_and_the_engine_forgets_it(open_front: OpenFro
     front = open_front(step_s=0.01, timeouts=RequestTimeouts(queue_s=9, total_s=0.5))
     front.engine.wait_ready(TIMEOUT_S)
     front.engine.submit(request(max_tokens=250))
-    assert front.wait_ends(1)[0].error_kind == "deadline_exceeded"
+    assert front.wait_ends(1)[0].error_kind == "request_timeout"
 
     def is_forgotten() -> bool:
         stats = front.engine.stats()
         return stats is not None and stats.num_running == 0
 
     front.wait(is_forgotten)
+
+
+def test_a_request_that_is_not_started_in_time_ends_and_the_one_before_it_goes_on(
+    open_front: OpenFront,
+):
+    timeouts = RequestTimeouts(queue_s=0.5, total_s=TIMEOUT_S)
+    front = open_front(EngineConfig(max_num_seqs=1), step_s=0.02, timeouts=timeouts)
+    front.engine.wait_ready(TIMEOUT_S)
+    first = front.engine.submit(request(max_tokens=100))
+    second = front.engine.submit(request(max_tokens=100))
+    ends = front.wait_ends(2)
+    assert {key: end.error_kind for key, end in ends.items()} == {
+        second: "queue_timeout",
+        first: None,
+    }
+    assert front.engine.timeouts == timeouts
 
 
 def test_draining_finishes_what_is_open_then_exits(open_front: OpenFront, tmp_path: Path):

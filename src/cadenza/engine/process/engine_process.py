@@ -143,6 +143,10 @@ class EngineProcess:
         child = self._child
         return None if child is None else child.pid
 
+    @property
+    def timeouts(self) -> RequestTimeouts:
+        return self._requests.timeouts
+
     def submit(self, request: Request) -> int:
         """As `BatchEngine`; the request is checked here, before it is sent."""
         with self._lock:
