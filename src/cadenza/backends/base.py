@@ -85,9 +85,10 @@ class Runner(Protocol):
         ...
 
     def reset(self) -> None:
-        """After a failed step: forgets all KV and is ready for the next launch."""
+        """After a failed step: waits for what was launched, forgets all KV, can launch again."""
         ...
 
     def close(self) -> None:
-        """Gives back the device's memory; nothing may be launched afterwards."""
+        """Waits for what was launched and gives back the device's memory; nothing may be launched
+        afterwards. Idempotent."""
         ...

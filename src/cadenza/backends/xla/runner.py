@@ -1,8 +1,8 @@
 """`XlaRunner`: the runner contract on JAX. Launches compiled steps over donated device state.
 
 Owns the weights, the device state and the programs of one model on one device. Knows no scheduler,
-no request and no text. Invariants: pools are updated in place, steps run in launch order, and
-after `warmup` nothing compiles.
+no request and no text. Invariants: pools are updated in place, steps run in launch order, after
+`warmup` nothing compiles, and after `close` nothing runs.
 """
 
 import logging
@@ -18,6 +18,7 @@ import numpy as np
 from cadenza.backends.base import Capability, Exactness, KVGroup
 from cadenza.backends.xla.decoder import DecoderWeights
 from cadenza.backends.xla.device import find_device
+from cadenza.backends.xla.in_flight import InFlight
 from cadenza.backends.xla.ops.table import (
     COLUMN_LOGPROB,
     COLUMN_RANK,
@@ -57,9 +58,10 @@ class XlaStepHandle:
 
     array: jax.Array
     num_logits: int
+    in_flight: InFlight
 
     def result(self) -> StepOutput:
-        rows = np.asarray(self.array)[: self.num_logits]  # [N, C]
+        rows = self.in_flight.read(self.array)[: self.num_logits]  # [N, C]
         top_logprobs = rows[:, COLUMN_TOP + NUM_TOP : COLUMN_TOP + 2 * NUM_TOP]
         return StepOutput(
             token_ids=rows[:, COLUMN_TOKEN],
@@ -112,6 +114,7 @@ class XlaRunner:
         self._weights: DecoderWeights | None = jax.device_put(loaded, self._device)
         self._programs: Programs | None = None
         self._state: DeviceState | None = None
+        self._in_flight = InFlight(self)
 
     @property
     def name(self) -> str:
@@ -172,6 +175,14 @@ class XlaRunner:
         bucket = len(inputs.token_ids)
         if bucket not in programs.step:
             raise RunnerError(f"no program for {bucket} tokens; the buckets are {self._buckets}")
+        with self._in_flight.lock:
+            self._in_flight.check_open()
+            result = self._start(programs, bucket, inputs)
+            self._in_flight.add(result)
+        return XlaStepHandle(result, inputs.num_logits, self._in_flight)
+
+    def _start(self, programs: Programs, bucket: int, inputs: ModelInputs) -> jax.Array:
+        """Sends the step to the device; its result [L, C]."""
         state = self._take_state()
         for start in range(0, len(inputs.page_updates), PAGE_UPDATES):
             part = inputs.page_updates[start : start + PAGE_UPDATES]
@@ -184,14 +195,20 @@ class XlaRunner:
         for update in inputs.rule_updates:
             state = programs.write_rules(state, np.int32(update.row), update.record)
         self._state, result = programs.step[bucket](self._weights, state, pack_inputs(inputs))
-        result.copy_to_host_async()
-        return XlaStepHandle(result, inputs.num_logits)
+        # The CPU's memory is the host's: there is nothing to copy, and with jax 0.11 the call would
+        # have a thread of XLA's ask for the GIL after the step.
+        if self._device.platform != "cpu":
+            result.copy_to_host_async()
+        return result
 
     def reset(self) -> None:
-        self._state = None  # gives the old pools back before the new ones are made
-        self._state = self.programs.new_state()
+        self._in_flight.finish()
+        with self._in_flight.lock:
+            self._state = None  # gives the old pools back before the new ones are made
+            self._state = self.programs.new_state()
 
     def close(self) -> None:
+        self._in_flight.close()
         self._state = None
         self._weights = None
         self._programs = None
