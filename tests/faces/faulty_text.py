@@ -45,6 +45,34 @@ class _Matcher(StopMatcher):
         return break_down() if self.num_texts > NUM_GOOD_TOKENS else super().push(text)
 
 
+class _Untakeable(Continuation):
+    """Nobody can take what it has to tell; slots are its parent's."""
+
+    __slots__ = ()
+
+    def take(self) -> Any:
+        return break_down()
+
+
+class FaultyOutput:
+    """The real text side, but of the requests the one that comes as number `victim` (from 0) has
+    outputs that cannot be made."""
+
+    def __init__(self, text: TextFace, victim: int) -> None:
+        self._text = text
+        self._victim = victim
+        self._num_requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._text, name)
+
+    def continuation(self, params: SamplingParams, sample: int) -> Continuation:
+        self._num_requests += 1
+        if self._num_requests - 1 != self._victim:
+            return self._text.continuation(params, sample)
+        return _Untakeable(sample, None)
+
+
 class FaultyText:
     """Everything is the real text side's but what `fault` names.
 

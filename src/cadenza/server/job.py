@@ -1,7 +1,7 @@
 """The engine's requests behind one call: `Job`.
 
-Owns their streams, from all of which news comes together. Knows no HTTP and no shapes. Invariant:
-whoever leaves a job's context leaves no request behind.
+Owns their streams, from all of which news comes together. Knows no HTTP and no shapes. Invariants:
+whoever leaves a job's context leaves no request behind, and a stream that raises ends the job.
 """
 
 import asyncio
@@ -20,7 +20,10 @@ class Job:
     def __init__(self, streams: list[OutputStream]) -> None:
         self._streams = streams
         self._pumps: list[asyncio.Task[None]] = []
-        self._news: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue(len(streams))
+        self._news: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue(
+            len(streams)
+        )
+        self._failure: Exception | None = None
         self._num_running = len(streams)
 
     async def __aenter__(self) -> Self:
@@ -44,13 +47,14 @@ class Job:
         return not self._num_running
 
     async def news(self) -> News:
-        """Waits until there is some; being cancelled meanwhile loses nothing."""
+        """Waits until there is some; being cancelled meanwhile loses nothing.
+
+        Raises what one of the streams has raised, again whenever it is called after that.
+        """
         if not self._pumps:
             news = [(0, await self._streams[0].next())]
         else:
-            news = [await self._news.get()]
-            while not self._news.empty():
-                news.append(self._news.get_nowait())
+            news = await self._pumped_news()
         self._num_running -= sum(output.finished for _, output in news)
         return news
 
@@ -59,9 +63,23 @@ class Job:
         for stream in self._streams:
             stream.abort()
 
+    async def _pumped_news(self) -> News:
+        found = [] if self._failure is not None else [await self._news.get()]
+        while not self._news.empty():
+            found.append(self._news.get_nowait())
+        for each in found:
+            if isinstance(each, Exception):
+                self._failure = self._failure or each
+        if self._failure is not None:
+            raise self._failure
+        return [each for each in found if not isinstance(each, Exception)]
+
     async def _pump(self, place: int, stream: OutputStream) -> None:
-        while not stream.is_finished:
-            await self._news.put((place, await stream.next()))
+        try:
+            while not stream.is_finished:
+                await self._news.put((place, await stream.next()))
+        except Exception as error:  # noqa: BLE001  raised where the news are asked for
+            await self._news.put(error)
 
 
 class Whole:
