@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -209,7 +209,8 @@ def serve(
     if flags.log_level not in LOG_LEVELS:
         raise ConfigError(f"--log-level {flags.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
     level = logging.getLevelNamesMapping()[flags.log_level.upper()]
-    set_up_logging("json" if flags.log_format == "json" else "text", level)
+    lines = set_up_logging("json" if flags.log_format == "json" else "text", level)
+    options = replace(options, num_dropped_log_lines=lambda: lines.num_dropped)
     engine, service = _make(name, flags, config, options)
     logger.debug("resolved configuration: %s %s", config, _told(flags))
     with terminable(), listening(address) as bound:

@@ -3,11 +3,18 @@
 Invariant: a line is a line: what a client sent cannot begin another one.
 """
 
+import atexit
 import json
 import logging
+import os
 import sys
 import time
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
+
+from cadenza.server.log_queue import LogQueue, QueuedText, QueueHandler
+
+LAST_LINES_S = 1.0
+"""How long the process's end waits for its last lines to be written."""
 
 LogFormat = Literal["text", "json"]
 
@@ -42,14 +49,35 @@ class JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def set_up_logging(format: LogFormat, level: int = logging.INFO) -> None:
-    """Everything Cadenza logs from `level` on goes to stderr, in lines of one format."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if format == "json" else TextLines())
+def set_up_logging(format: LogFormat, level: int = logging.INFO) -> LogQueue:
+    """From now on what Cadenza logs from `level` on goes to stderr, in lines of one format; neither
+    that nor a print to `sys.stderr` waits for whoever reads there, up to the process's end.
+    """
+    formatter = JsonLines() if format == "json" else TextLines()
+    stream: TextIO | None = sys.stderr
+    if stream is None:  # the command was started with the descriptor closed
+        stream = open(os.devnull, "w")  # noqa: SIM115  it is used until the process ends
+    queue = LogQueue(stream.fileno(), lambda count: _dropped_line(formatter, count))
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [QueueHandler(queue, formatter)]
     root.setLevel(logging.WARNING)
     logging.getLogger("cadenza").setLevel(level)
+    sys.stderr = QueuedText(queue, stream)
+    atexit.register(queue.close, LAST_LINES_S)
+    return queue
+
+
+def _dropped_line(formatter: logging.Formatter, num_dropped: int) -> str:
+    record = logging.LogRecord(
+        name=__name__,
+        level=logging.WARNING,
+        pathname=__file__,
+        lineno=0,
+        msg="%d log lines dropped: stderr could not be written as fast as they came",
+        args=(num_dropped,),
+        exc_info=None,
+    )
+    return formatter.format(record) + "\n"
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -86,9 +86,15 @@ class ServedCounts:
 class Metrics:
     """The registry of one server."""
 
-    def __init__(self, model_name: str, counts: ServedCounts, monitor: EngineMonitor) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        counts: ServedCounts,
+        monitor: EngineMonitor,
+        num_dropped_log_lines: Callable[[], int],
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Served(model_name, counts, monitor))
+        self._registry.register(_Served(model_name, counts, monitor, num_dropped_log_lines))
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
@@ -101,10 +107,17 @@ class Metrics:
 class _Served(Collector):
     """Makes families out of the counts whenever it is asked."""
 
-    def __init__(self, model_name: str, counts: ServedCounts, monitor: EngineMonitor) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        counts: ServedCounts,
+        monitor: EngineMonitor,
+        num_dropped_log_lines: Callable[[], int],
+    ) -> None:
         self._model_name = model_name
         self._counts = counts
         self._monitor = monitor
+        self._num_dropped_log_lines = num_dropped_log_lines
 
     def collect(self) -> Iterator[Metric]:
         status, stats = self._monitor.status(), self._monitor.stats()
@@ -116,6 +129,7 @@ class _Served(Collector):
                 yield from families.of_engine(stats)
         own = _Families("cadenza:", self._model_name)
         yield from own.of_status(status)
+        yield from own.of_log(self._num_dropped_log_lines())
         if stats is not None:
             yield from own.of_steps(stats)
 
@@ -181,6 +195,9 @@ class _Families:
             kind=GaugeMetricFamily,
         )
         yield self._counter("engine_restarts", "Starts after the first.", status.num_restarts)
+
+    def of_log(self, num_dropped: int) -> Iterator[Metric]:
+        yield self._counter("log_lines_dropped", "Lines that stderr did not take.", num_dropped)
 
     def of_steps(self, stats: EngineStats) -> Iterator[Metric]:
         compiles = stats.num_compiles_after_warmup

@@ -52,6 +52,7 @@ class ServerOptions:
         model_names: what clients may call the model; the first is told.
         model_aliases: what they may call it, too, and what nobody is told.
         secret: keys what separates tenants in the prefix cache.
+        num_dropped_log_lines: so far.
         clock: seconds, monotonic.
         now: seconds since 1970.
     """
@@ -63,6 +64,7 @@ class ServerOptions:
     keys: ApiKeys = field(default_factory=ApiKeys)
     allowed_origins: tuple[str, ...] = ()
     is_logging_requests: bool = True
+    num_dropped_log_lines: Callable[[], int] = lambda: 0
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 
@@ -87,7 +89,9 @@ class Service:
         self.bodies = BodyBudget(
             options.limits.max_bodies_bytes, lambda: self.counts.reject("bodies_full")
         )
-        self.metrics = Metrics(options.model_names[0], self.counts, engine)
+        self.metrics = Metrics(
+            options.model_names[0], self.counts, engine, options.num_dropped_log_lines
+        )
         self.created = int(options.now())
         self._engine = AsyncEngine(engine, text)
         self._open: dict[str, OpenCall] = {}

@@ -21,6 +21,8 @@ from cadenza.engine.process.messages import FrameBuffer, FromEngine, decode_from
 
 COMMAND = (sys.executable, "-P", "-X", "faulthandler", "-m", "cadenza.engine.process")
 _RECEIVE_BYTES = 1 << 18
+_LAST_READS = 16
+"""A pipe is read whole in one; the end comes later where what the process started still prints."""
 
 
 class ChildProcess:
@@ -113,18 +115,19 @@ class ChildProcess:
             return
         yield from map(decode_from_engine, self._frames.feed(received))
 
-    def log_output(self) -> None:
-        """Passes on what the process has printed or logged."""
-        while True:
-            try:
-                received = os.read(self._output, _RECEIVE_BYTES)
-            except BlockingIOError:
-                return
-            records = self._log_lines.feed(received) if received else self._log_lines.flush()
-            for level, name, text in records:
-                logging.getLogger(name).log(level, "%s", text, extra={"engine_pid": self.pid})
-            if not received:
-                return
+    def log_output(self) -> bool:
+        """Passes on some of what the process has printed or logged; whether there was any.
+
+        A process that prints without end must not keep its front end from anything else.
+        """
+        try:
+            received = os.read(self._output, _RECEIVE_BYTES)
+        except BlockingIOError:
+            return False
+        records = self._log_lines.feed(received) if received else self._log_lines.flush()
+        for level, name, text in records:
+            logging.getLogger(name).log(level, "%s", text, extra={"engine_pid": self.pid})
+        return bool(received)
 
     def signal(self, number: signal.Signals) -> None:
         """For tests and the last resort."""
@@ -141,7 +144,9 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        self.log_output()
+        for _ in range(_LAST_READS):
+            if not self.log_output():
+                break
         self._socket.close()
         os.close(self._lifeline)
         os.close(self._output)

@@ -1,0 +1,174 @@
+"""The server's log on its way to stderr: a bounded queue, and a thread that writes it.
+
+Knows no format. Invariants: whoever logs or prints never waits for whoever reads stderr; every
+line is written whole and in its order, or counted as dropped; the count is written as a line as
+soon as writing works again.
+"""
+
+import io
+import logging
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TextIO
+
+MAX_QUEUED_BYTES = 1 << 20
+MAX_PART_CHARS = 1 << 16
+_POLL_MS = 1000
+
+
+class LogQueue:
+    """Writes lines to `descriptor`, on a thread that lasts until `close`.
+
+    Args:
+        describe_dropped: the line that tells how many lines were dropped.
+        max_bytes: of the lines that wait; those being written are as many again.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        describe_dropped: Callable[[int], str],
+        max_bytes: int = MAX_QUEUED_BYTES,
+    ) -> None:
+        self._descriptor = descriptor
+        self._describe_dropped = describe_dropped
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._texts: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._num_overflowed = 0
+        self._num_untold = 0
+        self._num_dropped = 0
+        self._is_closed = False
+        # Blocked in a write it can be neither stopped nor waited for, hence a daemon.
+        self._thread = threading.Thread(target=self._write_all, name="cadenza-log", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines that were not written, and never will be."""
+        return self._num_dropped
+
+    def put(self, text: str) -> None:
+        """Queues whole lines, or the part of one that is to be seen now; never waits."""
+        encoded = text.encode(errors="replace")
+        with self._changed:
+            is_full = self._num_bytes + len(encoded) > self._max_bytes
+            # After a gap nothing is queued before the gap is told, or lines would change places.
+            if is_full or self._num_overflowed or self._is_closed:
+                self._num_overflowed += 1
+                self._num_dropped += 1
+            else:
+                self._texts.append(encoded)
+                self._num_bytes += len(encoded)
+            self._changed.notify()
+
+    def close(self, within_s: float) -> bool:
+        """Writes what is queued, if that takes no longer; whether it was written."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work)
+                texts, self._texts = self._texts, deque()
+                num_overflowed, self._num_overflowed = self._num_overflowed, 0
+                self._num_bytes = 0
+                is_last = self._is_closed and not texts
+            for text in texts:
+                self._tell_dropped()
+                if not self._write(text):
+                    self._count_unwritten()
+            self._num_untold += num_overflowed
+            self._tell_dropped()
+            if is_last:
+                return
+
+    def _has_work(self) -> bool:
+        return bool(self._texts or self._num_overflowed or self._is_closed)
+
+    def _count_unwritten(self) -> None:
+        self._num_untold += 1
+        with self._changed:
+            self._num_dropped += 1
+
+    def _tell_dropped(self) -> None:
+        if self._num_untold and self._write(self._describe_dropped(self._num_untold).encode()):
+            self._num_untold = 0
+
+    def _write(self, encoded: bytes) -> bool:
+        """False where nobody can read it: the reader is gone, or the disk is full."""
+        rest = memoryview(encoded)
+        while rest:
+            try:
+                rest = rest[os.write(self._descriptor, rest) :]
+            except BlockingIOError:  # whoever shares the descriptor has made it non-blocking
+                poll = select.poll()
+                poll.register(self._descriptor, select.POLLOUT)
+                poll.poll(_POLL_MS)
+            except OSError:
+                return False
+        return True
+
+
+class QueueHandler(logging.Handler):
+    """Formats records on the thread that logs them and leaves the writing to a `LogQueue`."""
+
+    def __init__(self, queue: LogQueue, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self._queue = queue
+        self.setFormatter(formatter)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._queue.put(self.format(record) + "\n")
+        except Exception:  # noqa: BLE001  as in every handler: logging never fails its caller
+            self.handleError(record)
+
+
+class QueuedText(io.TextIOBase):
+    """Takes the place of `sys.stderr`, so that a print waits for nobody either."""
+
+    def __init__(self, queue: LogQueue, stream: TextIO) -> None:
+        super().__init__()
+        self._queue = queue
+        self._stream = stream
+        # The collector may run in `write`, and what it collects may print a warning.
+        self._lock = threading.RLock()
+        self._part = ""
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "utf-8"
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def write(self, text: str, /) -> int:
+        with self._lock:
+            whole, newline, self._part = (self._part + text).rpartition("\n")
+            if newline:
+                self._queue.put(whole + newline)
+            if len(self._part) > MAX_PART_CHARS:
+                self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """A line's beginning is kept until its end comes or it is flushed."""
+        with self._lock:
+            part, self._part = self._part, ""
+            if part:
+                self._queue.put(part)
