@@ -6,7 +6,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,10 +130,12 @@ class ServeProcess:
 
 
 @contextmanager
-def serve_process(*arguments: object, **environment: str) -> Generator[ServeProcess]:
-    """Started, and surely gone afterwards."""
+def serve_process(
+    *arguments: object, before: Sequence[str] = (), **environment: str
+) -> Generator[ServeProcess]:
+    """Started, and surely gone afterwards. `before`: a command that executes the server's."""
     flags = ["--port", "0", "--log-format", "json", "--log-level", "debug"]
-    command = [*COMMAND, "serve", *flags, *map(str, arguments)]
+    command = [*before, *COMMAND, "serve", *flags, *map(str, arguments)]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
     )

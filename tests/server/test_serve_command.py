@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cadenza import __version__
-from cadenza.cli.interrupts import TERMINATED
+from cadenza.cli.interrupts import TERMINATED, terminable
 from tests.cli.harness import ENGINE, run_cadenza, write_model
 from tests.server.harness import TIMEOUT_S, read_events
 from tests.server.serve_process import ServeProcess, is_alive, serve_process
@@ -28,6 +28,9 @@ WIDE = {**LONG, "n": 16}
 """So long that it is not over when a busy machine comes to the next line of a test."""
 ENDLESS = {**WIDE, "prompt": ["Once"] * 4}
 """The most that one call may ask for: only something else than its end ends it in a test."""
+IGNORING_SIGHUP = ("sh", "-c", 'trap "" HUP; exec "$@"', "sh")
+"""As `nohup` does, which would also redirect the output that goes to a terminal."""
+PLAIN = {"prompt": "the fox", "max_tokens": 2}
 PROMPTS = ["The capital of France is", "12 + 30 =", "Once upon a time"]
 
 
@@ -143,6 +146,47 @@ def test_sigterm_lets_streams_finish_and_refuses_new_ones_at_once() -> None:
         assert '"finish_reason":"length"' in events[-2]
         assert serving.wait() == 0
         assert not is_alive(engine)
+
+
+def test_sighup_drains_however_often_it_comes() -> None:
+    with serve_process(*FLAGS, "--shutdown-timeout", "600") as serving:
+        serving.wait_ready()
+        with serving.streaming(WIDE) as lines:
+            next(lines)
+            serving.process.send_signal(signal.SIGHUP)
+            serving.wait_for(lambda: serving.status("/ready") == 503)
+            serving.process.send_signal(signal.SIGHUP)
+            serving.terminate()
+            events = list(lines)
+        assert events[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in events[-2]
+        assert serving.wait() == 0
+        assert "ending at once" not in serving.log
+
+
+def test_sighup_is_ignored_under_nohup() -> None:
+    with serve_process(*FLAGS, before=IGNORING_SIGHUP) as serving:
+        serving.wait_ready()
+        serving.process.send_signal(signal.SIGHUP)
+        for _ in range(3):  # a signal is taken before the next request
+            assert serving.post("/v1/completions", PLAIN).status_code == 200
+        assert "draining" not in serving.log
+        serving.terminate()
+        assert serving.wait() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_it_serves_leaves_the_contexts_of_what_it_has_made(
+    number: signal.Signals,
+) -> None:
+    previous = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as left, terminable():
+            os.kill(os.getpid(), number)
+        assert left.value.code == 128 + number
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, previous)
 
 
 def test_after_the_drain_time_streams_end_with_a_clean_error() -> None:

@@ -1,8 +1,9 @@
-"""Signals that end a command: Ctrl-C as a question between two steps, SIGTERM as a way out.
+"""Signals that end a command: Ctrl-C as a question between two steps, SIGTERM and SIGHUP as a way
+out.
 
 Owns the process's handlers of them while it is entered. Invariants: no step is cut in its middle,
 and a second Ctrl-C before the first was answered raises KeyboardInterrupt at once; a command that
-SIGTERM ends leaves its contexts, and with them what it has made.
+SIGTERM or SIGHUP ends leaves its contexts, and with them what it has made.
 """
 
 import signal
@@ -49,13 +50,19 @@ class Interrupts:
 
 @contextmanager
 def terminable() -> Generator[None]:
-    """Within this block SIGTERM leaves it, as Ctrl-C does, and ends the command with its code."""
+    """Within this block SIGTERM leaves it, as Ctrl-C does, and ends the command with its code; so
+    does SIGHUP, where the command was not started to ignore it.
+    """
 
-    def leave(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise SystemExit(TERMINATED)
+    def leave(number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    taken = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        taken.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, leave) for number in taken}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -195,7 +195,7 @@ def serve(
     """Serve a model over HTTP, with the API of OpenAI.
 
     The engine runs in a process of its own, which is started again when it fails. Ctrl-C or SIGTERM
-    lets open requests finish; a second one ends at once.
+    lets open requests finish; a second one ends at once. SIGHUP lets them finish, too.
     """
     del unbuilt  # each of them has refused itself
     from cadenza.cli.interrupts import terminable
@@ -222,9 +222,7 @@ def serve(
 
 async def _run(engine: "EngineProcess", service: "Service", address: "Address", bound: Any) -> None:
     """Raises what kept the model from being loaded."""
-    import signal
-
-    from cadenza.server.run import run_server
+    from cadenza.server.run import end_on_signals, run_server
 
     loop = asyncio.get_running_loop()
     endings: list[Ending] = []
@@ -232,8 +230,7 @@ async def _run(engine: "EngineProcess", service: "Service", address: "Address", 
 
     def take(ending: "Ending") -> None:
         endings.append(ending)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, ending.ask)
+        end_on_signals(loop, ending)
 
     async def watch_load() -> None:
         try:

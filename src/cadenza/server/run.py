@@ -46,14 +46,21 @@ class Ending:
         self._service = service
         self._front = front
         self._force = force
+        self._is_asked = False
         self._draining: asyncio.Task[None] | None = None
 
-    def ask(self) -> None:
-        """On the event loop."""
+    def drain(self) -> None:
+        """On the event loop. Asked again, it goes on as it did."""
         if self._draining is None:
             logger.info("draining: new requests are refused, open ones may finish")
             self._service.drain()
             self._draining = asyncio.create_task(self._drain())
+
+    def ask(self) -> None:
+        """On the event loop."""
+        if not self._is_asked:
+            self._is_asked = True
+            self.drain()
             return
         logger.info("ending at once")
         self._force()
@@ -72,6 +79,19 @@ class Ending:
             while self._service.num_open and loop.time() < deadline:
                 await asyncio.sleep(POLL_S)
         self._front.should_exit = True
+
+
+def end_on_signals(loop: asyncio.AbstractEventLoop, ending: Ending) -> None:
+    """SIGTERM and SIGINT end the server, a second one at once.
+
+    SIGHUP drains, but never ends it at once: when a terminal closes it may come twice, from the
+    kernel and from the shell, and a service manager may send it right after SIGTERM. A process
+    that was started to ignore it, as by nohup, still does.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.ask)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, ending.drain)
 
 
 def make_front(service: Service, address: Address) -> Front:
@@ -105,9 +125,7 @@ async def run_server(
     front = make_front(service, address)
     ending = Ending(service, front, lambda: _exit_soon(address, bound))
     if on_ending is None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, ending.ask)
+        end_on_signals(asyncio.get_running_loop(), ending)
     else:
         on_ending(ending)
     service.start()
