@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import Clock
 from cadenza.engine.open_requests import RequestTimeouts
+from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
 from cadenza.engine.process.supervision import Patience
 from cadenza.request import Event, Finished, Request, SamplingParams, Token
@@ -144,6 +145,7 @@ def open_front() -> Iterator[OpenFront]:
         timeouts: RequestTimeouts | None = None,
         max_unsent_bytes: int = 64 << 20,
         clock: Clock = time.monotonic,
+        open_child: Callable[[Sequence[str]], ChildProcess] = ChildProcess,
         **script: Any,
     ) -> Front:
         options = ProcessOptions(
@@ -151,6 +153,7 @@ def open_front() -> Iterator[OpenFront]:
             patience=patience,
             timeouts=timeouts or RequestTimeouts(),
             max_unsent_bytes=max_unsent_bytes,
+            open_child=open_child,
         )
         config = config or EngineConfig(max_num_seqs=8)
         told = json.dumps(script, default=str)

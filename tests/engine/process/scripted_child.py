@@ -4,10 +4,12 @@ Owns the commands: tokens of a prompt, each obeyed at the launch that reads it. 
 JSON object: `step_s` how long the device takes, `steps` how many it makes before it stands still
 until there is a file `go`, `stuck` a file that it makes before it stands still or hangs, `load_s`
 how long the load does nothing, `gate` a file until which the load reads a little now and then,
-`fail` the error that ends it, `crash` a load that kills the process.
+`fail` the error that ends it, `crash` a load that kills the process, `room` a file without which
+the load gets no file descriptor.
 """
 
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -98,6 +100,14 @@ def stand_still(go: str | None) -> None:
         time.sleep(POLL_S)
 
 
+def raise_for_want_of_a_descriptor() -> None:
+    """As `open_checkpoint` does."""
+    try:
+        raise OSError(errno.ENFILE, "Too many open files in system")
+    except OSError:
+        raise errors.CheckpointError("config.json cannot be read") from None
+
+
 def read_until(gate: Path) -> None:
     """As from a disk that is next to useless."""
     with open("/dev/zero", "rb", buffering=0) as file:
@@ -112,6 +122,8 @@ def load(start: Start, on_phase: OnPhase) -> Serving:
     time.sleep(script.get("load_s", 0.0))
     if "gate" in script:
         read_until(Path(script["gate"]))
+    if "room" in script and not Path(script["room"]).exists():
+        raise_for_want_of_a_descriptor()
     if script.get("crash"):
         os.abort()
     if "fail" in script:

@@ -1,13 +1,25 @@
-"""The front end's handle on a process: what it prints, and what is left where it cannot start."""
+"""The front end's handle on a process: what it prints, and what is done where it cannot start."""
 
+import errno
 import logging
+import os
+import resource
 import selectors
 import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from cadenza.engine.process.child_process import ChildProcess
+from cadenza.engine.process.engine_process import TELL_EVERY_S, WANTING
 from cadenza.engine.process.log_lines import FOREIGN
+from cadenza.errors import EngineUnavailableError
+from tests.engine.process.conftest import QUICK, TIMEOUT_S, HandClock, OpenFront, request
+from tests.engine.process.scripted_child import KILL
 
-TIMEOUT_S = 60.0
 MANY_LINES = 10_000
 """More than a pipe holds."""
 PRINTING = "import os\nwhile True: os.write(2, b'x' * 99 + b'\\n')"
@@ -41,3 +53,105 @@ def test_a_process_that_prints_without_end_does_not_keep_its_front_end() -> None
         child.unregister(selector)
     assert 0 < follow.num_lines < MANY_LINES
     assert child.close(within_s=0) < 0
+
+
+def open_descriptors() -> set[int]:
+    return {number for number in range(4096) if os.path.lexists(f"/proc/self/fd/{number}")}
+
+
+@contextmanager
+def descriptors_left(count: int) -> Generator[None]:
+    """This process can open so many more."""
+    opened, most = open_descriptors(), 0
+    while count:
+        count -= most not in opened
+        most += 1
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd")
+@pytest.mark.parametrize("count", range(9))
+def test_a_start_for_want_of_descriptors_leaves_none_open(count: int) -> None:
+    before = open_descriptors()
+    with descriptors_left(count), pytest.raises(OSError, match="Too many open files") as raised:
+        ChildProcess((sys.executable, "-c", ""))
+    assert raised.value.errno == errno.EMFILE
+    assert open_descriptors() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd")
+def test_a_few_more_descriptors_are_enough_for_a_start() -> None:
+    """So that the test above meets every one that is opened."""
+    before = open_descriptors()
+    with descriptors_left(9):
+        child = ChildProcess((sys.executable, "-c", ""))
+    assert child.close(within_s=TIMEOUT_S) == 0
+    assert open_descriptors() == before
+
+
+class Wanting:
+    """Opens processes, except where it is told that there is no room for one."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.num_refused = 0
+
+    def __call__(self, command: Sequence[str]) -> ChildProcess:
+        if self.number is not None:
+            self.num_refused += 1
+            raise OSError(self.number, os.strerror(self.number))
+        return ChildProcess(command)
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM], ids=errno.errorcode.get
+)
+def test_an_engine_killed_without_room_for_another_is_started_when_there_is_some(
+    open_front: OpenFront, caplog: pytest.LogCaptureFixture, number: int
+):
+    clock, wanting = HandClock(), Wanting()
+    patience = replace(QUICK, max_postponed_s=QUICK.backoff_s)
+    front = open_front(patience=patience, clock=clock, open_child=wanting)
+    front.engine.wait_ready(TIMEOUT_S)
+    wanting.number = number
+    front.engine.submit(request(KILL))
+    front.wait_ends(1)
+    begin_s = clock()
+    clock.let_pass_until(lambda: wanting.num_refused >= 20, step_s=TELL_EVERY_S / 8)
+    assert front.engine.status().state == "restarting"
+    assert front.engine.status().cause == WANTING
+    assert 2 <= caplog.text.count(WANTING) <= 1 + (clock() - begin_s) / TELL_EVERY_S
+    wanting.number = None
+    clock.let_pass_until(lambda: front.engine.status().num_restarts)
+    front.wait_state("ready")
+    again = front.engine.submit(request())
+    assert front.wait_ends(2)[again].finish_reason == "length"
+
+
+def test_a_command_that_cannot_be_executed_is_given_up(open_front: OpenFront):
+    wanting = Wanting()
+    wanting.number = errno.ENOENT
+    front = open_front(open_child=wanting)
+    with pytest.raises(EngineUnavailableError, match="crash 3"):
+        front.engine.wait_ready(TIMEOUT_S)
+    assert wanting.num_refused == 3
+
+
+def test_a_load_without_descriptors_is_tried_until_it_has_some(
+    open_front: OpenFront, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    room = tmp_path / "room"
+    patience = replace(QUICK, max_postponed_s=QUICK.backoff_s)
+    front = open_front(patience=patience, room=room)
+    front.wait_restarts(3)
+    status = front.engine.status()
+    assert (status.state, status.cause) == ("loading", WANTING)
+    room.touch()
+    front.engine.wait_ready(TIMEOUT_S)
+    assert caplog.text.count(WANTING) == 1
+    assert "config.json cannot be read" in caplog.text

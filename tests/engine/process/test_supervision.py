@@ -124,6 +124,42 @@ def test_slow_computing_adds_up_to_work():
         assert not supervision.is_hung(float(second))
 
 
+def test_a_start_that_is_postponed_is_no_crash_and_is_tried_ever_later_up_to_a_bound():
+    supervision = serving(100.0)
+    supervision.crashed(100.0, "killed")
+    now_s, waits_s = 100.5, list[float]()
+    for _ in range(50):
+        assert supervision.may_start(now_s)
+        supervision.postponed(now_s, "no descriptors")
+        assert supervision.start_at_s is not None
+        waits_s.append(supervision.start_at_s - now_s)
+        now_s = supervision.start_at_s
+    assert (supervision.state, supervision.cause) == ("restarting", "no descriptors")
+    assert waits_s == [0.5, 2.0, 8.0, *[PATIENCE.max_postponed_s] * 47]
+    supervision.started(now_s)
+    supervision.ready(now_s, {})
+    assert (supervision.state, supervision.cause) == ("ready", None)
+    supervision.crashed(now_s, "killed")
+    assert supervision.state == "restarting"
+    supervision.postponed(now_s, "no descriptors")
+    assert supervision.start_at_s == now_s + 0.5
+
+
+def test_the_first_start_may_be_postponed():
+    supervision = Supervision(PATIENCE, 10.0)
+    supervision.postponed(10.0, "no descriptors")
+    assert (supervision.state, supervision.may_start(10.4)) == ("loading", False)
+    assert supervision.may_start(10.5)
+
+
+def test_no_start_is_tried_again_while_draining():
+    supervision = serving()
+    supervision.crashed(100.0, "killed")
+    supervision.state = "draining"
+    supervision.postponed(100.5, "no descriptors")
+    assert supervision.state == "dead"
+
+
 def test_where_work_cannot_be_told_no_load_is_a_hang():
     supervision = Supervision(PATIENCE, 0.0)
     supervision.started(0.0)

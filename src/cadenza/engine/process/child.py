@@ -35,6 +35,7 @@ from cadenza.engine.process.messages import (
     decode_to_engine,
     encode,
 )
+from cadenza.engine.process.shortage import is_for_want_of_descriptors
 from cadenza.engine.process.worker import Worker
 from cadenza.errors import CadenzaError
 
@@ -163,9 +164,13 @@ def _serve(link: SocketLink, load: Load) -> int:
     _log_to_stderr(start.log_level)
     try:
         serving = load(start, startup.begin)
-    except CadenzaError as error:
-        logger.info("could not load", exc_info=True)
-        link.send(Failed(type(error).__name__, str(error)))
+    except Exception as error:
+        is_for_want = is_for_want_of_descriptors(error)
+        if not is_for_want and not isinstance(error, CadenzaError):
+            raise
+        if not is_for_want:
+            logger.info("could not load", exc_info=True)
+        link.send(Failed(type(error).__name__, str(error), is_for_want))
         return COULD_NOT_LOAD
     startup.end()
     worker = Worker(serving.core, link, count_compiles=serving.count_compiles)

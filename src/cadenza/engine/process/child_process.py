@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from cadenza.engine.process.log_lines import LogLines
 from cadenza.engine.process.messages import FrameBuffer, FromEngine, decode_from_engine
@@ -26,7 +26,10 @@ _LAST_READS = 16
 
 
 class ChildProcess:
-    """Starts `command` with the numbers of its descriptors and this process's id behind it."""
+    """Starts `command` with the numbers of its descriptors and this process's id behind it.
+
+    Raises OSError where that cannot be done; then nothing of it is left.
+    """
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
         self._frames = FrameBuffer()
@@ -34,27 +37,25 @@ class ChildProcess:
         self._outbox: deque[memoryview] = deque()
         self.num_unsent_bytes = 0
         self.has_hung_up = False
-        self._socket, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
-        self._output, their_output = os.pipe()
-        try:
+        with ExitStack() as theirs, ExitStack() as ours:
+            self._socket, their_socket = socket.socketpair()
+            theirs.callback(their_socket.close)
+            ours.callback(self._socket.close)
+            lifeline, self._lifeline = os.pipe()
+            theirs.callback(os.close, lifeline)
+            ours.callback(os.close, self._lifeline)
+            self._output, their_output = os.pipe()
+            theirs.callback(os.close, their_output)
+            ours.callback(os.close, self._output)
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
-                [*command, str(theirs.fileno()), str(lifeline), str(os.getpid())],
+                [*command, str(their_socket.fileno()), str(lifeline), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=their_output,
                 stderr=their_output,
-                pass_fds=(theirs.fileno(), lifeline),
+                pass_fds=(their_socket.fileno(), lifeline),
                 start_new_session=True,
             )
-        except BaseException:
-            self._socket.close()
-            os.close(self._lifeline)
-            os.close(self._output)
-            raise
-        finally:
-            theirs.close()
-            os.close(lifeline)
-            os.close(their_output)
+            ours.pop_all()
         self._socket.setblocking(False)
         os.set_blocking(self._output, False)
 

@@ -11,7 +11,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from cadenza.engine.process.messages import (
     WireError,
     encode,
 )
+from cadenza.engine.process.shortage import CANNOT_START
 from cadenza.engine.process.supervision import STANDSTILL_S, Patience, Supervision
 from cadenza.engine.process.work import work_of
 from cadenza.engine.request_check import RequestCheck
@@ -51,6 +52,8 @@ UNAVAILABLE = {
     "draining": DRAINING,
     "dead": "the engine has failed too often and is not started again; send the request elsewhere",
 }
+WANTING = "the engine process cannot be started for want of file descriptors, processes or memory"
+TELL_EVERY_S = 60.0
 _EXIT_S = 0.5
 _LONGEST_SLEEP_S = 60.0
 
@@ -60,13 +63,14 @@ class ProcessOptions:
     """How requests and the process are dealt with.
 
     Args:
-        command: starts one.
+        command: starts one; `open_child` is what executes it.
         max_unsent_bytes: what may wait for a process that does not read; then the queue is full.
     """
 
     timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)
     patience: Patience = field(default_factory=Patience)
     command: Sequence[str] = COMMAND
+    open_child: Callable[[Sequence[str]], ChildProcess] = ChildProcess
     max_unsent_bytes: int = 64 << 20
 
 
@@ -135,6 +139,7 @@ class EngineProcess:
         self._wakeup: _Wakeup | None = None
         self._settled = threading.Event()
         self._drained_by_s: float | None = None
+        self._tell_at_s = clock()
         self._is_shut_down = False
 
     @property
@@ -250,18 +255,31 @@ class EngineProcess:
     def _start(self) -> None:
         self._failed = None
         try:
-            child = ChildProcess(self._options.command)
+            child = self._options.open_child(self._options.command)
         except OSError as error:
+            if error.errno in CANNOT_START:
+                self._postpone(str(error))
+                return
             logger.error("the engine process cannot be started: %s", error)
             with self._lock:
                 self._supervision.started(self._clock())
                 self._supervision.crashed(self._clock(), "the engine process cannot be started")
+            self._settle_if_dead()
             return
         with self._lock:
             self._child = child
             self._supervision.started(self._clock())
         logger.debug("engine process %d started", child.pid)
         child.send(encode(self._start_message))
+
+    def _postpone(self, error: str) -> None:
+        now_s = self._clock()
+        with self._lock:
+            self._supervision.postponed(now_s, WANTING)
+        if now_s >= self._tell_at_s:
+            self._tell_at_s = now_s + TELL_EVERY_S
+            logger.error("%s: %s; it is tried again until it can be", WANTING, error)
+        self._settle_if_dead()
 
     def _send_outbox(self, child: ChildProcess) -> None:
         with self._lock:
@@ -338,20 +356,29 @@ class EngineProcess:
 
     def _lose(self, child: ChildProcess, loss: _Loss, emit: Emit) -> None:
         """The process is of no use any more: everybody is told first, then it is cleared away."""
+        failed = self._failed
+        is_postponed = failed is not None and failed.is_for_want
+        could_not_load = failed is not None and self._check is None and not is_postponed
         with self._lock:
             self._child = self._stats = None
             self._outbox.clear()
-            self._supervision.crashed(self._clock(), loss.error, loss.cause)
-            could_not_load = self._failed is not None and self._check is None
+            if not is_postponed:
+                self._supervision.crashed(self._clock(), loss.error, loss.cause)
             if could_not_load:
                 self._supervision.died(loss.error)
             ended = self._requests.end_all("engine_lost", LOST)
         if ended:
             emit([*ended])
         code = child.close(within_s=_EXIT_S if child.has_hung_up else 0.0)
+        if is_postponed:
+            self._postpone(loss.error)
+            return
         logger.error("engine process %d: %s (exit status %d)", child.pid, loss.error, code)
-        if self._failed is not None and could_not_load:
-            self._failure = _exception_of(self._failed)
+        if failed is not None and could_not_load:
+            self._failure = _exception_of(failed)
+        self._settle_if_dead()
+
+    def _settle_if_dead(self) -> None:
         if self._supervision.state == "dead":
             self._settled.set()
 

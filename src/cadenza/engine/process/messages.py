@@ -65,10 +65,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start or go on; it exits. `kind` is the exception's class."""
+    """The engine cannot start or go on; it exits. `kind` is the exception's class.
+
+    `is_for_want`: it lacked file descriptors, so that another start may succeed.
+    """
 
     kind: str
     message: str
+    is_for_want: bool = False
 
 
 class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):

@@ -2,7 +2,8 @@
 
 A pure state machine: every method is told the time. Knows no process. Invariants: `ready` means
 that a sign of progress came within the patience; a load may take as long as it works; after too
-many crashes in the window it is dead and stays so.
+many crashes in the window it is dead and stays so; a start that the machine had no room for is no
+crash.
 """
 
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class Patience:
         load_hung_after_s: while it loads, without any work; no disk that answers is so slow.
         max_crashes: this many in `crash_window_s` and there is no further start.
         backoff_s: before the first restart in the window; each further one waits four times that.
+        max_postponed_s: the longest wait before a start that was postponed is tried again.
         stop_s: for an engine to exit that was told to.
     """
 
@@ -36,6 +38,7 @@ class Patience:
     max_crashes: int = 3
     crash_window_s: float = 300.0
     backoff_s: float = 0.25
+    max_postponed_s: float = 10.0
     stop_s: float = 1.5
 
 
@@ -52,6 +55,7 @@ class Supervision:
     num_starts: int = 0
     startup_s: dict[str, float] = field(default_factory=dict[str, float])
     start_at_s: float | None = None
+    _num_postponed: int = 0
     _crashes_s: list[float] = field(default_factory=list[float])
     _started_at_s: float = 0.0
     _load_s: float | None = None
@@ -99,6 +103,7 @@ class Supervision:
         rest_s = max(0.0, self._load_s - sum(startup_s.values()))
         self.startup_s = {"python": rest_s, **startup_s}
         self.phase = None
+        self._num_postponed = 0
         self._beat_s = self._progress_s = now_s
         self._num_steps, self._predicted_s = -1, 0.0
         if self.state in {"loading", "restarting"}:
@@ -165,6 +170,20 @@ class Supervision:
             return
         self.state = "restarting"
         self.start_at_s = now_s + self.patience.backoff_s * 4.0 ** (len(self._crashes_s) - 1)
+
+    def postponed(self, now_s: float, error: str) -> None:
+        """A start failed for want of something that the machine may have later."""
+        self._beat_s = self.phase = None
+        self.error = self.cause = error
+        if self.state in {"draining", "dead"}:
+            self.state = "dead"
+            return
+        patience = self.patience
+        wait_s = patience.backoff_s
+        for _ in range(self._num_postponed):
+            wait_s = min(4.0 * wait_s, patience.max_postponed_s)
+        self._num_postponed += 1
+        self.start_at_s = now_s + wait_s
 
     def died(self, error: str | None) -> None:
         """There will be no other process."""
