@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from cadenza.engine.text_face import TextFace
+from cadenza.server.connections import Connections
 from cadenza.server.limits import ServerLimits
+from cadenza.server.metrics import ServedCounts
 from cadenza.server.protocol import BoundedProtocol, bounded_protocol
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
@@ -99,6 +102,9 @@ class Recorder:
     def get_extra_info(self, name: str) -> None:
         return None
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def set_write_buffer_limits(self, high: int) -> None: ...
     def pause_reading(self) -> None: ...
     def resume_reading(self) -> None: ...
@@ -108,7 +114,8 @@ async def feed(recorder: Recorder, parts: Iterator[bytes]) -> None:
     """What a connection makes of bytes that come in these parts."""
     config = uvicorn.Config(recorder, ws="none", lifespan="off", log_config=None)  # pyright: ignore[reportArgumentType]
     state = ServerState()
-    connection: Any = bounded_protocol(ServerLimits())
+    open_connections = Connections(8, ServedCounts(), time.monotonic)
+    connection: Any = bounded_protocol(ServerLimits(), open_connections)
     protocol: BoundedProtocol = connection(config, state, {})
     protocol.connection_made(recorder)  # pyright: ignore[reportArgumentType]
     for part in parts:

@@ -199,9 +199,11 @@ def serve(
     """
     del unbuilt  # each of them has refused itself
     from cadenza.cli.interrupts import terminable
+    from cadenza.server.connections import raise_descriptor_limit
     from cadenza.server.listening import listening
     from cadenza.server.log_format import set_up_logging
 
+    raise_descriptor_limit()
     name = only_model(folder, flags.model)
     options, address = _options(name, flags), _address(flags)
     if flags.log_format not in ("text", "json"):

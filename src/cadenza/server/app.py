@@ -25,6 +25,8 @@ from cadenza.server.routes import OPEN_PATHS, ROUTES
 from cadenza.server.service import Service
 
 EXCHANGE = "cadenza.exchange"
+_BODY_PATHS = frozenset(route.path for route in ROUTES if route.body is not None)
+"""Those whose requests last."""
 
 _REQUEST_ID = Text(min_chars=1, max_chars=128, is_identifier=True)
 
@@ -78,6 +80,8 @@ class App:
             if tenant is None:
                 raise invalid_api_key()
             exchange.tenant = tenant
+        if path in _BODY_PATHS:
+            self._service.check_connections()
         await self._router(
             {**scope, "app": self, EXCHANGE: exchange}, exchange.receive, exchange.send
         )

@@ -206,6 +206,15 @@ def too_many_bodies(limit_bytes: int, *, has_length: bool) -> ApiError:
     return ApiError(429, "bodies_full", message, headers=(*headers, *closing))
 
 
+def connections_full() -> ApiError:
+    message = (
+        "as many connections have requests in progress as this server has file descriptors for; "
+        "try again when some have finished"
+    )
+    headers = (("retry-after", str(RETRY_QUEUE_S)),)
+    return ApiError(429, "connections_full", message, headers=headers)
+
+
 def server_error(message: str = "the server failed on this request") -> ApiError:
     """The request itself is taken to be the cause: the same one again would fail again."""
     return ApiError(500, "server_error", message, headers=(("x-should-retry", "false"),))

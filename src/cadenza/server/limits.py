@@ -18,6 +18,7 @@ class ServerLimits:
         body_idle_s: how long a body may stand still; `body_s` how long it may take in all.
         write_stall_s: how long a client may leave 64 KiB unread before it is dropped.
         keep_alive_s: silence in a stream after which a comment is sent.
+        max_connections: open at once; None: as many as the limit of open files has room for.
 
     Raises:
         ConfigError: a value cannot work.
@@ -35,6 +36,7 @@ class ServerLimits:
     keep_alive_s: float = 15.0
     drain_s: float = 30.0
     max_logprobs: int = 20
+    max_connections: int | None = None
 
     def __post_init__(self) -> None:
         _check("sse-keep-alive-interval", self.keep_alive_s, 0.001, 86_400.0)

@@ -43,7 +43,7 @@ REQUEST_BOUNDS = (
 )
 COUNT_BOUNDS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
 
-REJECTION_REASONS = (*get_args(RejectionReason), "bodies_full")
+REJECTION_REASONS = (*get_args(RejectionReason), "bodies_full", "connections_full")
 """The engine's, and the front end's own."""
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -70,6 +70,7 @@ class ServedCounts:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.ends: dict[FinishReason, int] = dict.fromkeys(get_args(FinishReason), 0)
+        self.num_idle_closed = 0
         self.rejections: dict[str, int] = dict.fromkeys(REJECTION_REASONS, 0)
         self.first_token_s = Tally(FIRST_TOKEN_BOUNDS)
         self.between_tokens_s = Tally(TOKEN_BOUNDS)
@@ -129,7 +130,7 @@ class _Served(Collector):
                 yield from families.of_engine(stats)
         own = _Families("cadenza:", self._model_name)
         yield from own.of_status(status)
-        yield from own.of_log(self._num_dropped_log_lines())
+        yield from own.of_front_end(self._counts, self._num_dropped_log_lines())
         if stats is not None:
             yield from own.of_steps(stats)
 
@@ -196,8 +197,13 @@ class _Families:
         )
         yield self._counter("engine_restarts", "Starts after the first.", status.num_restarts)
 
-    def of_log(self, num_dropped: int) -> Iterator[Metric]:
-        yield self._counter("log_lines_dropped", "Lines that stderr did not take.", num_dropped)
+    def of_front_end(self, counts: ServedCounts, num_dropped_lines: int) -> Iterator[Metric]:
+        yield self._counter(
+            "idle_connections_closed", "Closed to make room for others.", counts.num_idle_closed
+        )
+        yield self._counter(
+            "log_lines_dropped", "Lines that stderr did not take.", num_dropped_lines
+        )
 
     def of_steps(self, stats: EngineStats) -> Iterator[Metric]:
         compiles = stats.num_compiles_after_warmup

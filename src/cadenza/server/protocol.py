@@ -23,6 +23,7 @@ from uvicorn._types import (
 )
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from cadenza.server.connections import Connections
 from cadenza.server.errors import ApiError, bounds_exceeded, invalid_http, method_not_allowed
 from cadenza.server.exchange import JSON_TYPE, new_request_id
 from cadenza.server.limits import ServerLimits
@@ -35,11 +36,12 @@ SLACK_BYTES = 1024
 """A head may be this much longer than its parts' bounds; those are checked to the byte later."""
 
 
-def bounded_protocol(limits: ServerLimits) -> type[asyncio.Protocol]:
+def bounded_protocol(limits: ServerLimits, all_open: Connections) -> type[asyncio.Protocol]:
     """The protocol class for a uvicorn configuration."""
 
     class Protocol(BoundedProtocol):
         bounds = limits
+        all_open_connections = all_open
 
     return Protocol
 
@@ -65,7 +67,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection."""
 
     parser: httptools.HttpRequestParser
-    bounds = ServerLimits()
+    bounds: ServerLimits
+    all_open_connections: Connections
     is_lingering = False
     """Nothing more is said, and what comes is passed over."""
     _is_in_head = True
@@ -78,6 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        self._rest()
         # Whatever is unread counts as a stall: the last of an answer must not keep a connection.
         # (Not 0: under TLS, asyncio then pauses writing when everything has been read.)
         transport.set_write_buffer_limits(high=1)
@@ -89,6 +93,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_rest_timer()
         super().connection_lost(exc)
         self._disconnect_cycles()
+        self.all_open_connections.leave(self)
 
     def data_received(self, data: bytes) -> None:
         if self.is_lingering:
@@ -129,6 +134,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, CycleTransport(self))
         self._cycles = [*self._unanswered(), self.cycle]
+        self.all_open_connections.work(self)
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
@@ -147,6 +153,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
             return
         super().on_response_complete()
+        self._rest()
         if not self._is_in_head and self._rest_timer is None:  # answered before it was all there
             self._rest_timer = self.loop.call_later(self.bounds.body_s, self._close)
 
@@ -166,6 +173,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._stop_stall_timer()
         super().resume_writing()
+        self._rest()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if cycle.scope["http_version"] == "1.0":
@@ -245,11 +253,19 @@ class BoundedProtocol(HttpToolsProtocol):
         connection with bytes unread is to reset it, and what was said last may be lost on the way.
         """
         self.is_lingering = True
+        self._rest()
         self._stop_head_timer()
         self._stop_rest_timer()
         self._rest_timer = self.loop.call_later(self.bounds.head_s, self._close)
         if self.transport.can_write_eof():  # not under TLS, where the answer's length tells
             self.transport.write_eof()
+
+    def _rest(self) -> None:
+        """It may be closed for others, unless a request is in progress or an answer is unread."""
+        is_answered = self.is_lingering or not self._unanswered()
+        is_read = not cast(asyncio.WriteTransport, self.transport).get_write_buffer_size()
+        if is_answered and is_read and not self.transport.is_closing():
+            self.all_open_connections.rest(self, self._abort)
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.bounds.head_s, self._close)

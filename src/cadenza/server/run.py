@@ -12,10 +12,12 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Generator
+from typing import cast
 
 import uvicorn
 
 from cadenza.server.app import App
+from cadenza.server.connections import Acceptor, Connections
 from cadenza.server.listening import BACKLOG, Address, abandon
 from cadenza.server.protocol import bounded_protocol
 from cadenza.server.service import Service
@@ -32,7 +34,35 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 class Front(uvicorn.Server):
-    """uvicorn's server, whose signals are ours."""
+    """uvicorn's server, whose signals and whose accepting are ours."""
+
+    def __init__(
+        self, config: uvicorn.Config, connections: Connections, handshake_s: float
+    ) -> None:
+        super().__init__(config)
+        self._connections = connections
+        self._handshake_s = handshake_s
+        self._acceptors: list[Acceptor] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        for listener in sockets or []:
+            acceptor = Acceptor(
+                listener, self._connections, self._protocol, self.config.ssl, self._handshake_s
+            )
+            self._acceptors.append(acceptor)
+            acceptor.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
+        await super().shutdown(sockets=sockets)
+
+    def _protocol(self) -> asyncio.Protocol:
+        make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -96,9 +126,10 @@ def end_on_signals(loop: asyncio.AbstractEventLoop, ending: Ending) -> None:
 
 def make_front(service: Service, address: Address) -> Front:
     """uvicorn, configured; nothing is opened yet."""
+    limits = service.options.limits
     config = uvicorn.Config(
         App(service),  # pyright: ignore[reportArgumentType]  starlette's names of ASGI's types
-        http=bounded_protocol(service.options.limits),
+        http=bounded_protocol(limits, service.connections),
         ws="none",
         lifespan="off",
         loop="asyncio",
@@ -112,7 +143,7 @@ def make_front(service: Service, address: Address) -> Front:
         ssl_certfile=address.ssl_certfile,
         ssl_keyfile=address.ssl_keyfile,
     )
-    return Front(config)
+    return Front(config, service.connections, limits.head_s)
 
 
 async def run_server(

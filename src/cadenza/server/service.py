@@ -21,8 +21,10 @@ from cadenza.request import Request, SamplingParams
 from cadenza.server.api_keys import ApiKeys
 from cadenza.server.body_budget import BodyBudget
 from cadenza.server.call import Call, Prompt
+from cadenza.server.connections import Connections, most_connections
 from cadenza.server.errors import (
     ApiError,
+    connections_full,
     context_length_exceeded,
     context_length_impossible,
     invalid_value,
@@ -89,6 +91,8 @@ class Service:
         self.bodies = BodyBudget(
             options.limits.max_bodies_bytes, lambda: self.counts.reject("bodies_full")
         )
+        max_connections = options.limits.max_connections or most_connections()
+        self.connections = Connections(max_connections, self.counts, options.clock)
         self.metrics = Metrics(
             options.model_names[0], self.counts, engine, options.num_dropped_log_lines
         )
@@ -120,6 +124,12 @@ class Service:
     @property
     def num_open(self) -> int:
         return len(self._open) + self._num_preparing + self._num_tokenizing
+
+    def check_connections(self) -> None:
+        """Raises ApiError (429) where only probes are answered, for want of descriptors."""
+        if self.connections.is_crowded:
+            self.connections.refuse()
+            raise connections_full()
 
     def check_ready(self) -> EngineStatus:
         """The engine's status. Raises ApiError (503) where no request is served now."""
