@@ -11,7 +11,7 @@ from cadenza.engine.assembly import OutputAssembler, OutputRouter
 from cadenza.engine.text_face import PreparedRequest, TextFace
 from cadenza.errors import InvalidRequestError
 from cadenza.request import Event, PromptLogprobs, Token, TokenLogprobs
-from cadenza.text.detokenizer import BYTE_OF_CHARACTER
+from cadenza.text.decoder_stages import BYTE_OF_CHARACTER
 from tests.faces.scripted_engine import finished, token
 
 NUM_CASES = 150

@@ -1,18 +1,13 @@
 """Text token by token equals text at once, for any tokens whatever."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as NativeTokenizer
-from tokenizers import decoders
 
-from cadenza.errors import CheckpointError
 from cadenza.text import IncrementalDetokenizer, Tokenizer
-from cadenza.text.detokenizer import BYTE_OF_CHARACTER, plan_decoder
-from tests.text.vocabularies import KINDS, byte_level
+from cadenza.text.decoder_stages import BYTE_OF_CHARACTER
+from cadenza.text.detokenizer import plan_decoder
+from tests.text.vocabularies import KINDS
 
 KIND = st.sampled_from(sorted(KINDS))
 IDS = st.lists(st.integers(0, 420), max_size=30)
@@ -164,25 +159,6 @@ def test_decoding_each_token_alone_would_be_wrong(tokenizers: dict[str, Tokenize
         token_ids = tokenizer.encode("the Größe 東京 🙂 dog")
         naive = "".join(tokenizer.decode([token_id]) for token_id in token_ids)
         assert naive != tokenizer.decode(token_ids), kind
-
-
-UNSUPPORTED = {
-    "word_piece": decoders.WordPiece(),
-    "ctc": decoders.CTC(),
-    "bpe_suffix": decoders.BPEDecoder(),
-    "strip_at_the_end": decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
-    "replace_after_fuse": decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")]),
-    "byte_level_and_more": decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]),
-}
-
-
-@pytest.mark.parametrize("decoder", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_a_decoder_that_cannot_be_followed_is_refused(tmp_path: Path, decoder: Any):
-    native = NativeTokenizer.from_file(str(byte_level(tmp_path / "t.json")))
-    native.decoder = decoder
-    native.save(str(tmp_path / "t.json"))
-    with pytest.raises(CheckpointError, match="token by token"):
-        IncrementalDetokenizer(Tokenizer(tmp_path / "t.json"))
 
 
 def test_a_sequence_of_one_step_is_that_step():

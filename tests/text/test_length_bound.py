@@ -49,6 +49,19 @@ def test_a_bound_is_known_where_each_character_is_kept(
     assert bound_of(composer) == 4 * (bound_of(tokenizers["byte_level"]) or 0)
 
 
+@pytest.mark.parametrize("around", ["continuing_subword_prefix", "end_of_word_suffix"])
+def test_there_is_no_bound_where_a_byte_inside_a_word_has_no_token(
+    tmp_path: Path, around: str
+) -> None:
+    bytes_alone = {byte: index for index, byte in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    native = NativeTokenizer(models.BPE(bytes_alone, [], **{around: "##"}))
+    native.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    native.save(str(tmp_path / "t.json"))
+    tokenizer = Tokenizer(tmp_path / "t.json")
+    assert len(tokenizer.encode("a" * 100)) < 100
+    assert bound_of(tokenizer) is None
+
+
 @shared
 @given(text=TEXT | RUNS)
 @pytest.mark.parametrize("kind", [*BOUNDED, "composer"])

@@ -1,67 +1,70 @@
 """Text from a stream of tokens: `IncrementalDetokenizer`.
 
-Owns the decoding of byte-level and of SentencePiece-style vocabularies token by token, as the
-steps that tokenizer.json's `decoder` lists. Knows nothing of stop strings or of requests.
-Invariant: whatever the tokens, the parts put together are what `Tokenizer.decode` gives for all
-of them; a part that was given out is final. Work per token does not grow with the stream.
+Owns the way from tokenizer.json's `decoder` to stages that follow it token by token. Knows nothing
+of stop strings or of requests. Invariant: whatever the tokens, the parts put together are what
+`Tokenizer.decode` gives for all of them; a part that was given out is final. Work per token does
+not grow with the stream.
 """
 
-import codecs
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from functools import partial
+from typing import Any, cast
 
 from cadenza.errors import CheckpointError
+from cadenza.text.decoder_stages import (
+    CLEANUPS,
+    ByteFallbackText,
+    ByteFallbackTokens,
+    ByteLevelText,
+    Changes,
+    CTCTokens,
+    Decode,
+    EditTokens,
+    JoinBytes,
+    ReplaceText,
+    StripText,
+    SuffixTokens,
+    TextStage,
+    TokenEdit,
+    TokenStage,
+    WholeText,
+    replace_all,
+)
 from cadenza.text.tokenizer import Tokenizer
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-TokenEdit = Callable[[str, bool], str]
-"""Edits one token's text; the flag tells the stream's first token."""
-
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-
-
-class _Joiner(Protocol):
-    """Joins edited tokens into text, and keeps back what a later token could change."""
-
-    def push(self, token: str) -> str: ...
-
-    def flush(self) -> str: ...
+Step = Mapping[str, Any]
+"""One step of a decoder, as tokenizer.json describes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderPlan:
-    """A tokenizer's decoder in three stages: edits of each token, joining, edits of the whole.
+    """A decoder's steps: edits of each token, other steps over tokens, steps over the whole text.
 
-    `stripped` is cut from the start of the whole text, at most `max_stripped` times.
+    The first text stage of a byte-level decoder is what makes bytes of the tokens.
     """
 
     edits: tuple[TokenEdit, ...] = ()
-    joining: Literal["text", "byte_level", "byte_fallback"] = "text"
-    stripped: str = ""
-    max_stripped: int = 0
+    token_stages: tuple[Callable[[], TokenStage], ...] = ()
+    text_stages: tuple[Callable[[], TextStage], ...] = ()
 
 
 class IncrementalDetokenizer:
     """Decodes one stream of tokens.
 
-    Byte-fallback vocabularies decode a run of byte tokens as a whole (one bad byte turns every
-    byte of its run into U+FFFD), so that a run's text is given out when the run has ended.
-
     Raises:
-        CheckpointError: the tokenizer's decoder is not one that can be followed step by step.
+        CheckpointError: the tokenizer's decoder has a step that is not known.
     """
 
-    __slots__ = ("_is_first", "_joiner", "_num_strippable", "_plan", "_skipped", "_tokenizer")
+    __slots__ = ("_edits", "_is_first", "_skipped", "_text_stages", "_token_stages", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._plan = plan_decoder(tokenizer.decoder_description())
+        plan = plan_decoder(tokenizer.decoder_description())
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
-        self._joiner = _new_joiner(self._plan)
-        self._num_strippable = self._plan.max_stripped
+        self._edits = plan.edits
+        self._token_stages = [make() for make in plan.token_stages]
+        self._text_stages = [make() for make in plan.text_stages]
         self._is_first = True
 
     def push(self, token_id: int) -> str:
@@ -69,162 +72,205 @@ class IncrementalDetokenizer:
         token = None if token_id in self._skipped else self._tokenizer.token_of(token_id)
         if token is None:
             return ""
-        for edit in self._plan.edits:
+        for edit in self._edits:
             token = edit(token, self._is_first)
         self._is_first = False
-        return self._strip(self._joiner.push(token))
+        if not self._token_stages:
+            return self._join(token)
+        tokens = [token]
+        for stage in self._token_stages:
+            tokens = _push_all(stage, tokens)
+        return self._join(tokens[0]) if len(tokens) == 1 else "".join(map(self._join, tokens))
 
     def flush(self) -> str:
         """What was kept back; the stream has ended."""
-        return self._strip(self._joiner.flush())
+        tokens: list[str] = []
+        for stage in self._token_stages:
+            tokens = [*_push_all(stage, tokens), *stage.flush()]
+        parts = [self._join(token) for token in tokens]
+        for index, stage in enumerate(self._text_stages):
+            text = stage.flush()
+            for following in self._text_stages[index + 1 :]:
+                text = following.push(text)
+            parts.append(text)
+        return "".join(parts)
 
-    def _strip(self, text: str) -> str:
-        while self._num_strippable and text:
-            if not text.startswith(self._plan.stripped):
-                self._num_strippable = 0
-                break
-            text = text[1:]
-            self._num_strippable -= 1
+    def _join(self, text: str) -> str:
+        for stage in self._text_stages:
+            text = stage.push(text)
         return text
 
 
-def plan_decoder(description: Mapping[str, object] | None) -> DecoderPlan:
+def _push_all(stage: TokenStage, tokens: list[str]) -> list[str]:
+    if len(tokens) == 1:
+        return stage.push(tokens[0])
+    return [given for token in tokens for given in stage.push(token)]
+
+
+def plan_decoder(description: Step | None) -> DecoderPlan:
     """Turns tokenizer.json's `decoder` into stages.
 
     Raises:
-        CheckpointError: it has a step, or an order of steps, that has no stages.
+        CheckpointError: it has a step of an unknown kind.
     """
     if description is None:
         return DecoderPlan(edits=(_put_space_before,))
-    steps = _flatten(description)
-    kinds = [cast(str, step["type"]) for step in steps]
     edits: list[TokenEdit] = []
-    while steps and kinds[0] in _EDITS:
-        edits.append(_EDITS[kinds.pop(0)](steps.pop(0)))
-    if kinds == ["ByteLevel"]:
-        return DecoderPlan(edits=tuple(edits), joining="byte_level")
-    has_fallback = kinds[:1] == ["ByteFallback"]
-    rest, kinds = (steps[1:], kinds[1:]) if has_fallback else (steps, kinds)
-    joining = "byte_fallback" if has_fallback else "text"
-    if kinds in ([], ["Fuse"]):
-        return DecoderPlan(edits=tuple(edits), joining=joining)
-    if kinds == ["Fuse", "Strip"] and rest[1]["stop"] == 0:
-        return DecoderPlan(
-            edits=tuple(edits),
-            joining=joining,
-            stripped=cast(str, rest[1]["content"]),
-            max_stripped=cast(int, rest[1]["start"]),
-        )
-    raise _unsupported(kinds)
+    token_stages: list[Callable[[], TokenStage]] = []
+    text_stages: list[Callable[[], TextStage]] = []
+    is_joined = False
+    for step in _flatten(description):
+        kind = step["type"]
+        if kind not in _TEXT_STAGES:
+            raise CheckpointError(
+                f"the tokenizer's decoder has a step {str(kind)[:40]!r}, which is not known; "
+                f"supported are {', '.join(_TEXT_STAGES)}; use a tokenizer with these"
+            )
+        if is_joined:
+            text_stages += _TEXT_STAGES[kind](step)
+        elif kind in _JOINS:
+            text_stages += _JOINS[kind]
+            is_joined = True
+        elif kind in _STAGES:
+            token_stages.append(_STAGES[kind](step))
+        elif token_stages:
+            token_stages.append(partial(EditTokens, _EDITS[kind](step)))
+        else:
+            edits.append(_EDITS[kind](step))
+    return DecoderPlan(
+        edits=tuple(edits), token_stages=tuple(token_stages), text_stages=tuple(text_stages)
+    )
 
 
-def _flatten(description: Mapping[str, object]) -> list[Mapping[str, object]]:
+def _flatten(description: Step) -> list[Step]:
     if description["type"] != "Sequence":
         return [description]
-    inner = cast(list[Mapping[str, object]], description["decoders"])
+    inner = cast(list[Step], description["decoders"])
     return [step for part in inner for step in _flatten(part)]
-
-
-def _unsupported(kinds: list[str]) -> CheckpointError:
-    return CheckpointError(
-        f"the tokenizer's decoder ends with {' + '.join(kinds)}, which cannot be followed token by "
-        f"token; supported are ByteLevel, Metaspace, Replace, ByteFallback, Fuse and a Strip at "
-        f"the start; use a tokenizer with one of these"
-    )
 
 
 def _put_space_before(token: str, is_first: bool) -> str:
     return token if is_first else " " + token
 
 
-def _replace_edit(step: Mapping[str, object]) -> TokenEdit:
-    pattern = cast(dict[str, str], step["pattern"])
-    if "String" not in pattern:
-        raise _unsupported(["Replace with a regular expression"])
-    old, new = pattern["String"], cast(str, step["content"])
-    if not old:
-        raise _unsupported(["Replace of an empty string"])
+def _replace_edit(step: Step) -> TokenEdit:
+    old, new = _literal(step), cast(str, step["content"])
+    if old is None:
+        decode = _library_replace(step)
+        return lambda token, _: decode([token])
     return lambda token, _: token.replace(old, new)
 
 
-def _metaspace_edit(step: Mapping[str, object]) -> TokenEdit:
-    mark = cast(str, step["replacement"])
-    first = " " if step["prepend_scheme"] == "never" else ""
+def _replace_text(step: Step) -> list[Callable[[], TextStage]]:
+    old = _literal(step)
+    if old is None:
+        return [partial(WholeText, _library_replace(step))]
+    return _replacing(((old, step["content"]),))
+
+
+def _replacing(changes: Changes) -> list[Callable[[], TextStage]]:
+    """One stage for each change. Replacing the empty text puts `new` around every character."""
+    return [
+        partial(ReplaceText, old, new)
+        if old
+        else partial(WholeText, lambda tokens, new=new: tokens[0].replace("", new))
+        for old, new in changes
+    ]
+
+
+def _literal(step: Step) -> str | None:
+    """The text that a `Replace` looks for; None where it is a pattern, or empty."""
+    return cast(dict[str, str], step["pattern"]).get("String") or None
+
+
+def _library_replace(step: Step) -> Decode:
+    """The library's own step: its regular expressions are not Python's."""
+    from tokenizers import Regex
+    from tokenizers.decoders import Replace
+
+    pattern = cast(dict[str, str], step["pattern"])
+    wanted = pattern["String"] if "String" in pattern else Regex(pattern["Regex"])
+    return Replace(wanted, step["content"]).decode
+
+
+def _metaspace_edit(step: Step) -> TokenEdit:
+    mark, first = cast(str, step["replacement"]), _first_metaspace(step)
     return lambda token, is_first: token.replace(mark, first if is_first else " ")
 
 
-_EDITS: dict[str, Callable[[Mapping[str, object]], TokenEdit]] = {
-    "Replace": _replace_edit,
+def _metaspace_text(step: Step) -> list[Callable[[], TextStage]]:
+    return _replacing(((step["replacement"], _first_metaspace(step)),))
+
+
+def _first_metaspace(step: Step) -> str:
+    return " " if step["prepend_scheme"] == "never" else ""
+
+
+def _word_piece_edit(step: Step) -> TokenEdit:
+    prefix, changes = cast(str, step["prefix"]), CLEANUPS if step["cleanup"] else ()
+
+    def edit(token: str, is_first: bool) -> str:
+        if not is_first:
+            has_prefix = token.startswith(prefix)
+            token = token.removeprefix(prefix) if has_prefix else " " + token
+        return replace_all(token, changes)
+
+    return edit
+
+
+def _word_piece_text(step: Step) -> list[Callable[[], TextStage]]:
+    return _replacing(CLEANUPS if step["cleanup"] else ())
+
+
+def _ctc_changes(step: Step) -> Changes:
+    without_pads = ((step["pad_token"], ""),)
+    if not step["cleanup"]:
+        return without_pads
+    return (*without_pads, *CLEANUPS, (step["word_delimiter_token"], " "))
+
+
+def _ctc_text(step: Step) -> list[Callable[[], TextStage]]:
+    return _replacing(_ctc_changes(step))
+
+
+def _strip_edit(step: Step) -> TokenEdit:
+    def edit(token: str, _: bool) -> str:
+        return StripText(step["content"], step["start"], step["stop"]).push(token)
+
+    return edit
+
+
+def _strip_text(step: Step) -> list[Callable[[], TextStage]]:
+    return [partial(StripText, step["content"], step["start"], step["stop"])]
+
+
+_EDITS: dict[str, Callable[[Step], TokenEdit]] = {
     "Metaspace": _metaspace_edit,
+    "Replace": _replace_edit,
+    "Strip": _strip_edit,
+    "WordPiece": _word_piece_edit,
 }
+"""The steps that take each token by itself."""
 
+_STAGES: dict[str, Callable[[Step], Callable[[], TokenStage]]] = {
+    "BPEDecoder": lambda step: partial(SuffixTokens, step["suffix"]),
+    "ByteFallback": lambda _: ByteFallbackTokens,
+    "CTC": lambda step: partial(CTCTokens, _ctc_changes(step)),
+}
+"""The steps that take tokens together."""
 
-def _new_joiner(plan: DecoderPlan) -> _Joiner:
-    if plan.joining == "byte_level":
-        return _ByteLevelJoiner()
-    return _ByteFallbackJoiner() if plan.joining == "byte_fallback" else _TextJoiner()
+_JOINS: dict[str, list[Callable[[], TextStage]]] = {"ByteLevel": [JoinBytes], "Fuse": []}
+"""The steps that make one text of all tokens."""
 
-
-class _TextJoiner:
-    """Every token is text."""
-
-    __slots__ = ()
-
-    def push(self, token: str) -> str:
-        return token
-
-    def flush(self) -> str:
-        return ""
-
-
-class _ByteLevelJoiner:
-    """Every character of a token stands for a byte; keeps back an unfinished character."""
-
-    __slots__ = ("_utf8",)
-
-    def __init__(self) -> None:
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: str) -> str:
-        try:
-            data = bytes([BYTE_OF_CHARACTER[character] for character in token])
-        except KeyError:  # an added token, spelt as itself
-            data = token.encode("utf-8")
-        return self._utf8.decode(data)
-
-    def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-
-class _ByteFallbackJoiner:
-    """Tokens are text, but for those like <0xE2>; keeps back a run of these."""
-
-    __slots__ = ("_run",)
-
-    def __init__(self) -> None:
-        self._run = bytearray()
-
-    def push(self, token: str) -> str:
-        if _BYTE_TOKEN.fullmatch(token):
-            self._run.append(int(token[3:5], 16))
-            return ""
-        return self.flush() + token
-
-    def flush(self) -> str:
-        run = bytes(self._run)
-        self._run.clear()
-        try:
-            return run.decode("utf-8")
-        except UnicodeDecodeError:
-            return REPLACEMENT * len(run)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: a printable Latin-1 byte is itself, the others follow from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-BYTE_OF_CHARACTER = _byte_alphabet()
+_TEXT_STAGES: dict[str, Callable[[Step], list[Callable[[], TextStage]]]] = {
+    "BPEDecoder": lambda step: _replacing(((step["suffix"], ""),)),
+    "ByteFallback": lambda _: [ByteFallbackText],
+    "ByteLevel": lambda _: [ByteLevelText],
+    "CTC": _ctc_text,
+    "Fuse": lambda _: [],
+    "Metaspace": _metaspace_text,
+    "Replace": _replace_text,
+    "Strip": _strip_text,
+    "WordPiece": _word_piece_text,
+}
+"""All steps as they are once there is only one token, which is the first and the last."""

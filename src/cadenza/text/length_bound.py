@@ -42,6 +42,8 @@ def _keeps_all(native: "NativeTokenizer") -> bool:
     model: Any = native.model
     if not isinstance(model, BPE):
         return False
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False  # bytes are looked up with these around them
     splitters = list(_parts(_described(native.pre_tokenizer), "pretokenizers"))
     for splitter in splitters:
         if splitter["type"] not in ("Split", "Digits", "Metaspace", _BYTE_LEVEL):

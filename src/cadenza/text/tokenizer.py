@@ -23,6 +23,8 @@ MAX_TOKENIZER_BYTES = 64 << 20
 SHORT_TEXT = 2048
 """Texts up to this many characters are encoded faster than threads change."""
 
+_UNENCODABLE = "this text; its tokenizer.json has no token for it"
+
 
 class Tokenizer:
     """A tokenizer.json. Thread-safe.
@@ -96,9 +98,14 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; ids that the vocabulary does not use count as nothing."""
+        """The text of `token_ids`; ids that the vocabulary does not use count as nothing.
+
+        Raises:
+            InvalidRequestError: the tokenizer's decoder fails on them.
+        """
         known = [token_id for token_id in token_ids if 0 <= token_id < 1 << 32]
-        return self._native.decode(known, skip_special_tokens=skip_special_tokens)
+        with _telling_failures("these tokens; its decoder cannot handle them"):
+            return self._native.decode(known, skip_special_tokens=skip_special_tokens)
 
     def decoder_description(self) -> dict[str, object] | None:
         """The `decoder` of tokenizer.json; `None` if it has none."""
@@ -157,7 +164,7 @@ class Tokenizer:
     @staticmethod
     def _encode(native: "NativeTokenizer", text: str, add_special_tokens: bool) -> "Encoding":
         """Ids alone: without offsets it takes a third of the time."""
-        with _telling_failures():
+        with _telling_failures(_UNENCODABLE):
             if len(text) <= SHORT_TEXT:
                 return native.encode(text, add_special_tokens=add_special_tokens)
             # Of the library's calls only those for batches let other threads run meanwhile.
@@ -168,7 +175,7 @@ class Tokenizer:
         native: "NativeTokenizer", text: str, add_special_tokens: bool
     ) -> "Encoding":
         """Ids, and where in the text each of them is."""
-        with _telling_failures():
+        with _telling_failures(_UNENCODABLE):
             return native.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
@@ -189,16 +196,14 @@ def _too_long(num_tokens: int, max_num_tokens: int) -> TextTooLongError:
 
 
 @contextmanager
-def _telling_failures() -> Generator[None]:
+def _telling_failures(on_what: str) -> Generator[None]:
     """Raises InvalidRequestError for whatever the library fails with."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library's panics are no `Exception`
-        raise InvalidRequestError(
-            "the model's tokenizer fails on this text; its tokenizer.json has no token for it"
-        ) from error
+        raise InvalidRequestError(f"the model's tokenizer fails on {on_what}") from error
 
 
 def _open_native(path: Path) -> "NativeTokenizer":
