@@ -4,11 +4,14 @@ Owns the options' defaults and bounds. Knows nothing of checkpoints, devices or 
 one into the other (see `engine.plan`). Invariant: an `EngineConfig` that exists is within bounds.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from numbers import Integral
+from operator import index
+from typing import Any, Literal, cast, get_args
 
-from cadenza.errors import ConfigError
+from cadenza.errors import ConfigError, show
 
 Backend = Literal["auto", "xla"]
 Ops = Literal["auto", "native", "reference"]
@@ -16,6 +19,9 @@ DType = Literal["auto", "float32", "bfloat16"]
 KVLayout = Literal["paged", "dense"]
 SchedulerLoop = Literal["plain", "overlap"]
 GenerationConfig = Literal["auto", "none"]
+
+UNBUILT: Mapping[str, tuple[str, ...]] = {"backend": ("mlx",)}
+"""Values of flags that are planned, and refused as such."""
 
 PAGE_SIZE_UNIT = 16
 MAX_NUM_SEQS_BOUND = 1024
@@ -54,31 +60,66 @@ class EngineConfig:
     generation_config: GenerationConfig = "auto"
 
     def __post_init__(self) -> None:
-        _check_choice("backend", self.backend, get_args(Backend))
-        _check_choice("ops", self.ops, get_args(Ops))
-        _check_choice("dtype", self.dtype, get_args(DType))
-        _check_choice("kv-layout", self.kv_layout, get_args(KVLayout))
-        _check_choice("scheduler", self.scheduler, get_args(SchedulerLoop))
-        _check_choice("generation-config", self.generation_config, get_args(GenerationConfig))
-        if self.revision is not None and not isinstance(self.revision, str):
-            raise ConfigError(f"--revision {self.revision!r} must be a branch, a tag or a commit")
-        _check_range("max-num-seqs", self.max_num_seqs, 1, MAX_NUM_SEQS_BOUND)
-        _check_range("max-model-len", self.max_model_len, 1, MAX_MODEL_LEN_BOUND)
-        _check_range("max-num-batched-tokens", self.max_num_batched_tokens, 1, MAX_MODEL_LEN_BOUND)
-        _check_range("kv-cache-memory-bytes", self.kv_cache_memory_bytes, 1, 1 << 60)
-        _check_range("num-pages", self.num_pages, 1, 1 << 31)
-        _check_range("max-num-queued-reqs", self.max_num_queued_reqs, 1, 1 << 31)
-        _check_range(
-            "max-num-queued-tokens", self.max_num_queued_tokens, 1, MAX_NUM_QUEUED_TOKENS_BOUND
-        )
-        _check_range("max-consecutive-step-errors", self.max_consecutive_step_errors, 1, 1 << 31)
-        _check_range("seed", self.seed, 0, MAX_SEED)
-        _check_range("page-size", self.page_size, PAGE_SIZE_UNIT, 1 << 16)
+        for name, allowed in _CHOICES.items():
+            chosen = _as_choice(name.replace("_", "-"), getattr(self, name), allowed)
+            object.__setattr__(self, name, chosen)
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                kept = _as_whole(name.replace("_", "-"), value, low, high)
+                object.__setattr__(self, name, kept)
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            raise ConfigError(
+                f"--device {show(self.device)} is not one of auto, cpu, cuda[:n], tpu[:n]"
+            )
+        object.__setattr__(self, "device", str.__str__(self.device))
+        if self.revision is not None:
+            if not isinstance(self.revision, str) or not self.revision.isprintable():
+                raise ConfigError(
+                    f"--revision {show(self.revision)} must be a branch, a tag or a commit"
+                )
+            object.__setattr__(self, "revision", str.__str__(self.revision))
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(
+                f"--enable-prefix-caching {show(self.enable_prefix_caching)} must be true or false"
+            )
         if self.page_size % PAGE_SIZE_UNIT:
             raise ConfigError(
                 f"--page-size {self.page_size} is not a multiple of {PAGE_SIZE_UNIT}; "
                 f"use 16, 32, 64, …"
             )
+
+
+_DEVICE = re.compile(r"auto|(cpu|cuda|tpu)(:[0-9]{1,4})?")
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "backend": get_args(Backend),
+    "ops": get_args(Ops),
+    "dtype": get_args(DType),
+    "kv_layout": get_args(KVLayout),
+    "scheduler": get_args(SchedulerLoop),
+    "generation_config": get_args(GenerationConfig),
+}
+
+_RANGES: Mapping[str, tuple[int, int]] = {
+    "max_num_seqs": (1, MAX_NUM_SEQS_BOUND),
+    "max_model_len": (1, MAX_MODEL_LEN_BOUND),
+    "max_num_batched_tokens": (1, MAX_MODEL_LEN_BOUND),
+    "kv_cache_memory_bytes": (1, 1 << 60),
+    "num_pages": (1, 1 << 31),
+    "max_num_queued_reqs": (1, 1 << 31),
+    "max_num_queued_tokens": (1, MAX_NUM_QUEUED_TOKENS_BOUND),
+    "max_consecutive_step_errors": (1, 1 << 31),
+    "seed": (0, MAX_SEED),
+    "page_size": (PAGE_SIZE_UNIT, 1 << 16),
+}
+"""The whole numbers among the options, and their bounds."""
+
+_OPTIONAL = frozenset(
+    "max_model_len max_num_batched_tokens kv_cache_memory_bytes num_pages max_num_queued_reqs "
+    "max_num_queued_tokens".split()
+)
+"""Those of them that may be None."""
 
 
 def config_from_options(options: Mapping[str, Any]) -> EngineConfig:
@@ -122,13 +163,21 @@ class EngineLimits:
         return -(-self.max_model_len // self.page_size)
 
 
-def _check_choice(flag: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"--{flag} {value!r} is not one of {', '.join(allowed)}")
+def _as_choice(flag: str, value: object, allowed: tuple[str, ...]) -> str:
+    if isinstance(value, str) and value in allowed:
+        return str.__str__(value)
+    is_unbuilt = isinstance(value, str) and value in UNBUILT.get(flag, ())
+    unbuilt = f"; {value} is not built yet" if is_unbuilt else ""
+    raise ConfigError(f"--{flag} {show(value)} is not one of {', '.join(allowed)}{unbuilt}")
 
 
-def _check_range(flag: str, value: int | None, low: int, high: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"--{flag} {value!r} must be a whole number from {low} to {high}")
+def _as_whole(flag: str, value: object, low: int, high: int) -> int:
+    """Python's own whole number, where it is one from `low` to `high`."""
+    if not is_whole(value) or not low <= cast(int, value) <= high:
+        raise ConfigError(f"--{flag} {show(value)} must be a whole number from {low} to {high}")
+    return index(cast(int, value))
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, Python's or numpy's; true and false are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -12,9 +12,12 @@
     ├── RunnerError                the device side broke its contract or failed
     └── CompileAfterWarmupError    a program was compiled after warm-up
 
-A message says what was given, what is allowed and what to change. `AssertionError` is kept for
-Cadenza's own bugs and is never reachable from user input.
+A message says what was given (`show`), what is allowed and what to change. `AssertionError` is kept
+for Cadenza's own bugs and is never reachable from user input.
 """
+
+MAX_SHOWN_BITS = 64
+MAX_SHOWN_CHARS = 40
 
 
 class CadenzaError(Exception):
@@ -72,3 +75,14 @@ class RunnerError(CadenzaError):
 
 class CompileAfterWarmupError(CadenzaError):
     """A program was compiled after warm-up had declared the set complete."""
+
+
+def show(value: object) -> str:
+    """Any value in a message: on one line and short, an integer too long to print by its size."""
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001  a `repr` may fail with anything, say on a huge integer within
+        text = f"an object of type {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"

@@ -4,13 +4,16 @@ Owns the bounds of every number a client controls. Knows nothing of text, rows o
 Invariant: a `SamplingParams` that exists is finite and within bounds.
 """
 
+import re
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from numbers import Real
+from operator import index
 from typing import Any, Literal, cast
 
-from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED
-from cadenza.errors import InvalidRequestError
+from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED, is_whole
+from cadenza.errors import InvalidRequestError, show
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -32,7 +35,6 @@ took too long in all."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy (the field's convention)."""
 
-MAX_SHOWN_BITS = 64
 MAX_BAD_WORD_TOKENS = 1000
 """Of all of a request's bad words together, each counted with one more."""
 
@@ -80,6 +82,9 @@ BOUNDS: Mapping[str, NumberBound | ListBound] = {
 MAX_BIASES = 300
 BIAS = NumberBound(-100.0, 100.0)
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character, which no text of UTF-8 holds."""
+
 _SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
@@ -87,8 +92,8 @@ _SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 class SamplingParams:
     """How to choose a request's tokens, and what to tell of them.
 
-    Lists may be given for tuples, one text for `stop`, and a mapping for `logit_bias`; they are
-    kept as tuples.
+    Lists and arrays may be given for tuples, one text for `stop`, a mapping for `logit_bias`, and
+    numpy's numbers for Python's; what is kept are tuples and Python's numbers.
 
     Args:
         max_tokens: at most this many new tokens; `None` means up to `max_model_len`.
@@ -145,10 +150,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, bound in BOUNDS.items():
             value = getattr(self, name)
-            if isinstance(bound, NumberBound):
-                _check_number(name, value, bound)
-            else:
-                object.__setattr__(self, name, _as_tuple(name, value, bound))
+            is_number = isinstance(bound, NumberBound)
+            kept = _as_number(name, value, bound) if is_number else _as_tuple(name, value, bound)
+            object.__setattr__(self, name, kept)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(
@@ -183,10 +187,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt and how to continue it; frozen.
+    """One prompt and how to continue it; frozen, whatever becomes of the lists it was made of.
 
     Args:
-        prompt_token_ids: at least one token.
+        prompt_token_ids: at least one token; a list or an array is kept as a tuple.
         bad_word_token_ids: the tokens of `params.bad_words`: no sequence of them is generated.
         cache_salt: requests share prefix-cache pages only under an equal salt.
     """
@@ -197,27 +201,39 @@ class Request:
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        _check_token_ids("prompt", self.prompt_token_ids)
-        self._check_bad_words()
+        if not isinstance(self.params, SamplingParams):
+            raise InvalidRequestError(
+                f"params is {show(self.params)}; it must be SamplingParams", param="params"
+            )
+        ids = as_token_ids("prompt", self.prompt_token_ids)
+        object.__setattr__(self, "prompt_token_ids", ids)
+        object.__setattr__(self, "bad_word_token_ids", self._checked_bad_words())
         salt = self.cache_salt
         if not isinstance(salt, str) or not salt.isascii():
             raise InvalidRequestError(
-                f"cache_salt is {salt!r}; it must be a text of ASCII characters", param="cache_salt"
+                f"cache_salt is {show(salt)}; it must be a text of ASCII characters",
+                param="cache_salt",
             )
+        object.__setattr__(self, "cache_salt", str.__str__(salt))
 
-    def _check_bad_words(self) -> None:
-        size = 0
-        for token_ids in self.bad_word_token_ids:
-            _check_token_ids("bad_words", token_ids)
-            if not token_ids:
-                raise InvalidRequestError("bad_words holds an empty word", param="bad_words")
-            size += len(token_ids) + 1
+    def _checked_bad_words(self) -> tuple[tuple[int, ...], ...]:
+        words: object = self.bad_word_token_ids
+        if not isinstance(words, tuple | list):
+            raise InvalidRequestError(
+                f"bad_word_token_ids is {show(words)}; it must hold token ids for each word",
+                param="bad_words",
+            )
+        found = tuple(as_token_ids("bad_words", word) for word in cast(SequenceOf[object], words))
+        if not all(found):
+            raise InvalidRequestError("bad_words holds an empty word", param="bad_words")
+        size = sum(len(word) + 1 for word in found)
         if size > MAX_BAD_WORD_TOKENS:
             raise InvalidRequestError(
                 f"bad_words are {size} tokens long, each word counted with one more; at most "
                 f"{MAX_BAD_WORD_TOKENS} are allowed: give fewer or shorter words",
                 param="bad_words",
             )
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,13 +302,44 @@ class Finished:
 Event = Token | PromptLogprobs | Finished
 
 
-def _check_number(name: str, value: object, bound: NumberBound) -> None:
+def as_token_ids(name: str, value: object) -> tuple[int, ...]:
+    """Whole numbers, of a sequence or a one-dimensional array, as a tuple of Python's own.
+
+    Raises:
+        InvalidRequestError: it is something else, or holds something else; `name` is its `param`.
+    """
+    entries = sequence_of(value)
+    if entries is None:
+        raise InvalidRequestError(f"{name} is {show(value)}; it must be token ids", param=name)
+    if set(map(type, entries)) <= {int}:
+        return tuple(cast(SequenceOf[int], entries))
+    for entry in entries:
+        if not is_whole(entry):
+            raise InvalidRequestError(
+                f"{name} holds {show(entry)}; token ids are whole numbers", param=name
+            )
+    return tuple(index(cast(int, entry)) for entry in entries)
+
+
+def sequence_of(value: object) -> SequenceOf[object] | None:
+    """The entries of a sequence or an array; None for texts, bytes and what is neither."""
+    if isinstance(value, tuple | list):
+        return cast(SequenceOf[object], value)
+    # numpy's arrays and their like, which this layer does not import.
+    as_list = None if isinstance(value, type) else getattr(value, "tolist", None)
+    entries: object = as_list() if callable(as_list) else value
+    is_text = isinstance(value, memoryview) or isinstance(entries, str | bytes | bytearray)
+    is_sequence = isinstance(entries, SequenceOf) and not is_text
+    return cast(SequenceOf[object], entries) if is_sequence else None
+
+
+def _as_number(name: str, value: object, bound: NumberBound) -> int | float | None:
     if value is None and bound.is_optional:
-        return
-    is_number = isinstance(value, int) or (isinstance(value, float) and not bound.is_whole)
+        return None
+    is_number = is_whole(value) or (isinstance(value, Real) and not bound.is_whole)
     # Nothing is within bounds of NaN, and an integer of any size can be compared.
     if is_number and not isinstance(value, bool) and bound.low <= cast(float, value) <= bound.high:
-        return
+        return index(cast(int, value)) if is_whole(value) else float(cast(float, value))
     kind = "a whole number" if bound.is_whole else "a number"
     raise InvalidRequestError(
         f"{name} is {show(value)}; it must be {kind} from {bound.low:g} to {bound.high:g}",
@@ -300,24 +347,13 @@ def _check_number(name: str, value: object, bound: NumberBound) -> None:
     )
 
 
-def show(value: object) -> str:
-    """A value in a message: short, and an integer too long to print by its size."""
-    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
-
-
 def _as_tuple(name: str, value: object, bound: ListBound) -> tuple[Any, ...] | None:
     if value is None and name == "allowed_token_ids":
         return None
     if isinstance(value, str) and name == "stop":
         value = (value,)
-    if bound.longest is None:
-        _check_token_ids(name, value)
-    else:
-        _check_texts(name, value, bound.longest)
-    entries = tuple(cast(SequenceOf[object], value))
+    longest = bound.longest
+    entries = as_token_ids(name, value) if longest is None else _as_texts(name, value, longest)
     if len(entries) > bound.most:
         raise InvalidRequestError(
             f"{name} has {len(entries)} entries; at most {bound.most} are allowed", param=name
@@ -327,13 +363,13 @@ def _as_tuple(name: str, value: object, bound: ListBound) -> tuple[Any, ...] | N
 
 def _as_biases(value: object) -> tuple[tuple[int, float], ...]:
     """(token id, bias) by rising id; of a token named twice the last bias counts."""
-    mapping = cast(Mapping[object, object], value)
-    pairs: object = mapping.items() if isinstance(value, Mapping) else value
+    is_mapping = isinstance(value, Mapping)
+    given = cast(Mapping[object, object], value).items() if is_mapping else sequence_of(value)
     try:
-        biases = dict(cast(SequenceOf[tuple[int, float]], pairs))
+        biases = dict(cast(SequenceOf[tuple[int, float]], given))
     except (TypeError, ValueError):
         raise InvalidRequestError(
-            f"logit_bias is {show(cast(object, value))}; it must be a bias for each token id",
+            f"logit_bias is {show(value)}; it must be a bias for each token id",
             param="logit_bias",
         ) from None
     if len(biases) > MAX_BIASES:
@@ -341,30 +377,21 @@ def _as_biases(value: object) -> tuple[tuple[int, float], ...]:
             f"logit_bias has {len(biases)} entries; at most {MAX_BIASES} are allowed",
             param="logit_bias",
         )
-    _check_token_ids("logit_bias", tuple(biases))
-    for bias in biases.values():
-        _check_number("logit_bias", bias, BIAS)
-    return tuple(sorted(biases.items()))
+    ids = as_token_ids("logit_bias", tuple(biases))
+    numbers = [_as_number("logit_bias", bias, BIAS) for bias in biases.values()]
+    return tuple(sorted(cast(list[tuple[int, float]], [*zip(ids, numbers, strict=True)])))
 
 
-def _check_texts(name: str, texts: object, longest: int) -> None:
+def _as_texts(name: str, texts: object, longest: int) -> tuple[str, ...]:
     if not isinstance(texts, tuple | list):
         raise InvalidRequestError(
             f"{name} is {show(texts)}; it must be a list of texts", param=name
         )
     for text in cast(SequenceOf[object], texts):
-        if not isinstance(text, str) or not 0 < len(text) <= longest:
+        if not isinstance(text, str) or not 0 < len(text) <= longest or _SURROGATE.search(text):
             raise InvalidRequestError(
-                f"{name} holds {show(text)}; each entry is a text of 1 to {longest} characters",
+                f"{name} holds {show(text)}; each entry is a text of 1 to {longest} whole "
+                f"characters",
                 param=name,
             )
-
-
-def _check_token_ids(name: str, token_ids: object) -> None:
-    if not isinstance(token_ids, tuple | list):
-        raise InvalidRequestError(f"{name} is {show(token_ids)}; it must be token ids", param=name)
-    for token_id in cast(SequenceOf[object], token_ids):
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InvalidRequestError(
-                f"{name} holds {show(token_id)}; token ids are whole numbers", param=name
-            )
+    return tuple(str.__str__(text) for text in cast(SequenceOf[str], texts))

@@ -30,6 +30,18 @@ def test_more_prompts_than_the_queue_holds_are_all_answered(llm: LLM) -> None:
     assert [list(output.prompt_token_ids) for output in outputs] == prompts
 
 
+def test_prompts_wait_for_room_while_another_stream_that_is_half_read_fills_the_queue(
+    llm: LLM,
+) -> None:
+    (alone,) = llm.generate([5, 6], greedy())
+    stream = llm.stream([[1 + index] for index in range(60)], greedy(40), kind="final")
+    half_read = [next(stream)]
+    assert not llm.core.num_queue_slots
+    (beside,) = llm.generate([5, 6], greedy())
+    assert beside.outputs == alone.outputs
+    assert [len(output.outputs[0].token_ids) for output in [*half_read, *stream]] == [40] * 60
+
+
 def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
     outputs = llm.generate(PROMPTS[:2], [greedy(3), greedy(5, logprobs=2)])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 5]

@@ -8,8 +8,10 @@ its own request an error, and nobody else anything.
 import logging
 import traceback
 from collections.abc import Callable, Iterable
+from typing import get_args
 
 from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.errors import InvalidRequestError, show
 from cadenza.outputs import CompletionOutput, Logprob, OutputKind, RequestOutput
 from cadenza.request import ErrorKind, Event, Finished, PromptLogprobs, Token, TokenLogprobs
 
@@ -19,6 +21,15 @@ CancelSample = Callable[[int, int | None], object]
 """Ends one sample of a request in the engine; None ends all of them."""
 
 TEXT_FAILED = "the answer's text could not be made; the log has the cause"
+
+
+def check_kind(kind: object) -> None:
+    """Raises InvalidRequestError for what is no `OutputKind`."""
+    if not isinstance(kind, str) or kind not in get_args(OutputKind):
+        raise InvalidRequestError(
+            f"kind is {show(kind)}; it must be one of {', '.join(get_args(OutputKind))}",
+            param="kind",
+        )
 
 
 class OutputAssembler:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from cadenza.config import config_from_options
-from cadenza.engine.assembly import OutputAssembler, OutputRouter
+from cadenza.engine.assembly import OutputAssembler, OutputRouter, check_kind
 from cadenza.engine.batch_engine import BatchEngine, CoreService
 from cadenza.engine.build import load_model
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.text_face import Params, PreparedRequest, Prompt, TextFace
+from cadenza.errors import InvalidRequestError, show
 from cadenza.outputs import OutputKind, RequestOutput
 from cadenza.request import Event, Request
 
@@ -115,6 +116,7 @@ class AsyncEngine:
         Raises:
             InvalidRequestError, QueueFullError, EngineClosedError: as `BatchEngine.submit`.
         """
+        check_kind(kind)
         request = self._text.resolve(request)
         request_id = self._engine.submit(request)
         prepared = PreparedRequest(text=prompt, request=request)
@@ -126,6 +128,12 @@ class AsyncEngine:
 
     async def _prepare(self, request: Request | Prompt, params: Params) -> PreparedRequest:
         if isinstance(request, Request):
+            if params is not None:
+                raise InvalidRequestError(
+                    f"params is {show(params)}, and a Request has its own; give a prompt with "
+                    f"params, or a Request alone",
+                    param="params",
+                )
             return PreparedRequest(text=None, request=request)
         if isinstance(request, str) and len(request) > LONG_TEXT:
             return await asyncio.to_thread(self._text.prepare, request, params)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from cadenza.backends.base import BackendTraits, Runner
 from cadenza.checkpoint import Checkpoint, Hub, ModelConfig, is_hub_id, open_checkpoint
@@ -17,7 +18,7 @@ from cadenza.engine.memory import available_memory_bytes
 from cadenza.engine.plan import EnginePlan, make_plan
 from cadenza.engine.reference import ReferenceEngine
 from cadenza.engine.text_face import TextFace
-from cadenza.errors import CheckpointError, ConfigError
+from cadenza.errors import CheckpointError, ConfigError, show
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def find_checkpoint(
         CheckpointError: there is no such model, or it is not supported.
         ConfigError: a revision of what is not on the hub.
     """
-    is_local = model is None or isinstance(model, Path) or Path(model).exists()
+    is_local = model is None or _exists(model) or isinstance(model, Path)
     if not is_local and is_hub_id(str(model)):
         snapshot = (hub or Hub()).fetch(str(model), revision)
         return open_checkpoint(snapshot.folder, revision=snapshot.commit)
@@ -59,11 +60,33 @@ def find_checkpoint(
     return open_checkpoint(None if model is None else Path(model))
 
 
+def _exists(name: object) -> bool:
+    """Raises CheckpointError where `name` can be no path at all."""
+    if not isinstance(name, str | Path) or not str(name):
+        raise CheckpointError(
+            f"the model is {show(name)}; name a folder, or a model of the hub as owner/model"
+        )
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError) as error:  # say too long, or not to be looked into
+        raise CheckpointError(
+            f"the model {show(name)} cannot be looked for; name a folder, or a model of the hub "
+            f"as owner/model"
+        ) from error
+
+
+def resolve_backend(config: EngineConfig) -> Literal["xla"]:
+    """`auto` is the best backend that is built; there is one."""
+    return "xla" if config.backend == "auto" else config.backend
+
+
 def describe_backend(config: EngineConfig, model: ModelConfig) -> BackendTraits:
     """What the chosen backend would be like. Raises ConfigError, DeviceUnavailableError."""
-    from cadenza.backends.xla.traits import describe
+    match resolve_backend(config):
+        case "xla":
+            from cadenza.backends.xla.traits import describe
 
-    return describe(config.device, config.ops, model)
+            return describe(config.device, config.ops, model)
 
 
 def plan_model(checkpoint: Checkpoint, config: EngineConfig) -> EnginePlan:
@@ -101,7 +124,9 @@ def load_model(
     return LoadedModel(checkpoint=checkpoint, plan=plan, core=core, text=text)
 
 
-def open_text(checkpoint: Checkpoint, config: EngineConfig, max_model_len: int) -> TextFace:
+def open_text(
+    checkpoint: Checkpoint, config: EngineConfig, max_model_len: int | None = None
+) -> TextFace:
     """The checkpoint's text side, as the options ask for it. Raises CheckpointError."""
     return TextFace(
         checkpoint, generation_config=config.generation_config, max_model_len=max_model_len
@@ -130,6 +155,14 @@ def load_runner(
     checkpoint: Checkpoint, plan: EnginePlan, config: EngineConfig, *, fill: float = 0.0
 ) -> Runner:
     """A runner with its weights in place, of which nothing is compiled yet."""
+    match resolve_backend(config):
+        case "xla":
+            return _load_xla_runner(checkpoint, plan, config, fill=fill)
+
+
+def _load_xla_runner(
+    checkpoint: Checkpoint, plan: EnginePlan, config: EngineConfig, *, fill: float
+) -> Runner:
     from cadenza.backends.xla.device import find_device
     from cadenza.backends.xla.runner import RunnerOptions, XlaRunner, enable_compilation_cache
     from cadenza.backends.xla.traits import find_ops

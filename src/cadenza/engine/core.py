@@ -115,20 +115,16 @@ class EngineCore:
             EngineClosedError: after `close`.
         """
         self.check(request)
+        self._check_room()
         request_id = self.new_request_id()
         self.enqueue(request_id, request)
         return request_id
 
     def check(self, request: Request) -> None:
-        """Raises what `submit` would; changes nothing."""
+        """Raises what `submit` would if the queue had room; changes nothing."""
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new one")
         self.request_check.check(request)
-        if not self.num_queue_slots:
-            raise QueueFullError(
-                f"{len(self.scheduler.waiting)} requests wait already (each sample counts), the "
-                f"most --max-num-queued-reqs allows; try again when some have finished"
-            )
 
     def new_request_id(self) -> int:
         self._next_request_id += 1
@@ -199,6 +195,13 @@ class EngineCore:
         scheduled = {(s.request_id, s.sample) for s in self.scheduler.sequences}
         is_open = {(i, sample) for i, samples in self._samples.items() for sample in samples}
         assert scheduled == is_open, "open samples and scheduled ones differ"
+
+    def _check_room(self) -> None:
+        if not self.num_queue_slots:
+            raise QueueFullError(
+                f"{len(self.scheduler.waiting)} requests wait already (each sample counts), the "
+                f"most --max-num-queued-reqs allows; try again when some have finished"
+            )
 
     def _forget(self, request_id: int, sample: int) -> None:
         samples = self._samples[request_id]

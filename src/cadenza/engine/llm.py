@@ -7,15 +7,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from cadenza.config import config_from_options
-from cadenza.engine.assembly import OutputAssembler, OutputRouter
+from cadenza.config import config_from_options, is_whole
+from cadenza.engine.assembly import OutputAssembler, OutputRouter, check_kind
 from cadenza.engine.build import load_model
 from cadenza.engine.text_face import Message, Params, PreparedRequest, Prompt
-from cadenza.errors import InvalidRequestError
+from cadenza.errors import InvalidRequestError, show
 from cadenza.outputs import OutputKind, RequestOutput
-from cadenza.request import SamplingParams
+from cadenza.request import SamplingParams, sequence_of
 
 ParamsOfMany = Params | SequenceOf[Params]
 """One for all prompts, or one for each."""
@@ -116,14 +116,12 @@ class LLM:
         params: Params = None,
         *,
         kind: OutputKind = "cumulative",
-        **options: Any,
+        tools: SequenceOf[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Streams the answer to one conversation; `options` as of `chat`."""
+        """Streams the answer to one conversation, as `chat` and `stream` do."""
         prepared = self._loaded.text.prepare_chat(
-            messages,
-            params,
-            tools=options.get("tools"),
-            template_kwargs=options.get("chat_template_kwargs"),
+            messages, params, tools=tools, template_kwargs=chat_template_kwargs
         )
         return self._stream([prepared], kind)
 
@@ -135,6 +133,12 @@ class LLM:
     def _params_for(self, count: int, params: ParamsOfMany) -> SequenceOf[Params]:
         if params is None or isinstance(params, SamplingParams | Mapping):
             return [params] * count
+        if not isinstance(params, tuple | list):
+            raise InvalidRequestError(
+                f"params is {show(params)}; give SamplingParams or a mapping of some of its "
+                f"fields, or a list with one of them for each prompt",
+                param="params",
+            )
         if len(params) != count:
             raise InvalidRequestError(
                 f"{len(params)} SamplingParams for {count} prompts; give one, or one for each",
@@ -147,6 +151,7 @@ class LLM:
         return [each.output() for each in sorted(done, key=lambda each: each.request_id)]
 
     def _stream(self, prepared: list[PreparedRequest], kind: OutputKind) -> Iterator[RequestOutput]:
+        check_kind(kind)
         made = (each.make_output(kind) for each in self._follow(prepared))
         return (output for output in made if output is not None)
 
@@ -193,17 +198,45 @@ class LLM:
                 del self._news[request_id]
 
 
-def _prompt_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+def _prompt_list(prompts: object) -> list[Prompt]:
+    """The prompts of a call: one text, one list of token ids, or several of either."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [[item for item in prompts if isinstance(item, int)]]
-    return [item for item in prompts if not isinstance(item, int)]
+    entries = _entries("prompt", prompts, "a text, a list of token ids, or a list of either")
+    num_ids = sum(isinstance(entry, bool) or is_whole(entry) for entry in entries)
+    if not num_ids:
+        return cast(list[Prompt], entries)
+    if num_ids < len(entries):
+        other = next(each for each in entries if not (isinstance(each, bool) or is_whole(each)))
+        raise InvalidRequestError(
+            f"the prompts mix token ids with {show(other)}; give one list of token ids, or a list "
+            f"of prompts, in which each list of token ids is a list of its own",
+            param="prompt",
+        )
+    return [cast(SequenceOf[int], entries)]
 
 
-def _conversation_list(
-    messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
-) -> list[SequenceOf[Message]]:
-    if messages and isinstance(messages[0], Mapping):
-        return [[message for message in messages if isinstance(message, Mapping)]]
-    return [conversation for conversation in messages if not isinstance(conversation, Mapping)]
+def _conversation_list(messages: object) -> list[SequenceOf[Message]]:
+    """The conversations of a call: one list of messages, or several."""
+    entries = _entries("messages", messages, "a list of messages, or a list of such lists")
+    num_messages = sum(isinstance(entry, Mapping) for entry in entries)
+    if num_messages == len(entries):
+        return [cast(SequenceOf[Message], entries)]
+    if num_messages:
+        other = next(each for each in entries if not isinstance(each, Mapping))
+        raise InvalidRequestError(
+            f"the messages mix messages with {show(other)}; give one conversation, or a list of "
+            f"conversations",
+            param="messages",
+        )
+    return cast(list[SequenceOf[Message]], entries)
+
+
+def _entries(name: str, given: object, allowed: str) -> list[object]:
+    """A sequence, an array or an iterator as a list. Raises InvalidRequestError."""
+    if isinstance(given, Iterator):
+        return [*cast(Iterator[object], given)]
+    found = sequence_of(given)
+    if found is None:
+        raise InvalidRequestError(f"{name} is {show(given)}; it must be {allowed}", param=name)
+    return [*found]

@@ -2,26 +2,33 @@
 
 No scheduler, pages, batch, prefix cache or native kernels, and its own sampler (numpy, sorting
 where the engine bisects). The gate's witness: `verify` and the tests compare the engine with it.
-Shares with the engine the definition of randomness (`core.randomness`) and nothing else.
+Shares with the engine the definition of randomness (`core.randomness`) and what a request may ask
+(`RequestCheck`), and nothing that computes.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.config import MAX_SEED, EngineLimits, is_whole
 from cadenza.core.randomness import derive_sample_seed, draw_keys
 from cadenza.engine.reference_rules import ruled_logits
-from cadenza.request import FinishReason, Request, SamplingParams
+from cadenza.engine.request_check import RequestCheck
+from cadenza.errors import InvalidRequestError, show
+from cadenza.request import FinishReason, Request, SamplingParams, as_token_ids
 
 Logits = npt.NDArray[np.float32]
 
 
 class SequenceModel(Protocol):
     """A model that computes one sequence."""
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def start(self) -> None: ...
 
@@ -45,11 +52,24 @@ class ReferenceEngine:
     ) -> None:
         self._model = model
         self._max_model_len = max_model_len
+        self._check = RequestCheck(
+            limits=_limits_of(max_model_len),
+            vocab_size=model.vocab_size,
+            backend="reference",
+            capabilities=frozenset({"logprobs"}),
+        )
         self._eos_token_ids = frozenset(eos_token_ids)
 
     def run(self, request: Request, *, seed: int | None = None, sample: int = 0) -> ReferenceResult:
-        """One sample's whole stream. `seed` stands in where the request names none."""
+        """One sample's whole stream. `seed` stands in where the request names none.
+
+        Raises:
+            InvalidRequestError: it cannot be served as written, as `EngineCore.submit`.
+        """
+        self._check.check(request)
+        _check_whole("seed", 0 if seed is None else seed, MAX_SEED)
         params = request.params
+        _check_whole("sample", sample, params.n - 1)
         stop = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop |= self._eos_token_ids
@@ -78,13 +98,40 @@ class ReferenceEngine:
         return _result(token_ids, logprobs, reason)
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """The log probability of each token but the first, after those before it."""
+        """The log probability of each token but the first, after those before it.
+
+        Raises:
+            InvalidRequestError: they are no tokens of the model's, or more than fit.
+        """
+        ids = as_token_ids("prompt", token_ids)
+        for token_id in ids:
+            _check_whole("a token id", token_id, self._model.vocab_size - 1)
+        _check_whole("the number of tokens", len(ids), self._max_model_len)
         self._model.start()
         logprobs: list[float] = []
-        for token_id, following in pairwise(token_ids):
+        for token_id, following in pairwise(ids):
             logits = self._model.append([token_id])
             logprobs.append(float(log_softmax(logits)[following]))
         return tuple(logprobs)
+
+
+def _limits_of(max_model_len: int) -> EngineLimits:
+    """One sequence at a time, in one piece."""
+    return EngineLimits(
+        max_num_seqs=1,
+        max_num_batched_tokens=1,
+        max_model_len=max_model_len,
+        page_size=max_model_len,
+        num_pages=1,
+        max_num_queued_reqs=1,
+    )
+
+
+def _check_whole(name: str, value: object, high: int) -> None:
+    if not is_whole(value) or not 0 <= cast(int, value) <= high:
+        raise InvalidRequestError(
+            f"{name} is {show(value)}; it must be a whole number from 0 to {high}", param=name
+        )
 
 
 def _result(token_ids: list[int], logprobs: list[float], reason: FinishReason) -> ReferenceResult:

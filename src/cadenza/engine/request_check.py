@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits
-from cadenza.errors import InvalidRequestError
-from cadenza.request import Request, show
+from cadenza.errors import InvalidRequestError, show
+from cadenza.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,10 @@ class RequestCheck:
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequestError where the request can never be served as written."""
+        if not isinstance(request, Request):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidRequestError(
+                f"what was submitted is {show(request)}; it must be a Request", param="request"
+            )
         self._check_tokens(request)
         self._check_lengths(request)
         for name in ("logprobs", "prompt_logprobs"):

@@ -6,10 +6,12 @@ Invariant: a default never makes a request invalid that would be valid without i
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from operator import index
+from typing import Any, cast
 
 from cadenza.checkpoint import GenerationDefaults
-from cadenza.errors import InvalidRequestError
+from cadenza.config import is_whole
+from cadenza.errors import InvalidRequestError, show
 from cadenza.request import SamplingParams
 
 _OWN = {field.name: field.default for field in fields(SamplingParams)}
@@ -46,12 +48,12 @@ class SamplingDefaults:
         Raises:
             InvalidRequestError: there is no such field, or a value is not within its bounds.
         """
-        unknown = sorted(set(given) - set(FIELD_NAMES))
+        unknown = [name for name in given if name not in FIELD_NAMES]
         if unknown:
             raise InvalidRequestError(
-                f"there is no sampling option {', '.join(unknown)}; there are "
+                f"there is no sampling option {', '.join(map(show, unknown))}; there are "
                 f"{', '.join(FIELD_NAMES)}",
-                param=unknown[0],
+                param=unknown[0] if isinstance(unknown[0], str) else "params",
             )
         values: dict[str, Any] = {**self._values, **given}
         self._fit_lengths(values, given, room)
@@ -64,8 +66,8 @@ class SamplingDefaults:
         longest, shortest = self._values.get("max_tokens"), self._values.get("min_tokens")
         if longest is not None and "max_tokens" not in given:
             asked = given.get("min_tokens")
-            least = asked if isinstance(asked, int) else 1
+            least = index(cast(int, asked)) if is_whole(asked) else 1
             values["max_tokens"] = max(least, int(longest if room is None else min(longest, room)))
         most = values.get("max_tokens", _OWN["max_tokens"])
-        if shortest is not None and "min_tokens" not in given and isinstance(most, int):
+        if shortest is not None and "min_tokens" not in given and is_whole(most):
             values["min_tokens"] = min(int(shortest), most)

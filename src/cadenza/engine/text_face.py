@@ -8,14 +8,15 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import index
+from typing import Any, cast
 
 from cadenza.checkpoint import Checkpoint
-from cadenza.config import GenerationConfig
+from cadenza.config import GenerationConfig, is_whole
 from cadenza.engine.continuation import Continuation
 from cadenza.engine.sampling_defaults import SamplingDefaults
-from cadenza.errors import InvalidRequestError
-from cadenza.request import Request, SamplingParams
+from cadenza.errors import InvalidRequestError, show
+from cadenza.request import Request, SamplingParams, as_token_ids
 from cadenza.text import (
     ChatTemplate,
     IncrementalDetokenizer,
@@ -110,8 +111,12 @@ class TextFace:
         `truncate_prompt_tokens`, `bad_words` are spelt out. Resolving twice changes nothing.
 
         Raises:
-            InvalidRequestError: an option needs a tokenizer and there is none.
+            InvalidRequestError: it is no request, or an option needs a tokenizer and there is none.
         """
+        if not isinstance(request, Request):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidRequestError(
+                f"what was submitted is {show(request)}; it must be a Request", param="request"
+            )
         params, ids = request.params, request.prompt_token_ids
         for name in ("stop", "bad_words"):
             if self._tokenizer is None and getattr(params, name):
@@ -129,6 +134,12 @@ class TextFace:
         return request
 
     def _prepare(self, text: str | None, ids: tuple[int, ...], params: Params) -> PreparedRequest:
+        if not isinstance(params, SamplingParams | Mapping | None):
+            raise InvalidRequestError(
+                f"params is {show(params)}; it must be SamplingParams, or a mapping of some of its "
+                f"fields",
+                param="params",
+            )
         if not isinstance(params, SamplingParams):
             given = params or {}
             num_kept = min(len(ids), _whole(given.get("truncate_prompt_tokens"), len(ids)))
@@ -146,13 +157,7 @@ class TextFace:
             return tuple(
                 encode(prompt, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens)
             )
-        for token_id in prompt:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise InvalidRequestError(
-                    f"a prompt is a text or a list of token ids; it holds {token_id!r}",
-                    param="prompt",
-                )
-        return tuple(prompt)
+        return as_token_ids("prompt", prompt)
 
     def render_chat(
         self,
@@ -176,7 +181,17 @@ class TextFace:
             raise InvalidRequestError(
                 "this model has no chat template; give a plain prompt instead", param="messages"
             )
-        return self._template.render(messages, tools, **dict(template_kwargs or {}))
+        given: object = {} if template_kwargs is None else template_kwargs
+        if not isinstance(given, Mapping) or not all(
+            isinstance(name, str) and name not in ("messages", "tools")
+            for name in cast(Mapping[object, object], given)
+        ):
+            raise InvalidRequestError(
+                f"chat_template_kwargs is {show(given)}; it must be a mapping of the chat "
+                f"template's own options",
+                param="chat_template_kwargs",
+            )
+        return self._template.render(messages, tools, **dict(given))
 
     def _encode_rendered(self, text: str, max_num_tokens: int | None) -> tuple[int, ...]:
         """The template writes its own special tokens."""
@@ -204,7 +219,10 @@ class TextFace:
             return None
         text = self._texts.get(token_id)
         if text is None:
-            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            try:
+                text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            except InvalidRequestError:  # a decoder that fails on this token by itself
+                text = self._tokenizer.token_of(token_id) or ""
             self._texts[token_id] = text
         return text
 
@@ -226,4 +244,4 @@ class TextFace:
 
 
 def _whole(value: object, otherwise: int) -> int:
-    return value if isinstance(value, int) else otherwise
+    return index(cast(int, value)) if is_whole(value) else otherwise

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol, cast
 
-from cadenza.errors import CheckpointError, InvalidRequestError
+from cadenza.errors import CheckpointError, InvalidRequestError, show
 from cadenza.text.provenance import MarkedText, written_by_template
 
 if TYPE_CHECKING:
@@ -116,6 +116,10 @@ class ChatTemplate:
         """
         documents = options.pop("documents", None)
         self._check_options(options)
+        if not isinstance(messages, list | tuple):
+            raise InvalidRequestError(
+                f"messages is {show(messages)}; it must be a list of messages", param="messages"
+            )
         if not messages:
             raise InvalidRequestError("messages is empty; send at least one", param="messages")
         template = self._template if tools is None else self._tools_template

@@ -40,6 +40,10 @@ class ReferenceModel:
         self._caches: tuple[_Cache, ...] = ()
         self._length = 0
 
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
     def _padded_rope(self, max_model_len: int, rope: RopeConfig | None) -> npt.NDArray[np.float32]:
         """[N, rotary_dim]: the engine's factors, whatever the chunks round its length up to."""
         factors = rope_factors(rope, max_model_len)
