@@ -53,3 +53,10 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
         plan(weights)
     with pytest.raises(ConfigError, match=r"--num-pages 65536 needs \d+ bytes and \d+ are left"):
         plan(weights + (1 << 20), num_pages=1 << 16)
+
+
+def test_a_token_budget_whose_steps_do_not_fit_is_refused_with_both_numbers():
+    said = r"--max-num-batched-tokens 16777216 needs \d+ bytes for a step and \d+ are left"
+    with pytest.raises(ConfigError, match=said):
+        plan(max_num_batched_tokens=1 << 24)
+    assert plan(max_num_batched_tokens=4096).limits.max_num_batched_tokens == 4096

@@ -7,7 +7,7 @@ exists fits the memory it was made for, and one request of `max_model_len` fits 
 from dataclasses import dataclass
 
 from cadenza.backends.base import BackendTraits
-from cadenza.checkpoint import Checkpoint, count_parameters
+from cadenza.checkpoint import Checkpoint, ModelConfig, count_parameters
 from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, EngineLimits
 from cadenza.errors import ConfigError
 
@@ -67,8 +67,11 @@ def make_plan(
         )
     pool_tokens = _pool_tokens(config, per_token, left)
     max_model_len = _max_model_len(config, checkpoint, pool_tokens)
+    limits = _limits(config, traits, max_model_len, pool_tokens)
+    pool_bytes = limits.num_pages * limits.page_size * per_token
+    _check_step_memory(config, model, _ITEM_BYTES[dtype], left - pool_bytes)
     return EnginePlan(
-        limits=_limits(config, traits, max_model_len, pool_tokens),
+        limits=limits,
         dtype=dtype,
         weight_bytes=weight_bytes,
         kv_bytes_per_token=per_token,
@@ -107,6 +110,29 @@ def _pool_tokens(config: EngineConfig, per_token: int, left: int) -> int:
             f"lower it"
         )
     return wanted
+
+
+def _check_step_memory(
+    config: EngineConfig, model: ModelConfig, item_bytes: int, left: int
+) -> None:
+    """Refuses a token budget whose steps cannot fit, which would fail far from its cause.
+
+    Counted is what one layer holds of each token at once, at the least: the hidden state, the
+    MLP's gate and up, the queries, keys and values.
+    """
+    budget = config.max_num_batched_tokens
+    if budget is None:
+        return
+    inner = model.intermediate_size
+    if model.experts is not None:
+        inner = model.experts.intermediate_size * model.experts.num_chosen
+    width = model.hidden_size + 2 * inner + model.query_size + 2 * model.kv_size
+    needed = budget * width * item_bytes
+    if needed > left:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget} needs {needed} bytes for a step and {left} are "
+            f"left beside the weights and the KV pool; lower it"
+        )
 
 
 def _max_model_len(config: EngineConfig, checkpoint: Checkpoint, pool_tokens: int) -> int:
