@@ -148,6 +148,70 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(model: Path):
     assert (ran.returncode, ran.stderr) == (141, "")
 
 
+SHORT = ["--max-tokens", 3, "--ignore-eos", *ENGINE]
+OUTPUTS = {
+    "help": ["--help"],
+    "version": ["--version"],
+    "info": ["info", "MODEL"],
+    "info_json": ["info", "MODEL", "--json"],
+    "generate": ["generate", "MODEL", "the", *SHORT],
+    "generate_json": ["generate", "MODEL", "the", "--json", *SHORT],
+    "chat": ["chat", "MODEL", *SHORT],
+    "verify": ["verify", "--help"],
+    "bench": ["bench", "--help"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "unbuffered"), [*((name, "") for name in OUTPUTS), ("generate", "1")]
+)
+def test_a_full_disk_is_told_in_one_line_and_by_the_exit_code(
+    model: Path, name: str, unbuffered: str
+):
+    arguments = [str(model) if each == "MODEL" else str(each) for each in OUTPUTS[name]]
+    with Path("/dev/full").open("wb") as full:
+        ran = subprocess.run(
+            [*COMMAND, *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            input="the\n",
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            check=False,
+        )
+    assert (ran.returncode, ran.stderr.count("\n")) == (1, 1), ran.stderr
+    assert "cadenza: error: the output cannot be written: No space left on device" in ran.stderr
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["info", "MODEL"], 0), (["info", "absent"], 3)])
+def test_an_error_that_cannot_be_told_still_has_its_exit_code(
+    model: Path, arguments: list[str], code: int
+):
+    with Path("/dev/full").open("wb") as full:
+        ran = subprocess.run(
+            [*COMMAND, *(str(model) if each == "MODEL" else each for each in arguments)],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            env={**os.environ, "CADENZA_MAX_SEQS": "4"},
+            timeout=120,
+            check=False,
+        )
+    assert ran.returncode == code
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_are_no_error(model: Path, closed: str):
+    ran = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", *COMMAND, "info", str(model)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
 def test_output_that_the_locale_cannot_encode_is_replaced_rather_than_an_error(model: Path):
     arguments = ["generate", model, "the", "--max-tokens", "8", "--ignore-eos", *ENGINE]
     ran = run_cadenza(arguments, PYTHONIOENCODING="ascii")

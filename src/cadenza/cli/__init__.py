@@ -10,8 +10,9 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, BinaryIO, TextIO, cast
 
 from cadenza.errors import (
     CadenzaError,
@@ -33,20 +34,78 @@ _CODES: tuple[tuple[tuple[type[CadenzaError], ...], int], ...] = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `cadenza` with `arguments` (the process's own when None) and returns its exit code."""
-    _replace_what_cannot_be_encoded()
-    try:
-        code = _run(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # What is left in the buffer has nowhere to go, also when the interpreter ends.
-        sys.stdout = io.StringIO()
-        return OUTPUT_CLOSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except CadenzaError as error:
-        _print_error("cadenza", str(error))
-        return next((code for kinds, code in _CODES if isinstance(error, kinds)), FAILED)
-    return code
+    with _usable_streams():
+        try:
+            code = _run(sys.argv[1:] if arguments is None else arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            return OUTPUT_CLOSED
+        except OutputError as error:
+            _print_error(
+                "cadenza", f"the output cannot be written: {error.strerror}; send it elsewhere"
+            )
+            return FAILED
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except CadenzaError as error:
+            _print_error("cadenza", str(error))
+            return next((code for kinds, code in _CODES if isinstance(error, kinds)), FAILED)
+        return code
+
+
+class OutputError(OSError):
+    """stdout or stderr takes no more, say because a disk is full."""
+
+
+class _Output(io.FileIO):
+    """A file whose failures are told from those of all other files."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from error
+
+
+@contextmanager
+def _usable_streams() -> Generator[None]:
+    """stdin, stdout and stderr are there and take any character, and their failures are told.
+
+    What they did not take is dropped at the end, so that it is not tried again at exit.
+    """
+    streams = sys.stdin, sys.stdout, sys.stderr
+    with ExitStack() as stack:
+        # A stream that was closed before the command began is None.
+        sys.stdin = sys.stdin or stack.enter_context(open(os.devnull, encoding="utf-8"))
+        sys.stdout = sys.stdout or stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        sys.stderr = sys.stderr or stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        sys.stdout, sys.stderr = _guarded(sys.stdout), _guarded(sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            # A model may write any character; a terminal that has no such one shows "?".
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        try:
+            yield
+        finally:
+            sys.stdin, sys.stdout, sys.stderr = streams
+
+
+def _guarded(stream: TextIO) -> TextIO:
+    """The same file under the same settings, as an `_Output`; another kind of stream is kept."""
+    wrapper: Any = stream
+    buffer: Any = getattr(stream, "buffer", None)
+    raw: object = getattr(buffer, "raw", buffer)
+    if not isinstance(wrapper, io.TextIOWrapper) or not isinstance(raw, io.FileIO):
+        return stream
+    output = _Output(raw.fileno(), "wb", closefd=False)
+    return io.TextIOWrapper(
+        cast(BinaryIO, output if raw is buffer else io.BufferedWriter(output)),
+        encoding=wrapper.encoding,
+        line_buffering=wrapper.line_buffering,
+        write_through=wrapper.write_through,
+    )
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -96,11 +155,10 @@ def _report_usage(fault: Exception) -> int:
 def _print_error(where: str, message: str) -> None:
     if os.environ.get("CADENZA_TRACEBACK") == "1":
         traceback.print_exc()
-    print(f"{where}: error: {' '.join(message.split())}", file=sys.stderr)
+    _print_line(f"{where}: error: {' '.join(message.split())}")
 
 
-def _replace_what_cannot_be_encoded() -> None:
-    """A model may write any character; a terminal that has no such one shows a question mark."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+def _print_line(line: str) -> None:
+    """On stderr; the command's exit code does not depend on whether that takes anything."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
