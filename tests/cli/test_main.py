@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import cadenza as package
+from cadenza.cli.app import build_app
+from cadenza.cli.options import VARIABLES_WITHOUT_FLAG, variables_of
 from tests.cli.harness import COMMAND, ENGINE, Ran, run_cadenza
 
 COMMANDS = ("generate", "chat", "info", "verify")
@@ -210,6 +214,57 @@ def test_streams_that_are_closed_are_no_error(model: Path, closed: str):
         check=False,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_misspelt_variable_is_told_with_the_one_that_was_meant(
+    cadenza: Callable[..., Ran], model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("CADENZA_MAX_SEQS", "CADENZA_GENERATION_CONFG", "cadenza_seed", "CADENZA_PROT"):
+        monkeypatch.setenv(name, "4")
+    ran = cadenza("info", model)
+    assert (ran.code, ran.out) == (0, cadenza("info", model).out)
+    assert ran.err.splitlines() == [
+        f"cadenza: warning: {given} is set, which nothing reads; did you mean {meant}?"
+        for given, meant in (
+            ("CADENZA_GENERATION_CONFG", "CADENZA_GENERATION_CONFIG"),
+            ("CADENZA_MAX_SEQS", "CADENZA_MAX_NUM_SEQS"),
+            ("CADENZA_PROT", "CADENZA_PORT"),
+            ("cadenza_seed", "CADENZA_SEED"),
+        )
+    ]
+
+
+def test_variables_that_are_read_and_those_of_others_are_not_told(
+    cadenza: Callable[..., Ran], model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The others are those that Kubernetes sets for a service called cadenza, and a user's own."""
+    kubernetes = ("SERVICE_HOST", "SERVICE_PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR")
+    for name in (*kubernetes, "TEST_MARK", "HOMEPAGE", "HOSTNAME", ""):
+        monkeypatch.setenv(f"CADENZA_{name}", "4")
+    for name in (
+        "CADENZA_NUM_THREADS",
+        "CADENZA_MAX_NUM_SEQS",
+        "CADENZA_API_KEY",
+        "ACADENZA_SEEDS",
+    ):
+        monkeypatch.setenv(name, "4")
+    assert cadenza("info", model).err == ""
+
+
+READ = re.compile(r"\bCADENZA_[A-Z0-9_]+")
+SOURCES = Path(package.__file__).parents[2]
+
+
+def test_every_variable_that_the_sources_read_is_known():
+    """Macros of the C++ sources apart: there a variable is a text."""
+    known = VARIABLES_WITHOUT_FLAG | variables_of(get_command(build_app()))
+    named = set[str]()
+    for path in (SOURCES / "src").rglob("*.py"):
+        named |= set(READ.findall(path.read_text()))
+    for path in [*(SOURCES / "csrc").rglob("*.cpp"), *(SOURCES / "csrc").rglob("*.h")]:
+        named |= set(re.findall(r'getenv\("(CADENZA_[A-Z0-9_]+)"\)', path.read_text()))
+    assert len(named) > len(VARIABLES_WITHOUT_FLAG)
+    assert named <= known
 
 
 def test_output_that_the_locale_cannot_encode_is_replaced_rather_than_an_error(model: Path):

@@ -113,9 +113,12 @@ def _run(arguments: Sequence[str]) -> int:
     from typer.main import get_command
 
     from cadenza.cli.app import build_app
+    from cadenza.cli.options import misspelt_variables
 
+    command = get_command(build_app())
+    for given, meant in misspelt_variables(command, os.environ).items():
+        _print_line(f"cadenza: warning: {given} is set, which nothing reads; did you mean {meant}?")
     try:
-        command = get_command(build_app())
         with command.make_context("cadenza", list(arguments)) as context:
             result = command.invoke(context)
     except typer.Exit as end:

@@ -9,6 +9,7 @@ given on the command line or in the environment keeps `EngineConfig`'s default.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from functools import wraps
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -19,6 +20,14 @@ from cadenza.config import EngineConfig
 Result = TypeVar("Result")
 
 ENVIRONMENT_PREFIX = "CADENZA_"
+VARIABLES_WITHOUT_FLAG = frozenset(
+    f"{ENVIRONMENT_PREFIX}{name}"
+    for name in ("CACHE_DIR", "CPU_ISA", "NUM_THREADS", "REQUIRE_NATIVE", "TRACEBACK")
+)
+"""Variables that are read elsewhere than by a flag."""
+
+LEAST_LIKENESS = 0.7
+"""Of a misspelt variable to the one that was meant; others may be somebody else's."""
 
 ModelFlag = Annotated[
     str | None,
@@ -82,6 +91,30 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         help="Sampling that is not asked for is as generation_config.json recommends, or not."
     ),
 }
+
+
+def misspelt_variables(command: object, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that nothing reads and whose names are close to one of ours, with that one.
+
+    Args:
+        command: the parser of all commands, which knows the variable of each flag.
+    """
+    known = VARIABLES_WITHOUT_FLAG | variables_of(command)
+    parts = [name.removeprefix(ENVIRONMENT_PREFIX) for name in known]
+    found: dict[str, str] = {}
+    for name in sorted(environment):
+        part = name.upper().removeprefix(ENVIRONMENT_PREFIX)
+        if name in known or part == name.upper():
+            continue
+        for meant in get_close_matches(part, parts, n=1, cutoff=LEAST_LIKENESS):
+            found[name] = ENVIRONMENT_PREFIX + meant
+    return found
+
+
+def variables_of(command: Any) -> frozenset[str]:
+    """The environment variables of a command's flags and of those of its subcommands."""
+    own = {each.envvar for each in command.params if isinstance(each.envvar, str)}
+    return frozenset(own).union(*map(variables_of, getattr(command, "commands", {}).values()))
 
 
 def whole_or_auto(text: str) -> int | None:
