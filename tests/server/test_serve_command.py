@@ -16,6 +16,9 @@ import pytest
 
 from cadenza import __version__
 from cadenza.cli.interrupts import TERMINATED, terminable
+from tests.checkpoint.hub_server import NAME as HUB_NAME
+from tests.checkpoint.hub_server import FakeHub
+from tests.checkpoint.hub_server import serving as hub_serving
 from tests.cli.harness import ENGINE, run_cadenza, write_model
 from tests.server.harness import TIMEOUT_S, read_events
 from tests.server.serve_process import ServeProcess, is_alive, serve_process
@@ -359,6 +362,7 @@ def test_another_tenants_cancel_is_that_of_an_unknown_request(keyed: ServeProces
         (["--request-timeout", "nan"], 2, "--request-timeout"),
         (["/nowhere/at/all"], 3, "nowhere"),
         (["--frobnicate"], 2, "--frobnicate"),
+        (["--generation-config", "vllm"], 2, "--generation-config 'vllm' is not one of auto, none"),
     ],
 )
 def test_what_cannot_work_is_said_at_once(arguments: list[str], code: int, words: str) -> None:
@@ -368,9 +372,24 @@ def test_what_cannot_work_is_said_at_once(arguments: list[str], code: int, words
 
 
 def test_values_that_ask_for_what_there_is_are_accepted() -> None:
-    flags = ("--quantization", "none", "--batching", "continuous", "--generation-config", "auto")
+    flags = ("--quantization", "none", "--batching", "continuous", "--generation-config", "none")
     with serve_process(*FLAGS, *flags) as serving:
         serving.wait_for(lambda: serving.status("/live") == 200)
+
+
+def test_both_processes_open_the_one_commit_that_the_revision_was(tmp_path: Path) -> None:
+    """The branch may have moved when the engine starts; and there is none that is called main."""
+    folder, commit = write_model(tmp_path / "model"), "a" * 40
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub = FakeHub(refs={"v1": commit}, files={commit: files})
+    with hub_serving(hub) as endpoint:
+        variables = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        with serve_process(HUB_NAME, *ENGINE, "--revision", "v1", **variables) as serving:
+            serving.wait_ready()
+    looked_up = [line.rpartition("/revision/")[2] for line in hub.requests if "/revision/" in line]
+    assert looked_up[0] == "v1"
+    assert len(looked_up) > 1
+    assert set(looked_up[1:]) == {commit}
 
 
 def test_a_port_in_use_is_said(serving: ServeProcess) -> None:

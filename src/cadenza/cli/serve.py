@@ -252,13 +252,15 @@ async def _run(engine: "EngineProcess", service: "Service", address: "Address", 
 def _make(
     name: str | None, flags: ServeFlags, config: EngineConfig, options: "ServerOptions"
 ) -> "tuple[EngineProcess, Service]":
-    from cadenza.engine.build import find_checkpoint
+    from cadenza.engine.build import find_checkpoint, open_text
     from cadenza.engine.open_requests import RequestTimeouts
     from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
-    from cadenza.engine.text_face import TextFace
     from cadenza.server.service import Service
 
-    text = TextFace(find_checkpoint(name, revision=config.revision))
+    checkpoint = find_checkpoint(name, revision=config.revision)
+    text = open_text(checkpoint, config)
+    # The engine process opens the same commit, now and at each restart, wherever a branch moves.
+    config = replace(config, revision=checkpoint.revision)
     timeouts = RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout)
     engine = EngineProcess(name, config, ProcessOptions(timeouts=timeouts))
     return engine, Service(engine, text, options)

@@ -33,7 +33,6 @@ UNBUILT: Mapping[str, Unbuilt] = {
     "starvation_guard": Unbuilt(what="a guard against starvation; fcfs needs none"),
     "max_itl_ms": Unbuilt(what="a bound between tokens"),
     "prefix_cache_memory_share": Unbuilt(what="a share of memory for prefixes"),
-    "generation_config": Unbuilt(what="another generation_config.json", given="auto"),
     "chat_template": Unbuilt(what="another chat template than the model's"),
     "no_chat_template": Unbuilt(what="serving without the model's template", is_switch=True),
     "speculative_config": Unbuilt(what="speculative decoding"),

@@ -16,7 +16,8 @@ def load(start: Start, on_phase: OnPhase) -> Serving:
         watch_compiles,
     )
 
-    describe_backend(start.config, find_checkpoint(start.model).config)
+    checkpoint = find_checkpoint(start.model, revision=start.config.revision)
+    describe_backend(start.config, checkpoint.config)
     on_phase("load")
     loaded = load_model(start.model, start.config, lambda done: _after(done, on_phase))
     return Serving(core=loaded.core, count_compiles=watch_compiles())
