@@ -1,5 +1,6 @@
 """`make_plan`: options, a checkpoint and the memory become numbers, or an error with both."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -60,3 +61,34 @@ def test_a_token_budget_whose_steps_do_not_fit_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=said):
         plan(max_num_batched_tokens=1 << 24)
     assert plan(max_num_batched_tokens=4096).limits.max_num_batched_tokens == 4096
+
+
+ELSEWHERE = {"backend", "device", "ops", "revision", "scheduler", "seed", "generation_config"}
+"""Options that the plan has no number of; `tests/faces/test_options.py` has them."""
+
+PLANNED: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 40,
+    "kv_cache_memory_bytes": 8 << 20,
+    "num_pages": 200,
+    "kv_layout": "dense",
+    "page_size": 32,
+    "enable_prefix_caching": False,
+    "max_num_queued_reqs": 5,
+    "max_num_queued_tokens": 500,
+    "max_consecutive_step_errors": 2,
+}
+
+
+def test_every_option_is_one_of_the_plan_or_one_of_the_engines():
+    assert set(PLANNED) | ELSEWHERE == {field.name for field in fields(EngineConfig)}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_an_option_reaches_the_plan(name: str):
+    planned = plan(**{name: PLANNED[name]})
+    assert planned != plan()
+    kept = getattr(planned.limits, name, getattr(planned, name, PLANNED[name]))
+    assert kept == PLANNED[name]

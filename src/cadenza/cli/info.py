@@ -92,7 +92,7 @@ def describe(
             "files": list_files(checkpoint.folder),
             **_model(checkpoint),
         },
-        "text": _text(checkpoint),
+        "text": _text(checkpoint, config),
         "memory": _memory(plan, config),
         "engine": {
             "backend": plan.traits.name,
@@ -143,12 +143,13 @@ def _experts(shape: "ModelConfig") -> dict[str, int | None]:
     }
 
 
-def _text(checkpoint: "Checkpoint") -> dict[str, Any]:
+def _text(checkpoint: "Checkpoint", config: EngineConfig) -> dict[str, Any]:
     """What the folder says of texts; the model's own recommendation where a value is not None."""
     from cadenza.text import Tokenizer
 
     path = checkpoint.tokenizer_path
     defaults = checkpoint.generation_defaults
+    is_followed = config.generation_config == "auto"
     template = checkpoint.chat_template
     return {
         "tokenizer": None if path is None else path.name,
@@ -157,9 +158,9 @@ def _text(checkpoint: "Checkpoint") -> dict[str, Any]:
         "generation_defaults": {
             key: value
             for key in ("temperature", "top_k", "top_p", "min_p")
-            if (value := getattr(defaults, key)) is not None
+            if is_followed and (value := getattr(defaults, key)) is not None
         },
-        "not_applied": defaults.unapplied,
+        "not_applied": defaults.unapplied if is_followed else (),
     }
 
 

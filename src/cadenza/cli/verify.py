@@ -82,6 +82,7 @@ class GateFlags:
 
 
 def verify(
+    context: typer.Context,
     gate: GateFlags,
     config: EngineConfig,
     model: Annotated[
@@ -96,6 +97,7 @@ def verify(
     that requests are preempted. With --options all each request has another combination of
     sampling options. Exit code 0 when every bit is equal, 1 when not.
     """
+    _refuse_idle_flags(context, gate)
     if gate.url is not None:
         if not _verify_url(gate, gate.url, model, json_output=json_output):
             raise typer.Exit(CHECK_FAILED)
@@ -104,6 +106,23 @@ def verify(
     passed = (_self_test if gate.self_test else _verify)(options, json_output=json_output)
     if not passed:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _refuse_idle_flags(context: typer.Context, gate: GateFlags) -> None:
+    """Refuses what was written on the command line and would change nothing.
+
+    A variable of the environment is for all commands, and may say more than one of them reads.
+    """
+    engines = {field.name for field in dataclasses.fields(EngineConfig)} - {"seed"}
+    idle = {"api_key"} if gate.url is None else {*engines, "reference"}
+    for name in sorted(idle):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = "--" + name.replace("_", "-")
+            where = "without --url" if gate.url is None else "with --url, which asks a server"
+            raise ConfigError(f"{flag} changes nothing {where}; leave it out")
+    if gate.num_requests is not None and gate.num_requests < 1:
+        raise ConfigError(f"--num-requests {gate.num_requests} must be 1 or more")
 
 
 def _verify(options: "VerifyOptions", *, json_output: bool) -> bool:

@@ -1,0 +1,129 @@
+"""No flag is accepted and ignored: each field of a group of flags is read by its command."""
+
+import ast
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from shutil import copytree
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from cadenza.cli.bench import LoadFlags, WorkloadFlags
+from cadenza.cli.chat import ChatFlags
+from cadenza.cli.generate import GenerateFlags
+from cadenza.cli.serve import ServeFlags
+from cadenza.cli.verify import GateFlags
+from cadenza.config import EngineConfig
+from tests.cli.harness import Ran
+from tests.cli.test_options import VALUES
+
+NOWHERE = "http://127.0.0.1:1"
+
+bench, chat, generate, serve, verify = (
+    import_module(f"cadenza.cli.{name}")
+    for name in ("bench", "chat", "generate", "serve", "verify")
+)
+GROUPS: dict[str, tuple[type[Any], ModuleType]] = {
+    "serve": (ServeFlags, serve),
+    "generate": (GenerateFlags, generate),
+    "chat": (ChatFlags, chat),
+    "verify": (GateFlags, verify),
+    "throughput": (WorkloadFlags, bench),
+    "load": (LoadFlags, bench),
+}
+
+
+def read_names(module: ModuleType) -> set[str]:
+    """The attributes that a module's source reads, of whatever."""
+    tree = ast.parse(inspect.getsource(module))
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_every_flag_of_a_command_is_read_by_it(name: str) -> None:
+    group, module = GROUPS[name]
+    assert {field.name for field in fields(group)} <= read_names(module)
+
+
+def test_a_flag_that_is_not_read_would_be_seen() -> None:
+    assert "no_such_flag" not in read_names(serve)
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "verify", "info"])
+def test_a_backend_that_is_not_built_is_refused_by_every_command(
+    cadenza: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    words = [command, "the"] if command == "generate" else [command]
+    by_flag = cadenza(*words, "--backend", "mlx")
+    monkeypatch.setenv("CADENZA_BACKEND", "mlx")
+    for ran in (by_flag, cadenza(*words)):
+        assert (ran.code, ran.out) == (2, "")
+        assert "--backend 'mlx' is not one of auto, xla; mlx is not built yet" in ran.err
+
+
+SWITCH = {"enable_prefix_caching": ["--no-enable-prefix-caching"]}
+OF_THE_ENGINE = {
+    name: ["--" + name.replace("_", "-"), written] for name, (written, _) in VALUES.items()
+} | SWITCH
+
+
+@pytest.mark.parametrize("name", [*sorted(OF_THE_ENGINE.keys() - {"seed"}), "reference"])
+def test_a_flag_that_means_nothing_to_a_server_that_is_asked_is_refused(
+    cadenza: Callable[..., Ran], name: str
+) -> None:
+    ran = cadenza("verify", "--url", NOWHERE, *OF_THE_ENGINE.get(name, ["--reference", "solo"]))
+    assert ran.code == 2
+    assert "changes nothing with --url" in ran.err
+
+
+def test_a_variable_for_all_commands_is_no_wrong_use_where_a_server_is_asked(
+    cadenza: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CADENZA_MAX_NUM_SEQS", "4")
+    monkeypatch.setenv("CADENZA_API_KEY", "a key")
+    assert f"--url {NOWHERE}: no such answer" in cadenza("verify", "--url", NOWHERE).err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--api-key", "x"), "--api-key changes nothing without --url"),
+        (("--num-requests", "0"), "--num-requests 0 must be 1 or more"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(
+    cadenza: Callable[..., Ran], arguments: tuple[str, ...], said: str
+) -> None:
+    ran = cadenza("verify", *arguments)
+    assert ran.code == 2
+    assert said in ran.err
+
+
+def test_info_tells_no_recommendation_that_is_not_followed(
+    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+) -> None:
+    folder = copytree(model, tmp_path / "model")
+    recommended = {"temperature": 0.25, "num_beams": 4}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    (told,) = cadenza("info", folder, "--json").objects
+    assert told["text"]["generation_defaults"] == {"temperature": 0.25}
+    assert told["text"]["not_applied"]
+    (told,) = cadenza("info", folder, "--json", "--generation-config", "none").objects
+    assert (told["text"]["generation_defaults"], told["text"]["not_applied"]) == ({}, [])
+
+
+@pytest.mark.parametrize(("chosen", "temperature"), [("auto", 0.25), ("none", 1.0)])
+def test_a_server_follows_generation_config_as_it_is_asked_to(
+    model: Path, tmp_path: Path, chosen: str, temperature: float
+) -> None:
+    folder = copytree(model, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.25}))
+    config = EngineConfig(generation_config=chosen)  # type: ignore[arg-type]
+    flags = ServeFlags()
+    _, service = serve._make(str(folder), flags, config, serve._options(str(folder), flags))
+    assert service.text.default_params().temperature == temperature
