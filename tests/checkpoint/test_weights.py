@@ -1,17 +1,31 @@
 """Finding tensors in one file or many, and comparing them with the declaration."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import check_weights, count_parameters, declare, named_shape, open_weights
+from cadenza.checkpoint import (
+    check_weights,
+    count_parameters,
+    declare,
+    named_shape,
+    open_checkpoint,
+    open_weights,
+    write_random_checkpoint,
+)
 from cadenza.checkpoint.declaration import EMBEDDING, HEAD
+from cadenza.checkpoint.random_checkpoint import shape_names
+from cadenza.checkpoint.stacked_experts import split_stacked_experts
+from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 from tests.checkpoint.files import small_model, write_tensors
 
+TINY_SHAPES = [name for name in shape_names() if name.startswith("tiny-")]
 INDEX = "model.safetensors.index.json"
 
 
@@ -175,3 +189,34 @@ def test_the_digest_follows_the_headers_and_not_the_data(tmp_path: Path):
         digests.append(open_weights(folder).digest())
         assert open_weights(folder).digest() == digests[-1]
     assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize("name", TINY_SHAPES)
+def test_every_declared_tensor_is_needed_and_missed_by_name(name: str, tmp_path: Path):
+    """Biases and norms too, which a decoder could do without."""
+    config = named_shape(name)
+    write_random_checkpoint(config, tmp_path, seed=1, dtype=config.dtype)
+    whole = split_stacked_experts(config, open_weights(tmp_path))
+    check_weights(config, whole)
+    for spec in declare(config):
+        rest = {each: whole._file_of[each] for each in whole if each != spec.name}
+        with pytest.raises(CheckpointError, match=f"lack {re.escape(spec.name)}, which"):
+            check_weights(config, Weights(files=whole.files, _file_of=rest))
+
+
+@pytest.mark.parametrize("flag", ["attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm"])
+@pytest.mark.parametrize("name", TINY_SHAPES)
+def test_a_flag_that_calls_for_tensors_which_are_not_there_is_refused(
+    name: str, flag: str, tmp_path: Path
+):
+    without = replace(
+        named_shape(name), has_attention_out_bias=False, has_mlp_bias=False, num_layers=2
+    )
+    if without.family != "qwen2":
+        without = replace(without, has_qkv_bias=False)
+    write_random_checkpoint(without, tmp_path, seed=1, dtype=without.dtype)
+    open_checkpoint(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, flag: True}))
+    with pytest.raises(CheckpointError, match=rf"lack .*\.bias|{flag} is True"):
+        open_checkpoint(tmp_path)
