@@ -1,4 +1,4 @@
-"""Who gets in: keys over every route and trick, origins, tenants, and one policy for each route."""
+"""Who gets in: keys over every route and trick, tenants, and one policy for each route."""
 
 import re
 from collections.abc import Iterator
@@ -20,8 +20,7 @@ CLOSED = [route for route in ROUTES if route.policy == "key"]
 @pytest.fixture(scope="module")
 def locked(script: tuple[int, ...], text: TextFace) -> Iterator[RunningServer]:
     engine = ScriptedEngine(script)
-    settings = options(keys=ApiKeys(KEYS), allowed_origins=("https://good.example",))
-    with running_server(engine, text, settings) as running:
+    with running_server(engine, text, options(keys=ApiKeys(KEYS))) as running:
         yield running
 
 
@@ -91,24 +90,6 @@ def test_two_authorization_headers_are_none(locked: RunningServer) -> None:
 def test_probes_answer_without_a_key(locked: RunningServer) -> None:
     for path in OPEN_PATHS:
         assert locked.get(path).status_code == 200
-
-
-def test_origins_are_answered_only_when_they_are_allowed(locked: RunningServer) -> None:
-    ask = {"access-control-request-method": "POST"}
-    with locked.client() as client:
-        good = client.options("/v1/models", headers={"origin": "https://good.example", **ask})
-        bad = client.options("/v1/models", headers={"origin": "https://bad.example", **ask})
-    assert good.status_code == 204
-    assert good.headers["access-control-allow-origin"] == "https://good.example"
-    assert bad.status_code == 401
-    assert "access-control-allow-origin" not in bad.headers
-    live = locked.get("/live", headers={"origin": "https://good.example"})
-    assert live.headers["access-control-allow-origin"] == "https://good.example"
-
-
-def test_without_allowed_origins_no_origin_is_answered(scripted: RunningServer) -> None:
-    answer = scripted.get("/live", headers={"origin": "https://good.example"})
-    assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
 def test_tenants_and_salts_share_no_prefix(script: tuple[int, ...], text: TextFace) -> None:

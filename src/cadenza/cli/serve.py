@@ -101,7 +101,8 @@ class ServeFlags:
             "--allowed-origins",
             environment="ALLOWED_ORIGINS",
             metavar="ORIGIN",
-            help="Web pages' origins that may ask; may be repeated (default: none).",
+            help="Origins of web pages that may call this server, as scheme://host:port, or * for "
+            "any; may be repeated (default: none).",
         ),
     ] = None
     ssl_certfile: Annotated[
@@ -268,6 +269,7 @@ def _make(
 
 def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
     from cadenza.server.api_keys import ApiKeys, read_keys
+    from cadenza.server.cors import Cors
     from cadenza.server.limits import ServerLimits
     from cadenza.server.service import ServerOptions
 
@@ -278,7 +280,7 @@ def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
         model_aliases=aliases,
         secret=secrets.token_bytes(32),
         keys=ApiKeys(read_keys(flags.api_key or (), file)),
-        allowed_origins=tuple(flags.allowed_origins or ()),
+        cors=Cors(flags.allowed_origins or ()),
         is_logging_requests=not flags.disable_log_requests,
         limits=ServerLimits(
             keep_alive_s=flags.sse_keep_alive_interval,

@@ -1,6 +1,6 @@
 """The ASGI application: the door, the router, and the errors' way out.
 
-Owns what happens before a handler: bounds of the head, cross-origin rules, keys. Judges by
+Owns what happens before a handler: bounds of the head, CORS preflights, keys. Judges by
 `scope["path"]` alone, never by a URL or a Host header. Invariant: whatever is not said to be open
 needs a key before anything else is told of it.
 """
@@ -17,7 +17,13 @@ from cadenza.server.errors import (
     server_error,
     unknown_url,
 )
-from cadenza.server.exchange import Answer, ClientLeftError, Exchange, new_request_id
+from cadenza.server.exchange import (
+    NO_CONTENT,
+    Answer,
+    ClientLeftError,
+    Exchange,
+    new_request_id,
+)
 from cadenza.server.generation import log_unexpected
 from cadenza.server.handlers import Handler, make_handlers
 from cadenza.server.kinds import Text
@@ -54,7 +60,7 @@ class App:
             request_id=self._request_id(scope),
             tenant="",
         )
-        exchange.extra_headers = self._origin_headers(scope)
+        exchange.extra_headers = self._service.options.cors.response_headers(scope["headers"])
         try:
             await self._enter(exchange)
         except ClientLeftError:
@@ -71,8 +77,10 @@ class App:
     async def _enter(self, exchange: Exchange) -> None:
         scope = exchange.scope
         self._check_head(exchange)
-        if self._is_preflight(exchange):
-            await exchange.answer(Answer(status=204, headers=_PREFLIGHT))
+        cors = self._service.options.cors
+        preflight = cors.preflight_headers(scope["method"], scope["headers"])
+        if preflight is not None:
+            await exchange.answer(Answer(status=NO_CONTENT, headers=preflight))
             return
         path: str = scope["path"]
         if path not in OPEN_PATHS:
@@ -113,32 +121,6 @@ class App:
             if not self._service.has_open(asked):
                 return asked
         return new_request_id()
-
-    def _origin_headers(self, scope: Scope) -> tuple[tuple[str, str], ...]:
-        allowed = self._service.options.allowed_origins
-        if not allowed:
-            return ()
-        origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
-        if len(origins) != 1 or (origins[0] not in allowed and "*" not in allowed):
-            return (("vary", "origin"),)
-        return (
-            ("vary", "origin"),
-            ("access-control-allow-origin", origins[0]),
-            ("access-control-expose-headers", "x-request-id, retry-after"),
-        )
-
-    def _is_preflight(self, exchange: Exchange) -> bool:
-        """Browsers send no key with these; they are answered to allowed origins only."""
-        is_asked = exchange.header(b"access-control-request-method") is not None
-        is_allowed = len(exchange.extra_headers) > 1
-        return exchange.scope["method"] == "OPTIONS" and is_asked and is_allowed
-
-
-_PREFLIGHT = (
-    ("access-control-allow-methods", "GET, POST"),
-    ("access-control-allow-headers", "authorization, content-type, x-request-id"),
-    ("access-control-max-age", "600"),
-)
 
 
 class _Endpoint:

@@ -22,6 +22,7 @@ from cadenza.server.api_keys import ApiKeys
 from cadenza.server.body_budget import BodyBudget
 from cadenza.server.call import Call, Prompt
 from cadenza.server.connections import Connections, most_connections
+from cadenza.server.cors import Cors
 from cadenza.server.errors import (
     ApiError,
     connections_full,
@@ -64,7 +65,7 @@ class ServerOptions:
     model_aliases: tuple[str, ...] = ()
     limits: ServerLimits = field(default_factory=ServerLimits)
     keys: ApiKeys = field(default_factory=ApiKeys)
-    allowed_origins: tuple[str, ...] = ()
+    cors: Cors = field(default_factory=Cors)
     is_logging_requests: bool = True
     num_dropped_log_lines: Callable[[], int] = lambda: 0
     clock: Callable[[], float] = time.monotonic

@@ -1,0 +1,113 @@
+"""CORS (the Fetch standard, 3.3): which web pages may call this server and read its answers.
+
+Owns the allowed origins, the answer to a preflight and the CORS headers of every other answer.
+Knows no route. Invariant: an origin that is not allowed gets no `Access-Control-*` header.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from cadenza.errors import ConfigError
+from cadenza.request import show
+from cadenza.server.errors import ApiError, Headers
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+ANY = "*"
+MAX_AGE_S = 600
+"""How long a browser may reuse a preflight's answer."""
+METHODS = "GET, POST"
+EXPOSED = ("x-request-id", "retry-after", "x-should-retry", "www-authenticate", "allow")
+"""The headers of our answers that a page could not read otherwise; client libraries read some."""
+
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@\s,]+)")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+_HEADER_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 9110, 5.6.2
+
+
+class Cors:
+    """The rules of one server; without origins CORS is off.
+
+    Args:
+        origins: `scheme://host[:port]`, `null` (pages without an origin, such as files), or `*`.
+
+    Raises:
+        ConfigError: an origin has another form; no browser would ever send it.
+    """
+
+    def __init__(self, origins: Iterable[str] = ()) -> None:
+        self._origins = frozenset(_normal(origin) for origin in origins)
+
+    def response_headers(self, headers: RawHeaders) -> Headers:
+        """What goes on every answer, errors included: without it a page cannot read them."""
+        if not self._origins:
+            return ()
+        origin = self._allowed_origin(headers)
+        if origin is None:
+            return (("vary", "origin"),)
+        return (
+            ("vary", "origin"),
+            ("access-control-allow-origin", origin),
+            ("access-control-expose-headers", ", ".join(EXPOSED)),
+        )
+
+    def preflight_headers(self, method: str, headers: RawHeaders) -> Headers | None:
+        """The further headers of a preflight's answer; None where this is no preflight of an
+        allowed origin. A browser sends no key with it, so that none is asked for.
+
+        Raises ApiError (400) where a requested header has no valid name.
+        """
+        is_preflight = method == "OPTIONS" and _values(headers, b"access-control-request-method")
+        if not is_preflight or self._allowed_origin(headers) is None:
+            return None
+        answer = [
+            ("vary", "access-control-request-method, access-control-request-headers"),
+            ("access-control-allow-methods", METHODS),
+            ("access-control-max-age", str(MAX_AGE_S)),
+        ]
+        names = _requested_names(headers)
+        if names:
+            answer.append(("access-control-allow-headers", ", ".join(names)))
+        if _values(headers, b"access-control-request-private-network") == [b"true"]:
+            answer.append(("access-control-allow-private-network", "true"))
+        return tuple(answer)
+
+    def _allowed_origin(self, headers: RawHeaders) -> str | None:
+        found = [value.decode("latin-1") for value in _values(headers, b"origin")]
+        if len(found) != 1 or not (found[0] in self._origins or ANY in self._origins):
+            return None
+        return found[0]
+
+
+def _normal(origin: str) -> str:
+    """As browsers write it: in lower case, without the scheme's own port."""
+    if origin in (ANY, "null"):
+        return origin
+    matched = _ORIGIN.fullmatch(origin.lower())
+    if matched is None:
+        raise ConfigError(
+            f"--allowed-origins {origin!r} is no origin; give scheme://host or "
+            f"scheme://host:port without a path, or * for any; repeat the flag for several"
+        )
+    scheme, host = matched.groups()
+    return f"{scheme}://{host.removesuffix(_DEFAULT_PORTS.get(scheme, ''))}"
+
+
+def _requested_names(headers: RawHeaders) -> list[str]:
+    """Which headers a page means to send, whatever they are called. Their number and length are
+    bounded by the head's own bounds."""
+    listed = b",".join(_values(headers, b"access-control-request-headers")).split(b",")
+    names = [name for name in (name.strip(b" \t") for name in listed) if name]
+    for name in names:
+        if not _HEADER_NAME.fullmatch(name):
+            raise ApiError(
+                400,
+                "invalid_header",
+                f"access-control-request-headers holds {show(name.decode('latin-1'))}; it must be "
+                f"header names with commas between them",
+            )
+    return list(dict.fromkeys(name.decode("ascii").lower() for name in names))
+
+
+def _values(headers: RawHeaders, name: bytes) -> list[bytes]:
+    return [value for key, value in headers if key == name]
