@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+import httpx
 import pytest
 
 from cadenza import LLM, SamplingParams
@@ -105,13 +106,15 @@ def test_probes_answer_throughout_long_prefills(bundled: RunningServer) -> None:
     One that waits for the prefill answers the first probe with it, and few more before its answer
     has been read.
     """
-    prompts = [[first] * 2000 for first in range(7, 17)]
+    prompts = [[first] * 2000 for first in range(7, 15)]
     body = {"prompt": prompts, "max_tokens": 1, "cache_salt": "prefill"}
-    asking = threading.Thread(target=bundled.post, args=("/v1/completions", body))
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(bundled.post("/v1/completions", body)))
     num_answered = 0
     with bundled.client() as client:
         asking.start()
         while asking.is_alive():
             assert client.get("/live").status_code == 200
             num_answered += 1
+    assert [answer.status_code for answer in answers] == [200], answers[0].text
     assert num_answered > 5
