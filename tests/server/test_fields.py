@@ -8,7 +8,7 @@ import pytest
 from cadenza.request import BOUNDS, SamplingParams
 from cadenza.server.call import read_call
 from cadenza.server.errors import ApiError
-from cadenza.server.fields import FIELDS, TABLE, Goes, NotBuilt, check_body
+from cadenza.server.fields import FIELDS, TABLE, Goes, check_body
 from cadenza.server.kinds import Flag, Kind, Number, OneOrMany, TokenIds, Whole
 from cadenza.server.limits import ServerLimits
 from tests.server.harness import RunningServer
@@ -71,32 +71,10 @@ def test_a_sampling_field_reaches_the_engine_or_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "name"),
-    [
-        (endpoint, field.name)
-        for field in TABLE
-        if isinstance(field.kind, NotBuilt)
-        for endpoint in field.endpoints
-    ],
-)
-@pytest.mark.parametrize("value", [1, "auto", [], {}, True])
-def test_what_is_not_built_is_refused_by_name(
-    scripted: RunningServer, endpoint: str, name: str, value: Any
-) -> None:
-    body = COMPLETION if endpoint == "completions" else CHAT
-    answer = scripted.post(PATHS[endpoint], {**body, name: value})
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert (error["code"], error["param"]) == ("unsupported_field", name)
-    assert scripted.post(PATHS[endpoint], {**body, name: None}).status_code == 200
-
-
-@pytest.mark.parametrize(
     "message",
     [
         {"role": "tool", "content": "x", "tool_call_id": "1"},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-        {"role": "assistant", "content": "x", "tool_calls": []},
         {"role": "king", "content": "x"},
         {"role": "user"},
         {"role": "user", "content": 1},

@@ -355,6 +355,7 @@ def test_another_tenants_cancel_is_that_of_an_unknown_request(keyed: ServeProces
         (["--enable-auto-tool-choice"], 2, "--enable-auto-tool-choice"),
         (["--scheduler-policy", "priority"], 2, "fcfs"),
         (["--api-key", "short"], 2, "API key"),
+        (["--allowed-origins", "https://your.page/"], 2, "--allowed-origins"),
         (["--log-format", "xml"], 2, "--log-format"),
         (["--ssl-certfile", "nowhere.pem"], 2, "--ssl-keyfile"),
         (["--shutdown-timeout", "-1"], 2, "--shutdown-timeout"),
@@ -390,6 +391,13 @@ def test_both_processes_open_the_one_commit_that_the_revision_was(tmp_path: Path
     assert looked_up[0] == "v1"
     assert len(looked_up) > 1
     assert set(looked_up[1:]) == {commit}
+
+
+def test_that_unknown_fields_are_ignored_is_logged() -> None:
+    with serve_process(*FLAGS, CADENZA_IGNORE_UNKNOWN_FIELDS="1") as serving:
+        answer = serving.post("/tokenize", {"prompt": "x", "frob": 1})
+        assert answer.status_code == 200, answer.text
+        assert "--ignore-unknown-fields" in serving.log
 
 
 def test_a_port_in_use_is_said(serving: ServeProcess) -> None:

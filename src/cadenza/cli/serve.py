@@ -105,6 +105,15 @@ class ServeFlags:
             "any; may be repeated (default: none).",
         ),
     ] = None
+    ignore_unknown_fields: Annotated[
+        bool,
+        _option(
+            "--ignore-unknown-fields",
+            environment="IGNORE_UNKNOWN_FIELDS",
+            help="Ignore fields of a request's body that this server does not know, which are "
+            "refused otherwise; for gateways that add their own.",
+        ),
+    ] = False
     ssl_certfile: Annotated[
         str | None,
         _option("--ssl-certfile", environment="SSL_CERTFILE", metavar="FILE", help="TLS, in PEM."),
@@ -216,6 +225,8 @@ def serve(
     options = replace(options, num_dropped_log_lines=lambda: lines.num_dropped)
     engine, service = _make(name, flags, config, options)
     logger.debug("resolved configuration: %s %s", config, _told(flags))
+    if flags.ignore_unknown_fields:
+        logger.warning("--ignore-unknown-fields: unknown fields of requests have no effect")
     with terminable(), listening(address) as bound:
         logger.info(
             "cadenza %s serves %s at %s", __version__, options.model_names[0], address.url(bound)
@@ -281,6 +292,7 @@ def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
         secret=secrets.token_bytes(32),
         keys=ApiKeys(read_keys(flags.api_key or (), file)),
         cors=Cors(flags.allowed_origins or ()),
+        unknown_fields="ignore" if flags.ignore_unknown_fields else "refuse",
         is_logging_requests=not flags.disable_log_requests,
         limits=ServerLimits(
             keep_alive_s=flags.sse_keep_alive_interval,

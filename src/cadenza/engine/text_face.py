@@ -81,6 +81,11 @@ class TextFace:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def chat_template_options(self) -> frozenset[str]:
+        """The further variables that the chat template reads, such as `enable_thinking`."""
+        return frozenset() if self._template is None else self._template.options
+
     def prepare(
         self, prompt: Prompt, params: Params = None, *, max_num_tokens: int | None = None
     ) -> PreparedRequest:

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 from cadenza.engine.text_face import TextFace
 from cadenza.request import SamplingParams, show
 from cadenza.server.errors import invalid_value
-from cadenza.server.fields import MAX_SEQUENCES, check_body, sampling_values
+from cadenza.server.fields import MAX_SEQUENCES, UnknownFields, check_body, sampling_values
 from cadenza.server.json_body import read_json
 from cadenza.server.limits import ServerLimits
 
@@ -89,6 +89,10 @@ class Call:
         return self.values.get("chat_template_kwargs", {})
 
     @property
+    def is_without_reasoning(self) -> bool:
+        return self.values.get("reasoning_effort") == "none"
+
+    @property
     def cache_salt(self) -> str:
         return self.values.get("cache_salt", "")
 
@@ -125,13 +129,18 @@ class Call:
         return cast(Mapping[str, bool], self.values.get("stream_options", {})).get(name, False)
 
 
-def read_call(endpoint: Literal["completions", "chat"], body: bytes, limits: ServerLimits) -> Call:
+def read_call(
+    endpoint: Literal["completions", "chat"],
+    body: bytes,
+    limits: ServerLimits,
+    unknown: UnknownFields = "refuse",
+) -> Call:
     """Raises ApiError (400) naming the field at fault."""
-    values = check_body(endpoint, read_json(body))
+    values = check_body(endpoint, read_json(body), unknown)
     call = Call(endpoint=endpoint, values=values, num_body_bytes=len(body))
     if "stream_options" in values and not call.is_stream:
         raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
-    if "top_logprobs" in values and not values.get("logprobs"):
+    if values.get("top_logprobs") and not values.get("logprobs"):
         raise invalid_value("top_logprobs needs logprobs; set it to true, too", "top_logprobs")
     asked = [values.get(name) for name in ("max_tokens", "max_completion_tokens")]
     if None not in asked and asked[0] != asked[1]:

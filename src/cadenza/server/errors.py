@@ -5,6 +5,7 @@ no path and no text of an exception from elsewhere.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +94,11 @@ def unknown_field(name: str, known: list[str]) -> ApiError:
     return ApiError(400, "unknown_field", message, param=whole)
 
 
-def not_built(name: str, what: str) -> ApiError:
-    message = f"{name}: {what} is not built yet in this server; leave the field out"
+def not_built(name: str, what: str, harmless: Sequence[object] = ()) -> ApiError:
+    """`harmless` are the JSON values that may be sent all the same, as they ask for nothing."""
+    shown = " or ".join(msgspec.json.encode(value).decode() for value in harmless)
+    advice = f"leave the field out or send {shown}" if harmless else "leave the field out"
+    message = f"{name}: {what} is not built yet in this server; {advice}"
     return ApiError(400, "unsupported_field", message, param=name)
 
 

@@ -1,7 +1,8 @@
 """Every field a client may send: one table for checking, for the API's description and for tests.
 
 Owns names, kinds, bounds, defaults and where a value goes. Sampling fields take their bounds from
-`request.BOUNDS`. Invariant: a field of the table is used or refused by name; none is ignored.
+`request.BOUNDS`. The table has every field of OpenAI's and vLLM's schemas. Invariant: a value is
+used, or it asks for nothing, or it is refused by name; what changes an answer is never dropped.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from cadenza.config import MAX_LOGPROBS_BOUND
 from cadenza.request import BIAS, BOUNDS, MAX_BIASES, ListBound, show
 from cadenza.server.errors import invalid_value, not_built, unknown_field
 from cadenza.server.kinds import (
+    NULL,
+    Choice,
     Flag,
     Kind,
     ListOf,
@@ -21,7 +24,9 @@ from cadenza.server.kinds import (
     Record,
     Schema,
     Text,
+    TextMap,
     TokenIds,
+    Unbuilt,
     Whole,
     or_null,
     refuse,
@@ -46,7 +51,7 @@ class Goes(Enum):
     REQUEST = "request"
     """To the engine beside the sampling, or into logs and ids."""
     NOWHERE = "nowhere"
-    """It is not built: any value but null is refused by name."""
+    """It changes nothing: a label, or a value that asks for nothing of what is not built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +65,6 @@ class Field:
     help: str
     default: object = None
     is_required: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class NotBuilt:
-    """The kind of a field without machinery: no value but null."""
-
-    what: str
-
-    def check(self, name: str, value: object) -> Any:
-        del value  # whatever it is
-        raise not_built(name, self.what)
-
-    def schema(self) -> Schema:
-        return {"type": "null"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +141,8 @@ class ResponseFormat:
     def check(self, name: str, value: object) -> str:
         if not isinstance(value, dict):
             raise refuse(name, value, 'an object such as {"type": "text"}')
-        wanted = cast(dict[str, object], value)
+        members = cast(dict[str, object], value)
+        wanted = {key: item for key, item in members.items() if item is not None}
         if wanted.get("type") in ("json_object", "json_schema"):
             raise not_built(name, f"the type {wanted['type']}")
         if wanted != {"type": "text"}:
@@ -162,7 +154,7 @@ class ResponseFormat:
             "type": "object",
             "properties": {"type": {"type": "string", "enum": ["text"]}},
             "required": ["type"],
-            "additionalProperties": False,
+            "additionalProperties": NULL,
         }
 
 
@@ -205,14 +197,22 @@ def _needed(name: str, kind: Kind, help: str, on: tuple[Endpoint, ...]) -> Field
     return Field(name=name, endpoints=on, goes=Goes.ANSWER, kind=kind, help=help, is_required=True)
 
 
-def _absent(name: str, what: str, on: tuple[Endpoint, ...] = _BOTH) -> Field:
-    return Field(name=name, endpoints=on, goes=Goes.NOWHERE, kind=NotBuilt(what), help="Not built.")
+def _unbuilt(name: str, what: str, *harmless: object, on: tuple[Endpoint, ...] = _BOTH) -> Field:
+    """`harmless` are the values that ask for nothing of it; each other one is refused."""
+    kind = Unbuilt(what, harmless)
+    return Field(name=name, endpoints=on, goes=Goes.NOWHERE, kind=kind, help=f"Not built: {what}.")
+
+
+def _label(name: str, kind: Kind, help: str, on: tuple[Endpoint, ...] = _BOTH) -> Field:
+    """A value that changes nothing of the answer; it is checked for its size and dropped."""
+    return Field(name=name, endpoints=on, goes=Goes.NOWHERE, kind=kind, help=help)
 
 
 def _request(name: str, kind: Kind, help: str) -> Field:
     return Field(name=name, endpoints=_BOTH, goes=Goes.REQUEST, kind=kind, help=help)
 
 
+_LABEL = Text(max_chars=256)
 _LOGPROBS = Whole(0, MAX_LOGPROBS_BOUND)
 _IDENTIFIER = Text(min_chars=1, max_chars=128, is_identifier=True)
 _MODEL = Text(min_chars=1, max_chars=256)
@@ -241,6 +241,72 @@ SAMPLING_FIELDS = (
     _sampling("truncate_prompt_tokens", "Keep this many tokens of the prompt's end.", None),
 )
 
+LABELS = (
+    _label(
+        "metadata",
+        TextMap(max_items=16, max_key_chars=64, max_value_chars=512),
+        "Labels of the request.",
+    ),
+    _label("safety_identifier", _LABEL, "A label of who asks."),
+    _label("session_id", _LABEL, "A label of what the request belongs to."),
+    _label("prompt_cache_key", _LABEL, "A hint; prefixes are cached without it."),
+    _label(
+        "prompt_cache_options",
+        Record({"mode": Choice(("implicit", "explicit")), "ttl": Text(max_chars=16)}),
+        "A hint; prefixes are cached while there is room.",
+    ),
+    _label(
+        "prompt_cache_retention",
+        Choice(("in_memory", "in-memory", "24h")),
+        "A hint; prefixes are cached while there is room.",
+    ),
+    _label("parallel_tool_calls", Flag(), "Changes nothing: no tool is called.", _CHAT),
+    _label("return_mm_kwargs", Flag(), "Changes nothing of a generated answer."),
+)
+
+UNBUILT = (
+    _unbuilt("tools", "calling tools", [], on=_CHAT),
+    _unbuilt("tool_choice", "calling tools", "none", "auto", on=_CHAT),
+    _unbuilt("functions", "calling functions", [], on=_CHAT),
+    _unbuilt("function_call", "calling functions", "none", "auto", on=_CHAT),
+    _unbuilt("web_search_options", "searching the web", on=_CHAT),
+    _unbuilt("include_reasoning", "leaving reasoning out", True, on=_CHAT),
+    _unbuilt("thinking_token_budget", "a bound on reasoning", -1),
+    _unbuilt("verbosity", "a choice of verbosity", "medium", on=_CHAT),
+    _unbuilt("modalities", "another modality than text", ["text"], on=_CHAT),
+    _unbuilt("audio", "audio", on=_CHAT),
+    _unbuilt("media_io_kwargs", "another modality than text", {}, on=_CHAT),
+    _unbuilt("mm_processor_kwargs", "another modality than text", {}, on=_CHAT),
+    _unbuilt("moderation", "moderation", on=_CHAT),
+    _unbuilt("prediction", "a predicted output", on=_CHAT),
+    _unbuilt("store", "storing answers", False),
+    _unbuilt("service_tier", "a choice of service tier", "auto", "default"),
+    _unbuilt("priority", "scheduling by priority", 0),
+    _unbuilt("structured_outputs", "structured output"),
+    _unbuilt("chat_template", "a chat template of the request's own", "", on=_CHAT),
+    _unbuilt("documents", "documents in the prompt", [], on=_CHAT),
+    _unbuilt("echo", "beginning the answer with the last message", False, on=_CHAT),
+    _unbuilt("add_special_tokens", "special tokens around a conversation", False, on=_CHAT),
+    _unbuilt("truncation_side", "cutting the prompt's end off", "left"),
+    _unbuilt("prompt_embeds", "a prompt of embeddings", on=_COMPLETIONS),
+    _unbuilt("suffix", "filling in a middle", "", on=_COMPLETIONS),
+    _unbuilt("best_of", "choosing among several answers", 1, on=_COMPLETIONS),
+    _unbuilt("use_beam_search", "beam search", False),
+    _unbuilt("length_penalty", "beam search", 1),
+    _unbuilt("watermarking", "watermarks", False),
+    _unbuilt("repetition_detection", "ending an answer that repeats itself", {}),
+    _unbuilt("spaces_between_special_tokens", "special tokens without spaces", True),
+    _unbuilt("logprob_token_ids", "log probabilities of chosen token ids", []),
+    _unbuilt("return_prompt_text", "the prompt's text in the answer", False, on=_CHAT),
+    _unbuilt("return_token_offsets", "offsets of the prompt's tokens", False),
+    _unbuilt("routed_experts_prompt_start", "the experts of each token", 0),
+    _unbuilt("stream_interval", "several tokens to a chunk", 1),
+    _unbuilt("kv_transfer_params", "prefill and decoding in separate servers", {}),
+    _unbuilt("ec_transfer_params", "encoding and decoding in separate servers", {}),
+    _unbuilt("vllm_xargs", "arguments of extensions", {}),
+)
+"""What the schemas have and this server lacks, and which values ask for nothing of it."""
+
 TABLE: tuple[Field, ...] = (
     Field(
         name="model",
@@ -267,7 +333,13 @@ TABLE: tuple[Field, ...] = (
     _answer("stream", Flag(), "Send the answer as it comes.", False),
     _answer(
         "stream_options",
-        Record({"include_usage": Flag(), "continuous_usage_stats": Flag()}),
+        Record(
+            {
+                "include_usage": Flag(),
+                "continuous_usage_stats": Flag(),
+                "include_obfuscation": Unbuilt("obfuscated chunks", (False,)),
+            }
+        ),
         "With stream: usage in a last chunk, and in every chunk.",
     ),
     _answer("return_token_ids", Flag(), "Token ids beside the texts.", False),
@@ -277,25 +349,21 @@ TABLE: tuple[Field, ...] = (
         "Switches of the model's chat template.",
         on=_CHAT,
     ),
+    _answer(
+        "reasoning_effort",
+        Unbuilt("an effort of reasoning", ("none",)),
+        "none: no thinking, where the chat template has a switch for it.",
+        on=_CHAT,
+    ),
     _request(
         "cache_salt",
         Text(max_chars=256),
         "Share cached prefixes only with requests of an equal salt.",
     ),
     _request("request_id", _IDENTIFIER, "The answer's id, as in x-request-id."),
-    _request("user", Text(max_chars=256), "Who asks; it goes into the log's line."),
-    _absent("structured_outputs", "structured output"),
-    _absent("priority", "scheduling by priority"),
-    _absent("tools", "calling tools", _CHAT),
-    _absent("tool_choice", "calling tools", _CHAT),
-    _absent("parallel_tool_calls", "calling tools", _CHAT),
-    _absent("functions", "calling functions", _CHAT),
-    _absent("function_call", "calling functions", _CHAT),
-    _absent("reasoning_effort", "an effort of reasoning", _CHAT),
-    _absent("modalities", "another modality than text", _CHAT),
-    _absent("audio", "audio", _CHAT),
-    _absent("suffix", "filling in a middle", _COMPLETIONS),
-    _absent("best_of", "choosing among several answers", _COMPLETIONS),
+    _request("user", _LABEL, "Who asks; it goes into the log's line."),
+    *LABELS,
+    *UNBUILT,
     _needed("prompt", Prompt(), "A text, token ids, or a list of either.", _COMPLETIONS),
     Field(
         name="prompt",
@@ -330,18 +398,30 @@ FIELDS: Mapping[Endpoint, Mapping[str, Field]] = {
 }
 
 
-def check_body(endpoint: Endpoint, body: Mapping[str, object]) -> dict[str, Any]:
-    """The checked values of the fields that are there; null counts as absent.
+UnknownFields = Literal["refuse", "ignore"]
+"""What becomes of a field that is not in the table and has a value."""
+
+
+def check_body(
+    endpoint: Endpoint, body: Mapping[str, object], unknown: UnknownFields = "refuse"
+) -> dict[str, Any]:
+    """The checked values of the fields that are there and go somewhere; null counts as absent.
 
     Raises ApiError (400) naming the first field at fault.
     """
     fields = FIELDS[endpoint]
     values: dict[str, Any] = {}
     for name, value in body.items():
-        if name not in fields:
-            raise unknown_field(name[:64], list(fields))
-        if value is not None:
-            values[name] = fields[name].kind.check(name, value)
+        if value is None:
+            continue
+        field = fields.get(name)
+        if field is not None:
+            checked = field.kind.check(name, value)
+            if field.goes is not Goes.NOWHERE:
+                values[name] = checked
+        elif unknown == "refuse":
+            built = [each.name for each in fields.values() if each.goes is not Goes.NOWHERE]
+            raise unknown_field(name[:64], built)
     for field in fields.values():
         if field.is_required and field.name not in values:
             raise invalid_value(f"{field.name} is missing; it is needed here", field.name)
@@ -354,21 +434,21 @@ def sampling_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
-def body_schema(endpoint: Endpoint) -> Schema:
+def body_schema(endpoint: Endpoint, unknown: UnknownFields = "refuse") -> Schema:
     """JSON Schema of a body."""
     fields = FIELDS[endpoint].values()
     return {
         "type": "object",
         "properties": {field.name: _field_schema(field) for field in fields},
         "required": [field.name for field in fields if field.is_required],
-        "additionalProperties": False,
+        "additionalProperties": NULL if unknown == "refuse" else True,
     }
 
 
 def _field_schema(field: Field) -> Schema:
     if field.is_required:
         return {**field.kind.schema(), "description": field.help}
-    schema = {"type": "null"} if field.goes is Goes.NOWHERE else or_null(field.kind.schema())
+    schema = or_null(field.kind.schema())
     shown = {} if field.default is None else {"default": field.default}
     if field.default == "see help":
         shown = {}

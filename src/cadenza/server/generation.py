@@ -68,12 +68,14 @@ class Generation:
             record.end(num_choices, rest)
 
     async def _read(self, body: bytes) -> Call:
-        limits = self._service.options.limits
+        options = self._service.options
+
+        def read() -> Call:
+            return read_call(self._endpoint, body, options.limits, options.unknown_fields)
+
         if len(body) <= INLINE_BYTES:
-            return read_call(self._endpoint, body, limits)
-        return await self._service.work.do(
-            "generate", len(body), lambda: read_call(self._endpoint, body, limits)
-        )
+            return read()
+        return await self._service.work.do("generate", len(body), read)
 
     def _take_identity(self, exchange: Exchange, call: Call, record: RequestRecord) -> None:
         if call.request_id is not None:

@@ -56,7 +56,10 @@ class Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._description = msgspec.json.encode(
-            describe_api(needs_key=not service.options.keys.is_open)
+            describe_api(
+                needs_key=not service.options.keys.is_open,
+                unknown_fields=service.options.unknown_fields,
+            )
         )
 
     async def live(self, exchange: Exchange) -> None:
@@ -122,10 +125,11 @@ class Handlers:
         self, exchange: Exchange, endpoint: Literal["tokenize", "detokenize"]
     ) -> tuple[dict[str, Any], int]:
         """The checked values, and the number of bytes that they came in."""
+        unknown = self._service.options.unknown_fields
         async with exchange.body() as body:
             num_bytes = len(body)
             values = await self._work(
-                exchange, num_bytes, lambda: check_body(endpoint, read_json(body))
+                exchange, num_bytes, lambda: check_body(endpoint, read_json(body), unknown)
             )
         self._service.check_model(values.get("model"))
         return values, num_bytes

@@ -4,14 +4,18 @@ Knows no field. Invariant: `check` takes any value that JSON can hold, and what 
 the kind's bounds.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from cadenza.request import show
-from cadenza.server.errors import ApiError, invalid_value
+from cadenza.server.errors import ApiError, invalid_value, not_built
 
 Schema = dict[str, Any]
+
+NULL: Schema = {"type": "null"}
+"""Also what a member may be that is not known: null counts as absent."""
 
 
 class Kind(Protocol):
@@ -226,7 +230,7 @@ SLICE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An object with known members, all optional, of which nulls count as absent."""
+    """An object with known members, all optional; a member that is null counts as absent."""
 
     members: Mapping[str, Kind]
 
@@ -235,28 +239,111 @@ class Record:
             raise refuse(name, value, "an object")
         found: dict[str, Any] = {}
         for key, item in cast(dict[str, object], value).items():
+            if item is None:
+                continue
             if key not in self.members:
                 known = ", ".join(self.members)
                 raise invalid_value(f"{name} has no member {show(key)}; it has {known}", name)
-            if item is not None:
-                found[key] = _named(name, key, self.members[key], item)
+            found[key] = check_member(name, key, self.members[key], item)
         return found
 
     def schema(self) -> Schema:
         return {
             "type": "object",
             "properties": {key: or_null(kind.schema()) for key, kind in self.members.items()},
-            "additionalProperties": False,
+            "additionalProperties": NULL,
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Unbuilt:
+    """What this server lacks: only values that ask for nothing of it, `harmless`, are accepted."""
+
+    what: str
+    harmless: tuple[object, ...] = ()
+
+    def check(self, name: str, value: object) -> Any:
+        if any(_is_same_json(value, each) for each in self.harmless):
+            return value
+        raise not_built(name, self.what, self.harmless)
+
+    def schema(self) -> Schema:
+        return {"enum": [*self.harmless, None]}
+
+
+def _is_same_json(left: object, right: object) -> bool:
+    """In JSON, other than in Python, true is not 1."""
+    return isinstance(left, bool) == isinstance(right, bool) and left == right
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextMap:
+    """An object from texts to texts, which nothing reads."""
+
+    max_items: int
+    max_key_chars: int
+    max_value_chars: int
+
+    def check(self, name: str, value: object) -> dict[str, str]:
+        if not isinstance(value, dict):
+            raise refuse(name, value, "an object from texts to texts")
+        entries = cast(dict[str, object], value)
+        if len(entries) > self.max_items:
+            raise invalid_value(
+                f"{name} has {len(entries)} entries; at most {self.max_items} are allowed", name
+            )
+        for key, text in entries.items():
+            if len(key) > self.max_key_chars:
+                raise invalid_value(
+                    f"{name} has the key {show(key)} of {len(key)} characters; at most "
+                    f"{self.max_key_chars} are allowed",
+                    name,
+                )
+            if not isinstance(text, str) or len(text) > self.max_value_chars:
+                raise invalid_value(
+                    f"{name} has {show(text)} under {show(key)}; it must be a text of at most "
+                    f"{self.max_value_chars} characters",
+                    name,
+                )
+        return cast(dict[str, str], value)
+
+    def schema(self) -> Schema:
+        return {
+            "type": "object",
+            "maxProperties": self.max_items,
+            "propertyNames": {"maxLength": self.max_key_chars},
+            "additionalProperties": {"type": "string", "maxLength": self.max_value_chars},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AnyJson:
+    """Any value of at most `max_chars` characters of JSON; JSON Schema cannot express the bound."""
+
+    max_chars: int
+
+    def check(self, name: str, value: object) -> object:
+        num_chars = len(json.dumps(value))
+        if num_chars > self.max_chars:
+            raise invalid_value(
+                f"{name} has {num_chars} characters of JSON; at most {self.max_chars} are allowed",
+                name,
+            )
+        return value
+
+    def schema(self) -> Schema:
+        return {}
+
+
 def or_null(schema: Schema) -> Schema:
+    if not schema or None in schema.get("enum", ()):
+        return schema
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def _named(name: str, key: str, kind: Kind, value: object) -> Any:
+def check_member(name: str, key: str, kind: Kind, value: object) -> Any:
     """Checks a member; the error tells of it and names the field it is in."""
     try:
         return kind.check(f"{name}.{key}", value)
     except ApiError as error:
-        raise invalid_value(error.message, name) from None
+        raise ApiError(error.status, error.code, error.message, param=name) from None

@@ -8,7 +8,7 @@ from typing import Any
 
 import cadenza
 from cadenza.server.errors import KINDS
-from cadenza.server.fields import body_schema
+from cadenza.server.fields import UnknownFields, body_schema
 from cadenza.server.kinds import Schema, or_null
 from cadenza.server.routes import ROUTES, ApiRoute
 
@@ -81,12 +81,14 @@ SCHEMAS: dict[str, Schema] = {
 }
 
 
-def describe_api(*, needs_key: bool) -> dict[str, Any]:
+def describe_api(*, needs_key: bool, unknown_fields: UnknownFields = "refuse") -> dict[str, Any]:
     """OpenAPI 3.1, of a server that has keys or none."""
     paths: dict[str, Any] = {}
     for route in ROUTES:
         path = route.path.replace(":path}", "}")
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, needs_key)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(
+            route, needs_key, unknown_fields
+        )
     return {
         "openapi": "3.1.0",
         "info": {"title": "Cadenza", "version": cadenza.__version__},
@@ -98,7 +100,7 @@ def describe_api(*, needs_key: bool) -> dict[str, Any]:
     }
 
 
-def _operation(route: ApiRoute, needs_key: bool) -> dict[str, Any]:
+def _operation(route: ApiRoute, needs_key: bool, unknown_fields: UnknownFields) -> dict[str, Any]:
     statuses = sorted({*EVERYWHERE, *route.statuses})
     operation: dict[str, Any] = {
         "operationId": route.name,
@@ -107,7 +109,7 @@ def _operation(route: ApiRoute, needs_key: bool) -> dict[str, Any]:
         "responses": {"200": _answer(route), **{str(each): _error(each) for each in statuses}},
     }
     if route.body is not None:
-        content = {"application/json": {"schema": body_schema(route.body)}}
+        content = {"application/json": {"schema": body_schema(route.body, unknown_fields)}}
         operation["requestBody"] = {"required": True, "content": content}
     if "{" in route.path:
         schema = {**_TEXT, "minLength": 1}

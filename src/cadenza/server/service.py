@@ -35,12 +35,14 @@ from cadenza.server.errors import (
     unavailable,
 )
 from cadenza.server.failures import UNAVAILABLE_CODES, error_of
-from cadenza.server.fields import Endpoint
+from cadenza.server.fields import Endpoint, UnknownFields
 from cadenza.server.job import Job
 from cadenza.server.limits import ServerLimits
 from cadenza.server.metrics import Metrics, ServedCounts
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.text_work import TextWork
+
+NO_THINKING = {"enable_thinking": False}
 
 
 class ServedEngine(BatchEngine, EngineMonitor, Protocol):
@@ -66,6 +68,7 @@ class ServerOptions:
     limits: ServerLimits = field(default_factory=ServerLimits)
     keys: ApiKeys = field(default_factory=ApiKeys)
     cors: Cors = field(default_factory=Cors)
+    unknown_fields: UnknownFields = "refuse"
     is_logging_requests: bool = True
     num_dropped_log_lines: Callable[[], int] = lambda: 0
     clock: Callable[[], float] = time.monotonic
@@ -237,10 +240,16 @@ class Service:
             self.text.prepare_chat(
                 call.messages,
                 params,
-                template_kwargs=dict(call.template_kwargs),
+                template_kwargs=self._template_kwargs(call),
                 max_num_tokens=max_num_tokens,
             )
         ]
+
+    def _template_kwargs(self, call: Call) -> dict[str, bool]:
+        """`reasoning_effort: "none"` is one more of them, where the template has such a switch."""
+        has_switch = NO_THINKING.keys() <= self.text.chat_template_options
+        effort = NO_THINKING if call.is_without_reasoning and has_switch else {}
+        return {**effort, **call.template_kwargs}
 
     def _prepare(
         self, prompt: Prompt, params: SamplingParams, call: Call, max_num_tokens: int | None
