@@ -58,7 +58,7 @@ class ListBound:
 
 
 BOUNDS: Mapping[str, NumberBound | ListBound] = {
-    "max_tokens": NumberBound(1, 1 << 31, is_whole=True, is_optional=True),
+    "max_tokens": NumberBound(0, 1 << 31, is_whole=True, is_optional=True),
     "min_tokens": NumberBound(0, 1 << 31, is_whole=True),
     "temperature": NumberBound(0.0, 100.0),
     "top_k": NumberBound(-1, 1 << 31, is_whole=True),
@@ -96,7 +96,8 @@ class SamplingParams:
     numpy's numbers for Python's; what is kept are tuples and Python's numbers.
 
     Args:
-        max_tokens: at most this many new tokens; `None` means up to `max_model_len`.
+        max_tokens: at most this many new tokens; `None` means up to `max_model_len`. With 0 the
+            prompt is computed, and described where `prompt_logprobs` asks for it.
         min_tokens: what would end the stream is not chosen before this many new tokens.
         temperature: below 1e-5 is greedy.
         top_k: keep the k likeliest tokens; 0 or -1 is off.

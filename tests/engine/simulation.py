@@ -121,8 +121,9 @@ class Scenario:
 
     def _request(self, rng: random.Random, prompt: tuple[int, ...]) -> Request:
         most = max(1, self.limits.max_model_len - len(prompt))
+        lengths = [None, rng.randint(1, most), rng.randint(1, most + 1)]
         params = SamplingParams(
-            max_tokens=rng.choice([None, rng.randint(1, most), rng.randint(1, most + 1)]),
+            max_tokens=rng.choice([*lengths, *lengths, 0]),
             temperature=rng.choice([0.0, 0.7, 1.0]),
             seed=rng.choice([None, rng.randint(0, 3)]),
             ignore_eos=rng.random() < 0.7,
@@ -533,9 +534,12 @@ def can_ever_fit(request: Request, limits: EngineLimits) -> bool:
     num_prompt_tokens = len(request.prompt_token_ids)
     most = request.params.max_tokens
     num_tokens = limits.max_model_len if most is None else num_prompt_tokens + most
-    if not 0 < num_prompt_tokens < num_tokens <= limits.max_model_len:
+    if not 0 < num_prompt_tokens < num_tokens + (most == 0):
         return False
-    return num_tokens - 1 <= limits.num_pages * limits.page_size
+    num_computed = max(num_prompt_tokens, num_tokens - 1)
+    return num_tokens <= limits.max_model_len and num_computed <= (
+        limits.num_pages * limits.page_size
+    )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.prompt_scores import PromptScores, ScoreRoom
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import EngineCore
+from cadenza.engine.reference import Logits, ReferenceEngine
 from cadenza.request import Event, Finished, PromptLogprobs, Request, SamplingParams, Token
 from tests.engine.simulation import VOCAB_SIZE, Parts, make_engine
 
@@ -147,6 +148,64 @@ def test_describing_the_prompt_changes_no_token(loop: SchedulerLoop) -> None:
         )
     ]
     assert streams[0] == streams[1]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("count", [1, 16, 65, 200, 256])
+def test_a_request_for_no_tokens_describes_its_prompt_and_ends(
+    count: int, loop: SchedulerLoop
+) -> None:
+    """The prompt may fill the context to its last token."""
+    engine = make_engine(LIMITS, loop=loop)
+    prompt = prompt_of(count)
+    events = run(engine, [scoring(prompt, max_tokens=0)])
+    *parts, end = events
+    assert isinstance(end, Finished)
+    assert (end.finish_reason, end.num_generated_tokens) == ("length", 0)
+    told = [entry.logprob for part in parts for entry in getattr(part, "entries", ())]
+    assert told == expected_scores(prompt)
+    assert not [part for part in parts if isinstance(part, Token)]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_request_for_no_tokens_leaves_its_pages_to_the_next(loop: SchedulerLoop) -> None:
+    engine = make_engine(LIMITS, loop=loop)
+    prompt = prompt_of(100)
+    silent = Request(prompt_token_ids=prompt, params=SamplingParams(max_tokens=0, n=3))
+    ends = [event for event in run(engine, [silent]) if isinstance(event, Finished)]
+    assert sorted(end.sample for end in ends) == [0, 1, 2]
+    follower = Request(prompt_token_ids=prompt, params=SamplingParams(max_tokens=1))
+    *_, end = run(engine, [follower])
+    assert isinstance(end, Finished)
+    assert end.num_cached_tokens == 96
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_request_for_no_tokens_needs_none_to_be_allowed(loop: SchedulerLoop) -> None:
+    """What would follow is nobody's concern, unless the model's numbers are broken."""
+    banned = {"allowed_token_ids": [5], "logit_bias": {5: -100.0}, "bad_words": ["five"]}
+    params = SamplingParams(max_tokens=0, **banned)
+    request = Request(prompt_token_ids=(1, 2), params=params, bad_word_token_ids=((5,),))
+    (end,) = run(make_engine(LIMITS, loop=loop), [request])
+    assert isinstance(end, Finished)
+    assert end.finish_reason == "length"
+
+
+class NoModel:
+    """Nobody asks it for anything."""
+
+    def start(self) -> None:
+        raise AssertionError("there is nothing to compute")
+
+    def append(self, token_ids: list[int]) -> Logits:
+        raise AssertionError(f"there is nothing to compute from {token_ids}")
+
+
+def test_the_witness_gives_no_tokens_either() -> None:
+    witness = ReferenceEngine(NoModel(), max_model_len=2)
+    request = Request(prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=0))
+    found = witness.run(request)
+    assert (found.token_ids, found.finish_reason) == ((), "length")
 
 
 class UsesTheCacheAllTheSame(KVCacheManager):

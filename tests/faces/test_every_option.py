@@ -41,6 +41,8 @@ def any_token_runs(llm: LLM, **options: object) -> list[CompletionOutput]:
 
 def check_max_tokens(llm: LLM) -> None:
     assert len(answer(llm, max_tokens=3).token_ids) == 3
+    none = answer(llm, max_tokens=0)
+    assert (none.token_ids, none.text, none.finish_reason) == ((), "", "length")
     rest = answer(llm, max_tokens=None)
     assert len(rest.token_ids) == 256 - len(PROMPT)
     assert rest.finish_reason == "length"

@@ -124,6 +124,19 @@ def test_deltas_of_a_stream_put_together_are_what_generate_gives(worded: LLM) ->
     assert list(ids.values()) == [each.token_ids for each in expected]
 
 
+def test_a_prompt_that_fills_the_context_is_described_when_no_token_is_asked_for(llm: LLM) -> None:
+    prompt = [1 + index % 50 for index in range(256)]
+    none = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    one = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    (whole,), (shorter,) = llm.generate([prompt], none), llm.generate([prompt[:-1]], one)
+    assert whole.prompt_logprobs is not None
+    assert len(whole.prompt_logprobs) == 256
+    assert whole.prompt_logprobs[:-1] == shorter.prompt_logprobs
+    assert whole.outputs[0].token_ids == ()
+    with pytest.raises(InvalidRequestError, match="257"):
+        llm.generate([prompt], one)
+
+
 def test_an_invalid_prompt_among_valid_ones_starts_nothing(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="331"):
         llm.generate([[1], [331]], greedy())

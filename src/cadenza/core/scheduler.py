@@ -118,6 +118,8 @@ class Scheduler:
             if not entry.sequence.is_finished:
                 if not is_finite[index]:
                     events.append(self._fail(entry.sequence, NOT_FINITE, "not_finite"))
+                elif entry.sequence.is_prompt_only:
+                    events.append(self._end_prompt(entry))
                 elif not has_choice[index]:
                     events.append(self._fail(entry.sequence, NONE_ALLOWED, "none_allowed"))
                 else:
@@ -298,6 +300,18 @@ class Scheduler:
             own = reason == "stop" and token_id in sequence.request.params.stop_token_ids
             events.append(_finished(sequence, reason, token_id if own else None))
             self._end(sequence)
+
+    def _end_prompt(self, entry: BatchEntry) -> Finished:
+        """Ends a sequence that asked for no token; the one that the step drew is dropped.
+
+        That its logits were finite is what its pages are published on.
+        """
+        sequence = entry.sequence
+        sequence.num_pending_tokens -= 1
+        if entry.num_preemptions == sequence.num_preemptions:
+            self.kv_cache.publish(sequence, entry.end)
+        self._end(sequence)
+        return _finished(sequence, "length", None)
 
     def _take_scores(
         self, entry: BatchEntry, output: StepOutput, indices: range

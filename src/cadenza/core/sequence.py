@@ -77,6 +77,11 @@ class Sequence:
         return num_tokens - self.num_computed_tokens
 
     @property
+    def is_prompt_only(self) -> bool:
+        """True where no token may follow the prompt (`max_tokens` 0)."""
+        return self.max_num_tokens == self.num_prompt_tokens
+
+    @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 

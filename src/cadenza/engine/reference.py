@@ -76,9 +76,13 @@ class ReferenceEngine:
         used_seed = derive_sample_seed(
             params.seed if params.seed is not None else (seed or 0), sample
         )
-        limit = params.max_tokens or self._max_model_len - len(request.prompt_token_ids)
+        limit = self._max_model_len - len(request.prompt_token_ids)
+        if params.max_tokens is not None:
+            limit = params.max_tokens
         token_ids: list[int] = []
         logprobs: list[float] = []
+        if not limit:
+            return _result(token_ids, logprobs, "length")
         self._model.start()
         logits = self._model.append(list(request.prompt_token_ids))
         while True:

@@ -83,7 +83,8 @@ class RequestCheck:
 
     def _check_lengths(self, request: Request) -> None:
         num_prompt_tokens = len(request.prompt_token_ids)
-        wanted = max(self.max_num_tokens(request), num_prompt_tokens + 1)
+        least = num_prompt_tokens + (request.params.max_tokens != 0)
+        wanted = max(self.max_num_tokens(request), least)
         if wanted > self.limits.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt_tokens} tokens and {wanted - num_prompt_tokens} more "
@@ -91,7 +92,8 @@ class RequestCheck:
                 f"{self.limits.max_model_len} (--max-model-len): shorten the prompt or max_tokens",
                 param="max_tokens",
             )
-        num_pages = -(-(wanted - 1) // self.limits.page_size)
+        # The last generated token's KV is never computed.
+        num_pages = -(-max(wanted - 1, num_prompt_tokens) // self.limits.page_size)
         if num_pages > self.limits.num_pages:
             raise InvalidRequestError(
                 f"the request needs {num_pages} KV pages and the pool has "
