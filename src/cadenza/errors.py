@@ -2,6 +2,7 @@
 
     CadenzaError
     ├── InvalidRequestError        the caller's request cannot be served as written
+    │   ├── ContextLengthError     prompt and answer are longer than the model's context
     │   └── TextTooLongError       a text has more tokens than were allowed
     ├── QueueFullError             the bounded waiting queue is full; try again later
     ├── ConfigError                a flag or an option has a value that cannot work
@@ -32,13 +33,41 @@ class InvalidRequestError(CadenzaError, ValueError):
         self.param = param
 
 
-class TextTooLongError(InvalidRequestError):
-    """A text has more tokens than were allowed; `num_tokens` is None where they were not counted,
-    because the number of characters was enough to tell."""
+class ContextLengthError(InvalidRequestError):
+    """Prompt and answer together are longer than the model's context.
 
-    def __init__(self, message: str, *, num_tokens: int | None) -> None:
+    Args:
+        prompt_length: in words, say "300 tokens" or "at least 300 tokens".
+        max_tokens: of the answer, None where the request left it open.
+        is_prompt_alone: the prompt leaves no room for any answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompt_length: str,
+        max_tokens: int | None,
+        max_model_len: int,
+        is_prompt_alone: bool,
+    ) -> None:
+        answer = "the answer needs one" if max_tokens is None else f"max_tokens is {max_tokens}"
+        remedy = "shorten the prompt" if is_prompt_alone else "shorten the prompt or max_tokens"
+        # Clients match the first words.
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens (--max-model-len); the "
+            f"prompt has {prompt_length} and {answer}: {remedy}",
+            param="prompt" if is_prompt_alone else "max_tokens",
+        )
+
+
+class TextTooLongError(InvalidRequestError):
+    """A text has more tokens than were allowed. `num_tokens` is None where they were not counted,
+    because the number of characters was enough to tell; `length` says in words what is known."""
+
+    def __init__(self, message: str, *, num_tokens: int | None, length: str) -> None:
         super().__init__(message, param="prompt")
         self.num_tokens = num_tokens
+        self.length = length
 
 
 class QueueFullError(CadenzaError):

@@ -133,7 +133,7 @@ def test_a_prompt_that_fills_the_context_is_described_when_no_token_is_asked_for
     assert len(whole.prompt_logprobs) == 256
     assert whole.prompt_logprobs[:-1] == shorter.prompt_logprobs
     assert whole.outputs[0].token_ids == ()
-    with pytest.raises(InvalidRequestError, match="257"):
+    with pytest.raises(InvalidRequestError, match="256 tokens and max_tokens is 1"):
         llm.generate([prompt], one)
 
 

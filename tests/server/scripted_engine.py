@@ -168,6 +168,9 @@ class ScriptedEngine:
                 continue
             if count == 0 and request.params.prompt_logprobs is not None:
                 events.append(_prompt_logprobs(request_id, request))
+            if not self._max_tokens(request):
+                events += self._ends(request_id, request, 0)
+                continue
             events += self._tokens(request_id, request, count)
             self._running[request_id] = (request, count + 1)
             if count + 1 == self._max_tokens(request):
@@ -176,7 +179,8 @@ class ScriptedEngine:
 
     def _max_tokens(self, request: Request) -> int:
         room = self._limits.max_model_len - len(request.prompt_token_ids)
-        return min(request.params.max_tokens or room, room)
+        most = request.params.max_tokens
+        return room if most is None else min(most, room)
 
     def _tokens(self, request_id: int, request: Request, count: int) -> list[Event]:
         token_id = self.script[count % len(self.script)]

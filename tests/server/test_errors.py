@@ -67,23 +67,42 @@ def test_a_bad_body_is_a_400_that_names_the_field(
     check_error(answer.json(), "invalid_request_error", code, param)
 
 
-def test_a_prompt_beyond_the_context_is_told_both_numbers(scripted: RunningServer) -> None:
-    answer = scripted.post("/v1/completions", {"prompt": [5] * 300, "max_tokens": 4})
+TOO_LONG = "the fox " * 300
+"""Some 600 tokens, of 256 that the context holds; and fewer characters than 256 tokens can have."""
+FAR_TOO_LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "length"),
+    [
+        ({"prompt": [5] * 300, "max_tokens": 4}, "prompt", "300 tokens and max_tokens is 4"),
+        ({"prompt": [5] * 250, "max_tokens": 7}, "max_tokens", "250 tokens and max_tokens is 7"),
+        ({"prompt": [[5], [5] * 256], "max_tokens": 1}, "prompt", "256 tokens"),
+        ({"prompt": [5] * 257, "max_tokens": 0}, "prompt", "257 tokens"),
+        ({"prompt": TOO_LONG}, "prompt", r"\d{3} tokens"),
+        ({"prompt": FAR_TOO_LONG}, "prompt", r"at least \d+ tokens \(100000 characters\)"),
+        ({"messages": TOO_LONG}, "messages", r"\d{3} tokens"),
+        ({"messages": TOO_LONG, "max_tokens": 0}, "messages", r"\d{3} tokens"),
+        ({"messages": FAR_TOO_LONG}, "messages", r"at least \d+ tokens \(100\d{3} characters\)"),
+        ({"messages": "x", "max_tokens": 256}, "max_tokens", r"\d+ tokens"),
+    ],
+)
+def test_whatever_is_beyond_the_context_is_told_its_length_in_the_words_that_clients_match(
+    scripted: RunningServer, changes: dict[str, Any], param: str, length: str
+) -> None:
+    path = "/v1/chat/completions" if "messages" in changes else "/v1/completions"
+    if "messages" in changes:
+        changes = {**changes, "messages": [{"role": "user", "content": changes["messages"]}]}
+    answer = scripted.post(path, changes)
     assert answer.status_code == 400
     check_error(
         answer.json(),
         "invalid_request_error",
         "context_length_exceeded",
-        "prompt",
-        words=("300", "256"),
+        param,
+        words=("This model's maximum context length is 256 tokens",),
     )
-
-
-def test_a_conversation_beyond_the_context_names_its_own_field(scripted: RunningServer) -> None:
-    messages = [{"role": "user", "content": "the fox " * 300}]
-    answer = scripted.post("/v1/chat/completions", {"messages": messages})
-    assert answer.status_code == 400
-    check_error(answer.json(), "invalid_request_error", "context_length_exceeded", "messages")
+    assert re.search(f"the prompt has {length}", answer.json()["error"]["message"])
 
 
 def test_one_prompt_too_long_starts_none_of_the_others(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits
-from cadenza.errors import InvalidRequestError, show
+from cadenza.errors import ContextLengthError, InvalidRequestError, show
 from cadenza.request import Request
 
 
@@ -28,8 +28,8 @@ class RequestCheck:
             raise InvalidRequestError(
                 f"what was submitted is {show(request)}; it must be a Request", param="request"
             )
+        self._check_lengths(request)  # first: what is too long is not looked through
         self._check_tokens(request)
-        self._check_lengths(request)
         for name in ("logprobs", "prompt_logprobs"):
             is_asked = getattr(request.params, name) is not None
             if is_asked and "logprobs" not in self.capabilities:
@@ -73,24 +73,26 @@ class RequestCheck:
             )
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        for token_id in token_ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidRequestError(
-                    f"{name} holds the token id {show(token_id)}; this model's ids go "
-                    f"from 0 to {self.vocab_size - 1}",
-                    param=name,
-                )
+        ids = tuple(token_ids)
+        if not ids or 0 <= min(ids) <= max(ids) < self.vocab_size:
+            return
+        odd = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
+        raise InvalidRequestError(
+            f"{name} holds the token id {show(odd)}; this model's ids go from 0 to "
+            f"{self.vocab_size - 1}",
+            param=name,
+        )
 
     def _check_lengths(self, request: Request) -> None:
-        num_prompt_tokens = len(request.prompt_token_ids)
-        least = num_prompt_tokens + (request.params.max_tokens != 0)
+        num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
+        least = num_prompt_tokens + (max_tokens != 0)
         wanted = max(self.max_num_tokens(request), least)
         if wanted > self.limits.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt_tokens} tokens and {wanted - num_prompt_tokens} more "
-                f"are asked for, {wanted} in all; the context holds "
-                f"{self.limits.max_model_len} (--max-model-len): shorten the prompt or max_tokens",
-                param="max_tokens",
+            raise ContextLengthError(
+                prompt_length=f"{num_prompt_tokens} tokens",
+                max_tokens=max_tokens,
+                max_model_len=self.limits.max_model_len,
+                is_prompt_alone=least > self.limits.max_model_len,
             )
         # The last generated token's KV is never computed.
         num_pages = -(-max(wanted - 1, num_prompt_tokens) // self.limits.page_size)

@@ -38,6 +38,11 @@ class Call:
         return self.values["prompt"]
 
     @property
+    def prompt_field(self) -> str:
+        """What a client calls the prompt here."""
+        return "prompt" if self.endpoint == "completions" else "messages"
+
+    @property
     def messages(self) -> tuple[dict[str, str], ...]:
         return self.values["messages"]
 

@@ -102,27 +102,14 @@ def not_built(name: str, what: str, harmless: Sequence[object] = ()) -> ApiError
     return ApiError(400, "unsupported_field", message, param=name)
 
 
-def context_length_exceeded(
-    *, num_prompt_tokens: int, max_tokens: int, max_model_len: int, prompt_field: str
-) -> ApiError:
-    message = (
-        f"the prompt has {num_prompt_tokens} tokens and {max_tokens} more are asked for, "
-        f"{num_prompt_tokens + max_tokens} in all; this model's context holds {max_model_len}: "
-        f"shorten the prompt or ask for fewer"
-    )
-    param = prompt_field if num_prompt_tokens >= max_model_len else "max_tokens"
+def context_length_exceeded(message: str, param: str | None) -> ApiError:
     return ApiError(400, "context_length_exceeded", message, param=param)
 
 
-def context_length_impossible(message: str, prompt_field: str) -> ApiError:
-    """The prompt's length alone tells that it cannot fit; its tokens were not counted."""
-    return ApiError(400, "context_length_exceeded", message, param=prompt_field)
-
-
-def beyond_context(field: str, num_tokens: int, max_model_len: int) -> ApiError:
-    """More tokens than a context holds, where none are generated."""
+def beyond_context(field: str, length: str, max_model_len: int) -> ApiError:
+    """More tokens than a context holds, where none are generated; `length` is in words."""
     message = (
-        f"This model's maximum context length is {max_model_len} tokens; {field} has {num_tokens}: "
+        f"This model's maximum context length is {max_model_len} tokens; {field} has {length}: "
         f"send it in parts"
     )
     return ApiError(400, "context_length_exceeded", message, param=field)

@@ -7,6 +7,7 @@ written for it (`InvalidRequestError`).
 from cadenza.engine.status import EngineMonitor, EngineState
 from cadenza.errors import (
     CadenzaError,
+    ContextLengthError,
     EngineClosedError,
     EngineUnavailableError,
     InvalidRequestError,
@@ -15,6 +16,7 @@ from cadenza.errors import (
 from cadenza.request import ErrorKind
 from cadenza.server.errors import (
     ApiError,
+    context_length_exceeded,
     invalid_value,
     queue_full,
     queue_timeout,
@@ -32,10 +34,18 @@ UNAVAILABLE_CODES: dict[EngineState, str] = {
 }
 
 
-def error_of(error: CadenzaError, state: EngineState) -> ApiError:
-    """The answer to a request that was refused; `state` is the engine's."""
+def error_of(error: CadenzaError, state: EngineState, prompt_field: str = "prompt") -> ApiError:
+    """The answer to a request that was refused.
+
+    Args:
+        state: the engine's.
+        prompt_field: what a client calls the prompt in this endpoint.
+    """
     if isinstance(error, InvalidRequestError):
-        return invalid_value(str(error), error.param)
+        param = prompt_field if error.param == "prompt" else error.param
+        if isinstance(error, ContextLengthError):
+            return context_length_exceeded(str(error), param)
+        return invalid_value(str(error), param)
     if isinstance(error, QueueFullError):
         return queue_full(str(error))
     if isinstance(error, EngineUnavailableError | EngineClosedError):

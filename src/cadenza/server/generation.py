@@ -95,7 +95,8 @@ class Generation:
                     lambda: service.prepare(call, exchange.tenant),
                 )
             except CadenzaError as error:
-                raise error_of(error, service.monitor.status().state) from error
+                state = service.monitor.status().state
+                raise error_of(error, state, call.prompt_field) from error
             service.check_id(exchange.request_id)
             job = service.submit(prepared, record)
         head = AnswerHead(

@@ -13,7 +13,6 @@ import cadenza
 from cadenza.errors import CadenzaError, TextTooLongError
 from cadenza.server.errors import (
     beyond_context,
-    context_length_impossible,
     invalid_value,
     unavailable,
 )
@@ -112,7 +111,8 @@ class Handlers:
         """A tokenizer has no text, and no error, for ids that it lacks. Raises ApiError (400)."""
         check = self._service.monitor.status().request_check
         if check is not None and len(token_ids) > check.limits.max_model_len:
-            raise beyond_context("tokens", len(token_ids), check.limits.max_model_len)
+            length = f"{len(token_ids)} tokens"
+            raise beyond_context("tokens", length, check.limits.max_model_len)
         largest = max(token_ids, default=0)
         if check is not None and largest >= check.vocab_size:
             raise invalid_value(
@@ -155,9 +155,7 @@ class Handlers:
         except TextTooLongError as error:
             assert most is not None, "only then is there a length to be beyond"
             field = "messages" if "messages" in values else "prompt"
-            if error.num_tokens is None:
-                raise context_length_impossible(str(error), field) from None
-            raise beyond_context(field, error.num_tokens, most) from None
+            raise beyond_context(field, error.length, most) from None
         found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
         if values.get("return_token_strs"):
             found["token_strs"] = [text.text_of(token_id) for token_id in ids]

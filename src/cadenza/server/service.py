@@ -16,18 +16,15 @@ from cadenza.engine.async_engine import AsyncEngine, OutputStream
 from cadenza.engine.batch_engine import BatchEngine
 from cadenza.engine.status import EngineMonitor, EngineStatus
 from cadenza.engine.text_face import PreparedRequest, TextFace
-from cadenza.errors import CadenzaError, TextTooLongError
-from cadenza.request import Request, SamplingParams
+from cadenza.errors import CadenzaError, ContextLengthError, TextTooLongError
+from cadenza.request import SamplingParams
 from cadenza.server.api_keys import ApiKeys
 from cadenza.server.body_budget import BodyBudget
 from cadenza.server.call import Call, Prompt
 from cadenza.server.connections import Connections, most_connections
 from cadenza.server.cors import Cors
 from cadenza.server.errors import (
-    ApiError,
     connections_full,
-    context_length_exceeded,
-    context_length_impossible,
     invalid_value,
     model_not_found,
     queue_full,
@@ -35,7 +32,7 @@ from cadenza.server.errors import (
     unavailable,
 )
 from cadenza.server.failures import UNAVAILABLE_CODES, error_of
-from cadenza.server.fields import Endpoint, UnknownFields
+from cadenza.server.fields import UnknownFields
 from cadenza.server.job import Job
 from cadenza.server.limits import ServerLimits
 from cadenza.server.metrics import Metrics, ServedCounts
@@ -216,20 +213,31 @@ class Service:
     def prepare(self, call: Call, tenant: str) -> list[PreparedRequest]:
         """Prompts on their way to the engine; slow, and safe on any thread.
 
-        Raises ApiError (400) and InvalidRequestError.
+        Raises InvalidRequestError.
         """
         params = call.sampling(self.text)
-        limits = self.engine_limits()
+        check = self.monitor.status().request_check
         most = None
-        if limits is not None and params.truncate_prompt_tokens is None:
-            most = limits.max_model_len - 1
+        if check is not None and params.truncate_prompt_tokens is None:
+            most = check.limits.max_model_len - (params.max_tokens != 0)
         try:
             prepared = self._prepare_all(call, params, most)
         except TextTooLongError as error:
-            assert limits is not None, "only then is there a length to be beyond"
-            raise _too_long(error, params, limits.max_model_len, call.endpoint) from None
+            assert check is not None, "only then is there a length to be beyond"
+            raise ContextLengthError(
+                prompt_length=error.length,
+                max_tokens=params.max_tokens,
+                max_model_len=check.limits.max_model_len,
+                is_prompt_alone=True,
+            ) from None
         salt = self._salt(tenant, call.cache_salt)
-        return [replace(each, request=replace(each.request, cache_salt=salt)) for each in prepared]
+        prepared = [
+            replace(each, request=replace(each.request, cache_salt=salt)) for each in prepared
+        ]
+        if check is not None:
+            for each in prepared:
+                check.check(each.request)
+        return prepared
 
     def _prepare_all(
         self, call: Call, params: SamplingParams, max_num_tokens: int | None
@@ -263,8 +271,6 @@ class Service:
         """Starts all of them, or none. Raises ApiError."""
         limits = self.engine_limits()
         if limits is not None:
-            for each in prepared:
-                _check_length(each.request, limits.max_model_len, record.endpoint)
             _check_sum(prepared, limits.max_num_queued_tokens)
         streams: list[OutputStream] = []
         try:
@@ -310,35 +316,6 @@ class Service:
             return ""
         text = f"{tenant}\0{cache_salt}".encode()
         return blake2b(text, key=self.options.secret, digest_size=16).hexdigest()
-
-
-def _check_length(request: Request, max_model_len: int, endpoint: Endpoint) -> None:
-    num_prompt_tokens = len(request.prompt_token_ids)
-    wanted = request.params.max_tokens or 1
-    if num_prompt_tokens + wanted > max_model_len:
-        raise context_length_exceeded(
-            num_prompt_tokens=num_prompt_tokens,
-            max_tokens=wanted,
-            max_model_len=max_model_len,
-            prompt_field=_prompt_field(endpoint),
-        )
-
-
-def _too_long(
-    error: TextTooLongError, params: SamplingParams, max_model_len: int, endpoint: Endpoint
-) -> ApiError:
-    if error.num_tokens is None:
-        return context_length_impossible(str(error), _prompt_field(endpoint))
-    return context_length_exceeded(
-        num_prompt_tokens=error.num_tokens,
-        max_tokens=params.max_tokens or 1,
-        max_model_len=max_model_len,
-        prompt_field=_prompt_field(endpoint),
-    )
-
-
-def _prompt_field(endpoint: Endpoint) -> str:
-    return "messages" if endpoint == "chat" else "prompt"
 
 
 def _check_sum(prepared: list[PreparedRequest], max_num_queued_tokens: int) -> None:

@@ -121,6 +121,7 @@ class Tokenizer:
                 f"the text has {len(text)} characters; {max_num_tokens} tokens of this model's, "
                 f"none of which stands for more than {most} characters, cannot hold it: shorten it",
                 num_tokens=None,
+                length=f"at least {-(-len(text) // most)} tokens ({len(text)} characters)",
             )
 
     def _encode_marked(
@@ -192,6 +193,7 @@ def _too_long(num_tokens: int, max_num_tokens: int) -> TextTooLongError:
     return TextTooLongError(
         f"the text has {num_tokens} tokens; at most {max_num_tokens} can be served: shorten it",
         num_tokens=num_tokens,
+        length=f"{num_tokens} tokens",
     )
 
 
