@@ -158,6 +158,11 @@ class EngineLimits:
             )
 
     @property
+    def max_num_open_reqs(self) -> int:
+        """Requests that may wait and run at once."""
+        return self.max_num_queued_reqs + self.max_num_seqs
+
+    @property
     def max_pages_per_seq(self) -> int:
         """Pages that hold `max_model_len` tokens."""
         return -(-self.max_model_len // self.page_size)

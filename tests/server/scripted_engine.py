@@ -28,6 +28,7 @@ from cadenza.request import (
 )
 
 WAIT_S = 30.0
+TIMEOUTS = RequestTimeouts(queue_s=61.5, total_s=602.0)
 CAPABILITIES: frozenset[Capability] = frozenset({"logprobs"})
 
 
@@ -56,6 +57,7 @@ class ScriptedEngine:
         max_num_queued_reqs: int = 64,
         max_num_queued_tokens: int = 1 << 40,
         step_s: float = 0.0,
+        timeouts: RequestTimeouts = TIMEOUTS,
     ) -> None:
         self.script = tuple(script)
         self.state: EngineState = "ready"
@@ -77,7 +79,7 @@ class ScriptedEngine:
             backend="scripted",
             capabilities=CAPABILITIES,
         )
-        self._requests = OpenRequests(RequestTimeouts(queue_s=61.5, total_s=602.0), time.monotonic)
+        self._requests = OpenRequests(timeouts, time.monotonic)
         self._inbox: queue.SimpleQueue[tuple[int, Request] | int | None] = queue.SimpleQueue()
         self._running: dict[int, tuple[Request, int]] = {}
         self._may_go = threading.Event()

@@ -199,33 +199,6 @@ def test_a_full_queue_is_a_429_at_once(script: tuple[int, ...], text: TextFace) 
 
 
 @pytest.mark.parametrize(
-    ("bounds", "prompts", "more", "words"),
-    [
-        # Four rows and one that waits: five at once, however idle the engine is.
-        ({"max_num_queued_reqs": 1}, [[5]] * 5, [[5]], ("6 prompts", "at most 5")),
-        ({"max_num_queued_tokens": 20}, [[5] * 15, [5] * 5], [[5]], ("21 tokens", "at most 20")),
-    ],
-)
-def test_a_call_that_can_never_be_open_at_once_is_a_400_and_no_429(
-    script: tuple[int, ...],
-    text: TextFace,
-    bounds: dict[str, int],
-    prompts: list[list[int]],
-    more: list[list[int]],
-    words: tuple[str, ...],
-) -> None:
-    engine = ScriptedEngine(script, **bounds)
-    with running_server(engine, text) as server:
-        fits = server.post("/v1/completions", {"prompt": prompts, "n": 2, "max_tokens": 2})
-        assert fits.status_code == 200, fits.text
-        num_submitted = len(engine.submitted)
-        answer = server.post("/v1/completions", {"prompt": prompts + more, "max_tokens": 2})
-    assert answer.status_code == 400
-    check_error(answer.json(), "invalid_request_error", "invalid_value", "prompt", words)
-    assert len(engine.submitted) == num_submitted
-
-
-@pytest.mark.parametrize(
     ("kind", "status", "code", "retry"),
     [
         ("not_finite", 500, "server_error", "false"),

@@ -1,5 +1,6 @@
 """The table of fields: each one changes something, or is refused by its name; bounds hold."""
 
+import json
 import math
 from typing import Any
 
@@ -138,7 +139,7 @@ def test_values_around_each_bound_are_taken_or_refused_by_name(endpoint: Any, na
 
 
 def test_an_answers_number_is_bounded_by_prompts_times_n() -> None:
-    body = b'{"prompt": ["a", "b", "c", "d", "e"], "n": 13}'
+    body = json.dumps({"prompt": ["a"] * 129, "n": 16}).encode()
     with pytest.raises(ApiError) as refused:
         read_call("completions", body, ServerLimits())
     assert refused.value.param == "n"

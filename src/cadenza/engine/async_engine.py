@@ -105,13 +105,19 @@ class AsyncEngine:
                 yield output
 
     def submit(
-        self, request: Request, prompt: str | None = None, *, kind: OutputKind = "cumulative"
+        self,
+        request: Request,
+        prompt: str | None = None,
+        *,
+        kind: OutputKind = "cumulative",
+        news: asyncio.Event | None = None,
     ) -> "OutputStream":
         """Starts a request at once; its outputs come through the stream. On the event loop only.
 
         Args:
             request: its text options are resolved here; `TextFace.prepare` does it elsewhere.
             prompt: the text it was made of, for the outputs.
+            news: set whenever there is something new; streams that share one are read by `take`.
 
         Raises:
             InvalidRequestError, QueueFullError, EngineClosedError: as `BatchEngine.submit`.
@@ -121,7 +127,7 @@ class AsyncEngine:
         request_id = self._engine.submit(request)
         prepared = PreparedRequest(text=prompt, request=request)
         assembler = OutputAssembler(request_id, prepared, self._text)
-        stream = OutputStream(assembler, kind, self._leave)
+        stream = OutputStream(assembler, kind, self._leave, news)
         self._router.add(assembler)
         self._streams[request_id] = stream
         return stream
@@ -186,12 +192,16 @@ class OutputStream:
     """
 
     def __init__(
-        self, assembler: OutputAssembler, kind: OutputKind, leave: Callable[[int], None]
+        self,
+        assembler: OutputAssembler,
+        kind: OutputKind,
+        leave: Callable[[int], None],
+        news: asyncio.Event | None = None,
     ) -> None:
         self._assembler = assembler
         self._kind: OutputKind = kind
         self._leave = leave
-        self._news = asyncio.Event()
+        self._news = news or asyncio.Event()
         self._is_finished = False
 
     def __enter__(self) -> Self:
@@ -225,10 +235,16 @@ class OutputStream:
         while True:
             await self._news.wait()
             self._news.clear()
-            output = self._assembler.make_output(self._kind)
+            output = self.take()
             if output is not None:
-                self._is_finished = output.finished
                 return output
+
+    def take(self) -> RequestOutput | None:
+        """The next output if there is one, without waiting."""
+        output = self._assembler.make_output(self._kind)
+        if output is not None:
+            self._is_finished = output.finished
+        return output
 
     def wake(self) -> None:
         """There is something new."""

@@ -59,11 +59,13 @@ class RequestTimeouts:
 class RequestStats:
     """A snapshot: requests open now, and what became of all others (`ends` counts samples).
 
+    `num_queued_tokens` are those of the prompts that wait for their first step.
     `queue_seconds` is from acceptance to the first step with it, `prefill_seconds` from there to
     the first token, `decode_seconds` from there to the end.
     """
 
     num_open: int
+    num_queued_tokens: int
     num_accepted: int
     ends: dict[FinishReason, int]
     rejections: dict[RejectionReason, int]
@@ -197,6 +199,7 @@ class OpenRequests:
         with self._lock:
             return RequestStats(
                 num_open=len(self._open),
+                num_queued_tokens=self._num_queued_tokens,
                 num_accepted=self._num_accepted,
                 ends=dict(self._ends),
                 rejections=dict(self._rejections),
@@ -206,7 +209,7 @@ class OpenRequests:
             )
 
     def _check_room(self, num_tokens: int, limits: EngineLimits) -> None:
-        if len(self._open) >= limits.max_num_queued_reqs + limits.max_num_seqs:
+        if len(self._open) >= limits.max_num_open_reqs:
             self._rejections["queue_full"] += 1
             raise QueueFullError(
                 f"{len(self._open)} requests are open, the most that --max-num-queued-reqs "

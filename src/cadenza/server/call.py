@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 from cadenza.engine.text_face import TextFace
 from cadenza.request import SamplingParams, show
 from cadenza.server.errors import invalid_value
-from cadenza.server.fields import MAX_SEQUENCES, UnknownFields, check_body, sampling_values
+from cadenza.server.fields import MAX_ANSWERS, UnknownFields, check_body, sampling_values
 from cadenza.server.json_body import read_json
 from cadenza.server.limits import ServerLimits
 
@@ -153,10 +153,10 @@ def read_call(
             f"max_tokens is {asked[0]} and max_completion_tokens {asked[1]}; give one of them",
             "max_completion_tokens",
         )
-    if call.num_prompts * call.n > MAX_SEQUENCES:
+    if call.num_prompts * call.n > MAX_ANSWERS:
         raise invalid_value(
             f"{call.num_prompts} prompts with n = {call.n} are {call.num_prompts * call.n} "
-            f"answers; at most {MAX_SEQUENCES} are given at once",
+            f"answers; at most {MAX_ANSWERS} are given to one call",
             "n",
         )
     _check_logprobs(values, limits)

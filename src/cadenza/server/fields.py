@@ -35,7 +35,8 @@ from cadenza.server.messages import Messages
 
 Endpoint = Literal["completions", "chat", "tokenize", "detokenize"]
 
-MAX_SEQUENCES = 64
+MAX_ANSWERS = 2048
+"""Of one call: its prompts times `n`."""
 MAX_PROMPT_TOKENS = 1 << 24
 MAX_PROMPT_CHARS = 1 << 26
 TEMPLATE_SWITCHES = ("enable_thinking", "thinking", "preserve_thinking")
@@ -77,9 +78,9 @@ class Prompt:
         items = cast(list[object], value)
         if items and isinstance(items[0], int):
             return (_PROMPT_IDS.check(name, items),)
-        if not 1 <= len(items) <= MAX_SEQUENCES:
+        if not 1 <= len(items) <= MAX_ANSWERS:
             raise invalid_value(
-                f"{name} has {len(items)} prompts; from 1 to {MAX_SEQUENCES} are allowed", name
+                f"{name} has {len(items)} prompts; from 1 to {MAX_ANSWERS} are allowed", name
             )
         return tuple(self._one(name, item) for item in items)
 
@@ -94,7 +95,7 @@ class Prompt:
     def schema(self) -> Schema:
         text, ids = _TEXT.schema(), _PROMPT_IDS.schema()
         many = [
-            {"type": "array", "items": item, "minItems": 1, "maxItems": MAX_SEQUENCES}
+            {"type": "array", "items": item, "minItems": 1, "maxItems": MAX_ANSWERS}
             for item in (text, ids)
         ]
         return {"anyOf": [text, ids, *many]}

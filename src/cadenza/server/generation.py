@@ -86,7 +86,6 @@ class Generation:
     async def _serve(self, exchange: Exchange, call: Call, record: RequestRecord) -> None:
         service = self._service
         model = service.check_model(call.model)
-        service.check_fits(call)
         with service.preparing():
             try:
                 prepared = await service.work.do(

@@ -1,85 +1,234 @@
-"""The engine's requests behind one call: `Job`.
+"""The engine's requests behind one call: `Job`; and `PromptQueue`, calls whose prompts wait.
 
-Owns their streams, from all of which news comes together. Knows no HTTP and no shapes. Invariants:
-whoever leaves a job's context leaves no request behind, and a stream that raises ends the job.
+Owns the order in which prompts enter the engine's queue, and the streams from all of which news
+comes together. Knows no HTTP and no shapes. Invariants: whoever leaves a job's context leaves no
+request behind; a stream that raises ends the job; calls with many prompts take turns, and together
+leave room for others.
 """
 
 import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Self
 
+from cadenza.config import EngineLimits
 from cadenza.engine.async_engine import OutputStream
+from cadenza.engine.open_requests import RequestStats
+from cadenza.engine.text_face import PreparedRequest
+from cadenza.errors import CadenzaError, QueueFullError
 from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.server.errors import ApiError, request_timeout
 
 News = list[tuple[int, RequestOutput]]
 """What is new, each with its prompt's place in the call."""
 
+Submit = Callable[[PreparedRequest, asyncio.Event], OutputStream]
+"""Gives a prompt to the engine; the event is set when its stream has news. Raises CadenzaError."""
+
 
 class Job:
-    """Enter it before its news are asked for."""
+    """One call's prompts and the streams of those that were submitted; enter it to read them.
 
-    def __init__(self, streams: list[OutputStream]) -> None:
-        self._streams = streams
-        self._pumps: list[asyncio.Task[None]] = []
-        self._news: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue(
-            len(streams)
-        )
-        self._failure: Exception | None = None
-        self._num_running = len(streams)
+    Args:
+        on_news: called when news was taken, which may have ended requests.
+        timeout_s: what several prompts may take together; one alone has the engine's deadline.
+    """
+
+    def __init__(
+        self,
+        prepared: Sequence[PreparedRequest],
+        submit: Submit,
+        *,
+        on_news: Callable[[], None],
+        timeout_s: float,
+    ) -> None:
+        self._submit = submit
+        self._on_news = on_news
+        self._timeout_s = timeout_s
+        self._num_unfinished = len(prepared)
+        self._waiting = deque(enumerate(prepared))
+        self._streams: dict[int, OutputStream] = {}
+        self._dropped: News = []
+        self._failure: ApiError | None = None
+        self._has_news = asyncio.Event()
+        self._deadline: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
-        if len(self._streams) > 1:
-            self._pumps = [
-                asyncio.create_task(self._pump(place, stream))
-                for place, stream in enumerate(self._streams)
-            ]
+        if self._num_unfinished > 1:
+            loop = asyncio.get_running_loop()
+            error = request_timeout(self._timeout_s)
+            self._deadline = loop.call_later(self._timeout_s, self.fail, error)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for stream in self._streams:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._waiting.clear()
+        for stream in self._streams.values():
             stream.close()
-        for pump in self._pumps:
-            pump.cancel()
-        if self._pumps:
-            await asyncio.wait(self._pumps)
 
     @property
     def is_finished(self) -> bool:
-        return not self._num_running
+        return not self._num_unfinished
+
+    @property
+    def num_submitted(self) -> int:
+        """Prompts that the engine has and whose end was not told yet."""
+        return len(self._streams)
+
+    @property
+    def next_prompt(self) -> PreparedRequest | None:
+        """The one that is to be submitted next."""
+        return self._waiting[0][1] if self._waiting else None
+
+    def submit_next(self) -> None:
+        """Gives the engine the next prompt. Raises CadenzaError; then it is still the next."""
+        place, prepared = self._waiting[0]
+        self._streams[place] = self._submit(prepared, self._has_news)
+        self._waiting.popleft()
 
     async def news(self) -> News:
         """Waits until there is some; being cancelled meanwhile loses nothing.
 
-        Raises what one of the streams has raised, again whenever it is called after that.
+        Raises ApiError where the call as a whole has failed.
         """
-        if not self._pumps:
-            news = [(0, await self._streams[0].next())]
-        else:
-            news = await self._pumped_news()
-        self._num_running -= sum(output.finished for _, output in news)
-        return news
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            if self._failure is not None:
+                raise self._failure
+            found = self._take()
+            if found:
+                self._on_news()
+                return found
 
     def abort(self) -> None:
-        """Ends what runs; the last news say so."""
-        for stream in self._streams:
+        """Ends what runs and what waits; the last news say so."""
+        for stream in self._streams.values():
             stream.abort()
+        self._dropped += [(place, _aborted(place, each)) for place, each in self._waiting]
+        self._waiting.clear()
+        self._has_news.set()
 
-    async def _pumped_news(self) -> News:
-        found = [] if self._failure is not None else [await self._news.get()]
-        while not self._news.empty():
-            found.append(self._news.get_nowait())
-        for each in found:
-            if isinstance(each, Exception):
-                self._failure = self._failure or each
-        if self._failure is not None:
-            raise self._failure
-        return [each for each in found if not isinstance(each, Exception)]
+    def fail(self, error: ApiError) -> None:
+        """Whoever waits for news gets this error."""
+        self._failure = error
+        self._waiting.clear()
+        self._has_news.set()
 
-    async def _pump(self, place: int, stream: OutputStream) -> None:
-        try:
-            while not stream.is_finished:
-                await self._news.put((place, await stream.next()))
-        except Exception as error:  # noqa: BLE001  raised where the news are asked for
-            await self._news.put(error)
+    def _take(self) -> News:
+        found, self._dropped = self._dropped, []
+        for place, stream in self._streams.items():
+            output = stream.take()
+            if output is not None:
+                found.append((place, output))
+        for place, output in found:
+            if output.finished:
+                self._num_unfinished -= 1
+                if place in self._streams:
+                    self._streams.pop(place).close()
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What the engine may hold, and what it holds."""
+
+    limits: EngineLimits
+    stats: RequestStats
+
+    def has_place(self, job: Job) -> bool:
+        """Whether a call's next prompt may enter the engine's queue.
+
+        A call that has none there competes for any place; a further prompt enters only while half
+        of the places and of the tokens are free, so that other calls find room at any time.
+        """
+        prompt = job.next_prompt
+        assert prompt is not None, "only calls with a prompt to submit are asked about"
+        most_reqs, most_tokens = self.limits.max_num_open_reqs, self.limits.max_num_queued_tokens
+        if job.num_submitted:
+            # Every row may be used, though: an idle engine computes with all of them.
+            most_reqs = max(most_reqs // 2, min(self.limits.max_num_seqs, most_reqs - 1))
+            most_tokens //= 2
+        queued = self.stats.num_queued_tokens
+        num_tokens = len(prompt.request.prompt_token_ids)
+        has_tokens = not queued or queued + num_tokens <= most_tokens
+        return self.stats.num_open < most_reqs and has_tokens
+
+
+class PromptQueue:
+    """Calls with prompts that the engine has not been given yet, in turns: one prompt each.
+
+    Args:
+        room: what the engine holds now.
+        error_of: what a call is told whose prompt the engine refuses.
+    """
+
+    def __init__(
+        self, room: Callable[[], Room], error_of: Callable[[CadenzaError], ApiError]
+    ) -> None:
+        self._room = room
+        self._error_of = error_of
+        self._jobs: deque[Job] = deque()
+
+    def add(self, job: Job) -> None:
+        """Submits the job's prompts from now on, as room frees."""
+        self._jobs.append(job)
+        self.fill()
+
+    def discard(self, job: Job) -> None:
+        """Forgets a job, if it is there."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+        self.fill()
+
+    def fill(self) -> None:
+        """Submits as many prompts as there is room for. To be called whenever room may be free."""
+        while self._jobs:
+            job = self._jobs[0]
+            if job.next_prompt is None:
+                self._jobs.popleft()
+                continue
+            if not self._room().has_place(job):
+                return
+            try:
+                job.submit_next()
+            except QueueFullError:
+                return
+            except CadenzaError as error:
+                job.fail(self._error_of(error))
+            self._jobs.rotate(-1)
+
+    def fail_all(self, error: ApiError) -> None:
+        """Ends every job that waits, because nothing is submitted any more."""
+        while self._jobs:
+            self._jobs.popleft().fail(error)
+
+
+def _aborted(place: int, prepared: PreparedRequest) -> RequestOutput:
+    """The one output of a prompt that the engine never got; it has its place for an id."""
+    outputs = [
+        CompletionOutput(
+            index=sample,
+            text="",
+            token_ids=(),
+            logprobs=None,
+            cumulative_logprob=None,
+            finish_reason="abort",
+            stop_reason=None,
+        )
+        for sample in range(prepared.request.params.n)
+    ]
+    return RequestOutput(
+        request_id=place,
+        prompt=prepared.text,
+        prompt_token_ids=prepared.request.prompt_token_ids,
+        prompt_logprobs=None,
+        num_cached_tokens=0,
+        outputs=tuple(outputs),
+        finished=True,
+    )
 
 
 class Whole:

@@ -4,6 +4,7 @@ Owns the engine's face, the text side, open calls, and the counts behind logs an
 HTTP. Invariant: a call is admitted, or refused with an `ApiError`, before anything is tokenised.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from cadenza.server.call import Call, Prompt
 from cadenza.server.connections import Connections, most_connections
 from cadenza.server.cors import Cors
 from cadenza.server.errors import (
+    ApiError,
     connections_full,
     invalid_value,
     model_not_found,
@@ -33,7 +35,7 @@ from cadenza.server.errors import (
 )
 from cadenza.server.failures import UNAVAILABLE_CODES, error_of
 from cadenza.server.fields import UnknownFields
-from cadenza.server.job import Job
+from cadenza.server.job import Job, PromptQueue, Room
 from cadenza.server.limits import ServerLimits
 from cadenza.server.metrics import Metrics, ServedCounts
 from cadenza.server.request_log import RequestRecord
@@ -100,6 +102,7 @@ class Service:
         self.created = int(options.now())
         self._engine = AsyncEngine(engine, text)
         self._open: dict[str, OpenCall] = {}
+        self._waiting = PromptQueue(self._room, self._error_of)
         self._num_preparing = 0
         self._num_tokenizing = 0
         self._is_draining = False
@@ -112,6 +115,7 @@ class Service:
         """Ends what still runs, with an error each."""
         self._is_draining = True
         self.work.close()
+        self._waiting.fail_all(unavailable("draining"))
         await self._engine.stop()
 
     def drain(self) -> None:
@@ -155,23 +159,9 @@ class Service:
         check = self.monitor.status().request_check
         return None if check is None else check.limits
 
-    def check_fits(self, call: Call) -> None:
-        """Raises ApiError (400) where a call has more prompts than could ever be open at once."""
-        limits = self.engine_limits()
-        if limits is None:
-            return
-        room = limits.max_num_queued_reqs + limits.max_num_seqs
-        if call.num_prompts > room:
-            raise invalid_value(
-                f"prompt has {call.num_prompts} prompts; at most {room} can be open here at once "
-                f"(--max-num-queued-reqs {limits.max_num_queued_reqs} and --max-num-seqs "
-                f"{limits.max_num_seqs}): send them in several calls",
-                "prompt",
-            )
-
     def check_room(self) -> None:
         """Raises ApiError (429) where as many requests are open as may be."""
-        room = self._room()
+        room = self._num_places()
         if self._num_preparing + self.monitor.request_stats().num_open >= room:
             self.counts.reject("queue_full")
             raise queue_full(
@@ -192,7 +182,7 @@ class Service:
     @contextmanager
     def tokenizing(self) -> Generator[None]:
         """Counts a call that generates nothing, apart from those that do. Raises ApiError (429)."""
-        room = self._room()
+        room = self._num_places()
         if self._num_tokenizing >= room:
             self.counts.reject("queue_full")
             raise queue_full(
@@ -205,10 +195,10 @@ class Service:
         finally:
             self._num_tokenizing -= 1
 
-    def _room(self) -> int:
+    def _num_places(self) -> int:
         """How many calls may be open."""
         limits = self.engine_limits()
-        return 1 if limits is None else limits.max_num_queued_reqs + limits.max_num_seqs
+        return 1 if limits is None else limits.max_num_open_reqs
 
     def prepare(self, call: Call, tenant: str) -> list[PreparedRequest]:
         """Prompts on their way to the engine; slow, and safe on any thread.
@@ -268,29 +258,41 @@ class Service:
         return replace(self.text.prepare(ids, params), text=prompt)
 
     def submit(self, prepared: list[PreparedRequest], record: RequestRecord) -> Job:
-        """Starts all of them, or none. Raises ApiError."""
-        limits = self.engine_limits()
-        if limits is not None:
-            _check_sum(prepared, limits.max_num_queued_tokens)
-        streams: list[OutputStream] = []
+        """Starts the first of them; the others start in `opened`. Raises ApiError."""
+        job = Job(
+            prepared,
+            self._submit_one,
+            on_news=self._waiting.fill,
+            timeout_s=self.monitor.timeouts.total_s,
+        )
         try:
-            for each in prepared:
-                streams.append(self._engine.submit(each.request, each.text, kind="delta"))
+            job.submit_next()
         except CadenzaError as error:
-            for stream in streams:
-                stream.close()
-            raise error_of(error, self.monitor.status().state) from error
+            raise self._error_of(error) from error
         record.start([len(each.request.prompt_token_ids) for each in prepared])
-        return Job(streams)
+        return job
 
     @contextmanager
     def opened(self, request_id: str, tenant: str, job: Job) -> Generator[None]:
-        """While it runs a call can be found by its id."""
+        """While it runs a call can be found by its id, and its prompts get their turns."""
         self._open[request_id] = OpenCall(tenant, job)
         try:
+            self._waiting.add(job)
             yield
         finally:
             del self._open[request_id]
+            self._waiting.discard(job)
+
+    def _submit_one(self, prepared: PreparedRequest, news: asyncio.Event) -> OutputStream:
+        return self._engine.submit(prepared.request, prepared.text, kind="delta", news=news)
+
+    def _room(self) -> Room:
+        limits = self.engine_limits()
+        assert limits is not None, "prompts wait only where an engine has taken some"
+        return Room(limits=limits, stats=self.monitor.request_stats())
+
+    def _error_of(self, error: CadenzaError) -> ApiError:
+        return error_of(error, self.monitor.status().state)
 
     def check_id(self, request_id: str) -> None:
         """Raises ApiError (400) where another call has this id."""
@@ -316,15 +318,3 @@ class Service:
             return ""
         text = f"{tenant}\0{cache_salt}".encode()
         return blake2b(text, key=self.options.secret, digest_size=16).hexdigest()
-
-
-def _check_sum(prepared: list[PreparedRequest], max_num_queued_tokens: int) -> None:
-    """Prompts that come together wait together; one alone may be of any length that is served."""
-    num_tokens = sum(len(each.request.prompt_token_ids) for each in prepared)
-    if len(prepared) > 1 and num_tokens > max_num_queued_tokens:
-        raise invalid_value(
-            f"prompt has {len(prepared)} prompts of {num_tokens} tokens in all; at most "
-            f"{max_num_queued_tokens} can wait here at once (--max-num-queued-tokens): send them "
-            f"in several calls",
-            "prompt",
-        )

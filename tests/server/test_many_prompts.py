@@ -1,0 +1,207 @@
+"""Calls with more prompts than the engine's queue holds: order, turns, and how they end early."""
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cadenza.engine.open_requests import RequestTimeouts
+from cadenza.engine.text_face import TextFace
+from cadenza.server.limits import ServerLimits
+from tests.server.harness import TIMEOUT_S, RunningServer, options, raw_post, running_server
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.test_completions import finish_reasons, joined
+from tests.server.test_streams import wait_until
+
+NUM_PLACES = 68
+"""Of a scripted engine: 4 rows, and 64 requests that wait."""
+PROMPTS = [[5 + place % 200] * (1 + place % 7) for place in range(100)]
+
+
+class InBackground:
+    """A call on a thread of its own."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.found: list[Any] = []
+        self._thread = threading.Thread(target=lambda: self.found.append(call()))
+        self._thread.start()
+
+    def result(self) -> Any:
+        self._thread.join(TIMEOUT_S)
+        (found,) = self.found
+        return found
+
+
+def post_in_background(server: RunningServer, body: dict[str, Any]) -> InBackground:
+    return InBackground(lambda: server.post("/v1/completions", body))
+
+
+@pytest.fixture(params=["scripted", "bundled"])
+def any_server(request: pytest.FixtureRequest) -> RunningServer:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_hundred_prompts_are_answered_in_their_order(any_server: RunningServer, n: int) -> None:
+    """A queue has room for fewer; the prompts' ids tell the answers apart."""
+    body = {"prompt": PROMPTS, "n": n, "max_tokens": 3, "ignore_eos": True, "echo": True}
+    body |= {"temperature": 0.0, "return_token_ids": True}
+    whole = any_server.post("/v1/completions", body)
+    assert whole.status_code == 200, whole.text
+    choices = whole.json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(100 * n))
+    assert [choice["prompt_token_ids"] for choice in choices[::n]] == PROMPTS
+    usage = whole.json()["usage"]
+    assert usage["prompt_tokens"] == sum(map(len, PROMPTS))
+    assert usage["completion_tokens"] == 300 * n
+    streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    events = any_server.events("/v1/completions", streaming)
+    assert events[-2]["usage"]["completion_tokens"] == 300 * n
+    for index in (0, 1, 50 * n, 100 * n - 1):
+        assert joined(events, index, ("text",)) == choices[index]["text"]
+        assert finish_reasons(events, index) == ["length"]
+
+
+def test_a_call_has_so_many_answers_and_no_more(scripted: RunningServer) -> None:
+    body = {"prompt": [[5]] * 2048, "max_tokens": 1}
+    assert len(scripted.post("/v1/completions", body).json()["choices"]) == 2048
+    for more in ({"prompt": [[5]] * 2049}, {"n": 2}):
+        answer = scripted.post("/v1/completions", {**body, **more})
+        assert answer.status_code == 400
+        assert "2048" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [{"max_num_queued_reqs": 1}, {"max_num_queued_tokens": 1}, {"max_num_queued_tokens": 20}],
+)
+def test_small_queues_take_every_prompt_in_time(
+    script: tuple[int, ...], text: TextFace, bounds: dict[str, int]
+) -> None:
+    engine = ScriptedEngine(script, **bounds)
+    with running_server(engine, text) as server:
+        prompts = [[5] * 15, [6] * 5, [7] * 40, [8], [9] * 3, [10]]
+        answer = server.post("/v1/completions", {"prompt": prompts, "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
+        assert 'reason="queue_full"} 0.0' in server.get("/metrics").text
+        assert 'reason="queue_tokens_full"} 0.0' in server.get("/metrics").text
+    assert [list(request.prompt_token_ids) for request in engine.submitted] == prompts
+
+
+def test_one_call_leaves_half_of_the_places_to_others(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    engine.pause()
+    many = post_in_background(server, {"prompt": [[5]] * 500, "max_tokens": 1})
+    wait_until(lambda: engine.num_open == NUM_PLACES // 2)
+    others = [
+        post_in_background(server, {"prompt": [6], "max_tokens": 1}) for _ in range(NUM_PLACES // 2)
+    ]
+    wait_until(lambda: engine.num_open == NUM_PLACES)
+    assert server.post("/v1/completions", {"prompt": [[7]] * 3}).status_code == 429
+    engine.resume()
+    assert [other.result().status_code for other in others] == [200] * len(others)
+    assert len(many.result().json()["choices"]) == 500
+
+
+def test_calls_with_many_prompts_take_turns(server: RunningServer, engine: ScriptedEngine) -> None:
+    engine.pause()
+    first = post_in_background(server, {"prompt": [[5]] * 300, "max_tokens": 1})
+    wait_until(lambda: engine.num_open == NUM_PLACES // 2)
+    second = post_in_background(server, {"prompt": [[6]] * 300, "max_tokens": 1})
+    wait_until(lambda: engine.num_open == NUM_PLACES // 2 + 1)
+    engine.resume()
+    for call in (first, second):
+        assert len(call.result().json()["choices"]) == 300
+    order = [request.prompt_token_ids[0] for request in engine.submitted]
+    shared = order[NUM_PLACES // 2 + 1 : 300]
+    assert abs(shared.count(5) - shared.count(6)) <= 1
+
+
+def test_a_call_in_progress_waits_for_a_place_rather_than_fail(
+    script: tuple[int, ...], text: TextFace
+) -> None:
+    """Four of five places are held throughout; its prompts go through the fifth."""
+    engine = ScriptedEngine(script, max_num_queued_reqs=1, max_model_len=1 << 20, step_s=0.001)
+    with running_server(engine, text) as server:
+        long = {"prompt": [6], "max_tokens": 1 << 19, "stream": True}
+        connections = [server.connect() for _ in range(4)]
+        for connection in connections:
+            connection.sendall(raw_post("/v1/completions", json.dumps(long).encode()))
+        wait_until(lambda: engine.num_open == 4)
+        answer = server.post("/v1/completions", {"prompt": [[5]] * 20, "max_tokens": 2})
+        assert engine.num_open == 4
+        for connection in connections:
+            connection.close()
+    assert len(answer.json()["choices"]) == 20
+
+
+def test_a_client_that_leaves_takes_its_waiting_prompts_along(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    engine.pause()
+    body = json.dumps({"prompt": [[5]] * 500, "max_tokens": 1}).encode()
+    with server.connect() as connection:
+        connection.sendall(raw_post("/v1/completions", body))
+        wait_until(lambda: engine.num_open == NUM_PLACES // 2)
+    wait_until(lambda: not server.service.num_open)
+    engine.resume()
+    assert server.post("/v1/completions", {"prompt": [6], "max_tokens": 1}).status_code == 200
+    assert len(engine.submitted) == NUM_PLACES // 2 + 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_cancelled_call_tells_the_end_of_every_choice(
+    server: RunningServer, engine: ScriptedEngine, is_stream: bool
+) -> None:
+    engine.pause()
+    body = {"prompt": [[5]] * 500, "n": 2, "request_id": "many-1", "stream": is_stream}
+    ask = (lambda: server.events("/v1/completions", body)) if is_stream else None
+    call = InBackground(ask) if ask else post_in_background(server, body)
+    wait_until(lambda: engine.num_open == NUM_PLACES // 2)
+    assert server.post("/v1/requests/many-1/cancel").status_code == 200
+    found = call.result()
+    events = found[:-1] if is_stream else [found.json()]
+    ends = {c["index"]: c["finish_reason"] for event in events for c in event["choices"]}
+    assert ends == dict.fromkeys(range(1000), "abort")
+    assert len(engine.submitted) == NUM_PLACES // 2
+
+
+def test_a_call_as_a_whole_has_one_deadline(script: tuple[int, ...], text: TextFace) -> None:
+    engine = ScriptedEngine(script, timeouts=RequestTimeouts(total_s=0.3))
+    with running_server(engine, text) as server:
+        engine.pause()
+        answer = server.post("/v1/completions", {"prompt": [[5]] * 500, "max_tokens": 1})
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "deadline_exceeded"
+        assert "--request-timeout" in answer.json()["error"]["message"]
+        wait_until(lambda: not engine.num_open)
+        engine.resume()
+
+
+def test_a_prompt_that_the_engine_refuses_later_fails_the_call(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    engine.pause()
+    call = post_in_background(server, {"prompt": [[5]] * 500, "max_tokens": 1})
+    wait_until(lambda: engine.num_open == NUM_PLACES // 2)
+    engine.state = "restarting"
+    engine.resume()
+    answer = call.result()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_restarting")
+    wait_until(lambda: not engine.num_open)
+
+
+def test_a_server_that_ends_tells_a_call_whose_prompts_wait(
+    engine: ScriptedEngine, text: TextFace
+) -> None:
+    with running_server(engine, text, options(limits=ServerLimits(drain_s=0.1))) as server:
+        engine.pause()
+        call = post_in_background(server, {"prompt": [[5]] * 500, "max_tokens": 1})
+        wait_until(lambda: engine.num_open == NUM_PLACES // 2)
+        server.call(server.ending.ask)
+        answer = call.result()
+        server.thread.join(TIMEOUT_S)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
