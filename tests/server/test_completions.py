@@ -107,8 +107,18 @@ def test_usage_comes_last_when_asked_for(server: RunningServer) -> None:
     assert "usage" not in server.events("/v1/completions", body)[0]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_continuous_usage_alone_asks_for_none(server: RunningServer, path: str) -> None:
+    asked = {"prompt": "the fox"} if path == "/v1/completions" else {"messages": CHAT}
+    for options in ({"continuous_usage_stats": True}, {"include_usage": False}):
+        body = {**asked, "max_tokens": 5, "stream": True, "stream_options": options}
+        events = server.events(path, body)[:-1]
+        assert not [event for event in events if "usage" in event]
+        assert all(event["choices"] for event in events)
+
+
 def test_usage_is_in_each_frame_when_asked_for(server: RunningServer) -> None:
-    options = {"continuous_usage_stats": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "the fox", "max_tokens": 5, "stream": True, "stream_options": options}
     *parts, last, _ = server.events("/v1/completions", body)
     counts = [part["usage"]["completion_tokens"] for part in [*parts, last]]
@@ -144,6 +154,106 @@ def test_logprobs_of_a_chat_answer_are_objects(server: RunningServer) -> None:
     streamed = server.events("/v1/chat/completions", {**body, "stream": True})[1:-1]
     parts = [choice["logprobs"]["content"] for event in streamed for choice in event["choices"]]
     assert [entry for part in parts for entry in part] == content
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_answers_and_frames_have_a_fingerprint_that_is_null(
+    server: RunningServer, path: str
+) -> None:
+    asked = {"prompt": "the fox"} if path == "/v1/completions" else {"messages": CHAT}
+    body = {**asked, "max_tokens": 3}
+    assert server.post(path, body).json()["system_fingerprint"] is None
+    streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    for event in server.events(path, streaming)[:-1]:
+        assert event["system_fingerprint"] is None
+
+
+def test_what_is_told_of_a_prompt_is_null_unless_it_was_asked_for(server: RunningServer) -> None:
+    names = ("prompt_logprobs", "prompt_token_ids")
+    chat = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2}).json()
+    assert [chat[name] for name in names] == [None, None]
+    assert not set(names) & set(chat["choices"][0])
+    assert chat["choices"][0]["token_ids"] is None
+    (choice,) = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).json()["choices"]
+    assert [choice[name] for name in (*names, "token_ids")] == [None] * 3
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_chat_answer_tells_of_its_prompt_once_beside_its_choices(
+    server: RunningServer, max_tokens: int
+) -> None:
+    body = {"messages": CHAT, "max_tokens": max_tokens, "n": 2, "ignore_eos": True}
+    body |= {"prompt_logprobs": 1, "return_token_ids": True}
+    whole = server.post("/v1/chat/completions", body).json()
+    ids = server.post("/tokenize", {"messages": CHAT}).json()["tokens"]
+    assert whole["prompt_token_ids"] == ids
+    first, *rest = whole["prompt_logprobs"]
+    assert first is None
+    assert all(str(token_id) in entry for token_id, entry in zip(ids[1:], rest, strict=True))
+    assert [len(choice["token_ids"]) for choice in whole["choices"]] == [max_tokens] * 2
+    events = server.events("/v1/chat/completions", {**body, "stream": True})[:-1]
+    for name in ("prompt_token_ids", "prompt_logprobs"):
+        assert [event[name] for event in events if event[name] is not None] == [whole[name]]
+    ends = [c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]]
+    assert ends == ["length"] * 2
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_no_tokens_and_an_echo_are_the_prompts_log_probabilities(
+    server: RunningServer, is_stream: bool
+) -> None:
+    """What evaluation harnesses score texts with."""
+    ids = server.post("/tokenize", {"prompt": "the quick fox"}).json()["tokens"]
+    body = {"prompt": "the quick fox", "max_tokens": 0, "echo": True, "logprobs": 1}
+    body |= {"temperature": 0.0, "return_tokens_as_token_ids": True}
+    one = server.post("/v1/completions", {**body, "max_tokens": 1, "ignore_eos": True}).json()
+    if is_stream:
+        options = {"include_usage": True}
+        body |= {"stream": True, "stream_options": options}
+        *parts, last = server.events("/v1/completions", body)[:-1]
+        (choice,) = [choice for part in parts for choice in part["choices"]]
+        usage = last["usage"]
+    else:
+        answer = server.post("/v1/completions", body).json()
+        (choice,), usage = answer["choices"], answer["usage"]
+    assert (choice["text"], choice["finish_reason"]) == ("the quick fox", "length")
+    assert usage["completion_tokens"] == 0
+    assert usage["total_tokens"] == usage["prompt_tokens"] == len(ids)
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in ids]
+    for name, found in choice["logprobs"].items():
+        assert found == one["choices"][0]["logprobs"][name][: len(ids)]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_without_echo_no_tokens_are_an_empty_answer(server: RunningServer, path: str) -> None:
+    asked = {"prompt": "the fox"} if path == "/v1/completions" else {"messages": CHAT}
+    answer = server.post(path, {**asked, "max_tokens": 0}).json()
+    (choice,) = answer["choices"]
+    text = choice["text"] if path == "/v1/completions" else choice["message"]["content"]
+    assert (text, choice["finish_reason"]) == ("", "length")
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_log_probabilities_name_tokens_by_their_ids_when_asked_to(server: RunningServer) -> None:
+    asked = {"max_tokens": 4, "ignore_eos": True, "seed": 3, "return_token_ids": True}
+    by_ids = {**asked, "return_tokens_as_token_ids": True}
+    body = {"prompt": "the fox", "logprobs": 2}
+    (text,), (ids,) = (
+        server.post("/v1/completions", {**body, **more}).json()["choices"]
+        for more in (asked, by_ids)
+    )
+    names = [f"token_id:{token_id}" for token_id in ids["token_ids"]]
+    assert ids["logprobs"]["tokens"] == names
+    for name, top in zip(names, ids["logprobs"]["top_logprobs"], strict=True):
+        assert name in top
+        assert all(key.removeprefix("token_id:").isdigit() for key in top)
+    for name in ("text_offset", "token_logprobs"):
+        assert ids["logprobs"][name] == text["logprobs"][name]
+    chat = {"messages": CHAT, "logprobs": True, "top_logprobs": 1, **by_ids}
+    (choice,) = server.post("/v1/chat/completions", chat).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert all(top["token"].startswith("token_id:") for e in content for top in e["top_logprobs"])
 
 
 def test_echo_begins_with_the_prompt(server: RunningServer) -> None:

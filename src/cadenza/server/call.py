@@ -78,16 +78,22 @@ class Call:
         return self.values.get("return_token_ids", False)
 
     @property
+    def return_tokens_as_token_ids(self) -> bool:
+        """Log probabilities name tokens by their ids, which unlike texts are all different."""
+        return self.values.get("return_tokens_as_token_ids", False)
+
+    @property
     def add_special_tokens(self) -> bool:
         return self.values.get("add_special_tokens", True)
 
     @property
     def include_usage(self) -> bool:
-        return self._stream_option("include_usage") or self.continuous_usage
+        return self._stream_option("include_usage")
 
     @property
     def continuous_usage(self) -> bool:
-        return self._stream_option("continuous_usage_stats")
+        """It says where usage goes, and asks for none by itself."""
+        return self.include_usage and self._stream_option("continuous_usage_stats")
 
     @property
     def template_kwargs(self) -> Mapping[str, bool]:

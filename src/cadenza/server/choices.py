@@ -35,6 +35,13 @@ class Choices(Protocol):
 
     def whole(self, index: int, output: CompletionOutput, request: RequestOutput) -> Choice: ...
 
+    def about_prompt(self, request: RequestOutput | None) -> dict[str, Any] | None:
+        """What an answer or a frame holds beside its choices; None where it is not all there yet.
+
+        Without a request it is what frames hold that tell nothing of the prompt.
+        """
+        ...
+
 
 class CompletionChoices:
     """Of /v1/completions."""
@@ -56,7 +63,7 @@ class CompletionChoices:
         is_first = index not in self._offsets
         if not is_first and not _has_something(output, self._call):
             return None
-        offset = self._offsets.setdefault(index, 0)
+        self._offsets.setdefault(index, 0)
         ids, entries = list(output.token_ids), list[Entry | None](output.logprobs or ())
         shown = output.text
         if is_first and self._call.echo:
@@ -67,16 +74,24 @@ class CompletionChoices:
                 entries = [*_prompt_entries(request), *entries]
         choice: Choice = {"index": index, "text": shown, "logprobs": None}
         if self._call.logprobs is not None:
-            choice["logprobs"] = self._logprobs(ids, entries, offset)
-            self._offsets[index] = offset + sum(map(len, choice["logprobs"]["tokens"]))
+            choice["logprobs"] = self._logprobs(index, ids, entries)
         choice["finish_reason"] = output.finish_reason
         choice["stop_reason"] = output.stop_reason
-        return choice | _extras(self._call, output, request, is_first=is_first)
+        if self._call.return_token_ids:
+            choice["token_ids"] = output.token_ids
+            choice["prompt_token_ids"] = request.prompt_token_ids if is_first else None
+        if self._call.has_prompt_logprobs:
+            choice["prompt_logprobs"] = _shown_prompt(request) if is_first else None
+        return choice
 
     def whole(self, index: int, output: CompletionOutput, request: RequestOutput) -> Choice:
         choice = self.part(index, output, request)
         assert choice is not None, "a choice's first part is always shown"
-        return choice
+        return {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None} | choice
+
+    def about_prompt(self, request: RequestOutput | None) -> dict[str, Any] | None:
+        del request  # it is in the choices: each prompt has its own
+        return {}
 
     def _prompt_text(self, request: RequestOutput) -> str:
         if request.prompt is not None:
@@ -84,15 +99,14 @@ class CompletionChoices:
         return self._text.decode(request.prompt_token_ids)
 
     def _logprobs(
-        self, ids: Sequence[int], entries: Sequence[Entry | None], offset: int
+        self, index: int, ids: Sequence[int], entries: Sequence[Entry | None]
     ) -> dict[str, Any]:
-        tokens = [
-            self._token(token_id, entry) for token_id, entry in zip(ids, entries, strict=True)
-        ]
-        offsets: list[int] = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
+        offsets, tokens = [self._offsets[index]], list[str]()
+        for token_id, entry in zip(ids, entries, strict=True):
+            text = self._text_of(token_id, entry)
+            offsets.append(offsets[-1] + len(text))
+            tokens.append(_named(token_id) if self._call.return_tokens_as_token_ids else text)
+        self._offsets[index] = offsets.pop()
         return {
             "text_offset": offsets,
             "token_logprobs": [
@@ -100,10 +114,12 @@ class CompletionChoices:
                 for token_id, entry in zip(ids, entries, strict=True)
             ],
             "tokens": tokens,
-            "top_logprobs": [None if entry is None else _by_text(entry) for entry in entries],
+            "top_logprobs": [
+                None if entry is None else _by_token(entry, self._call) for entry in entries
+            ],
         }
 
-    def _token(self, token_id: int, entry: Entry | None) -> str:
+    def _text_of(self, token_id: int, entry: Entry | None) -> str:
         if entry is None:
             return self._text.text_of(token_id) or ""
         return _shown(token_id, entry[token_id])
@@ -125,27 +141,42 @@ class ChatChoices:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def part(self, index: int, output: CompletionOutput, request: RequestOutput) -> Choice | None:
+        del request  # `about_prompt` tells of it
         is_first = index not in self._begun
         if not is_first and not _has_something(output, self._call):
             return None
         self._begun.add(index)
-        delta = {"content": output.text} if output.text else {}
-        return {
+        choice: Choice = {
             "index": index,
-            "delta": delta,
+            "delta": {"content": output.text} if output.text else {},
             "logprobs": self._logprobs(output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
-        } | _extras(self._call, output, request, is_first=is_first)
+        }
+        return choice | ({"token_ids": output.token_ids} if self._call.return_token_ids else {})
 
     def whole(self, index: int, output: CompletionOutput, request: RequestOutput) -> Choice:
+        del request  # as in `part`
         return {
             "index": index,
             "message": {"role": "assistant", "content": output.text, "refusal": None},
             "logprobs": self._logprobs(output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
-        } | _extras(self._call, output, request, is_first=True)
+            "token_ids": output.token_ids if self._call.return_token_ids else None,
+        }
+
+    def about_prompt(self, request: RequestOutput | None) -> dict[str, Any] | None:
+        found: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
+        if request is None:
+            return found
+        if self._call.has_prompt_logprobs:
+            if len(request.prompt_logprobs or ()) < len(request.prompt_token_ids):
+                return None
+            found["prompt_logprobs"] = _shown_prompt(request)
+        if self._call.return_token_ids:
+            found["prompt_token_ids"] = request.prompt_token_ids
+        return found
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         if self._call.logprobs is None:
@@ -165,18 +196,8 @@ def _has_something(output: CompletionOutput, call: Call) -> bool:
     return bool(output.token_ids) and (call.logprobs is not None or call.return_token_ids)
 
 
-def _extras(
-    call: Call, output: CompletionOutput, request: RequestOutput, *, is_first: bool
-) -> Choice:
-    """What is there only when asked for."""
-    extras: Choice = {}
-    if call.return_token_ids:
-        extras["token_ids"] = output.token_ids
-        extras["prompt_token_ids"] = request.prompt_token_ids if is_first else None
-    if call.has_prompt_logprobs:
-        entries = _prompt_entries(request) if is_first else None
-        extras["prompt_logprobs"] = entries and [entry and _by_id(entry) for entry in entries]
-    return extras
+def _shown_prompt(request: RequestOutput) -> list[dict[str, Any] | None]:
+    return [None if entry is None else _by_id(entry) for entry in _prompt_entries(request)]
 
 
 def _prompt_entries(request: RequestOutput) -> list[Entry | None]:
@@ -192,19 +213,22 @@ def _chat_logprob(token_id: int, entry: Entry, call: Call) -> dict[str, Any]:
         key=lambda f: f[1].rank or 0,
     )
     return {
-        **_described(token_id, entry[token_id]),
-        "top_logprobs": [_described(*found) for found in top[: call.logprobs or 0]],
+        **_described(token_id, entry[token_id], call),
+        "top_logprobs": [_described(*found, call) for found in top[: call.logprobs or 0]],
     }
 
 
-def _described(token_id: int, found: Logprob) -> dict[str, Any]:
-    token = _shown(token_id, found)
+def _described(token_id: int, found: Logprob, call: Call) -> dict[str, Any]:
+    text = _shown(token_id, found)
     # A token that is part of a character has no text of its own, and so no bytes of it.
-    raw = None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
+    raw = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+    token = _named(token_id) if call.return_tokens_as_token_ids else text
     return {"token": token, "logprob": _finite(found), "bytes": raw}
 
 
-def _by_text(entry: Entry) -> dict[str, float]:
+def _by_token(entry: Entry, call: Call) -> dict[str, float]:
+    if call.return_tokens_as_token_ids:
+        return {_named(token_id): _finite(found) for token_id, found in entry.items()}
     by_text: dict[str, float] = {}
     for token_id, found in entry.items():  # the chosen one comes first, and keeps its text
         by_text.setdefault(_shown(token_id, found), _finite(found))
@@ -223,7 +247,11 @@ def _by_id(entry: Entry) -> dict[str, Any]:
 
 
 def _shown(token_id: int, found: Logprob) -> str:
-    return f"token_id:{token_id}" if found.decoded_token is None else found.decoded_token
+    return _named(token_id) if found.decoded_token is None else found.decoded_token
+
+
+def _named(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _finite(found: Logprob) -> float:

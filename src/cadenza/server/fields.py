@@ -341,9 +341,15 @@ TABLE: tuple[Field, ...] = (
                 "include_obfuscation": Unbuilt("obfuscated chunks", (False,)),
             }
         ),
-        "With stream: usage in a last chunk, and in every chunk.",
+        "With stream: usage in a last chunk, and then, if asked for, in every chunk, too.",
     ),
     _answer("return_token_ids", Flag(), "Token ids beside the texts.", False),
+    _answer(
+        "return_tokens_as_token_ids",
+        Flag(),
+        "Log probabilities name tokens as token_id:N instead of by their texts.",
+        False,
+    ),
     _answer(
         "chat_template_kwargs",
         Record(dict.fromkeys(TEMPLATE_SWITCHES, Flag())),

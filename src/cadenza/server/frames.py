@@ -65,6 +65,8 @@ class AnswerHead:
             "object": object_name,
             "created": self.created,
             "model": self.model,
+            # Null until it names all that decides an answer's tokens.
+            "system_fingerprint": None,
         }
 
 
@@ -78,9 +80,8 @@ class Frames:
         self._head = head
         chunk = _encode(head.fields(choices.id_prefix, choices.chunk_name))
         self._before = b"data: " + chunk[:-1] + b',"choices":['
-        self._after = b"]}\n\n"
-        if call.include_usage and not call.continuous_usage:
-            self._after = b'],"usage":null}\n\n'
+        self._is_prompt_told = False
+        self._after = self._make_after(None)
 
     def opening(self) -> bytes:
         """What a stream begins with, at once."""
@@ -96,7 +97,7 @@ class Frames:
             part = self._choices.part(index, output, news)
             if part is not None:
                 parts.append(part)
-        return self._frames(parts)
+        return self._frames(parts, news)
 
     def closing(self) -> bytes:
         """What a stream ends with."""
@@ -109,19 +110,44 @@ class Frames:
     def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
         """The answer that is no stream."""
         choices: list[Choice] = []
+        about_prompt: dict[str, Any] | None = None
         for prompt, request in enumerate(outputs):
+            about_prompt = self._choices.about_prompt(request)
             for output in request.outputs:
                 index = prompt * self._call.n + output.index
                 self.usage.take(prompt, index, output, request)
                 choices.append(self._choices.whole(index, output, request))
         fields = self._head.fields(self._choices.id_prefix, self._choices.object_name)
-        return _encode({**fields, "choices": choices, "usage": self.usage.as_object()})
+        about_prompt = about_prompt or self._choices.about_prompt(None) or {}
+        answer = {**fields, "choices": choices, "usage": self.usage.as_object(), **about_prompt}
+        return _encode(answer)
 
-    def _frames(self, parts: Iterable[Choice]) -> bytes:
-        after = self._after
-        if self._call.continuous_usage:
-            after = b'],"usage":' + _encode(self.usage.as_object()) + b"}\n\n"
-        return b"".join(self._before + _encode(part) + after for part in parts)
+    def _frames(self, parts: Iterable[Choice], news: RequestOutput | None = None) -> bytes:
+        """One frame for each part; the first that can tells of the prompt."""
+        made: list[bytes] = []
+        for part in parts:
+            about_prompt = self._untold(news)
+            after = self._after
+            if about_prompt is not None or self._call.continuous_usage:
+                after = self._make_after(about_prompt)
+            made += [self._before, _encode(part), after]
+        return b"".join(made)
+
+    def _make_after(self, about_prompt: dict[str, Any] | None) -> bytes:
+        """What follows a frame's choices."""
+        rest: dict[str, Any] = {}
+        if self._call.include_usage:
+            rest["usage"] = self.usage.as_object() if self._call.continuous_usage else None
+        rest |= about_prompt or self._choices.about_prompt(None) or {}
+        return (b"]," + _encode(rest)[1:] if rest else b"]}") + b"\n\n"
+
+    def _untold(self, news: RequestOutput | None) -> dict[str, Any] | None:
+        """What is to be told of the prompt, once, as soon as it is known."""
+        if news is None or self._is_prompt_told:
+            return None
+        found = self._choices.about_prompt(news)
+        self._is_prompt_told = found is not None
+        return found
 
 
 def error_frames(error: ApiError) -> bytes:

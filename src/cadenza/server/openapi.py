@@ -29,7 +29,15 @@ def _constant(value: str) -> Schema:
 
 
 _USAGE = _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT})
-_HEAD: dict[str, Schema] = {"id": _TEXT, "created": _COUNT, "model": _TEXT, "usage": _USAGE}
+_HEAD: dict[str, Schema] = {
+    "id": _TEXT,
+    "created": _COUNT,
+    "model": _TEXT,
+    "system_fingerprint": or_null(_TEXT),
+    "usage": _USAGE,
+}
+_PROMPT_LOGPROBS: Schema = or_null({"type": "array", "items": or_null(_ANY_OBJECT)})
+_OF_PROMPT = {"prompt_token_ids": or_null(_IDS), "prompt_logprobs": _PROMPT_LOGPROBS}
 _FINISH: Schema = {"type": "string", "enum": ["stop", "length", "abort"]}
 _MODEL = _object(
     {
@@ -50,13 +58,18 @@ def _choices(content: dict[str, Schema]) -> Schema:
 
 SCHEMAS: dict[str, Schema] = {
     "Completion": _object(
-        {**_HEAD, "object": _constant("text_completion"), "choices": _choices({"text": _TEXT})}
+        {
+            **_HEAD,
+            "object": _constant("text_completion"),
+            "choices": _choices({"text": _TEXT, "token_ids": or_null(_IDS), **_OF_PROMPT}),
+        }
     ),
     "ChatCompletion": _object(
         {
             **_HEAD,
             "object": _constant("chat.completion"),
-            "choices": _choices({"message": _MESSAGE}),
+            "choices": _choices({"message": _MESSAGE, "token_ids": or_null(_IDS)}),
+            **_OF_PROMPT,
         }
     ),
     "Cancelled": _object(
