@@ -1,8 +1,10 @@
 """Schemathesis over `/openapi.json`: valid and invalid requests, no 5xx, no undocumented status."""
 
+import json
 from typing import Any
 
 import hypothesis
+import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis.errors import Unsatisfiable
@@ -24,7 +26,7 @@ CHECKS = [
     negative_data_rejection,
 ]
 SMALL, FULL = 12, 400
-"""Examples for each route and mode; there are thirteen routes."""
+"""Examples for each route and mode; there are seventeen routes."""
 
 
 def play(server: RunningServer, num_examples: int) -> None:
@@ -54,6 +56,41 @@ def play_operation(server: RunningServer, strategy: Any, num_examples: int) -> N
         case.call_and_validate(checks=CHECKS, timeout=TIMEOUT_S)
 
     check()
+
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "tokenize": "/tokenize"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "is_valid"),
+    [
+        ("completions", '{"prompt": "a", "max_tokens": 3.0, "n": 2.0, "seed": -0.0}', True),
+        ("completions", '{"prompt": "a", "max_tokens": 3.5}', False),
+        ("completions", '{"prompt": "a", "n": 1e3}', False),
+        ("completions", '{"prompt": [5.0, 6, 7e0], "stop_token_ids": [8.0]}', True),
+        ("completions", '{"prompt": [[5.0], [6]]}', True),
+        ("completions", '{"prompt": [5.5]}', False),
+        ("completions", '{"prompt": [true]}', False),
+        ("completions", '{"prompt": ["a", [5], "b"]}', True),
+        ("completions", '{"prompt": ""}', False),
+        ("completions", '{"prompt": ["a", ""]}', False),
+        ("completions", '{"prompt": []}', False),
+        ("completions", '{"prompt": [[]]}', False),
+        ("chat", '{"messages": [{"role": "user", "content": ""}], "top_k": 5.0}', True),
+        ("chat", '{"messages": []}', False),
+        ("tokenize", '{"prompt": ""}', True),
+    ],
+)
+def test_the_schema_allows_what_the_server_takes(
+    scripted: RunningServer, endpoint: str, body: str, is_valid: bool
+) -> None:
+    described = scripted.get("/openapi.json").json()["paths"][PATHS[endpoint]]["post"]
+    schema = described["requestBody"]["content"]["application/json"]["schema"]
+    assert jsonschema_rs.is_valid(schema, json.loads(body)) == is_valid
+    with scripted.client() as client:
+        headers = {"content-type": "application/json"}
+        answer = client.post(PATHS[endpoint], content=body.encode(), headers=headers)
+    assert answer.status_code == (200 if is_valid else 400), answer.text
 
 
 @pytest.mark.slow

@@ -75,7 +75,9 @@ def is_good(kind: Number | Whole, value: Any) -> bool:
     """Said again, in other words than the table's."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    if isinstance(value, float) and (isinstance(kind, Whole) or not math.isfinite(value)):
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    if isinstance(kind, Whole) and value % 1:
         return False
     return not (value < kind.low or value > kind.high)
 

@@ -74,9 +74,9 @@ class Prompt:
 
     def check(self, name: str, value: object) -> tuple[str | tuple[int, ...], ...]:
         if not isinstance(value, list):
-            return (_TEXT.check(name, value),)
+            return (_PROMPT_TEXT.check(name, value),)
         items = cast(list[object], value)
-        if items and isinstance(items[0], int):
+        if items and isinstance(items[0], int | float):
             return (_PROMPT_IDS.check(name, items),)
         if not 1 <= len(items) <= MAX_ANSWERS:
             raise invalid_value(
@@ -87,21 +87,24 @@ class Prompt:
     @staticmethod
     def _one(name: str, item: object) -> str | tuple[int, ...]:
         if isinstance(item, str):
-            return _TEXT.check(name, item)
+            return _PROMPT_TEXT.check(name, item)
         if isinstance(item, list):
             return _PROMPT_IDS.check(name, cast(object, item))
         raise refuse(name, item, "a text, token ids, or a list of texts or of lists of token ids")
 
     def schema(self) -> Schema:
-        text, ids = _TEXT.schema(), _PROMPT_IDS.schema()
-        many = [
-            {"type": "array", "items": item, "minItems": 1, "maxItems": MAX_ANSWERS}
-            for item in (text, ids)
-        ]
-        return {"anyOf": [text, ids, *many]}
+        text, ids = _PROMPT_TEXT.schema(), _PROMPT_IDS.schema()
+        many = {
+            "type": "array",
+            "items": {"anyOf": [text, ids]},
+            "minItems": 1,
+            "maxItems": MAX_ANSWERS,
+        }
+        return {"anyOf": [text, ids, many]}
 
 
 _TEXT = Text(max_chars=MAX_PROMPT_CHARS)
+_PROMPT_TEXT = Text(min_chars=1, max_chars=MAX_PROMPT_CHARS)
 _PROMPT_IDS = TokenIds(MAX_PROMPT_TOKENS, min_items=1)
 
 

@@ -58,12 +58,20 @@ class Whole:
     high: int
 
     def check(self, name: str, value: object) -> int:
-        if type(value) is int and self.low <= value <= self.high:
-            return value
+        whole = as_whole(value)
+        if whole is not None and self.low <= whole <= self.high:
+            return whole
         raise refuse(name, value, f"a whole number from {self.low} to {self.high}")
 
     def schema(self) -> Schema:
         return {"type": "integer", "minimum": self.low, "maximum": self.high}
+
+
+def as_whole(value: object) -> int | None:
+    """The number, if it is whole: to JSON Schema 2740.0 is an integer, too."""
+    if type(value) is int:
+        return value
+    return int(value) if isinstance(value, float) and value.is_integer() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,27 +200,32 @@ class TokenIds:
     def check(self, name: str, value: object) -> tuple[int, ...]:
         if not isinstance(value, list):
             raise refuse(name, value, "a list of token ids")
-        items = cast(list[int], value)
+        items = cast(list[object], value)
         if not self.min_items <= len(items) <= self.max_items:
             raise invalid_value(
                 f"{name} has {len(items)} entries; from {self.min_items} to {self.max_items} "
                 f"are allowed",
                 name,
             )
+        ids: list[int] = []
         for start in range(0, len(items), SLICE):  # between slices other threads may run
-            self._check_some(name, items[start : start + SLICE])
-        return tuple(items)
+            ids += self._check_some(name, items[start : start + SLICE])
+        return tuple(ids)
 
     @staticmethod
-    def _check_some(name: str, items: list[int]) -> None:
-        if set(map(type, items)) != {int}:
-            odd = next(item for item in items if type(item) is not int)
+    def _check_some(name: str, found: list[object]) -> list[int]:
+        items = cast(list[int], found)
+        if set(map(type, found)) != {int}:
+            items = [whole for item in found if (whole := as_whole(item)) is not None]
+        if len(items) != len(found):
+            odd = next(item for item in found if as_whole(item) is None)
             raise invalid_value(f"{name} holds {show(odd)}; token ids are whole numbers", name)
         if not 0 <= min(items) <= max(items) < MAX_TOKEN_ID:
             odd = next(item for item in items if not 0 <= item < MAX_TOKEN_ID)
             raise invalid_value(
                 f"{name} holds the token id {show(odd)}; ids go from 0 to {MAX_TOKEN_ID - 1}", name
             )
+        return items
 
     def schema(self) -> Schema:
         item: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID - 1}
