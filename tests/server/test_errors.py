@@ -138,6 +138,32 @@ def test_another_method_is_a_405_that_tells_the_right_one(scripted: RunningServe
     check_error(answer.json(), "invalid_request_error", "method_not_allowed")
 
 
+def test_a_path_with_two_methods_tells_both(scripted: RunningServer) -> None:
+    assert [scripted.get("/ping").status_code, scripted.post("/ping").status_code] == [200, 200]
+    with scripted.client() as client:
+        answer = client.delete("/ping")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")
+
+
+def test_the_load_is_the_number_of_open_calls(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    assert server.get("/load").json() == {"server_load": 0}
+    engine.pause()
+    posts = [
+        threading.Thread(target=server.post, args=("/v1/completions", {**BODY, **more}))
+        for more in ({}, {"prompt": [[5]] * 3})
+    ]
+    for post in posts:
+        post.start()
+    wait_until(lambda: engine.num_open == 4)
+    assert server.get("/load").json() == {"server_load": 2}
+    engine.resume()
+    for post in posts:
+        post.join(TIMEOUT_S)
+    wait_until(lambda: server.get("/load").json() == {"server_load": 0})
+
+
 def test_another_type_of_body_is_a_415(scripted: RunningServer) -> None:
     with scripted.client() as client:
         answer = client.post(
@@ -263,6 +289,8 @@ def test_while_the_engine_is_not_ready_it_is_a_503(
         server.post("/v1/completions", BODY),
         server.get("/ready"),
         server.get("/health"),
+        server.get("/ping"),
+        server.post("/ping"),
     ):
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) > 0

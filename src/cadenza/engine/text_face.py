@@ -58,6 +58,7 @@ class TextFace:
         max_model_len: int | None = None,
     ) -> None:
         path = checkpoint.tokenizer_path
+        self._files = checkpoint.tokenizer
         self._tokenizer = None if path is None else Tokenizer(path)
         self._template = ChatTemplate.from_checkpoint(checkpoint)
         self._max_model_len = max_model_len
@@ -230,6 +231,30 @@ class TextFace:
                 text = self._tokenizer.token_of(token_id) or ""
             self._texts[token_id] = text
         return text
+
+    def piece_of(self, token_id: int) -> str | None:
+        """A token's entry in the vocabulary, such as `Ġcapital`; None for an unused id.
+
+        Raises InvalidRequestError without tokenizer.json.
+        """
+        return self._need_tokenizer().token_of(token_id)
+
+    def describe_tokenizer(self) -> dict[str, Any]:
+        """What tokenizer_config.json would say, as far as it is known here: special tokens by
+        name, each with its id, and the chat template."""
+        tokenizer = self._need_tokenizer()
+        described: dict[str, Any] = {
+            # What a tokenizer.json is loaded as.
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": self._max_model_len,
+            "chat_template": self._files.chat_templates.get("default"),
+        }
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            content = self._files.special_tokens.get(name)
+            described[name] = content
+            described[f"{name}_id"] = None if content is None else tokenizer.id_of(content)
+        return described
 
     def default_params(self, **changes: object) -> SamplingParams:
         """The checkpoint's recommended sampling, with `changes` on top."""

@@ -5,6 +5,8 @@ Owns what happens before a handler: bounds of the head, CORS preflights, keys. J
 needs a key before anything else is told of it.
 """
 
+from collections.abc import Mapping
+
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
@@ -43,9 +45,12 @@ class App:
     def __init__(self, service: Service) -> None:
         self._service = service
         handlers = make_handlers(service)
+        by_path: dict[str, dict[str, Handler]] = {}
+        for route in ROUTES:
+            by_path.setdefault(route.path, {})[route.method] = handlers[route.name]
         routes = [
-            Route(route.path, _Endpoint(handlers[route.name]), methods=[route.method])
-            for route in ROUTES
+            Route(path, _Endpoint(by_method), methods=[*by_method])
+            for path, by_method in by_path.items()
         ]
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
 
@@ -124,16 +129,17 @@ class App:
 
 
 class _Endpoint:
-    """A handler as the router wants it."""
+    """A path's handlers as the router wants them."""
 
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
+    def __init__(self, by_method: Mapping[str, Handler]) -> None:
+        self._by_method = by_method
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del receive, send  # the exchange has them
         exchange: Exchange = scope[EXCHANGE]
         exchange.path_params = scope["path_params"]
-        await self._handler(exchange)
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        await self._by_method[method](exchange)
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:

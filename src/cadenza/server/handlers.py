@@ -43,6 +43,10 @@ def make_handlers(service: Service) -> Mapping[str, Handler]:
         "health": handlers.ready,
         "live": handlers.live,
         "ready": handlers.ready,
+        "ping": handlers.ready,
+        "ping_post": handlers.ready,
+        "load": handlers.load,
+        "tokenizer_info": handlers.tokenizer_info,
         "metrics": handlers.metrics,
         "version": handlers.version,
         "openapi": handlers.openapi,
@@ -71,6 +75,16 @@ class Handlers:
         if not status.is_ready:
             raise unavailable(UNAVAILABLE_CODES[status.state], status.retry_after_s, status.cause)
         await _send(exchange, {"status": "ready"})
+
+    async def load(self, exchange: Exchange) -> None:
+        await _send(exchange, {"server_load": self._service.num_open})
+
+    async def tokenizer_info(self, exchange: Exchange) -> None:
+        try:
+            described = self._service.text.describe_tokenizer()
+        except CadenzaError as error:
+            raise error_of(error, self._service.monitor.status().state) from error
+        await _send(exchange, described)
 
     async def version(self, exchange: Exchange) -> None:
         await _send(exchange, {"version": cadenza.__version__})

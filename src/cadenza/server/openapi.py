@@ -82,6 +82,19 @@ SCHEMAS: dict[str, Schema] = {
     "Tokenized": _object({"count": _COUNT, "max_model_len": or_null(_COUNT), "tokens": _IDS}),
     "Detokenized": _object({"prompt": _TEXT}),
     "Health": _object({"status": _TEXT}),
+    "Load": _object({"server_load": _COUNT}),
+    "TokenizerInfo": _object(
+        {
+            "tokenizer_class": _TEXT,
+            "vocab_size": _COUNT,
+            "model_max_length": or_null(_COUNT),
+            "chat_template": or_null(_TEXT),
+            "bos_token": or_null(_TEXT),
+            "eos_token": or_null(_TEXT),
+            "pad_token": or_null(_TEXT),
+            "unk_token": or_null(_TEXT),
+        }
+    ),
     "Version": _object({"version": _TEXT}),
     "OpenApi": _ANY_OBJECT,
     "Error": _object(
