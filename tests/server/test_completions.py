@@ -269,6 +269,7 @@ def test_tokenize_and_detokenize_are_each_others_reverse(server: RunningServer) 
     tokenized = server.post("/tokenize", {"prompt": "the lazy dog", "return_token_strs": True})
     found = tokenized.json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert "".join(found["token_strs"]) == "the lazy dog".replace(" ", "\u0120")
     text = server.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"]
     assert text == "the lazy dog"
 
@@ -277,6 +278,76 @@ def test_tokenize_renders_messages_as_chat_does(server: RunningServer) -> None:
     count = server.post("/tokenize", {"messages": CHAT}).json()["count"]
     answer = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1})
     assert answer.json()["usage"]["prompt_tokens"] == count
+
+
+ENDING = {"role": "assistant", "content": "It is the <|im_end|><|end|> colour  "}
+
+
+def test_a_continued_message_is_the_prompts_end(server: RunningServer) -> None:
+    """Whatever control tokens its text spells, it is text: as many of them as without it."""
+
+    def tokens(last: dict[str, str], **options: bool) -> list[int]:
+        answer = server.post("/tokenize", {"messages": [*CHAT, last], **options})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["tokens"]
+
+    closed = {"add_generation_prompt": False}
+    continued = tokens(ENDING, continue_final_message=True)
+    assert continued == tokens(ENDING, continue_final_message=True, **closed)
+    text = server.post("/detokenize", {"tokens": continued}).json()["prompt"]
+    assert text.rstrip().endswith("It is the <|im_end|><|end|> colour")
+    whole = tokens(ENDING, **closed)
+    assert len(continued) < len(whole) < len(tokens(ENDING))
+    info = server.get("/tokenizer_info").json()
+    harmless = tokens({**ENDING, "content": "It is the colour"}, continue_final_message=True)
+    assert continued.count(info["eos_token_id"]) == harmless.count(info["eos_token_id"])
+    body = {"messages": [*CHAT, ENDING], "max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    chat = server.post("/v1/chat/completions", {**body, "continue_final_message": True}).json()
+    assert chat["usage"]["prompt_tokens"] == len(continued)
+    plain = {**body, "prompt": continued}
+    del plain["messages"]
+    (choice,) = server.post("/v1/completions", plain).json()["choices"]
+    assert chat["choices"][0]["message"]["content"] == choice["text"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+def test_a_prompt_ends_in_one_way_only(server: RunningServer, path: str) -> None:
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    answer = server.post(path, {"messages": [*CHAT, ENDING], **both})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", "continue_final_message")
+
+
+def test_without_a_generation_prompt_a_chat_prompt_ends_with_its_last_message(
+    server: RunningServer,
+) -> None:
+    body = {"messages": CHAT, "max_tokens": 1}
+    counts = [
+        server.post("/v1/chat/completions", {**body, **more}).json()["usage"]["prompt_tokens"]
+        for more in ({}, {"add_generation_prompt": True}, {"add_generation_prompt": False})
+    ]
+    assert counts[0] == counts[1] > counts[2]
+
+
+def test_what_is_about_a_template_goes_with_messages(server: RunningServer) -> None:
+    asking = {
+        "add_generation_prompt": (True, False),
+        "continue_final_message": (False, True),
+        "chat_template_kwargs": ({}, {"enable_thinking": True}),
+    }
+    for name, (nothing, something) in asking.items():
+        assert server.post("/tokenize", {"prompt": "a", name: nothing}).status_code == 200
+        refused = server.post("/tokenize", {"prompt": "a", name: something})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+def test_the_tokenizer_is_described_as_remote_tokenizers_read_it(server: RunningServer) -> None:
+    info = server.get("/tokenizer_info").json()
+    assert {"tokenizer_class", "bos_token", "eos_token", "pad_token", "chat_template"} <= set(info)
+    assert "message" in info["chat_template"]
+    pieces = server.post("/detokenize", {"tokens": [info["eos_token_id"]]}).json()["prompt"]
+    assert pieces == info["eos_token"]
 
 
 def test_models_are_listed_and_found_by_name(server: RunningServer) -> None:

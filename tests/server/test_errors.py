@@ -393,6 +393,41 @@ def test_the_client_raises_its_own_errors(
         break_it(client)
 
 
+def test_the_client_and_what_wraps_it_know_a_prompt_that_is_too_long(
+    scripted: RunningServer,
+) -> None:
+    with make_client(scripted) as client, pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt=[5] * 300)
+    assert refused.value.code == "context_length_exceeded"
+    assert "This model's maximum context length is 256 tokens" in str(refused.value)
+
+
+def test_the_client_continues_a_message_and_finds_what_is_told_of_the_prompt(
+    scripted: RunningServer,
+) -> None:
+    messages: Any = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "the quick"},
+    ]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    extra |= {"return_token_ids": True, "prompt_logprobs": 0}
+    with make_client(scripted) as client:
+
+        def ask(**changes: Any) -> Any:
+            return client.chat.completions.create(
+                model=MODEL, messages=messages, max_tokens=3, extra_body=extra, **changes
+            )
+
+        chat, chunks = ask(), list(ask(stream=True))
+    assert chat.system_fingerprint is None
+    assert len(chat.prompt_logprobs) == len(chat.prompt_token_ids) == chat.usage.prompt_tokens
+    told = [chunk.prompt_token_ids for chunk in chunks if chunk.prompt_token_ids is not None]
+    assert told == [chat.prompt_token_ids]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == (
+        chat.choices[0].message.content
+    )
+
+
 @pytest.mark.parametrize(("failing", "num_tries"), [("not_finite", 1), ("step_failed", 3)])
 def test_the_client_tries_again_unless_it_is_told_not_to(
     server: RunningServer, engine: ScriptedEngine, failing: ErrorKind, num_tries: int

@@ -172,10 +172,18 @@ class TextFace:
         tools: SequenceOf[Message] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         max_num_tokens: int | None = None,
+        add_special_tokens: bool = False,
     ) -> tuple[str, tuple[int, ...]]:
-        """The prompt's text and ids, up to where the assistant answers. Raises as `prepare`."""
+        """The prompt's text and ids, up to where the assistant answers. Raises as `prepare`.
+
+        Args:
+            add_special_tokens: put around them what the tokenizer puts around texts, too; most
+                templates write that themselves.
+        """
         text = self._render(messages, tools, template_kwargs)
-        return text, self._encode_rendered(text, max_num_tokens)
+        return text, self.encode(
+            text, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens
+        )
 
     def _render(
         self,

@@ -97,7 +97,7 @@ class Call:
 
     @property
     def template_kwargs(self) -> Mapping[str, bool]:
-        return self.values.get("chat_template_kwargs", {})
+        return template_kwargs(self.values)
 
     @property
     def is_without_reasoning(self) -> bool:
@@ -165,8 +165,27 @@ def read_call(
             f"answers; at most {MAX_ANSWERS} are given to one call",
             "n",
         )
+    template_kwargs(values)
     _check_logprobs(values, limits)
     return call
+
+
+def template_kwargs(values: Mapping[str, Any]) -> dict[str, bool]:
+    """What a chat template is rendered with. Raises ApiError (400)."""
+    is_continued: bool = values.get("continue_final_message", False)
+    is_begun: bool = values.get("add_generation_prompt", not is_continued)
+    if is_continued and is_begun:
+        raise invalid_value(
+            "continue_final_message and add_generation_prompt are both true; the prompt ends "
+            "either within the last message or after the beginning of a new one: set one of them",
+            "continue_final_message",
+        )
+    switches: Mapping[str, bool] = values.get("chat_template_kwargs", {})
+    return {
+        **switches,
+        "add_generation_prompt": is_begun,
+        "continue_final_message": is_continued,
+    }
 
 
 def _check_logprobs(values: Mapping[str, Any], limits: ServerLimits) -> None:

@@ -179,6 +179,7 @@ def _bounded(name: str) -> Kind:
 _BOTH: tuple[Endpoint, ...] = ("completions", "chat")
 _COMPLETIONS: tuple[Endpoint, ...] = ("completions",)
 _CHAT: tuple[Endpoint, ...] = ("chat",)
+_RENDERED: tuple[Endpoint, ...] = ("chat", "tokenize")
 _ALL: tuple[Endpoint, ...] = get_args(Endpoint)
 
 
@@ -357,7 +358,21 @@ TABLE: tuple[Field, ...] = (
         "chat_template_kwargs",
         Record(dict.fromkeys(TEMPLATE_SWITCHES, Flag())),
         "Switches of the model's chat template.",
-        on=_CHAT,
+        on=_RENDERED,
+    ),
+    _answer(
+        "add_generation_prompt",
+        Flag(),
+        "End the prompt where the assistant begins (default true, but for a continued message).",
+        "see help",
+        on=_RENDERED,
+    ),
+    _answer(
+        "continue_final_message",
+        Flag(),
+        "End the prompt within the last message, which the answer continues.",
+        False,
+        on=_RENDERED,
     ),
     _answer(
         "reasoning_effort",
@@ -394,10 +409,21 @@ TABLE: tuple[Field, ...] = (
         Flag(),
         "Put around a text what the tokenizer puts around texts.",
         True,
-        on=("completions", "tokenize"),
+        on=_COMPLETIONS,
     ),
     _answer(
-        "return_token_strs", Flag(), "Each token's text beside its id.", False, on=("tokenize",)
+        "add_special_tokens",
+        Flag(),
+        "As for completions (default: true for prompt, false for messages).",
+        "see help",
+        on=("tokenize",),
+    ),
+    _answer(
+        "return_token_strs",
+        Flag(),
+        "Each token's piece of the vocabulary beside its id.",
+        False,
+        on=("tokenize",),
     ),
     _needed("tokens", TokenIds(MAX_PROMPT_TOKENS), "Token ids.", ("detokenize",)),
 )

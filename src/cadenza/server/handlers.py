@@ -11,6 +11,7 @@ import msgspec
 
 import cadenza
 from cadenza.errors import CadenzaError, TextTooLongError
+from cadenza.server.call import template_kwargs
 from cadenza.server.errors import (
     beyond_context,
     invalid_value,
@@ -112,6 +113,7 @@ class Handlers:
         values, num_bytes = await self._read(exchange, "tokenize")
         if ("prompt" in values) == ("messages" in values):
             raise invalid_value("give either prompt or messages", "prompt")
+        _check_template_fields(values)
         body = await self._work(exchange, num_bytes, lambda: self._tokenize(values))
         await exchange.answer(Answer(body=body))
 
@@ -172,13 +174,19 @@ class Handlers:
             raise beyond_context(field, error.length, most) from None
         found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
         if values.get("return_token_strs"):
-            found["token_strs"] = [text.text_of(token_id) for token_id in ids]
+            found["token_strs"] = [text.piece_of(token_id) for token_id in ids]
         return msgspec.json.encode(found)
 
     def _encode(self, values: Mapping[str, Any], max_num_tokens: int | None) -> tuple[int, ...]:
         text = self._service.text
         if "messages" in values:
-            return text.render_chat(values["messages"], max_num_tokens=max_num_tokens)[1]
+            _, ids = text.render_chat(
+                values["messages"],
+                template_kwargs=template_kwargs(values),
+                max_num_tokens=max_num_tokens,
+                add_special_tokens=values.get("add_special_tokens", False),
+            )
+            return ids
         special = values.get("add_special_tokens", True)
         return text.encode(
             values["prompt"], add_special_tokens=special, max_num_tokens=max_num_tokens
@@ -199,6 +207,27 @@ class Handlers:
             "max_model_len": None if check is None else check.limits.max_model_len,
             "vocab_size": None if check is None else check.vocab_size,
         }
+
+
+def _check_template_fields(values: Mapping[str, Any]) -> None:
+    """Raises ApiError (400) where they do not go together, or with a plain prompt."""
+    template_kwargs(values)
+    if "messages" in values:
+        return
+    for name, nothing in _TEMPLATE_FIELDS.items():
+        if values.get(name, nothing) != nothing:
+            raise invalid_value(
+                f"{name} goes with messages; a prompt is tokenised as it is: leave the field out",
+                name,
+            )
+
+
+_TEMPLATE_FIELDS: Mapping[str, object] = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template_kwargs": {},
+}
+"""And the values that ask for nothing."""
 
 
 async def _send(exchange: Exchange, value: object) -> None:
