@@ -1,16 +1,25 @@
-"""Our rope factors against those of transformers' own functions, for every scaling and field."""
+"""Our rope factors against those of transformers' own functions, for every scaling and field.
+
+Both implementations are compared: the engine's and the independent witness's.
+"""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cadenza.backends.xla.reference_rope import reference_rope
 from cadenza.backends.xla.rope import rope_factors
 from cadenza.checkpoint import parse_model_config
+from cadenza.checkpoint.rope_config import RopeConfig
 
 pytestmark = pytest.mark.oracle
 
+Compute = Callable[[RopeConfig | None, int], np.ndarray]
+
+IMPLEMENTATIONS = [rope_factors, reference_rope]
 HEAD_DIM, MAX_POSITIONS = 64, 256
 SHAPE: dict[str, Any] = {
     "vocab_size": 13,
@@ -62,22 +71,27 @@ def theirs(rope: dict[str, Any], theta: float, num_positions: int) -> np.ndarray
     return np.concatenate([cos[0, :, :half].numpy(), sin[0, :, :half].numpy()], axis=1)
 
 
-def ours(rope: dict[str, Any], theta: float, num_positions: int) -> np.ndarray:
+def ours(
+    rope: dict[str, Any], theta: float, num_positions: int, compute: Compute = rope_factors
+) -> np.ndarray:
     values = {**SHAPE, "model_type": "llama", "rope_parameters": {**rope, "rope_theta": theta}}
-    return rope_factors(parse_model_config(values).rope, num_positions)
+    return compute(parse_model_config(values).rope, num_positions)
 
 
+@pytest.mark.parametrize("compute", IMPLEMENTATIONS)
 @pytest.mark.parametrize("theta", [500.0, 1e6])
 @pytest.mark.parametrize("rope", ROPES, ids=[str(index) for index in range(len(ROPES))])
-def test_factors_are_those_of_transformers(rope: dict[str, Any], theta: float):
+def test_factors_are_those_of_transformers(rope: dict[str, Any], theta: float, compute: Compute):
     """Within what float32 angles cost them: 2^-24 of an angle of up to 256."""
-    error = np.abs(ours(rope, theta, MAX_POSITIONS) - theirs(rope, theta, MAX_POSITIONS)).max()
+    expected = theirs(rope, theta, MAX_POSITIONS)
+    error = np.abs(ours(rope, theta, MAX_POSITIONS, compute) - expected).max()
     assert error < 1e-4
 
 
-def test_longrope_is_short_up_to_the_original_length_and_long_beyond():
+@pytest.mark.parametrize("compute", IMPLEMENTATIONS)
+def test_longrope_is_short_up_to_the_original_length_and_long_beyond(compute: Compute):
     rope = {**LONG, "original_max_position_embeddings": 64}
-    short, long = (ours(rope, 1e4, length) for length in (64, 65))
+    short, long = (ours(rope, 1e4, length, compute) for length in (64, 65))
     assert np.abs(short - theirs(rope, 1e4, 64)).max() < 1e-4
     assert np.abs(long - theirs(rope, 1e4, 65)).max() < 1e-4
     assert np.abs(short - long[:64]).max() > 0.1

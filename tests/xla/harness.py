@@ -121,9 +121,9 @@ class Lab:
         runner.reset()
         return runner
 
-    def runner_with(self, weights: Weights) -> XlaRunner:
-        """`BASE`'s programs over other weights of its shape."""
-        runner = XlaRunner(BASE.config, weights, BASE.limits, BASE.options)
+    def runner_with(self, weights: Weights, model: ModelConfig = HOSTILE) -> XlaRunner:
+        """`BASE`'s programs over other weights of its shape, or over another rope."""
+        runner = XlaRunner(model, weights, BASE.limits, BASE.options)
         runner._programs = self.runner().programs
         runner.reset()
         return runner

@@ -1,10 +1,30 @@
-"""Rope factors: every position's own cosines and sines, however they are put together."""
+"""Rope factors: every position's own cosines and sines, however they are put together.
+
+The engine's and the witness's implementation are compared over every scaling. Negative controls: a
+fault in one of them exceeds the tolerance of that comparison, and changes the tokens that the gate
+compares.
+"""
+
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from cadenza.backends.xla.reference_model import ReferenceModel
+from cadenza.backends.xla.reference_rope import reference_rope
 from cadenza.backends.xla.rope import BLOCK, rope_factors
-from cadenza.checkpoint.rope_config import RopeConfig, YarnRopeScaling
+from cadenza.checkpoint.rope_config import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    RopeConfig,
+    RopeScaling,
+    YarnRopeScaling,
+)
+from cadenza.engine.reference import ReferenceEngine
+from cadenza.request import Request, SamplingParams
+from tests.xla.harness import BASE, HOSTILE, Lab, Mode, serve
 
 ROPE = RopeConfig(theta=10_000.0, rotary_dim=64)
 SCALED = RopeConfig(
@@ -50,3 +70,105 @@ def test_an_attention_factor_stretches_every_turn():
     factors = rope_factors(SCALED, BLOCK + 9)
     lengths = np.hypot(factors[:, :32], factors[:, 32:])
     np.testing.assert_allclose(lengths, 1.25, rtol=1e-6)
+
+
+LLAMA3 = Llama3RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+YARN = YarnRopeScaling(
+    factor=4.0,
+    original_max_position_embeddings=64,
+    attention_factor=0.1 * math.log(4.0) + 1.0,
+    beta_fast=16.0,
+    beta_slow=0.3,
+    truncate=True,
+)
+LONGROPE = LongRopeScaling(
+    short_factor=tuple(1.0 + i / 8 for i in range(16)),
+    long_factor=tuple(2.0 + i / 4 for i in range(16)),
+    original_max_position_embeddings=700,
+    attention_factor=1.19,
+)
+SCALINGS: dict[str, RopeScaling | None] = {
+    "default": None,
+    "linear": LinearRopeScaling(factor=8.0),
+    "llama3": LLAMA3,
+    "llama3, narrow": replace(LLAMA3, low_freq_factor=2.0, high_freq_factor=2.5),
+    "yarn": YARN,
+    "yarn, not truncated": replace(YARN, truncate=False),
+    "yarn, an empty ramp": replace(YARN, beta_fast=1e-3, beta_slow=1e-3),
+    "longrope, short": LONGROPE,
+    "longrope, long": replace(LONGROPE, original_max_position_embeddings=32),
+}
+FAULTS: dict[str, tuple[RopeScaling, RopeScaling]] = {
+    "yarn without its attention factor": (YARN, replace(YARN, attention_factor=1.0)),
+    "longrope without its attention factor": (LONGROPE, replace(LONGROPE, attention_factor=1.0)),
+    "llama3 with a wrong low_freq_factor": (LLAMA3, replace(LLAMA3, low_freq_factor=2.0)),
+    "llama3 with a wrong high_freq_factor": (LLAMA3, replace(LLAMA3, high_freq_factor=6.0)),
+    "yarn with a wrong beta_slow": (YARN, replace(YARN, beta_slow=0.9)),
+}
+NUM_POSITIONS = 677
+"""Beyond one block of shared turns, and within `LONGROPE`'s original length."""
+
+
+def distance(rope: RopeConfig, other: RopeConfig) -> float:
+    """The largest difference of the engine's factors of `rope` and the witness's of `other`."""
+    ours, theirs = rope_factors(rope, NUM_POSITIONS), reference_rope(other, NUM_POSITIONS)
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    return float(np.abs(ours.astype(np.float64) - theirs).max())
+
+
+TOLERANCE = 1.2e-7
+"""One unit in the last place of float32 below 2."""
+
+
+@pytest.mark.parametrize("theta", [500.0, 1e6])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_the_witness_and_the_engine_agree_on_every_scaling(name: str, theta: float):
+    rope = RopeConfig(theta=theta, rotary_dim=32, scaling=SCALINGS[name])
+    assert distance(rope, rope) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_one_of_the_two_exceeds_the_tolerance(name: str):
+    """The negative control: whichever of the two has the fault."""
+    sound, faulty = (RopeConfig(theta=500.0, rotary_dim=32, scaling=s) for s in FAULTS[name])
+    assert distance(faulty, sound) > 1e4 * TOLERANCE
+    assert distance(sound, faulty) > 1e4 * TOLERANCE
+
+
+def test_a_model_without_rotary_positions_has_no_columns():
+    assert reference_rope(None, 7).shape == rope_factors(None, 7).shape == (7, 0)
+
+
+REQUESTS = [
+    Request(
+        prompt_token_ids=tuple(np.random.default_rng(seed).integers(3, 211, 200).tolist()),
+        params=SamplingParams(max_tokens=24, temperature=1.0, seed=seed, ignore_eos=True),
+    )
+    for seed in range(4)
+]
+
+
+def differs_from_witness(lab: Lab, engine_rope: RopeConfig, witness_rope: RopeConfig) -> bool:
+    """What the gate asks: are the tokens of an engine with one rope the witness's with another?"""
+    runner = lab.runner_with(lab.weights("hostile"), replace(HOSTILE, rope=engine_rope))
+    streams = serve(runner, BASE, REQUESTS, Mode(caching=False)).streams
+    witness = ReferenceEngine(
+        ReferenceModel(
+            replace(HOSTILE, rope=witness_rope), lab.weights("hostile"), BASE.max_model_len
+        ),
+        max_model_len=BASE.max_model_len,
+        eos_token_ids=HOSTILE.eos_token_ids,
+    )
+    return any(
+        witness.run(request).token_ids != stream.token_ids
+        for request, stream in zip(REQUESTS, streams, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["yarn without its attention factor", *list(FAULTS)[2:4]])
+def test_a_fault_of_the_engines_rope_changes_the_tokens_that_the_gate_compares(lab: Lab, name: str):
+    sound, faulty = (RopeConfig(theta=1e4, rotary_dim=16, scaling=s) for s in FAULTS[name])
+    assert not differs_from_witness(lab, sound, sound)
+    assert differs_from_witness(lab, faulty, sound)

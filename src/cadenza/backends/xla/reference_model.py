@@ -2,7 +2,7 @@
 
 One sequence, contiguous KV, whole-softmax attention, no pages, no batch, no op table, no cache: the
 independent witness that the gate compares with. It shares with the engine only the reading of the
-checkpoint. float32 throughout.
+checkpoint; its rotary factors are its own too (`reference_rope`). float32 throughout.
 
 Legend: C tokens of a chunk · N positions of the context · E embed · Hq/Hkv heads · D head size.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.rope import rope_factors
+from cadenza.backends.xla.reference_rope import reference_rope
 from cadenza.checkpoint.model_config import Activation, LayerKind, ModelConfig
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.weights import Weights
@@ -45,8 +45,8 @@ class ReferenceModel:
         return self._model.vocab_size
 
     def _padded_rope(self, max_model_len: int, rope: RopeConfig | None) -> npt.NDArray[np.float32]:
-        """[N, rotary_dim]: the engine's factors, whatever the chunks round its length up to."""
-        factors = rope_factors(rope, max_model_len)
+        """[N, rotary_dim]: the factors of `max_model_len`, then zeros up to a whole chunk."""
+        factors = reference_rope(rope, max_model_len)
         return np.pad(factors, ((0, self._context - len(factors)), (0, 0)))
 
     def start(self) -> None:
