@@ -8,7 +8,13 @@ from cadenza.config import EngineConfig
 from cadenza.engine.verification.gate import GateResult, Mismatch, ModeResult, first_difference
 from cadenza.engine.verification.modes import Counts, Stream
 from cadenza.engine.verification.run import VerifyOptions, self_test, verify
-from cadenza.engine.verification.workload import WorkloadShape, make_workload
+from cadenza.engine.verification.workload import (
+    LONGEST_PROMPT,
+    LONGEST_SHORT_PROMPT,
+    WorkloadShape,
+    longest_prompt,
+    make_workload,
+)
 from cadenza.errors import ConfigError
 
 OPTIONS = VerifyOptions(
@@ -29,6 +35,11 @@ def test_the_gate_passes_on_random_weights_and_shows_every_mode() -> None:
     shown = (counts.admitted_midstream, counts.rows_reused, counts.preempted, counts.cache_hits)
     assert all(count > 0 for count in shown)
     assert plan.traits.exactness == "bitwise"
+    assert result.longest == LONGEST_PROMPT + OPTIONS.max_tokens
+    assert result.last_line.endswith(f" longest={result.longest}")
+    assert result.shortfall is None
+    pages_of_full_rows = 4 * -(-plan.limits.max_model_len // plan.limits.page_size)
+    assert plan.limits.num_pages < pages_of_full_rows, "the pool is larger than what can run"
 
 
 def test_the_self_test_catches_every_fault() -> None:
@@ -72,6 +83,39 @@ def test_the_verdict_names_the_first_difference() -> None:
 
 def test_no_modes_is_no_pass() -> None:
     assert not GateResult(num_requests=1).passed
+
+
+def test_three_prompts_of_a_workload_are_long_and_one_shares_the_longest_ones_beginning() -> None:
+    shape = replace(SHAPE, context=1400)
+    prompts = [arrival.request.prompt_token_ids for arrival in make_workload(shape)]
+    long = [prompt for prompt in prompts if len(prompt) > LONGEST_SHORT_PROMPT]
+    assert [len(prompt) for prompt in long] == [LONGEST_PROMPT, 743, 1135]
+    assert long[0] == prompts[1]
+    assert long[2][:826] == long[0][:826]
+    assert LONGEST_PROMPT > 2 * 512
+
+
+def test_the_longest_prompt_passes_every_window() -> None:
+    assert longest_prompt([0, 512]) == LONGEST_PROMPT
+    assert longest_prompt([512, 4096]) > 4096
+
+
+def test_a_short_context_is_used_up_and_the_verdict_says_how_far_it_went() -> None:
+    config = replace(OPTIONS.config, max_model_len=300)
+    result, plan = verify(replace(OPTIONS, config=config, reference="solo"), ignore)
+    assert result.passed
+    assert plan.limits.max_model_len == 300
+    assert result.last_line.endswith(" longest=300")
+    assert result.shortfall is not None
+    assert "has 300 tokens" in result.shortfall
+
+
+def test_two_rows_are_enough_to_show_every_mode() -> None:
+    """A long prompt fills most of a tight pool, and still another request is preempted."""
+    options = replace(OPTIONS, num_requests=6, max_tokens=24, reference="solo")
+    result, _ = verify(replace(options, config=EngineConfig(max_num_seqs=2)), ignore)
+    assert result.passed, result.last_line
+    assert result.counts.preempted > 0
 
 
 def test_a_workload_is_a_pure_function_of_its_shape() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from cadenza.engine.text_face import TextFace
 from cadenza.engine.verification.over_http import UrlOptions, verify_url
+from cadenza.engine.verification.workload import LONGEST_PROMPT
 from cadenza.errors import ConfigError
 from cadenza.request import Request
 from tests.server.harness import RunningServer, running_server
@@ -25,6 +26,8 @@ def test_the_bundled_models_server_passes(bundled: RunningServer) -> None:
     result = verify_url(UrlOptions(url=bundled.url, **OPTIONS), lambda _: None)
     assert result.passed, result.last_line
     assert len(result.modes) == 3
+    assert result.longest == LONGEST_PROMPT + 12
+    assert result.last_line.endswith(f" longest={result.longest}")
     assert result.counts.admitted_midstream > 0
     assert result.counts.cache_hits > 0
 

@@ -94,8 +94,10 @@ def verify(
 
     Plays requests of staggered lengths, half of them sampled, alone and then together: in several
     chunk sizes, with the prefix cache cold and hot, plain and overlapped, and over a pool so small
-    that requests are preempted. With --options all each request has another combination of
-    sampling options. Exit code 0 when every bit is equal, 1 when not.
+    that requests are preempted. The longest passes 1,024 tokens and the model's attention window,
+    or is as long as the context allows; `longest=` in the last line says how long it was. With
+    --options all each request has another combination of sampling options. Exit code 0 when every
+    bit is equal, 1 when not.
     """
     _refuse_idle_flags(context, gate)
     if gate.url is not None:
@@ -156,8 +158,7 @@ def _verify_url(gate: GateFlags, url: str, model: str | None, *, json_output: bo
         return result.passed
     for mode in result.modes:
         print(f"{mode.name}: {mode.num_equal}/{mode.num_streams} equal")
-    print(_throughput_line(result))
-    print(result.last_line)
+    _print_closing_lines(result)
     return result.passed
 
 
@@ -231,7 +232,13 @@ def _print_result(result: "GateResult", plan: "EnginePlan", *, json_output: bool
     Console().print(table)
     print("joined: in mid-stream; reused: rows; hits: prompts with a cached prefix")
     print(f"backend: {plan.traits.name}, {plan.traits.ops} ops, {plan.dtype}")
+    _print_closing_lines(result)
+
+
+def _print_closing_lines(result: "GateResult") -> None:
     print(_throughput_line(result))
+    if result.shortfall is not None:
+        print(f"note: {result.shortfall}")
     print(result.last_line)
 
 
@@ -254,6 +261,8 @@ def _facts(result: "GateResult") -> dict[str, object]:
     return {
         "passed": result.passed,
         "num_requests": result.num_requests,
+        "longest": result.longest,
+        "longest_wanted": result.wanted,
         "modes": [dataclasses.asdict(mode) for mode in result.modes],
         "counts": dataclasses.asdict(result.counts),
         "mismatch": None if result.mismatch is None else dataclasses.asdict(result.mismatch),

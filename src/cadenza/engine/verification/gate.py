@@ -67,9 +67,15 @@ class ModeResult:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GateResult:
-    """Everything the gate found; `coverage` where the matrix of options was played."""
+    """Everything the gate found; `coverage` where the matrix of options was played.
+
+    `longest` is the length of the longest stream, prompt and answer; `wanted` is the length that it
+    would have had in a context with room for it.
+    """
 
     num_requests: int
+    longest: int = 0
+    wanted: int = 0
     coverage: OptionCoverage | None = None
     modes: list[ModeResult] = field(default_factory=list[ModeResult])
     counts: Counts = field(default_factory=Counts)
@@ -106,7 +112,18 @@ class GateResult:
             f"REFERENCE-EXACT PASS bitwise requests={self.num_requests} modes={len(self.modes)} "
             f"admitted_midstream={self.counts.admitted_midstream} "
             f"rows_reused={self.counts.rows_reused} preempted={self.counts.preempted} "
-            f"cache_hits={self.counts.cache_hits}{self._coverage_words}"
+            f"cache_hits={self.counts.cache_hits}{self._coverage_words} longest={self.longest}"
+        )
+
+    @property
+    def shortfall(self) -> str | None:
+        """What the lengths played leave unshown; None when they are as long as wanted."""
+        if self.longest >= self.wanted:
+            return None
+        return (
+            f"the longest stream has {self.longest} tokens, all that the context allows; longer "
+            f"ones were not compared ({self.wanted} would pass two spans of attention and every "
+            f"window)"
         )
 
     @property
@@ -134,6 +151,7 @@ class Gate:
         with_solo: compare with each request alone, bit for bit.
         clock: seconds, for the throughput line.
         coverage: what the arrivals hold of the matrix of options, where they do.
+        wanted: how long the longest stream should be, context permitting.
     """
 
     make_core: MakeCore
@@ -144,14 +162,18 @@ class Gate:
     clock: Callable[[], float]
     report: Report = lambda _: None
     coverage: OptionCoverage | None = None
+    wanted: int = 0
 
     def run(self) -> GateResult:
         """Plays and compares everything; stops at the first difference."""
-        result = GateResult(num_requests=len(self.arrivals), coverage=self.coverage)
+        result = GateResult(
+            num_requests=len(self.arrivals), wanted=self.wanted, coverage=self.coverage
+        )
         start = self.clock()
         alone = self._play_alone(self.make_core)
         tokens = sum(len(stream.tokens) for stream in alone)
         result.sequential_tokens_per_s = tokens / (self.clock() - start)
+        result.longest = max(map(self._length, alone))
         result.mismatch = self._find_error(alone)
         if result.mismatch is not None:
             return result
@@ -170,6 +192,10 @@ class Gate:
             alone += streams
             self.report(f"alone {streams[0].request + 1}/{len(self.arrivals)}")
         return alone
+
+    def _length(self, stream: Stream) -> int:
+        prompt = self.arrivals[stream.request].request.prompt_token_ids
+        return len(prompt) + len(stream.tokens)
 
     def _find_error(self, alone: list[Stream]) -> Mismatch | None:
         """No request may fail or lack what it asked for, not even alike in every mode."""

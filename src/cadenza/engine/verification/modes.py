@@ -239,11 +239,18 @@ def _name_of(sequence: Sequence) -> tuple[int, int]:
 
 
 def _tight_pools(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[int, ...]:
-    """Pool sizes over which requests must fight, from the largest request's need upwards."""
+    """Pool sizes over which requests must fight, from the largest request's need upwards.
+
+    Among them are those that hold the longest prompt beside another prompt and none of the tokens
+    that are generated: with few rows, only these are too small for two that are admitted together.
+    """
+    prompts = [len(arrival.request.prompt_token_ids) for arrival in arrivals]
     sizes = [
-        len(arrival.request.prompt_token_ids) + (arrival.request.params.max_tokens or 0)
-        for arrival in arrivals
+        prompt + (arrival.request.params.max_tokens or 0)
+        for prompt, arrival in zip(prompts, arrivals, strict=True)
     ]
     largest = max(-(-size // limits.page_size) for size in sizes)
+    pages = [-(-prompt // limits.page_size) for prompt in prompts]
     pools = [largest + largest * quarter // 4 for quarter in range(2 * limits.max_num_seqs)]
+    pools += [max(largest, max(pages) + other) for other in pages]
     return tuple(sorted({min(pool, limits.num_pages) for pool in pools}))

@@ -16,7 +16,12 @@ import httpx
 
 from cadenza.engine.verification.gate import GateResult, Mismatch, ModeResult, Report
 from cadenza.engine.verification.modes import Counts
-from cadenza.engine.verification.workload import NUM_LOGPROBS, WorkloadShape, make_workload
+from cadenza.engine.verification.workload import (
+    LONGEST_PROMPT,
+    NUM_LOGPROBS,
+    WorkloadShape,
+    make_workload,
+)
 from cadenza.errors import ConfigError
 from cadenza.request import Request
 
@@ -131,7 +136,7 @@ def verify_url(options: UrlOptions, report: Report) -> GateResult:
         )
     )
     requests = [arrival.request for arrival in arrivals]
-    result = GateResult(num_requests=len(requests))
+    result = GateResult(num_requests=len(requests), wanted=LONGEST_PROMPT + options.max_tokens)
     start_s = options.clock()
     alone: list[Answer] = []
     for request in requests:
@@ -139,6 +144,10 @@ def verify_url(options: UrlOptions, report: Report) -> GateResult:
         report(f"alone {len(alone)}/{len(requests)}")
     tokens = sum(len(answer.records) for answer in alone)
     result.sequential_tokens_per_s = tokens / (options.clock() - start_s)
+    result.longest = max(
+        len(request.prompt_token_ids) + len(answer.records)
+        for request, answer in zip(requests, alone, strict=True)
+    )
     salt = secrets.token_hex(8)
     for name, order in (
         ("together, cold", list(range(len(requests)))),

@@ -6,7 +6,7 @@ one runner a fault. Knows the backends by name only.
 
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,12 @@ from cadenza.checkpoint import (
     write_random_checkpoint,
 )
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.engine.build import build_reference, build_runner, find_checkpoint, plan_model
+from cadenza.engine.build import (
+    build_reference,
+    build_runner,
+    find_checkpoint,
+    plan_model,
+)
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.plan import EnginePlan
 from cadenza.engine.verification.gate import Gate, GateResult, ReferenceKind, Report, Witness
@@ -27,11 +32,12 @@ from cadenza.engine.verification.modes import MakeCore
 from cadenza.engine.verification.option_matrix import OptionMatrix
 from cadenza.engine.verification.self_test import SelfTestResult, run_self_test
 from cadenza.engine.verification.workload import (
-    LONGEST_PROMPT,
     Arrival,
     WorkloadShape,
+    longest_prompt,
     make_workload,
 )
+from cadenza.request import Request
 
 NAN = float("nan")
 
@@ -65,15 +71,14 @@ def verify(options: VerifyOptions, report: Report) -> tuple[GateResult, EnginePl
         CheckpointError, ConfigError, DeviceUnavailableError: nothing could be played.
     """
     with _checkpoint(options) as checkpoint:
-        plan = _plan(options, checkpoint)
+        plan, workload = _prepare(options, checkpoint)
         report("loading and compiling")
         runner = build_runner(checkpoint, plan, options.config, fill=NAN)
         with closing(runner):
-            make_core = _maker(runner, checkpoint)
+            make_core = _maker(runner, checkpoint, plan)
             with _witness(options, checkpoint, plan, make_core) as witness:
-                workload = _workload(options, checkpoint, plan)
-                gate = _gate(options, workload, make_core, witness, report)
-                return gate.run(), plan
+                gate = _gate(options, plan, workload, make_core)
+                return replace(gate, witness=witness, report=report).run(), plan
 
 
 def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
@@ -83,7 +88,7 @@ def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
 
     options = replace(options, reference="solo", config=replace(options.config, ops="reference"))
     with _checkpoint(options) as checkpoint:
-        plan = _plan(options, checkpoint)
+        plan, workload = _prepare(options, checkpoint)
 
         def run_with(fault: str | None) -> GateResult:
             report(f"fault: {fault or 'none'}")
@@ -99,8 +104,8 @@ def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
             )
             with closing(runner):
                 runner.warmup()
-                workload = _workload(options, checkpoint, plan)
-                return _gate(options, workload, _maker(runner, checkpoint), None, report).run()
+                make_core = _maker(runner, checkpoint, plan)
+                return _gate(options, plan, workload, make_core).run()
 
         return run_self_test(run_with, list(MUTANTS))
 
@@ -117,13 +122,70 @@ def _checkpoint(options: VerifyOptions) -> Generator[Checkpoint]:
         yield open_checkpoint(Path(folder))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Workload:
+    """What is played, and how long its longest stream should be."""
+
+    arrivals: tuple[Arrival, ...]
+    matrix: OptionMatrix | None
+    wanted: int
+
+
+def _prepare(options: VerifyOptions, checkpoint: Checkpoint) -> tuple[EnginePlan, _Workload]:
+    """A plan whose queue holds every sample, and whose pool holds what can run at once."""
+    plan = _plan(options, checkpoint)
+    workload = _workload(options, checkpoint, plan.limits)
+    requests = [arrival.request for arrival in workload.arrivals]
+    limits = replace(plan.limits, max_num_queued_reqs=sum(each.params.n for each in requests))
+    if options.config.num_pages is None and options.config.kv_cache_memory_bytes is None:
+        at_once = _pages_at_once(requests, limits)
+        limits = replace(limits, num_pages=min(limits.num_pages, at_once))
+    return replace(plan, limits=limits), workload
+
+
+def _pages_at_once(requests: Sequence[Request], limits: EngineLimits) -> int:
+    """What the largest samples need that the rows can hold: few prompts are long."""
+    sizes = [
+        -(-(len(each.prompt_token_ids) + (each.params.max_tokens or 0)) // limits.page_size)
+        for each in requests
+        for _ in range(each.params.n)
+    ]
+    return sum(sorted(sizes)[-limits.max_num_seqs :])
+
+
+def _workload(options: VerifyOptions, checkpoint: Checkpoint, limits: EngineLimits) -> _Workload:
+    matrix, wanted = options.matrix, _wanted_length(options, checkpoint)
+    shape = WorkloadShape(
+        num_requests=options.num_requests if matrix is None else len(matrix.rows),
+        rows=limits.max_num_seqs,
+        max_tokens=options.max_tokens,
+        context=limits.max_model_len,
+        vocab_size=checkpoint.config.vocab_size,
+        longest=wanted - options.max_tokens,
+        sampled_share=MODEL_SAMPLED if options.shape is None else RANDOM_SAMPLED,
+        seed=options.seed,
+    )
+    arrivals = make_workload(shape)
+    if matrix is not None:
+        arrivals = matrix.apply(
+            arrivals, vocab_size=shape.vocab_size, eos_token_ids=checkpoint.eos_token_ids
+        )
+    return _Workload(arrivals=arrivals, matrix=matrix, wanted=wanted)
+
+
 def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
     """The user's options, with the context cut to what the workload can use."""
-    longest = min(LONGEST_PROMPT + options.max_tokens, checkpoint.config.max_position_embeddings)
-    config = options.config
-    if config.max_model_len is None:
-        config = replace(config, max_model_len=longest)
-    return plan_model(checkpoint, config)
+    plan = plan_model(checkpoint, options.config)
+    if options.config.max_model_len is not None:
+        return plan
+    context = min(_wanted_length(options, checkpoint), plan.limits.max_model_len)
+    return plan_model(checkpoint, replace(options.config, max_model_len=context))
+
+
+def _wanted_length(options: VerifyOptions, checkpoint: Checkpoint) -> int:
+    """Tokens of the longest stream, prompt and answer, where the context has room for it."""
+    kinds = checkpoint.config.layer_kinds
+    return longest_prompt(kind.window or 0 for kind in kinds) + options.max_tokens
 
 
 @contextmanager
@@ -139,64 +201,37 @@ def _witness(
         yield Witness(reference=reference, make_core=make_core)
         return
     config = replace(options.config, dtype="float32", max_model_len=plan.limits.max_model_len)
-    runner = build_runner(checkpoint, plan_model(checkpoint, config), config, fill=NAN)
+    wide = plan_model(checkpoint, config)
+    num_pages = min(plan.limits.num_pages, wide.limits.num_pages)
+    wide = replace(wide, limits=replace(plan.limits, num_pages=num_pages))
+    runner = build_runner(checkpoint, wide, config, fill=NAN)
     with closing(runner):
-        yield Witness(reference=reference, make_core=_maker(runner, checkpoint))
-
-
-@dataclass(frozen=True, slots=True)
-class _Workload:
-    """What is played, within which limits."""
-
-    limits: EngineLimits
-    arrivals: tuple[Arrival, ...]
-    matrix: OptionMatrix | None
-
-
-def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) -> _Workload:
-    matrix = options.matrix
-    shape = WorkloadShape(
-        num_requests=options.num_requests if matrix is None else len(matrix.rows),
-        rows=plan.limits.max_num_seqs,
-        max_tokens=options.max_tokens,
-        context=plan.limits.max_model_len,
-        vocab_size=checkpoint.config.vocab_size,
-        sampled_share=MODEL_SAMPLED if options.shape is None else RANDOM_SAMPLED,
-        seed=options.seed,
-    )
-    arrivals = make_workload(shape)
-    if matrix is not None:
-        arrivals = matrix.apply(
-            arrivals, vocab_size=shape.vocab_size, eos_token_ids=checkpoint.eos_token_ids
-        )
-    num_samples = sum(arrival.request.params.n for arrival in arrivals)
-    return _Workload(replace(plan.limits, max_num_queued_reqs=num_samples), arrivals, matrix)
+        yield Witness(reference=reference, make_core=_maker(runner, checkpoint, wide))
 
 
 def _gate(
-    options: VerifyOptions,
-    workload: _Workload,
-    make_core: MakeCore,
-    witness: Witness | None,
-    report: Report,
+    options: VerifyOptions, plan: EnginePlan, workload: _Workload, make_core: MakeCore
 ) -> Gate:
     return Gate(
         make_core=make_core,
-        limits=workload.limits,
+        limits=plan.limits,
         arrivals=workload.arrivals,
-        witness=witness,
+        witness=None,
         with_solo=options.reference != "independent",
         clock=time.perf_counter,
-        report=report,
         coverage=None if workload.matrix is None else workload.matrix.coverage(),
+        wanted=workload.wanted,
     )
 
 
-def _maker(runner: Runner, checkpoint: Checkpoint) -> MakeCore:
+def _maker(runner: Runner, checkpoint: Checkpoint, plan: EnginePlan) -> MakeCore:
+    """Engines on a runner, with as many pages as the limits and the runner's own plan have."""
     eos = frozenset(checkpoint.eos_token_ids)
 
     def make_core(limits: EngineLimits, options: CoreOptions) -> EngineCore:
         runner.reset()
+        num_pages = min(limits.num_pages, plan.limits.num_pages)
+        limits = replace(limits, num_pages=num_pages)
         return EngineCore(runner, limits, replace(options, eos_token_ids=eos))
 
     return make_core

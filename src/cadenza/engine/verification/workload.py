@@ -1,18 +1,32 @@
-"""The requests that the gate plays: staggered lengths and caps, half of them sampled.
+"""What the gate plays: requests of staggered lengths and arrivals, half of them sampled.
 
 A pure function of its parameters. Invariant: some prompts share a prefix of full pages, some cross
-an attention block, and there are more requests than rows.
+an attention block, and there are more requests than rows. Where the context allows, three prompts
+are long: one starts with the first rows, one joins in mid-stream, and the last one shares most of
+the first one's tokens.
 """
 
 import random
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from cadenza.errors import ConfigError
 from cadenza.request import Request, SamplingParams
 
 NUM_LOGPROBS = 5
-LONGEST_PROMPT = 224
+LONGEST_SHORT_PROMPT = 224
 SHARED_PREFIX = 48
+
+LONGEST_PROMPT = 1239
+"""Beyond two spans of attention (512 tokens each), at the end of no span, block or page."""
+
+BEYOND_WINDOW = 215
+"""Tokens of the longest prompt that a window no longer shows to its end."""
+
+
+def longest_prompt(windows: Iterable[int]) -> int:
+    """How long the longest prompt should be: beyond two spans and beyond each window."""
+    return max(LONGEST_PROMPT, *(window + BEYOND_WINDOW for window in windows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +36,7 @@ class WorkloadShape:
     Args:
         rows: `--max-num-seqs` of the batched runs.
         context: the model's `max_model_len`; prompts and caps stay within.
+        longest: tokens of the longest prompt, where the context has room for it.
         sampled_share: of the requests, the share that is sampled; the others are greedy.
     """
 
@@ -30,6 +45,7 @@ class WorkloadShape:
     max_tokens: int
     context: int
     vocab_size: int
+    longest: int = LONGEST_PROMPT
     sampled_share: float = 0.5
     seed: int = 0
 
@@ -59,7 +75,7 @@ class Arrival:
 def make_workload(shape: WorkloadShape) -> tuple[Arrival, ...]:
     """Arrivals in order of their steps: the first rows at once, the others in mid-stream."""
     rng = random.Random(shape.seed)  # noqa: S311  a workload, not a secret
-    longest = min(LONGEST_PROMPT, shape.context - shape.max_tokens)
+    longest = min(LONGEST_SHORT_PROMPT, shape.context - shape.max_tokens)
     prefix = [rng.randrange(shape.vocab_size) for _ in range(min(SHARED_PREFIX, longest // 2))]
     arrivals: list[Arrival] = []
     step = 0
@@ -67,7 +83,27 @@ def make_workload(shape: WorkloadShape) -> tuple[Arrival, ...]:
         if index >= shape.rows:
             step += rng.randint(0, 4)
         arrivals.append(Arrival(step, _make_request(rng, shape, index, prefix, longest)))
+    for index, prompt in _long_prompts(rng, shape).items():
+        arrivals[index] = _with_prompt(arrivals[index], prompt, shape.max_tokens)
     return tuple(arrivals)
+
+
+def _long_prompts(rng: random.Random, shape: WorkloadShape) -> dict[int, tuple[int, ...]]:
+    """Long prompts by the index of their request; none where the context has no room for them."""
+    longest = min(shape.longest, shape.context - shape.max_tokens)
+    if longest <= LONGEST_SHORT_PROMPT:
+        return {}
+    tokens = tuple(rng.randrange(shape.vocab_size) for _ in range(longest))
+    joining = tuple(rng.randrange(shape.vocab_size) for _ in range(longest * 3 // 5))
+    shared, own = tokens[: longest * 2 // 3], joining[: longest // 4]
+    return {1: tokens, shape.rows: joining, shape.num_requests - 1: shared + own}
+
+
+def _with_prompt(arrival: Arrival, prompt: tuple[int, ...], max_tokens: int) -> Arrival:
+    """The arrival with another prompt, whose answer is as long as any."""
+    params = replace(arrival.request.params, max_tokens=max_tokens, ignore_eos=True)
+    request = replace(arrival.request, prompt_token_ids=prompt, params=params)
+    return replace(arrival, request=request)
 
 
 def _make_request(
