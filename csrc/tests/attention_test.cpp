@@ -22,7 +22,7 @@ struct Sequence {
   std::vector<T> qkv;
 };
 
-constexpr int64_t kRopeRows = 2048;
+constexpr int64_t kRopeRows = 2112;
 
 std::vector<float> rope_table(int64_t rotary) {
   std::vector<float> table(size_t(kRopeRows * rotary));
@@ -339,6 +339,52 @@ TEST(attention_rows_do_not_notice_neighbours_or_poisoned_slots) {
     check_neighbours<bf16>(context, shape);
     check_neighbours<float>(context, shape);
   }
+}
+
+// Rows of one to five spans, each as it is alone on one thread, where no row is split over spans.
+// Together they first compute their prompts, then decode: all five, and then the longest beside a
+// short one, which is split on more than one thread.
+template <class T>
+void check_long_rows(const Context& context, const Shape& shape) {
+  constexpr int64_t kLengths[] = {600, 1100, 2100, 40, 5}, kChunk = 300, kDecoded = 4;
+  const int64_t width = shape.heads * shape.size;
+  std::vector<Sequence<T>> sequences;
+  std::vector<std::vector<T>> alone;
+  for (int64_t length : kLengths) {
+    sequences.push_back(random_sequence<T>(shape, length, uint64_t(length)));
+    Engine<T> engine(context, shape, 16, length / 16 + 2, uint64_t(length));
+    alone.push_back(in_chunks(engine, sequences.back(), kChunk, 0));
+  }
+  for (size_t threads = 0; threads < context.executors.size(); threads++) {
+    Engine<T> engine(context, shape, 16, 260, threads + 3);
+    std::vector<int64_t> done(sequences.size(), 0);
+    for (size_t i = 0; i < sequences.size(); i++) engine.add_row();
+    auto step = [&](std::vector<size_t> rows, int64_t count, int64_t behind) {
+      std::vector<typename Engine<T>::Chunk> chunks;
+      for (size_t row : rows) {
+        int64_t left = sequences[row].length - behind - done[row];
+        if (left > 0) chunks.push_back({int(row), &sequences[row], std::min(count, left)});
+      }
+      std::vector<T> out = engine.step(chunks, threads);
+      const T* mine = out.data();
+      for (const auto& chunk : chunks) {
+        size_t row = size_t(chunk.row);
+        CHECK(same_bits(mine, alone[row].data() + done[row] * width, chunk.count * width));
+        done[row] += chunk.count;
+        mine += chunk.count * width;
+      }
+      return !chunks.empty();
+    };
+    while (step({2, 0, 3, 1, 4}, kChunk, kDecoded)) continue;
+    for (int i = 0; i < kDecoded / 2; i++) step({0, 1, 2, 3, 4}, 1, 0);
+    for (int i = 0; i < kDecoded / 2; i++) step({4, 2}, 1, 0);
+  }
+}
+
+TEST(attention_of_long_rows_together_has_the_bits_of_each_alone) {
+  check_long_rows<bf16>(context, {4, 2, 16, 16});
+  check_long_rows<float>(context, {4, 2, 16, 16});
+  check_long_rows<bf16>(context, {2, 1, 32, 16, 700, 5.0f});
 }
 
 // Rows that decode behind contexts of 1 to 40 tokens; their last query is what is compared. A
