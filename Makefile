@@ -3,7 +3,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES_OF_BUILD := pyproject.toml $(wildcard setup.py requirements.lock csrc/* csrc/*/*)
+SOURCES_OF_BUILD := pyproject.toml \
+  $(filter-out csrc/build%,$(wildcard setup.py requirements.lock csrc/* csrc/*/*))
 LOCKED_FOR := $(shell sed -n 's/^\# locked for //p' requirements.lock 2>/dev/null)
 
 TAG_OF_PYTHON := import sys; print("Python %d.%d on %s" % (*sys.version_info[:2], sys.platform))
@@ -73,7 +74,7 @@ lock: ## write requirements.lock anew, for this Python
 	  echo "requirements.lock may hold versions only" >&2; exit 1; fi
 
 clean: ## remove all that these targets made
-	rm -rf .venv .venv-lock .venv-oracle build dist src/*.egg-info
+	rm -rf .venv .venv-lock .venv-oracle build csrc/build dist src/*.egg-info
 	rm -rf .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find src tests tools training -name __pycache__ -prune -exec rm -rf {} +
 	rm -f src/cadenza/_native.*

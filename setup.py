@@ -17,6 +17,9 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = Path("csrc")
+OBJECTS = CSRC / "build" / "native"
+"""Where `make -C csrc` looks for objects: it makes none again that an editable install made."""
+
 LIBRARY_NAME = "_native.dylib" if sys.platform == "darwin" else "_native.so"
 COMMON_FLAGS = [
     "-std=c++17",
@@ -103,7 +106,7 @@ class BuildNative(build_ext):
             flags = isa_flags().get(Path(source).stem, []) if "isa" in Path(source).parts else []
             objects += self.compiler.compile(
                 [source],
-                output_dir=self.build_temp,
+                output_dir=str(OBJECTS) if self.editable_mode else self.build_temp,
                 include_dirs=[str(CSRC), ffi_include_dir()],
                 extra_postargs=[*COMMON_FLAGS, *flags],
                 depends=ext.depends,

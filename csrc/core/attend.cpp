@@ -21,7 +21,8 @@ int64_t num_queries(const AttendTask& task, int64_t row) {
 }
 
 int64_t num_spans(const AttendTask& task, int64_t row) {
-  return ceil_div(task.kv_lens[row], kSpan);
+  int32_t shift = kHasFaults ? task.span_shift(row) : 0;
+  return ceil_div(task.kv_lens[row] + shift, kSpan);
 }
 
 // Splits over spans only where rows and heads are too few to occupy the threads.
@@ -73,12 +74,13 @@ class Planner {
   void add_block(int64_t row, int64_t head, int64_t begin, int64_t end) {
     const int32_t* positions = task_.positions + task_.query_starts[row];
     int64_t low = task_.window > 0 ? std::max<int64_t>(0, positions[begin] - task_.window + 1) : 0;
+    int32_t shift = kHasFaults ? task_.span_shift(row) : 0;
     AttendUnit unit{int32_t(row),
                     int32_t(head),
                     int32_t(begin),
                     int32_t(end),
-                    int32_t(low / kSpan),
-                    int32_t(positions[end - 1] / kSpan + 1),
+                    int32_t((low + shift) / kSpan),
+                    int32_t((positions[end - 1] + shift) / kSpan + 1),
                     -1};
     if (!cut_.split_spans || unit.span_end - unit.span_begin < 2) {
       units_[num_units_++] = unit;

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "core/faults.h"
 #include "core/rules.h"
 #include "core/types.h"
 
@@ -117,6 +118,13 @@ struct AttendTask {
 
   int64_t group() const { return heads / kv_heads; }
   int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_size; }
+
+  // How much earlier than multiples of kSpan a row's spans begin; 0, unless a fault is injected.
+  int32_t span_shift(int64_t row) const {
+    if (!has_fault(Fault::kRelativeSpans)) return 0;
+    int32_t first = positions[query_starts[row]] / kLanes * kLanes;
+    return (kSpan - first % kSpan) % kSpan;
+  }
 };
 
 // Some queries of one row for one KV head, over some of its spans.

@@ -2,6 +2,7 @@
 #include <exception>
 #include <string>
 
+#include "core/faults.h"
 #include "core/isa.h"
 #include "core/pack.h"
 
@@ -21,6 +22,10 @@ const char* guarded(Body&& body) {
 }
 
 }  // namespace
+
+#ifdef CADENZA_FAULTS
+std::atomic<cadenza::Fault> cadenza::injected_fault{cadenza::Fault::kNone};
+#endif
 
 // Kept visible where everything else is hidden.
 #define CADENZA_EXPORT __attribute__((visibility("default")))
@@ -68,5 +73,12 @@ CADENZA_EXPORT const char* cadenza_pack(int num_sources, const void* const* data
     cadenza::pack(cadenza::executor(), task);
   });
 }
+
+#ifdef CADENZA_FAULTS
+// Makes the kernels wrong on purpose, from the next step on; 0 makes them right again.
+CADENZA_EXPORT void cadenza_inject_fault(int fault) {
+  cadenza::injected_fault = static_cast<cadenza::Fault>(fault);
+}
+#endif
 
 }  // extern "C"

@@ -44,6 +44,7 @@ SampleParams params_of_row(const RowData& rows, const RowMemory& memory, int64_t
   params.num_logprobs = int32(rows.num_logprobs)[row];
   params.target = int32(rows.targets)[row];
   std::memcpy(params.key, data<uint32_t>(rows.keys) + 2 * row, sizeof(params.key));
+  if (has_fault(Fault::kRowKey)) params.key[0] = uint32_t(row);
   if (memory.is_there() && int32(rows.has_rules)[row] > 0) params.rules = rules_of_row(memory, row);
   return params;
 }

@@ -5,6 +5,8 @@
 // sixteen; spans are merged in order. Lanes outside a query's own range are never multiplied.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/kv.h"
 #include "kernels/micro.h"
 
@@ -59,16 +61,31 @@ inline TokenRange visible(const AttendTile<T>& tile, int i, int64_t span) {
   int64_t end =
       position + 1 < task.kv_lens[tile.unit.row] ? position + 1 : task.kv_lens[tile.unit.row];
   int64_t start = span * kSpan;
+  if constexpr (kHasFaults) start -= task.span_shift(tile.unit.row);
   begin = begin < start ? 0 : begin - start;
   end = end > start + kSpan ? kSpan : end - start;
   return {int32_t(begin), int32_t(end)};
+}
+
+// The row that a fault takes a position's keys and values from: another one that is as long, so that
+// a row that is alone reads its own.
+inline int64_t faulty_owner(const AttendTask& task, int64_t row, int64_t position) {
+  bool near = has_fault(Fault::kNeighbourPage) && position >= kLanes && position < 2 * kLanes;
+  bool far = has_fault(Fault::kNeighbourPagesFar) && position >= 640;
+  for (int64_t other = 0; (near || far) && other < task.rows; other++) {
+    bool takes_part = task.query_starts[other + 1] > task.query_starts[other];
+    if (other != row && takes_part && task.kv_lens[other] >= position + kLanes) return other;
+  }
+  return row;
 }
 
 // Where the sub-block of a position begins in the pools.
 template <class T>
 inline int64_t offset_of_position(const AttendTask& task, const AttendUnit& unit,
                                   int64_t position) {
-  int64_t page = task.page_table[unit.row * task.pages_per_row + position / task.page_size];
+  int64_t owner = unit.row;
+  if constexpr (kHasFaults) owner = faulty_owner(task, owner, position);
+  int64_t page = task.page_table[owner * task.pages_per_row + position / task.page_size];
   return block_offset<T>(task, page, unit.kv_head, position % task.page_size);
 }
 
@@ -88,6 +105,7 @@ inline TokenRange enter_span(AttendTile<T>& tile, int64_t span) {
   tile.num_blocks = (all.end + kLanes - 1) / kLanes - tile.first_block;
   for (int i = 0; i < tile.num_blocks; i++) {
     int64_t position = span * kSpan + (tile.first_block + i) * kLanes;
+    if constexpr (kHasFaults) position -= task.span_shift(tile.unit.row);
     int64_t at = offset_of_position<T>(task, tile.unit, position);
     tile.stream[i] = static_cast<const T*>(task.k_pool) + at;
     tile.stream[tile.num_blocks + i] = static_cast<const T*>(task.v_pool) + at;
@@ -150,16 +168,22 @@ inline void softmax_span(AttendTile<T>& tile, int i) {
   const Vec nothing = set1(-__builtin_inff());
   Vec largest = nothing;
   for (int block = first_block; block < last; block++) {
-    Vec score = scaled_score(tile.task, load(scores + block * kLanes));
+    Vec score = scaled_score(tile.task, load(scores + block * kLanes)), unmasked = score;
     if (!is_whole(range, block)) score = select(owned_lanes(range, block), score, nothing);
     store(scores + block * kLanes, score);
+    if constexpr (kHasFaults) {
+      if (has_fault(Fault::kMultipliedPadding)) store(scores + block * kLanes, unmasked);
+    }
     largest = max(score, largest);
   }
   float maximum = reduce_max(largest);
   Vec sum = zero();
   for (int block = first_block; block < last; block++) {
-    Vec p = exp2_vec(sub(load(scores + block * kLanes), set1(maximum)));
+    Vec p = exp2_vec(sub(load(scores + block * kLanes), set1(maximum))), unmasked = p;
     if (!is_whole(range, block)) p = select(owned_lanes(range, block), p, zero());
+    if constexpr (kHasFaults) {
+      if (has_fault(Fault::kMultipliedPadding)) p = add(p, mul(unmasked, zero()));
+    }
     sum = add(sum, p);
     Elem<T>::store(weights + block * kLanes, p);
   }
@@ -341,6 +365,7 @@ inline void first_keys(const AttendPlan& plan, const AttendUnit& unit,
   const AttendTask& task = *plan.task;
   int64_t query = task.positions[task.query_starts[unit.row] + unit.query_begin];
   int64_t position = unit.span_begin * int64_t(kSpan);
+  if constexpr (kHasFaults) position = std::max<int64_t>(0, position - task.span_shift(unit.row));
   if (task.window > 0 && query - task.window + 1 > position) position = query - task.window + 1;
   for (int i = 0; i < kAttendVecs; i++) {
     if (position + i * kLanes > query && i > 0) {

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cadenza.backends.xla.mutants import faults_of
 from cadenza.config import EngineConfig
 from cadenza.engine.verification.gate import GateResult, Mismatch, ModeResult, first_difference
 from cadenza.engine.verification.modes import Counts, Stream
@@ -42,11 +43,23 @@ def test_the_gate_passes_on_random_weights_and_shows_every_mode() -> None:
     assert plan.limits.num_pages < pages_of_full_rows, "the pool is larger than what can run"
 
 
-def test_the_self_test_catches_every_fault() -> None:
-    result = self_test(OPTIONS, ignore)
+def test_the_self_test_catches_every_fault_of_the_reference_table() -> None:
+    config = replace(OPTIONS.config, ops="reference")
+    result = self_test(replace(OPTIONS, config=config), ignore)
     assert result.sound_passed
     assert result.missed == ()
-    assert result.last_line == "SELF-TEST PASS caught=3"
+    assert result.last_line == "SELF-TEST PASS caught=3 ops=reference"
+    assert result.note is None
+
+
+def test_the_self_test_says_so_where_it_cannot_test_the_kernels_that_serve() -> None:
+    instead = faults_of("native", are_built=False)
+    assert instead.ops == "reference"
+    assert instead.note is not None
+    assert "`make -C csrc faults`" in instead.note
+    assert faults_of("reference", are_built=False).note is None
+    native = faults_of("native", are_built=True)
+    assert (native.ops, native.note, len(native.faults)) == ("native", None, 5)
 
 
 def test_a_single_changed_bit_of_a_logprob_is_a_mismatch() -> None:

@@ -77,7 +77,12 @@ class GateFlags:
         ),
     ] = None
     self_test: Annotated[
-        bool, typer.Option("--self-test", help="Inject known errors; the gate must catch each.")
+        bool,
+        typer.Option(
+            "--self-test",
+            help="Inject known errors into the operations; the gate must catch each. The native "
+            "kernels are tested where they were built with faults (`make -C csrc faults`).",
+        ),
     ] = False
 
 
@@ -283,4 +288,8 @@ def _print_self_test(tested: "SelfTestResult", *, json_output: bool) -> None:
         print(f"caught: {fault}")
     for fault in tested.missed:
         print(f"MISSED: {fault}")
+    for fault in tested.skipped:
+        print(f"skipped, the context is too short for it to show: {fault}")
+    if tested.note is not None:
+        print(f"note: {tested.note}")
     print(tested.last_line)

@@ -1,12 +1,23 @@
 """Op tables with one fault each, for `cadenza verify --self-test`: every fault makes a row's bits
 depend on its neighbours or on how its prompt was cut, and the gate must catch every one.
 
-They change the reference table and share its programs; nothing else ever uses them.
+Faults of the reference table are subclasses of it. Faults of the native table are in its kernels,
+in a library that is built for this alone (`make -C csrc faults`; `csrc/core/faults.h`). Nothing
+else ever uses either.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.native_library import (
+    faulty_library_path,
+    has_native_library,
+    load_faulty_library,
+)
 from cadenza.backends.xla.ops.reference import BLOCK, Places, ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec as Spec
 from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable, StepArrays
@@ -50,6 +61,87 @@ MUTANTS: dict[str, type[ReferenceOps]] = {
 }
 
 
-def sound_table(spec: Spec) -> OpTable:
-    """The table that the mutants change, unchanged."""
-    return ReferenceOps(spec)
+MakeTable = Callable[[Spec], OpTable]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A faulty op table. `min_tokens` is the shortest longest prompt in which the fault shows."""
+
+    name: str
+    make_table: MakeTable
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultSet:
+    """An op table without a fault, and the same table with each of its faults.
+
+    `note` says why it is not the table that serves, where it is not.
+    """
+
+    ops: str
+    make_sound: MakeTable
+    faults: tuple[Fault, ...]
+    note: str | None = None
+
+
+def faults_of(ops: str, *, are_built: bool) -> FaultSet:
+    """Those of the table that serves, or the reference table's where its own are not built."""
+    if ops == "native" and are_built:
+        return _native_faults()
+    faults = tuple(Fault(name=name, make_table=table) for name, table in MUTANTS.items())
+    return FaultSet(
+        ops="reference",
+        make_sound=ReferenceOps,
+        faults=faults,
+        note=_NOT_BUILT if ops == "native" else None,
+    )
+
+
+_NOT_BUILT = (
+    "the native kernels that serve were not tested, because no library of them with faults is "
+    "built; the reference operations were tested instead. In a source checkout with a C++ "
+    "compiler, `make -C csrc faults` builds that library"
+)
+
+
+FAR_TOKENS = 1200
+"""Prompts of which the longest has so many leave two rows beyond token 656 in one step."""
+
+_NO_NATIVE_FAULT = 0
+_NATIVE_FAULTS = (
+    ("blocks relative instead of absolute", 1, 0),
+    ("a page of another row", 2, 0),
+    ("pages of another row from token 640 on", 3, FAR_TOKENS),
+    ("key taken from the row index", 4, 0),
+    ("padding multiplied instead of skipped", 5, 0),
+)
+"""Name, value of `cadenza::Fault`, and `min_tokens`."""
+
+
+def has_native_faults() -> bool:
+    """Whether the kernels with faults were built, for the instruction set in use."""
+    return has_native_library() and faulty_library_path().exists()
+
+
+def _native_faults() -> FaultSet:
+    return FaultSet(
+        ops="native",
+        make_sound=_native_table(_NO_NATIVE_FAULT),
+        faults=tuple(
+            Fault(name=name, make_table=_native_table(value), min_tokens=min_tokens)
+            for name, value, min_tokens in _NATIVE_FAULTS
+        ),
+    )
+
+
+def _native_table(fault: int) -> MakeTable:
+    """Makes a table over the library with faults; the last one made says which is injected."""
+
+    def make(spec: Spec) -> OpTable:
+        library = load_faulty_library()
+        library.handle.cadenza_inject_fault(fault)
+        return NativeOps(spec, library)
+
+    return make

@@ -22,6 +22,7 @@ from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.build import (
     build_reference,
     build_runner,
+    describe_backend,
     find_checkpoint,
     plan_model,
 )
@@ -32,6 +33,7 @@ from cadenza.engine.verification.modes import MakeCore
 from cadenza.engine.verification.option_matrix import OptionMatrix
 from cadenza.engine.verification.self_test import SelfTestResult, run_self_test
 from cadenza.engine.verification.workload import (
+    LONGEST_SHORT_PROMPT,
     Arrival,
     WorkloadShape,
     longest_prompt,
@@ -82,13 +84,24 @@ def verify(options: VerifyOptions, report: Report) -> tuple[GateResult, EnginePl
 
 
 def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
-    """Plays the gate soundly and with each known fault, on the reference op table."""
-    from cadenza.backends.xla.mutants import MUTANTS, sound_table
+    """Plays the gate soundly and with each known fault.
+
+    Faults are injected into the op table that serves. Native kernels with faults are built apart;
+    where they are not, the reference table takes their place and the result says so.
+    """
+    from cadenza.backends.xla.mutants import faults_of, has_native_faults
     from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
 
-    options = replace(options, reference="solo", config=replace(options.config, ops="reference"))
+    options = replace(options, reference="solo")
     with _checkpoint(options) as checkpoint:
+        ops = describe_backend(options.config, checkpoint.config).ops
+        found = faults_of(ops, are_built=ops == "native" and has_native_faults())
+        options = replace(options, config=replace(options.config, ops=found.ops))
+        if not any(each.min_tokens for each in found.faults):
+            options = _without_long_prompts(options, checkpoint)
         plan, workload = _prepare(options, checkpoint)
+        longest = max(len(each.request.prompt_token_ids) for each in workload.arrivals)
+        tables = {each.name: each.make_table for each in found.faults if longest >= each.min_tokens}
 
         def run_with(fault: str | None) -> GateResult:
             report(f"fault: {fault or 'none'}")
@@ -98,7 +111,8 @@ def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
                 plan.limits,
                 RunnerOptions(
                     device=options.config.device,
-                    make_ops=sound_table if fault is None else MUTANTS[fault],
+                    dtype=plan.dtype,
+                    make_ops=found.make_sound if fault is None else tables[fault],
                     fill=NAN,
                 ),
             )
@@ -107,7 +121,17 @@ def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
                 make_core = _maker(runner, checkpoint, plan)
                 return _gate(options, plan, workload, make_core).run()
 
-        return run_self_test(run_with, list(MUTANTS))
+        result = run_self_test(run_with, list(tables), ops=found.ops)
+        skipped = tuple(each.name for each in found.faults if each.name not in tables)
+        return replace(result, skipped=skipped, note=found.note)
+
+
+def _without_long_prompts(options: VerifyOptions, checkpoint: Checkpoint) -> VerifyOptions:
+    """A context with room for short prompts only, unless the user chose one."""
+    context = options.config.max_model_len or min(
+        LONGEST_SHORT_PROMPT + options.max_tokens, checkpoint.config.max_position_embeddings
+    )
+    return replace(options, config=replace(options.config, max_model_len=context))
 
 
 @contextmanager

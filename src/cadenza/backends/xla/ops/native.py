@@ -15,7 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.ops.experts import Routing
-from cadenza.backends.xla.ops.native_library import load_native_library, packed_shape
+from cadenza.backends.xla.ops.native_library import (
+    NativeLibrary,
+    load_native_library,
+    packed_shape,
+)
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.table import (
     NUM_COLUMNS,
@@ -46,8 +50,8 @@ class NativeOps:
 
     name = "native"
 
-    def __init__(self, spec: DecoderSpec) -> None:
-        self._library = load_native_library()
+    def __init__(self, spec: DecoderSpec, library: NativeLibrary | None = None) -> None:
+        self._library = library or load_native_library()
         self._spec = spec
         self._model = spec.model
         self._none = jnp.zeros(0, jnp.float32)
@@ -106,7 +110,7 @@ class NativeOps:
 
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
         shape = (len(step.token_ids), self._model.hidden_size)
-        return _call("cadenza_embed", _array(shape, jnp.float32))(
+        return self._call("embed", _array(shape, jnp.float32))(
             step.token_ids,
             table.weight,
             step.num_tokens,
@@ -118,13 +122,13 @@ class NativeOps:
         return x.astype(self._spec.dtype)
 
     def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
-        return _call("cadenza_rms_norm", _array(x.shape, self._spec.dtype))(
+        return self._call("rms_norm", _array(x.shape, self._spec.dtype))(
             x, weight, count, eps=np.float32(self._model.rms_norm_eps), one_plus=False
         )
 
     def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
         result = _array((len(step.logit_indices), x.shape[1]), x.dtype)
-        return _call("cadenza_take_rows", result)(x, step.num_logits, step.logit_indices)
+        return self._call("take_rows", result)(x, step.num_logits, step.logit_indices)
 
     def linear(
         self,
@@ -136,9 +140,9 @@ class NativeOps:
     ) -> jax.Array:
         bias = self._none if weight.bias is None else weight.bias
         if residual is None:
-            call = _call("cadenza_linear", _array((len(x), num_out), self._spec.dtype))
+            call = self._call("linear", _array((len(x), num_out), self._spec.dtype))
             return call(x, weight.weight, count, bias, self._none, scale=np.float32(1.0))
-        call = _call("cadenza_linear", _array(residual.shape, jnp.float32), {4: 0})
+        call = self._call("linear", _array(residual.shape, jnp.float32), {4: 0})
         scale = np.float32(self._model.residual_scale)
         return call(x, weight.weight, count, bias, residual, scale=scale)
 
@@ -146,16 +150,16 @@ class NativeOps:
         self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
     ) -> jax.Array:
         bias = self._none if weight.bias is None else weight.bias
-        product = _call("cadenza_linear", _array(residual.shape, jnp.float32))
+        product = self._call("linear", _array(residual.shape, jnp.float32))
         y = product(x, weight.weight, count, bias, self._none, scale=np.float32(1.0))
-        call = _call("cadenza_rms_norm_add", _array(residual.shape, jnp.float32), {3: 0})
+        call = self._call("rms_norm_add", _array(residual.shape, jnp.float32), {3: 0})
         eps = np.float32(self._model.rms_norm_eps)
         return call(y, norm, count, residual, eps=eps, one_plus=False)
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         bias = self._none if weight.bias is None else weight.bias
         shape = (len(x), self._model.intermediate_size)
-        return _call("cadenza_gated_linear", _array(shape, self._spec.dtype))(
+        return self._call("gated_linear", _array(shape, self._spec.dtype))(
             x,
             weight.weight,
             count,
@@ -167,7 +171,7 @@ class NativeOps:
         routing = Routing.of(self._model)
         shape = (len(x), routing.num_chosen)
         results = (_array(shape, jnp.int32), _array(shape, jnp.float32))
-        ids, weights = _call("cadenza_route_experts", results)(
+        ids, weights = self._call("route_experts", results)(
             x,
             router.weight,
             count,
@@ -184,7 +188,7 @@ class NativeOps:
     ) -> jax.Array:
         assert self._model.experts is not None, "only a mixture of experts has expert weights"
         shape = (*choice.ids.shape, self._model.experts.intermediate_size)
-        return _call("cadenza_grouped_gated_linear", _array(shape, self._spec.dtype))(
+        return self._call("grouped_gated_linear", _array(shape, self._spec.dtype))(
             x,
             weight.weight,
             count,
@@ -201,7 +205,7 @@ class NativeOps:
         residual: jax.Array,
         count: jax.Array,
     ) -> jax.Array:
-        call = _call("cadenza_grouped_linear", _array(residual.shape, jnp.float32), {4: 0})
+        call = self._call("grouped_linear", _array(residual.shape, jnp.float32), {4: 0})
         return call(x, weight.weight, count, self._none, residual, *choice)
 
     def rope_append_attend(
@@ -219,7 +223,7 @@ class NativeOps:
             _array(pool.values.shape, pool.values.dtype),
         )
         query_norm, key_norm = factors.norms or (self._none, self._none)
-        call = _call("cadenza_rope_append_attend", results, {9: 1, 10: 2})
+        call = self._call("rope_append_attend", results, {9: 1, 10: 2})
         out, keys, values = call(
             qkv,
             step.positions,
@@ -244,7 +248,7 @@ class NativeOps:
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         sampling = step.sampling
-        return _call("cadenza_next_token", _array((len(x), NUM_COLUMNS), jnp.int32))(
+        return self._call("next_token", _array((len(x), NUM_COLUMNS), jnp.int32))(
             x,
             head.weight,
             step.num_logits,
@@ -263,6 +267,11 @@ class NativeOps:
             page_size=np.int64(self._spec.page_size),
         )
 
+    def _call(self, name: str, results: Any, aliases: dict[int, int] | None = None) -> Any:
+        """The FFI call; `aliases` maps operands to the results that take their place."""
+        target = self._library.target(name)
+        return jax.ffi.ffi_call(target, results, input_output_aliases=aliases or {})
+
 
 def _memory(step: StepArrays) -> tuple[jax.Array, ...]:
     """Rules [R, W], rows and lengths [L], page table [R, P], history [slots]; empty without any."""
@@ -274,8 +283,3 @@ def _memory(step: StepArrays) -> tuple[jax.Array, ...]:
 
 def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _call(target: str, results: Any, aliases: dict[int, int] | None = None) -> Any:
-    """The FFI call; `aliases` maps operands to the results that take their place."""
-    return jax.ffi.ffi_call(target, results, input_output_aliases=aliases or {})

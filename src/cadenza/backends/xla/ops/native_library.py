@@ -4,6 +4,10 @@ Owns the ctypes handle and the registration with XLA; knows nothing about models
 best that this CPU has, or the one that CADENZA_CPU_ISA names; CADENZA_NUM_THREADS overrides the
 number of threads. Both are read once, by the library, when it is loaded.
 
+A second library, which only a source checkout can have, holds the same kernels with faults that the
+self-test of `cadenza verify` injects. Its targets have names of their own, so that both can be used
+in one process.
+
 FFI targets, in the order of their operands. `count` is the true number of rows, int32, shape () or
 (1,): rows beyond it are neither read nor written. "act" is bf16 or f32 and is the type of the
 weights and the KV pools too. An empty array of shape (0,) stands for an operand that is absent.
@@ -73,18 +77,21 @@ _DTYPE_CODES = {
     np.dtype(np.float16): 2,
 }
 _TARGETS = {
-    "cadenza_embed": "CadenzaEmbed",
-    "cadenza_rms_norm": "CadenzaRmsNorm",
-    "cadenza_rms_norm_add": "CadenzaRmsNormAdd",
-    "cadenza_linear": "CadenzaLinear",
-    "cadenza_gated_linear": "CadenzaGatedLinear",
-    "cadenza_rope_append_attend": "CadenzaRopeAppendAttend",
-    "cadenza_take_rows": "CadenzaTakeRows",
-    "cadenza_next_token": "CadenzaNextToken",
-    "cadenza_route_experts": "CadenzaRouteExperts",
-    "cadenza_grouped_gated_linear": "CadenzaGroupedGatedLinear",
-    "cadenza_grouped_linear": "CadenzaGroupedLinear",
+    "embed": "CadenzaEmbed",
+    "rms_norm": "CadenzaRmsNorm",
+    "rms_norm_add": "CadenzaRmsNormAdd",
+    "linear": "CadenzaLinear",
+    "gated_linear": "CadenzaGatedLinear",
+    "rope_append_attend": "CadenzaRopeAppendAttend",
+    "take_rows": "CadenzaTakeRows",
+    "next_token": "CadenzaNextToken",
+    "route_experts": "CadenzaRouteExperts",
+    "grouped_gated_linear": "CadenzaGroupedGatedLinear",
+    "grouped_linear": "CadenzaGroupedLinear",
 }
+
+
+_FAULTY_PREFIX = "faulty_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,11 @@ class NativeLibrary:
     """The loaded library. Make one with `load_native_library`."""
 
     handle: ctypes.CDLL
+    prefix: str = ""
+
+    def target(self, name: str) -> str:
+        """The FFI target `name` of this library."""
+        return f"{self.prefix}cadenza_{name}"
 
     @property
     def cpu_isa(self) -> str:
@@ -166,6 +178,12 @@ def has_native_library() -> bool:
     return library_path().exists()
 
 
+def faulty_library_path() -> Path:
+    """Where `make -C csrc faults` puts the kernels with faults, of the ISA in use."""
+    folder = Path(__file__).resolve().parents[5] / "csrc" / "build" / "native" / "faults"
+    return folder / f"{load_native_library().cpu_isa}.so"
+
+
 @functools.cache
 def load_native_library() -> NativeLibrary:
     """Loads the library once, chooses its ISA, starts its threads, registers its FFI targets.
@@ -180,6 +198,26 @@ def load_native_library() -> NativeLibrary:
             f"the native CPU kernels are not built ({path.name} is missing); reinstall with a C++ "
             "compiler and CADENZA_REQUIRE_NATIVE=1 to see why"
         )
+    return _load(path, prefix="")
+
+
+@functools.cache
+def load_faulty_library() -> NativeLibrary:
+    """The kernels with faults, none of which is injected yet.
+
+    Raises:
+        ConfigError: they were not built or cannot be loaded.
+    """
+    path = faulty_library_path()
+    if not path.exists():
+        raise ConfigError("the kernels with faults are not built; run `make -C csrc faults`")
+    library = _load(path, prefix=_FAULTY_PREFIX)
+    library.handle.cadenza_inject_fault.argtypes = [ctypes.c_int]
+    library.handle.cadenza_inject_fault.restype = None
+    return library
+
+
+def _load(path: Path, *, prefix: str) -> NativeLibrary:
     try:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
@@ -188,9 +226,11 @@ def load_native_library() -> NativeLibrary:
     failure = handle.cadenza_configure()
     if failure is not None:
         raise ConfigError(failure.decode())
-    for target, symbol in _TARGETS.items():
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handle[symbol]), platform="cpu")
-    return NativeLibrary(handle)
+    library = NativeLibrary(handle, prefix)
+    for name, symbol in _TARGETS.items():
+        capsule = jax.ffi.pycapsule(handle[symbol])
+        jax.ffi.register_ffi_target(library.target(name), capsule, platform="cpu")
+    return library
 
 
 def _declare(handle: ctypes.CDLL) -> None:

@@ -1,0 +1,93 @@
+"""What `csrc/Makefile` builds besides the library: the kernels' own tests, and kernels with faults.
+
+Both reuse the objects that an editable install left. They need make and a C++ compiler: without
+them the tests are skipped, unless CADENZA_REQUIRE_NATIVE=1.
+"""
+
+import fcntl
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cadenza.backends.xla.mutants import has_native_faults
+from cadenza.backends.xla.ops.native_library import NativeLibrary, library_path
+from cadenza.config import EngineConfig
+from cadenza.engine.verification.run import VerifyOptions, self_test
+from cadenza.engine.verification.self_test import SelfTestResult
+from tests.conftest import LIBRARY_SUFFIXES, must_have_native
+
+pytestmark = [pytest.mark.native, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+BINARY = CSRC / "build" / "native" / "tests"
+ALL_FAULTS = (
+    "blocks relative instead of absolute",
+    "a page of another row",
+    "pages of another row from token 640 on",
+    "key taken from the row index",
+    "padding multiplied instead of skipped",
+)
+
+
+def build(*arguments: str) -> None:
+    """Makes targets of csrc; skips where they cannot be made, unless they must."""
+    tools = [tool for tool in ("make", "g++") if shutil.which(tool) is None]
+    if tools and not must_have_native():
+        pytest.skip(f"{' and '.join(tools)} not found: the kernels cannot be built here")
+    (CSRC / "build").mkdir(exist_ok=True)
+    with (CSRC / "build" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = ["make", "-j2", "-C", str(CSRC), *arguments, f"PYTHON={sys.executable}"]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+
+
+def test_the_kernels_own_tests_pass_on_every_isa_of_this_machine(library: NativeLibrary):
+    build("build/native/tests")
+    ran = subprocess.run([BINARY, "--quick"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-2000:]
+    for isa in library.available_isas:
+        assert f"{isa}: " in ran.stdout
+    assert " attention_of_long_rows_together_has_the_bits_of_each_alone\n" in ran.stdout
+
+
+OPTIONS = VerifyOptions(
+    shape="tiny-qwen3", num_requests=8, max_tokens=32, config=EngineConfig(max_num_seqs=4)
+)
+
+
+def run_self_test(library: NativeLibrary, options: VerifyOptions) -> SelfTestResult:
+    build("faults", f"FAULTY_ISA={library.cpu_isa}")
+    assert has_native_faults()
+    return self_test(options, lambda _: None)
+
+
+def test_the_gate_catches_every_fault_of_the_native_kernels(library: NativeLibrary):
+    result = run_self_test(library, OPTIONS)
+    assert result.sound_passed
+    assert (result.missed, result.skipped, result.note) == ((), (), None)
+    assert result.caught == ALL_FAULTS
+    assert result.last_line == "SELF-TEST PASS caught=5 ops=native"
+
+
+def test_a_fault_that_needs_long_prompts_is_skipped_in_a_short_context(library: NativeLibrary):
+    config = replace(OPTIONS.config, max_num_seqs=2, max_model_len=400)
+    result = run_self_test(library, replace(OPTIONS, num_requests=5, config=config))
+    assert result.passed
+    assert result.skipped == ("pages of another row from token 640 on",)
+    assert result.last_line == "SELF-TEST PASS caught=4 skipped=1 ops=native"
+
+
+def test_the_library_that_is_installed_holds_no_faults(library: NativeLibrary):
+    """A wheel takes the package's library, which is compiled without the flag, and no other."""
+    assert not hasattr(library.handle, "cadenza_inject_fault")
+    assert "CADENZA_FAULTS" not in (ROOT / "setup.py").read_text()
+    package = library_path().parent
+    found = [path for path in package.rglob("*") if path.suffix in LIBRARY_SUFFIXES]
+    assert found == [library_path()]
+    assert "prune csrc/build" in (ROOT / "MANIFEST.in").read_text().splitlines()
