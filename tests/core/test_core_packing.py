@@ -132,7 +132,13 @@ def test_pages_of_a_hit_are_sent_and_its_tokens_are_not() -> None:
 def test_sampling_data_belongs_to_the_row_and_follows_its_occupant() -> None:
     scheduler = scheduler_of(max_num_seqs=1)
     hot = SamplingParams(
-        temperature=0.5, top_k=1 << 31, top_p=0.25, min_p=0.125, max_tokens=1, logprobs=0
+        temperature=0.5,
+        top_k=1 << 31,
+        top_p=0.25,
+        min_p=0.125,
+        max_tokens=1,
+        logprobs=0,
+        presence_penalty=1.0,
     )
     cold = SamplingParams(temperature=1e-6, top_k=-1)
     pack = Packer(max_num_seqs=1, page_size=16, vocab_size=97).pack
@@ -151,11 +157,15 @@ def test_sampling_data_belongs_to_the_row_and_follows_its_occupant() -> None:
                 inputs.sampling.top_p,
                 inputs.sampling.min_p,
                 inputs.sampling.num_logprobs,
+                inputs.sampling.has_rules,
             )
         ]
         for inputs in seen
     ]
-    assert rows == [[0.5, 2**31 - 1, 0.25, 0.125, 0.0], [0.0, 0.0, 1.0, 0.0, -1.0]]
+    assert rows == [
+        [0.5, 2**31 - 1, 0.25, 0.125, 0.0, 1.0],
+        [0.0, 0.0, 1.0, 0.0, -1.0, 0.0],
+    ]
 
 
 def test_a_draws_key_is_of_the_requests_seed_and_the_position_drawn() -> None:
@@ -170,6 +180,43 @@ def test_a_draws_key_is_of_the_requests_seed_and_the_position_drawn() -> None:
         positions = np.array([4 + index + step for index in range(3)], np.int32)
         assert (inputs.sampling.keys[:3] == draw_keys(seeds, positions)).all()
         scheduler.update(batch, output_of(batch))
+
+
+def test_each_of_many_rows_is_sampled_by_its_own_requests_settings() -> None:
+    # Row 3 changes hands and then holds a cut prompt, so that rows and logit rows part there.
+    count, budget = 24, 80
+    scheduler = scheduler_of(max_num_seqs=count, token_budget=budget, num_pages=200)
+    settings = [
+        SamplingParams(
+            temperature=0.5 + index / 64,
+            top_k=1 + index,
+            top_p=0.25 + index / 64,
+            min_p=index / 64,
+            logprobs=index % 20,
+        )
+        for index in range(count)
+    ]
+    sequences = [
+        sequence_of(index, 3, max_tokens=1 if index == 3 else 9, params=params)
+        for index, params in enumerate(settings)
+    ]
+    add(scheduler, *sequences, sequence_of(count, 200))
+    pack = Packer(max_num_seqs=count, page_size=16, vocab_size=97).pack
+    for step in range(2):
+        batch = next_batch(scheduler)
+        inputs = pack(batch, budget)
+        scheduler.update(batch, output_of(batch))
+        rows = [row for row in range(count) if step == 0 or row != 3]
+        used, sampling = inputs.num_logits, inputs.sampling
+        assert inputs.logit_rows[:used].tolist() == rows
+        assert sampling.temperature[:used].tolist() == [settings[row].temperature for row in rows]
+        assert sampling.top_k[:used].tolist() == [settings[row].top_k for row in rows]
+        assert sampling.top_p[:used].tolist() == [settings[row].top_p for row in rows]
+        assert sampling.min_p[:used].tolist() == [settings[row].min_p for row in rows]
+        assert sampling.num_logprobs[:used].tolist() == [settings[row].logprobs for row in rows]
+        seeds = np.array([sequences[row].seed for row in rows], np.uint64)
+        positions = np.full(used, 3 + step, np.int32)
+        assert (sampling.keys[:used] == draw_keys(seeds, positions)).all()
 
 
 def test_what_is_packed_does_not_grow_with_the_context() -> None:

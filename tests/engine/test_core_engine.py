@@ -412,3 +412,35 @@ def test_requests_without_a_seed_depend_on_the_engines_seed_and_their_id_only() 
     assert streams(1) == streams(1)
     assert streams(1) != streams(2)
     assert streams(1)[0] != streams(1)[1]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_fifty_rows_at_once_are_each_sampled_as_they_are_alone(loop: SchedulerLoop) -> None:
+    # Prompts of many lengths and outputs of many more: rows and logit rows part, rows change hands.
+    engine = make_engine(
+        limits_of(
+            max_num_seqs=50, max_num_batched_tokens=120, num_pages=400, max_num_queued_reqs=100
+        ),
+        loop=loop,
+    )
+    requests = [
+        Request(
+            prompt_token_ids=prompt_of(1 + index * 7 % 40, index),
+            params=SamplingParams(
+                temperature=0.0 if index % 3 == 0 else 1.0,
+                seed=index if index % 2 else None,
+                max_tokens=20 + index * 5 % 30,
+                ignore_eos=True,
+                logprobs=(None, 0, 3, 20)[index % 4],
+            ),
+        )
+        for index in range(80)
+    ]
+    most_rows = 0
+
+    def watch(record: Record) -> None:
+        nonlocal most_rows
+        most_rows = max(most_rows, len(engine.scheduler.running))
+
+    run_requests(engine, requests, before_step=watch).verify()
+    assert most_rows == 50

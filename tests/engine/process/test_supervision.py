@@ -239,6 +239,23 @@ def test_crashes_far_apart_never_end_it():
         supervision.ready(now_s + 5, {})
 
 
+def test_each_further_process_is_judged_as_the_first_was():
+    supervision = serving()
+    for turn in range(1, 4):
+        crashed_s = 1000.0 * turn
+        supervision.crashed(crashed_s, "it died")
+        assert supervision.hung_at_s() is None
+        supervision.started(crashed_s + 1)
+        supervision.looked(crashed_s + 2, work())
+        assert supervision.hung_at_s() == crashed_s + 22
+        supervision.ready(crashed_s + 5, {})
+        assert supervision.hung_at_s() == crashed_s + 10
+        # The steps of the process before it are not its own.
+        supervision.beat(crashed_s + 6, 7, 2.0, is_idle=False)
+        assert not supervision.is_hung(crashed_s + 25.9)
+        assert supervision.is_hung(crashed_s + 26)
+
+
 def test_a_crash_while_draining_is_the_end():
     supervision = serving()
     supervision.state = "draining"
