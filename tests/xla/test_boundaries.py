@@ -5,11 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.programs import PAGE_UPDATES
+from cadenza.backends.xla.programs import PAGE_COPIES, PAGE_UPDATES
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.core.batch import RuleUpdate
+from cadenza.core.token_rules import RuleLayout
 from cadenza.errors import InvalidRequestError
 from cadenza.request import Request, SamplingParams
 from tests.contract.steps import Draw, Geometry, Stream, build_inputs, run_step
+from tests.core.builders import sequence_of
 from tests.xla.harness import BASE, Lab, Mode, new_engine, serve, serve_alone
 
 CONTEXT = BASE.max_model_len
@@ -111,4 +114,38 @@ def _decode_after(runner: XlaRunner, num_other_entries: int) -> list[int]:
     tokens = [int(runner.launch(inputs).result().token_ids[0])]
     for _ in range(4):
         tokens.append(int(run_step(runner, [stream.next_token()], geometry).token_ids[0]))
+    return tokens
+
+
+def test_page_copies_beyond_one_upload_arrive(lab: Lab):
+    """Keys, values and the tokens that penalties look back at; the copies that matter come last."""
+    expected = _tokens_after_copies(lab.runner(), num_other_copies=None)
+    assert _tokens_after_copies(lab.runner(), num_other_copies=2 * PAGE_COPIES + 10) == expected
+    assert _tokens_after_copies(lab.runner(), num_other_copies=-1) != expected
+
+
+def _tokens_after_copies(runner: XlaRunner, num_other_copies: int | None) -> list[int]:
+    """Tokens of a row that goes on, under penalties, on copies of the pages of another.
+
+    None goes on where the tokens were computed; -1 copies nothing.
+    """
+    geometry = Geometry(bucket=BASE.bucket, num_rows=BASE.num_rows, page_size=BASE.page_size)
+    prompt = range(10, 50)
+    stream = Stream(row=0, pages=[4, 9, 2])
+    run_step(runner, [stream.chunk(prompt, samples=False)], geometry)
+    if num_other_copies is not None:
+        others = [(50, 51 + index % 20) for index in range(num_other_copies)]
+        needed = [(4, 30), (9, 31), (2, 32)] if num_other_copies >= 0 else []
+        stream = Stream(row=1, pages=[30, 31, 32], num_computed=40, copies=[*others, *needed])
+    params = SamplingParams(presence_penalty=2.0, repetition_penalty=20.0)
+    record = RuleLayout(runner.vocab_size).encode(sequence_of(0, tuple(prompt), params=params))
+    assert record is not None
+    tokens: list[int] = []
+    for step in range(6):
+        chunk = stream.chunk([7], samples=True) if step == 0 else stream.next_token()
+        inputs = build_inputs([chunk], geometry)
+        inputs.sampling.has_rules[0] = 1
+        updates = (RuleUpdate(stream.row, record),) if step == 0 else ()
+        output = runner.launch(replace(inputs, rule_updates=updates)).result()
+        tokens.append(int(output.token_ids[0]))
     return tokens
