@@ -93,8 +93,9 @@ def test_gated_linear_applies_each_activation(call, pack, random, dtype, code, n
 
 
 @pytest.mark.parametrize("one_plus", [False, True])
-def test_rms_norm_takes_residuals(call, random, one_plus):
-    x = random.normal(size=(6, 50)).astype(np.float32)
+@pytest.mark.parametrize("magnitude", [1.0, 1e-3], ids=["large", "where epsilon counts"])
+def test_rms_norm_takes_residuals(call, random, one_plus, magnitude):
+    x = random.normal(size=(6, 50)).astype(np.float32) * np.float32(magnitude)
     weight = random.normal(size=50).astype(np.float32)
     attrs = {"eps": np.float32(1e-5), "one_plus": one_plus}
     scale = 1 / np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=1, keepdims=True) + 1e-5)
