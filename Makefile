@@ -28,7 +28,7 @@ EXTRA := project.optional-dependencies
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test lint soak oracle bench lock clean
+.PHONY: help run test lint soak oracle mutants bench lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ soak: .venv/.has-tools ## run the reliability bars in full size (hours)
 
 oracle: .venv-oracle/.has-torch ## compare with torch and transformers (in an environment of its own)
 	.venv-oracle/bin/python -m pytest -m oracle -o timeout=0
+
+mutants: .venv/.has-tools ## run the tests against committed faults, which they must catch
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 bench: .venv/.has-tools ## measure the import and run the benchmarks
 	$(BIN)/python tools/import_time.py

@@ -1,0 +1,432 @@
+"""Mutation run: applies each committed fault to a copy of the tree and runs the tests named for it.
+
+Owns the table of `tests/mutants/mutants.toml`, the strict application of its patches and the
+verdicts. Knows nothing of what a mutant breaks. Invariants: the working tree is never changed; a
+mutant counts as caught only by a failing test that passes without the mutant; a patch that does not
+apply, a build that fails and tests that do not start are faults of the run, never a catch.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+from rich.table import Column, Table
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = Path("tests") / "mutants"
+TABLE_NAME = "mutants.toml"
+OBJECTS = Path("csrc") / "build" / "native" / "csrc"
+TIMEOUT_S = 600.0
+
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv*", "__pycache__", "*.egg-info", ".hypothesis", ".*_cache", "dist"
+)
+FIELDS = frozenset({"breaks", "suites", "objects", "equivalent", "may_hang"})
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::\S.*?)(?: - .*)?$", re.MULTILINE)
+
+
+class MutantsError(Exception):
+    """The table or a patch is not what it must be; says which, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """One hunk: whole lines of a file, and what they become."""
+
+    path: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """A small fault and the tests that must catch it.
+
+    `suites` are test files or node ids, the fastest first. `objects` are the object files below
+    csrc/build/native that have to be compiled again, `{isa}` standing for the ISA in use. An
+    `equivalent` mutant changes nothing that can be observed, and this is the argument; it must
+    survive. `may_hang` accepts a run that does not end as a catch.
+    """
+
+    name: str
+    breaks: str
+    suites: tuple[str, ...]
+    edits: tuple[Edit, ...]
+    objects: tuple[str, ...] = ()
+    equivalent: str | None = None
+    may_hang: bool = False
+
+
+class Verdict(Enum):
+    """What became of a mutant, and whether that is as it should be."""
+
+    CAUGHT = "caught"
+    EQUIVALENT = "equivalent"
+    SURVIVED = "SURVIVED"
+    TIMED_OUT = "TIMED OUT"
+    BROKEN = "BROKEN"
+
+    @property
+    def is_fault(self) -> bool:
+        return self not in {Verdict.CAUGHT, Verdict.EQUIVALENT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A mutant's verdict; `detail` is the test that caught it, or what went wrong."""
+
+    mutant: Mutant
+    verdict: Verdict
+    detail: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteRun:
+    """How a run of pytest ended; `returncode` is None where it ran past its time."""
+
+    returncode: int | None
+    output: str
+
+    @property
+    def tail(self) -> str:
+        return "\n".join(self.output.strip().splitlines()[-15:])
+
+
+# --- the table and its patches --------------------------------------------------------------------
+
+
+def load_mutants(root: Path) -> list[Mutant]:
+    """Every mutant of `root`, in the order of the table.
+
+    Raises:
+        MutantsError: an entry lacks a field or has an unknown one, names a test file that is not
+            there, or has no patch; or a patch has no entry.
+    """
+    folder = root / FOLDER
+    table = cast(
+        dict[str, dict[str, object]],
+        tomllib.loads((folder / TABLE_NAME).read_text(encoding="utf-8")),
+    )
+    strays = sorted({path.stem for path in folder.glob("*.patch")} - set(table))
+    if strays:
+        raise MutantsError(f"{', '.join(strays)}: a patch without an entry in {TABLE_NAME}")
+    return [_read_mutant(root, name, entry) for name, entry in table.items()]
+
+
+def _read_mutant(root: Path, name: str, entry: dict[str, object]) -> Mutant:
+    unknown = sorted(set(entry) - FIELDS)
+    if unknown:
+        raise MutantsError(f"{name}: {', '.join(unknown)} is no field; {sorted(FIELDS)} are")
+    suites = tuple(cast(list[str], entry.get("suites", [])))
+    missing = [suite for suite in suites if not (root / suite.partition("::")[0]).is_file()]
+    if missing or not suites:
+        raise MutantsError(f"{name}: {', '.join(missing) or 'suites'}: no such test file")
+    patch = root / FOLDER / f"{name}.patch"
+    if not patch.is_file():
+        raise MutantsError(f"{name}: {patch.relative_to(root)} is missing")
+    return Mutant(
+        name=name,
+        breaks=cast(str, entry["breaks"]),
+        suites=suites,
+        edits=parse_patch(patch.read_text(encoding="utf-8")),
+        objects=tuple(cast(list[str], entry.get("objects", []))),
+        equivalent=cast(str | None, entry.get("equivalent")),
+        may_hang=bool(entry.get("may_hang", False)),
+    )
+
+
+def parse_patch(text: str) -> tuple[Edit, ...]:
+    """The hunks of a unified diff. Raises MutantsError where it has none or is malformed."""
+    edits: list[Edit] = []
+    path, before, after = "", list[str](), list[str]()
+
+    def end_hunk() -> None:
+        if before != after:
+            edits.append(Edit(path=path, before="".join(before), after="".join(after)))
+        before.clear()
+        after.clear()
+
+    for line in text.splitlines(keepends=True):
+        if line.startswith(("--- ", "diff --git", "index ")):
+            end_hunk()
+        elif line.startswith("+++ "):
+            path = line[4:].strip().removeprefix("b/")
+        elif line.startswith("@@"):
+            end_hunk()
+        elif path and line[:1] in {" ", "-", "+", "\n"}:
+            content = line if line == "\n" else line[1:]
+            before += [] if line[0] == "+" else [content]
+            after += [] if line[0] == "-" else [content]
+        elif path:
+            raise MutantsError(f"{line.strip()!r} is no line of a unified diff")
+    end_hunk()
+    if not edits:
+        raise MutantsError("the patch changes nothing")
+    return tuple(edits)
+
+
+def apply_edits(tree: Path, edits: Iterable[Edit]) -> None:
+    """Changes the files below `tree`; their modification times stay, so make rebuilds nothing.
+
+    Raises:
+        MutantsError: a file lacks the lines that a hunk replaces, or has them more than once.
+    """
+    for edit in edits:
+        path = tree / edit.path
+        if not path.is_file():
+            raise MutantsError(f"{edit.path} does not exist")
+        text = "\n" + path.read_text(encoding="utf-8")
+        count = text.count("\n" + edit.before)
+        if count != 1:
+            first = next((line for line in edit.before.splitlines() if line.strip()), "")
+            raise MutantsError(
+                f"the patch does not apply: {edit.path} has the lines from {first.strip()!r} on "
+                f"{count} times, and must have them once"
+            )
+        changed = text.replace("\n" + edit.before, "\n" + edit.after)
+        stat = path.stat()
+        path.write_text(changed[1:], encoding="utf-8")
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+# --- trees and runs -------------------------------------------------------------------------------
+
+
+@contextmanager
+def copy_of(root: Path) -> Generator[Path]:
+    """A throw-away copy of a tree, build products and modification times included."""
+    with tempfile.TemporaryDirectory(prefix="cadenza-mutants-") as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(root, tree, ignore=NOT_COPIED, symlinks=True)
+        yield tree
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """In which `import cadenza` finds the package of `tree`, whatever is installed."""
+    return os.environ | {"PYTHONPATH": str(tree / "src"), "CADENZA_REQUIRE_NATIVE": "1"}
+
+
+def run(tree: Path, command: Sequence[str], timeout_s: float) -> SuiteRun:
+    """Runs a command in a tree; what it started ends with it."""
+    with subprocess.Popen(
+        command,
+        cwd=tree,
+        env=environment(tree),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            return SuiteRun(returncode=None, output=output)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return SuiteRun(returncode=process.returncode, output=output)
+
+
+def run_tests(tree: Path, suites: Iterable[str], timeout_s: float) -> SuiteRun:
+    """Runs test files and node ids in a tree up to the first failure."""
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
+    return run(tree, [*pytest, *suites], timeout_s)
+
+
+def check_import(tree: Path) -> None:
+    """Raises MutantsError unless tests in `tree` import the package from there."""
+    where = run(tree, [sys.executable, "-c", "import cadenza; print(cadenza.__file__)"], 60.0)
+    expected = tree / "src" / "cadenza" / "__init__.py"
+    if where.output.strip() != str(expected):
+        raise MutantsError(f"cadenza is imported from {where.output.strip()}, not {expected}")
+
+
+def build_native(tree: Path, objects: Iterable[str]) -> None:
+    """Compiles the named objects again, and links the library. Raises MutantsError."""
+    for name in objects:
+        path = tree / OBJECTS / name
+        if not path.is_file():
+            raise MutantsError(f"{path.relative_to(tree)} is not an object of the library")
+        path.unlink()
+    make = ["make", "-C", "csrc", "library", f"PYTHON={sys.executable}"]
+    made = run(tree, make, timeout_s=3600.0)
+    if made.returncode:
+        raise MutantsError(f"the native library does not build:\n{made.tail}")
+
+
+def isa_in_use(tree: Path) -> str:
+    """The ISA whose kernels this machine runs."""
+    code = (
+        "from cadenza.backends.xla.ops.native_library import load_native_library as load\n"
+        "print(load().cpu_isa)"
+    )
+    return run(tree, [sys.executable, "-c", code], 120.0).output.strip()
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+
+def judge(mutant: Mutant, tests: SuiteRun) -> tuple[Verdict, str]:
+    """The verdict on a mutant after its tests, and its detail."""
+    if tests.returncode is None:
+        verdict = Verdict.CAUGHT if mutant.may_hang else Verdict.TIMED_OUT
+        return verdict, "a hang, as expected" if mutant.may_hang else tests.tail
+    if tests.returncode == 0:
+        if mutant.equivalent is not None:
+            return Verdict.EQUIVALENT, mutant.equivalent
+        return Verdict.SURVIVED, "every named test passed"
+    failed = _FAILED.search(tests.output)
+    if tests.returncode != 1 or failed is None:
+        return Verdict.BROKEN, f"pytest ended with {tests.returncode}:\n{tests.tail}"
+    if mutant.equivalent is not None:
+        return Verdict.BROKEN, f"argued to be equivalent, and yet caught by {failed[1]}"
+    return Verdict.CAUGHT, failed[1]
+
+
+def try_mutant(base: Path, mutant: Mutant, *, isa: str, timeout_s: float) -> Outcome:
+    """Applies a mutant to a copy of `base` and runs its tests there."""
+    start_s = time.monotonic()
+    try:
+        with copy_of(base) as tree:
+            apply_edits(tree, mutant.edits)
+            check_import(tree)
+            if mutant.objects:
+                build_native(tree, [name.format(isa=isa) for name in mutant.objects])
+            verdict, detail = judge(mutant, run_tests(tree, mutant.suites, timeout_s))
+    except MutantsError as error:
+        verdict, detail = Verdict.BROKEN, str(error)
+    seconds = time.monotonic() - start_s
+    return Outcome(mutant=mutant, verdict=verdict, detail=detail, seconds=seconds)
+
+
+def prepare(base: Path, mutants: Sequence[Mutant], timeout_s: float) -> str:
+    """Sees that every patch applies and every named test passes without it; returns the ISA.
+
+    Raises:
+        MutantsError: otherwise.
+    """
+    for mutant in mutants:
+        with copy_of_sources(base, mutant) as sources:
+            try:
+                apply_edits(sources, mutant.edits)
+            except MutantsError as error:
+                raise MutantsError(f"{mutant.name}: {error}") from error
+    check_import(base)
+    needs_build = any(mutant.objects for mutant in mutants)
+    if needs_build:
+        build_native(base, [])
+    suites = dict.fromkeys(suite for mutant in mutants for suite in mutant.suites)
+    tests = run_tests(base, suites, timeout_s * max(1, len(mutants)))
+    if tests.returncode != 0:
+        raise MutantsError(f"the tests fail without any mutant:\n{tests.tail}")
+    return isa_in_use(base) if needs_build else ""
+
+
+@contextmanager
+def copy_of_sources(root: Path, mutant: Mutant) -> Generator[Path]:
+    """A folder with no more than the files that a mutant changes."""
+    with tempfile.TemporaryDirectory(prefix="cadenza-mutants-") as folder:
+        for name in {edit.path for edit in mutant.edits}:
+            target = Path(folder) / name
+            if (root / name).is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, target)
+        yield Path(folder)
+
+
+def run_all(
+    root: Path,
+    mutants: Sequence[Mutant],
+    *,
+    console: Console,
+    jobs: int = 1,
+    timeout_s: float = TIMEOUT_S,
+) -> list[Outcome]:
+    """Runs the tests without any mutant, then each mutant's with it; tells each verdict at once.
+
+    Raises:
+        MutantsError: a patch does not apply, or a test fails without any mutant.
+    """
+
+    def try_one(mutant: Mutant) -> Outcome:
+        outcome = try_mutant(base, mutant, isa=isa, timeout_s=timeout_s)
+        line = f"{outcome.verdict.value}: {mutant.name} ({outcome.seconds:.0f} s)"
+        console.print(line, markup=False, highlight=False)
+        return outcome
+
+    with copy_of(root) as base, ThreadPoolExecutor(jobs) as pool:
+        console.print(f"running the tests of {len(mutants)} mutants without any of them …")
+        isa = prepare(base, mutants, timeout_s)
+        return list(pool.map(try_one, mutants))
+
+
+def report(outcomes: Sequence[Outcome], console: Console) -> None:
+    """A table of all, then in full what is at fault."""
+    by_column = Column("by", overflow="fold")
+    table = Table("mutant", "breaks", "verdict", by_column, "s", title="mutation run")
+    for outcome in outcomes:
+        by = "" if outcome.verdict.is_fault else outcome.detail
+        seconds = f"{outcome.seconds:.0f}"
+        mutant = outcome.mutant
+        table.add_row(mutant.name, mutant.breaks, outcome.verdict.value, by, seconds)
+    console.print(table)
+    for outcome in outcomes:
+        if outcome.verdict.is_fault:
+            console.print(f"{outcome.verdict.value}: {outcome.mutant.name}", style="bold red")
+            console.print(outcome.detail, markup=False, highlight=False)
+
+
+def main(arguments: Sequence[str], root: Path = ROOT) -> int:
+    """Runs the mutants that are named, or all; 0 when each was caught."""
+    parser = argparse.ArgumentParser(prog="mutants", description="Run the mutation tests.")
+    parser.add_argument("names", nargs="*", help="mutants to run; all without any")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default: 1)")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for one's tests")
+    parser.add_argument("--list", action="store_true", help="list the mutants and run none")
+    options = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        known = {mutant.name: mutant for mutant in load_mutants(root)}
+        unknown = sorted(set(options.names) - set(known))
+        if unknown:
+            raise MutantsError(f"{', '.join(unknown)}: no such mutant; --list shows all")
+        chosen = [known[name] for name in options.names or known]
+        if options.list:
+            for mutant in chosen:
+                console.print(f"{mutant.name}: {mutant.breaks}", markup=False, highlight=False)
+            return 0
+        outcomes = run_all(
+            root, chosen, console=console, jobs=options.jobs, timeout_s=options.timeout
+        )
+    except MutantsError as error:
+        console.print(f"mutants: {error}", style="red", markup=False, highlight=False)
+        return 2
+    report(outcomes, console)
+    return 1 if any(outcome.verdict.is_fault for outcome in outcomes) else 0
+
+
+def _terminated(_number: int, _frame: object) -> None:
+    sys.exit(128 + signal.SIGTERM)  # so that copies are removed and what runs in them ends
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminated)
+    sys.exit(main(sys.argv[1:]))
