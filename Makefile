@@ -28,7 +28,7 @@ EXTRA := project.optional-dependencies
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test lint soak oracle mutants bench lock clean
+.PHONY: help run test lint soak oracle real mutants bench lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ oracle: .venv-oracle/.has-torch ## compare with torch and transformers (in an en
 
 mutants: .venv/.has-tools ## run the tests against committed faults, which they must catch
 	$(BIN)/python tools/mutants.py $(ARGS)
+
+real: .venv/.has-tools ## fetch two trained models for the tests and the oracle (2 GB on disk)
+	$(BIN)/python -m tools.real_models
 
 bench: .venv/.has-tools ## measure the import and run the benchmarks
 	$(BIN)/python tools/import_time.py

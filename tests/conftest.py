@@ -1,8 +1,9 @@
 """What every test shares: the sizes of property tests, and what "needs the native kernels" means.
 
 Owns the Hypothesis profiles (`ci`: the same small set of examples each time; `soak`: many, new ones
-each time) and the `native` marker. Knows nothing of the engine. Invariant: with
-CADENZA_REQUIRE_NATIVE=1 a package without native kernels is an error, never a row of skips.
+each time), the `native` marker and the folders of the trained models. Knows nothing of the engine.
+Invariant: with CADENZA_REQUIRE_NATIVE=1 a package without native kernels is an error, never a row
+of skips; a trained model that is absent is a skip that names `make real`.
 """
 
 import importlib.util
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tools.real_models import GEMMA3, MODELS, SMOLLM2, RealModel, cache_folder, find
 
 LIBRARY_SUFFIXES = frozenset({".so", ".dylib", ".pyd"})
 
@@ -61,3 +64,26 @@ def has_native_library() -> bool:
     return any(
         path.suffix in LIBRARY_SUFFIXES for place in places for path in Path(place).rglob("*")
     )
+
+
+@pytest.fixture(scope="session", params=MODELS, ids=lambda model: model.name)
+def real_folder(request: pytest.FixtureRequest) -> Path:
+    """The folder of each trained model that `make real` makes."""
+    return folder_of(request.param)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    return folder_of(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def gemma3_folder() -> Path:
+    return folder_of(GEMMA3)
+
+
+def folder_of(model: RealModel) -> Path:
+    folder = find(model, cache_folder(os.environ))
+    if folder is None:
+        pytest.skip(f"the trained model {model.name} is absent or outdated: run `make real`")
+    return folder
