@@ -168,7 +168,7 @@ def test_more_prompts_than_rows_and_queue_are_all_answered(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--max-tokens", 5000), "the context holds"),
+        (("--max-tokens", 5000), "maximum context length is"),
         (("--temperature", -1), "temperature is -1"),
         (("--logprobs", 99, "--json"), "logprobs is 99"),
     ],

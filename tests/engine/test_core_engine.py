@@ -72,9 +72,9 @@ def test_ids_are_unique_and_grow_and_skip_nothing_for_refused_requests() -> None
         (greedy(()), "prompt"),
         (greedy((1, VOCAB_SIZE)), "prompt"),
         (greedy((-1,)), "prompt"),
-        (greedy(prompt_of(96)), "max_tokens"),
+        (greedy(prompt_of(96)), "prompt"),
         (greedy(prompt_of(90), 7), "max_tokens"),
-        (greedy(prompt_of(96), None), "max_tokens"),
+        (greedy(prompt_of(96), None), "prompt"),
         (
             Request(prompt_token_ids=(1,), params=SamplingParams(stop_token_ids=(VOCAB_SIZE,))),
             "stop_token_ids",
@@ -157,7 +157,9 @@ def test_a_request_the_pool_can_never_hold_is_refused_with_both_numbers() -> Non
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_both_numbers() -> None:
-    with pytest.raises(InvalidRequestError, match=r"97 in all; the context holds 96"):
+    with pytest.raises(
+        InvalidRequestError, match=r"length is 96 tokens.* has 90 tokens and max_tokens is 7"
+    ):
         make_engine(limits_of()).submit(greedy(prompt_of(90), 7))
 
 

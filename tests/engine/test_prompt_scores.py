@@ -192,7 +192,9 @@ def test_a_request_for_no_tokens_needs_none_to_be_allowed(loop: SchedulerLoop) -
 
 
 class NoModel:
-    """Nobody asks it for anything."""
+    """Nobody asks it for logits."""
+
+    vocab_size = 3
 
     def start(self) -> None:
         raise AssertionError("there is nothing to compute")

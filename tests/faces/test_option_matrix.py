@@ -123,7 +123,7 @@ def test_the_sound_engine_passes(bench: Bench):
     result = bench.play(EngineCore)
     assert result.passed, result.last_line
     assert result.last_line.endswith(
-        f" options={len(SMALL.rows)} pairs={len(all_pairs(NUM_LEVELS))}"
+        f" options={len(SMALL.rows)} pairs={len(all_pairs(NUM_LEVELS))} longest={result.longest}"
     )
 
 

@@ -103,7 +103,7 @@ def test_a_recommended_length_gives_way_to_the_context(folder: Path) -> None:
     with LLM(folder, max_num_seqs=2, max_model_len=32) as llm:
         (output,) = llm.generate([[5] * 10], {"ignore_eos": True})
         assert len(output.outputs[0].token_ids) == 22
-        with pytest.raises(InvalidRequestError, match="the context holds 32"):
+        with pytest.raises(InvalidRequestError, match="maximum context length is 32 tokens"):
             llm.generate([[5] * 10], {"max_tokens": 40})
 
 

@@ -4,7 +4,7 @@ import json
 import select
 import socket
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -165,14 +165,16 @@ def test_a_full_queue_is_told_before_a_body_is_read(
     script: tuple[int, ...], text: TextFace
 ) -> None:
     engine = ScriptedEngine(script, max_num_queued_reqs=1)
-    with running_server(engine, text) as server, server.connect() as connection:
+    with running_server(engine, text) as server, ExitStack() as connected:
+        connection, *others = [connected.enter_context(server.connect()) for _ in range(6)]
         engine.pause()
-        with server.connect() as other:
-            other.sendall(raw_post("/v1/completions", b'{"prompt": ["a", "b", "c", "d", "e"]}'))
-            wait_until(lambda: engine.num_open == 5)
-            connection.sendall(raw_post("/v1/completions", padded(1000))[:-1])
-            assert b" 429 " in connection.recv(1 << 16)
-            engine.resume()
+        for other in others:
+            other.sendall(raw_post("/v1/completions", b'{"prompt": "a"}'))
+        wait_until(lambda: engine.num_open == 5)
+        connection.sendall(raw_post("/v1/completions", padded(1000))[:-1])
+        assert b" 429 " in connection.recv(1 << 16)
+        engine.resume()
+        for other in others:
             assert b" 200 " in other.recv(1 << 16)
 
 

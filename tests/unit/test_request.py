@@ -16,7 +16,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "min_p": (0.0, 1.0),
     "top_k": (-1, 2**31),
     "seed": (0, MAX_SEED),
-    "max_tokens": (1, 2**31),
+    "max_tokens": (0, 2**31),
     "min_tokens": (0, 2**31),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
