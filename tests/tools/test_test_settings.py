@@ -22,6 +22,7 @@ def run_pytest(root: Path, text: str, *options: str, require_native: str = "") -
     (root / "tests").mkdir()
     (root / "tests" / "test_it.py").write_text(text, encoding="utf-8")
     shutil.copy(REPOSITORY / "tests" / "conftest.py", root / "tests")
+    shutil.copytree(REPOSITORY / "tools", root / "tools", dirs_exist_ok=True)
     shutil.copy(REPOSITORY / "pyproject.toml", root)
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
