@@ -8,6 +8,7 @@ of skips; a trained model that is absent is a skip that names `make real`.
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,19 @@ settings.register_profile(
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hypothesis-profile") is None:
         settings.load_profile("ci")
+    if not hasattr(config, "workerinput"):  # workers inherit it
+        _restore_signals()
     if must_have_native() and not has_native_library():
         raise pytest.UsageError(
             "CADENZA_REQUIRE_NATIVE=1, but the installed package holds no native library; "
             "look at the build's output, or unset the variable to test without"
         )
+
+
+def _restore_signals() -> None:
+    """What the commands under test inherit; nohup and a shell's background ignore these two."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
