@@ -58,9 +58,17 @@ class OutputError(OSError):
 
 
 class _Output(io.FileIO):
-    """A file whose failures are told from those of all other files."""
+    """A file whose failures are told from those of all other files.
+
+    `is_discarding` once the command is over: since Python 3.13 a text stream that is collected with
+    something left in its buffers reports that it could not be written.
+    """
+
+    is_discarding = False
 
     def write(self, data: Any, /) -> int:
+        if self.is_discarding:
+            return memoryview(data).nbytes
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -89,6 +97,11 @@ def _usable_streams() -> Generator[None]:
         try:
             yield
         finally:
+            for stream in (sys.stdout, sys.stderr):
+                buffer: Any = getattr(stream, "buffer", None)
+                raw: object = getattr(buffer, "raw", buffer)
+                if isinstance(raw, _Output):
+                    raw.is_discarding = True
             sys.stdin, sys.stdout, sys.stderr = streams
 
 
