@@ -19,11 +19,12 @@ import numpy as np
 
 from cadenza.config import EngineLimits
 from cadenza.core.admission import Admission
-from cadenza.core.batch import Batch, StepOutput
+from cadenza.core.batch import Batch
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_schema import StepOutput
 from cadenza.request import Request, SamplingParams
 
 PAGE_SIZE = 16
@@ -139,7 +140,7 @@ class Bench:
 
 
 def _output_of(batch: Batch) -> StepOutput:
-    count = sum(entry.samples for entry in batch.entries)
+    count = sum(len(entry.choices) for entry in batch.entries)
     return StepOutput(
         token_ids=np.full(count, 7, np.int32),
         is_finite=np.ones(count, np.bool_),

@@ -4,6 +4,7 @@
 
 #include "core/faults.h"
 #include "core/isa.h"
+#include "core/logit_rows.h"
 #include "core/pack.h"
 
 namespace {
@@ -53,6 +54,8 @@ CADENZA_EXPORT const char* cadenza_available_isas() {
   }();
   return names.c_str();
 }
+
+CADENZA_EXPORT const char* cadenza_logit_columns() { return cadenza::kLogitColumnNames; }
 
 CADENZA_EXPORT int cadenza_num_threads() { return cadenza::executor().num_threads(); }
 

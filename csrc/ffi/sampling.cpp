@@ -2,26 +2,23 @@
 #include <cstring>
 #include <vector>
 
+#include "core/logit_rows.h"
 #include "ffi/buffers.h"
 
 namespace cadenza::xla_ffi {
 
 namespace {
 
-struct RowData {
-  Any temperature, top_k, top_p, min_p, keys, num_logprobs, has_rules, targets;
-};
-
 // What rows remember: their rules and their tokens. Empty arrays stand for "no row has rules".
 struct RowMemory {
-  Any records, rows, lengths, page_table, history;
+  Any records, page_table, history;
   int64_t page_size;
 
   bool is_there() const { return records.element_count() > 0; }
 };
 
-RowRules rules_of_row(const RowMemory& memory, int64_t index) {
-  const int64_t row = int32(memory.rows)[index], length = int32(memory.lengths)[index];
+RowRules rules_of(const LogitRows& rows, const RowMemory& memory, int64_t index) {
+  const int64_t row = rows.whole(kRow, index), length = rows.whole(kPosition, index);
   const int64_t words = dim(memory.records, 1), pages = dim(memory.page_table, 1);
   require(row >= 0 && row < dim(memory.records, 0), "a logit row's row is out of range");
   require(length >= 0 && length <= pages * memory.page_size, "a context is longer than its pages");
@@ -35,52 +32,43 @@ RowRules rules_of_row(const RowMemory& memory, int64_t index) {
   return rules;
 }
 
-SampleParams params_of_row(const RowData& rows, const RowMemory& memory, int64_t row) {
+SampleParams params_of(const LogitRows& rows, const RowMemory& memory, int64_t index) {
   SampleParams params{};
-  params.temperature = data<float>(rows.temperature)[row];
-  params.top_k = int32(rows.top_k)[row];
-  params.top_p = data<float>(rows.top_p)[row];
-  params.min_p = data<float>(rows.min_p)[row];
-  params.num_logprobs = int32(rows.num_logprobs)[row];
-  params.target = int32(rows.targets)[row];
-  std::memcpy(params.key, data<uint32_t>(rows.keys) + 2 * row, sizeof(params.key));
-  if (has_fault(Fault::kRowKey)) params.key[0] = uint32_t(row);
-  if (memory.is_there() && int32(rows.has_rules)[row] > 0) params.rules = rules_of_row(memory, row);
+  params.temperature = rows.number(kTemperature, index);
+  params.top_k = rows.whole(kTopK, index);
+  params.top_p = rows.number(kTopP, index);
+  params.min_p = rows.number(kMinP, index);
+  params.num_logprobs = rows.whole(kNumLogprobs, index);
+  params.target = rows.whole(kTarget, index);
+  params.key[0] = uint32_t(rows.whole(kKeyLow, index));
+  params.key[1] = uint32_t(rows.whole(kKeyHigh, index));
+  if (has_fault(Fault::kRowKey)) params.key[0] = uint32_t(index);
+  if (memory.is_there() && rows.whole(kHasRules, index) > 0) {
+    params.rules = rules_of(rows, memory, index);
+  }
   return params;
 }
 
-void check(const RowData& rows, int64_t count, int64_t vocab) {
-  const Any* floats[] = {&rows.temperature, &rows.top_p, &rows.min_p};
-  for (const Any* each : floats) {
-    require(each->element_type() == ffi::F32 && int64_t(each->element_count()) >= count,
-            "temperature, top_p and min_p must be f32 [L]");
+LogitRows checked_rows(const Any& columns, int64_t count, int64_t vocab) {
+  require(columns.element_type() == ffi::S32 && dim(columns, 0) == kNumLogitColumns &&
+              dim(columns, 1) >= count,
+          "the logit rows must be int32 [columns, L]");
+  LogitRows rows{int32(columns), dim(columns, 1)};
+  for (int64_t index = 0; index < count; index++) {
+    require(rows.whole(kTarget, index) < vocab, "a target is no token of the vocabulary");
   }
-  const Any* ints[] = {&rows.top_k, &rows.num_logprobs, &rows.has_rules, &rows.targets};
-  for (const Any* each : ints) {
-    require(each->element_type() == ffi::S32 && int64_t(each->element_count()) >= count,
-            "top_k, num_logprobs, has_rules and targets must be int32 [L]");
-  }
-  require(rows.keys.element_type() == ffi::U32 && int64_t(rows.keys.element_count()) >= 2 * count,
-          "keys must be uint32 [L, 2]");
-  for (int64_t row = 0; row < count; row++) {
-    require(int32(rows.targets)[row] < vocab, "a target is no token of the vocabulary");
-  }
+  return rows;
 }
 
-void check(const RowMemory& memory, int64_t count, int64_t vocab) {
+void check(const RowMemory& memory, int64_t vocab) {
   if (!memory.is_there()) return;
   require(memory.page_size > 0, "the page size must be above 0");
   require(dim(memory.records, 1) == rule_words(vocab), "rules must be int32 [R, W]");
   require(dim(memory.page_table, 0) == dim(memory.records, 0), "page_table must be int32 [R, P]");
-  require(int64_t(memory.rows.element_count()) >= count &&
-              int64_t(memory.lengths.element_count()) >= count,
-          "rows and lengths must be int32 [L]");
 }
 
-ffi::Error next_token_call(Any x, Any head, Any count, Any temperature, Any top_k, Any top_p,
-                           Any min_p, Any keys, Any num_logprobs, Any has_rules, Any targets,
-                           Any records, Any logit_rows, Any lengths, Any page_table, Any history,
-                           AnyResult out, int64_t vocab, float divisor, float soft_cap,
+ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
+                           Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
                            int64_t page_size) {
   return guarded("cadenza_next_token", [&] {
     ProfileScope profile(Op::kNextToken);
@@ -99,14 +87,13 @@ ffi::Error next_token_call(Any x, Any head, Any count, Any temperature, Any top_
     require(out->element_type() == ffi::S32 && dim(*out, 1) == kSampleColumns,
             "the result must be int32 [L, 44]");
     std::memset(task.out, 0, out->size_bytes());
-    RowData rows{temperature, top_k, top_p, min_p, keys, num_logprobs, has_rules, targets};
-    RowMemory memory{records, logit_rows, lengths, page_table, history, page_size};
-    check(rows, task.product.rows, vocab);
-    check(memory, task.product.rows, vocab);
+    LogitRows rows = checked_rows(columns, task.product.rows, vocab);
+    RowMemory memory{records, page_table, history, page_size};
+    check(memory, vocab);
     std::vector<SampleParams> params;
     params.reserve(size_t(task.product.rows));
     for (int64_t row = 0; row < task.product.rows; row++) {
-      params.push_back(params_of_row(rows, memory, row));
+      params.push_back(params_of(rows, memory, row));
     }
     task.params = params.data();
     if (profile.is_on()) {
@@ -122,15 +109,6 @@ ffi::Error next_token_call(Any x, Any head, Any count, Any temperature, Any top_
 #pragma GCC visibility push(default)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaNextToken, next_token_call,
                               ffi::Ffi::Bind()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
                                   .Arg<Any>()
                                   .Arg<Any>()
                                   .Arg<Any>()

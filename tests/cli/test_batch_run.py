@@ -16,7 +16,7 @@ from cadenza.cli.interrupts import Interrupts
 from cadenza.cli.live_view import frame, live_view, print_result
 from cadenza.cli.reports import json_lines
 from cadenza.config import EngineLimits
-from cadenza.core.batch import ModelInputs
+from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import EngineCore
 from cadenza.engine.text_face import TextFace
 from cadenza.errors import InvalidRequestError, RunnerError

@@ -13,7 +13,7 @@ import numpy as np
 
 from cadenza.backends.base import Capability, Exactness, Runner
 from cadenza.config import MAX_LOGPROBS_BOUND
-from cadenza.core.batch import LAST_SAMPLED, ModelInputs, StepOutput
+from cadenza.core.step_schema import LAST_SAMPLED, ModelInputs, StepOutput
 from tests.contract.backends import LIMITS
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs, padding_of, run_step
 
@@ -211,14 +211,14 @@ def check_padding_is_harmless(bench: Bench) -> None:
 def soil(inputs: ModelInputs) -> ModelInputs:
     """The same step with other values wherever nothing is meant."""
     padding = padding_of(inputs)
-    inputs.token_ids[padding] = 13
-    inputs.positions[padding] = 5
+    inputs.tokens.ids[padding] = 13
+    inputs.tokens.positions[padding] = 5
     unused = slice(inputs.num_logits, None)
-    inputs.logit_rows[unused] = 1
-    inputs.sampling.temperature[unused] = 3.0
-    inputs.sampling.top_k[unused] = 2
-    inputs.sampling.top_p[unused] = 0.3
-    inputs.sampling.keys[unused] = 77
+    inputs.logits.rows[unused] = 1
+    inputs.logits.temperature[unused] = 3.0
+    inputs.logits.top_k[unused] = 2
+    inputs.logits.top_p[unused] = 0.3
+    inputs.logits.keys[unused] = 77
     return inputs
 
 
@@ -266,6 +266,26 @@ def check_the_key_decides_and_greedy_rows_have_none(bench: Bench) -> None:
     others = [tokens(replace(SAMPLED, seed=seed)) for seed in range(20, 28)]
     assert any(other != tokens(SAMPLED) for other in others), "the seed changed nothing"
     assert tokens(Draw(seed=1)) == tokens(Draw(seed=2)), "a greedy row followed its seed"
+
+
+def check_a_row_can_choose_several_tokens_in_a_step(bench: Bench) -> None:
+    """Each choice is what a step of its own would have made, and the last one is remembered."""
+    alone: list[StepOutput] = []
+    for end in (18, 19, 20):
+        short = stream_on(1, [end % 3 * 2, end % 3 * 2 + 1])
+        bench.run(short.chunk(PROMPT[:9], samples=False))
+        bench.run(short.chunk(PROMPT[9 : end - 1], samples=False))
+        alone.append(bench.run(short.chunk(PROMPT[end - 1 : end], samples=True)))
+    following = bench.run(short.next_token())
+    stream, neighbour = stream_on(2, [20, 21]), stream_on(3, [22], Draw())
+    bench.run(stream.chunk(PROMPT[:9], samples=False), neighbour.chunk(OTHER, samples=True))
+    bench.run(stream.chunk(PROMPT[9:16], samples=False))
+    several = bench.run(
+        stream.chunk(PROMPT[16:], samples=True, num_choices=3), neighbour.next_token()
+    )
+    bench.assert_same([row_of(several, index) for index in range(3)], alone, "several choices")
+    output = bench.run(stream.next_token(), neighbour.next_token())
+    bench.assert_same([row_of(output, 0)], [following], "after several choices")
 
 
 def check_asking_for_log_probabilities_changes_no_token(bench: Bench) -> None:

@@ -6,12 +6,21 @@ Knows neither `Packer` nor `Scheduler`, so a fault of theirs cannot hide here.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from cadenza.backends.base import Runner
-from cadenza.core.batch import LAST_SAMPLED, PADDING, ModelInputs, SamplingInputs, StepOutput
-from cadenza.core.randomness import draw_keys
+from cadenza.core.draw_keys import draw_keys
+from cadenza.core.step_schema import (
+    LAST_SAMPLED,
+    PADDING,
+    LogitInputs,
+    ModelInputs,
+    StepLayout,
+    StepOutput,
+    specs_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +55,17 @@ class Stream:
     num_sent_pages: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
-    def chunk(self, token_ids: Iterable[int], *, samples: bool) -> "Chunk":
-        """The next tokens of the stream; those computed so far stay what they were."""
+    def chunk(self, token_ids: Iterable[int], *, samples: bool, num_choices: int = 1) -> "Chunk":
+        """The next tokens of the stream; those computed so far stay what they were.
+
+        Where it samples, a token is chosen after each of the last `num_choices` tokens.
+        """
         tokens = tuple(token_ids)
         start = self.num_computed
         self.num_computed += len(tokens)
         first_new_page, self.num_sent_pages = self.num_sent_pages, len(self.pages)
         copies, self.copies = tuple(self.copies), []
-        return Chunk(self, tokens, start, samples, first_new_page, copies)
+        return Chunk(self, tokens, start, samples, first_new_page, copies, num_choices)
 
     def next_token(self) -> "Chunk":
         """One decode: the token that the device sampled last for this row."""
@@ -70,6 +82,7 @@ class Chunk:
     samples: bool
     first_new_page: int
     copies: tuple[tuple[int, int], ...] = ()
+    num_choices: int = 1
 
     @property
     def end(self) -> int:
@@ -88,27 +101,28 @@ def build_inputs(chunks: Iterable[Chunk], geometry: Geometry, *, step_id: int = 
         stream = chunk.stream
         begin, end = end, end + len(chunk.token_ids)
         positions = np.arange(chunk.start, chunk.end)
-        inputs.token_ids[begin:end] = chunk.token_ids
-        inputs.positions[begin:end] = positions
-        inputs.slot_mapping[begin:end] = (
+        inputs.tokens.ids[begin:end] = chunk.token_ids
+        inputs.tokens.positions[begin:end] = positions
+        inputs.tokens.slots[begin:end] = (
             np.array(stream.pages)[positions // size] * size + positions % size
         )
-        inputs.kv_lens[stream.row] = chunk.end
+        inputs.rows.kv_lens[stream.row] = chunk.end
         lengths[stream.row] = len(chunk.token_ids)
         for index in range(chunk.first_new_page, len(stream.pages)):
             updates.append((stream.row, index, stream.pages[index]))
         if chunk.samples:
-            inputs.logit_indices[num_logits] = end - 1
-            inputs.logit_rows[num_logits] = stream.row
-            _set_draw(inputs.sampling, num_logits, stream.draw, chunk.end)
-            num_logits += 1
-    inputs.query_starts[1:] = np.cumsum(lengths)
+            for position in range(chunk.end - chunk.num_choices + 1, chunk.end + 1):
+                inputs.logits.token_indices[num_logits] = begin + position - 1 - chunk.start
+                inputs.logits.rows[num_logits] = stream.row
+                _set_draw(inputs.logits, num_logits, stream.draw, position)
+                num_logits += 1
+    inputs.rows.query_starts[1:] = np.cumsum(lengths)
     copies = [copy for chunk in ordered for copy in chunk.copies]
+    inputs.groups.counts.num_tokens[0] = end
+    inputs.groups.counts.num_logits[0] = num_logits
     return replace(
         inputs,
         step_id=step_id,
-        num_tokens=end,
-        num_logits=num_logits,
         page_updates=np.array(updates, np.int32).reshape(-1, 3),
         page_copies=np.array(copies, np.int32).reshape(-1, 2),
     )
@@ -121,14 +135,35 @@ def run_step(runner: Runner, chunks: Iterable[Chunk], geometry: Geometry) -> Ste
 
 def padding_of(inputs: ModelInputs) -> np.ndarray:
     """Which of a step's T places hold no token."""
-    return inputs.slot_mapping == PADDING
+    return inputs.tokens.slots == PADDING
 
 
-def _set_draw(sampling: SamplingInputs, index: int, draw: Draw, position: int) -> None:
-    sampling.temperature[index] = draw.temperature
-    sampling.top_k[index] = draw.top_k
-    sampling.top_p[index] = draw.top_p
-    sampling.min_p[index] = draw.min_p
-    sampling.num_logprobs[index] = draw.num_logprobs
+def copy_of(inputs: ModelInputs) -> ModelInputs:
+    """The same step over a buffer of its own."""
+    layout = StepLayout(len(inputs.tokens.ids), len(inputs.rows.kv_lens))
+    words = inputs.words.copy()
+    return replace(inputs, words=words, groups=layout.inputs_of(words).groups)
+
+
+def logit_rows(count: int, **columns: Any) -> LogitInputs[Any]:
+    """`count` logit rows of rows 0, 1, …; what is not given is off."""
+    given = {"token_indices": np.arange(count, dtype=np.int32), "rows": np.arange(count)} | columns
+    return LogitInputs(
+        **{
+            spec.name: np.asarray(given[spec.name], spec.dtype)
+            if spec.name in given
+            else np.full((count, spec.columns)[: spec.columns], spec.fill, spec.dtype)
+            for spec in specs_of(LogitInputs)
+        }
+    )
+
+
+def _set_draw(logits: LogitInputs[Any], index: int, draw: Draw, position: int) -> None:
+    logits.positions[index] = position
+    logits.temperature[index] = draw.temperature
+    logits.top_k[index] = draw.top_k
+    logits.top_p[index] = draw.top_p
+    logits.min_p[index] = draw.min_p
+    logits.num_logprobs[index] = draw.num_logprobs
     seeds, positions = np.array([draw.seed], np.uint64), np.array([position], np.int32)
-    sampling.keys[index] = draw_keys(seeds, positions)[0]
+    logits.keys[index] = draw_keys(seeds, positions)[0]

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeRunner
-from cadenza.core.batch import NUM_SCORE_ROWS, ModelInputs, StepOutput
+from cadenza.core.step_schema import NUM_SCORE_ROWS, ModelInputs, StepOutput
 from tests.contract.backends import LIMITS
 from tests.contract.checks import CHECKS, Bench
+from tests.contract.steps import copy_of
 
 NUM_LOGITS = LIMITS.max_num_seqs + NUM_SCORE_ROWS
 
 
 def with_keys(inputs: ModelInputs, spoil: np.ndarray) -> ModelInputs:
     """The same step with other draw keys [L, 2]."""
-    keys = inputs.sampling.keys + spoil.astype(np.uint32)
-    return replace(inputs, sampling=replace(inputs.sampling, keys=keys))
+    other = copy_of(inputs)
+    other.logits.keys[:] += spoil.astype(np.uint32)
+    return other
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class LastTokenOfTheNextRow(FakeRunner):
 
 class ForgetsRowsThatSitOut(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
-        self._last_sampled[inputs.kv_lens == 0] = 0
+        self._last_sampled[inputs.rows.kv_lens == 0] = 0
         return FakeRunner.launch(self, inputs)
 
 
@@ -103,19 +105,19 @@ class CopiesAPageTooLate(FakeRunner):
 class KeysFromThePadding(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
         return FakeRunner.launch(
-            self, with_keys(inputs, np.full((NUM_LOGITS, 2), inputs.token_ids[-1]))
+            self, with_keys(inputs, np.full((NUM_LOGITS, 2), inputs.tokens.ids[-1]))
         )
 
 
 class KeysFromTheRow(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
-        rows = np.repeat(inputs.logit_rows[:, None], 2, axis=1)
+        rows = np.repeat(inputs.logits.rows[:, None], 2, axis=1)
         return FakeRunner.launch(self, with_keys(inputs, rows))
 
 
 class KeysFromTheCrowd(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
-        crowd = np.full((NUM_LOGITS, 2), int((inputs.kv_lens > 0).sum()))
+        crowd = np.full((NUM_LOGITS, 2), int((inputs.rows.kv_lens > 0).sum()))
         return FakeRunner.launch(self, with_keys(inputs, crowd))
 
 
@@ -128,12 +130,21 @@ class KeysFromTheChunk(FakeRunner):
 
 class NoRandomness(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
-        return FakeRunner.launch(self, with_keys(inputs, -inputs.sampling.keys.astype(np.int64)))
+        return FakeRunner.launch(self, with_keys(inputs, -inputs.logits.keys.astype(np.int64)))
+
+
+class RemembersTheFirstChoice(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        handle = FakeRunner.launch(self, inputs)
+        chosen = handle.result().token_ids
+        for index in reversed(range(inputs.num_logits)):
+            self._last_sampled[inputs.logits.rows[index]] = chosen[index]
+        return handle
 
 
 class KeysFromTheLogprobs(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
-        asked = np.repeat(inputs.sampling.num_logprobs[:, None], 2, axis=1)
+        asked = np.repeat(inputs.logits.num_logprobs[:, None], 2, axis=1)
         return FakeRunner.launch(self, with_keys(inputs, asked))
 
 
@@ -158,6 +169,7 @@ BROKEN: dict[str, type[FakeRunner]] = {
     "a_rows_result_is_the_same_in_company": KeysFromTheCrowd,
     "a_prompts_chunks_do_not_matter": KeysFromTheChunk,
     "the_key_decides_and_greedy_rows_have_none": NoRandomness,
+    "a_row_can_choose_several_tokens_in_a_step": RemembersTheFirstChoice,
     "asking_for_log_probabilities_changes_no_token": KeysFromTheLogprobs,
     "reset_forgets_everything": ForgetsNothing,
 }

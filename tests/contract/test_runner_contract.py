@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.core.batch import ModelInputs
+from cadenza.core.step_schema import ModelInputs
 from cadenza.errors import RunnerError
 from tests.contract.backends import BACKENDS, COMPILING_BACKENDS, LIMITS
 from tests.contract.checks import CHECKS, Bench

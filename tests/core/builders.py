@@ -6,10 +6,11 @@ import numpy as np
 
 from cadenza.config import EngineLimits
 from cadenza.core.admission import Admission
-from cadenza.core.batch import Batch, StepOutput
+from cadenza.core.batch import Batch
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_schema import StepOutput
 from cadenza.request import Event, Request, SamplingParams
 
 SECRET = b"a secret of the core's own tests"
@@ -85,7 +86,7 @@ def shares_of(batch: Batch | None) -> dict[int, int]:
 
 def output_of(batch: Batch, token_id: int = 60, bad_rows: tuple[int, ...] = ()) -> StepOutput:
     """A step's output in which every row samples `token_id`; `bad_rows` are not finite."""
-    rows = [entry.row for entry in batch.entries if entry.samples]
+    rows = [entry.row for entry in batch.entries for _ in (*entry.scored, *entry.choices)]
     count = len(rows)
     return StepOutput(
         token_ids=np.full(count, token_id, np.int32),

@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from cadenza.core.batch import LAST_SAMPLED, PADDING, Batch, ModelInputs
+from cadenza.core.batch import Batch
+from cadenza.core.draw_keys import draw_keys
 from cadenza.core.packing import Packer
-from cadenza.core.randomness import draw_keys
 from cadenza.core.scheduler import Scheduler
+from cadenza.core.step_schema import LAST_SAMPLED, PADDING, ModelInputs
 from cadenza.request import SamplingParams
 from tests.core.builders import add, output_of, scheduler_of, sequence_of
 
@@ -29,17 +30,17 @@ def test_a_ragged_step_is_laid_out_row_by_row_and_padded() -> None:
     inputs = packer().pack(next_batch(scheduler), BUCKET)
     assert (inputs.step_id, inputs.num_tokens, inputs.num_logits) == (0, 22, 1)
     prompt = [*first.token_ids, *second.token_ids[:4]]
-    assert inputs.token_ids.tolist() == [*prompt, 0, 0]
-    assert inputs.positions.tolist() == [*range(18), 0, 1, 2, 3, 0, 0]
+    assert inputs.tokens.ids.tolist() == [*prompt, 0, 0]
+    assert inputs.tokens.positions.tolist() == [*range(18), 0, 1, 2, 3, 0, 0]
     (page_0, page_1), (page_2,) = first.page_table, second.page_table
     slots = [page_0 * 16 + at for at in range(16)] + [page_1 * 16, page_1 * 16 + 1]
     slots += [page_2 * 16 + at for at in range(4)]
-    assert inputs.slot_mapping.tolist() == [*slots, PADDING, PADDING]
-    assert inputs.query_starts.tolist() == [0, 18, 22, 22, 22]
-    assert inputs.kv_lens.tolist() == [18, 4, 0, 0]
-    assert inputs.logit_indices[0] == 17
-    assert set(inputs.logit_indices[1:].tolist()) == {PADDING}
-    assert inputs.logit_rows[:1].tolist() == [0]
+    assert inputs.tokens.slots.tolist() == [*slots, PADDING, PADDING]
+    assert inputs.rows.query_starts.tolist() == [0, 18, 22, 22, 22]
+    assert inputs.rows.kv_lens.tolist() == [18, 4, 0, 0]
+    assert inputs.logits.token_indices[0] == 17
+    assert set(inputs.logits.token_indices[1:].tolist()) == {PADDING}
+    assert inputs.logits.rows[:1].tolist() == [0]
     assert inputs.page_updates.tolist() == [[0, 0, page_0], [0, 1, page_1], [1, 0, page_2]]
 
 
@@ -52,10 +53,10 @@ def test_rows_without_work_are_empty_and_entries_go_by_row() -> None:
         batch = next_batch(scheduler)
         inputs = pack(batch, BUCKET)
         scheduler.update(batch, output_of(batch))
-    assert inputs.query_starts.tolist() == [0, 1, 1, 2, 2]
-    assert inputs.kv_lens.tolist() == [4, 0, 4, 0]
-    assert inputs.logit_rows[:2].tolist() == [0, 2]
-    assert inputs.logit_indices[:2].tolist() == [0, 1]
+    assert inputs.rows.query_starts.tolist() == [0, 1, 1, 2, 2]
+    assert inputs.rows.kv_lens.tolist() == [4, 0, 4, 0]
+    assert inputs.logits.rows[:2].tolist() == [0, 2]
+    assert inputs.logits.token_indices[:2].tolist() == [0, 1]
 
 
 def test_a_token_that_is_still_on_the_device_is_named_and_not_sent() -> None:
@@ -66,9 +67,9 @@ def test_a_token_that_is_still_on_the_device_is_named_and_not_sent() -> None:
     first = next_batch(scheduler)
     pack(first, BUCKET)
     ahead = pack(next_batch(scheduler), BUCKET)
-    assert ahead.token_ids[:1].tolist() == [LAST_SAMPLED]
-    assert ahead.positions[:1].tolist() == [3]
-    assert ahead.kv_lens.tolist() == [4, 0, 0, 0]
+    assert ahead.tokens.ids[:1].tolist() == [LAST_SAMPLED]
+    assert ahead.tokens.positions[:1].tolist() == [3]
+    assert ahead.rows.kv_lens.tolist() == [4, 0, 0, 0]
 
 
 def test_a_token_that_was_read_back_is_sent() -> None:
@@ -78,7 +79,7 @@ def test_a_token_that_was_read_back_is_sent() -> None:
     batch = next_batch(scheduler)
     pack(batch, BUCKET)
     scheduler.update(batch, output_of(batch, token_id=42))
-    assert pack(next_batch(scheduler), BUCKET).token_ids[:1].tolist() == [42]
+    assert pack(next_batch(scheduler), BUCKET).tokens.ids[:1].tolist() == [42]
 
 
 def test_page_updates_hold_new_pages_only() -> None:
@@ -123,7 +124,7 @@ def test_pages_of_a_hit_are_sent_and_its_tokens_are_not() -> None:
     add(scheduler, follower)
     inputs = pack(next_batch(scheduler), 64)
     assert inputs.num_tokens == 1 + 9
-    assert inputs.positions[1:10].tolist() == list(range(32, 41))
+    assert inputs.tokens.positions[1:10].tolist() == list(range(32, 41))
     assert inputs.page_updates.tolist() == [
         [1, index, page] for index, page in enumerate(follower.page_table)
     ]
@@ -152,12 +153,12 @@ def test_sampling_data_belongs_to_the_row_and_follows_its_occupant() -> None:
         [
             float(values[0])
             for values in (
-                inputs.sampling.temperature,
-                inputs.sampling.top_k,
-                inputs.sampling.top_p,
-                inputs.sampling.min_p,
-                inputs.sampling.num_logprobs,
-                inputs.sampling.has_rules,
+                inputs.logits.temperature,
+                inputs.logits.top_k,
+                inputs.logits.top_p,
+                inputs.logits.min_p,
+                inputs.logits.num_logprobs,
+                inputs.logits.has_rules,
             )
         ]
         for inputs in seen
@@ -178,7 +179,7 @@ def test_a_draws_key_is_of_the_requests_seed_and_the_position_drawn() -> None:
         inputs = pack(batch, BUCKET)
         seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
         positions = np.array([4 + index + step for index in range(3)], np.int32)
-        assert (inputs.sampling.keys[:3] == draw_keys(seeds, positions)).all()
+        assert (inputs.logits.keys[:3] == draw_keys(seeds, positions)).all()
         scheduler.update(batch, output_of(batch))
 
 
@@ -207,8 +208,8 @@ def test_each_of_many_rows_is_sampled_by_its_own_requests_settings() -> None:
         inputs = pack(batch, budget)
         scheduler.update(batch, output_of(batch))
         rows = [row for row in range(count) if step == 0 or row != 3]
-        used, sampling = inputs.num_logits, inputs.sampling
-        assert inputs.logit_rows[:used].tolist() == rows
+        used, sampling = inputs.num_logits, inputs.logits
+        assert inputs.logits.rows[:used].tolist() == rows
         assert sampling.temperature[:used].tolist() == [settings[row].temperature for row in rows]
         assert sampling.top_k[:used].tolist() == [settings[row].top_k for row in rows]
         assert sampling.top_p[:used].tolist() == [settings[row].top_p for row in rows]
@@ -227,9 +228,7 @@ def test_what_is_packed_does_not_grow_with_the_context() -> None:
     for _ in range(10):
         batch = next_batch(scheduler)
         inputs = pack(batch, BUCKET)
-        arrays = [inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.query_starts]
-        arrays += [inputs.kv_lens, inputs.logit_indices, inputs.logit_rows]
-        sizes.add(sum(array.nbytes for array in arrays))
+        sizes.add(inputs.words.nbytes)
         scheduler.update(batch, output_of(batch))
     assert len(sizes) == 1
 
@@ -237,10 +236,10 @@ def test_what_is_packed_does_not_grow_with_the_context() -> None:
 def test_the_empty_step_is_all_padding() -> None:
     empty = ModelInputs.empty(bucket=8, num_rows=4)
     assert (empty.num_tokens, empty.num_logits) == (0, 0)
-    assert set(empty.slot_mapping.tolist()) == {PADDING}
-    assert set(empty.logit_indices.tolist()) == {PADDING}
-    assert not empty.kv_lens.any()
-    assert not empty.query_starts.any()
+    assert set(empty.tokens.slots.tolist()) == {PADDING}
+    assert set(empty.logits.token_indices.tolist()) == {PADDING}
+    assert not empty.rows.kv_lens.any()
+    assert not empty.rows.query_starts.any()
     assert empty.page_updates.shape == (0, 3)
 
 
@@ -255,7 +254,7 @@ def test_rules_go_up_when_a_row_changes_hands_and_again_to_a_device_that_lost_th
         assert batch is not None
         inputs = packer.pack(batch, 24)
         sent.append([update.row for update in inputs.rule_updates])
-        assert inputs.sampling.has_rules[:2].tolist() == [1, 0]
+        assert inputs.logits.has_rules[:2].tolist() == [1, 0]
         scheduler.update(batch, output_of(batch))
         if step == 1:
             packer.forget_rows()

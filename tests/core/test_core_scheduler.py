@@ -98,7 +98,7 @@ def test_chunks_add_up_to_the_prompt_and_only_the_last_one_samples() -> None:
     while not chunks or not chunks[-1][2]:
         batch = scheduled(scheduler)
         (entry,) = batch.entries
-        chunks.append((entry.start, entry.num_new_tokens, entry.samples))
+        chunks.append((entry.start, entry.num_new_tokens, bool(entry.choices)))
         scheduler.update(batch, output_of(batch))
     assert chunks == [
         (0, 7, False),

@@ -17,12 +17,12 @@ import numpy as np
 from cadenza.backends.fake import FakeRunner, FakeStepHandle, next_token
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
-from cadenza.core.batch import ModelInputs
+from cadenza.core.draw_keys import derive_sample_seed, derive_seed, draw_keys
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
-from cadenza.core.randomness import derive_sample_seed, derive_seed, draw_keys
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_schema import ModelInputs
 from cadenza.core.token_rules import RuleLayout
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
@@ -173,8 +173,8 @@ class ObservedRunner(FakeRunner):
 
     def launch(self, inputs: ModelInputs) -> FakeStepHandle:
         assert inputs.num_tokens <= self.max_num_batched_tokens, "the token budget was exceeded"
-        new_lens = np.diff(inputs.query_starts)
-        is_decode = (new_lens == 1) & (inputs.kv_lens > 1)
+        new_lens = np.diff(inputs.rows.query_starts)
+        is_decode = (new_lens == 1) & (inputs.rows.kv_lens > 1)
         self.num_launched_tokens += inputs.num_tokens
         self.num_copied_pages += len(inputs.page_copies)
         self.num_mixed_steps += bool(is_decode.any() and (new_lens > 1).any())

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
-from cadenza.core.batch import Batch, BatchEntry, ModelInputs, StepOutput
+from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.packing import Packer
 from cadenza.core.page_pool import PagePool
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import EngineCore
 from cadenza.request import Event, Finished
 from tests.engine.simulation import REAL_PARTS, Parts, Scenario, Simulation
@@ -75,7 +76,7 @@ class KeysFromRows(Packer):
 
     def pack(self, batch: Batch, bucket: int) -> ModelInputs:
         inputs = super().pack(batch, bucket)
-        inputs.sampling.keys[:, 0] += inputs.logit_rows.astype(np.uint32)
+        inputs.logits.keys[:, 0] += inputs.logits.rows.astype(np.uint32)
         return inputs
 
 
@@ -222,7 +223,7 @@ class SkipsAToken(Scheduler):
 
     def _enter(self, sequence: Sequence, count: int) -> BatchEntry:
         entry = super()._enter(sequence, count)
-        if count > 2 and not entry.samples:
+        if count > 2 and not entry.choices:
             entry.num_new_tokens -= 1
         return entry
 

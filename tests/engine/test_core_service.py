@@ -6,7 +6,7 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
-from cadenza.core.batch import ModelInputs
+from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.batch_engine import CoreService
 from cadenza.engine.core import EngineCore
 from cadenza.engine.open_requests import RequestTimeouts

@@ -15,12 +15,13 @@ import pytest
 
 from cadenza.backends.fake import FakeStepHandle
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.batch import Batch, BatchEntry, ModelInputs, StepOutput
+from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.page_pool import PagePool
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.request import Request, SamplingParams
 from tests.engine.simulation import (
     VOCAB_SIZE,
@@ -99,7 +100,7 @@ class RecordingPacker(Packer):
 
     def pack(self, batch: Batch, bucket: int) -> ModelInputs:
         everybody = [stream_of(entry.sequence) for entry in batch.entries]
-        sampled = [stream_of(entry.sequence) for entry in batch.entries if entry.samples]
+        sampled = [stream_of(entry.sequence) for entry in batch.entries if entry.choices]
         self.batches.append((everybody, sampled))
         return super().pack(batch, bucket)
 
@@ -139,12 +140,12 @@ class FaultyRunner(ObservedRunner):
     def _spoil(self, inputs: ModelInputs) -> None:
         """What a step that fails, or a row that is not finite, has written is worth nothing."""
         if self.kind not in ROW_FAULTS:
-            self._slots[inputs.slot_mapping[: inputs.num_tokens]] = VOCAB_SIZE + 1
+            self._slots[inputs.tokens.slots[: inputs.num_tokens]] = VOCAB_SIZE + 1
             return
         num_bad = 1 if self.kind == "one row not finite" else inputs.num_logits
-        for row in inputs.logit_rows[:num_bad]:
-            written = slice(inputs.query_starts[row], inputs.query_starts[row + 1])
-            self._slots[inputs.slot_mapping[written]] = VOCAB_SIZE + 1
+        for row in inputs.logits.rows[:num_bad]:
+            written = slice(inputs.rows.query_starts[row], inputs.rows.query_starts[row + 1])
+            self._slots[inputs.tokens.slots[written]] = VOCAB_SIZE + 1
 
 
 def _faulty_handle(kind: FaultKind, output: StepOutput) -> FakeStepHandle:

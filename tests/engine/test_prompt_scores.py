@@ -8,10 +8,10 @@ import pytest
 
 from cadenza.backends.fake import next_token
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.batch import NUM_SCORE_ROWS
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.prompt_scores import PromptScores, ScoreRoom
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_schema import NUM_SCORE_ROWS
 from cadenza.engine.core import EngineCore
 from cadenza.engine.reference import Logits, ReferenceEngine
 from cadenza.request import Event, Finished, PromptLogprobs, Request, SamplingParams, Token

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from cadenza.config import EngineLimits, SchedulerLoop
+from cadenza.core.draw_keys import derive_sample_seed
 from cadenza.core.packing import Packer
-from cadenza.core.randomness import derive_sample_seed
 from cadenza.engine.core import EngineCore
 from cadenza.request import Finished, Request, SamplingParams
 from tests.engine.simulation import (

@@ -6,7 +6,7 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
-from cadenza.core.batch import ModelInputs
+from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.stats import Distribution, StepMeter, Tally
 from cadenza.request import Finished, Request, SamplingParams
@@ -28,7 +28,7 @@ class CountingRunner(FakeRunner):
     fails_at: frozenset[int]
 
     def launch(self, inputs: ModelInputs) -> FakeStepHandle:
-        self.num_tokens.append(int(inputs.query_starts[-1]))
+        self.num_tokens.append(int(inputs.rows.query_starts[-1]))
         if len(self.num_tokens) in self.fails_at:
             raise RuntimeError("the device was lost")
         return super().launch(inputs)

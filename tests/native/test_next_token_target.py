@@ -1,5 +1,6 @@
 """next_token through XLA against the op table's definition in plain jnp."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ from cadenza.backends.xla.ops.table import (
     COLUMN_TOP,
     NUM_COLUMNS,
     NUM_TOP,
-    SamplingArrays,
 )
+from cadenza.core.step_schema import LogitInputs, specs_of
+from tests.contract.steps import logit_rows
 
 pytestmark = pytest.mark.native
 
@@ -26,17 +28,16 @@ VOCAB, WIDTH, ROWS = 3001, 40, 24
 NONE = np.zeros(0, np.int32)
 
 
-def sampling(random: np.random.Generator) -> SamplingArrays:
+def sampling(random: np.random.Generator) -> LogitInputs[Any]:
     index = np.arange(ROWS)
-    return SamplingArrays(
+    return logit_rows(
+        ROWS,
         temperature=np.where(index % 4 == 3, 0, 0.4 + 0.1 * (index % 9)).astype(np.float32),
         top_k=np.where(index % 3 == 0, 0, 1 + index * 31 % 500).astype(np.int32),
         top_p=np.choose(index % 4, [1, 0.9, 0.5, 0.99]).astype(np.float32),
         min_p=np.where(index % 5 == 2, 0.05, 0).astype(np.float32),
         keys=random.integers(0, 2**32, (ROWS, 2), dtype=np.uint32),
         num_logprobs=np.where(index % 2 == 0, 3, -1).astype(np.int32),
-        has_rules=np.zeros(ROWS, np.int32),
-        targets=np.full(ROWS, -1, np.int32),
     )
 
 
@@ -44,7 +45,7 @@ def choose(
     call: Any,
     x: npt.NDArray[Any],
     head: Any,
-    rows: SamplingArrays,
+    rows: LogitInputs[Any],
     *,
     divisor: float = 1.0,
     soft_cap: float = 0.0,
@@ -57,11 +58,18 @@ def choose(
         "soft_cap": np.float32(soft_cap),
         "page_size": np.int64(16),
     }
-    return np.asarray(call("next_token", shape, x, head, count, *rows, *[NONE] * 5, **attrs))
+    columns = np.concatenate(
+        [
+            getattr(rows, spec.name).view(np.int32).reshape(-1, spec.columns).T
+            for spec in specs_of(LogitInputs)
+        ]
+    )
+    return np.asarray(call("next_token", shape, x, head, count, columns, *[NONE] * 3, **attrs))
 
 
-def row_of(rows: SamplingArrays, i: int) -> SamplingArrays:
-    return SamplingArrays(*(np.asarray(field)[i : i + 1] for field in rows))
+def row_of(rows: LogitInputs[Any], i: int) -> LogitInputs:
+    columns = {spec.name: getattr(rows, spec.name)[i : i + 1] for spec in specs_of(LogitInputs)}
+    return LogitInputs(**columns)
 
 
 def as_floats(columns: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
@@ -90,7 +98,7 @@ def test_next_token_agrees_with_the_definition_in_every_column(call, pack, rando
 def test_next_token_divides_and_caps_its_logits(call, pack, random):
     weight = random.normal(size=(VOCAB, WIDTH)).astype(np.float32)
     x = random.normal(size=(ROWS, WIDTH)).astype(np.float32)
-    rows = sampling(random)._replace(num_logprobs=np.full(ROWS, NUM_TOP, np.int32))
+    rows = replace(sampling(random), num_logprobs=np.full(ROWS, NUM_TOP, np.int32))
     out = choose(call, x, pack(weight, dtype=np.float32), rows, divisor=1.5, soft_cap=6.0)
     logits = 6.0 * np.tanh(x.astype(np.float64) @ weight.T / 1.5 / 6.0)
     exact = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

@@ -8,7 +8,7 @@ same logits by its top log probabilities, which come from the same step (`Forced
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
 from cadenza.checkpoint import ModelConfig, open_checkpoint
 from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.config import EngineLimits
-from cadenza.core.batch import ModelInputs
+from cadenza.core.step_schema import ModelInputs
 from tests.contract.steps import Chunk, Geometry, Stream, build_inputs
 
 Float64Array = npt.NDArray[np.float64]
@@ -182,9 +182,10 @@ def log_softmax(logits: npt.NDArray[Any]) -> Float64Array:
 
 def _with_every_logit(inputs: ModelInputs, chunks: list[Chunk]) -> ModelInputs:
     """The same step with a greedy logit row, all log probabilities asked for, at every token."""
-    inputs.logit_indices[: inputs.num_tokens] = np.arange(inputs.num_tokens)
-    inputs.logit_rows[: inputs.num_tokens] = np.repeat(
+    inputs.logits.token_indices[: inputs.num_tokens] = np.arange(inputs.num_tokens)
+    inputs.logits.rows[: inputs.num_tokens] = np.repeat(
         [chunk.stream.row for chunk in chunks], [len(chunk.token_ids) for chunk in chunks]
     )
-    inputs.sampling.num_logprobs[:] = NUM_TOP
-    return replace(inputs, num_logits=inputs.num_tokens)
+    inputs.logits.num_logprobs[:] = NUM_TOP
+    inputs.groups.counts.num_logits[0] = inputs.num_tokens
+    return inputs

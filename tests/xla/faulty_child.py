@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any
 
-from cadenza.core.batch import ModelInputs
+from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.build import load_model
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.process.child import OnPhase, Serving, run_child
@@ -25,7 +25,7 @@ class FaultyRunner:
         return getattr(self._runner, name)
 
     def launch(self, inputs: ModelInputs) -> Any:
-        if RAISE in inputs.token_ids[: inputs.query_starts[-1]]:
+        if RAISE in inputs.tokens.ids[: inputs.rows.query_starts[-1]]:
             raise RuntimeError("the device was lost")
         time.sleep(STEP_S)
         return self._runner.launch(inputs)

@@ -5,16 +5,19 @@ own, the slots between hold other rows' tokens or garbage.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.backends.xla.ops.table import RuleArrays, SamplingArrays, StepArrays
-from cadenza.core.randomness import draw_keys
+from cadenza.backends.xla.ops.table import RuleArrays, StepArrays
+from cadenza.core.draw_keys import draw_keys
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_schema import LogitInputs
 from cadenza.core.token_rules import RuleLayout
 from cadenza.engine.reference_rules import ruled_logits
 from cadenza.request import Request, SamplingParams
+from tests.contract.steps import logit_rows
 
 PAGE_SIZE = 16
 PAGES = 4
@@ -132,21 +135,20 @@ def step_of(rows: list[RuledRow], *, seed: int = 0) -> StepArrays:
     nothing = dict.fromkeys(StepArrays._fields, np.int32(0))
     own = {
         "num_logits": np.int32(count),
-        "positions": jnp.array([row.length - 1 for row in rows], jnp.int32),
-        "logit_indices": jnp.arange(count, dtype=jnp.int32),
-        "logit_rows": jnp.arange(count, dtype=jnp.int32),
         "page_table": jnp.asarray(table),
-        "sampling": sampling_of(rows),
+        "logits": logits_of(rows),
         "rules": RuleArrays(jnp.asarray(records), jnp.asarray(history)),
     }
     return StepArrays(**{**nothing, **own})
 
 
-def sampling_of(rows: list[RuledRow]) -> SamplingArrays:
+def logits_of(rows: list[RuledRow]) -> LogitInputs[Any]:
     params = [row.request.params for row in rows]
     seeds = np.array([row.seed for row in rows], np.uint64)
     positions = np.array([row.length for row in rows], np.int32)
-    return SamplingArrays(
+    return logit_rows(
+        len(rows),
+        positions=positions,
         temperature=jnp.array([0.0 if p.is_greedy else p.temperature for p in params], jnp.float32),
         top_k=jnp.array([max(p.top_k, 0) for p in params], jnp.int32),
         top_p=jnp.array([p.top_p for p in params], jnp.float32),
@@ -156,5 +158,4 @@ def sampling_of(rows: list[RuledRow]) -> SamplingArrays:
             [-1 if p.logprobs is None else p.logprobs for p in params], jnp.int32
         ),
         has_rules=jnp.array([row.record() is not None for row in rows], jnp.int32),
-        targets=jnp.full(len(rows), -1, jnp.int32),
     )

@@ -7,7 +7,7 @@ import pytest
 
 from cadenza.backends.xla.programs import PAGE_COPIES, PAGE_UPDATES
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.core.batch import RuleUpdate
+from cadenza.core.step_schema import RuleUpdate
 from cadenza.core.token_rules import RuleLayout
 from cadenza.errors import InvalidRequestError
 from cadenza.request import Request, SamplingParams
@@ -146,7 +146,7 @@ def _tokens_after_copies(runner: XlaRunner, num_other_copies: int | None) -> lis
     for step in range(6):
         chunk = stream.chunk([7], samples=True) if step == 0 else stream.next_token()
         inputs = build_inputs([chunk], geometry)
-        inputs.sampling.has_rules[0] = 1
+        inputs.logits.has_rules[0] = 1
         updates = (RuleUpdate(stream.row, record),) if step == 0 else ()
         output = runner.launch(replace(inputs, rule_updates=updates)).result()
         tokens.append(int(output.token_ids[0]))

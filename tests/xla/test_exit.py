@@ -13,7 +13,7 @@ import pytest
 
 from cadenza.backends.xla.in_flight import InFlight
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.core.batch import ModelInputs
+from cadenza.core.step_schema import ModelInputs
 from cadenza.errors import RunnerError
 from tests.xla.harness import BASE, Lab
 

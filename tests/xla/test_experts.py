@@ -113,7 +113,7 @@ def play(runner: XlaRunner, row: int, neighbours: Neighbours) -> np.ndarray:
         inputs = build_inputs([chunk, *neighbours(step)], GEOMETRY)
         array = np.asarray(runner.launch(inputs).array)
         if chunk.samples:
-            used = inputs.logit_rows[: inputs.num_logits].tolist()
+            used = inputs.logits.rows[: inputs.num_logits].tolist()
             results.append(array[used.index(row)])
     return np.array(results)
 

@@ -12,7 +12,7 @@ import pytest
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.programs import step_function
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.backends.xla.wire import WireShape, pack_inputs
+from cadenza.core.step_schema import StepLayout
 from tests.contract.steps import Draw, Geometry, Stream, build_inputs
 from tests.xla.harness import BASE, Lab, Variant
 
@@ -33,14 +33,14 @@ class CustomCallOps(ReferenceOps):
 
 def export_step(runner: XlaRunner, variant: Variant) -> jax.export.Exported:
     """The step over flat leaves (weights, then state, then wire)."""
-    step = step_function(runner._ops, variant.config, WireShape(variant.bucket, variant.num_rows))
+    step = step_function(runner._ops, variant.config, StepLayout(variant.bucket, variant.num_rows))
     structure = jax.tree.structure((runner._weights, runner._state))
 
     def flat_step(wire: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
         weights, state = jax.tree.unflatten(structure, leaves)
         return jax.tree.leaves(step(weights, state, wire))
 
-    wire = jax.ShapeDtypeStruct((WireShape(variant.bucket, variant.num_rows).size,), np.int32)
+    wire = jax.ShapeDtypeStruct((StepLayout(variant.bucket, variant.num_rows).num_words,), np.int32)
     shapes = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for leaf in jax.tree.leaves((runner._weights, runner._state))
@@ -64,9 +64,9 @@ def first_steps(variant: Variant) -> list[np.ndarray]:
     streams[1].pages = [3, 4, 5]
     prompts = np.random.default_rng(51).integers(3, 200, (2, 14)).tolist()
     chunks = [s.chunk(p, samples=True) for s, p in zip(streams, prompts, strict=True)]
-    wires = [pack_inputs(build_inputs(chunks, geometry))]
+    wires = [build_inputs(chunks, geometry).words]
     for _ in range(2):
-        wires.append(pack_inputs(build_inputs([s.next_token() for s in streams], geometry)))
+        wires.append(build_inputs([s.next_token() for s in streams], geometry).words)
     return wires
 
 

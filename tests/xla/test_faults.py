@@ -10,7 +10,7 @@ import pytest
 
 from cadenza.backends.base import StepHandle
 from cadenza.config import SchedulerLoop
-from cadenza.core.batch import ModelInputs, StepOutput
+from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.request import Request
 from tests.xla.harness import (
     BASE,

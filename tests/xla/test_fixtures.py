@@ -26,7 +26,7 @@ from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.safetensors_file import AnyArray
 from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.config import EngineLimits
-from cadenza.core.batch import StepOutput
+from cadenza.core.step_schema import StepOutput
 from cadenza.engine.core import EngineCore
 from cadenza.request import Request, SamplingParams, Token
 from tests.contract.steps import Draw, Geometry, Stream, run_step

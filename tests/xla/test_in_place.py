@@ -15,8 +15,7 @@ import pytest
 
 from cadenza.backends.xla.programs import step_function
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.backends.xla.wire import WireShape, pack_inputs
-from cadenza.core.batch import NUM_SCORE_ROWS
+from cadenza.core.step_schema import NUM_SCORE_ROWS, StepLayout
 from tests.contract.steps import Geometry, Stream, build_inputs, run_step
 from tests.xla.harness import BASE, Lab, Variant, page_bytes, slots_of
 
@@ -66,8 +65,8 @@ def test_no_step_program_copies_a_pool(lab: Lab):
 def test_a_step_whose_state_is_not_donated_copies_every_pool(lab: Lab):
     """The parsers can see: the same step, compiled without giving its state away."""
     runner = lab.runner()
-    step = step_function(runner._ops, BASE.config, WireShape(BASE.bucket, BASE.num_rows))
-    wire = pack_inputs(build_inputs([], GEOMETRY))
+    step = step_function(runner._ops, BASE.config, StepLayout(BASE.bucket, BASE.num_rows))
+    wire = build_inputs([], GEOMETRY).words
     text = jax.jit(step).lower(runner._weights, runner._state, wire).compile().as_text()
     assert len(pool_sized_results(text, BASE, "copy")) >= NUM_SIDES
     with pytest.raises(AssertionError, match="aliases nothing"):
@@ -150,7 +149,7 @@ def test_only_the_steps_inputs_go_up_and_only_its_results_come_down(lab: Lab):
             runner.launch(build_inputs([stream.next_token()], GEOMETRY)).result()
     finally:
         runner._programs = programs
-    wire_bytes = 4 * WireShape(BASE.bucket, BASE.num_rows).size
+    wire_bytes = 4 * StepLayout(BASE.bucket, BASE.num_rows).num_words
     assert step.num_calls == 4
     assert step.num_uploaded_bytes == 4 * wire_bytes
     assert table.num_calls == 1, "the page table was sent again though no page was new"
@@ -164,7 +163,7 @@ def test_a_step_runs_under_a_guard_that_forbids_every_transfer(lab: Lab):
     stream = Stream(row=1, pages=[2, 8, 0, 11])
     inputs = build_inputs([stream.chunk(PROMPT, samples=True)], GEOMETRY)
     runner.launch(inputs).result()  # pages are known from here on
-    wire = jax.device_put(pack_inputs(build_inputs([stream.next_token()], GEOMETRY)))
+    wire = jax.device_put(build_inputs([stream.next_token()], GEOMETRY).words)
     program = runner.programs.step[BASE.bucket]
     with jax.transfer_guard("disallow"):
         runner._state, result = program(runner._weights, runner._take_state(), wire)
@@ -176,6 +175,6 @@ def test_the_guard_sees_kv_that_comes_from_the_host(lab: Lab):
     runner = lab.runner()
     state = runner._take_state()
     host_state = state._replace(pool=state.pool._replace(keys=np.asarray(state.pool.keys)))
-    wire = jax.device_put(pack_inputs(build_inputs([], GEOMETRY)))
+    wire = jax.device_put(build_inputs([], GEOMETRY).words)
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match=r"[Dd]isallowed"):
         runner.programs.step[BASE.bucket](runner._weights, host_state, wire)

@@ -18,7 +18,7 @@ from cadenza.checkpoint.declaration import EMBEDDING
 from cadenza.checkpoint.safetensors_file import AnyArray
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import SchedulerLoop
-from cadenza.core.batch import ModelInputs
+from cadenza.core.step_schema import ModelInputs
 from cadenza.request import Request, SamplingParams
 from tests.contract.steps import Geometry, Stream, run_step
 from tests.xla.harness import (
@@ -68,7 +68,7 @@ class PoisoningRunner:
             stale = self._written & set(range(page * size, (page + 1) * size))
             self._written -= stale
             self.num_stale_slots += len(stale)
-        fresh = set(inputs.slot_mapping[: inputs.num_tokens].tolist())
+        fresh = set(inputs.tokens.slots[: inputs.num_tokens].tolist())
         assert self._read_by(inputs) - fresh <= self._written, "a row reads what nobody wrote"
         poison(self._runner, np.array(sorted(self._written), np.int64), self._value)
         self._written |= fresh
@@ -79,7 +79,7 @@ class PoisoningRunner:
         size = self._page_size
         return {
             self._tables[row][position // size] * size + position % size
-            for row, length in enumerate(inputs.kv_lens.tolist())
+            for row, length in enumerate(inputs.rows.kv_lens.tolist())
             for position in range(length)
         }
 

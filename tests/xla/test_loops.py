@@ -3,7 +3,7 @@
 import pytest
 
 from cadenza.config import SchedulerLoop
-from cadenza.core.batch import LAST_SAMPLED
+from cadenza.core.step_schema import LAST_SAMPLED
 from cadenza.request import Request
 from tests.xla.harness import BASE, Lab, Mode, random_requests, replay, serve, shout
 from tests.xla.recording import RecordingRunner
@@ -53,7 +53,7 @@ def test_a_step_launched_ahead_takes_its_tokens_from_the_device(lab: Lab):
     decodes = [i for i in runner.inputs if i.step_id in ahead and i.num_tokens == i.num_logits]
     assert decodes
     for inputs in decodes:
-        assert LAST_SAMPLED in inputs.token_ids[: inputs.num_tokens]
+        assert LAST_SAMPLED in inputs.tokens.ids[: inputs.num_tokens]
 
 
 def test_the_plain_loop_reads_every_step_before_the_next_launch(lab: Lab):

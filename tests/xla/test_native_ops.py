@@ -33,14 +33,13 @@ from cadenza.backends.xla.ops.table import (
     HeadFactors,
     Linear,
     OpTable,
-    SamplingArrays,
     StepArrays,
 )
 from cadenza.backends.xla.rope import rope_factors
-from cadenza.backends.xla.wire import WireShape, pack_inputs, unpack
+from cadenza.backends.xla.wire import unpack
 from cadenza.checkpoint.model_config import ExpertsConfig, LayerKind, ModelConfig
 from cadenza.checkpoint.rope_config import RopeConfig
-from cadenza.core.batch import ModelInputs
+from cadenza.core.step_schema import LogitInputs, ModelInputs, StepLayout
 from cadenza.engine.reference import choose_token, gumbel_noise, kept_tokens
 from cadenza.request import SamplingParams
 from tests.contract.steps import Chunk, Geometry, Stream, build_inputs
@@ -158,21 +157,18 @@ unpack_on_device = jax.jit(unpack, static_argnums=0)
 
 
 def device_step(inputs: ModelInputs, page_table: np.ndarray) -> StepArrays:
-    shape = WireShape(len(inputs.token_ids), len(inputs.kv_lens))
+    shape = StepLayout(len(inputs.tokens.ids), len(inputs.rows.kv_lens))
     last_sampled = np.zeros(shape.num_rows, np.int32)
-    return unpack_on_device(shape, pack_inputs(inputs), last_sampled, page_table)
+    return unpack_on_device(shape, inputs.words, last_sampled, page_table)
 
 
 def token_step(count: int, token_ids: np.ndarray, logit_indices: np.ndarray) -> StepArrays:
     """A step of `count` tokens of which only ids and logit rows matter."""
     inputs = ModelInputs.empty(bucket=len(token_ids), num_rows=len(logit_indices))
-    inputs = replace(
-        inputs,
-        num_tokens=count,
-        num_logits=len(logit_indices),
-        token_ids=token_ids.astype(np.int32),
-    )
-    inputs.logit_indices[: len(logit_indices)] = logit_indices
+    inputs.groups.counts.num_tokens[0] = count
+    inputs.groups.counts.num_logits[0] = len(logit_indices)
+    inputs.tokens.ids[:] = token_ids
+    inputs.logits.token_indices[: len(logit_indices)] = logit_indices
     return device_step(inputs, np.zeros((len(logit_indices), 1), np.int32))
 
 
@@ -351,7 +347,7 @@ def attend(
     outputs: list[np.ndarray] = []
     for index, inputs in enumerate(steps):
         values = normal(70 + index, inputs.num_tokens, model.query_size + 2 * model.kv_size)
-        qkv = np.full((len(inputs.token_ids), values.shape[1]), NAN, np.float32)
+        qkv = np.full((len(inputs.tokens.ids), values.shape[1]), NAN, np.float32)
         qkv[: inputs.num_tokens] = values
         step = device_step(inputs, pages)
         given = qkv.astype(pair.spec.dtype)
@@ -415,14 +411,14 @@ def test_attention_without_its_norms_is_off_by_more_than_the_tolerance(dtype: st
         assert_close(plain[0], reference_attention("wide", dtype)[0], rounding=10 * ROUNDING)
 
 
-def sampling_step(sampling: SamplingArrays, count: int) -> StepArrays:
+def sampling_step(sampling: LogitInputs[Any], count: int) -> StepArrays:
     """A step of which only the logit rows matter."""
     nothing = dict.fromkeys(StepArrays._fields, np.int32(0))
-    changes = {"num_logits": np.int32(count), "sampling": sampling, "rules": None}
+    changes = {"num_logits": np.int32(count), "logits": sampling, "rules": None}
     return StepArrays(**{**nothing, **changes})
 
 
-def native_choices(logits: np.ndarray, sampling: SamplingArrays, dtype: str) -> np.ndarray:
+def native_choices(logits: np.ndarray, sampling: LogitInputs[Any], dtype: str) -> np.ndarray:
     """The native result [L, C] on exactly these logits, which must be representable."""
     vocab_size = logits.shape[1]
     ops = make_pair(replace(HOSTILE, vocab_size=vocab_size), dtype).native

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.compile_count import CompileCount
-from cadenza.core.batch import ModelInputs
+from cadenza.core.step_schema import ModelInputs
 from cadenza.errors import RunnerError
 from tests.xla.harness import BASE, Lab, Mode, random_requests, replay, serve
 
@@ -99,7 +99,7 @@ def test_a_step_of_another_shape_raises_instead_of_compiling(lab: Lab, sizes: di
 
 def test_another_type_of_input_raises_instead_of_compiling(lab: Lab):
     inputs = ModelInputs.empty(bucket=BASE.bucket, num_rows=BASE.num_rows)
-    other = replace(inputs, token_ids=inputs.token_ids.astype(np.float32))
+    other = replace(inputs, words=inputs.words.astype(np.float32))
     runner = lab.runner()
     with compile_count() as seen, pytest.raises(TypeError):
         runner.launch(other)

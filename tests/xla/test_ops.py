@@ -29,8 +29,17 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
 )
 from cadenza.backends.xla.rope import rope_factors
-from cadenza.backends.xla.wire import WireShape, pack_inputs, unpack
-from cadenza.core.batch import LAST_SAMPLED, NUM_SCORE_ROWS, ModelInputs
+from cadenza.backends.xla.wire import unpack
+from cadenza.core.step_schema import (
+    LAST_SAMPLED,
+    NUM_SCORE_ROWS,
+    LogitInputs,
+    ModelInputs,
+    RowInputs,
+    StepLayout,
+    TokenInputs,
+    specs_of,
+)
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs
 from tests.xla.harness import HOSTILE, NAN, slots_of
 
@@ -63,9 +72,9 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def device_step(inputs: ModelInputs, page_table: np.ndarray) -> StepArrays:
-    shape = WireShape(len(inputs.token_ids), len(inputs.kv_lens))
+    shape = StepLayout(len(inputs.tokens.ids), len(inputs.rows.kv_lens))
     last_sampled = jnp.arange(100, 100 + shape.num_rows, dtype=jnp.int32)
-    return unpack(shape, jnp.asarray(pack_inputs(inputs)), last_sampled, jnp.asarray(page_table))
+    return unpack(shape, jnp.asarray(inputs.words), last_sampled, jnp.asarray(page_table))
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -76,7 +85,8 @@ def dtype(request: pytest.FixtureRequest) -> str:
 def test_embed_takes_the_rows_of_the_table(dtype: str):
     ops, table = make_ops(dtype), normal(1, 211, 40)
     tokens = np.arange(24) * 7
-    inputs = replace(ModelInputs.empty(bucket=24, num_rows=4), token_ids=tokens.astype(np.int32))
+    inputs = ModelInputs.empty(bucket=24, num_rows=4)
+    inputs.tokens.ids[:] = tokens
     step = device_step(inputs, np.zeros((4, 2), np.int32))
     embedded = ops.embed(ops.load_embedding(table), step)
     assert embedded.dtype == jnp.float32
@@ -303,7 +313,7 @@ def test_logits_are_divided_and_capped_before_anybody_reads_them():
     ops = make_ops(logit_divisor=1.5, logit_soft_cap=6.0)
     x, head = normal(28, 4 + NUM_SCORE_ROWS, 40), normal(29, 211, 40)
     inputs = ModelInputs.empty(bucket=24, num_rows=4)
-    inputs.sampling.num_logprobs[:] = NUM_TOP
+    inputs.logits.num_logprobs[:] = NUM_TOP
     step = device_step(inputs, np.zeros((4, 2), np.int32))
     result = np.asarray(ops.next_tokens(jnp.asarray(x), ops.load_linear([head], []), step))
     logits = 6.0 * np.tanh(x.astype(np.float64) @ head.T / 1.5 / 6.0)
@@ -359,19 +369,18 @@ def test_the_wire_brings_every_field_across_bit_for_bit(data: st.DataObject):
 
 
 def check_arrays(arrays: StepArrays, inputs: ModelInputs) -> None:
-    for name in ("positions", "slot_mapping", "query_starts", "kv_lens"):
-        assert np.array_equal(getattr(arrays, name), getattr(inputs, name)), name
-    for name in ("num_tokens", "num_logits", "logit_indices", "logit_rows"):
-        assert np.array_equal(getattr(arrays, name), getattr(inputs, name)), name
-    for name in ("temperature", "top_k", "top_p", "min_p", "keys", "num_logprobs"):
-        theirs = np.asarray(getattr(arrays.sampling, name))
-        ours = getattr(inputs.sampling, name)
-        assert theirs.dtype == ours.dtype, name
-        assert np.array_equal(theirs.view(np.int32), ours.view(np.int32)), name
-    lengths = np.diff(inputs.query_starts)
+    assert (arrays.num_tokens, arrays.num_logits) == (inputs.num_tokens, inputs.num_logits)
+    for name, group in (("tokens", TokenInputs), ("rows", RowInputs), ("logits", LogitInputs)):
+        for spec in specs_of(group):
+            theirs = np.ascontiguousarray(getattr(getattr(arrays, name), spec.name))
+            ours = np.ascontiguousarray(getattr(getattr(inputs, name), spec.name))
+            assert theirs.dtype == ours.dtype == spec.dtype, spec.name
+            if spec.name != "ids":
+                assert np.array_equal(theirs.view(np.int32), ours.view(np.int32)), spec.name
+    lengths = np.diff(inputs.rows.query_starts)
     rows = np.repeat(np.arange(len(lengths)), lengths)
     assert np.array_equal(np.asarray(arrays.token_rows)[: inputs.num_tokens], rows)
     sampled = np.where(
-        inputs.token_ids == LAST_SAMPLED, 100 + np.asarray(arrays.token_rows), inputs.token_ids
+        inputs.tokens.ids == LAST_SAMPLED, 100 + np.asarray(arrays.token_rows), inputs.tokens.ids
     )
-    assert np.array_equal(arrays.token_ids, sampled)
+    assert np.array_equal(arrays.tokens.ids, sampled)

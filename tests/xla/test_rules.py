@@ -171,7 +171,7 @@ def test_a_target_is_reported_instead_of_a_choice(name: str):
     rows = [with_params(row, logprobs=5) for row in next(batches(331))[1]]
     step = step_of(rows)
     targets = np.where(np.arange(ROWS) % 2, np.arange(ROWS) * 3, -1).astype(np.int32)
-    aimed = step._replace(sampling=step.sampling._replace(targets=jnp.asarray(targets)))
+    aimed = step._replace(logits=replace(step.logits, targets=jnp.asarray(targets)))
     plain, result = choose(rows), choose(rows, aimed)
     assert np.array_equal(result[1::2, COLUMN_TOKEN], targets[1::2])
     assert np.array_equal(result[::2], plain[::2])

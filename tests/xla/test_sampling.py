@@ -4,6 +4,8 @@ The reference sorts where the device bisects. Where a sum of float32 masses lies
 top-p's bound both answers are right; such rows are counted and must be rare.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +20,12 @@ from cadenza.backends.xla.ops.table import (
     COLUMN_TOKEN,
     COLUMN_TOP,
     NUM_TOP,
-    SamplingArrays,
 )
-from cadenza.core.randomness import draw_keys
+from cadenza.core.draw_keys import draw_keys
+from cadenza.core.step_schema import LogitInputs
 from cadenza.engine.reference import choose_token, gumbel_noise, kept_tokens
 from cadenza.request import SamplingParams
+from tests.contract.steps import logit_rows
 
 ROWS = 64
 VOCAB_SIZES = (23, 331)
@@ -59,10 +62,12 @@ def random_params(rng: np.random.Generator, vocab_size: int) -> list[SamplingPar
     ]
 
 
-def arrays_of(params: list[SamplingParams], positions: np.ndarray) -> SamplingArrays:
+def arrays_of(params: list[SamplingParams], positions: np.ndarray) -> LogitInputs[Any]:
     """As the packer would lay them out."""
     seeds = np.array([p.seed or 0 for p in params], np.uint64)
-    return SamplingArrays(
+    return logit_rows(
+        len(params),
+        positions=positions,
         temperature=jnp.array([0.0 if p.is_greedy else p.temperature for p in params], jnp.float32),
         top_k=jnp.array([max(p.top_k, 0) for p in params], jnp.int32),
         top_p=jnp.array([p.top_p for p in params], jnp.float32),
@@ -71,8 +76,6 @@ def arrays_of(params: list[SamplingParams], positions: np.ndarray) -> SamplingAr
         num_logprobs=jnp.array(
             [-1 if p.logprobs is None else p.logprobs for p in params], jnp.int32
         ),
-        has_rules=jnp.zeros(len(params), jnp.int32),
-        targets=jnp.full(len(params), -1, jnp.int32),
     )
 
 

@@ -5,6 +5,7 @@ wrong in the way it looks for, which must fail.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from scipy import stats
 
 from cadenza.backends.xla.ops import sampling as device
-from cadenza.core.randomness import draw_keys
+from cadenza.core.draw_keys import draw_keys
 from cadenza.engine.reference import kept_tokens
 from cadenza.request import SamplingParams
 from tests.xla.test_sampling import arrays_of
@@ -61,7 +62,7 @@ def frequencies(params: SamplingParams, streams: Streams) -> np.ndarray:
         seeds, positions = streams(np.arange(start, start + BATCH))
         arrays = arrays_of([params] * BATCH, np.zeros(BATCH))
         keys = draw_keys(seeds, positions.astype(np.int32))
-        counts += np.bincount(tokens_of(logits, arrays._replace(keys=keys)), minlength=VOCAB_SIZE)
+        counts += np.bincount(tokens_of(logits, replace(arrays, keys=keys)), minlength=VOCAB_SIZE)
     return counts
 
 

@@ -68,7 +68,7 @@ def compute(runner: XlaRunner, variant: Variant, setting: Setting) -> Trace:
             chunk = stream.next_token()
         inputs = build_inputs([chunk, *setting.neighbours(step)], geometry)
         handle = runner.launch(inputs)
-        used = inputs.logit_rows[: inputs.num_logits].tolist()
+        used = inputs.logits.rows[: inputs.num_logits].tolist()
         if chunk.samples:
             results.append(np.asarray(handle.array)[used.index(setting.row)])
     slots = slots_of(pages, stream.num_computed, variant.page_size)

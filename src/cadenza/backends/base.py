@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from cadenza.core.batch import ModelInputs, StepOutput
+from cadenza.core.step_schema import ModelInputs, StepOutput
 
 Exactness = Literal["bitwise", "token"]
 Capability = Literal["logprobs"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cadenza.backends.base import Capability, Exactness, KVGroup
-from cadenza.core.batch import LAST_SAMPLED, NO_TARGET, ModelInputs, StepOutput
+from cadenza.core.step_schema import LAST_SAMPLED, NO_TARGET, ModelInputs, StepOutput
 from cadenza.core.token_rules import RuleLayout
 from cadenza.errors import RunnerError
 
@@ -108,11 +108,11 @@ class FakeRunner:
         for row in range(self.max_num_seqs):
             self._store(inputs, row)
         count = inputs.num_logits
-        rows = inputs.logit_rows[:count]
+        rows = inputs.logits.rows[:count]
         drawn = np.array(
             [self._sample(inputs, index, int(row)) for index, row in enumerate(rows)], np.int32
         )
-        targets = inputs.sampling.targets[:count]
+        targets = inputs.logits.targets[:count]
         is_choice = targets == NO_TARGET
         self._last_sampled[rows[is_choice]] = drawn[is_choice]
         self.trace.append(("launch", inputs.step_id))
@@ -121,14 +121,16 @@ class FakeRunner:
         return FakeStepHandle(output, lambda: self.trace.append(("read", step_id)))
 
     def _store(self, inputs: ModelInputs, row: int) -> None:
-        for index in range(inputs.query_starts[row], inputs.query_starts[row + 1]):
-            token = int(inputs.token_ids[index])
+        tokens, starts = inputs.tokens, inputs.rows.query_starts
+        for index in range(starts[row], starts[row + 1]):
+            token = int(tokens.ids[index])
             if token == LAST_SAMPLED:
                 token = int(self._last_sampled[row])
-            self._slots[inputs.slot_mapping[index]] = token
+            self._slots[tokens.slots[index]] = token
 
     def _sample(self, inputs: ModelInputs, index: int, row: int) -> int:
-        kv_len = int(inputs.positions[inputs.logit_indices[index]]) + 1
+        logits = inputs.logits
+        num_before = int(inputs.tokens.positions[logits.token_indices[index]]) + 1
         history = [
             int(
                 self._slots[
@@ -136,12 +138,12 @@ class FakeRunner:
                     + at % self.page_size
                 ]
             )
-            for at in range(kv_len)
+            for at in range(num_before)
         ]
-        if inputs.sampling.has_rules[index]:
+        if logits.has_rules[index]:
             history += self._rules[row].tolist()
-        greedy = inputs.sampling.temperature[index] == 0
-        key = (0, 0) if greedy else tuple(int(word) for word in inputs.sampling.keys[index])
+        greedy = logits.temperature[index] == 0
+        key = (0, 0) if greedy else tuple(int(word) for word in logits.keys[index])
         return next_token(history, (key[0], key[1]), vocab_size=self.vocab_size)
 
 

@@ -16,10 +16,11 @@ from dataclasses import replace
 
 from cadenza.config import EngineLimits
 from cadenza.core.admission import Admission
-from cadenza.core.batch import NOTHING_SCORED, NUM_SCORE_ROWS, Batch, BatchEntry, StepOutput
+from cadenza.core.batch import NO_POSITIONS, Batch, BatchEntry
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.prompt_scores import ScoreRoom
 from cadenza.core.sequence import Sequence, SequenceStatus
+from cadenza.core.step_schema import NUM_SCORE_ROWS, StepOutput
 from cadenza.request import (
     ErrorKind,
     Event,
@@ -98,9 +99,7 @@ class Scheduler:
         return Batch(self.num_steps - 1, tuple(entries))
 
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
-        """Takes a step's results; `output` has a row for each position that an entry scores, then
-        one if it samples.
-        """
+        """Takes a step's results; `output` has an entry for each logit row of the batch."""
         events: list[Event] = []
         token_ids = output.token_ids.tolist()
         is_finite = output.is_finite.tolist()
@@ -113,7 +112,7 @@ class Scheduler:
                 index = scores.stop
                 if not entry.sequence.is_finished:
                     events += self._take_scores(entry, output, scores)
-            if not entry.samples:
+            if not entry.choices:
                 continue
             if not entry.sequence.is_finished:
                 if not is_finite[index]:
@@ -257,7 +256,7 @@ class Scheduler:
         if samples:
             sequence.num_pending_tokens += 1
         scores = sequence.prompt_scores
-        scored = NOTHING_SCORED if scores is None else scores.launch(start, end)
+        scored = NO_POSITIONS if scores is None else scores.launch(start, end)
         page_copy, sequence.page_copy = sequence.page_copy, None
         assert sequence.row is not None
         return BatchEntry(
@@ -265,7 +264,7 @@ class Scheduler:
             row=sequence.row,
             start=start,
             num_new_tokens=count,
-            samples=samples,
+            choices=range(end, end + 1) if samples else NO_POSITIONS,
             pinned_pages=pinned,
             first_new_page=first_new_page,
             page_copy=page_copy,

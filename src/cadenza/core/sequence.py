@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cadenza.core.prompt_scores import PromptScores
-from cadenza.request import FinishReason, Request
+from cadenza.request import FinishReason, Request, SamplingParams
 
 
 class SequenceStatus(Enum):
@@ -54,6 +54,10 @@ class Sequence:
     num_sent_pages: int = 0
     num_preemptions: int = 0
     prompt_scores: PromptScores | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from cadenza.backends.base import Runner
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
+from cadenza.core.draw_keys import derive_sample_seed, derive_seed
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.prompt_scores import PromptScores
-from cadenza.core.randomness import derive_sample_seed, derive_seed
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner

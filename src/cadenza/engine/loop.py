@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields
 
 from cadenza.backends.base import Runner, StepHandle
 from cadenza.config import SchedulerLoop
-from cadenza.core.batch import Batch, StepOutput
+from cadenza.core.batch import Batch
 from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
+from cadenza.core.step_schema import StepOutput
 from cadenza.errors import RunnerError
 from cadenza.request import Event
 

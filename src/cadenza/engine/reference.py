@@ -2,7 +2,7 @@
 
 No scheduler, pages, batch, prefix cache or native kernels, and its own sampler (numpy, sorting
 where the engine bisects). The gate's witness: `verify` and the tests compare the engine with it.
-Shares with the engine the definition of randomness (`core.randomness`) and what a request may ask
+Shares with the engine the definition of randomness (`core.draw_keys`) and what a request may ask
 (`RequestCheck`), and nothing that computes.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.config import MAX_SEED, EngineLimits, is_whole
-from cadenza.core.randomness import derive_sample_seed, draw_keys
+from cadenza.core.draw_keys import derive_sample_seed, draw_keys
 from cadenza.engine.reference_rules import ruled_logits
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import InvalidRequestError, show

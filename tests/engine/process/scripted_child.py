@@ -23,7 +23,7 @@ from typing import Any
 from cadenza import errors
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.core.batch import ModelInputs
+from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start
@@ -44,7 +44,7 @@ class ScriptedRunner(FakeRunner):
 
     def launch(self, inputs: ModelInputs) -> FakeStepHandle:
         time.sleep(self.script.get("step_s", 0.0))
-        tokens = set(inputs.token_ids[: inputs.query_starts[-1]].tolist())
+        tokens = set(inputs.tokens.ids[: inputs.rows.query_starts[-1]].tolist())
         is_last = self.num_launches == self.script.get("steps")
         if "stuck" in self.script and (is_last or tokens & {HANG, SPIN, HOLD_LOCK}):
             Path(self.script["stuck"]).touch()

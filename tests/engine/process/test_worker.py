@@ -7,7 +7,7 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.core.batch import ModelInputs
+from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import EngineCore
 from cadenza.engine.process.messages import (
     Cancel,
@@ -42,7 +42,7 @@ class Bench:
 
         class Runner(FakeRunner):
             def launch(self, inputs: ModelInputs) -> FakeStepHandle:
-                bench.now_s += step_s(int(inputs.query_starts[-1]))
+                bench.now_s += step_s(int(inputs.rows.query_starts[-1]))
                 return super().launch(inputs)
 
         self.now_s = 0.0

@@ -7,7 +7,7 @@ else ever uses either.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ class RelativeBlocks(ReferenceOps):
     """Attention blocks start where this step's tokens of the row start, not at absolute places."""
 
     def _block_start(self, block: jax.Array, step: StepArrays) -> jax.Array:
-        first = step.query_starts[step.token_rows]  # [T]
-        start = step.positions[jnp.minimum(first, len(step.positions) - 1)] % BLOCK
+        first = step.rows.query_starts[step.token_rows]  # [T]
+        start = step.tokens.positions[jnp.minimum(first, len(step.tokens.positions) - 1)] % BLOCK
         return (block - 1) * BLOCK + start
 
     def _num_blocks(self, limits: jax.Array) -> jax.Array:
@@ -39,8 +39,8 @@ class RowKeys(ReferenceOps):
     """Draws are keyed by the row they happen to sit in."""
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
-        keys = step.sampling.keys.at[:, 0].set(step.logit_rows.astype(jnp.uint32))
-        changed = step._replace(sampling=step.sampling._replace(keys=keys))
+        keys = step.logits.keys.at[:, 0].set(step.logits.rows.astype(jnp.uint32))
+        changed = step._replace(logits=replace(step.logits, keys=keys))
         return super().next_tokens(x, head, changed)
 
 

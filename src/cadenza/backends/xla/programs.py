@@ -21,8 +21,9 @@ from cadenza.backends.xla.ops.table import (
     OpTable,
     RuleArrays,
 )
-from cadenza.backends.xla.wire import WireShape, unpack
+from cadenza.backends.xla.wire import unpack
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.core.step_schema import NO_TARGET, LogitInputs, StepLayout
 from cadenza.core.token_rules import RuleLayout
 
 Compiled = Callable[..., Any]
@@ -72,25 +73,34 @@ class Programs:
     write_rules: Compiled
 
 
-def step_function(ops: OpTable, model: ModelConfig, shape: WireShape) -> Callable[..., Any]:
+def step_function(ops: OpTable, model: ModelConfig, shape: StepLayout) -> Callable[..., Any]:
     """(weights, state, wire [·]) to (state, result [L, C]), to be compiled or exported."""
 
     def step(
         weights: DecoderWeights, state: DeviceState, wire: jax.Array
     ) -> tuple[DeviceState, jax.Array]:
         arrays = unpack(shape, wire, state.last_sampled, state.page_table)
-        slots = arrays.slot_mapping
+        slots = arrays.tokens.slots
         places = jnp.where(slots >= 0, slots, len(state.token_history))
-        history = state.token_history.at[places].set(arrays.token_ids, mode="drop")
+        history = state.token_history.at[places].set(arrays.tokens.ids, mode="drop")
         arrays = arrays._replace(rules=RuleArrays(state.rule_records, history))
         result, pool = run_decoder(ops, model, weights, state.pool, arrays)
-        is_choice = (arrays.logit_indices >= 0) & (arrays.sampling.targets < 0)
-        rows = jnp.where(is_choice, arrays.logit_rows, shape.num_rows)
-        last = state.last_sampled.at[rows].set(result[:, COLUMN_TOKEN], mode="drop")
+        last = _last_choices(state.last_sampled, arrays.logits, result[:, COLUMN_TOKEN])
         changed = state._replace(pool=pool, last_sampled=last, token_history=history)
         return changed, result
 
     return step
+
+
+def _last_choices(
+    last_sampled: jax.Array, logits: LogitInputs[jax.Array], token_ids: jax.Array
+) -> jax.Array:
+    """The last token chosen for each row [R]; a row's choices are in order of their positions."""
+    is_choice = (logits.token_indices >= 0) & (logits.targets == NO_TARGET)  # [L]
+    rows = jnp.where(is_choice, logits.rows, len(last_sampled))
+    places = jnp.arange(len(rows), dtype=jnp.int32)
+    newest = jnp.full(len(last_sampled), -1, jnp.int32).at[rows].max(places, mode="drop")  # [R]
+    return jnp.where(newest >= 0, token_ids[jnp.maximum(newest, 0)], last_sampled)
 
 
 def write_page_table(state: DeviceState, updates: jax.Array) -> DeviceState:
@@ -162,9 +172,9 @@ def compile_programs(
     abstract_weights = abstract(weights)
     steps: dict[int, Compiled] = {}
     for bucket in shape.token_buckets:
-        wire_shape = WireShape(bucket, shape.num_rows)
-        wire = jax.ShapeDtypeStruct((wire_shape.size,), jnp.int32, sharding=sharding)
-        jitted = jax.jit(step_function(ops, spec.model, wire_shape), donate_argnums=1)
+        layout = StepLayout(bucket, shape.num_rows)
+        wire = jax.ShapeDtypeStruct((layout.num_words,), jnp.int32, sharding=sharding)
+        jitted = jax.jit(step_function(ops, spec.model, layout), donate_argnums=1)
         lowered = jitted.lower(abstract_weights, state, wire)
         steps[bucket] = lowered.compile(_STEP_OPTIONS.get(device.platform))
     updates = jax.ShapeDtypeStruct((PAGE_UPDATES, 3), jnp.int32, sharding=sharding)

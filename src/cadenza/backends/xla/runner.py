@@ -42,11 +42,10 @@ from cadenza.backends.xla.programs import (
 )
 from cadenza.backends.xla.traits import find_ops
 from cadenza.backends.xla.weights import load_decoder
-from cadenza.backends.xla.wire import pack_inputs
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Int32Array, ModelInputs, StepOutput
+from cadenza.core.step_schema import Int32Array, ModelInputs, StepOutput
 from cadenza.errors import RunnerError
 
 logger = logging.getLogger(__name__)
@@ -172,7 +171,7 @@ class XlaRunner:
 
     def launch(self, inputs: ModelInputs) -> XlaStepHandle:
         programs = self.programs
-        bucket = len(inputs.token_ids)
+        bucket = len(inputs.tokens.ids)
         if bucket not in programs.step:
             raise RunnerError(f"no program for {bucket} tokens; the buckets are {self._buckets}")
         with self._in_flight.lock:
@@ -186,7 +185,7 @@ class XlaRunner:
         state = self._take_state()
         for start in range(0, len(inputs.page_updates), PAGE_UPDATES):
             part = inputs.page_updates[start : start + PAGE_UPDATES]
-            state = programs.write_page_table(state, _padded_updates(part, len(inputs.kv_lens)))
+            state = programs.write_page_table(state, self._padded_updates(part))
         for start in range(0, len(inputs.page_copies), PAGE_COPIES):
             part = inputs.page_copies[start : start + PAGE_COPIES]
             padded = np.zeros((PAGE_COPIES, 2), np.int32)
@@ -194,7 +193,7 @@ class XlaRunner:
             state = programs.copy_pages(state, padded, np.int32(len(part)))
         for update in inputs.rule_updates:
             state = programs.write_rules(state, np.int32(update.row), update.record)
-        self._state, result = programs.step[bucket](self._weights, state, pack_inputs(inputs))
+        self._state, result = programs.step[bucket](self._weights, state, inputs.words)
         # The CPU's memory is the host's: there is nothing to copy, and with jax 0.11 the call would
         # have a thread of XLA's ask for the GIL after the step.
         if self._device.platform != "cpu":
@@ -220,6 +219,13 @@ class XlaRunner:
         state, self._state = self._state, None
         return state
 
+    def _padded_updates(self, part: Int32Array) -> Int32Array:
+        """Updates [U, 3] of the page table as one upload of them."""
+        dropped = self._limits.max_num_seqs  # a row out of range
+        padded = np.full((PAGE_UPDATES, 3), dropped, np.int32)
+        padded[: len(part)] = part
+        return padded
+
 
 def enable_compilation_cache(folder: Path) -> None:
     """Keeps compiled programs on disk (JAX keys them by program, versions, flags and CPU).
@@ -234,9 +240,3 @@ def enable_compilation_cache(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _padded_updates(part: Int32Array, num_rows: int) -> Int32Array:
-    padded = np.full((PAGE_UPDATES, 3), num_rows, np.int32)  # a row out of range: dropped
-    padded[: len(part)] = part
-    return padded

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cadenza.config import EngineLimits
-from cadenza.core.randomness import derive_seed
+from cadenza.core.draw_keys import derive_seed
 from cadenza.engine.core import CoreOptions
 from cadenza.engine.reference import ReferenceEngine, ReferenceResult
 from cadenza.engine.verification.modes import (

@@ -32,6 +32,7 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
 )
 from cadenza.checkpoint.model_config import Activation
+from cadenza.core.step_schema import LogitInputs, specs_of
 
 DECODE_BUCKET = 64
 """Steps of at most this many tokens move smaller arrays; the arithmetic is the same."""
@@ -109,9 +110,9 @@ class NativeOps:
         )
 
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
-        shape = (len(step.token_ids), self._model.hidden_size)
+        shape = (len(step.tokens.ids), self._model.hidden_size)
         return self._call("embed", _array(shape, jnp.float32))(
-            step.token_ids,
+            step.tokens.ids,
             table.weight,
             step.num_tokens,
             vocab=np.int64(self._model.vocab_size),
@@ -127,8 +128,8 @@ class NativeOps:
         )
 
     def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
-        result = _array((len(step.logit_indices), x.shape[1]), x.dtype)
-        return self._call("take_rows", result)(x, step.num_logits, step.logit_indices)
+        result = _array((len(step.logits.token_indices), x.shape[1]), x.dtype)
+        return self._call("take_rows", result)(x, step.num_logits, step.logits.token_indices)
 
     def linear(
         self,
@@ -226,10 +227,10 @@ class NativeOps:
         call = self._call("rope_append_attend", results, {9: 1, 10: 2})
         out, keys, values = call(
             qkv,
-            step.positions,
-            step.slot_mapping,
-            step.query_starts,
-            step.kv_lens,
+            step.tokens.positions,
+            step.tokens.slots,
+            step.rows.query_starts,
+            step.rows.kv_lens,
             step.page_table,
             factors.rope,
             query_norm,
@@ -247,19 +248,11 @@ class NativeOps:
         return out, KVPool(keys, values)
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
-        sampling = step.sampling
         return self._call("next_token", _array((len(x), NUM_COLUMNS), jnp.int32))(
             x,
             head.weight,
             step.num_logits,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.keys,
-            sampling.num_logprobs,
-            sampling.has_rules,
-            sampling.targets,
+            _columns(step.logits),
             *_memory(step),
             vocab=np.int64(self._model.vocab_size),
             divisor=np.float32(self._model.logit_divisor),
@@ -273,12 +266,22 @@ class NativeOps:
         return jax.ffi.ffi_call(target, results, input_output_aliases=aliases or {})
 
 
+def _columns(logits: LogitInputs[jax.Array]) -> jax.Array:
+    """All columns of the logit rows as words, in the order of their declaration: [columns, L]."""
+    parts = [
+        jax.lax.bitcast_convert_type(getattr(logits, spec.name), jnp.int32)
+        .reshape(-1, spec.columns)
+        .T
+        for spec in specs_of(LogitInputs)
+    ]
+    return jnp.concatenate(parts)
+
+
 def _memory(step: StepArrays) -> tuple[jax.Array, ...]:
-    """Rules [R, W], rows and lengths [L], page table [R, P], history [slots]; empty without any."""
+    """Rules [R, W], page table [R, P], history [slots]; empty without any."""
     if step.rules is None:
-        return (jnp.zeros(0, jnp.int32),) * 5
-    lengths = step.positions[jnp.maximum(step.logit_indices, 0)] + 1
-    return step.rules.records, step.logit_rows, lengths, step.page_table, step.rules.history
+        return (jnp.zeros(0, jnp.int32),) * 3
+    return step.rules.records, step.page_table, step.rules.history
 
 
 def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

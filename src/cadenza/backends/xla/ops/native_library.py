@@ -8,46 +8,9 @@ A second library, which only a source checkout can have, holds the same kernels 
 self-test of `cadenza verify` injects. Its targets have names of their own, so that both can be used
 in one process.
 
-FFI targets, in the order of their operands. `count` is the true number of rows, int32, shape () or
-(1,): rows beyond it are neither read nor written. "act" is bf16 or f32 and is the type of the
-weights and the KV pools too. An empty array of shape (0,) stands for an operand that is absent.
-`csrc/README.md` has the same table with the aliases.
-
-    cadenza_embed               token_ids i32[T], table, count -> f32[T, E]
-                                vocab: i64, scale: f32; table packed (rank 4) or act[V, E]
-    cadenza_rms_norm            x f32[T, E], weight f32[E], count -> act or f32[T, E]
-    cadenza_rms_norm_add        x f32[T, E], weight f32[E], count, residual f32[T, E] -> f32[T, E]
-                                both norms: eps: f32, one_plus: bool
-    cadenza_linear              x act[T, K], w packed, count, bias f32[N]|[0],
-                                residual f32[T, N]|[0] -> act or f32[T, N]; scale: f32
-    cadenza_gated_linear        x act[T, K], w packed, count, bias f32[2, F]|[0] -> act[T, F]
-                                activation: i64, 0 silu, 1 gelu_tanh, 2 gelu
-    cadenza_rope_append_attend  qkv act[T, (Hq + 2 Hkv) D], positions i32[T], slot_mapping i32[T],
-                                query_starts i32[R + 1], kv_lens i32[R], page_table i32[R, P],
-                                rope f32[positions, rotary], q_weight f32[D]|[Hq D]|[0],
-                                k_weight f32[D]|[Hkv D]|[0],
-                                k_pool, v_pool act[pages, layers, Hkv, S, D]
-                                -> act[T, Hq D], k_pool, v_pool
-                                layer: i64, heads: i64, scale: f32, window: i64, soft_cap: f32,
-                                norm_eps: f32, norm_one_plus: bool
-    cadenza_take_rows           x act or f32[T, N], count, rows i32[L] -> x's type [L, N]
-    cadenza_next_token          x act[L, E], head packed, count, temperature f32[L], top_k i32[L],
-                                top_p f32[L], min_p f32[L], keys u32[L, 2], num_logprobs i32[L],
-                                has_rules i32[L], targets i32[L], records i32[R, W]|[0],
-                                rows i32[L], lengths i32[L], page_table i32[R, P],
-                                history i32[slots] -> i32[L, 44]
-                                vocab: i64, divisor: f32, soft_cap: f32, page_size: i64
-    cadenza_route_experts       x act[T, K], w packed, count, bias f32[X]|[0]
-                                -> ids i32[T, C], weights f32[T, C]
-                                experts: i64, over_chosen: bool, renormalise: bool, scale: f32
-    cadenza_grouped_gated_linear  x act[T, K], w packed experts, count, bias f32[X, 2, F]|[0],
-                                ids i32[T, C] -> act[T, C, F]
-                                activation: as gated_linear
-    cadenza_grouped_linear      x act[T, C, K], w packed experts, count, bias f32[X, N]|[0],
-                                residual f32[T, N]|[0], ids i32[T, C], weights f32[T, C]
-                                -> act or f32[T, N]
-
-Legend as in `ops.table`; X experts, C chosen by each token.
+The FFI targets, their operands and attributes are listed in `csrc/README.md`. `count` is the true
+number of rows: rows beyond it are neither read nor written. An array of shape (0,) stands for an
+operand that is absent.
 """
 
 import ctypes
@@ -63,6 +26,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.core.step_schema import LogitInputs, specs_of
 from cadenza.errors import ConfigError
 
 LIBRARY_NAME = "_native.dylib" if sys.platform == "darwin" else "_native.so"
@@ -90,6 +54,8 @@ _TARGETS = {
     "grouped_linear": "CadenzaGroupedLinear",
 }
 
+
+_LOGIT_COLUMNS = " ".join(spec.name for spec in specs_of(LogitInputs) for _ in range(spec.columns))
 
 _FAULTY_PREFIX = "faulty_"
 
@@ -226,6 +192,12 @@ def _load(path: Path, *, prefix: str) -> NativeLibrary:
     failure = handle.cadenza_configure()
     if failure is not None:
         raise ConfigError(failure.decode())
+    columns = handle.cadenza_logit_columns().decode()
+    if columns != _LOGIT_COLUMNS:
+        raise ConfigError(
+            f"the native CPU kernels ({path.name}) are of another version than the package: they "
+            f"read {columns}, not {_LOGIT_COLUMNS}; install the package again"
+        )
     library = NativeLibrary(handle, prefix)
     for name, symbol in _TARGETS.items():
         capsule = jax.ffi.pycapsule(handle[symbol])
@@ -235,8 +207,8 @@ def _load(path: Path, *, prefix: str) -> NativeLibrary:
 
 def _declare(handle: ctypes.CDLL) -> None:
     """Result and argument types of the C entry points."""
-    for name in ("cadenza_configure", "cadenza_cpu_isa", "cadenza_available_isas"):
-        getattr(handle, name).restype = ctypes.c_char_p
+    for name in ("configure", "cpu_isa", "available_isas", "logit_columns"):
+        getattr(handle, f"cadenza_{name}").restype = ctypes.c_char_p
     handle.cadenza_num_threads.restype = ctypes.c_int
     handle.cadenza_pack.restype = ctypes.c_char_p
     handle.cadenza_pack.argtypes = [

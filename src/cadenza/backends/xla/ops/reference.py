@@ -96,7 +96,7 @@ class ReferenceOps:
         return KVPool(pool, jnp.full(shape, fill, self._spec.dtype))
 
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
-        rows = table.weight[step.token_ids].astype(jnp.float32)  # [T, E]
+        rows = table.weight[step.tokens.ids].astype(jnp.float32)  # [T, E]
         return rows * np.float32(self._model.embedding_scale)
 
     def to_activations(self, x: jax.Array) -> jax.Array:
@@ -107,8 +107,8 @@ class ReferenceOps:
         return rms_norm(x, weight, self._model.rms_norm_eps).astype(self._spec.dtype)
 
     def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
-        rows = x[jnp.maximum(step.logit_indices, 0)]  # [L, ·]
-        return jnp.where(step.logit_indices[:, None] >= 0, rows, 0)
+        rows = x[jnp.maximum(step.logits.token_indices, 0)]  # [L, ·]
+        return jnp.where(step.logits.token_indices[:, None] >= 0, rows, 0)
 
     def linear(
         self,
@@ -174,10 +174,10 @@ class ReferenceOps:
             query_norm, key_norm = factors.norms
             query = norm_heads(query, query_norm, model.rms_norm_eps)
             key = norm_heads(key, key_norm, model.rms_norm_eps)
-        turns = factors.rope[step.positions]  # [T, rotary_dim]
+        turns = factors.rope[step.tokens.positions]  # [T, rotary_dim]
         query = rotate(query, turns).astype(self._spec.dtype)
         key = rotate(key, turns).astype(self._spec.dtype)
-        pool = _append(pool, key, value.astype(self._spec.dtype), (step.slot_mapping, layer.index))
+        pool = _append(pool, key, value.astype(self._spec.dtype), (step.tokens.slots, layer.index))
         grouped = query.reshape(len(qkv), model.num_kv_heads, -1, model.head_dim)
         out = self._attend(grouped, pool, step, layer)
         return out.reshape(len(qkv), -1).astype(self._spec.dtype), pool
@@ -185,7 +185,7 @@ class ReferenceOps:
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         logits = self._shape_logits(_matmul(x, head))
         ruled = apply_rules(logits, step, self._spec.page_size)
-        return choose_tokens(logits, step.sampling, ruled)
+        return choose_tokens(logits, step.logits, ruled)
 
     def _shape_logits(self, logits: jax.Array) -> jax.Array:
         """Divided, then capped; what is not finite stays so, for its row to be told by."""
@@ -200,7 +200,7 @@ class ReferenceOps:
         self, query: jax.Array, pool: KVPool, step: StepArrays, layer: AttendingLayer
     ) -> jax.Array:
         """Online softmax over blocks at absolute positions: [T, Hkv, G, D] to the same, float32."""
-        limits = jnp.where(step.slot_mapping >= 0, step.positions + 1, 0)  # [T]
+        limits = jnp.where(step.tokens.slots >= 0, step.tokens.positions + 1, 0)  # [T]
         shape = query.shape[:3]
         state = (
             jnp.full(shape, -jnp.inf, jnp.float32),  # running maximum
@@ -226,7 +226,7 @@ class ReferenceOps:
 
     def _block_start(self, block: jax.Array, step: StepArrays) -> jax.Array:
         """A block's first position for each token [T]: the same for all, whoever they are."""
-        return jnp.broadcast_to(block * BLOCK, step.positions.shape)
+        return jnp.broadcast_to(block * BLOCK, step.tokens.positions.shape)
 
     def _slots(self, positions: jax.Array, valid: jax.Array, step: StepArrays) -> jax.Array:
         """Slots of `positions` [T, B] in each token's row, 0 where not valid."""

@@ -26,15 +26,15 @@ def apply_rules(logits: jax.Array, step: StepArrays, page_size: int) -> jax.Arra
 
     def ruled() -> jax.Array:
         changed = _ruled(logits, step, page_size)
-        return jnp.where(step.sampling.has_rules[:, None] > 0, changed, logits)
+        return jnp.where(step.logits.has_rules[:, None] > 0, changed, logits)
 
-    return jax.lax.cond(jnp.any(step.sampling.has_rules > 0), ruled, lambda: logits)
+    return jax.lax.cond(jnp.any(step.logits.has_rules > 0), ruled, lambda: logits)
 
 
 def _ruled(logits: jax.Array, step: StepArrays, page_size: int) -> jax.Array:
     assert step.rules is not None
-    records = step.rules.records[step.logit_rows]  # [L, W]
-    lengths = step.positions[jnp.maximum(step.logit_indices, 0)] + 1  # [L]
+    records = step.rules.records[step.logits.rows]  # [L, W]
+    lengths = step.logits.positions  # [L], tokens before the choice
     context = _contexts(step, lengths, page_size)  # [L, N]
     num_prompt = records[:, words.NUM_PROMPT]
     banned = _not_allowed(records, logits.shape[1])
@@ -50,7 +50,7 @@ def _ruled(logits: jax.Array, step: StepArrays, page_size: int) -> jax.Array:
 def _contexts(step: StepArrays, lengths: jax.Array, page_size: int) -> jax.Array:
     """Each logit row's tokens so far [L, N], NONE past its length."""
     assert step.rules is not None
-    tables = step.page_table[step.logit_rows]  # [L, P]
+    tables = step.page_table[step.logits.rows]  # [L, P]
     positions = jnp.arange(tables.shape[1] * page_size)  # [N]
     is_inside = positions < lengths[:, None]
     pages = jnp.where(is_inside, tables[:, positions // page_size], 0)

@@ -16,14 +16,14 @@ from cadenza.backends.xla.ops.table import (
     STATE_CHOSEN,
     STATE_NONE_ALLOWED,
     STATE_NOT_FINITE,
-    SamplingArrays,
 )
+from cadenza.core.step_schema import LogitInputs
 
 _KEY_BITS = 32
 
 
 def choose_tokens(
-    logits: jax.Array, sampling: SamplingArrays, ruled: jax.Array | None = None
+    logits: jax.Array, rows: LogitInputs[jax.Array], ruled: jax.Array | None = None
 ) -> jax.Array:
     """Logits [L, V] float32 to the step's int32 result [L, C] (columns: `ops.table`).
 
@@ -33,23 +33,23 @@ def choose_tokens(
     choices = logits if ruled is None else ruled
     greedy = jnp.argmax(choices, axis=-1).astype(jnp.int32)  # ties: the lowest id
     tokens = jax.lax.cond(
-        jnp.any(sampling.temperature > 0),
-        lambda: jnp.where(sampling.temperature > 0, _draw(choices, sampling), greedy),
+        jnp.any(rows.temperature > 0),
+        lambda: jnp.where(rows.temperature > 0, _draw(choices, rows), greedy),
         lambda: greedy,
     )
-    tokens = jnp.where(sampling.targets >= 0, sampling.targets, tokens)
+    tokens = jnp.where(rows.targets >= 0, rows.targets, tokens)
     details = jax.lax.cond(
-        jnp.any(sampling.num_logprobs >= 0),
+        jnp.any(rows.num_logprobs >= 0),
         lambda: _describe(logits, tokens),
         lambda: jnp.zeros((len(logits), 2 + 2 * NUM_TOP), jnp.int32),
     )
-    state = _state(logits, choices, sampling)
+    state = _state(logits, choices, rows)
     return jnp.concatenate([tokens[:, None], state[:, None], details], axis=1)
 
 
-def _state(logits: jax.Array, choices: jax.Array, sampling: SamplingArrays) -> jax.Array:
+def _state(logits: jax.Array, choices: jax.Array, rows: LogitInputs[jax.Array]) -> jax.Array:
     """The rows' states [L]."""
-    none_allowed = (sampling.has_rules > 0) & ~jnp.any(choices > -jnp.inf, axis=-1)
+    none_allowed = (rows.has_rules > 0) & ~jnp.any(choices > -jnp.inf, axis=-1)
     state = jnp.where(none_allowed, STATE_NONE_ALLOWED, STATE_CHOSEN)
     is_finite = jnp.all(jnp.isfinite(logits), axis=-1)
     return jnp.where(is_finite, state, STATE_NOT_FINITE).astype(jnp.int32)
@@ -71,31 +71,31 @@ def token_noise(keys: jax.Array, vocab_size: int) -> jax.Array:
     return -jnp.log(-jnp.log1p(-uniform))
 
 
-def _draw(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
+def _draw(logits: jax.Array, rows: LogitInputs[jax.Array]) -> jax.Array:
     """A token for each row [L]; rows at temperature 0 get an arbitrary one."""
-    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     scaled = logits / temperature[:, None]  # [L, V]
     kept = jax.lax.cond(
-        jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)),
-        lambda: _kept(scaled, sampling),
+        jnp.any((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)),
+        lambda: _kept(scaled, rows),
         lambda: jnp.ones(scaled.shape, jnp.bool_),
     )
-    noisy = scaled + token_noise(sampling.keys, logits.shape[1])
+    noisy = scaled + token_noise(rows.keys, logits.shape[1])
     return jnp.argmax(jnp.where(kept, noisy, -jnp.inf), axis=-1).astype(jnp.int32)
 
 
-def _kept(scaled: jax.Array, sampling: SamplingArrays) -> jax.Array:
+def _kept(scaled: jax.Array, rows: LogitInputs[jax.Array]) -> jax.Array:
     """Which tokens min-p, then top-k, then top-p leave: [L, V]. Equal logits share their fate."""
     order = _ordered(scaled)
     vocab_size = scaled.shape[1]
     maximum = jnp.max(scaled, axis=-1, keepdims=True)
-    kept = scaled >= maximum + jnp.log(sampling.min_p)[:, None]
-    top_k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab_size), vocab_size)
+    kept = scaled >= maximum + jnp.log(rows.min_p)[:, None]
+    top_k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab_size), vocab_size)
     floor_k = _highest_floor(order, kept.astype(jnp.float32), top_k.astype(jnp.float32))
     kept &= order >= floor_k[:, None]
     mass = jnp.where(kept, jnp.exp(scaled - maximum), 0.0)
-    floor_p = _highest_floor(order, mass, sampling.top_p * jnp.sum(mass, axis=-1))
-    return kept & ((order >= floor_p[:, None]) | (sampling.top_p >= 1)[:, None])
+    floor_p = _highest_floor(order, mass, rows.top_p * jnp.sum(mass, axis=-1))
+    return kept & ((order >= floor_p[:, None]) | (rows.top_p >= 1)[:, None])
 
 
 def _ordered(values: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.core.step_schema import LogitInputs, RowInputs, TokenInputs, specs_of
 
 NUM_TOP = 20
 """Top log probabilities a step can report (`--max-logprobs`)."""
@@ -89,19 +90,6 @@ class KVPool(NamedTuple):
     values: Any
 
 
-class SamplingArrays(NamedTuple):
-    """As `core.batch.SamplingInputs`, on the device."""
-
-    temperature: jax.Array  # [L]
-    top_k: jax.Array  # [L]
-    top_p: jax.Array  # [L]
-    min_p: jax.Array  # [L]
-    keys: jax.Array  # [L, 2]
-    num_logprobs: jax.Array  # [L]
-    has_rules: jax.Array  # [L]
-    targets: jax.Array  # [L]
-
-
 class RuleArrays(NamedTuple):
     """What rows may choose (`core.token_rules`), and the token at each KV slot."""
 
@@ -110,21 +98,20 @@ class RuleArrays(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """As `core.batch.ModelInputs`, on the device, with the row of each token."""
+    """A step's declared groups on the device, and what the device adds to them."""
 
     num_tokens: jax.Array  # []
     num_logits: jax.Array  # []
-    token_ids: jax.Array  # [T]
+    tokens: TokenInputs[jax.Array]  # [T]; no id is LAST_SAMPLED any more
     token_rows: jax.Array  # [T]
-    positions: jax.Array  # [T]
-    slot_mapping: jax.Array  # [T]
-    query_starts: jax.Array  # [R + 1]
-    kv_lens: jax.Array  # [R]
-    logit_indices: jax.Array  # [L]
-    logit_rows: jax.Array  # [L]
+    rows: RowInputs[jax.Array]  # [R]
+    logits: LogitInputs[jax.Array]  # [L]
     page_table: jax.Array  # [R, P]
-    sampling: SamplingArrays
     rules: RuleArrays | None = None  # without them no row has any
+
+
+for _group in (TokenInputs, RowInputs, LogitInputs):
+    jax.tree_util.register_dataclass(_group, [spec.name for spec in specs_of(_group)], [])
 
 
 class OpTable(Protocol):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.config import MAX_SEED
-from cadenza.core.randomness import derive_sample_seed, derive_seed, draw_keys
+from cadenza.core.draw_keys import derive_sample_seed, derive_seed, draw_keys
 
 SEEDS = st.integers(0, MAX_SEED)
 POSITIONS = st.integers(0, 1 << 24)

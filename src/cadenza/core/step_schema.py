@@ -1,0 +1,311 @@
+"""The step schema: every array that a step takes to the device, declared once.
+
+A field is declared in the group of its axis, with its type and what fills it where nothing is
+written. The one buffer that is uploaded, the host's views of it, the device's arrays and, for a
+sampling setting, what a row keeps from step to step all follow from the declaration.
+
+Legend: T tokens of the step padded to its bucket · R rows = `max_num_seqs` · L logit rows =
+R + `NUM_SCORE_ROWS` · U changed page-table entries · C copied pages · W words of a rule record.
+
+Knows no array library but numpy: groups are generic, so that a backend uses them for its own
+arrays. Invariants: every entry is a 32-bit word; padding is told by counts and by -1 in
+`TokenInputs.slots` and `LogitInputs.token_indices`, never by a token's value.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.core.sequence import Sequence
+from cadenza.core.token_rules import has_rules
+
+Int32Array = npt.NDArray[np.int32]
+HostArray = npt.NDArray[Any]
+
+LAST_SAMPLED = -1
+"""In `TokenInputs.ids`: take the row's last sampled token, which is still on the device."""
+
+PADDING = -1
+
+NO_TARGET = -1
+
+NUM_SCORE_ROWS = 64
+"""Logit rows of a step beside the one of each row: for log probabilities of prompts."""
+
+WORD = np.dtype(np.int32)
+
+A = TypeVar("A")
+
+RowSetting = Callable[[Sequence], int | float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldSpec:
+    """A declared field: `columns` words for each entry of its axis and `extra` entries more.
+
+    `setting` is there for what a row keeps from when a sequence takes it until it leaves.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    fill: int | float
+    columns: int
+    extra: int
+    setting: RowSetting | None
+
+    def num_words(self, length: int) -> int:
+        return self.columns * (length + self.extra)
+
+
+def _words(
+    dtype: type[np.generic] = np.int32,
+    *,
+    fill: int | float = 0,
+    columns: int = 1,
+    extra: int = 0,
+    setting: RowSetting | None = None,
+) -> dict[str, Any]:
+    """A declaration, as a dataclass field's metadata. Of several columns the arrays have the shape
+    [length, columns]."""
+    return {
+        "dtype": np.dtype(dtype),
+        "fill": fill,
+        "columns": columns,
+        "extra": extra,
+        "setting": setting,
+    }
+
+
+def _setting(dtype: type[np.generic], *, off: int | float, of: RowSetting) -> dict[str, Any]:
+    """A sampling setting `of` a sequence; `off` leaves its choices as they are."""
+    return _words(dtype, fill=off, setting=of)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts(Generic[A]):
+    """How many entries are in use; arrays of one entry."""
+
+    num_tokens: A = field(metadata=_words())
+    num_logits: A = field(metadata=_words())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenInputs(Generic[A]):
+    """[T], of which `num_tokens` are in use."""
+
+    ids: A = field(metadata=_words())  # LAST_SAMPLED or an id
+    positions: A = field(metadata=_words())
+    slots: A = field(metadata=_words(fill=PADDING))  # page * S + offset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowInputs(Generic[A]):
+    """[R]; `query_starts` has one more."""
+
+    query_starts: A = field(metadata=_words(extra=1))
+    kv_lens: A = field(metadata=_words())  # this step's tokens included; 0 for rows without work
+
+
+def _num_logprobs(sequence: Sequence) -> int:
+    count = sequence.params.logprobs
+    return -1 if count is None else count
+
+
+def _temperature(sequence: Sequence) -> float:
+    return 0.0 if sequence.params.is_greedy else sequence.params.temperature
+
+
+def _top_k(sequence: Sequence) -> int:
+    return min(max(sequence.params.top_k, 0), np.iinfo(np.int32).max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitInputs(Generic[A]):
+    """[L], of which `num_logits` are in use: logit rows, and how each one's token is chosen.
+
+    A row of the batch may have several. `positions` are of the tokens that they choose or
+    describe: a draw's key is made of it, and a row's rules see the tokens before it. Those of one
+    row are in order of their positions, so that the last one's choice is the row's last sampled
+    token. With a target that token is described and none is chosen.
+    """
+
+    token_indices: A = field(metadata=_words(fill=PADDING))  # into T
+    rows: A = field(metadata=_words())
+    positions: A = field(metadata=_words())
+    targets: A = field(metadata=_words(fill=NO_TARGET))
+    keys: A = field(metadata=_words(np.uint32, columns=2))  # from (request seed, position)
+    num_logprobs: A = field(metadata=_setting(np.int32, off=-1, of=_num_logprobs))
+    temperature: A = field(metadata=_setting(np.float32, off=0.0, of=_temperature))
+    top_k: A = field(metadata=_setting(np.int32, off=0, of=_top_k))
+    top_p: A = field(metadata=_setting(np.float32, off=1.0, of=lambda s: s.params.top_p))
+    min_p: A = field(metadata=_setting(np.float32, off=0.0, of=lambda s: s.params.min_p))
+    has_rules: A = field(metadata=_setting(np.int32, off=0, of=has_rules))
+
+
+_Group = type[StepCounts[Any] | TokenInputs[Any] | RowInputs[Any] | LogitInputs[Any]]
+
+
+@cache
+def specs_of(group: _Group) -> tuple[FieldSpec, ...]:
+    """A group's declared fields, in order."""
+    return tuple(FieldSpec(name=each.name, **each.metadata) for each in fields(group))
+
+
+SETTINGS = tuple(spec for spec in specs_of(LogitInputs) if spec.setting is not None)
+"""The last columns of `LogitInputs`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGroups(Generic[A]):
+    """All declared arrays of a step."""
+
+    counts: StepCounts[A]
+    tokens: TokenInputs[A]
+    rows: RowInputs[A]
+    logits: LogitInputs[A]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where each declared field lies in a step's one buffer of words, for T tokens and R rows."""
+
+    num_tokens: int
+    num_rows: int
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_rows + NUM_SCORE_ROWS
+
+    @property
+    def num_words(self) -> int:
+        return sum(
+            spec.num_words(length) for group, length in self._groups() for spec in specs_of(group)
+        )
+
+    def split(self, words: A, cast: Callable[[A, np.dtype[Any]], A]) -> StepGroups[A]:
+        """The groups of a buffer [num_words]. `cast` gives words another type, bit for bit."""
+        buffer: Any = words
+        start = 0
+        groups: list[Any] = []
+        for group, length in self._groups():
+            arrays: dict[str, Any] = {}
+            for spec in specs_of(group):
+                end = start + spec.num_words(length)
+                part: Any = cast(buffer[start:end], spec.dtype)
+                arrays[spec.name] = part.reshape(spec.columns, -1).T if spec.columns > 1 else part
+                start = end
+            groups.append(group(**arrays))
+        counts, tokens, rows, logits = groups
+        return StepGroups(counts=counts, tokens=tokens, rows=rows, logits=logits)
+
+    def empty_words(self) -> Int32Array:
+        """The buffer of a step in which no row takes part: all padding."""
+        parts = [
+            np.full(spec.num_words(length), spec.fill, spec.dtype).view(WORD)
+            for group, length in self._groups()
+            for spec in specs_of(group)
+        ]
+        return np.concatenate(parts)
+
+    def inputs_of(self, words: Int32Array, *, step_id: int = -1) -> "ModelInputs":
+        """Inputs over a buffer, which they share."""
+        return ModelInputs(step_id=step_id, words=words, groups=self.split(words, np.ndarray.view))
+
+    def _groups(self) -> Iterator[tuple[_Group, int]]:
+        yield StepCounts, 1
+        yield TokenInputs, self.num_tokens
+        yield RowInputs, self.num_rows
+        yield LogitInputs, self.num_logits
+
+
+@dataclass(frozen=True, slots=True)
+class RuleUpdate:
+    """A row's rules from this step on."""
+
+    row: int
+    record: Int32Array  # [W]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInputs:
+    """What a runner needs for one step: flat, ragged, padded to one bucket.
+
+    `words` holds every declared field and is what goes up; `groups` are views of it. What changes
+    rarely is sent apart.
+    """
+
+    step_id: int
+    words: Int32Array
+    groups: StepGroups[HostArray]
+    page_updates: Int32Array = field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    """[U, 3] of (row, index in the row's page table, page)."""
+    page_copies: Int32Array = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    """[C, 2] of (page, page that becomes its copy before the step)."""
+    rule_updates: tuple[RuleUpdate, ...] = ()
+
+    @classmethod
+    def empty(cls, *, bucket: int, num_rows: int) -> "ModelInputs":
+        """A step in which no row takes part."""
+        layout = StepLayout(bucket, num_rows)
+        return layout.inputs_of(layout.empty_words())
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.groups.counts.num_tokens[0])
+
+    @property
+    def num_logits(self) -> int:
+        return int(self.groups.counts.num_logits[0])
+
+    @property
+    def tokens(self) -> TokenInputs[HostArray]:
+        return self.groups.tokens
+
+    @property
+    def rows(self) -> RowInputs[HostArray]:
+        return self.groups.rows
+
+    @property
+    def logits(self) -> LogitInputs[HostArray]:
+        return self.groups.logits
+
+
+class RowSettings:
+    """The sampling settings of every row of the batch, as words in the order of `SETTINGS`."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._words = np.empty((len(SETTINGS), num_rows), WORD)
+        self._views = [
+            words.view(spec.dtype) for spec, words in zip(SETTINGS, self._words, strict=True)
+        ]
+        for spec, view in zip(SETTINGS, self._views, strict=True):
+            view[:] = spec.fill
+
+    def seat(self, row: int, sequence: Sequence) -> None:
+        """Takes a sequence's settings for its row."""
+        for spec, view in zip(SETTINGS, self._views, strict=True):
+            assert spec.setting is not None
+            view[row] = spec.setting(sequence)
+
+    def write(self, inputs: ModelInputs, places: HostArray, rows: HostArray) -> None:
+        """Sets the logit rows at `places` as the batch's `rows` are set."""
+        num_logits = len(inputs.logits.rows)
+        block = inputs.words[-len(SETTINGS) * num_logits :].reshape(len(SETTINGS), num_logits)
+        block[:, places] = self._words[:, rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What a step yields, one entry for each logit row in use (N of them)."""
+
+    token_ids: Int32Array  # [N]
+    is_finite: npt.NDArray[np.bool_]  # [N], false: the row's logits held a NaN or an infinity
+    has_choice: npt.NDArray[np.bool_]  # [N], false: the row's rules allow no token
+    logprobs: npt.NDArray[np.float32]  # [N], of the chosen token; 0 where nobody asked
+    ranks: Int32Array  # [N], 1 is the likeliest
+    top_ids: Int32Array  # [N, K]
+    top_logprobs: npt.NDArray[np.float32]  # [N, K]
