@@ -200,6 +200,7 @@ def _request(rng: random.Random, vocab_size: int, prefix: list[int], longest: in
         top_k=rng.choice((0, 0, 5, 40)),
         top_p=rng.choice((1.0, 1.0, 0.6, 0.95)),
         min_p=rng.choice((0.0, 0.0, 0.05)),
+        top_n_sigma=rng.choice((0.0, 0.0, 1.0)),
         seed=rng.choice((None, rng.randrange(1 << 40))),
         presence_penalty=rng.choice((0.0, 0.0, 1.1)),
         frequency_penalty=rng.choice((0.0, 0.0, -0.4)),

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/rules.h"
+
 namespace cadenza {
 
 enum LogitColumn : int64_t {
@@ -19,6 +21,7 @@ enum LogitColumn : int64_t {
   kTopK,
   kTopP,
   kMinP,
+  kTopNSigma,
   kHasRules,
   kNumLogitColumns
 };
@@ -26,7 +29,7 @@ enum LogitColumn : int64_t {
 // The declaration's names of the columns above: a library of another version is known by them.
 constexpr const char* kLogitColumnNames =
     "token_indices rows positions targets keys keys num_logprobs temperature top_k top_p min_p "
-    "has_rules";
+    "top_n_sigma has_rules";
 
 struct LogitRows {
   const int32_t* words;  // [kNumLogitColumns, stride]
@@ -39,5 +42,32 @@ struct LogitRows {
     return value;
   }
 };
+
+// How one row's token is chosen.
+struct SampleParams {
+  float temperature;
+  int32_t top_k;
+  float top_p, min_p;
+  uint32_t key[2];
+  int32_t num_logprobs;
+  int32_t target = -1;  // describe this token instead of choosing one
+  float top_n_sigma = 0;
+  RowRules rules{};
+};
+
+// All but the rules, which lie elsewhere.
+inline SampleParams params_of(const LogitRows& rows, int64_t row) {
+  SampleParams params{};
+  params.temperature = rows.number(kTemperature, row);
+  params.top_k = rows.whole(kTopK, row);
+  params.top_p = rows.number(kTopP, row);
+  params.min_p = rows.number(kMinP, row);
+  params.key[0] = uint32_t(rows.whole(kKeyLow, row));
+  params.key[1] = uint32_t(rows.whole(kKeyHigh, row));
+  params.num_logprobs = rows.whole(kNumLogprobs, row);
+  params.target = rows.whole(kTarget, row);
+  params.top_n_sigma = rows.number(kTopNSigma, row);
+  return params;
+}
 
 }  // namespace cadenza

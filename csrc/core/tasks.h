@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "core/faults.h"
-#include "core/rules.h"
+#include "core/logit_rows.h"
 #include "core/types.h"
 
 namespace cadenza {
@@ -151,16 +151,6 @@ struct MergeGroup {
 struct MergePlan {
   const AttendPlan* plan;
   const MergeGroup* groups;
-};
-
-struct SampleParams {
-  float temperature;
-  int32_t top_k;
-  float top_p, min_p;
-  uint32_t key[2];
-  int32_t num_logprobs;
-  int32_t target = -1;  // describe this token instead of choosing one
-  RowRules rules{};
 };
 
 // What one thread knows of one row's logits so far.

@@ -33,15 +33,7 @@ RowRules rules_of(const LogitRows& rows, const RowMemory& memory, int64_t index)
 }
 
 SampleParams params_of(const LogitRows& rows, const RowMemory& memory, int64_t index) {
-  SampleParams params{};
-  params.temperature = rows.number(kTemperature, index);
-  params.top_k = rows.whole(kTopK, index);
-  params.top_p = rows.number(kTopP, index);
-  params.min_p = rows.number(kMinP, index);
-  params.num_logprobs = rows.whole(kNumLogprobs, index);
-  params.target = rows.whole(kTarget, index);
-  params.key[0] = uint32_t(rows.whole(kKeyLow, index));
-  params.key[1] = uint32_t(rows.whole(kKeyHigh, index));
+  SampleParams params = params_of(rows, index);
   if (has_fault(Fault::kRowKey)) params.key[0] = uint32_t(index);
   if (memory.is_there() && rows.whole(kHasRules, index) > 0) {
     params.rules = rules_of(rows, memory, index);

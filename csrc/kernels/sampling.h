@@ -3,6 +3,8 @@
 // A unit is one row. Everything here reads that row alone, in a fixed order.
 #pragma once
 
+#include <cmath>
+
 #include "core/kernel_table.h"
 #include "kernels/rules.h"
 
@@ -292,9 +294,31 @@ inline Candidates candidates_of(const SampledRow& row, int64_t vocab, Arena& are
   return c;
 }
 
-// Min-p, then top-k, then top-p.
+// The standard deviation of the candidates' values. Distances from the maximum are measured in units
+// of the largest, whose square is 1.
+inline float deviation(const Candidates& c, float maximum) {
+  const float largest = maximum - smallest_value(c);
+  if (!(largest > 0.0f)) return 0.0f;
+  if (largest > __FLT_MAX__) return kInfinity;
+  auto mean_of = [&](auto&& term) {
+    double total = ordered_sum(c.count, [&](int64_t i) {
+      Mask inside = first(int(c.count - i < kLanes ? c.count - i : kLanes));
+      Vec units = div(sub(set1(maximum), load(c.values + i)), set1(largest));
+      return select(inside, term(units), zero());
+    });
+    return float(total / double(c.count));
+  };
+  const Vec mean = set1(mean_of([](Vec units) { return units; }));
+  float variance = mean_of([&](Vec units) { return mul(sub(units, mean), sub(units, mean)); });
+  return largest * std::sqrt(variance);
+}
+
+// Top-n-sigma, min-p, then top-k, then top-p.
 inline void filter(Candidates& c, const SampleParams& params, Arena& arena) {
   float maximum = largest_value(c);
+  if (params.top_n_sigma > 0.0f) {
+    keep_from(c, maximum - params.top_n_sigma * deviation(c, maximum));
+  }
   if (params.min_p > 0.0f) {
     alignas(64) float log_min_p[kLanes];
     store(log_min_p, log_vec(set1(params.min_p)));

@@ -79,6 +79,19 @@ inline std::vector<int> kept_tokens(const std::vector<float>& z, const SamplePar
     order.resize(count);
   };
   double maximum = z[size_t(order[0])], total = 0, sum = 0;
+  if (params.top_n_sigma > 0) {
+    std::vector<double> allowed;
+    for (int t : order) {
+      if (z[size_t(t)] > -INFINITY) allowed.push_back(double(z[size_t(t)]));
+    }
+    double mean = 0, variance = 0, count = double(allowed.size());
+    for (double value : allowed) mean += value / count;
+    for (double value : allowed) variance += (value - mean) * (value - mean) / count;
+    double floor = maximum - double(params.top_n_sigma) * std::sqrt(variance);
+    order.erase(std::remove_if(order.begin(), order.end(),
+                               [&](int t) { return z[size_t(t)] < floor - 1e-5; }),
+                order.end());
+  }
   if (params.min_p > 0) {
     double floor = maximum + std::log(double(params.min_p));
     order.erase(std::remove_if(order.begin(), order.end(),
@@ -119,6 +132,7 @@ inline std::vector<SampleParams> many_params(int count) {
     p.top_k = i % 3 == 0 ? 0 : 1 + i * 13 % 900;
     p.top_p = top_ps[i % 5];
     p.min_p = i % 4 == 1 ? 0.02f : 0;
+    p.top_n_sigma = i % 7 == 3 ? 0.5f + 0.25f * float(i % 5) : 0;
     p.key[0] = random.next();
     p.key[1] = random.next();
     p.num_logprobs = i % 6 == 2 ? 5 : -1;

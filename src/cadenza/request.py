@@ -64,6 +64,7 @@ BOUNDS: Mapping[str, NumberBound | ListBound] = {
     "top_k": NumberBound(-1, 1 << 31, is_whole=True),
     "top_p": NumberBound(1e-6, 1.0),
     "min_p": NumberBound(0.0, 1.0),
+    "top_n_sigma": NumberBound(-1.0, 100.0),
     "seed": NumberBound(0, MAX_SEED, is_whole=True, is_optional=True),
     "presence_penalty": NumberBound(-2.0, 2.0),
     "frequency_penalty": NumberBound(-2.0, 2.0),
@@ -103,6 +104,8 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 or -1 is off.
         top_p: keep the smallest set of likeliest tokens whose mass reaches `top_p`.
         min_p: drop tokens less likely than `min_p` times the likeliest.
+        top_n_sigma: drop tokens whose logit is more than this many standard deviations of all
+            allowed tokens' logits below the largest; 0 or less is off.
         seed: fixes the randomness; `None` derives one from the engine's seed and the request id.
         presence_penalty: taken off the logit of every token that was generated.
         frequency_penalty: the same, once for each time.
@@ -131,6 +134,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

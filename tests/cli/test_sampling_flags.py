@@ -27,6 +27,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], object]] = {
     "top_k": (("--top-k", "7"), 7),
     "top_p": (("--top-p", "0.8"), 0.8),
     "min_p": (("--min-p", "0.1"), 0.1),
+    "top_n_sigma": (("--top-n-sigma", "1.5"), 1.5),
     "seed": (("--seed", "3"), 3),
     "presence_penalty": (("--presence-penalty", "-0.5"), -0.5),
     "frequency_penalty": (("--frequency-penalty", "0.5"), 0.5),

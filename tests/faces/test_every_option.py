@@ -74,6 +74,13 @@ def check_min_p(llm: LLM) -> None:
     assert answer(llm, temperature=1.0, seed=3, min_p=1.0).token_ids == greedy_ids(llm)
 
 
+def check_top_n_sigma(llm: LLM) -> None:
+    narrow = answer(llm, temperature=1.5, seed=3, top_n_sigma=1e-3)
+    assert narrow.token_ids == greedy_ids(llm)
+    off = answer(llm, temperature=1.5, seed=3, top_n_sigma=-1.0)
+    assert off.token_ids == answer(llm, temperature=1.5, seed=3).token_ids != narrow.token_ids
+
+
 def check_seed(llm: LLM) -> None:
     streams = [answer(llm, temperature=1.5, seed=seed).token_ids for seed in (3, 3, 4)]
     assert streams[0] == streams[1] != streams[2]

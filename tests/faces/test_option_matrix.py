@@ -42,7 +42,7 @@ Wrap = Callable[[Runner, EngineLimits, CoreOptions], EngineCore]
 
 def workload(matrix: OptionMatrix, vocab_size: int, eos: tuple[int, ...]) -> tuple[Arrival, ...]:
     shape = WorkloadShape(
-        num_requests=len(matrix.rows), rows=4, max_tokens=12, context=64, vocab_size=vocab_size
+        num_requests=len(matrix.rows), rows=4, max_tokens=24, context=96, vocab_size=vocab_size
     )
     return matrix.apply(make_workload(shape), vocab_size=vocab_size, eos_token_ids=eos)
 

@@ -36,6 +36,7 @@ def sampling(random: np.random.Generator) -> LogitInputs[Any]:
         top_k=np.where(index % 3 == 0, 0, 1 + index * 31 % 500).astype(np.int32),
         top_p=np.choose(index % 4, [1, 0.9, 0.5, 0.99]).astype(np.float32),
         min_p=np.where(index % 5 == 2, 0.05, 0).astype(np.float32),
+        top_n_sigma=np.where(index % 6 == 1, 1.5, 0).astype(np.float32),
         keys=random.integers(0, 2**32, (ROWS, 2), dtype=np.uint32),
         num_logprobs=np.where(index % 2 == 0, 3, -1).astype(np.int32),
     )

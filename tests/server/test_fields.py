@@ -24,6 +24,7 @@ SAMPLES: dict[str, Any] = {
     "top_p": 0.5,
     "top_k": 5,
     "min_p": 0.25,
+    "top_n_sigma": 1.5,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "repetition_penalty": 1.5,

@@ -14,6 +14,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (1e-6, 1.0),
     "min_p": (0.0, 1.0),
+    "top_n_sigma": (-1.0, 100.0),
     "top_k": (-1, 2**31),
     "seed": (0, MAX_SEED),
     "max_tokens": (0, 2**31),

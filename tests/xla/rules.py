@@ -73,6 +73,7 @@ def random_row(rng: np.random.Generator, vocab_size: int, *, sampled: bool = Tru
         top_k=int(rng.choice([0, 0, 0, 1, 7])),
         top_p=float(rng.choice([1.0, 1.0, 0.5, 0.9])),
         min_p=float(rng.choice([0.0, 0.0, 0.1])),
+        top_n_sigma=float(len(generated) % 3 == 1),
         presence_penalty=float(rng.choice([0.0, 0.0, -2.0, 0.7, 2.0])),
         frequency_penalty=float(rng.choice([0.0, 0.0, -1.3, 0.3, 2.0])),
         repetition_penalty=float(rng.choice([1.0, 1.0, 0.5, 1.2, 3.0])),
@@ -153,6 +154,7 @@ def logits_of(rows: list[RuledRow]) -> LogitInputs[Any]:
         top_k=jnp.array([max(p.top_k, 0) for p in params], jnp.int32),
         top_p=jnp.array([p.top_p for p in params], jnp.float32),
         min_p=jnp.array([p.min_p for p in params], jnp.float32),
+        top_n_sigma=jnp.array([max(p.top_n_sigma, 0.0) for p in params], jnp.float32),
         keys=jnp.asarray(draw_keys(seeds, positions)),
         num_logprobs=jnp.array(
             [-1 if p.logprobs is None else p.logprobs for p in params], jnp.int32

@@ -55,6 +55,7 @@ def random_params(rng: np.random.Generator, vocab_size: int) -> list[SamplingPar
             top_k=int(rng.choice([0, 0, 0, -1, 1, 2, 7, vocab_size, vocab_size + 1, 1 << 30])),
             top_p=float(rng.choice([1.0, 1.0, 1.0, 1e-6, 0.1, 0.5, 0.9, 0.999])),
             min_p=float(rng.choice([0.0, 0.0, 0.0, 1e-6, 0.01, 0.3, 1.0])),
+            top_n_sigma=float(rng.choice([0.0, 0.0, 0.0, -1.0, 0.01, 0.7, 2.0, 100.0])),
             seed=int(rng.integers(0, 1 << 62)),
             logprobs=[None, 0, 20][rng.integers(3)],
         )
@@ -72,6 +73,7 @@ def arrays_of(params: list[SamplingParams], positions: np.ndarray) -> LogitInput
         top_k=jnp.array([max(p.top_k, 0) for p in params], jnp.int32),
         top_p=jnp.array([p.top_p for p in params], jnp.float32),
         min_p=jnp.array([p.min_p for p in params], jnp.float32),
+        top_n_sigma=jnp.array([max(p.top_n_sigma, 0.0) for p in params], jnp.float32),
         keys=jnp.asarray(draw_keys(seeds, positions.astype(np.int32))),
         num_logprobs=jnp.array(
             [-1 if p.logprobs is None else p.logprobs for p in params], jnp.int32
@@ -92,9 +94,14 @@ def scaled_by(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 
 
 def is_on_the_edge(scaled: np.ndarray, params: SamplingParams) -> bool:
-    """Whether rounding alone decides what top-p or min-p leaves, by float64 masses."""
+    """Whether rounding alone decides what a threshold leaves, by float64 deviations and masses."""
     falling = np.sort(scaled.astype(np.float64))[::-1]
     lowest = falling[0] + np.log(params.min_p) if params.min_p > 0 else -np.inf
+    near_sigma = False
+    if params.top_n_sigma > 0:
+        floor = falling[0] - params.top_n_sigma * np.std(falling)
+        near_sigma = bool((np.abs(falling - floor) <= 1e-5 * np.ptp(falling)).any())
+        lowest = max(lowest, floor)
     left = falling[falling >= lowest]
     top_k = params.top_k if 0 < params.top_k <= len(left) else len(left)
     mass = np.exp(falling - falling[0]) * (falling >= left[top_k - 1])
@@ -103,7 +110,7 @@ def is_on_the_edge(scaled: np.ndarray, params: SamplingParams) -> bool:
     near_min_p = params.min_p > 0 and bool(
         (np.abs(falling - falling[0] - np.log(params.min_p)) < 1e-4).any()
     )
-    return near_top_p or near_min_p
+    return near_top_p or near_min_p or near_sigma
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)

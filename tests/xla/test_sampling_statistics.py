@@ -30,6 +30,7 @@ PARAMS = {
     "top_k": SamplingParams(temperature=1.0, top_k=5),
     "top_p": SamplingParams(temperature=1.0, top_p=0.8),
     "min_p": SamplingParams(temperature=1.0, min_p=0.1),
+    "top_n_sigma": SamplingParams(temperature=1.0, top_n_sigma=1.2),
     "all": SamplingParams(temperature=1.4, top_k=12, top_p=0.9, min_p=0.05),
 }
 tokens_of = jax.jit(lambda logits, arrays: device.choose_tokens(logits, arrays)[:, 0])

@@ -63,6 +63,12 @@ class SamplingFlags:
     min_p: Annotated[
         float | None, _option("Leave out tokens less likely than p times the likeliest")
     ] = None
+    top_n_sigma: Annotated[
+        float | None,
+        typer.Option(
+            help="Leave out tokens this many standard deviations of the logits below the likeliest."
+        ),
+    ] = None
     seed: Annotated[
         int | None,
         typer.Option(

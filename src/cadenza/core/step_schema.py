@@ -143,6 +143,9 @@ class LogitInputs(Generic[A]):
     top_k: A = field(metadata=_setting(np.int32, off=0, of=_top_k))
     top_p: A = field(metadata=_setting(np.float32, off=1.0, of=lambda s: s.params.top_p))
     min_p: A = field(metadata=_setting(np.float32, off=0.0, of=lambda s: s.params.min_p))
+    top_n_sigma: A = field(
+        metadata=_setting(np.float32, off=0.0, of=lambda s: max(0.0, s.params.top_n_sigma))
+    )
     has_rules: A = field(metadata=_setting(np.int32, off=0, of=has_rules))
 
 

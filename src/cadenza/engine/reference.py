@@ -160,8 +160,13 @@ def choose_token(logits: Logits, params: SamplingParams, *, seed: int, position:
 
 
 def kept_tokens(scaled: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
-    """Which tokens min-p, then top-k, then top-p leave [V]; equal logits share their fate."""
+    """Which tokens top-n-sigma, min-p, then top-k, then top-p leave [V]; equal logits share their
+    fate.
+    """
     falling = np.sort(scaled)[::-1]
+    if params.top_n_sigma > 0.0:
+        deviation = np.std(falling[falling > -np.inf], dtype=np.float64)
+        falling = falling[falling >= falling[0] - params.top_n_sigma * deviation]
     if params.min_p > 0.0:
         falling = falling[falling >= falling[0] + np.log(np.float32(params.min_p))]
     floor = falling[params.top_k - 1] if 0 < params.top_k <= len(falling) else falling[-1]

@@ -227,6 +227,12 @@ SAMPLING_FIELDS = (
     _sampling("top_p", "Keep the likeliest tokens of this mass.", 1.0),
     _sampling("top_k", "Keep this many likeliest tokens; 0 and -1 are off.", 0),
     _sampling("min_p", "Drop tokens less likely than this times the likeliest.", 0.0),
+    _sampling(
+        "top_n_sigma",
+        "Drop tokens this many standard deviations of the logits below the largest; 0 and -1 are "
+        "off.",
+        0.0,
+    ),
     _sampling("presence_penalty", "Taken off the logit of each generated token.", 0.0),
     _sampling("frequency_penalty", "The same, once for each time.", 0.0),
     _sampling("repetition_penalty", "Divides logits of tokens of prompt and output.", 1.0),

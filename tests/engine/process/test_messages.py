@@ -44,6 +44,7 @@ PARAMS = SamplingParams(
     top_k=4,
     top_p=0.9,
     min_p=0.1,
+    top_n_sigma=1.25,
     seed=(1 << 63) - 1,
     presence_penalty=0.5,
     frequency_penalty=-0.5,

@@ -79,6 +79,7 @@ OPTIONS = (
     _fixed("top_k", 0, 3, 40),
     _fixed("top_p", 1.0, 0.6, 0.95),
     _fixed("min_p", 0.0, 0.02, 0.3),
+    _fixed("top_n_sigma", 0.0, 1.0, 0.4),
     Option("seed", (lambda _: None, lambda palette: palette.seed)),
     _fixed("presence_penalty", 0.0, 1.5, -0.8),
     _fixed("frequency_penalty", 0.0, 0.7, -0.4),

@@ -76,7 +76,7 @@ def _draw(logits: jax.Array, rows: LogitInputs[jax.Array]) -> jax.Array:
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     scaled = logits / temperature[:, None]  # [L, V]
     kept = jax.lax.cond(
-        jnp.any((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)),
+        jnp.any((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0) | (rows.top_n_sigma > 0)),
         lambda: _kept(scaled, rows),
         lambda: jnp.ones(scaled.shape, jnp.bool_),
     )
@@ -85,17 +85,37 @@ def _draw(logits: jax.Array, rows: LogitInputs[jax.Array]) -> jax.Array:
 
 
 def _kept(scaled: jax.Array, rows: LogitInputs[jax.Array]) -> jax.Array:
-    """Which tokens min-p, then top-k, then top-p leave: [L, V]. Equal logits share their fate."""
+    """Which tokens top-n-sigma, min-p, then top-k, then top-p leave: [L, V]. Equal logits share
+    their fate.
+    """
     order = _ordered(scaled)
     vocab_size = scaled.shape[1]
     maximum = jnp.max(scaled, axis=-1, keepdims=True)
     kept = scaled >= maximum + jnp.log(rows.min_p)[:, None]
+    n = rows.top_n_sigma[:, None]
+    kept &= (scaled >= maximum - n * _deviation(scaled, maximum)) | (n <= 0)
     top_k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab_size), vocab_size)
     floor_k = _highest_floor(order, kept.astype(jnp.float32), top_k.astype(jnp.float32))
     kept &= order >= floor_k[:, None]
     mass = jnp.where(kept, jnp.exp(scaled - maximum), 0.0)
     floor_p = _highest_floor(order, mass, rows.top_p * jnp.sum(mass, axis=-1))
     return kept & ((order >= floor_p[:, None]) | (rows.top_p >= 1)[:, None])
+
+
+def _deviation(scaled: jax.Array, maximum: jax.Array) -> jax.Array:
+    """The standard deviation of each row's logits that are not banned: [L, 1].
+
+    Distances from the maximum are measured in units of the largest, whose square is 1.
+    """
+    is_allowed = scaled > -jnp.inf
+    distance = jnp.where(is_allowed, maximum - scaled, 0.0)
+    largest = jnp.max(distance, axis=-1, keepdims=True)
+    units = distance / jnp.where(largest > 0, largest, 1.0)
+    count = jnp.maximum(jnp.sum(is_allowed, axis=-1, keepdims=True), 1)
+    mean = jnp.sum(units, axis=-1, keepdims=True) / count
+    squares = jnp.where(is_allowed, (units - mean) ** 2, 0.0)
+    variance = jnp.sum(squares, axis=-1, keepdims=True) / count
+    return jnp.where(jnp.isfinite(largest), largest * jnp.sqrt(variance), jnp.inf)
 
 
 def _ordered(values: jax.Array) -> jax.Array:
