@@ -49,12 +49,16 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`num_rows` decodes over `num_prompt_tokens` of context, and prompts that wait behind them."""
+    """`num_rows` decodes over `num_prompt_tokens` of context, and prompts that wait behind them.
+
+    A blocked prompt is in the prefix cache, and waits in each step for pages of its answer.
+    """
 
     name: str
     num_rows: int
     num_prompt_tokens: int = 64
     num_waiting_tokens: int = 0
+    num_blocked_tokens: int = 0
     token_budget: int | None = None
 
 
@@ -65,11 +69,11 @@ class Bench:
         budget = workload.token_budget or max(workload.num_rows, 64)
         context = workload.num_prompt_tokens + NUM_STEPS + NUM_WARM_STEPS + 600
         pages = -(-context // PAGE_SIZE) * workload.num_rows
-        pages += -(-workload.num_waiting_tokens // PAGE_SIZE)
+        pages += -(-(workload.num_waiting_tokens + workload.num_blocked_tokens) // PAGE_SIZE)
         limits = EngineLimits(
             max_num_seqs=workload.num_rows,
             max_num_batched_tokens=budget,
-            max_model_len=context + workload.num_waiting_tokens,
+            max_model_len=context + workload.num_waiting_tokens + workload.num_blocked_tokens,
             page_size=PAGE_SIZE,
             num_pages=pages,
             max_num_queued_reqs=1000,
@@ -80,6 +84,11 @@ class Bench:
         self.scheduler = Scheduler(limits, kv_cache, Admission(page_size=PAGE_SIZE))
         self.packer = Packer(max_num_seqs=workload.num_rows, page_size=PAGE_SIZE, vocab_size=97)
         self.bucket = budget
+        if workload.num_blocked_tokens:
+            self._add(workload.num_rows, workload.num_blocked_tokens)
+            while any(s.num_uncomputed_tokens != 1 for s in self._everybody()):
+                self._settle()
+            self.scheduler.cancel(self.scheduler.running[-1])
         for request_id in range(workload.num_rows):
             self._add(request_id, workload.num_prompt_tokens)
         while any(s.num_uncomputed_tokens != 1 for s in self._everybody()):
@@ -87,6 +96,9 @@ class Bench:
         if workload.num_waiting_tokens:
             self.scheduler.cancel(self.scheduler.running[-1])
             self._add(workload.num_rows, workload.num_waiting_tokens)
+        if workload.num_blocked_tokens:
+            self.scheduler.cancel(self.scheduler.running[-1])
+            self._add(workload.num_rows, workload.num_blocked_tokens, num_answer_tokens=1 << 20)
         self.in_flight = self._next_batch()
         self.packer.pack(self.in_flight, self.bucket)
 
@@ -120,19 +132,24 @@ class Bench:
         self.packer.pack(batch, self.bucket)
         self.scheduler.update(batch, _output_of(batch))
 
-    def _add(self, request_id: int, num_prompt_tokens: int) -> None:
+    def _add(
+        self,
+        request_id: int,
+        num_prompt_tokens: int,
+        num_answer_tokens: int = NUM_STEPS + NUM_WARM_STEPS + 500,
+    ) -> None:
         # No two prompts share a page, so each publishes its own.
         prompt = (request_id, *range(1, num_prompt_tokens))
         request = Request(
             prompt_token_ids=prompt,
-            params=SamplingParams(max_tokens=NUM_STEPS + NUM_WARM_STEPS + 500),
+            params=SamplingParams(max_tokens=num_answer_tokens),
         )
         self.scheduler.add(
             Sequence(
                 request_id=request_id,
                 request=request,
                 seed=request_id,
-                max_num_tokens=num_prompt_tokens + NUM_STEPS + NUM_WARM_STEPS + 500,
+                max_num_tokens=num_prompt_tokens + num_answer_tokens,
                 stop_token_ids=frozenset({-1}),
                 token_ids=list(prompt),
             )
@@ -189,6 +206,9 @@ WORKLOADS = (
     ),
     Workload(
         name="decode + prompt chunks", num_rows=256, num_waiting_tokens=40_000, token_budget=512
+    ),
+    Workload(
+        name="decode + blocked prompt", num_rows=8, num_blocked_tokens=120_000, token_budget=512
     ),
 )
 

@@ -39,7 +39,8 @@ def publish(
 
 
 def find(cache: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:
-    return cache.find(keys_of(cache, tokens, salt), tokens)[0]
+    keys = keys_of(cache, tokens, salt)
+    return list(cache.find(keys, tokens, num_pages=len(keys))[0])
 
 
 @pytest.fixture
@@ -124,3 +125,57 @@ def test_a_colliding_key_is_a_miss() -> None:
     assert publish(cache, [2, 2, 2, 2], [1]) == [False]
     assert find(cache, [2, 2, 2, 2]) == []
     assert find(cache, [1, 1, 1, 1]) == [0]
+
+
+class CountedTokens(list[int]):
+    """Tokens that count how often a page of them is compared."""
+
+    num_reads = 0
+
+    def __getitem__(self, place):  # type: ignore[override]
+        self.num_reads += 1
+        return super().__getitem__(place)
+
+
+def test_who_asks_again_is_answered_without_comparing_tokens(cache: PrefixCache) -> None:
+    tokens = CountedTokens(range(16))
+    keys = keys_of(cache, tokens)
+    publish(cache, list(tokens[:12]), [5, 6, 7])
+    assert cache.find(keys, tokens, num_pages=4)[0] == (5, 6, 7)
+    tokens.num_reads = 0
+    assert cache.find(keys, tokens, num_pages=4)[0] == (5, 6, 7)
+    publish(cache, [90, 91, 92, 93], [9])  # another prefix
+    assert cache.find(keys, tokens, num_pages=4)[0] == (5, 6, 7)
+    assert not tokens.num_reads
+    assert cache.find(keys, tokens, num_pages=2)[0] == (5, 6)
+    assert tokens.num_reads
+
+
+def test_who_asks_again_is_told_of_pages_that_came_and_went(cache: PrefixCache) -> None:
+    tokens = list(range(16))
+    keys = keys_of(cache, tokens)
+
+    def ask() -> list[int]:
+        return list(cache.find(keys, tokens, num_pages=4)[0])
+
+    assert ask() == []
+    serial, _ = cache.publish(5, 0, keys[0], tokens, ROOT)
+    assert ask() == [5]
+    assert serial is not None
+    cache.publish(6, 1, keys[1], tokens, serial)
+    assert ask() == [5, 6]
+    cache.forget(5)
+    assert ask() == []
+    cache.publish(8, 0, keys[0], tokens, ROOT)
+    assert ask() == [8], "page 6 stands behind page 5, not behind page 8"
+
+
+def test_who_asks_again_after_a_collision_sees_it_end() -> None:
+    cache = ColludingCache(page_size=SIZE, secret=b"secret")
+    other, tokens = [9, 9, 9, 9], [1, 2, 3, 4]
+    publish(cache, other, [3])
+    keys = keys_of(cache, tokens)
+    assert cache.find(keys, tokens, num_pages=1)[0] == ()
+    cache.forget(3)
+    publish(cache, tokens, [4])
+    assert cache.find(keys, tokens, num_pages=1)[0] == (4,)

@@ -57,11 +57,13 @@ class KVCacheManager:
             return Prefix()
         salt = sequence.request.cache_salt
         self.prefix_cache.extend_keys(sequence.page_keys, sequence.token_ids, salt)
-        usable = sequence.page_keys[: (len(sequence.token_ids) - 1) // self.page_size]
-        found, serial = self.prefix_cache.find(usable, sequence.token_ids)
+        usable = (len(sequence.token_ids) - 1) // self.page_size
+        found, serial = self.prefix_cache.find(
+            sequence.page_keys, sequence.token_ids, num_pages=usable
+        )
         num_tokens = len(found) * self.page_size
         return Prefix(
-            page_ids=tuple(found),
+            page_ids=found,
             num_tokens=num_tokens,
             num_published=len(found),
             serial=serial,

@@ -32,8 +32,25 @@ class CachedPage:
     token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lookup:
+    """The answer to the last look-up. It changes only when one of its pages is forgotten or a page
+    with `missing_key` is published."""
+
+    keys: SequenceOf[bytes]
+    num_pages: int
+    page_ids: tuple[int, ...]
+    page_set: frozenset[int]
+    serial: int
+    missing_key: bytes | None
+
+
 class PrefixCache:
-    """Index of full pages. `secret` keys the hashes: nobody outside can aim at a collision."""
+    """Index of full pages. `secret` keys the hashes: nobody outside can aim at a collision.
+
+    The last look-up is remembered: the sequence at the head of the queue asks in every step that it
+    has to wait.
+    """
 
     def __init__(self, *, page_size: int, secret: bytes) -> None:
         self._page_size = page_size
@@ -41,6 +58,7 @@ class PrefixCache:
         self._page_of_key: dict[bytes, int] = {}
         self._content: dict[int, CachedPage] = {}
         self._num_published = 0
+        self._last: _Lookup | None = None
 
     def __len__(self) -> int:
         return len(self._content)
@@ -52,20 +70,39 @@ class PrefixCache:
             parent = keys[-1] if keys else self._root_key(salt)
             keys.append(self._chain(parent, token_ids[index * size : (index + 1) * size]))
 
-    def find(self, keys: SequenceOf[bytes], token_ids: SequenceOf[int]) -> tuple[list[int], int]:
-        """Page ids of the longest cached prefix, and the serial of the last; keys as made above."""
+    def find(
+        self, keys: list[bytes], token_ids: SequenceOf[int], *, num_pages: int
+    ) -> tuple[tuple[int, ...], int]:
+        """Page ids of the longest cached prefix of at most `num_pages` pages, and the serial of the
+        last. `keys` is one sequence's list for its life, as made above.
+        """
+        last = self._last
+        if last is None or last.keys is not keys or last.num_pages != num_pages:
+            last = self._last = self._look_up(keys, token_ids, num_pages)
+        return last.page_ids, last.serial
+
+    def _look_up(self, keys: list[bytes], token_ids: SequenceOf[int], num_pages: int) -> _Lookup:
         found: list[int] = []
         parent = ROOT
-        for index, key in enumerate(keys):
+        missing_key: bytes | None = None
+        for index in range(num_pages):
+            key = keys[index]
             page_id = self._page_of_key.get(key)
-            if page_id is None:
-                break
-            content = self._content[page_id]
-            if not self._is_same(content, parent, self._page_tokens(token_ids, index)):
+            content = None if page_id is None else self._content[page_id]
+            tokens = self._page_tokens(token_ids, index)
+            if page_id is None or content is None or not self._is_same(content, parent, tokens):
+                missing_key = key
                 break
             found.append(page_id)
             parent = content.serial
-        return found, parent
+        return _Lookup(
+            keys=keys,
+            num_pages=num_pages,
+            page_ids=tuple(found),
+            page_set=frozenset(found),
+            serial=parent,
+            missing_key=missing_key,
+        )
 
     def publish(
         self, page_id: int, index: int, key: bytes, token_ids: SequenceOf[int], parent_serial: int
@@ -84,11 +121,15 @@ class PrefixCache:
         self._num_published += 1
         serial = self._num_published
         self._page_of_key[key] = page_id
+        if self._last is not None and self._last.missing_key == key:
+            self._last = None
         self._content[page_id] = CachedPage(serial, key, parent_serial, tokens)
         return serial, True
 
     def forget(self, page_id: int) -> None:
         """The page is about to be overwritten."""
+        if self._last is not None and page_id in self._last.page_set:
+            self._last = None
         content = self._content.pop(page_id)
         del self._page_of_key[content.key]
 

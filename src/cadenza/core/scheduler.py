@@ -17,7 +17,7 @@ from dataclasses import replace
 from cadenza.config import EngineLimits
 from cadenza.core.admission import Admission
 from cadenza.core.batch import NO_POSITIONS, Batch, BatchEntry
-from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.prompt_scores import ScoreRoom
 from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.core.step_schema import NUM_SCORE_ROWS, StepOutput
@@ -214,13 +214,7 @@ class Scheduler:
     def _try_start(self, sequence: Sequence) -> bool:
         is_fork = sequence.fork_source is not None
         prefix = self.kv_cache.find_prefix(sequence)
-        unheld = self.kv_cache.num_unheld(prefix)
-        if not self._admission.has_room(
-            sequence,
-            self.running,
-            available=self.kv_cache.pool.num_available,
-            shared=len(prefix.page_ids) - unheld,
-        ):
+        if not self._has_room(sequence, prefix):
             return False
         if not self.kv_cache.try_adopt(sequence, prefix):
             return False
@@ -234,6 +228,19 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
         return True
+
+    def _has_room(self, sequence: Sequence, prefix: Prefix) -> bool:
+        def has_room(*, shared: int) -> bool:
+            available = self.kv_cache.pool.num_available
+            return self._admission.has_room(
+                sequence, self.running, available=available, shared=shared
+            )
+
+        # Who waits mostly waits for pages of its own: those of its prefix are counted only then.
+        num_pages = len(prefix.page_ids)
+        return has_room(shared=num_pages) and has_room(
+            shared=num_pages - self.kv_cache.num_unheld(prefix)
+        )
 
     def _count_prefix(self, sequence: Sequence, num_hit_tokens: int) -> None:
         """Tokens looked up in the prefix cache and found there; a prompt counts once."""
