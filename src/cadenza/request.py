@@ -190,6 +190,48 @@ class SamplingParams:
             )
 
 
+MAX_DIGEST_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment:
+    """What stands behind tokens `start` to `start + length` of a prompt, say an image behind its
+    placeholders.
+
+    Two prompts of equal tokens share computed pages only where their attachments are the same.
+
+    Args:
+        digest: names the payload, 1 to 64 bytes: equal digests mean equal payloads.
+        payload: for the backend.
+    """
+
+    start: int
+    length: int
+    digest: bytes
+    payload: bytes = b""
+
+    def __post_init__(self) -> None:
+        for name in ("start", "length"):
+            number = _as_number(name, getattr(self, name), NumberBound(0, 1 << 31, is_whole=True))
+            object.__setattr__(self, name, number)
+        for name in ("digest", "payload"):
+            if not isinstance(getattr(self, name), bytes):
+                raise InvalidRequestError(
+                    f"an attachment's {name} is {show(getattr(self, name))}; it must be bytes",
+                    param="attachments",
+                )
+        if not 0 < len(self.digest) <= MAX_DIGEST_BYTES:
+            raise InvalidRequestError(
+                f"an attachment's digest has {len(self.digest)} bytes; it must have 1 to "
+                f"{MAX_DIGEST_BYTES}",
+                param="attachments",
+            )
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt and how to continue it; frozen, whatever becomes of the lists it was made of.
@@ -197,12 +239,14 @@ class Request:
     Args:
         prompt_token_ids: at least one token; a list or an array is kept as a tuple.
         bad_word_token_ids: the tokens of `params.bad_words`: no sequence of them is generated.
+        attachments: in order of their spans, which lie in the prompt and do not overlap.
         cache_salt: requests share prefix-cache pages only under an equal salt.
     """
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
+    attachments: tuple[Attachment, ...] = ()
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
@@ -213,6 +257,7 @@ class Request:
         ids = as_token_ids("prompt", self.prompt_token_ids)
         object.__setattr__(self, "prompt_token_ids", ids)
         object.__setattr__(self, "bad_word_token_ids", self._checked_bad_words())
+        object.__setattr__(self, "attachments", self._checked_attachments())
         salt = self.cache_salt
         if not isinstance(salt, str) or not salt.isascii():
             raise InvalidRequestError(
@@ -220,6 +265,25 @@ class Request:
                 param="cache_salt",
             )
         object.__setattr__(self, "cache_salt", str.__str__(salt))
+
+    def _checked_attachments(self) -> tuple[Attachment, ...]:
+        found: object = self.attachments
+        entries = cast(SequenceOf[object], found if isinstance(found, tuple | list) else [None])
+        last, num_tokens = 0, len(self.prompt_token_ids)
+        for each in entries:
+            if not isinstance(each, Attachment):
+                raise InvalidRequestError(
+                    f"attachments is {show(found)}; it must be a tuple of Attachment",
+                    param="attachments",
+                )
+            if not last <= each.start < each.end <= num_tokens:
+                raise InvalidRequestError(
+                    f"an attachment spans tokens {each.start} to {each.end}; spans hold 1 token or "
+                    f"more, are in order, do not overlap and end within the prompt's {num_tokens}",
+                    param="attachments",
+                )
+            last = each.end
+        return tuple(cast(SequenceOf[Attachment], entries))
 
     def _checked_bad_words(self) -> tuple[tuple[int, ...], ...]:
         words: object = self.bad_word_token_ids

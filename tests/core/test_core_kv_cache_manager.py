@@ -1,12 +1,12 @@
 """`KVCacheManager`: page tables grow and shrink, prefixes are shared, pages are published."""
 
-from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import pytest
 
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.page_pool import PageCounts
-from cadenza.core.prefix_cache import PrefixCache
+from cadenza.core.prefix_cache import PageContent, PrefixCache
 from cadenza.core.sequence import Sequence
 from tests.core.builders import SECRET, manager_of, prompt_of, sequence_of
 
@@ -151,8 +151,8 @@ def test_the_invariants_betray_a_hold_that_no_table_shows() -> None:
 class ColludingCache(PrefixCache):
     """A cache whose hash does not see the first token of a page."""
 
-    def _chain(self, parent: bytes, token_ids: SequenceOf[int]) -> bytes:
-        return super()._chain(parent, token_ids[1:])
+    def _chain(self, parent: bytes, page: PageContent) -> bytes:
+        return super()._chain(parent, replace(page, token_ids=page.token_ids[1:]))
 
 
 class CollidingManager(KVCacheManager):

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from cadenza.core.prefix_cache import KEY_BYTES, ROOT, PrefixCache
+from cadenza.core.prefix_cache import KEY_BYTES, ROOT, Content, PageContent, PrefixCache
+from cadenza.request import Attachment
 
 SIZE = 4
 
@@ -12,13 +13,13 @@ SIZE = 4
 class ColludingCache(PrefixCache):
     """A cache whose hash sees only how many tokens there are: all pages at a depth collide."""
 
-    def _chain(self, parent: bytes, token_ids: object) -> bytes:
+    def _chain(self, parent: bytes, page: PageContent) -> bytes:
         return bytes([parent[0] + 1 if len(parent) == 1 else 0])
 
 
 def keys_of(cache: PrefixCache, tokens: list[int], salt: str = "") -> list[bytes]:
     keys: list[bytes] = []
-    cache.extend_keys(keys, tokens, salt)
+    cache.extend_keys(keys, Content(tokens, (), salt))
     return keys
 
 
@@ -33,14 +34,14 @@ def publish(
     ):
         is_taken = False
         if serial is not None:
-            serial, is_taken = cache.publish(page_id, index, key, tokens, serial)
+            serial, is_taken = cache.publish(page_id, index, key, Content(tokens), serial)
         taken.append(is_taken)
     return taken
 
 
 def find(cache: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:
     keys = keys_of(cache, tokens, salt)
-    return list(cache.find(keys, tokens, num_pages=len(keys))[0])
+    return list(cache.find(keys, Content(tokens), num_pages=len(keys))[0])
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_keys_grow_as_tokens_do(cache: PrefixCache) -> None:
     tokens = list(range(19))
     keys: list[bytes] = []
     for end in range(20):
-        cache.extend_keys(keys, tokens[:end], "")
+        cache.extend_keys(keys, Content(tokens[:end]))
         assert len(keys) == end // SIZE
     assert keys == keys_of(cache, tokens)
 
@@ -115,7 +116,7 @@ def test_a_forgotten_page_is_not_found_and_hides_those_behind_it(cache: PrefixCa
 def test_a_hit_is_confirmed_by_its_tokens(cache: PrefixCache) -> None:
     tokens = [1, 2, 3, 4]
     publish(cache, tokens, [0])
-    cache._content[0] = replace(cache._content[0], token_ids=(1, 2, 3, 5))
+    cache._pages[0] = replace(cache._pages[0], content=PageContent((1, 2, 3, 5)))
     assert find(cache, tokens) == []
 
 
@@ -141,13 +142,13 @@ def test_who_asks_again_is_answered_without_comparing_tokens(cache: PrefixCache)
     tokens = CountedTokens(range(16))
     keys = keys_of(cache, tokens)
     publish(cache, list(tokens[:12]), [5, 6, 7])
-    assert cache.find(keys, tokens, num_pages=4)[0] == (5, 6, 7)
+    assert cache.find(keys, Content(tokens), num_pages=4)[0] == (5, 6, 7)
     tokens.num_reads = 0
-    assert cache.find(keys, tokens, num_pages=4)[0] == (5, 6, 7)
+    assert cache.find(keys, Content(tokens), num_pages=4)[0] == (5, 6, 7)
     publish(cache, [90, 91, 92, 93], [9])  # another prefix
-    assert cache.find(keys, tokens, num_pages=4)[0] == (5, 6, 7)
+    assert cache.find(keys, Content(tokens), num_pages=4)[0] == (5, 6, 7)
     assert not tokens.num_reads
-    assert cache.find(keys, tokens, num_pages=2)[0] == (5, 6)
+    assert cache.find(keys, Content(tokens), num_pages=2)[0] == (5, 6)
     assert tokens.num_reads
 
 
@@ -156,17 +157,17 @@ def test_who_asks_again_is_told_of_pages_that_came_and_went(cache: PrefixCache) 
     keys = keys_of(cache, tokens)
 
     def ask() -> list[int]:
-        return list(cache.find(keys, tokens, num_pages=4)[0])
+        return list(cache.find(keys, Content(tokens), num_pages=4)[0])
 
     assert ask() == []
-    serial, _ = cache.publish(5, 0, keys[0], tokens, ROOT)
+    serial, _ = cache.publish(5, 0, keys[0], Content(tokens), ROOT)
     assert ask() == [5]
     assert serial is not None
-    cache.publish(6, 1, keys[1], tokens, serial)
+    cache.publish(6, 1, keys[1], Content(tokens), serial)
     assert ask() == [5, 6]
     cache.forget(5)
     assert ask() == []
-    cache.publish(8, 0, keys[0], tokens, ROOT)
+    cache.publish(8, 0, keys[0], Content(tokens), ROOT)
     assert ask() == [8], "page 6 stands behind page 5, not behind page 8"
 
 
@@ -175,7 +176,50 @@ def test_who_asks_again_after_a_collision_sees_it_end() -> None:
     other, tokens = [9, 9, 9, 9], [1, 2, 3, 4]
     publish(cache, other, [3])
     keys = keys_of(cache, tokens)
-    assert cache.find(keys, tokens, num_pages=1)[0] == ()
+    assert cache.find(keys, Content(tokens), num_pages=1)[0] == ()
     cache.forget(3)
     publish(cache, tokens, [4])
-    assert cache.find(keys, tokens, num_pages=1)[0] == (4,)
+    assert cache.find(keys, Content(tokens), num_pages=1)[0] == (4,)
+
+
+def attached(tokens: list[int], *spans: tuple[int, int, bytes]) -> Content:
+    """Tokens with attachments of (start, length, digest)."""
+    return Content(
+        tokens,
+        tuple(Attachment(start=at, length=size, digest=digest) for at, size, digest in spans),
+    )
+
+
+def hits(cache: PrefixCache, content: Content) -> list[int]:
+    keys: list[bytes] = []
+    cache.extend_keys(keys, content)
+    return list(cache.find(keys, content, num_pages=len(keys))[0])
+
+
+def test_equal_tokens_share_pages_only_where_their_attachments_are_the_same(
+    cache: PrefixCache,
+) -> None:
+    tokens = [1] * 16
+    image = attached(tokens, (5, 6, b"cat"))  # in pages 1 and 2
+    keys: list[bytes] = []
+    cache.extend_keys(keys, image)
+    serial: int | None = ROOT
+    for index, key in enumerate(keys):
+        assert serial is not None
+        serial, _ = cache.publish(10 + index, index, key, image, serial)
+    assert hits(cache, image) == [10, 11, 12, 13]
+    assert hits(cache, attached(tokens)) == [10]
+    assert hits(cache, attached(tokens, (5, 6, b"dog"))) == [10]
+    assert hits(cache, attached(tokens, (6, 5, b"cat"))) == [10]
+    assert hits(cache, attached(tokens, (5, 3, b"cat"))) == [10, 11]
+    assert hits(cache, attached(tokens, (5, 6, b"cat"), (12, 1, b"dog"))) == [10, 11, 12]
+
+
+def test_colliding_pages_of_other_attachments_are_a_miss() -> None:
+    cache = ColludingCache(page_size=SIZE, secret=b"secret")
+    cat, dog = (attached([1] * 4, (0, 2, digest)) for digest in (b"cat", b"dog"))
+    keys: list[bytes] = []
+    cache.extend_keys(keys, cat)
+    cache.publish(3, 0, keys[0], cat, ROOT)
+    assert hits(cache, cat) == [3]
+    assert hits(cache, dog) == []

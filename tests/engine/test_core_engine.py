@@ -11,7 +11,7 @@ from cadenza.backends.fake import FakeRunner
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.engine.core import EngineCore
 from cadenza.errors import EngineClosedError, InvalidRequestError, QueueFullError
-from cadenza.request import Finished, Request, SamplingParams, Token
+from cadenza.request import Attachment, Finished, Request, SamplingParams, Token
 from tests.engine.simulation import (
     EOS_TOKEN_IDS,
     VOCAB_SIZE,
@@ -382,6 +382,9 @@ def test_what_the_backend_lacks_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError, match="fake") as refusal:
         engine.submit(request)
     assert refusal.value.param == "logprobs"
+    image = Attachment(start=0, length=1, digest=b"image")
+    with pytest.raises(InvalidRequestError, match="attachments are not supported by the fake"):
+        engine.submit(Request(prompt_token_ids=(1,), attachments=(image,)))
     assert engine.is_idle
 
 

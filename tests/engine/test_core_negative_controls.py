@@ -154,7 +154,7 @@ class IgnoresTheTokens(KVCacheManager):
             return hit
         if len(sequence.token_ids) <= self.page_size:
             return hit
-        page_id, content = next(iter(self.prefix_cache._content.items()))
+        page_id, content = next(iter(self.prefix_cache._pages.items()))
         return Prefix(
             page_ids=(page_id,),
             num_tokens=self.page_size,

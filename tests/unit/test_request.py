@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.errors import InvalidRequestError
-from cadenza.request import MAX_BAD_WORD_TOKENS, MAX_BIASES, Request, SamplingParams
+from cadenza.request import MAX_BAD_WORD_TOKENS, MAX_BIASES, Attachment, Request, SamplingParams
 
 MAX_SEED = 2**63 - 1
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -231,3 +231,47 @@ def test_requests_and_params_are_frozen() -> None:
         request.cache_salt = "other"  # type: ignore[misc]
     with pytest.raises(AttributeError):
         request.params.top_k = 3  # type: ignore[misc]
+
+
+def test_attachments_are_kept_in_the_order_of_their_spans() -> None:
+    pair = [Attachment(start=0, length=2, digest=b"a"), Attachment(start=2, length=1, digest=b"b")]
+    request = Request(prompt_token_ids=(1, 2, 3), attachments=pair)  # type: ignore[arg-type]
+    assert request.attachments == tuple(pair)
+    assert [each.end for each in request.attachments] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "spans", [[(0, 4)], [(3, 1)], [(0, 0)], [(1, 2), (0, 1)], [(0, 2), (1, 1)]], ids=str
+)
+def test_attachments_outside_the_prompt_or_each_other_are_refused(
+    spans: list[tuple[int, int]],
+) -> None:
+    attachments = tuple(Attachment(start=at, length=size, digest=b"a") for at, size in spans)
+    with pytest.raises(InvalidRequestError, match="spans tokens") as caught:
+        Request(prompt_token_ids=(1, 2, 3), attachments=attachments)
+    assert caught.value.param == "attachments"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"start": -1},
+        {"start": 0.5},
+        {"start": True},
+        {"length": "3"},
+        {"digest": b""},
+        {"digest": b"a" * 65},
+        {"digest": "a"},
+        {"payload": None},
+    ],
+    ids=str,
+)
+def test_an_attachment_of_other_values_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError):
+        Attachment(**{"start": 0, "length": 1, "digest": b"a"} | fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [None, 5, "image", [b"image"]], ids=str)
+def test_attachments_of_another_kind_are_refused(value: object) -> None:
+    with pytest.raises(InvalidRequestError, match="tuple of Attachment"):
+        Request(prompt_token_ids=(1, 2, 3), attachments=value)  # type: ignore[arg-type]

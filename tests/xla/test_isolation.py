@@ -202,7 +202,7 @@ def test_a_non_finite_row_fails_alone_and_none_of_its_pages_is_cached(
         assert stream.difference(expected[index]) is None, f"request {index}"
     kv_cache = served.engine.scheduler.kv_cache
     assert kv_cache.prefix_cache is not None
-    cached = [page.token_ids for page in kv_cache.prefix_cache._content.values()]
+    cached = [page.content.token_ids for page in kv_cache.prefix_cache._pages.values()]
     assert cached, "nothing at all was cached"
     assert doomed.prompt_token_ids[:16] not in cached
     counts = kv_cache.pool.counts()

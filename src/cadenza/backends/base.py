@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from cadenza.core.step_schema import ModelInputs, StepOutput
 
 Exactness = Literal["bitwise", "token"]
-Capability = Literal["logprobs"]
+Capability = Literal["logprobs", "attachments"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ published only after the step that filled it has succeeded with finite logits.
 from dataclasses import dataclass
 
 from cadenza.core.page_pool import PagePool
-from cadenza.core.prefix_cache import ROOT, PrefixCache
+from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
 from cadenza.core.sequence import Sequence
 
 
@@ -55,12 +55,10 @@ class KVCacheManager:
             return self._fork(source)
         if self.prefix_cache is None or sequence.is_scoring:
             return Prefix()
-        salt = sequence.request.cache_salt
-        self.prefix_cache.extend_keys(sequence.page_keys, sequence.token_ids, salt)
+        content = _content_of(sequence)
+        self.prefix_cache.extend_keys(sequence.page_keys, content)
         usable = (len(sequence.token_ids) - 1) // self.page_size
-        found, serial = self.prefix_cache.find(
-            sequence.page_keys, sequence.token_ids, num_pages=usable
-        )
+        found, serial = self.prefix_cache.find(sequence.page_keys, content, num_pages=usable)
         num_tokens = len(found) * self.page_size
         return Prefix(
             page_ids=found,
@@ -111,14 +109,14 @@ class KVCacheManager:
         full = num_tokens // self.page_size
         if self.prefix_cache is None or full <= sequence.num_published_pages:
             return
-        salt = sequence.request.cache_salt
-        self.prefix_cache.extend_keys(sequence.page_keys, sequence.token_ids, salt)
+        content = _content_of(sequence)
+        self.prefix_cache.extend_keys(sequence.page_keys, content)
         for index in range(sequence.num_published_pages, full):
             if sequence.published_serial is None:
                 break
             page_id, key = sequence.page_table[index], sequence.page_keys[index]
             sequence.published_serial, is_taken = self.prefix_cache.publish(
-                page_id, index, key, sequence.token_ids, sequence.published_serial
+                page_id, index, key, content, sequence.published_serial
             )
             if is_taken:
                 self.pool.mark_cached(page_id)
@@ -155,3 +153,8 @@ class KVCacheManager:
     def _forget(self, page_id: int) -> None:
         if self.prefix_cache is not None:
             self.prefix_cache.forget(page_id)
+
+
+def _content_of(sequence: Sequence) -> Content:
+    request = sequence.request
+    return Content(sequence.token_ids, request.attachments, request.cache_salt)

@@ -1,9 +1,10 @@
 """`PrefixCache`: finds pages whose KV somebody has already computed.
 
 Owns the index from a page's key to its id. A key chains the keys of all pages before it with the
-page's own tokens, under the engine's secret and the tenant's salt, so a key names one prefix of
-one tenant. Knows nothing of reference counts. Invariant: a hit is confirmed by comparing tokens,
-so a colliding key is a miss and never wrong output.
+page's own content (its tokens, and what is attached to them), under the engine's secret and the
+tenant's salt, so a key names one prefix of one tenant. Knows nothing of reference counts.
+Invariant: a hit is confirmed by comparing contents, so a colliding key is a miss and never wrong
+output.
 """
 
 import hashlib
@@ -11,11 +12,43 @@ from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from cadenza.request import Attachment
+
 KEY_BYTES = 16
 
 
 ROOT = 0
 """The serial of what comes before a first page."""
+
+
+Mark = tuple[int, bytes]
+"""Where an attachment begins, counted from its page's first token, and its digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a sequence's KV is computed from."""
+
+    token_ids: SequenceOf[int]
+    attachments: tuple[Attachment, ...] = ()
+    salt: str = ""
+
+    def page(self, index: int, size: int) -> "PageContent":
+        """Page `index` of `size` tokens."""
+        start, end = index * size, (index + 1) * size
+        token_ids = tuple(self.token_ids[start:end])
+        if not self.attachments:
+            return PageContent(token_ids)
+        inside = [each for each in self.attachments if each.start < end and each.end > start]
+        return PageContent(token_ids, tuple((each.start - start, each.digest) for each in inside))
+
+
+@dataclass(frozen=True, slots=True)
+class PageContent:
+    """A full page's tokens and the attachments that reach into it."""
+
+    token_ids: tuple[int, ...]
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +62,7 @@ class CachedPage:
     serial: int
     key: bytes
     parent_serial: int
-    token_ids: tuple[int, ...]
+    content: PageContent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,45 +89,45 @@ class PrefixCache:
         self._page_size = page_size
         self._secret = secret
         self._page_of_key: dict[bytes, int] = {}
-        self._content: dict[int, CachedPage] = {}
+        self._pages: dict[int, CachedPage] = {}
         self._num_published = 0
         self._last: _Lookup | None = None
 
     def __len__(self) -> int:
-        return len(self._content)
+        return len(self._pages)
 
-    def extend_keys(self, keys: list[bytes], token_ids: SequenceOf[int], salt: str) -> None:
-        """Appends to `keys` those of the full pages of `token_ids` that it lacks."""
+    def extend_keys(self, keys: list[bytes], content: Content) -> None:
+        """Appends to `keys` those of the full pages of `content` that it lacks."""
         size = self._page_size
-        for index in range(len(keys), len(token_ids) // size):
-            parent = keys[-1] if keys else self._root_key(salt)
-            keys.append(self._chain(parent, token_ids[index * size : (index + 1) * size]))
+        for index in range(len(keys), len(content.token_ids) // size):
+            parent = keys[-1] if keys else self._root_key(content.salt)
+            keys.append(self._chain(parent, content.page(index, size)))
 
     def find(
-        self, keys: list[bytes], token_ids: SequenceOf[int], *, num_pages: int
+        self, keys: list[bytes], content: Content, *, num_pages: int
     ) -> tuple[tuple[int, ...], int]:
         """Page ids of the longest cached prefix of at most `num_pages` pages, and the serial of the
         last. `keys` is one sequence's list for its life, as made above.
         """
         last = self._last
         if last is None or last.keys is not keys or last.num_pages != num_pages:
-            last = self._last = self._look_up(keys, token_ids, num_pages)
+            last = self._last = self._look_up(keys, content, num_pages)
         return last.page_ids, last.serial
 
-    def _look_up(self, keys: list[bytes], token_ids: SequenceOf[int], num_pages: int) -> _Lookup:
+    def _look_up(self, keys: list[bytes], content: Content, num_pages: int) -> _Lookup:
         found: list[int] = []
         parent = ROOT
         missing_key: bytes | None = None
         for index in range(num_pages):
             key = keys[index]
             page_id = self._page_of_key.get(key)
-            content = None if page_id is None else self._content[page_id]
-            tokens = self._page_tokens(token_ids, index)
-            if page_id is None or content is None or not self._is_same(content, parent, tokens):
+            cached = None if page_id is None else self._pages[page_id]
+            page = content.page(index, self._page_size)
+            if page_id is None or cached is None or not self._is_same(cached, parent, page):
                 missing_key = key
                 break
             found.append(page_id)
-            parent = content.serial
+            parent = cached.serial
         return _Lookup(
             keys=keys,
             num_pages=num_pages,
@@ -105,52 +138,50 @@ class PrefixCache:
         )
 
     def publish(
-        self, page_id: int, index: int, key: bytes, token_ids: SequenceOf[int], parent_serial: int
+        self, page_id: int, index: int, key: bytes, content: Content, parent_serial: int
     ) -> tuple[int | None, bool]:
         """Makes page `index` of a prefix findable behind the page with `parent_serial`.
 
         Returns the serial to publish the next page behind, and whether this page was taken: it is
         not when an equal one is there already. The serial is None when another prefix has the key.
         """
-        tokens = self._page_tokens(token_ids, index)
+        page = content.page(index, self._page_size)
         known = self._page_of_key.get(key)
         if known is not None:
-            content = self._content[known]
-            is_same = self._is_same(content, parent_serial, tokens)
-            return (content.serial if is_same else None), False
+            cached = self._pages[known]
+            is_same = self._is_same(cached, parent_serial, page)
+            return (cached.serial if is_same else None), False
         self._num_published += 1
         serial = self._num_published
         self._page_of_key[key] = page_id
         if self._last is not None and self._last.missing_key == key:
             self._last = None
-        self._content[page_id] = CachedPage(serial, key, parent_serial, tokens)
+        self._pages[page_id] = CachedPage(serial, key, parent_serial, page)
         return serial, True
 
     def forget(self, page_id: int) -> None:
         """The page is about to be overwritten."""
         if self._last is not None and page_id in self._last.page_set:
             self._last = None
-        content = self._content.pop(page_id)
-        del self._page_of_key[content.key]
+        del self._page_of_key[self._pages.pop(page_id).key]
 
     def check_invariants(self) -> None:
-        assert len(self._page_of_key) == len(self._content), "index and contents differ in size"
-        for page_id, content in self._content.items():
-            assert self._page_of_key[content.key] == page_id, f"page {page_id} is misfiled"
-
-    def _page_tokens(self, token_ids: SequenceOf[int], index: int) -> tuple[int, ...]:
-        return tuple(token_ids[index * self._page_size : (index + 1) * self._page_size])
+        assert len(self._page_of_key) == len(self._pages), "index and contents differ in size"
+        for page_id, cached in self._pages.items():
+            assert self._page_of_key[cached.key] == page_id, f"page {page_id} is misfiled"
 
     @staticmethod
-    def _is_same(content: CachedPage, parent_serial: int, tokens: tuple[int, ...]) -> bool:
-        return content.parent_serial == parent_serial and content.token_ids == tokens
+    def _is_same(cached: CachedPage, parent_serial: int, page: PageContent) -> bool:
+        return cached.parent_serial == parent_serial and cached.content == page
 
     def _root_key(self, salt: str) -> bytes:
         return hashlib.blake2b(
             salt.encode(), key=self._secret, digest_size=KEY_BYTES, person=b"cadenza-root"
         ).digest()
 
-    def _chain(self, parent: bytes, token_ids: SequenceOf[int]) -> bytes:
-        digest = hashlib.blake2b(parent, key=self._secret, digest_size=KEY_BYTES)
-        digest.update(array("q", token_ids).tobytes())
-        return digest.digest()
+    def _chain(self, parent: bytes, page: PageContent) -> bytes:
+        key = hashlib.blake2b(parent, key=self._secret, digest_size=KEY_BYTES)
+        key.update(array("q", page.token_ids).tobytes())
+        for start, digest in page.marks:
+            key.update(array("q", (start, len(digest))).tobytes() + digest)
+        return key.digest()

@@ -36,6 +36,11 @@ class RequestCheck:
                 raise InvalidRequestError(
                     f"{name} are not supported by the {self.backend} backend", param=name
                 )
+        if request.attachments and "attachments" not in self.capabilities:
+            raise InvalidRequestError(
+                f"attachments are not supported by the {self.backend} backend; send text alone",
+                param="attachments",
+            )
 
     def max_num_tokens(self, request: Request) -> int:
         """Tokens of the prompt and the longest answer that the request allows."""

@@ -28,6 +28,7 @@ from cadenza.engine.process.messages import (
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import STEP_SECONDS_BOUNDS, Distribution, EngineStats
 from cadenza.request import (
+    Attachment,
     Event,
     Finished,
     PromptLogprobs,
@@ -66,6 +67,7 @@ REQUEST = Request(
     prompt_token_ids=tuple(range(300)),
     params=PARAMS,
     bad_word_token_ids=((1, 2), (3,)),
+    attachments=(Attachment(start=4, length=2, digest=b"\x00cat", payload=b"\xff\x00"),),
     cache_salt="salt",
 )
 LOGPROBS = TokenLogprobs(logprob=float("-inf"), rank=3, top_ids=(1, 2), top_logprobs=(-0.1, -2.5))
