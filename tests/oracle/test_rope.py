@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.reference_rope import reference_rope
-from cadenza.backends.xla.rope import rope_factors
 from cadenza.checkpoint import parse_model_config
 from cadenza.checkpoint.rope_config import RopeConfig
+from cadenza.checkpoint.rope_factors import rope_factors
 
 pytestmark = pytest.mark.oracle
 

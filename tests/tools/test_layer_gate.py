@@ -35,6 +35,8 @@ MODULES = (
     "core.scheduler",
     "engine.core",
     "backends.xla.reference_model",
+    "checkpoint.rope_config",
+    "checkpoint.rope_factors",
 )
 
 LAWFUL = (
@@ -49,6 +51,8 @@ LAWFUL = (
     ("backends.xla", "jax"),
     ("backends.xla", "jaxlib"),
     ("backends.xla", "cadenza.backends.base"),
+    ("backends.xla", "cadenza.checkpoint.rope_factors"),
+    ("backends.xla.reference_model", "cadenza.checkpoint.rope_config"),
     ("backends.mlx", "mlx"),
     ("backends.base", "cadenza.core"),
     ("checkpoint", "ml_dtypes"),
@@ -95,6 +99,7 @@ UNLAWFUL = (
     ("server", "numpy"),
     ("bench", "cadenza.core"),
     ("backends.xla.reference_model", "cadenza.backends.xla"),
+    ("backends.xla.reference_model", "cadenza.checkpoint.rope_factors"),
 )
 
 

@@ -35,10 +35,10 @@ from cadenza.backends.xla.ops.table import (
     OpTable,
     StepArrays,
 )
-from cadenza.backends.xla.rope import rope_factors
 from cadenza.backends.xla.wire import unpack
 from cadenza.checkpoint.model_config import ExpertsConfig, LayerKind, ModelConfig
 from cadenza.checkpoint.rope_config import RopeConfig
+from cadenza.checkpoint.rope_factors import rope_factors
 from cadenza.core.step_schema import LogitInputs, ModelInputs, StepLayout
 from cadenza.engine.reference import choose_token, gumbel_noise, kept_tokens
 from cadenza.request import SamplingParams

@@ -28,8 +28,8 @@ from cadenza.backends.xla.ops.table import (
     Linear,
     StepArrays,
 )
-from cadenza.backends.xla.rope import rope_factors
 from cadenza.backends.xla.wire import unpack
+from cadenza.checkpoint.rope_factors import rope_factors
 from cadenza.core.step_schema import (
     LAST_SAMPLED,
     NUM_SCORE_ROWS,

@@ -13,7 +13,6 @@ import pytest
 
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.reference_rope import reference_rope
-from cadenza.backends.xla.rope import BLOCK, rope_factors
 from cadenza.checkpoint.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -22,6 +21,7 @@ from cadenza.checkpoint.rope_config import (
     RopeScaling,
     YarnRopeScaling,
 )
+from cadenza.checkpoint.rope_factors import BLOCK, rope_factors
 from cadenza.engine.reference import ReferenceEngine
 from cadenza.request import Request, SamplingParams
 from tests.xla.harness import BASE, HOSTILE, Lab, Mode, serve

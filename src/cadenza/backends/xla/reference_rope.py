@@ -1,8 +1,8 @@
 """Rope factors of the independent witness: every angle computed by itself, one pair at a time.
 
-A second implementation of what `backends.xla.rope` computes for the engine; shares with it only the
-`RopeConfig` that was read from the checkpoint. Scalar arithmetic from the definitions, float64, and
-no regard for speed. Knows no layers.
+A second implementation of what `checkpoint.rope_factors` computes for the engine; shares with it
+only the `RopeConfig` that was read from the checkpoint. Scalar arithmetic from the definitions,
+float64, and no regard for speed. Knows no layers.
 
 Sources: Su et al., 2021 (rotary embedding); Peng et al., 2023 (YaRN); Ding et al., 2024 (LongRoPE);
 for Llama 3.1's scaling, linear scaling and the ramp of YaRN, `modeling_rope_utils` of transformers,

@@ -17,7 +17,6 @@ from cadenza.backends.xla.decoder import (
     LayerWeights,
 )
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear, OpTable
-from cadenza.backends.xla.rope import rope_factors
 from cadenza.checkpoint.declaration import (
     EMBEDDING,
     FINAL_NORM,
@@ -29,6 +28,7 @@ from cadenza.checkpoint.declaration import (
     declare_layer,
 )
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.rope_factors import rope_factors
 from cadenza.checkpoint.weights import Weights
 
 

@@ -1,4 +1,8 @@
-"""Rope factors, fixed for an engine's life by `max_model_len` (host arithmetic, float64).
+"""`rope_factors`: the cosines and sines of each position, as every backend's engine uses them.
+
+Owns the arithmetic behind a `RopeConfig`: host arithmetic in float64, rounded once to float32. The
+factors are fixed for an engine's life by `max_model_len`. Knows no layers and no device. The
+witness computes its own (`reference_rope`) and must not import this module.
 
 Sources: Su et al., 2021 (rotary embedding); Llama 3.1's wavelength-dependent scaling; Peng et al.,
 2023 (YaRN); Ding et al., 2024 (LongRoPE).
