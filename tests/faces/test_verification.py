@@ -1,12 +1,25 @@
 """The gate: green on the sound engine, red on each injected fault, red when it shows nothing."""
 
+import time
 from dataclasses import replace
+from typing import get_args
 
+import numpy as np
 import pytest
 
+from cadenza.backends.base import Exactness
+from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.backends.xla.mutants import faults_of
-from cadenza.config import EngineConfig
-from cadenza.engine.verification.gate import GateResult, Mismatch, ModeResult, first_difference
+from cadenza.config import EngineConfig, EngineLimits
+from cadenza.core.step_schema import ModelInputs
+from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.verification.gate import (
+    Gate,
+    GateResult,
+    Mismatch,
+    ModeResult,
+    first_difference,
+)
 from cadenza.engine.verification.modes import Counts, Stream
 from cadenza.engine.verification.run import VerifyOptions, self_test, verify
 from cadenza.engine.verification.workload import (
@@ -70,6 +83,53 @@ def test_a_single_changed_bit_of_a_logprob_is_a_mismatch() -> None:
     found = first_difference("m", expected, changed, bitwise=True)
     assert found is not None
     assert found.index == 0
+
+
+class CompanyInLogprobs(FakeRunner):
+    """The log probabilities of a step depend on how many rows it has; no token does."""
+
+    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        handle = super().launch(inputs)
+        shift = np.float32(np.count_nonzero(np.diff(inputs.rows.query_starts)))
+        output = replace(handle.output, logprobs=handle.output.logprobs - shift)
+        return replace(handle, output=output)
+
+
+@pytest.mark.parametrize("exactness", get_args(Exactness))
+def test_the_gate_compares_what_the_backend_promises(exactness: Exactness) -> None:
+    limits = EngineLimits(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        page_size=16,
+        num_pages=64,
+        max_num_queued_reqs=100,
+    )
+    runner = CompanyInLogprobs(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_pages_per_seq=limits.max_pages_per_seq,
+        num_pages=64,
+        page_size=16,
+        vocab_size=50,
+    )
+
+    def make_core(limits: EngineLimits, options: CoreOptions) -> EngineCore:
+        runner.reset()
+        return EngineCore(runner, limits, options)
+
+    result = Gate(
+        make_core=make_core,
+        limits=limits,
+        arrivals=make_workload(SHAPE),
+        witness=None,
+        with_solo=True,
+        exactness=exactness,
+        clock=time.perf_counter,
+    ).run()
+    assert (result.mismatch is None) == (exactness == "token")
+    if exactness == "token":
+        assert result.last_line.startswith("REFERENCE-EXACT PASS token requests=9 ")
 
 
 @pytest.mark.parametrize("other", [Stream([], "stop"), Stream([(1, 0.0, 1, (), ())], "length")])

@@ -55,6 +55,7 @@ LAWFUL = (
     ("backends.xla.reference_model", "cadenza.checkpoint.rope_config"),
     ("backends.mlx", "mlx"),
     ("backends.base", "cadenza.core"),
+    ("backends.base", "cadenza.checkpoint"),
     ("checkpoint", "ml_dtypes"),
     ("core", "numpy"),
     ("core", "hashlib"),
@@ -70,6 +71,7 @@ UNLAWFUL = (
     ("backends.fake", "cadenza.engine"),
     ("backends.base", "cadenza.backends.fake"),
     ("checkpoint", "cadenza.backends.xla"),
+    ("checkpoint", "cadenza.backends.base"),
     ("core", "cadenza.checkpoint"),
     ("text", "cadenza.engine"),
     ("config", "cadenza.core"),
@@ -78,7 +80,6 @@ UNLAWFUL = (
     ("text", "cadenza.core"),
     ("backends.fake", "cadenza.backends.xla"),
     ("backends.xla", "cadenza.backends.mlx"),
-    ("backends.base", "cadenza.checkpoint"),
     # libraries
     ("engine", "jax"),
     ("backends.fake", "jaxlib"),

@@ -6,7 +6,7 @@ Wrap any runner; they add nothing to its arithmetic.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cadenza.backends.base import Capability, Exactness, KVGroup, Runner, StepHandle
+from cadenza.backends.base import Capability, Runner, StepHandle
 from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.errors import RunnerError
 
@@ -24,16 +24,8 @@ class RunnerInFront:
         return self.runner.name
 
     @property
-    def kv_cache_spec(self) -> tuple[KVGroup, ...]:
-        return tuple(self.runner.kv_cache_spec)
-
-    @property
     def capabilities(self) -> frozenset[Capability]:
         return self.runner.capabilities
-
-    @property
-    def exactness(self) -> Exactness:
-        return self.runner.exactness
 
     @property
     def vocab_size(self) -> int:

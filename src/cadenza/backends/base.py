@@ -6,10 +6,10 @@ suite (`tests/contract`).
 """
 
 from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.core.step_schema import ModelInputs, StepOutput
 
 Exactness = Literal["bitwise", "token"]
@@ -20,27 +20,24 @@ Capability = Literal["logprobs", "attachments"]
 class BackendTraits:
     """What a backend would be like on a device, told before anything is loaded.
 
-    `dtypes` are the types it computes in, and `dtype_for` the one it takes by itself for a
-    checkpoint's own; `max_num_batched_tokens` is the default token budget.
-    `device_memory_bytes` is None where the device shares the host's memory.
+    Args:
+        name: backend and device, for people: `xla:cpu`.
+        ops: the implementation of the model's operations, for people.
+        exactness: what is the same for a request alone and in any batch: every bit of its results,
+            or its tokens only. `verify` compares accordingly.
+        dtypes: the types it computes in.
+        dtype_for: the one it takes by itself, by the checkpoint's own.
+        max_num_batched_tokens: the default token budget.
+        device_memory_bytes: None where the device shares the host's memory.
     """
 
     name: str
     ops: str
     exactness: Exactness
-    dtypes: tuple[str, ...]
-    dtype_for: Mapping[str, str]
+    dtypes: tuple[WeightDType, ...]
+    dtype_for: Mapping[WeightDType, WeightDType]
     max_num_batched_tokens: int
     device_memory_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVGroup:
-    """One pool of pages. `bytes_per_token` counts all of the group's layers, K and V."""
-
-    kind: Literal["full", "window", "state"]
-    num_layers: int
-    bytes_per_token: int
 
 
 class StepHandle(Protocol):
@@ -56,17 +53,11 @@ class Runner(Protocol):
 
     @property
     def name(self) -> str:
-        """Backend and device, for people: `xla:cpu`."""
+        """Backend, device and operations, for people: `xla:cpu (native ops)`."""
         ...
 
     @property
-    def kv_cache_spec(self) -> SequenceOf[KVGroup]: ...
-
-    @property
     def capabilities(self) -> frozenset[Capability]: ...
-
-    @property
-    def exactness(self) -> Exactness: ...
 
     @property
     def vocab_size(self) -> int: ...

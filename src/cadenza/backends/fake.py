@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cadenza.backends.base import Capability, Exactness, KVGroup
+from cadenza.backends.base import Capability
 from cadenza.core.step_schema import LAST_SAMPLED, NO_TARGET, ModelInputs, StepOutput
 from cadenza.core.token_rules import RuleLayout
 from cadenza.errors import RunnerError
@@ -67,16 +67,8 @@ class FakeRunner:
         return "fake"
 
     @property
-    def kv_cache_spec(self) -> tuple[KVGroup, ...]:
-        return (KVGroup(kind="full", num_layers=1, bytes_per_token=8),)
-
-    @property
     def capabilities(self) -> frozenset[Capability]:
         return frozenset({"logprobs"})
-
-    @property
-    def exactness(self) -> Exactness:
-        return "bitwise"
 
     @property
     def token_buckets(self) -> tuple[int, ...]:

@@ -18,9 +18,7 @@ from typing import Literal, Self
 
 from cadenza.checkpoint import ModelConfig, declare
 from cadenza.checkpoint.declaration import HEAD
-
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
-"""Of weights and KV as they are loaded."""
+from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 
 Limit = Literal["read", "multiply"]
 
@@ -128,9 +126,9 @@ class ModelCost:
     experts: ExpertsCost | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: str) -> Self:
+    def of(cls, config: ModelConfig, dtype: WeightDType) -> Self:
         """Of a shape whose weights and KV are `dtype`."""
-        item_bytes, experts = ITEM_BYTES[dtype], _experts_cost(config)
+        experts = _experts_cost(config)
         all_experts = experts.most_read_by(experts.num_experts) if experts else 0
         return cls(
             layer_parameters=sum(
@@ -142,8 +140,8 @@ class ModelCost:
             experts=experts,
             head_parameters=config.vocab_size * config.hidden_size,
             pair_operations=4 * config.query_size * config.num_layers,
-            item_bytes=item_bytes,
-            kv_bytes_per_token=2 * config.num_layers * config.kv_size * item_bytes,
+            item_bytes=item_bytes(dtype),
+            kv_bytes_per_token=config.kv_bytes_per_token(dtype),
         )
 
     def weight_bytes(self, num_tokens: int) -> int:

@@ -14,10 +14,9 @@ from concurrent.futures import TimeoutError as NotDone
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cadenza.bench.bounds import ITEM_BYTES
 from cadenza.bench.random_tokenizer import write_random_tokenizer
 from cadenza.checkpoint import ModelConfig, count_parameters, named_shape, write_random_checkpoint
-from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.checkpoint.tokenizer_files import TOKENIZER_FILE
 from cadenza.errors import CheckpointError
 
@@ -26,7 +25,6 @@ OnProgress = Callable[[int, int], None]
 
 _POLL_S = 0.2
 _DIGEST_DIGITS = 12
-_HALF_BYTES = 2
 
 
 def _unwatched(num_written: int, num_bytes: int) -> None:
@@ -43,7 +41,7 @@ class RandomWeights:
 
     @property
     def num_bytes(self) -> int:
-        return count_parameters(self.shape) * ITEM_BYTES.get(self.dtype, _HALF_BYTES)
+        return count_parameters(self.shape) * item_bytes(self.dtype)
 
     @property
     def digest(self) -> str:

@@ -32,3 +32,8 @@ _FORMATS: tuple[Format, ...] = (
 
 FORMAT_OF_NAME: dict[WeightDType, Format] = {format.name: format for format in _FORMATS}
 FORMAT_OF_CODE: dict[str, Format] = {format.code: format for format in _FORMATS}
+
+
+def item_bytes(dtype: WeightDType) -> int:
+    """Bytes of one number."""
+    return FORMAT_OF_NAME[dtype].numpy.itemsize

@@ -8,7 +8,7 @@ describes the model's arithmetic completely.
 from dataclasses import dataclass
 from typing import Literal
 
-from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WeightDType
+from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.checkpoint.rope_config import RopeConfig
 
 MAX_VOCAB_SIZE = 1 << 22
@@ -147,4 +147,4 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, dtype: WeightDType) -> int:
         """Bytes of keys and values that one token needs in all layers."""
-        return 2 * self.num_layers * self.kv_size * FORMAT_OF_NAME[dtype].numpy.itemsize
+        return 2 * self.num_layers * self.kv_size * item_bytes(dtype)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cadenza.backends.base import BackendTraits
 from cadenza.checkpoint import Checkpoint, ModelConfig, count_parameters
+from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, EngineLimits
 from cadenza.errors import ConfigError
 
@@ -17,15 +18,13 @@ POOL_SHARE = 0.5
 QUEUE_PER_SEQ = 4
 """Requests that may wait for each row, unless told otherwise; of full length, a quarter of them."""
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
     """What will be loaded and allocated, in bytes and counts."""
 
     limits: EngineLimits
-    dtype: str
+    dtype: WeightDType
     weight_bytes: int
     kv_bytes_per_token: int
     available_bytes: int
@@ -57,7 +56,7 @@ def make_plan(
     """
     dtype = _choose_dtype(config, checkpoint, traits)
     model = checkpoint.config
-    per_token = 2 * model.num_layers * model.kv_size * _ITEM_BYTES[dtype]
+    per_token = model.kv_bytes_per_token(dtype)
     weight_bytes = _weight_bytes(checkpoint, dtype)
     left = available_bytes - weight_bytes
     if left <= 0:
@@ -69,7 +68,7 @@ def make_plan(
     max_model_len = _max_model_len(config, checkpoint, pool_tokens)
     limits = _limits(config, traits, max_model_len, pool_tokens)
     pool_bytes = limits.num_pages * limits.page_size * per_token
-    _check_step_memory(config, model, _ITEM_BYTES[dtype], left - pool_bytes)
+    _check_step_memory(config, model, dtype, left - pool_bytes)
     return EnginePlan(
         limits=limits,
         dtype=dtype,
@@ -80,7 +79,9 @@ def make_plan(
     )
 
 
-def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits) -> str:
+def _choose_dtype(
+    config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits
+) -> WeightDType:
     if config.dtype == "auto":
         return traits.dtype_for[checkpoint.config.dtype]
     if config.dtype not in traits.dtypes:
@@ -90,8 +91,8 @@ def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, traits: BackendT
     return config.dtype
 
 
-def _weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:
-    return count_parameters(checkpoint.config) * _ITEM_BYTES[dtype]
+def _weight_bytes(checkpoint: Checkpoint, dtype: WeightDType) -> int:
+    return count_parameters(checkpoint.config) * item_bytes(dtype)
 
 
 def _pool_tokens(config: EngineConfig, per_token: int, left: int) -> int:
@@ -113,7 +114,7 @@ def _pool_tokens(config: EngineConfig, per_token: int, left: int) -> int:
 
 
 def _check_step_memory(
-    config: EngineConfig, model: ModelConfig, item_bytes: int, left: int
+    config: EngineConfig, model: ModelConfig, dtype: WeightDType, left: int
 ) -> None:
     """Refuses a token budget whose steps cannot fit, which would fail far from its cause.
 
@@ -127,7 +128,7 @@ def _check_step_memory(
     if model.experts is not None:
         inner = model.experts.intermediate_size * model.experts.num_chosen
     width = model.hidden_size + 2 * inner + model.query_size + 2 * model.kv_size
-    needed = budget * width * item_bytes
+    needed = budget * width * item_bytes(dtype)
     if needed > left:
         raise ConfigError(
             f"--max-num-batched-tokens {budget} needs {needed} bytes for a step and {left} are "

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.backends.base import Capability, Exactness, KVGroup
+from cadenza.backends.base import Capability
 from cadenza.backends.xla.decoder import DecoderWeights
 from cadenza.backends.xla.device import find_device
 from cadenza.backends.xla.in_flight import InFlight
@@ -30,7 +30,6 @@ from cadenza.backends.xla.ops.table import (
     STATE_NOT_FINITE,
     DecoderSpec,
     OpTable,
-    kv_bytes_per_token,
 )
 from cadenza.backends.xla.programs import (
     PAGE_COPIES,
@@ -120,22 +119,8 @@ class XlaRunner:
         return f"xla:{self._device.platform} ({self._ops.name} ops)"
 
     @property
-    def kv_cache_spec(self) -> tuple[KVGroup, ...]:
-        return (
-            KVGroup(
-                kind="full",
-                num_layers=self._model.num_layers,
-                bytes_per_token=kv_bytes_per_token(self._spec),
-            ),
-        )
-
-    @property
     def capabilities(self) -> frozenset[Capability]:
         return frozenset({"logprobs"})
-
-    @property
-    def exactness(self) -> Exactness:
-        return "bitwise"
 
     @property
     def vocab_size(self) -> int:

@@ -8,6 +8,7 @@ from cadenza.backends.xla.device import find_device
 from cadenza.backends.xla.ops.native_library import has_native_library
 from cadenza.backends.xla.ops.reference import MAX_TOKENS, ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
+from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.config import Ops
 from cadenza.errors import ConfigError
@@ -17,7 +18,7 @@ NATIVE_HEAD_UNIT = 16
 
 MAX_NATIVE_HEAD = 512
 
-DTYPES = ("float32", "bfloat16")
+DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16")
 
 MakeOps = Callable[[DecoderSpec], OpTable]
 
@@ -54,7 +55,11 @@ def describe(device_name: str, ops: Ops, model: ModelConfig) -> BackendTraits:
     device = find_device(device_name)
     stats = device.memory_stats() if device.platform != "cpu" else None
     is_reference = find_ops(ops, device, model) is ReferenceOps
-    stored = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
+    stored: dict[WeightDType, WeightDType] = {
+        "float32": "float32",
+        "bfloat16": "bfloat16",
+        "float16": "bfloat16",
+    }
     return BackendTraits(
         name=f"xla:{device.platform}",
         ops="reference" if is_reference else "native",

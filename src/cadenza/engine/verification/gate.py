@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from cadenza.backends.base import Exactness
 from cadenza.config import EngineLimits
 from cadenza.core.draw_keys import derive_seed
 from cadenza.engine.core import CoreOptions
@@ -74,6 +75,7 @@ class GateResult:
     """
 
     num_requests: int
+    exactness: Exactness = "bitwise"
     longest: int = 0
     wanted: int = 0
     coverage: OptionCoverage | None = None
@@ -109,7 +111,8 @@ class GateResult:
         if self.missing:
             return f"REFERENCE-EXACT MISMATCH nothing shown: {', '.join(self.missing)}"
         return (
-            f"REFERENCE-EXACT PASS bitwise requests={self.num_requests} modes={len(self.modes)} "
+            f"REFERENCE-EXACT PASS {self.exactness} requests={self.num_requests} "
+            f"modes={len(self.modes)} "
             f"admitted_midstream={self.counts.admitted_midstream} "
             f"rows_reused={self.counts.rows_reused} preempted={self.counts.preempted} "
             f"cache_hits={self.counts.cache_hits}{self._coverage_words} longest={self.longest}"
@@ -148,7 +151,8 @@ class Gate:
     Args:
         make_core: engines on the runner under test.
         witness: compared with in tokens; None to compare with solo runs only.
-        with_solo: compare with each request alone, bit for bit.
+        with_solo: compare with each request alone, as `exactness` says.
+        exactness: what the backend promises (`BackendTraits`); "token" compares no log probability.
         clock: seconds, for the throughput line.
         coverage: what the arrivals hold of the matrix of options, where they do.
         wanted: how long the longest stream should be, context permitting.
@@ -159,6 +163,7 @@ class Gate:
     arrivals: tuple[Arrival, ...]
     witness: Witness | None
     with_solo: bool
+    exactness: Exactness = "bitwise"
     clock: Callable[[], float]
     report: Report = lambda _: None
     coverage: OptionCoverage | None = None
@@ -167,7 +172,10 @@ class Gate:
     def run(self) -> GateResult:
         """Plays and compares everything; stops at the first difference."""
         result = GateResult(
-            num_requests=len(self.arrivals), wanted=self.wanted, coverage=self.coverage
+            num_requests=len(self.arrivals),
+            exactness=self.exactness,
+            wanted=self.wanted,
+            coverage=self.coverage,
         )
         start = self.clock()
         alone = self._play_alone(self.make_core)
@@ -216,10 +224,11 @@ class Gate:
 
     def _run_mode(self, mode: Mode, alone: list[Stream], result: GateResult) -> None:
         played = self._play(mode)
+        bitwise = self.with_solo and self.exactness == "bitwise"
         num_streams = num_equal = 0
         for streams in played.rounds:
             for stream, solo in zip(streams, alone, strict=True):
-                found = first_difference(mode.name, solo, stream, bitwise=self.with_solo)
+                found = first_difference(mode.name, solo, stream, bitwise=bitwise)
                 num_streams += 1
                 num_equal += found is None
                 result.mismatch = result.mismatch or found

@@ -242,6 +242,7 @@ def _gate(
         arrivals=workload.arrivals,
         witness=None,
         with_solo=options.reference != "independent",
+        exactness=plan.traits.exactness,
         clock=time.perf_counter,
         coverage=None if workload.matrix is None else workload.matrix.coverage(),
         wanted=workload.wanted,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import numpy as np
 import numpy.typing as npt
 
 from cadenza.checkpoint.model_config import ModelConfig
@@ -232,8 +231,3 @@ class OpTable(Protocol):
         int32 [L, C]. A logit that is not finite stays so under a cap.
         """
         ...
-
-
-def kv_bytes_per_token(spec: DecoderSpec) -> int:
-    """K and V of one token in all layers."""
-    return 2 * spec.model.num_layers * spec.model.kv_size * np.dtype(spec.dtype).itemsize
