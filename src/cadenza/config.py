@@ -13,15 +13,11 @@ from typing import Any, Literal, cast, get_args
 
 from cadenza.errors import ConfigError, show
 
-Backend = Literal["auto", "xla"]
 Ops = Literal["auto", "native", "reference"]
 DType = Literal["auto", "float32", "bfloat16"]
 KVLayout = Literal["paged", "dense"]
 SchedulerLoop = Literal["plain", "overlap"]
 GenerationConfig = Literal["auto", "none"]
-
-UNBUILT: Mapping[str, tuple[str, ...]] = {"backend": ("mlx",)}
-"""Values of flags that are planned, and refused as such."""
 
 PAGE_SIZE_UNIT = 16
 MAX_NUM_SEQS_BOUND = 1024
@@ -35,11 +31,13 @@ MAX_SEED = (1 << 63) - 1
 class EngineConfig:
     """Options of an engine; `None` means "choose for me".
 
+    Which backends there are is not known here: `backends.find_backend` refuses any other name.
+
     Raises:
         ConfigError: a value is outside its bounds; the message names the flag.
     """
 
-    backend: Backend = "auto"
+    backend: str = "auto"
     device: str = "auto"
     ops: Ops = "auto"
     revision: str | None = None
@@ -68,6 +66,9 @@ class EngineConfig:
             if value is not None or name not in _OPTIONAL:
                 kept = _as_whole(name.replace("_", "-"), value, low, high)
                 object.__setattr__(self, name, kept)
+        if not isinstance(self.backend, str) or not self.backend.isprintable():
+            raise ConfigError(f"--backend {show(self.backend)} must be auto, or a backend's name")
+        object.__setattr__(self, "backend", str.__str__(self.backend))
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise ConfigError(
                 f"--device {show(self.device)} is not one of auto, cpu, cuda[:n], tpu[:n]"
@@ -93,7 +94,6 @@ class EngineConfig:
 _DEVICE = re.compile(r"auto|(cpu|cuda|tpu)(:[0-9]{1,4})?")
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "backend": get_args(Backend),
     "ops": get_args(Ops),
     "dtype": get_args(DType),
     "kv_layout": get_args(KVLayout),
@@ -171,9 +171,7 @@ class EngineLimits:
 def _as_choice(flag: str, value: object, allowed: tuple[str, ...]) -> str:
     if isinstance(value, str) and value in allowed:
         return str.__str__(value)
-    is_unbuilt = isinstance(value, str) and value in UNBUILT.get(flag, ())
-    unbuilt = f"; {value} is not built yet" if is_unbuilt else ""
-    raise ConfigError(f"--{flag} {show(value)} is not one of {', '.join(allowed)}{unbuilt}")
+    raise ConfigError(f"--{flag} {show(value)} is not one of {', '.join(allowed)}")
 
 
 def _as_whole(flag: str, value: object, low: int, high: int) -> int:

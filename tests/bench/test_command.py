@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cadenza.backends import find_backend
 from cadenza.bench.startup import PHASES
 from cadenza.cli import main
-from cadenza.engine.instruments import native_instruments
 
 SIZES = ("--input-len", "20", "--output-len", "6", "--repeats", "2", "--concurrency", "1,3")
 
@@ -30,7 +30,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def is_native() -> bool:
-    return native_instruments() is not None
+    return find_backend("auto").open_instruments() is not None
 
 
 def test_throughput_prints_one_object_whose_figures_agree(run: Run, shape_file: Path):

@@ -5,12 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.engine.instruments import (
-    NativeInstruments,
-    OpTotals,
-    native_instruments,
-    new_buffer,
-)
+from cadenza.backends import find_backend
+from cadenza.backends.base import Instruments, OpTotals
 
 pytestmark = pytest.mark.native
 
@@ -32,8 +28,8 @@ EMPTY = np.zeros(0, np.float32)
 
 
 @pytest.fixture
-def instruments() -> NativeInstruments:
-    found = native_instruments()
+def instruments() -> Instruments:
+    found = find_backend("auto").open_instruments()
     assert found is not None
     return found
 
@@ -49,16 +45,16 @@ def run_linear(bias: np.ndarray, residual: np.ndarray) -> int:
     return weight.nbytes
 
 
-def counted(instruments: NativeInstruments) -> dict[str, OpTotals]:
+def counted(instruments: Instruments) -> dict[str, OpTotals]:
     return {each.name: each for each in instruments.stop_profile()}
 
 
-def test_every_operation_has_a_counter(instruments: NativeInstruments):
+def test_every_operation_has_a_counter(instruments: Instruments):
     instruments.start_profile()
     assert set(counted(instruments)) == OPS
 
 
-def test_a_linear_reads_its_packed_weight_and_the_true_rows(instruments: NativeInstruments):
+def test_a_linear_reads_its_packed_weight_and_the_true_rows(instruments: Instruments):
     run_linear(EMPTY, EMPTY)
     instruments.start_profile()
     weight_bytes = run_linear(EMPTY, EMPTY)
@@ -68,7 +64,7 @@ def test_a_linear_reads_its_packed_weight_and_the_true_rows(instruments: NativeI
     assert linear.elapsed_s > 0
 
 
-def test_a_linear_reads_its_bias_and_residual_too(instruments: NativeInstruments):
+def test_a_linear_reads_its_bias_and_residual_too(instruments: Instruments):
     instruments.start_profile()
     bias, residual = np.zeros(OUT, np.float32), np.zeros((PADDED_ROWS, OUT), np.float32)
     weight_bytes = run_linear(bias, residual)
@@ -77,14 +73,14 @@ def test_a_linear_reads_its_bias_and_residual_too(instruments: NativeInstruments
     )
 
 
-def test_nothing_is_counted_when_the_profile_is_off(instruments: NativeInstruments):
+def test_nothing_is_counted_when_the_profile_is_off(instruments: Instruments):
     instruments.start_profile()
     instruments.stop_profile()
     run_linear(EMPTY, EMPTY)
     assert counted(instruments)["linear"].num_calls == 0
 
 
-def test_the_native_roofline_is_positive_and_finite(instruments: NativeInstruments):
-    assert 0 < instruments.read_bytes_per_s(new_buffer(8 << 20), repeats=1) < 1e15
+def test_the_native_roofline_is_positive_and_finite(instruments: Instruments):
+    assert 0 < instruments.read_bytes_per_s(instruments.new_buffer(8 << 20), repeats=1) < 1e15
     for dtype in ("bfloat16", "float32"):
         assert 0 < instruments.operations_per_s(dtype, repeats=1) < 1e18

@@ -100,7 +100,7 @@ def bundled() -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def reference(tiny_folder: Path) -> ReferenceEngine:
-    return build_reference(find_checkpoint(tiny_folder), max_model_len=256)
+    return build_reference(find_checkpoint(tiny_folder), EngineConfig(), max_model_len=256)
 
 
 def outcome(call: Call, value: Any) -> Any:

@@ -113,7 +113,7 @@ def bench(tiny_folder: Path) -> Iterator[Bench]:
     with closing(build_runner(checkpoint, plan, CONFIG, fill=float("nan"))) as runner:
         yield Bench(
             runner=runner,
-            reference=build_reference(checkpoint, max_model_len=256),
+            reference=build_reference(checkpoint, CONFIG, max_model_len=256),
             limits=replace(plan.limits, max_num_queued_reqs=100),
             checkpoint=checkpoint,
         )

@@ -17,13 +17,13 @@ SMALL = {"max_num_seqs": 2, "max_model_len": 64}
 def test_the_chosen_backend_device_and_operations_are_planned(tiny_folder: Path) -> None:
     checkpoint = find_checkpoint(tiny_folder)
     for backend in ("auto", "xla"):
-        config = EngineConfig(backend=backend, device="cpu", ops="reference")  # type: ignore[arg-type]
+        config = EngineConfig(backend=backend, device="cpu", ops="reference")
         traits = plan_model(checkpoint, config).traits
         assert (traits.name, traits.ops) == ("xla:cpu", "reference")
     with pytest.raises(DeviceUnavailableError, match="cuda:9"):
         plan_model(checkpoint, EngineConfig(device="cuda:9"))
     with pytest.raises(ConfigError, match=r"--backend 'mlx'.* auto, xla; mlx is not built yet"):
-        EngineConfig(backend="mlx")  # type: ignore[arg-type]
+        LLM(tiny_folder / "absent", backend="mlx")
 
 
 def test_the_seed_the_scheduler_and_the_recommended_sampling_reach_the_engine(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza import LLM, RequestOutput, SamplingParams
+from cadenza import LLM, EngineConfig, RequestOutput, SamplingParams
 from cadenza.engine.build import build_reference, find_checkpoint
 
 PROMPT = [(7 + index * 13) % 250 for index in range(150)]
@@ -72,6 +72,6 @@ def test_a_prompt_is_described_as_its_tokens_would_be_when_generated(llm: LLM) -
 
 
 def test_the_values_are_those_of_the_reference(tiny_folder: Path, whole: RequestOutput) -> None:
-    reference = build_reference(find_checkpoint(tiny_folder), max_model_len=256)
+    reference = build_reference(find_checkpoint(tiny_folder), EngineConfig(), max_model_len=256)
     expected = reference.score(PROMPT)
     assert np.allclose([logprob for logprob, _, _ in told(whole)], expected, atol=1e-4)

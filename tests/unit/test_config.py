@@ -17,7 +17,7 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "seed": (0, 2**63 - 1),
     "page_size": (16, 2**16),
 }
-CHOICES = ("backend", "dtype", "kv_layout", "scheduler")
+CHOICES = ("dtype", "kv_layout", "scheduler")
 
 
 def refusal_of(**options: object) -> str:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import (
@@ -23,7 +24,6 @@ from cadenza.backends.xla.ops.table import (
     Linear,
 )
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.backends.xla.traits import MakeOps
 from cadenza.checkpoint.declaration import EMBEDDING
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.safetensors_file import AnyArray

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
+from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import NUM_TOP
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
-from cadenza.backends.xla.traits import MakeOps
 from cadenza.checkpoint.declaration import FINAL_NORM
 from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.model_config import ModelConfig

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.compile_count import CompileCount
+from cadenza.backends.xla.backend import CompileCount
 from cadenza.core.step_schema import ModelInputs
 from cadenza.errors import RunnerError
 from tests.xla.harness import BASE, Lab, Mode, random_requests, replay, serve

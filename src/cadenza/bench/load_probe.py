@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from cadenza import EngineConfig
+from cadenza.backends import find_backend
 from cadenza.bench.roofline import num_usable_cores
 from cadenza.checkpoint import Checkpoint
 from cadenza.engine.build import find_checkpoint, load_runner, plan_model
-from cadenza.engine.instruments import native_instruments, private_memory_bytes
+from cadenza.engine.memory import private_memory_bytes
 
 _BLOCK_BYTES = 64 << 20
 """Of memory that is read into again and again: beyond the caches of a core."""
@@ -110,7 +111,7 @@ def main(text: str) -> None:
 
     with MemoryWatch() as watch:
         load()
-    instruments = native_instruments()
+    instruments = find_backend(config.backend).open_instruments()
     num_threads = num_usable_cores() if instruments is None else instruments.num_threads
     paths = [checkpoint.folder / file.name for file in checkpoint.weights.files]
     reader = FileReader(paths, num_threads)

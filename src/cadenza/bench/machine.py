@@ -9,13 +9,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import cadenza
+from cadenza.backends.base import Instruments
 from cadenza.bench.roofline import num_usable_cores
-from cadenza.engine.instruments import NativeInstruments
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
-def describe_machine(instruments: NativeInstruments | None) -> dict[str, object]:
+def describe_machine(instruments: Instruments | None) -> dict[str, object]:
     """Facts for the JSON object; `isa` is None where there are no native kernels."""
     return {
         "cpu": cpu_name(),

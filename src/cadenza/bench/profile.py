@@ -9,8 +9,8 @@ for a call times those calls; a window that opens in the middle of a step then c
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cadenza.backends.base import OpTotals
 from cadenza.bench.runs import Timed
-from cadenza.engine.instruments import OpTotals
 
 STEP_OP = "next_token"
 

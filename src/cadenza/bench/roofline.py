@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from cadenza.backends.base import Instruments
 from cadenza.bench.bounds import Roofline
-from cadenza.engine.instruments import NativeInstruments, new_buffer
+from cadenza.checkpoint.dtypes import WeightDType
 
 REPEATS = 15
 """Of a measurement for its own sake."""
@@ -34,10 +35,10 @@ class RooflineProbe:
     It keeps its buffer, so that a few repeats take some ten milliseconds.
     """
 
-    def __init__(self, instruments: NativeInstruments | None, dtype: str) -> None:
+    def __init__(self, instruments: Instruments | None, dtype: WeightDType) -> None:
         self._instruments = instruments
-        self._dtype = dtype
-        self._buffer = None if instruments is None else new_buffer(buffer_bytes())
+        self._dtype: WeightDType = dtype
+        self._buffer = None if instruments is None else instruments.new_buffer(buffer_bytes())
 
     def measure(self, repeats: int = REPEATS) -> Roofline:
         """The best of the repeats."""

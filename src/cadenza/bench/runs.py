@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cadenza import EngineCore, Finished, Request, SamplingParams, Token
-from cadenza.engine.instruments import OpTotals
+from cadenza.backends.base import OpTotals
 from cadenza.errors import ConfigError, RunnerError
 
 SAMPLED: dict[str, Any] = {
@@ -34,7 +34,7 @@ Prompt = tuple[int, ...]
 
 
 class Profiler(Protocol):
-    """Counts operations while the clock runs; see `engine.instruments`."""
+    """Counts operations while the clock runs; see `backends.base.Instruments`."""
 
     def start_profile(self) -> None: ...
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from cadenza import EngineConfig, EngineCore
+from cadenza.backends import find_backend
+from cadenza.backends.base import Instruments
 from cadenza.bench.bounds import Limit, ModelCost, Prompts, Roofline, Work
 from cadenza.bench.machine import describe_machine
 from cadenza.bench.profile import StepProfile, calls_of_a_step, step_profile
@@ -21,7 +23,6 @@ from cadenza.bench.roofline import RooflineProbe
 from cadenza.bench.runs import DecodeTask, Prompt, Timed, run_decode, run_prefill
 from cadenza.config import MAX_NUM_SEQS_BOUND
 from cadenza.engine.build import describe_backend, find_checkpoint, load_model
-from cadenza.engine.instruments import NativeInstruments, native_instruments
 from cadenza.engine.plan import EnginePlan
 from cadenza.errors import ConfigError
 
@@ -190,7 +191,7 @@ def measure_throughput(
     if workload.profile and traits.ops != "native":
         raise ConfigError(f"--profile counts in the native ops; here run the {traits.ops} ones")
     fitted = engine_config(config, workload, traits.max_num_batched_tokens)
-    instruments = native_instruments()
+    instruments = find_backend(config.backend).open_instruments()
     report("loading the model")
     loaded = load_model(model, fitted)
     try:
@@ -213,7 +214,7 @@ def measure_throughput(
 class _Meter:
     """What measures the machine around a run."""
 
-    instruments: NativeInstruments | None
+    instruments: Instruments | None
     probe: RooflineProbe
 
     def judge(self, play: Callable[[], Timed]) -> Judged:
@@ -280,9 +281,7 @@ class _Stage:
             prefill=replace(measured.prefill, profile=step_profile(prefill, calls)),
         )
 
-    def _decode(
-        self, rows: int, output_len: int, profiler: NativeInstruments | None = None
-    ) -> Timed:
+    def _decode(self, rows: int, output_len: int, profiler: Instruments | None = None) -> Timed:
         task = DecodeTask(
             prompts=self._prompts(rows),
             output_len=output_len,
@@ -291,7 +290,7 @@ class _Stage:
         )
         return run_decode(self._core, task, time.perf_counter, profiler)
 
-    def _prefill(self, rows: int, profiler: NativeInstruments | None = None) -> Timed:
+    def _prefill(self, rows: int, profiler: Instruments | None = None) -> Timed:
         prompts = self._prompts(self._workload.num_prefill_prompts(rows, self._budget))
         return run_prefill(self._core, prompts, time.perf_counter, profiler)
 

@@ -19,6 +19,7 @@ from cadenza.errors import ConfigError
 
 if TYPE_CHECKING:
     from cadenza.bench.checkpoints import OnProgress
+    from cadenza.checkpoint.dtypes import WeightDType
 
 MAX_SEED = (1 << 63) - 1
 
@@ -194,13 +195,15 @@ def serve(
 
 def roofline(json_output: JsonFlag = False) -> None:
     """Measure how fast this machine reads memory and multiplies, with all threads."""
+    from cadenza.backends import find_backend
     from cadenza.bench.machine import describe_machine
     from cadenza.bench.roofline import RooflineProbe
     from cadenza.cli.bench_tables import print_roofline
-    from cadenza.engine.instruments import native_instruments
 
-    instruments = native_instruments()
-    dtypes = ("float32",) if instruments is None else ("bfloat16", "float32")
+    instruments = find_backend("auto").open_instruments()
+    dtypes: tuple[WeightDType, ...] = (
+        ("float32",) if instruments is None else ("bfloat16", "float32")
+    )
     found = [RooflineProbe(instruments, dtype).measure() for dtype in dtypes]
     machine = describe_machine(instruments)
     if not json_output:
@@ -222,16 +225,16 @@ def startup(
     json_output: JsonFlag = False,
 ) -> None:
     """Measure the time from process start to the first token, with cold and with warm caches."""
+    from cadenza.backends import find_backend
     from cadenza.bench.machine import describe_machine
     from cadenza.bench.startup import as_json, measure_startup
     from cadenza.cli.bench_tables import print_startup
-    from cadenza.engine.instruments import native_instruments
 
     with _progress() as report:
         found = measure_startup(model, config, repeats=repeats, report=report)
     if json_output:
-        results = {"machine": describe_machine(native_instruments()), "results": as_json(found)}
-        print(json.dumps(results, allow_nan=False))
+        machine = describe_machine(find_backend(config.backend).open_instruments())
+        print(json.dumps({"machine": machine, "results": as_json(found)}, allow_nan=False))
     else:
         print_startup(found)
 
@@ -247,15 +250,15 @@ def load(
     json_output: JsonFlag = False,
 ) -> None:
     """Measure how fast weights are loaded, beside the page cache's own speed, and the memory."""
+    from cadenza.backends import find_backend
     from cadenza.bench.load import as_json, measure_load
     from cadenza.bench.machine import describe_machine
     from cadenza.cli.bench_tables import print_load
-    from cadenza.engine.instruments import native_instruments
 
     chosen = _model_or_shape(model, shape)
     with _progress() as report:
         found = measure_load(chosen, config, repeats=repeats, report=report)
-    machine = describe_machine(native_instruments())
+    machine = describe_machine(find_backend(config.backend).open_instruments())
     if json_output:
         print(json.dumps({"machine": machine, "results": as_json(found)}, allow_nan=False))
     else:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
+from cadenza.backends import BACKENDS, resolve_backend
 from cadenza.config import EngineConfig
 
 Result = TypeVar("Result")
@@ -48,7 +49,7 @@ class Flag:
 
 
 ENGINE_FLAGS: Mapping[str, Flag] = {
-    "backend": Flag(help="What computes."),
+    "backend": Flag(help="What computes.", metavar="|".join(("auto", *BACKENDS))),
     "device": Flag(help="Where it computes.", metavar="auto|cpu|cuda[:n]|tpu[:n]"),
     "ops": Flag(help="Which implementations of the model's operations."),
     "revision": Flag(
@@ -178,6 +179,7 @@ def build(group: type, given: Mapping[str, Any]) -> Any:
     values = {field.name: given[field.name] for field in fields(group)}
     if group is EngineConfig:
         values = {name: value for name, value in values.items() if value is not None}
+        resolve_backend(values.get("backend", "auto"))
     return group(**values)
 
 

@@ -1,6 +1,7 @@
 """From a model's name and options to a warm engine. The one place that knows every layer.
 
-A backend is imported on use: nothing heavy is loaded before a model is.
+The backend is the one that the options choose among `backends`, and is imported then: nothing heavy
+is loaded before a model is.
 """
 
 import logging
@@ -8,9 +9,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from cadenza.backends.base import BackendTraits, Runner
+from cadenza.backends import BACKENDS, Backends, find_backend, resolve_backend
+from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
 from cadenza.checkpoint import Checkpoint, Hub, ModelConfig, is_hub_id, open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
@@ -75,23 +76,18 @@ def _exists(name: object) -> bool:
         ) from error
 
 
-def resolve_backend(config: EngineConfig) -> Literal["xla"]:
-    """`auto` is the best backend that is built; there is one."""
-    return "xla" if config.backend == "auto" else config.backend
-
-
-def describe_backend(config: EngineConfig, model: ModelConfig) -> BackendTraits:
+def describe_backend(
+    config: EngineConfig, model: ModelConfig, backends: Backends = BACKENDS
+) -> BackendTraits:
     """What the chosen backend would be like. Raises ConfigError, DeviceUnavailableError."""
-    match resolve_backend(config):
-        case "xla":
-            from cadenza.backends.xla.traits import describe
-
-            return describe(config.device, config.ops, model)
+    return find_backend(config.backend, backends).describe(config.device, config.ops, model)
 
 
-def plan_model(checkpoint: Checkpoint, config: EngineConfig) -> EnginePlan:
+def plan_model(
+    checkpoint: Checkpoint, config: EngineConfig, backends: Backends = BACKENDS
+) -> EnginePlan:
     """The plan under the memory that is free now; allocates nothing."""
-    traits = describe_backend(config, checkpoint.config)
+    traits = describe_backend(config, checkpoint.config, backends)
     available = available_memory_bytes()
     if traits.device_memory_bytes is not None:
         available = traits.device_memory_bytes
@@ -99,19 +95,30 @@ def plan_model(checkpoint: Checkpoint, config: EngineConfig) -> EnginePlan:
 
 
 def load_model(
-    model: str | Path | None, config: EngineConfig, on_phase: OnPhase | None = None
+    model: str | Path | None,
+    config: EngineConfig,
+    on_phase: OnPhase = lambda _: None,
+    *,
+    backends: Backends = BACKENDS,
 ) -> LoadedModel:
     """Loads, compiles and warms up; `on_phase` hears how far it is.
+
+    Args:
+        backends: among which `config.backend` chooses.
 
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: as their docstrings say.
     """
+    resolve_backend(config.backend, backends)  # a wrong name is told before anything is fetched
     checkpoint = find_checkpoint(model, revision=config.revision)
-    plan = plan_model(checkpoint, config)
+    plan = plan_model(checkpoint, config, backends)
     text = open_text(checkpoint, config, plan.limits.max_model_len)
     logger.info("%s", plan.summary)
     logger.debug("resolved configuration: %s", plan)
-    runner = build_runner(checkpoint, plan, config, on_phase=on_phase)
+    runner = load_runner(checkpoint, plan, config, backends=backends)
+    on_phase("load")
+    runner.warmup()
+    on_phase("compile")
     core = EngineCore(
         runner,
         plan.limits,
@@ -139,68 +146,62 @@ def build_runner(
     config: EngineConfig,
     *,
     fill: float = 0.0,
-    on_phase: OnPhase | None = None,
+    backends: Backends = BACKENDS,
 ) -> Runner:
     """A warm runner; KV slots start as `fill`."""
-    runner = load_runner(checkpoint, plan, config, fill=fill)
-    if on_phase is not None:
-        on_phase("load")
+    runner = load_runner(checkpoint, plan, config, fill=fill, backends=backends)
     runner.warmup()
-    if on_phase is not None:
-        on_phase("compile")
     return runner
 
 
 def load_runner(
-    checkpoint: Checkpoint, plan: EnginePlan, config: EngineConfig, *, fill: float = 0.0
+    checkpoint: Checkpoint,
+    plan: EnginePlan,
+    config: EngineConfig,
+    *,
+    fill: float = 0.0,
+    backends: Backends = BACKENDS,
 ) -> Runner:
     """A runner with its weights in place, of which nothing is compiled yet."""
-    match resolve_backend(config):
-        case "xla":
-            return _load_xla_runner(checkpoint, plan, config, fill=fill)
-
-
-def _load_xla_runner(
-    checkpoint: Checkpoint, plan: EnginePlan, config: EngineConfig, *, fill: float
-) -> Runner:
-    from cadenza.backends.xla.device import find_device
-    from cadenza.backends.xla.runner import RunnerOptions, XlaRunner, enable_compilation_cache
-    from cadenza.backends.xla.traits import find_ops
-
-    enable_compilation_cache(cache_folder() / "xla")
-    return XlaRunner(
-        checkpoint.config,
-        checkpoint.weights,
-        plan.limits,
-        RunnerOptions(
-            device=config.device,
-            dtype=plan.dtype,
-            make_ops=find_ops(config.ops, find_device(config.device), checkpoint.config),
-            fill=fill,
-        ),
+    setup = RunnerSetup(
+        limits=plan.limits,
+        device=config.device,
+        ops=config.ops,
+        dtype=plan.dtype,
+        fill=fill,
+        cache_folder=cache_folder(),
     )
+    backend = find_backend(config.backend, backends)
+    return backend.load_runner(checkpoint.config, checkpoint.weights, setup)
 
 
-def watch_compiles() -> Callable[[], int]:
-    """Counts programs compiled in this process from now on; for a process's only engine."""
-    from cadenza.backends.xla.compile_count import CompileCount
+def build_reference(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    max_model_len: int,
+    backends: Backends = BACKENDS,
+) -> ReferenceEngine:
+    """The independent reference over the same checkpoint, in float32.
 
-    return CompileCount()
-
-
-def build_reference(checkpoint: Checkpoint, *, max_model_len: int) -> ReferenceEngine:
-    """The independent reference over the same checkpoint, in float32."""
-    from cadenza.backends.xla.reference_model import ReferenceModel
-
+    Raises:
+        CheckpointError: the model has fewer positions.
+        ConfigError: the chosen backend has no independent model.
+    """
     if max_model_len > checkpoint.config.max_position_embeddings:
         raise CheckpointError(
             f"the model has {checkpoint.config.max_position_embeddings} positions; "
             f"{max_model_len} were asked for"
         )
+    backend = find_backend(config.backend, backends)
+    witness = backend.load_witness(checkpoint.config, checkpoint.weights, max_model_len)
+    if witness is None:
+        raise ConfigError(
+            f"the {resolve_backend(config.backend, backends)} backend has no independent "
+            f"reference model to compare with; use --reference solo"
+        )
     return ReferenceEngine(
-        ReferenceModel(checkpoint.config, checkpoint.weights, max_model_len),
-        max_model_len=max_model_len,
-        eos_token_ids=checkpoint.eos_token_ids,
+        witness, max_model_len=max_model_len, eos_token_ids=checkpoint.eos_token_ids
     )
 
 

@@ -1,4 +1,6 @@
-"""How much memory this process may still take: the machine's and its control groups' word."""
+"""How much memory this process may still take, as the machine and its control groups say, and how
+much it holds.
+"""
 
 import os
 from collections.abc import Iterator
@@ -33,6 +35,16 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     A control group counts files that were read as used; what can be given back at once is not.
     """
     return min([_system_bytes(root), *_group_bytes(root)])
+
+
+def private_memory_bytes(status: Path = Path("/proc/self/status")) -> int | None:
+    """What this process holds that is no file's; None where the system does not tell."""
+    try:
+        lines = status.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    held = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
+    return int(held[0]) * 1024 if held else None
 
 
 def _system_bytes(root: Path) -> int:

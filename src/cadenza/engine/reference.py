@@ -9,11 +9,12 @@ Shares with the engine the definition of randomness (`core.draw_keys`) and what 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends.base import SequenceModel
 from cadenza.config import MAX_SEED, EngineLimits, is_whole
 from cadenza.core.draw_keys import derive_sample_seed, draw_keys
 from cadenza.engine.reference_rules import ruled_logits
@@ -22,17 +23,6 @@ from cadenza.errors import InvalidRequestError, show
 from cadenza.request import FinishReason, Request, SamplingParams, as_token_ids
 
 Logits = npt.NDArray[np.float32]
-
-
-class SequenceModel(Protocol):
-    """A model that computes one sequence."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def start(self) -> None: ...
-
-    def append(self, token_ids: list[int]) -> Logits: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

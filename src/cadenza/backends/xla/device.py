@@ -1,13 +1,27 @@
-"""`--device`: finds the device that was asked for, or says by name why there is none.
+"""`--device` and `--ops`: finds the device and the op table that were asked for.
 
-Never falls back: `auto` takes what JAX offers first, anything else is that or an error.
+Never falls back: `auto` takes what JAX offers first, and the native op table where it can be had;
+anything else is that or an error that says why not.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from cadenza.backends.xla.ops.native_library import has_native_library
+from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.table import DecoderSpec, OpTable
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.config import Ops
 from cadenza.errors import ConfigError, DeviceUnavailableError
+
+NATIVE_HEAD_UNIT = 16
+"""Head sizes that the native attention takes are multiples of this, up to `MAX_NATIVE_HEAD`."""
+
+MAX_NATIVE_HEAD = 512
+
+MakeOps = Callable[[DecoderSpec], OpTable]
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
@@ -37,3 +51,30 @@ def find_device(name: str) -> Any:
             f"use; JAX sees {available}. Remedy: {install}choose another device"
         )
     return devices[index]
+
+
+def find_ops(ops: Ops, device: Any, model: ModelConfig) -> MakeOps:
+    """The op table called `ops` on a device; `auto` is the native one where it can be had.
+
+    Raises ConfigError when native kernels are asked for and cannot be had.
+    """
+    obstacle = _obstacle_to_native(device, model)
+    if ops == "native" and obstacle is not None:
+        raise ConfigError(f"--ops native: {obstacle}; use --ops auto")
+    if ops == "reference" or obstacle is not None:
+        return ReferenceOps
+    from cadenza.backends.xla.ops.native import NativeOps
+
+    return NativeOps
+
+
+def _obstacle_to_native(device: Any, model: ModelConfig) -> str | None:
+    """Why the native kernels cannot serve a model on a device."""
+    if device.platform != "cpu":
+        return f"the native kernels run on cpu, not on {device.platform}"
+    if model.head_dim % NATIVE_HEAD_UNIT or model.head_dim > MAX_NATIVE_HEAD:
+        return (
+            f"heads of {model.head_dim} values are not a multiple of {NATIVE_HEAD_UNIT} "
+            f"of at most {MAX_NATIVE_HEAD}"
+        )
+    return None if has_native_library() else "this installation was built without a C++ compiler"

@@ -6,12 +6,14 @@ in a library that is built for this alone (`make -C csrc faults`; `csrc/core/fau
 else ever uses either.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from cadenza.backends.base import Fault, FaultSet, LoadRunner
+from cadenza.backends.xla.device import MakeOps
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.native_library import (
     faulty_library_path,
@@ -21,6 +23,7 @@ from cadenza.backends.xla.ops.native_library import (
 from cadenza.backends.xla.ops.reference import BLOCK, Places, ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec as Spec
 from cadenza.backends.xla.ops.table import KVPool, Linear, OpTable, StepArrays
+from cadenza.backends.xla.runner import load_with_ops
 
 
 class RelativeBlocks(ReferenceOps):
@@ -61,39 +64,14 @@ MUTANTS: dict[str, type[ReferenceOps]] = {
 }
 
 
-MakeTable = Callable[[Spec], OpTable]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """A faulty op table. `min_tokens` is the shortest longest prompt in which the fault shows."""
-
-    name: str
-    make_table: MakeTable
-    min_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultSet:
-    """An op table without a fault, and the same table with each of its faults.
-
-    `note` says why it is not the table that serves, where it is not.
-    """
-
-    ops: str
-    make_sound: MakeTable
-    faults: tuple[Fault, ...]
-    note: str | None = None
-
-
 def faults_of(ops: str, *, are_built: bool) -> FaultSet:
     """Those of the table that serves, or the reference table's where its own are not built."""
     if ops == "native" and are_built:
         return _native_faults()
-    faults = tuple(Fault(name=name, make_table=table) for name, table in MUTANTS.items())
+    faults = tuple(Fault(name=name, load_runner=_loads(table)) for name, table in MUTANTS.items())
     return FaultSet(
         ops="reference",
-        make_sound=ReferenceOps,
+        load_sound=_loads(ReferenceOps),
         faults=faults,
         note=_NOT_BUILT if ops == "native" else None,
     )
@@ -128,15 +106,19 @@ def has_native_faults() -> bool:
 def _native_faults() -> FaultSet:
     return FaultSet(
         ops="native",
-        make_sound=_native_table(_NO_NATIVE_FAULT),
+        load_sound=_loads(_native_table(_NO_NATIVE_FAULT)),
         faults=tuple(
-            Fault(name=name, make_table=_native_table(value), min_tokens=min_tokens)
+            Fault(name=name, load_runner=_loads(_native_table(value)), min_tokens=min_tokens)
             for name, value, min_tokens in _NATIVE_FAULTS
         ),
     )
 
 
-def _native_table(fault: int) -> MakeTable:
+def _loads(make_ops: MakeOps) -> LoadRunner:
+    return partial(load_with_ops, make_ops)
+
+
+def _native_table(fault: int) -> MakeOps:
     """Makes a table over the library with faults; the last one made says which is injected."""
 
     def make(spec: Spec) -> OpTable:

@@ -7,7 +7,6 @@ no request and no text. Invariants: pools are updated in place, steps run in lau
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.backends.base import Capability
+from cadenza.backends.base import Capability, RunnerSetup
 from cadenza.backends.xla.decoder import DecoderWeights
-from cadenza.backends.xla.device import find_device
+from cadenza.backends.xla.device import MakeOps, find_device, find_ops
 from cadenza.backends.xla.in_flight import InFlight
 from cadenza.backends.xla.ops.table import (
     COLUMN_LOGPROB,
@@ -29,7 +28,6 @@ from cadenza.backends.xla.ops.table import (
     STATE_NONE_ALLOWED,
     STATE_NOT_FINITE,
     DecoderSpec,
-    OpTable,
 )
 from cadenza.backends.xla.programs import (
     PAGE_COPIES,
@@ -39,7 +37,6 @@ from cadenza.backends.xla.programs import (
     ProgramShape,
     compile_programs,
 )
-from cadenza.backends.xla.traits import find_ops
 from cadenza.backends.xla.weights import load_decoder
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
@@ -78,13 +75,13 @@ class RunnerOptions:
 
     Args:
         dtype: of weights, activations and KV.
-        make_ops: the op table; None takes the best one for the device (`traits.find_ops`).
+        make_ops: the op table; None takes the best one for the device (`device.find_ops`).
         fill: the value of KV slots that nobody has written (tests and `verify` use NaN).
     """
 
     device: str = "auto"
     dtype: str = "float32"
-    make_ops: Callable[[DecoderSpec], OpTable] | None = None
+    make_ops: MakeOps | None = None
     fill: float = 0.0
 
 
@@ -210,6 +207,16 @@ class XlaRunner:
         padded = np.full((PAGE_UPDATES, 3), dropped, np.int32)
         padded[: len(part)] = part
         return padded
+
+
+def load_with_ops(
+    make_ops: MakeOps, model: ModelConfig, weights: Weights, setup: RunnerSetup
+) -> XlaRunner:
+    """A runner over the op table of `make_ops`; `setup.ops` is not read."""
+    options = RunnerOptions(
+        device=setup.device, dtype=setup.dtype, make_ops=make_ops, fill=setup.fill
+    )
+    return XlaRunner(model, weights, setup.limits, options)
 
 
 def enable_compilation_cache(folder: Path) -> None:

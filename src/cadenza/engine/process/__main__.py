@@ -2,30 +2,28 @@
 
 import sys
 
+from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start
 
 
-def load(start: Start, on_phase: OnPhase) -> Serving:
+def load(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) -> Serving:
     """Loads a model. Raises what `load_model` raises."""
     on_phase("imports")
-    from cadenza.engine.build import (
-        describe_backend,
-        find_checkpoint,
-        load_model,
-        watch_compiles,
-    )
+    from cadenza.engine.build import find_checkpoint, load_model
 
-    checkpoint = find_checkpoint(start.model, revision=start.config.revision)
-    describe_backend(start.config, checkpoint.config)
+    config = start.config
+    checkpoint = find_checkpoint(start.model, revision=config.revision)
+    backend = find_backend(config.backend, backends)
+    backend.describe(config.device, config.ops, checkpoint.config)
     on_phase("load")
-    loaded = load_model(start.model, start.config, lambda done: _after(done, on_phase))
-    return Serving(core=loaded.core, count_compiles=watch_compiles())
 
+    def after(done: str) -> None:
+        if done == "load":
+            on_phase("compile")
 
-def _after(done: str, on_phase: OnPhase) -> None:
-    if done == "load":
-        on_phase("compile")
+    loaded = load_model(start.model, config, after, backends=backends)
+    return Serving(core=loaded.core, count_compiles=backend.watch_compiles())
 
 
 if __name__ == "__main__":

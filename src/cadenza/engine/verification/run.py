@@ -1,17 +1,18 @@
 """From a model and options to a verdict: what `cadenza verify` runs.
 
 Builds one runner, whose unowned KV slots hold NaN, and plays every mode on it; the self-test builds
-one runner a fault. Knows the backends by name only.
+one runner a fault.
 """
 
 import tempfile
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cadenza.backends.base import Runner
+from cadenza.backends import BACKENDS, Backends, find_backend, resolve_backend
+from cadenza.backends.base import FaultSet, Runner, RunnerSetup
 from cadenza.checkpoint import (
     Checkpoint,
     named_shape,
@@ -39,6 +40,7 @@ from cadenza.engine.verification.workload import (
     longest_prompt,
     make_workload,
 )
+from cadenza.errors import ConfigError
 from cadenza.request import Request
 
 NAN = float("nan")
@@ -54,6 +56,7 @@ class VerifyOptions:
     """What `cadenza verify` was asked for; `shape` stands instead of `model`.
 
     With a `matrix` of sampling options each of its rows is a request, whatever `num_requests`.
+    `config.backend` chooses among `backends`.
     """
 
     model: str | None = None
@@ -64,6 +67,7 @@ class VerifyOptions:
     reference: ReferenceKind = "both"
     matrix: OptionMatrix | None = None
     config: EngineConfig
+    backends: Backends = field(default_factory=lambda: BACKENDS)
 
 
 def verify(options: VerifyOptions, report: Report) -> tuple[GateResult, EnginePlan]:
@@ -75,7 +79,7 @@ def verify(options: VerifyOptions, report: Report) -> tuple[GateResult, EnginePl
     with _checkpoint(options) as checkpoint:
         plan, workload = _prepare(options, checkpoint)
         report("loading and compiling")
-        runner = build_runner(checkpoint, plan, options.config, fill=NAN)
+        runner = build_runner(checkpoint, plan, options.config, fill=NAN, backends=options.backends)
         with closing(runner):
             make_core = _maker(runner, checkpoint, plan)
             with _witness(options, checkpoint, plan, make_core) as witness:
@@ -88,42 +92,51 @@ def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
 
     Faults are injected into the op table that serves. Native kernels with faults are built apart;
     where they are not, the reference table takes their place and the result says so.
-    """
-    from cadenza.backends.xla.mutants import faults_of, has_native_faults
-    from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
 
+    Raises:
+        CheckpointError, ConfigError, DeviceUnavailableError: nothing could be played.
+    """
     options = replace(options, reference="solo")
     with _checkpoint(options) as checkpoint:
-        ops = describe_backend(options.config, checkpoint.config).ops
-        found = faults_of(ops, are_built=ops == "native" and has_native_faults())
+        found = _find_faults(options, checkpoint)
         options = replace(options, config=replace(options.config, ops=found.ops))
         if not any(each.min_tokens for each in found.faults):
             options = _without_long_prompts(options, checkpoint)
         plan, workload = _prepare(options, checkpoint)
         longest = max(len(each.request.prompt_token_ids) for each in workload.arrivals)
-        tables = {each.name: each.make_table for each in found.faults if longest >= each.min_tokens}
+        loads = {each.name: each.load_runner for each in found.faults if longest >= each.min_tokens}
+        setup = RunnerSetup(
+            limits=plan.limits,
+            device=options.config.device,
+            ops=found.ops,
+            dtype=plan.dtype,
+            fill=NAN,
+        )
 
         def run_with(fault: str | None) -> GateResult:
             report(f"fault: {fault or 'none'}")
-            runner = XlaRunner(
-                checkpoint.config,
-                checkpoint.weights,
-                plan.limits,
-                RunnerOptions(
-                    device=options.config.device,
-                    dtype=plan.dtype,
-                    make_ops=found.make_sound if fault is None else tables[fault],
-                    fill=NAN,
-                ),
-            )
-            with closing(runner):
+            load = found.load_sound if fault is None else loads[fault]
+            with closing(load(checkpoint.config, checkpoint.weights, setup)) as runner:
                 runner.warmup()
                 make_core = _maker(runner, checkpoint, plan)
                 return _gate(options, plan, workload, make_core).run()
 
-        result = run_self_test(run_with, list(tables), ops=found.ops)
-        skipped = tuple(each.name for each in found.faults if each.name not in tables)
+        result = run_self_test(run_with, list(loads), ops=found.ops)
+        skipped = tuple(each.name for each in found.faults if each.name not in loads)
         return replace(result, skipped=skipped, note=found.note)
+
+
+def _find_faults(options: VerifyOptions, checkpoint: Checkpoint) -> FaultSet:
+    """Those of the operations that serve. Raises ConfigError where the backend has none."""
+    config = options.config
+    ops = describe_backend(config, checkpoint.config, options.backends).ops
+    found = find_backend(config.backend, options.backends).find_faults(ops)
+    if found is None:
+        raise ConfigError(
+            f"the {resolve_backend(config.backend, options.backends)} backend has no known faults "
+            f"to inject; leave --self-test out"
+        )
+    return found
 
 
 def _without_long_prompts(options: VerifyOptions, checkpoint: Checkpoint) -> VerifyOptions:
@@ -199,11 +212,12 @@ def _workload(options: VerifyOptions, checkpoint: Checkpoint, limits: EngineLimi
 
 def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
     """The user's options, with the context cut to what the workload can use."""
-    plan = plan_model(checkpoint, options.config)
+    plan = plan_model(checkpoint, options.config, options.backends)
     if options.config.max_model_len is not None:
         return plan
     context = min(_wanted_length(options, checkpoint), plan.limits.max_model_len)
-    return plan_model(checkpoint, replace(options.config, max_model_len=context))
+    config = replace(options.config, max_model_len=context)
+    return plan_model(checkpoint, config, options.backends)
 
 
 def _wanted_length(options: VerifyOptions, checkpoint: Checkpoint) -> int:
@@ -220,15 +234,20 @@ def _witness(
     if options.reference == "solo":
         yield None
         return
-    reference = build_reference(checkpoint, max_model_len=plan.limits.max_model_len)
+    reference = build_reference(
+        checkpoint,
+        options.config,
+        max_model_len=plan.limits.max_model_len,
+        backends=options.backends,
+    )
     if plan.dtype == "float32":
         yield Witness(reference=reference, make_core=make_core)
         return
     config = replace(options.config, dtype="float32", max_model_len=plan.limits.max_model_len)
-    wide = plan_model(checkpoint, config)
+    wide = plan_model(checkpoint, config, options.backends)
     num_pages = min(plan.limits.num_pages, wide.limits.num_pages)
     wide = replace(wide, limits=replace(plan.limits, num_pages=num_pages))
-    runner = build_runner(checkpoint, wide, config, fill=NAN)
+    runner = build_runner(checkpoint, wide, config, fill=NAN, backends=options.backends)
     with closing(runner):
         yield Witness(reference=reference, make_core=_maker(runner, checkpoint, wide))
 

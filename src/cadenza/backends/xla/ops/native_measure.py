@@ -10,22 +10,17 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends.base import OpTotals
 from cadenza.backends.xla.ops.native_library import load_native_library
+from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.errors import ConfigError
 
 _ALIGNMENT = 64
-_DTYPE_CODES = {"bfloat16": 0, "float32": 1}
+_DTYPE_CODES: dict[WeightDType, int] = {"bfloat16": 0, "float32": 1}
 
 
-def new_buffer(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Memory to be read, aligned, each page of it there."""
-    memory = np.ones(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + num_bytes]
-
-
-class NativeMeasure:
-    """The loaded library's measuring side. Raises ConfigError as `load_native_library`."""
+class NativeInstruments:
+    """`backends.base.Instruments` over the library. Raises ConfigError as `load_native_library`."""
 
     def __init__(self) -> None:
         self._library = load_native_library()
@@ -49,25 +44,29 @@ class NativeMeasure:
     def num_threads(self) -> int:
         return self._library.num_threads
 
-    def read_bytes_per_s(self, buffer: npt.NDArray[np.uint8], repeats: int) -> float:
-        """All threads read a buffer of `new_buffer`; the fastest of the passes."""
+    def new_buffer(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Aligned, and touched: each page of it is there."""
+        memory = np.ones(num_bytes + _ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        return memory[start : start + num_bytes]
+
+    def read_bytes_per_s(self, buffer: npt.NDArray[np.uint8], *, repeats: int) -> float:
         return self._handle.cadenza_measure_read(buffer.ctypes.data, buffer.nbytes, repeats)
 
-    def operations_per_s(self, dtype: str, repeats: int) -> float:
-        """All threads multiply in registers; a multiplication and its sum are two operations."""
+    def operations_per_s(self, dtype: WeightDType, *, repeats: int) -> float:
         return self._handle.cadenza_measure_multiply(_DTYPE_CODES[dtype], repeats)
 
     def start_profile(self) -> None:
         self._handle.cadenza_profile_start()
 
-    def stop_profile(self) -> None:
+    def stop_profile(self) -> tuple[OpTotals, ...]:
+        """In the library's order."""
         self._handle.cadenza_profile_stop()
+        return tuple(map(self._totals, range(self._handle.cadenza_profile_num_ops())))
 
-    def profile_totals(self) -> list[tuple[str, int, int, int]]:
-        """(operation, calls, nanoseconds, bytes read) since the start, in the library's order."""
-        found: list[tuple[str, int, int, int]] = []
-        totals = (ctypes.c_int64 * 3)()
-        for op in range(self._handle.cadenza_profile_num_ops()):
-            name = self._handle.cadenza_profile_read(op, totals).decode()
-            found.append((name, totals[0], totals[1], totals[2]))
-        return found
+    def _totals(self, op: int) -> OpTotals:
+        totals = (ctypes.c_int64 * 3)()  # calls, nanoseconds, bytes read
+        name = self._handle.cadenza_profile_read(op, totals).decode()
+        return OpTotals(
+            name=name, num_calls=totals[0], elapsed_s=totals[1] / 1e9, read_bytes=totals[2]
+        )

@@ -1,0 +1,106 @@
+"""`XlaBackend`: what `backends.base` asks of a backend, on JAX.
+
+Owns the traits of a device and the count of compiled programs; everything else is in the modules
+that it loads. Parts that serving does not need are imported on use.
+"""
+
+from collections.abc import Callable
+
+import jax
+
+from cadenza.backends.base import (
+    BackendTraits,
+    FaultSet,
+    Instruments,
+    Runner,
+    RunnerSetup,
+    SequenceModel,
+)
+from cadenza.backends.xla.device import find_device, find_ops
+from cadenza.backends.xla.ops.native_library import has_native_library
+from cadenza.backends.xla.ops.reference import MAX_TOKENS, ReferenceOps
+from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.weights import Weights
+from cadenza.config import Ops
+
+DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16")
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class XlaBackend:
+    """CPU, NVIDIA and TPU, through JAX."""
+
+    def describe(self, device: str, ops: Ops, model: ModelConfig) -> BackendTraits:
+        found = find_device(device)
+        stats = found.memory_stats() if found.platform != "cpu" else None
+        is_reference = find_ops(ops, found, model) is ReferenceOps
+        stored: dict[WeightDType, WeightDType] = {
+            "float32": "float32",
+            "bfloat16": "bfloat16",
+            "float16": "bfloat16",
+        }
+        return BackendTraits(
+            name=f"xla:{found.platform}",
+            ops="reference" if is_reference else "native",
+            exactness="bitwise",
+            dtypes=DTYPES,
+            dtype_for=dict.fromkeys(stored, "float32") if is_reference else stored,
+            max_num_batched_tokens=MAX_TOKENS if is_reference else _native_budget(),
+            device_memory_bytes=None if stats is None else stats.get("bytes_limit"),
+        )
+
+    def load_runner(self, model: ModelConfig, weights: Weights, setup: RunnerSetup) -> Runner:
+        from cadenza.backends.xla.runner import enable_compilation_cache, load_with_ops
+
+        if setup.cache_folder is not None:
+            enable_compilation_cache(setup.cache_folder / "xla")
+        make_ops = find_ops(setup.ops, find_device(setup.device), model)
+        return load_with_ops(make_ops, model, weights, setup)
+
+    def load_witness(
+        self, model: ModelConfig, weights: Weights, max_model_len: int
+    ) -> SequenceModel | None:
+        from cadenza.backends.xla.reference_model import ReferenceModel
+
+        return ReferenceModel(model, weights, max_model_len)
+
+    def watch_compiles(self) -> Callable[[], int]:
+        return CompileCount()
+
+    def open_instruments(self) -> Instruments | None:
+        if not has_native_library():
+            return None
+        from cadenza.backends.xla.ops.native_measure import NativeInstruments
+
+        return NativeInstruments()
+
+    def find_faults(self, ops: str) -> FaultSet | None:
+        from cadenza.backends.xla.mutants import faults_of, has_native_faults
+
+        return faults_of(ops, are_built=ops == "native" and has_native_faults())
+
+
+def _native_budget() -> int:
+    from cadenza.backends.xla.ops.native import DEFAULT_MAX_TOKENS
+
+    return DEFAULT_MAX_TOKENS
+
+
+class CompileCount:
+    """How many programs JAX has compiled in this process since this was made; only grows.
+
+    It listens to JAX's own events, which cannot be unlistened: one for each process is enough.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+    def __call__(self) -> int:
+        return self._count
+
+    def _hear(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == COMPILE_EVENT and duration_secs >= 0:
+            self._count += 1
