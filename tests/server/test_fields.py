@@ -1,4 +1,4 @@
-"""The table of fields: each one changes something, or is refused by its name; bounds hold."""
+"""The fields of bodies: each one changes something, or is refused by its name; bounds hold."""
 
 import json
 import math
@@ -7,11 +7,19 @@ from typing import Any
 import pytest
 
 from cadenza.request import BOUNDS, SamplingParams
-from cadenza.server.call import read_call
+from cadenza.server.endpoints.completions import COMPLETIONS
 from cadenza.server.errors import ApiError
-from cadenza.server.fields import FIELDS, TABLE, Goes, check_body
-from cadenza.server.kinds import Flag, Kind, Number, OneOrMany, TokenIds, Whole
 from cadenza.server.limits import ServerLimits
+from cadenza.server.schemas.body import Effect
+from cadenza.server.schemas.field_types import (
+    Boolean,
+    FieldType,
+    Integer,
+    Number,
+    OneOrMany,
+    TokenIds,
+)
+from tests.server.bodies import BODIES
 from tests.server.harness import RunningServer
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -49,10 +57,12 @@ SHOWN: dict[str, Any] = {"logit_bias": ((5, 1.5),)}
 
 
 def test_each_sampling_field_is_one_of_sampling_params() -> None:
-    sampling = {field.name for field in TABLE if field.goes is Goes.SAMPLING}
     own = set(SamplingParams.__dataclass_fields__)
-    assert sampling | {"logprobs"} == own
-    assert sampling == set(SAMPLES)
+    for endpoint in PATHS:
+        fields = BODIES[endpoint].fields.values()
+        sampling = {field.name for field in fields if field.effect is Effect.SAMPLING}
+        assert sampling | {"logprobs"} == own
+        assert sampling == set(SAMPLES)
     assert set(BOUNDS) <= own
 
 
@@ -103,20 +113,20 @@ def test_other_forms_of_answers_are_refused(scripted: RunningServer, kind: str) 
 ODD = [math.nan, math.inf, -math.inf, 2**63, -(2**63), 10**400, "1", [], {}, True, 1.5, "\ud800"]
 
 
-def good_values(kind: Kind) -> list[Any]:
-    if isinstance(kind, Whole):
+def good_values(kind: FieldType[Any]) -> list[Any]:
+    if isinstance(kind, Integer):
         return [kind.low, kind.high]
     if isinstance(kind, Number):
         return [kind.low, kind.high]
     return []
 
 
-def bad_values(kind: Kind) -> list[Any]:
-    if isinstance(kind, Whole | Number):
+def bad_values(kind: FieldType[Any]) -> list[Any]:
+    if isinstance(kind, Integer | Number):
         around = [kind.low - 1, kind.high + 1]
-        fits = {Whole: lambda v: False, Number: lambda v: v == 1.5 and kind.low <= v <= kind.high}
+        fits = {Integer: lambda v: False, Number: lambda v: v == 1.5 and kind.low <= v <= kind.high}
         return [*around, *(value for value in ODD if not fits[type(kind)](value))]
-    if isinstance(kind, Flag):
+    if isinstance(kind, Boolean):
         return [value for value in ODD if value is not True]
     if isinstance(kind, TokenIds):
         return [1, "x", [-1], [1.5], [True], [2**63], [math.nan], ["1"], [None], [[1]]]
@@ -126,29 +136,31 @@ def bad_values(kind: Kind) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "name"), [(e, name) for e in ("completions", "chat") for name in FIELDS[e]]
+    ("endpoint", "name"), [(e, name) for e in ("completions", "chat") for name in BODIES[e].fields]
 )
 def test_values_around_each_bound_are_taken_or_refused_by_name(endpoint: Any, name: str) -> None:
-    kind = FIELDS[endpoint][name].kind
+    body = BODIES[endpoint]
+    kind = body.fields[name].type
     required = {"prompt": "x"} if endpoint == "completions" else {"messages": CHAT["messages"]}
     for value in good_values(kind):
-        assert check_body(endpoint, {**required, name: value})[name] == value
+        assert body.check({**required, name: value})[name] == value
     for value in bad_values(kind):
         with pytest.raises(ApiError) as refused:
-            check_body(endpoint, {**required, name: value})
+            body.check({**required, name: value})
         assert (refused.value.status, refused.value.param) == (400, name), value
 
 
 def test_an_answers_number_is_bounded_by_prompts_times_n() -> None:
     body = json.dumps({"prompt": ["a"] * 129, "n": 16}).encode()
     with pytest.raises(ApiError) as refused:
-        read_call("completions", body, ServerLimits())
+        COMPLETIONS.read(body, ServerLimits())
     assert refused.value.param == "n"
 
 
 def test_the_servers_own_cap_on_logprobs_holds() -> None:
     limits = ServerLimits(max_logprobs=3)
-    assert read_call("completions", b'{"prompt": "a", "logprobs": 3}', limits).logprobs == 3
+    request = COMPLETIONS.read(b'{"prompt": "a", "logprobs": 3}', limits)
+    assert request.num_top_logprobs == 3
     with pytest.raises(ApiError) as refused:
-        read_call("completions", b'{"prompt": "a", "logprobs": 4}', limits)
+        COMPLETIONS.read(b'{"prompt": "a", "logprobs": 4}', limits)
     assert refused.value.param == "logprobs"

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from cadenza.server.fields import FIELDS, Endpoint
-from cadenza.server.kinds import Kind, Number, Whole
+from cadenza.server.schemas.field_types import FieldType, Integer, Number
+from tests.server.bodies import BODIES
 from tests.server.harness import RunningServer
 
-PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-NEEDED: dict[Endpoint, dict[str, Any]] = {
+PATHS: dict[str, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+NEEDED: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "the fox"},
     "chat": {"messages": [{"role": "user", "content": "the fox"}]},
 }
@@ -29,9 +29,9 @@ WRONG_TYPES = ["1", "", [], [1], {}, {"1": 1}, True, False, "NaN", "\u0661"]
 class NumericField:
     """A field, or a member of one, that takes numbers."""
 
-    endpoint: Endpoint
+    endpoint: str
     name: str
-    kind: Number | Whole
+    kind: Number | Integer
     is_bias: bool = False
 
     def body(self, value: Any) -> dict[str, Any]:
@@ -41,16 +41,16 @@ class NumericField:
 
 def numeric_fields() -> Iterator[NumericField]:
     for endpoint in PATHS:
-        for name, field in FIELDS[endpoint].items():
-            kind: Kind = field.kind
-            if isinstance(kind, Number | Whole):
+        for name, field in BODIES[endpoint].fields.items():
+            kind: FieldType[Any] = field.type
+            if isinstance(kind, Number | Integer):
                 yield NumericField(endpoint=endpoint, name=name, kind=kind)
             elif name == "logit_bias":
                 bounds = Number(-100.0, 100.0)
                 yield NumericField(endpoint=endpoint, name=name, kind=bounds, is_bias=True)
 
 
-def values(kind: Number | Whole, source: random.Random) -> Iterator[Any]:
+def values(kind: Number | Integer, source: random.Random) -> Iterator[Any]:
     """Without end: bounds and their neighbours, numbers that no type holds, and other types."""
     whole = [2**31, 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), 2**64, 10**400]
     odd = [math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, -0.0, 0, 0.5]
@@ -71,13 +71,13 @@ def values(kind: Number | Whole, source: random.Random) -> Iterator[Any]:
         )
 
 
-def is_good(kind: Number | Whole, value: Any) -> bool:
+def is_good(kind: Number | Integer, value: Any) -> bool:
     """Said again, in other words than the table's."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     if isinstance(value, float) and not math.isfinite(value):
         return False
-    if isinstance(kind, Whole) and value % 1:
+    if isinstance(kind, Integer) and value % 1:
         return False
     return not (value < kind.low or value > kind.high)
 

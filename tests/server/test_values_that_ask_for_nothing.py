@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import httpx
 import hypothesis
@@ -16,13 +16,13 @@ from hypothesis import strategies
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.engine.text_face import TextFace
-from cadenza.server.call import read_call
 from cadenza.server.errors import ApiError
-from cadenza.server.fields import FIELDS, Endpoint, Goes, body_schema, check_body
-from cadenza.server.kinds import Unbuilt
 from cadenza.server.limits import ServerLimits
-from cadenza.server.messages import OTHER_MEMBERS, OTHER_PART_MEMBERS
+from cadenza.server.schemas.body import DeclaredObject, Effect
+from cadenza.server.schemas.field_types import FieldType, Unsupported
+from cadenza.server.schemas.messages import ChatMessage, TextPart
 from tests.cli.harness import write_model
+from tests.server.bodies import BODIES, GENERATING
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -102,6 +102,15 @@ MEMBER_LABELS: dict[str, tuple[list[Any], list[Any]]] = {
 }
 
 
+def members_without_effect(declared: type[DeclaredObject]) -> dict[str, FieldType[Any]]:
+    fields = declared.fields.values()
+    return {field.name: field.type for field in fields if field.effect is Effect.NONE}
+
+
+OTHER_MEMBERS = members_without_effect(ChatMessage)
+OTHER_PART_MEMBERS = members_without_effect(TextPart)
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One value of one field of one endpoint."""
@@ -119,17 +128,17 @@ def is_same_json(left: Any, right: Any) -> bool:
     return json.dumps(left) == json.dumps(right)
 
 
-def unbuilt_fields() -> Iterator[tuple[str, str, Unbuilt]]:
+def unbuilt_fields() -> Iterator[tuple[str, str, Unsupported]]:
     for endpoint in PATHS:
-        for name, field in FIELDS[endpoint].items():
-            if isinstance(field.kind, Unbuilt):
-                yield endpoint, name, field.kind
+        for name, field in BODIES[endpoint].fields.items():
+            if isinstance(field.type, Unsupported):
+                yield endpoint, name, field.type
 
 
 def labels() -> Iterator[tuple[str, str]]:
     for endpoint in PATHS:
-        for name, field in FIELDS[endpoint].items():
-            if field.goes is Goes.NOWHERE and not isinstance(field.kind, Unbuilt):
+        for name, field in BODIES[endpoint].fields.items():
+            if field.effect is Effect.NONE and not isinstance(field.type, Unsupported):
                 yield endpoint, name
 
 
@@ -192,14 +201,14 @@ def check_same(server: RunningServer, engine: ScriptedEngine, endpoint: str, bod
 
 def test_the_table_has_every_field_of_openai_and_vllm() -> None:
     for endpoint in PATHS:
-        assert set(OPENAI[endpoint].split()) <= set(FIELDS[endpoint])
-        assert set(VLLM[endpoint].split()) <= set(FIELDS[endpoint])
+        assert set(OPENAI[endpoint].split()) <= set(BODIES[endpoint].fields)
+        assert set(VLLM[endpoint].split()) <= set(BODIES[endpoint].fields)
 
 
 def test_every_label_has_its_samples() -> None:
     assert {name for _, name in labels()} == set(LABELS)
     kinds = {**OTHER_MEMBERS, **OTHER_PART_MEMBERS}
-    assert {name for name, kind in kinds.items() if not isinstance(kind, Unbuilt)} == set(
+    assert {name for name, kind in kinds.items() if not isinstance(kind, Unsupported)} == set(
         MEMBER_LABELS
     )
 
@@ -238,7 +247,7 @@ def test_a_value_that_asks_for_what_is_missing_is_refused_by_name(
     assert len(cases) > 15
     for case in cases:
         with pytest.raises(ApiError) as refused:
-            read_call(endpoint, json.dumps(case.body).encode(), ServerLimits())
+            GENERATING[endpoint].read(json.dumps(case.body).encode(), ServerLimits())
         error = refused.value
         assert (error.status, error.code, error.param) == (400, "unsupported_field", name), case
         assert error.message.startswith(f"{name}: {what} is not built"), case
@@ -255,18 +264,18 @@ def test_what_may_be_sent_instead_is_told(served: RunningServer) -> None:
 def test_a_label_is_bounded(endpoint: Any, name: str) -> None:
     for value in LABELS[name][1]:
         with pytest.raises(ApiError) as refused:
-            check_body(endpoint, {**NEEDED[endpoint], name: value})
+            BODIES[endpoint].check({**NEEDED[endpoint], name: value})
         assert (refused.value.status, refused.value.param) == (400, name), value
         assert refused.value.body()
 
 
-@pytest.mark.parametrize("endpoint", get_args(Endpoint))
+@pytest.mark.parametrize("endpoint", BODIES)
 def test_an_unknown_field_is_accepted_as_null_only(endpoint: Any) -> None:
     needed = {**NEEDED, "tokenize": {"prompt": "x"}, "detokenize": {"tokens": [1]}}[endpoint]
-    assert check_body(endpoint, {**needed, "frob": None}) == check_body(endpoint, needed)
+    assert BODIES[endpoint].check({**needed, "frob": None}) == BODIES[endpoint].check(needed)
     for value in (False, 0, "", [], {}):
         with pytest.raises(ApiError) as refused:
-            check_body(endpoint, {**needed, "frob": value})
+            BODIES[endpoint].check({**needed, "frob": value})
         assert (refused.value.code, refused.value.param) == ("unknown_field", "frob")
 
 
@@ -279,7 +288,7 @@ def test_stream_options_refuse_obfuscation_by_name(served: RunningServer) -> Non
 
 def message_cases() -> Iterator[tuple[str, Any]]:
     for name, kind in OTHER_MEMBERS.items():
-        good = kind.harmless if isinstance(kind, Unbuilt) else MEMBER_LABELS[name][0]
+        good = kind.harmless if isinstance(kind, Unsupported) else MEMBER_LABELS[name][0]
         for value in (*good, None):
             yield name, value
     yield "a_member_of_tomorrow", None
@@ -313,7 +322,7 @@ def bad_messages() -> Iterator[tuple[str, Any]]:
     for name, kind in OTHER_MEMBERS.items():
         bad = MEMBER_LABELS[name][1] if name in MEMBER_LABELS else ODD
         for value in bad:
-            if isinstance(kind, Unbuilt) and any(is_same_json(value, v) for v in kind.harmless):
+            if isinstance(kind, Unsupported) and any(is_same_json(value, v) for v in kind.harmless):
                 continue
             yield name, {"role": "assistant", "content": "x", name: value}
     for name in OTHER_PART_MEMBERS:
@@ -329,26 +338,26 @@ def test_a_member_of_a_message_that_asks_for_more_is_refused() -> None:
     assert len(cases) > 100
     for name, message in cases:
         with pytest.raises(ApiError) as refused:
-            check_body("chat", {"messages": [message]})
+            BODIES["chat"].check({"messages": [message]})
         assert (refused.value.status, refused.value.param) == (400, "messages"), message
         assert name in refused.value.message
         assert refused.value.body()
 
 
 def test_a_message_may_have_every_member_that_the_schemas_have() -> None:
-    properties = body_schema("chat")["properties"]["messages"]["items"]["properties"]
+    properties = BODIES["chat"].object_schema()["properties"]["messages"]["items"]["properties"]
     assert set(MESSAGE_MEMBERS.split()) <= set(properties)
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_has_two_names(name: str) -> None:
     message = {"role": "assistant", "content": "x", name: "because"}
-    (found,) = check_body("chat", {"messages": [message]})["messages"]
+    (found,) = BODIES["chat"].check({"messages": [message]})["messages"]
     assert found["reasoning_content"] == "because"
     same = {**message, "reasoning": "because", "reasoning_content": "because"}
-    assert check_body("chat", {"messages": [same]})["messages"] == (found,)
+    assert BODIES["chat"].check({"messages": [same]})["messages"] == (found,)
     with pytest.raises(ApiError, match="differ"):
-        check_body("chat", {"messages": [{**same, name: "why not"}]})
+        BODIES["chat"].check({"messages": [{**same, name: "why not"}]})
 
 
 @pytest.fixture(scope="module")
@@ -419,10 +428,12 @@ json_values = strategies.recursive(
 FIELDS_THAT_GO_NOWHERE = [
     (endpoint, name)
     for endpoint in PATHS
-    for name, field in FIELDS[endpoint].items()
-    if field.goes is Goes.NOWHERE or isinstance(field.kind, Unbuilt)
+    for name, field in BODIES[endpoint].fields.items()
+    if field.effect is Effect.NONE or isinstance(field.type, Unsupported)
 ]
-VALIDATORS = {endpoint: jsonschema_rs.validator_for(body_schema(endpoint)) for endpoint in PATHS}
+VALIDATORS = {
+    endpoint: jsonschema_rs.validator_for(BODIES[endpoint].object_schema()) for endpoint in PATHS
+}
 
 
 @hypothesis.settings(max_examples=400, deadline=None, database=None, derandomize=True)
@@ -431,14 +442,14 @@ def test_the_description_accepts_what_the_server_accepts(
     place: tuple[Any, str], data: strategies.DataObject
 ) -> None:
     endpoint, name = place
-    kind = FIELDS[endpoint][name].kind
-    known = kind.harmless if isinstance(kind, Unbuilt) else LABELS[name][0] + LABELS[name][1]
+    kind = BODIES[endpoint].fields[name].type
+    known = kind.harmless if isinstance(kind, Unsupported) else LABELS[name][0] + LABELS[name][1]
     value = data.draw(strategies.sampled_from([*known, None]) | json_values)
     body = {**NEEDED[endpoint], name: value}
     try:
-        checked = check_body(endpoint, body)
+        checked = BODIES[endpoint].check(body)
     except ApiError:
         checked = None
     assert VALIDATORS[endpoint].is_valid(body) == (checked is not None), body
     if checked is not None and name != "reasoning_effort":
-        assert checked == check_body(endpoint, NEEDED[endpoint])
+        assert checked == BODIES[endpoint].check(NEEDED[endpoint])

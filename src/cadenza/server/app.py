@@ -24,19 +24,19 @@ from cadenza.server.exchange import (
     Answer,
     ClientLeftError,
     Exchange,
+    Handler,
     new_request_id,
 )
 from cadenza.server.generation import log_unexpected
-from cadenza.server.handlers import Handler, make_handlers
-from cadenza.server.kinds import Text
-from cadenza.server.routes import OPEN_PATHS, ROUTES
+from cadenza.server.routes import OPEN_PATHS, ROUTES, make_handlers
+from cadenza.server.schemas.field_types import String
 from cadenza.server.service import Service
 
 EXCHANGE = "cadenza.exchange"
 _BODY_PATHS = frozenset(route.path for route in ROUTES if route.body is not None)
 """Those whose requests last."""
 
-_REQUEST_ID = Text(min_chars=1, max_chars=128, is_identifier=True)
+_REQUEST_ID = String(min_chars=1, max_chars=128, is_identifier=True)
 
 
 class App:

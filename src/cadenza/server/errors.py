@@ -18,7 +18,7 @@ Headers = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorKind:
+class ErrorStatus:
     """What all errors of a kind have in common; `summary` is for the API's description."""
 
     status: int
@@ -26,19 +26,19 @@ class ErrorKind:
     summary: str
 
 
-KINDS: dict[int, ErrorKind] = {
-    kind.status: kind
-    for kind in (
-        ErrorKind(status=400, type="invalid_request_error", summary="The request is not valid."),
-        ErrorKind(status=401, type="invalid_request_error", summary="No valid API key."),
-        ErrorKind(status=404, type="invalid_request_error", summary="There is no such thing."),
-        ErrorKind(status=405, type="invalid_request_error", summary="Another method is needed."),
-        ErrorKind(status=413, type="invalid_request_error", summary="The body is too large."),
-        ErrorKind(status=415, type="invalid_request_error", summary="The body is not JSON."),
-        ErrorKind(status=429, type="rate_limit_error", summary="The queue is full: retry here."),
-        ErrorKind(status=500, type="server_error", summary="The server failed."),
-        ErrorKind(status=503, type="server_error", summary="Not serving now: retry elsewhere."),
-        ErrorKind(status=504, type="server_error", summary="The deadline has passed."),
+STATUSES: dict[int, ErrorStatus] = {
+    each.status: each
+    for each in (
+        ErrorStatus(status=400, type="invalid_request_error", summary="The request is not valid."),
+        ErrorStatus(status=401, type="invalid_request_error", summary="No valid API key."),
+        ErrorStatus(status=404, type="invalid_request_error", summary="There is no such thing."),
+        ErrorStatus(status=405, type="invalid_request_error", summary="Another method is needed."),
+        ErrorStatus(status=413, type="invalid_request_error", summary="The body is too large."),
+        ErrorStatus(status=415, type="invalid_request_error", summary="The body is not JSON."),
+        ErrorStatus(status=429, type="rate_limit_error", summary="The queue is full: retry here."),
+        ErrorStatus(status=500, type="server_error", summary="The server failed."),
+        ErrorStatus(status=503, type="server_error", summary="Not serving now: retry elsewhere."),
+        ErrorStatus(status=504, type="server_error", summary="The deadline has passed."),
     )
 }
 
@@ -56,7 +56,7 @@ class ApiError(Exception):
         headers: Headers = (),
     ) -> None:
         super().__init__(message)
-        self.kind = KINDS[status]
+        self._status = STATUSES[status]
         self.code = code
         self.message = message
         self.param = param
@@ -64,7 +64,7 @@ class ApiError(Exception):
 
     @property
     def status(self) -> int:
-        return self.kind.status
+        return self._status.status
 
     def body(self) -> bytes:
         """The JSON of the answer, or of a stream's error frame."""
@@ -73,7 +73,7 @@ class ApiError(Exception):
     def as_object(self) -> dict[str, Any]:
         error = {
             "message": self.message,
-            "type": self.kind.type,
+            "type": self._status.type,
             "param": self.param,
             "code": self.code,
         }

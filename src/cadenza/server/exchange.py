@@ -7,11 +7,12 @@ for a client that left is cancelled.
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from cadenza.server.body_budget import BodyBudget, HeldBytes
@@ -183,6 +184,14 @@ class Exchange:
         headers = (*headers, *self.extra_headers, ("x-request-id", self.request_id))
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
         await self.send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+async def send_object(exchange: Exchange, value: object) -> None:
+    """Answers with the JSON of a value."""
+    await exchange.answer(Answer(body=msgspec.json.encode(value)))
 
 
 def new_request_id() -> str:

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: from a body to an answer or a stream.
+"""What an endpoint that generates does: from a body to an answer or a stream.
 
 Owns the order of things: ready, body, model, tokenise, submit, answer. Invariant: whatever happens
 a request's record ends once, a stream ends with `[DONE]`, and nothing is left in the engine.
@@ -6,21 +6,19 @@ a request's record ends once, a stream ends with `[DONE]`, and nothing is left i
 
 import asyncio
 import logging
-from typing import Literal
 
 from cadenza.engine.assembly import describe_fault
 from cadenza.errors import CadenzaError
 from cadenza.outputs import RequestOutput
 from cadenza.request import FinishReason
-from cadenza.server.call import Call, read_call
-from cadenza.server.choices import make_choices
+from cadenza.server.endpoints.generating import GeneratingEndpoint, GenerationRequest
 from cadenza.server.errors import ApiError, server_error
 from cadenza.server.exchange import Answer, ClientLeftError, Exchange
 from cadenza.server.failures import error_of, error_of_end
-from cadenza.server.frames import KEEP_ALIVE, AnswerHead, Frames, error_frames
 from cadenza.server.job import Job, Whole
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.service import Service
+from cadenza.server.sse import KEEP_ALIVE, AnswerEncoder, AnswerHead
 
 logger = logging.getLogger("cadenza.server")
 
@@ -29,17 +27,17 @@ INLINE_BYTES = 16 << 10
 
 
 class Generation:
-    """One endpoint of the two."""
+    """Handles one endpoint's requests."""
 
-    def __init__(self, service: Service, endpoint: Literal["completions", "chat"]) -> None:
+    def __init__(self, service: Service, endpoint: GeneratingEndpoint) -> None:
         self._service = service
-        self._endpoint: Literal["completions", "chat"] = endpoint
+        self._endpoint = endpoint
 
     async def __call__(self, exchange: Exchange) -> None:
         service = self._service
         record = RequestRecord(
             request_id=exchange.request_id,
-            endpoint=self._endpoint,
+            endpoint=self._endpoint.route.name,
             counts=service.counts,
             clock=service.options.clock,
             is_logged=service.options.is_logging_requests,
@@ -50,11 +48,11 @@ class Generation:
             service.check_ready()
             service.check_room()
             async with exchange.body() as body:
-                call = await self._read(body)
+                request = await self._read(body)
             del body
-            num_choices = call.num_prompts * call.n
-            self._take_identity(exchange, call, record)
-            await exchange.while_connected(self._serve(exchange, call, record))
+            num_choices = request.num_choices
+            self._take_identity(exchange, request, record)
+            await exchange.while_connected(self._serve(exchange, request, record))
         except (ClientLeftError, asyncio.CancelledError):
             rest = "abort"
             raise
@@ -67,50 +65,54 @@ class Generation:
         finally:
             record.end(num_choices, rest)
 
-    async def _read(self, body: bytes) -> Call:
+    async def _read(self, body: bytes) -> GenerationRequest:
         options = self._service.options
 
-        def read() -> Call:
-            return read_call(self._endpoint, body, options.limits, options.unknown_fields)
+        def read() -> GenerationRequest:
+            return self._endpoint.read(body, options.limits, options.unknown_fields)
 
         if len(body) <= INLINE_BYTES:
             return read()
         return await self._service.work.do("generate", len(body), read)
 
-    def _take_identity(self, exchange: Exchange, call: Call, record: RequestRecord) -> None:
-        if call.request_id is not None:
-            self._service.check_id(call.request_id)
-            exchange.request_id = record.request_id = call.request_id
-        record.user = call.user
+    def _take_identity(
+        self, exchange: Exchange, request: GenerationRequest, record: RequestRecord
+    ) -> None:
+        if request.request_id is not None:
+            self._service.check_id(request.request_id)
+            exchange.request_id = record.request_id = request.request_id
+        record.user = request.user
 
-    async def _serve(self, exchange: Exchange, call: Call, record: RequestRecord) -> None:
+    async def _serve(
+        self, exchange: Exchange, request: GenerationRequest, record: RequestRecord
+    ) -> None:
         service = self._service
-        model = service.check_model(call.model)
+        model = service.check_model(request.model)
         with service.preparing():
             try:
                 prepared = await service.work.do(
                     "generate",
-                    call.num_body_bytes,
-                    lambda: service.prepare(call, exchange.tenant),
+                    request.num_bytes,
+                    lambda: service.prepare(request, exchange.tenant),
                 )
             except CadenzaError as error:
                 state = service.monitor.status().state
-                raise error_of(error, state, call.prompt_field) from error
+                raise error_of(error, state, request.prompt_field) from error
             service.check_id(exchange.request_id)
             job = service.submit(prepared, record)
         head = AnswerHead(
             request_id=exchange.request_id, created=int(service.options.now()), model=model
         )
-        frames = Frames(head, call, make_choices(call, service.text))
+        encoder = request.encoder(head, service.text)
         for place, each in enumerate(prepared):
-            frames.usage.prompt[place] = len(each.request.prompt_token_ids)
-        watch = _Watch(service, call.n, record)
+            encoder.usage.prompt[place] = len(each.request.prompt_token_ids)
+        watch = _Watch(service, request.n, record)
         with service.opened(exchange.request_id, exchange.tenant, job):
             async with job:
-                if call.is_stream:
-                    await _stream(exchange, job, frames, watch)
+                if request.stream:
+                    await _stream(exchange, job, encoder, watch)
                 else:
-                    await _answer(exchange, job, frames, watch)
+                    await _answer(exchange, job, encoder, watch)
 
 
 class _Watch:
@@ -138,39 +140,41 @@ class _Watch:
                 raise error_of_end(output.error_kind, self._service.monitor)
 
 
-async def _answer(exchange: Exchange, job: Job, frames: Frames, watch: _Watch) -> None:
-    wholes = [Whole() for _ in frames.usage.prompt]
+async def _answer(exchange: Exchange, job: Job, encoder: AnswerEncoder, watch: _Watch) -> None:
+    wholes = [Whole() for _ in encoder.usage.prompt]
     while not job.is_finished:
         for prompt, news in await job.news():
             watch.take(prompt, news)
             wholes[prompt].take(news)
-    await exchange.answer(Answer(body=frames.whole(whole.output() for whole in wholes)))
+    await exchange.answer(Answer(body=encoder.whole(whole.output() for whole in wholes)))
 
 
-async def _stream(exchange: Exchange, job: Job, frames: Frames, watch: _Watch) -> None:
+async def _stream(exchange: Exchange, job: Job, encoder: AnswerEncoder, watch: _Watch) -> None:
     await exchange.start_stream()
-    opening = frames.opening()
+    opening = encoder.opening()
     if opening:
         await exchange.stream(opening)
     waiting: list[bytes] = []
     try:
         while not job.is_finished:
-            waiting = await _next_frames(exchange, job, frames, watch)
+            waiting = await _next_events(exchange, job, encoder, watch)
             if not job.is_finished and waiting:
                 await exchange.stream(b"".join(waiting))
-        ending = frames.closing()
+        ending = encoder.closing()
     except ApiError as error:
         watch.record.status = error.status
-        waiting, ending = [], error_frames(error)
+        waiting, ending = [], encoder.failure(error)
     except Exception as error:  # noqa: BLE001  logged without what the client sent
         log_unexpected(error)
         watch.record.status = 500
-        waiting, ending = [], error_frames(server_error())
+        waiting, ending = [], encoder.failure(server_error())
     await exchange.end_stream(b"".join(waiting) + ending)
 
 
-async def _next_frames(exchange: Exchange, job: Job, frames: Frames, watch: _Watch) -> list[bytes]:
-    """Frames of the next news, or a comment after a silence."""
+async def _next_events(
+    exchange: Exchange, job: Job, encoder: AnswerEncoder, watch: _Watch
+) -> list[bytes]:
+    """Events of the next news, or a comment after a silence."""
     try:
         async with asyncio.timeout(exchange.limits.keep_alive_s):
             found = await job.news()
@@ -179,8 +183,8 @@ async def _next_frames(exchange: Exchange, job: Job, frames: Frames, watch: _Wat
     made: list[bytes] = []
     for prompt, news in found:
         watch.take(prompt, news)
-        made.append(frames.take(prompt, news))
-    return [frame for frame in made if frame]
+        made.append(encoder.take(prompt, news))
+    return [each for each in made if each]
 
 
 def log_unexpected(error: Exception) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cadenza.request import FinishReason
-from cadenza.server.fields import Endpoint
 from cadenza.server.metrics import ServedCounts
 
 logger = logging.getLogger("cadenza.requests")
@@ -31,7 +30,7 @@ class RequestRecord:
     """One HTTP request for tokens."""
 
     request_id: str
-    endpoint: Endpoint
+    endpoint: str
     counts: ServedCounts
     clock: Callable[[], float]
     is_logged: bool

@@ -18,12 +18,11 @@ from cadenza.engine.batch_engine import BatchEngine
 from cadenza.engine.status import EngineMonitor, EngineStatus
 from cadenza.engine.text_face import PreparedRequest, TextFace
 from cadenza.errors import CadenzaError, ContextLengthError, TextTooLongError
-from cadenza.request import SamplingParams
 from cadenza.server.api_keys import ApiKeys
 from cadenza.server.body_budget import BodyBudget
-from cadenza.server.call import Call, Prompt
 from cadenza.server.connections import Connections, most_connections
 from cadenza.server.cors import Cors
+from cadenza.server.endpoints.generating import GenerationRequest
 from cadenza.server.errors import (
     ApiError,
     connections_full,
@@ -34,14 +33,12 @@ from cadenza.server.errors import (
     unavailable,
 )
 from cadenza.server.failures import UNAVAILABLE_CODES, error_of
-from cadenza.server.fields import UnknownFields
 from cadenza.server.job import Job, PromptQueue, Room
 from cadenza.server.limits import ServerLimits
 from cadenza.server.metrics import Metrics, ServedCounts
 from cadenza.server.request_log import RequestRecord
+from cadenza.server.schemas.body import UnknownFields
 from cadenza.server.text_work import TextWork
-
-NO_THINKING = {"enable_thinking": False}
 
 
 class ServedEngine(BatchEngine, EngineMonitor, Protocol):
@@ -200,7 +197,7 @@ class Service:
         limits = self.engine_limits()
         return 1 if limits is None else limits.max_num_open_reqs
 
-    def prepare(self, call: Call, tenant: str) -> list[PreparedRequest]:
+    def prepare(self, call: GenerationRequest, tenant: str) -> list[PreparedRequest]:
         """Prompts on their way to the engine; slow, and safe on any thread.
 
         Raises InvalidRequestError.
@@ -211,7 +208,7 @@ class Service:
         if check is not None and params.truncate_prompt_tokens is None:
             most = check.limits.max_model_len - (params.max_tokens != 0)
         try:
-            prepared = self._prepare_all(call, params, most)
+            prepared = call.prepare(self.text, params, most)
         except TextTooLongError as error:
             assert check is not None, "only then is there a length to be beyond"
             raise ContextLengthError(
@@ -220,7 +217,7 @@ class Service:
                 max_model_len=check.limits.max_model_len,
                 is_prompt_alone=True,
             ) from None
-        salt = self._salt(tenant, call.cache_salt)
+        salt = self._salt(tenant, call.cache_salt or "")
         prepared = [
             replace(each, request=replace(each.request, cache_salt=salt)) for each in prepared
         ]
@@ -228,34 +225,6 @@ class Service:
             for each in prepared:
                 check.check(each.request)
         return prepared
-
-    def _prepare_all(
-        self, call: Call, params: SamplingParams, max_num_tokens: int | None
-    ) -> list[PreparedRequest]:
-        if call.endpoint == "completions":
-            return [self._prepare(prompt, params, call, max_num_tokens) for prompt in call.prompts]
-        return [
-            self.text.prepare_chat(
-                call.messages,
-                params,
-                template_kwargs=self._template_kwargs(call),
-                max_num_tokens=max_num_tokens,
-            )
-        ]
-
-    def _template_kwargs(self, call: Call) -> dict[str, bool]:
-        """`reasoning_effort: "none"` is one more of them, where the template has such a switch."""
-        has_switch = NO_THINKING.keys() <= self.text.chat_template_options
-        effort = NO_THINKING if call.is_without_reasoning and has_switch else {}
-        return {**effort, **call.template_kwargs}
-
-    def _prepare(
-        self, prompt: Prompt, params: SamplingParams, call: Call, max_num_tokens: int | None
-    ) -> PreparedRequest:
-        if call.add_special_tokens or not isinstance(prompt, str):
-            return self.text.prepare(prompt, params, max_num_tokens=max_num_tokens)
-        ids = self.text.encode(prompt, add_special_tokens=False, max_num_tokens=max_num_tokens)
-        return replace(self.text.prepare(ids, params), text=prompt)
 
     def submit(self, prepared: list[PreparedRequest], record: RequestRecord) -> Job:
         """Starts the first of them; the others start in `opened`. Raises ApiError."""

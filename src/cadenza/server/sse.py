@@ -1,24 +1,24 @@
-"""Bytes of answers: server-sent events and whole JSON objects.
+"""Bytes of generated answers: whole JSON objects, and server-sent events (SSE) in chunks.
 
-Owns what is around the choices: ids, times, usage. Invariant: a stream is role or text frames, one
+Owns what is around the choices: ids, times, usage. Invariant: a stream is role or text chunks, one
 finish reason for each choice, usage if asked for, and `[DONE]`, whatever happens.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from cadenza.outputs import CompletionOutput, RequestOutput
-from cadenza.server.call import Call
-from cadenza.server.choices import Choice, Choices
 from cadenza.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 _encode = msgspec.json.encode
+
+ChoiceObject = dict[str, Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What every frame of an answer repeats."""
+    """What every chunk of an answer repeats."""
 
     request_id: str
     created: int
@@ -70,12 +70,86 @@ class AnswerHead:
         }
 
 
-class Frames:
-    """One answer's bytes; `take` is told of news, in order."""
+class AnswerEncoder(Protocol):
+    """Makes one answer's bytes, whole or as the events of a stream; told of news in order."""
 
-    def __init__(self, head: AnswerHead, call: Call, choices: Choices) -> None:
+    usage: Usage
+
+    def opening(self) -> bytes:
+        """What a stream begins with, at once."""
+        ...
+
+    def take(self, prompt: int, news: RequestOutput) -> bytes:
+        """Events of what is new of a prompt."""
+        ...
+
+    def closing(self) -> bytes:
+        """What a stream ends with."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """What a stream ends with that has failed."""
+        ...
+
+    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
+        """The answer that is no stream."""
+        ...
+
+
+class Choices(Protocol):
+    """Makes choices; one object for one answer, told of each choice's parts in order.
+
+    Invariant: a whole choice is made by the same code as a stream's parts, so that the parts put
+    together are the whole.
+    """
+
+    id_prefix: str
+    object_name: str
+    chunk_name: str
+
+    def opening(self, index: int) -> ChoiceObject | None:
+        """A stream's first part of a choice, before there is any token."""
+        ...
+
+    def part(
+        self, index: int, output: CompletionOutput, request: RequestOutput
+    ) -> ChoiceObject | None:
+        """A stream's next part; None when there is nothing to show."""
+        ...
+
+    def whole(
+        self, index: int, output: CompletionOutput, request: RequestOutput
+    ) -> ChoiceObject: ...
+
+    def about_prompt(self, request: RequestOutput | None) -> dict[str, Any] | None:
+        """What an answer or a chunk holds beside its choices; None where it is not all there yet.
+
+        Without a request it is what chunks hold that tell nothing of the prompt.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkOptions:
+    """What a client asked for of the chunks.
+
+    Args:
+        n: choices of each prompt.
+        include_usage: whether a last chunk tells it; `continuous_usage`: every other one, too.
+    """
+
+    num_prompts: int
+    n: int
+    include_usage: bool
+    continuous_usage: bool
+
+
+class ChunkEncoder:
+    """An `AnswerEncoder` in the shapes of OpenAI's completions and chat completions."""
+
+    def __init__(self, head: AnswerHead, choices: Choices, options: ChunkOptions) -> None:
         self.usage = Usage()
-        self._call = call
+        self._options = options
         self._choices = choices
         self._head = head
         chunk = _encode(head.fields(choices.id_prefix, choices.chunk_name))
@@ -84,37 +158,36 @@ class Frames:
         self._after = self._make_after(None)
 
     def opening(self) -> bytes:
-        """What a stream begins with, at once."""
-        opened = map(self._choices.opening, range(self._call.num_prompts * self._call.n))
-        return self._frames(choice for choice in opened if choice is not None)
+        opened = map(self._choices.opening, range(self._options.num_prompts * self._options.n))
+        return self._chunks(choice for choice in opened if choice is not None)
 
     def take(self, prompt: int, news: RequestOutput) -> bytes:
-        """Frames of what is new of a prompt."""
-        parts: list[Choice] = []
+        parts: list[ChoiceObject] = []
         for output in news.outputs:
-            index = prompt * self._call.n + output.index
+            index = prompt * self._options.n + output.index
             self.usage.take(prompt, index, output, news)
             part = self._choices.part(index, output, news)
             if part is not None:
                 parts.append(part)
-        return self._frames(parts, news)
+        return self._chunks(parts, news)
 
     def closing(self) -> bytes:
-        """What a stream ends with."""
-        if not self._call.include_usage:
+        if not self._options.include_usage:
             return DONE
         fields = self._head.fields(self._choices.id_prefix, self._choices.chunk_name)
         last: dict[str, Any] = {**fields, "choices": [], "usage": self.usage.as_object()}
         return b"data: " + _encode(last) + b"\n\n" + DONE
 
+    def failure(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n" + DONE
+
     def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        """The answer that is no stream."""
-        choices: list[Choice] = []
+        choices: list[ChoiceObject] = []
         about_prompt: dict[str, Any] | None = None
         for prompt, request in enumerate(outputs):
             about_prompt = self._choices.about_prompt(request)
             for output in request.outputs:
-                index = prompt * self._call.n + output.index
+                index = prompt * self._options.n + output.index
                 self.usage.take(prompt, index, output, request)
                 choices.append(self._choices.whole(index, output, request))
         fields = self._head.fields(self._choices.id_prefix, self._choices.object_name)
@@ -122,22 +195,22 @@ class Frames:
         answer = {**fields, "choices": choices, "usage": self.usage.as_object(), **about_prompt}
         return _encode(answer)
 
-    def _frames(self, parts: Iterable[Choice], news: RequestOutput | None = None) -> bytes:
-        """One frame for each part; the first that can tells of the prompt."""
+    def _chunks(self, parts: Iterable[ChoiceObject], news: RequestOutput | None = None) -> bytes:
+        """One chunk for each part; the first that can tells of the prompt."""
         made: list[bytes] = []
         for part in parts:
             about_prompt = self._untold(news)
             after = self._after
-            if about_prompt is not None or self._call.continuous_usage:
+            if about_prompt is not None or self._options.continuous_usage:
                 after = self._make_after(about_prompt)
             made += [self._before, _encode(part), after]
         return b"".join(made)
 
     def _make_after(self, about_prompt: dict[str, Any] | None) -> bytes:
-        """What follows a frame's choices."""
+        """What follows a chunk's choices."""
         rest: dict[str, Any] = {}
-        if self._call.include_usage:
-            rest["usage"] = self.usage.as_object() if self._call.continuous_usage else None
+        if self._options.include_usage:
+            rest["usage"] = self.usage.as_object() if self._options.continuous_usage else None
         rest |= about_prompt or self._choices.about_prompt(None) or {}
         return (b"]," + _encode(rest)[1:] if rest else b"]}") + b"\n\n"
 
@@ -148,8 +221,3 @@ class Frames:
         found = self._choices.about_prompt(news)
         self._is_prompt_told = found is not None
         return found
-
-
-def error_frames(error: ApiError) -> bytes:
-    """How a stream ends that has failed."""
-    return b"data: " + error.body() + b"\n\n" + DONE

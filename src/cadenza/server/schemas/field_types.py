@@ -1,16 +1,18 @@
-"""What a field's value may be: one small class for each kind, with its check and its JSON Schema.
+"""Field types: one small class for each set of values, with its check and its JSON Schema.
 
 Knows no field. Invariant: `check` takes any value that JSON can hold, and what it returns is within
-the kind's bounds.
+the type's bounds.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from cadenza.request import show
 from cadenza.server.errors import ApiError, invalid_value, not_built
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 Schema = dict[str, Any]
 
@@ -18,10 +20,10 @@ NULL: Schema = {"type": "null"}
 """Also what a member may be that is not known: null counts as absent."""
 
 
-class Kind(Protocol):
+class FieldType(Protocol[T_co]):
     """A set of values."""
 
-    def check(self, name: str, value: object) -> Any:
+    def check(self, name: str, value: object) -> T_co:
         """The value as the server uses it. Raises ApiError (400) naming the field."""
         ...
 
@@ -51,7 +53,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Integer:
     """A whole number from `low` to `high`."""
 
     low: int
@@ -75,7 +77,7 @@ def as_whole(value: object) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class Boolean:
     """True or false."""
 
     def check(self, name: str, value: object) -> bool:
@@ -88,7 +90,7 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
+class String:
     """A string of whole Unicode characters; `pattern` is for identifiers that go into headers."""
 
     max_chars: int
@@ -133,7 +135,7 @@ _IDENTIFIER = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OneOf:
     """One of a few strings."""
 
     values: tuple[str, ...]
@@ -148,14 +150,14 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListOf:
-    """A list whose items are all of one kind."""
+class ListOf(Generic[T]):
+    """A list whose items are all of one type."""
 
-    item: Kind
+    item: FieldType[T]
     max_items: int
     min_items: int = 0
 
-    def check(self, name: str, value: object) -> tuple[Any, ...]:
+    def check(self, name: str, value: object) -> tuple[T, ...]:
         if not isinstance(value, list):
             raise refuse(name, value, "a list")
         items = cast(list[object], value)
@@ -177,12 +179,12 @@ class ListOf:
 
 
 @dataclass(frozen=True, slots=True)
-class OneOrMany:
+class OneOrMany(Generic[T]):
     """One value, or a list of such; always a tuple afterwards."""
 
-    many: ListOf
+    many: ListOf[T]
 
-    def check(self, name: str, value: object) -> tuple[Any, ...]:
+    def check(self, name: str, value: object) -> tuple[T, ...]:
         many = cast(list[object], value) if isinstance(value, list) else [value]
         return self.many.check(name, many)
 
@@ -242,34 +244,7 @@ SLICE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """An object with known members, all optional; a member that is null counts as absent."""
-
-    members: Mapping[str, Kind]
-
-    def check(self, name: str, value: object) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise refuse(name, value, "an object")
-        found: dict[str, Any] = {}
-        for key, item in cast(dict[str, object], value).items():
-            if item is None:
-                continue
-            if key not in self.members:
-                known = ", ".join(self.members)
-                raise invalid_value(f"{name} has no member {show(key)}; it has {known}", name)
-            found[key] = check_member(name, key, self.members[key], item)
-        return found
-
-    def schema(self) -> Schema:
-        return {
-            "type": "object",
-            "properties": {key: or_null(kind.schema()) for key, kind in self.members.items()},
-            "additionalProperties": NULL,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Unbuilt:
+class Unsupported:
     """What this server lacks: only values that ask for nothing of it, `harmless`, are accepted."""
 
     what: str
@@ -290,7 +265,7 @@ def _is_same_json(left: object, right: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextMap:
+class StringMap:
     """An object from texts to texts, which nothing reads."""
 
     max_items: int
@@ -354,9 +329,9 @@ def or_null(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def check_member(name: str, key: str, kind: Kind, value: object) -> Any:
+def check_member(name: str, key: str, type: FieldType[T], value: object) -> T:
     """Checks a member; the error tells of it and names the field it is in."""
     try:
-        return kind.check(f"{name}.{key}", value)
+        return type.check(f"{name}.{key}", value)
     except ApiError as error:
         raise ApiError(error.status, error.code, error.message, param=name) from None

@@ -1,0 +1,252 @@
+"""/v1/completions: prompts that are continued.
+
+Owns its body, its prompts, and the shapes of its choices. Knows no HTTP. Invariant: each prompt has
+its own choices, whose first part tells of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.request import SamplingParams
+from cadenza.server.endpoints.generating import (
+    GENERATION_STATUSES,
+    PROMPT_SCHEMA,
+    GeneratingEndpoint,
+    GenerationRequest,
+    LogprobEntry,
+    answer_schema,
+    choices_schema,
+    finite,
+    has_something,
+    prompt_entries,
+    shown_prompt,
+    shown_token,
+    token_name,
+)
+from cadenza.server.errors import invalid_value
+from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute
+from cadenza.server.schemas.body import optional, required, unsupported
+from cadenza.server.schemas.field_types import Boolean, Schema, String, TokenIds, refuse
+from cadenza.server.schemas.generation import LOGPROBS, MAX_CHOICES
+from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject
+
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPT_TOKENS = 1 << 24
+MAX_PROMPT_CHARS = 1 << 26
+
+CompletionPrompt = str | tuple[int, ...]
+
+_TEXT = String(min_chars=1, max_chars=MAX_PROMPT_CHARS)
+_IDS = TokenIds(MAX_PROMPT_TOKENS, min_items=1)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionPrompts:
+    """A text, token ids, or a list of either; always a tuple of prompts afterwards."""
+
+    def check(self, name: str, value: object) -> tuple[CompletionPrompt, ...]:
+        if not isinstance(value, list):
+            return (_TEXT.check(name, value),)
+        items = cast(list[object], value)
+        if items and isinstance(items[0], int | float):
+            return (_IDS.check(name, items),)
+        if not 1 <= len(items) <= MAX_CHOICES:
+            raise invalid_value(
+                f"{name} has {len(items)} prompts; from 1 to {MAX_CHOICES} are allowed", name
+            )
+        return tuple(self._one(name, item) for item in items)
+
+    @staticmethod
+    def _one(name: str, item: object) -> CompletionPrompt:
+        if isinstance(item, str):
+            return _TEXT.check(name, item)
+        if isinstance(item, list):
+            return _IDS.check(name, cast(object, item))
+        raise refuse(name, item, "a text, token ids, or a list of texts or of lists of token ids")
+
+    def schema(self) -> Schema:
+        text, ids = _TEXT.schema(), _IDS.schema()
+        many = {
+            "type": "array",
+            "items": {"anyOf": [text, ids]},
+            "minItems": 1,
+            "maxItems": MAX_CHOICES,
+        }
+        return {"anyOf": [text, ids, many]}
+
+
+class CompletionRequest(GenerationRequest):
+    """A body of /v1/completions."""
+
+    prompt_field = "prompt"
+
+    prompt = required(CompletionPrompts(), "A text, token ids, or a list of either.")
+    logprobs = optional(LOGPROBS, "Log probabilities of each token and the likeliest.")
+    echo = optional(Boolean(), "Begin the answer with the prompt.", default=False)
+    add_special_tokens = optional(
+        Boolean(), "Put around a text what the tokenizer puts around texts.", default=True
+    )
+    prompt_embeds = unsupported("a prompt of embeddings")
+    suffix = unsupported("filling in a middle", "")
+    best_of = unsupported("choosing among several answers", 1)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def check_fields(self) -> None:
+        """They all go together."""
+
+    def sampling(self, text: TextFace) -> SamplingParams:
+        changes = {"max_tokens": DEFAULT_MAX_TOKENS, **self.sampling_values()}
+        if self.echo and self.logprobs is not None:
+            changes["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return text.default_params(**changes)
+
+    def prepare(
+        self, text: TextFace, params: SamplingParams, max_num_tokens: int | None
+    ) -> list[PreparedRequest]:
+        return [self._prepare(text, prompt, params, max_num_tokens) for prompt in self.prompt]
+
+    def _prepare(
+        self,
+        text: TextFace,
+        prompt: CompletionPrompt,
+        params: SamplingParams,
+        max_num_tokens: int | None,
+    ) -> PreparedRequest:
+        if self.add_special_tokens or not isinstance(prompt, str):
+            return text.prepare(prompt, params, max_num_tokens=max_num_tokens)
+        ids = text.encode(prompt, add_special_tokens=False, max_num_tokens=max_num_tokens)
+        return replace(text.prepare(ids, params), text=prompt)
+
+    def encoder(self, head: AnswerHead, text: TextFace) -> AnswerEncoder:
+        return self.chunk_encoder(head, CompletionChoices(self, text))
+
+
+class CompletionChoices:
+    """Choices of a completion."""
+
+    id_prefix = "cmpl-"
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def __init__(self, request: CompletionRequest, text: TextFace) -> None:
+        self._request = request
+        # Read for every token.
+        self._num_top_logprobs = request.num_top_logprobs
+        self._shows_tokens = request.shows_tokens
+        self._shows_ids = request.return_token_ids
+        self._shows_prompt_logprobs = request.prompt_logprobs is not None
+        self._text = text
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, index: int) -> ChoiceObject | None:
+        del index  # a completion begins with its first text
+        return None
+
+    def part(
+        self, index: int, output: CompletionOutput, request: RequestOutput
+    ) -> ChoiceObject | None:
+        is_first = index not in self._offsets
+        if not is_first and not has_something(output, self._shows_tokens):
+            return None
+        self._offsets.setdefault(index, 0)
+        ids, entries = list(output.token_ids), list[LogprobEntry | None](output.logprobs or ())
+        shown = output.text
+        if is_first and self._request.echo:
+            prompt_ids = request.prompt_token_ids
+            shown = self._prompt_text(request) + shown
+            ids = [*prompt_ids, *ids]
+            if self._num_top_logprobs is not None:
+                entries = [*prompt_entries(request), *entries]
+        choice: ChoiceObject = {"index": index, "text": shown, "logprobs": None}
+        if self._num_top_logprobs is not None:
+            choice["logprobs"] = self._logprobs(index, ids, entries)
+        choice["finish_reason"] = output.finish_reason
+        choice["stop_reason"] = output.stop_reason
+        if self._shows_ids:
+            choice["token_ids"] = output.token_ids
+            choice["prompt_token_ids"] = request.prompt_token_ids if is_first else None
+        if self._shows_prompt_logprobs:
+            choice["prompt_logprobs"] = shown_prompt(request) if is_first else None
+        return choice
+
+    def whole(self, index: int, output: CompletionOutput, request: RequestOutput) -> ChoiceObject:
+        choice = self.part(index, output, request)
+        assert choice is not None, "a choice's first part is always shown"
+        return {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None} | choice
+
+    def about_prompt(self, request: RequestOutput | None) -> dict[str, Any] | None:
+        del request  # it is in the choices: each prompt has its own
+        return {}
+
+    def _prompt_text(self, request: RequestOutput) -> str:
+        if request.prompt is not None:
+            return request.prompt
+        return self._text.decode(request.prompt_token_ids)
+
+    def _logprobs(
+        self, index: int, ids: Sequence[int], entries: Sequence[LogprobEntry | None]
+    ) -> dict[str, Any]:
+        offsets, tokens = [self._offsets[index]], list[str]()
+        for token_id, entry in zip(ids, entries, strict=True):
+            text = self._text_of(token_id, entry)
+            offsets.append(offsets[-1] + len(text))
+            tokens.append(
+                token_name(token_id) if self._request.return_tokens_as_token_ids else text
+            )
+        self._offsets[index] = offsets.pop()
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [
+                None if entry is None else finite(entry[token_id])
+                for token_id, entry in zip(ids, entries, strict=True)
+            ],
+            "tokens": tokens,
+            "top_logprobs": [
+                None if entry is None else _by_token(entry, self._request) for entry in entries
+            ],
+        }
+
+    def _text_of(self, token_id: int, entry: LogprobEntry | None) -> str:
+        if entry is None:
+            return self._text.text_of(token_id) or ""
+        return shown_token(token_id, entry[token_id])
+
+
+def _by_token(entry: LogprobEntry, request: CompletionRequest) -> dict[str, float]:
+    if request.return_tokens_as_token_ids:
+        return {token_name(token_id): finite(found) for token_id, found in entry.items()}
+    by_text: dict[str, float] = {}
+    for token_id, found in entry.items():  # the chosen one comes first, and keeps its text
+        by_text.setdefault(shown_token(token_id, found), finite(found))
+    return by_text
+
+
+COMPLETIONS = GeneratingEndpoint(
+    route=ApiRoute(
+        name="completions",
+        method="POST",
+        path="/v1/completions",
+        policy="key",
+        summary="Continue prompts.",
+        answers=AnswerSchema(
+            name="Completion",
+            schema=answer_schema(
+                "text_completion", choices_schema({"text": TEXT, **PROMPT_SCHEMA}), {}
+            ),
+        ),
+        statuses=GENERATION_STATUSES,
+        body=CompletionRequest,
+        can_stream=True,
+    ),
+    request_type=CompletionRequest,
+)

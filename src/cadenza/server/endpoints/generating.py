@@ -1,0 +1,218 @@
+"""What an endpoint that generates is: `GeneratingEndpoint`, and the `GenerationRequest`s it reads.
+
+Owns what the shared fields mean together, and the shapes of log probabilities that several answers
+have. Knows no HTTP and no engine. Invariant: a `GenerationRequest` that was read can be served,
+unless its prompt is too long or its tokens unknown.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
+from cadenza.request import SamplingParams, show
+from cadenza.server.errors import invalid_value
+from cadenza.server.limits import ServerLimits
+from cadenza.server.openapi import COUNT, TEXT, ApiRoute, object_of
+from cadenza.server.schemas.body import Effect, UnknownFields
+from cadenza.server.schemas.field_types import Schema, or_null
+from cadenza.server.schemas.generation import MAX_CHOICES, GenerationBody, StreamOptions
+from cadenza.server.sse import AnswerEncoder, AnswerHead, Choices, ChunkEncoder, ChunkOptions
+
+LEAST_LOGPROB = -9999.0
+"""JSON has no infinity."""
+
+LogprobEntry = Mapping[int, Logprob]
+"""The chosen token of a position, first, and the likeliest."""
+
+GENERATION_STATUSES = (400, 413, 415, 404, 429, 500, 503, 504)
+
+
+class GenerationRequest(GenerationBody, ABC):
+    """What a client asked for: a checked body, its prompts, and the answer it gets."""
+
+    prompt_field: ClassVar[str]
+    """What a client calls the prompt here."""
+
+    @property
+    @abstractmethod
+    def num_prompts(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def num_top_logprobs(self) -> int | None:
+        """How many likeliest tokens to tell of; None: no log probabilities."""
+
+    @abstractmethod
+    def check_fields(self) -> None:
+        """What the endpoint's own fields mean together. Raises ApiError (400)."""
+
+    @abstractmethod
+    def sampling(self, text: TextFace) -> SamplingParams:
+        """How to choose the tokens, on top of what the checkpoint recommends.
+
+        Raises:
+            InvalidRequestError: the values do not go together.
+        """
+
+    @abstractmethod
+    def prepare(
+        self, text: TextFace, params: SamplingParams, max_num_tokens: int | None
+    ) -> list[PreparedRequest]:
+        """Its prompts on their way to the engine; slow, and safe on any thread.
+
+        Raises:
+            TextTooLongError: a prompt has more than `max_num_tokens`.
+            InvalidRequestError: a prompt cannot be served.
+        """
+
+    @abstractmethod
+    def encoder(self, head: AnswerHead, text: TextFace) -> AnswerEncoder:
+        """What makes the answer's bytes."""
+
+    @property
+    def num_choices(self) -> int:
+        return self.num_prompts * self.n
+
+    def check_together(self, limits: ServerLimits) -> None:
+        """Raises ApiError (400) where the fields do not go together, or beyond the limits."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
+        self.check_fields()
+        if self.num_choices > MAX_CHOICES:
+            raise invalid_value(
+                f"{self.num_prompts} prompts with n = {self.n} are {self.num_choices} "
+                f"answers; at most {MAX_CHOICES} are given to one call",
+                "n",
+            )
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            value = self.values.get(name, 0)
+            if value > limits.max_logprobs:
+                raise invalid_value(
+                    f"{name} is {show(value)}; this server gives at most {limits.max_logprobs} "
+                    f"(--max-logprobs)",
+                    name,
+                )
+
+    def sampling_values(self) -> dict[str, Any]:
+        """The values that are `SamplingParams`' own, and the log probabilities."""
+        fields = self.fields
+        found = {
+            name: value
+            for name, value in self.values.items()
+            if fields[name].effect is Effect.SAMPLING
+        }
+        if self.num_top_logprobs is not None:
+            found["logprobs"] = self.num_top_logprobs
+        return found
+
+    def chunk_encoder(self, head: AnswerHead, choices: Choices) -> ChunkEncoder:
+        """An encoder in OpenAI's shapes."""
+        asked = self.stream_options or StreamOptions({})
+        options = ChunkOptions(
+            num_prompts=self.num_prompts,
+            n=self.n,
+            include_usage=asked.include_usage,
+            # It says where usage goes, and asks for none by itself.
+            continuous_usage=asked.include_usage and asked.continuous_usage_stats,
+        )
+        return ChunkEncoder(head, choices, options)
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether a token is told of even where it adds no text."""
+        return self.num_top_logprobs is not None or self.return_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratingEndpoint:
+    """One endpoint that generates: its route, and what its bodies become."""
+
+    route: ApiRoute
+    request_type: type[GenerationRequest]
+
+    def read(
+        self, body: bytes, limits: ServerLimits, unknown: UnknownFields = "refuse"
+    ) -> GenerationRequest:
+        """Raises ApiError (400) naming the field at fault."""
+        request = self.request_type.read(body, unknown)
+        request.check_together(limits)
+        return request
+
+
+def has_something(output: CompletionOutput, shows_tokens: bool) -> bool:
+    """Whether a part of a choice is to be shown."""
+    if output.text or output.finish_reason is not None:
+        return True
+    return shows_tokens and bool(output.token_ids)
+
+
+def shown_prompt(request: RequestOutput) -> list[dict[str, Any] | None]:
+    """The log probabilities of a prompt's tokens."""
+    return [None if entry is None else _by_id(entry) for entry in prompt_entries(request)]
+
+
+def prompt_entries(request: RequestOutput) -> list[LogprobEntry | None]:
+    """One for each of the prompt's tokens; the first has none."""
+    found: Sequence[LogprobEntry | None] = request.prompt_logprobs or ()
+    missing = len(request.prompt_token_ids) - len(found)
+    return [*[None] * missing, *found]
+
+
+def _by_id(entry: LogprobEntry) -> dict[str, Any]:
+    return {
+        str(token_id): {
+            "logprob": finite(found),
+            "rank": found.rank,
+            "decoded_token": found.decoded_token,
+        }
+        for token_id, found in entry.items()
+    }
+
+
+def shown_token(token_id: int, found: Logprob) -> str:
+    return token_name(token_id) if found.decoded_token is None else found.decoded_token
+
+
+def token_name(token_id: int) -> str:
+    """Unlike texts, names of tokens are all different."""
+    return f"token_id:{token_id}"
+
+
+def finite(found: Logprob) -> float:
+    return max(found.logprob, LEAST_LOGPROB)
+
+
+_IDS: Schema = or_null({"type": "array", "items": COUNT})
+_USAGE = object_of({"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT})
+
+PROMPT_SCHEMA: dict[str, Schema] = {
+    "prompt_token_ids": _IDS,
+    "prompt_logprobs": or_null({"type": "array", "items": or_null({"type": "object"})}),
+}
+"""What an answer tells of a prompt."""
+
+
+def choices_schema(content: dict[str, Schema]) -> Schema:
+    """Of the choices of an answer; `content` is what they hold beside the tokens' ids."""
+    reasons: Schema = {"type": "string", "enum": ["stop", "length", "abort"]}
+    choice = {"index": COUNT, **content, "token_ids": _IDS, "finish_reason": reasons}
+    return {"type": "array", "items": object_of(choice), "minItems": 1}
+
+
+def answer_schema(object_name: str, choices: Schema, rest: dict[str, Schema]) -> Schema:
+    """Of a whole answer in OpenAI's shape."""
+    return object_of(
+        {
+            "id": TEXT,
+            "created": COUNT,
+            "model": TEXT,
+            "system_fingerprint": or_null(TEXT),
+            "usage": _USAGE,
+            "object": {"type": "string", "enum": [object_name]},
+            "choices": choices,
+            **rest,
+        }
+    )

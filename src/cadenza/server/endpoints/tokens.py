@@ -1,0 +1,190 @@
+"""/tokenize and /detokenize: text to token ids and back, without the engine.
+
+Owns their bodies and answers. Knows `Service` and `Exchange`. Invariant: what no context holds is
+refused before a list is made of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from cadenza.engine.text_face import TextFace
+from cadenza.errors import CadenzaError, TextTooLongError
+from cadenza.server.endpoints.completions import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS
+from cadenza.server.errors import beyond_context, invalid_value
+from cadenza.server.exchange import Answer, Exchange, Handler
+from cadenza.server.failures import error_of
+from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.schemas.body import Body, optional, required
+from cadenza.server.schemas.field_types import Boolean, String, TokenIds, or_null
+from cadenza.server.schemas.messages import ConversationBody, Messages
+from cadenza.server.service import Service
+
+Result = TypeVar("Result")
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+class TokenizeBody(ConversationBody):
+    """A prompt, or a conversation that is rendered through the chat template."""
+
+    prompt = optional(String(max_chars=MAX_PROMPT_CHARS), "The text; or give messages.")
+    messages = optional(Messages(), "A conversation, rendered through the chat template.")
+    add_special_tokens = optional(
+        Boolean(), "As for completions (default: true for prompt, false for messages)."
+    )
+    return_token_strs = optional(
+        Boolean(), "Each token's piece of the vocabulary beside its id.", default=False
+    )
+
+    def check_together(self) -> None:
+        """Raises ApiError (400) where the fields do not go together."""
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid_value("give either prompt or messages", "prompt")
+        self.template_kwargs()
+        if self.messages is not None:
+            return
+        asked = {
+            "add_generation_prompt": self.add_generation_prompt is False,
+            "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": self.chat_template_kwargs is not None
+            and bool(self.chat_template_kwargs.values),
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                raise invalid_value(
+                    f"{name} goes with messages; a prompt is tokenised as it is: leave the field "
+                    f"out",
+                    name,
+                )
+
+    def encode(self, text: TextFace, max_num_tokens: int | None) -> tuple[int, ...]:
+        """Raises TextTooLongError."""
+        if self.messages is not None:
+            _, ids = text.render_chat(
+                self.messages,
+                template_kwargs=self.template_kwargs(),
+                max_num_tokens=max_num_tokens,
+                add_special_tokens=bool(self.add_special_tokens),
+            )
+            return ids
+        assert self.prompt is not None, "it was checked to be there"
+        return text.encode(
+            self.prompt,
+            add_special_tokens=self.add_special_tokens is not False,
+            max_num_tokens=max_num_tokens,
+        )
+
+
+class DetokenizeBody(Body):
+    """Token ids."""
+
+    tokens = required(TokenIds(MAX_PROMPT_TOKENS), "Token ids.")
+
+
+class TokenHandlers:
+    """One method for each of `TOKEN_ROUTES`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def by_route(self) -> Mapping[str, Handler]:
+        return {"tokenize": self._tokenize, "detokenize": self._detokenize}
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        body = await self._read(exchange, TokenizeBody)
+        body.check_together()
+        answer = await self._work(exchange, body.num_bytes, lambda: self._tokenized(body))
+        await exchange.answer(Answer(body=answer))
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        body = await self._read(exchange, DetokenizeBody)
+        self._check_tokens(body.tokens)
+        answer = await self._work(exchange, body.num_bytes, lambda: self._detokenized(body))
+        await exchange.answer(Answer(body=answer))
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        """A tokenizer has no text, and no error, for ids that it lacks. Raises ApiError (400)."""
+        check = self._service.monitor.status().request_check
+        if check is not None and len(token_ids) > check.limits.max_model_len:
+            length = f"{len(token_ids)} tokens"
+            raise beyond_context("tokens", length, check.limits.max_model_len)
+        largest = max(token_ids, default=0)
+        if check is not None and largest >= check.vocab_size:
+            raise invalid_value(
+                f"tokens holds the token id {largest}; this model's ids go from 0 to "
+                f"{check.vocab_size - 1}",
+                "tokens",
+            )
+
+    async def _read(self, exchange: Exchange, body_type: type[BodyT]) -> BodyT:
+        unknown = self._service.options.unknown_fields
+        async with exchange.body() as raw:
+            body = await self._work(exchange, len(raw), lambda: body_type.read(raw, unknown))
+        self._service.check_model(body.model)
+        return body
+
+    async def _work(
+        self, exchange: Exchange, num_body_bytes: int, work: Callable[[], Result]
+    ) -> Result:
+        service = self._service
+        with service.tokenizing():
+            try:
+                doing = service.work.do("tokenize", num_body_bytes, work)
+                return await exchange.while_connected(doing)
+            except CadenzaError as error:
+                raise error_of(error, service.monitor.status().state) from error
+
+    def _tokenized(self, body: TokenizeBody) -> bytes:
+        """The answer's body. Raises ApiError (400) for a text that no context holds."""
+        text = self._service.text
+        limits = self._service.engine_limits()
+        most = None if limits is None else limits.max_model_len
+        try:
+            ids = body.encode(text, most)
+        except TextTooLongError as error:
+            assert most is not None, "only then is there a length to be beyond"
+            field = "prompt" if body.messages is None else "messages"
+            raise beyond_context(field, error.length, most) from None
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
+        if body.return_token_strs:
+            found["token_strs"] = [text.piece_of(token_id) for token_id in ids]
+        return msgspec.json.encode(found)
+
+    def _detokenized(self, body: DetokenizeBody) -> bytes:
+        return msgspec.json.encode({"prompt": self._service.text.decode(body.tokens)})
+
+
+_STATUSES = (400, 413, 415, 404, 429, 500)
+
+TOKEN_ROUTES: tuple[ApiRoute, ...] = (
+    ApiRoute(
+        name="tokenize",
+        method="POST",
+        path="/tokenize",
+        policy="key",
+        summary="Text to token ids.",
+        answers=AnswerSchema(
+            name="Tokenized",
+            schema=object_of(
+                {
+                    "count": COUNT,
+                    "max_model_len": or_null(COUNT),
+                    "tokens": {"type": "array", "items": COUNT},
+                }
+            ),
+        ),
+        statuses=_STATUSES,
+        body=TokenizeBody,
+    ),
+    ApiRoute(
+        name="detokenize",
+        method="POST",
+        path="/detokenize",
+        policy="key",
+        summary="Token ids to text.",
+        answers=AnswerSchema(name="Detokenized", schema=object_of({"prompt": TEXT})),
+        statuses=_STATUSES,
+        body=DetokenizeBody,
+    ),
+)

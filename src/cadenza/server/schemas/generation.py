@@ -1,0 +1,227 @@
+"""What every endpoint that generates takes: `GenerationBody`.
+
+Owns the names, bounds and defaults of the fields that such endpoints share; sampling fields take
+their bounds from `request.BOUNDS`. It has every field of OpenAI's and vLLM's schemas. Invariant: a
+value is used, or it asks for nothing, or it is refused by name.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from cadenza.config import MAX_LOGPROBS_BOUND
+from cadenza.request import BIAS, BOUNDS, MAX_BIASES, ListBound, show
+from cadenza.server.errors import invalid_value, not_built
+from cadenza.server.schemas.body import (
+    Body,
+    DeclaredObject,
+    Effect,
+    Field,
+    ObjectOf,
+    label,
+    optional,
+    unsupported,
+)
+from cadenza.server.schemas.field_types import (
+    NULL,
+    Boolean,
+    FieldType,
+    Integer,
+    ListOf,
+    Number,
+    OneOf,
+    OneOrMany,
+    Schema,
+    String,
+    StringMap,
+    TokenIds,
+    refuse,
+)
+
+MAX_CHOICES = 2048
+"""Of one call: its prompts times `n`."""
+
+LABEL = String(max_chars=256)
+LOGPROBS = Integer(0, MAX_LOGPROBS_BOUND)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """An object from token ids (as strings) to biases."""
+
+    def check(self, name: str, value: object) -> dict[int, float]:
+        if not isinstance(value, dict):
+            raise refuse(name, value, "an object from token ids to biases")
+        entries = cast(dict[str, object], value)
+        if len(entries) > MAX_BIASES:
+            raise invalid_value(
+                f"{name} has {len(entries)} entries; at most {MAX_BIASES} are allowed", name
+            )
+        number = Number(BIAS.low, BIAS.high)
+        return {self._token_id(name, key): number.check(name, v) for key, v in entries.items()}
+
+    @staticmethod
+    def _token_id(name: str, key: str) -> int:
+        if key.isascii() and key.isdigit() and len(key) <= 10:
+            return int(key)
+        raise invalid_value(f"{name} has the key {show(key)}; keys are token ids", name)
+
+    def schema(self) -> Schema:
+        return {
+            "type": "object",
+            "maxProperties": MAX_BIASES,
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": Number(BIAS.low, BIAS.high).schema(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """Text is what there is; the others are refused by name."""
+
+    def check(self, name: str, value: object) -> str:
+        if not isinstance(value, dict):
+            raise refuse(name, value, 'an object such as {"type": "text"}')
+        members = cast(dict[str, object], value)
+        wanted = {key: item for key, item in members.items() if item is not None}
+        if wanted.get("type") in ("json_object", "json_schema"):
+            raise not_built(name, f"the type {wanted['type']}")
+        if wanted != {"type": "text"}:
+            raise refuse(name, wanted, 'an object such as {"type": "text"}')
+        return "text"
+
+    def schema(self) -> Schema:
+        return {
+            "type": "object",
+            "properties": {"type": {"type": "string", "enum": ["text"]}},
+            "required": ["type"],
+            "additionalProperties": NULL,
+        }
+
+
+def sampling_type(name: str) -> FieldType[Any]:
+    """The field type of one of `SamplingParams`."""
+    if name == "logit_bias":
+        return LogitBias()
+    bound = BOUNDS.get(name)
+    if bound is None:
+        return Boolean()
+    if isinstance(bound, ListBound):
+        if bound.longest is None:
+            return TokenIds(bound.most)
+        text = String(min_chars=1, max_chars=bound.longest)
+        many = ListOf(item=text, max_items=bound.most)
+        return OneOrMany(many) if name == "stop" else many
+    if bound.is_whole:
+        return Integer(int(bound.low), int(bound.high))
+    return Number(bound.low, bound.high)
+
+
+class SamplingField(Field[Any]):
+    """One of `SamplingParams`, under its own name, which decides its type."""
+
+    def __init__(self, help: str, default: object) -> None:
+        super().__init__(Boolean(), help, default=default, effect=Effect.SAMPLING)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        super().__set_name__(owner, name)
+        self.type = sampling_type(name)
+
+
+class StreamOptions(DeclaredObject):
+    """The members of `stream_options`."""
+
+    include_usage = optional(Boolean(), default=False)
+    continuous_usage_stats = optional(Boolean(), default=False)
+    include_obfuscation = unsupported("obfuscated chunks", False)
+
+
+class PromptCacheOptions(DeclaredObject):
+    """The members of `prompt_cache_options`."""
+
+    mode = label(OneOf(("implicit", "explicit")))
+    ttl = label(String(max_chars=16))
+
+
+class GenerationBody(Body):
+    """The fields that all endpoints that generate have in common."""
+
+    temperature = SamplingField("Below 1e-5 always takes the likeliest token.", 1.0)
+    top_p = SamplingField("Keep the likeliest tokens of this mass.", 1.0)
+    top_k = SamplingField("Keep this many likeliest tokens; 0 and -1 are off.", 0)
+    min_p = SamplingField("Drop tokens less likely than this times the likeliest.", 0.0)
+    top_n_sigma = SamplingField(
+        "Drop tokens this many standard deviations of the logits below the largest; 0 and -1 are "
+        "off.",
+        0.0,
+    )
+    presence_penalty = SamplingField("Taken off the logit of each generated token.", 0.0)
+    frequency_penalty = SamplingField("The same, once for each time.", 0.0)
+    repetition_penalty = SamplingField("Divides logits of tokens of prompt and output.", 1.0)
+    seed = SamplingField("Fixes the randomness.", None)
+    max_tokens = SamplingField("Most new tokens (completions 16; chat: the rest).", None)
+    min_tokens = SamplingField("No end before this many new tokens.", 0)
+    stop = SamplingField("Texts that end the answer.", None)
+    stop_token_ids = SamplingField("Tokens that end the answer.", None)
+    include_stop_str_in_output = SamplingField("Show the text that stopped it.", False)
+    ignore_eos = SamplingField("Go on after the end-of-sequence token.", False)
+    n = SamplingField("Answers to each prompt.", 1)
+    prompt_logprobs = SamplingField("Log probabilities of the prompt's tokens.", None)
+    logit_bias = SamplingField("Added to the logits of tokens.", None)
+    bad_words = SamplingField("Texts that are not generated.", None)
+    allowed_token_ids = SamplingField("No other token is chosen.", None)
+    skip_special_tokens = SamplingField("Special tokens have no text.", True)
+    truncate_prompt_tokens = SamplingField("Keep this many tokens of the prompt's end.", None)
+
+    response_format = optional(ResponseFormat(), "The answer's form.", default={"type": "text"})
+    stream = optional(Boolean(), "Send the answer as it comes.", default=False)
+    stream_options = optional(
+        ObjectOf(StreamOptions),
+        "With stream: usage in a last chunk, and then, if asked for, in every chunk, too.",
+    )
+    return_token_ids = optional(Boolean(), "Token ids beside the texts.", default=False)
+    return_tokens_as_token_ids = optional(
+        Boolean(),
+        "Log probabilities name tokens as token_id:N instead of by their texts.",
+        default=False,
+    )
+    cache_salt = optional(
+        String(max_chars=256), "Share cached prefixes only with requests of an equal salt."
+    )
+    request_id = optional(
+        String(min_chars=1, max_chars=128, is_identifier=True),
+        "The answer's id, as in x-request-id.",
+    )
+    user = optional(LABEL, "Who asks; it goes into the log's line.")
+
+    metadata = label(
+        StringMap(max_items=16, max_key_chars=64, max_value_chars=512), "Labels of the request."
+    )
+    safety_identifier = label(LABEL, "A label of who asks.")
+    session_id = label(LABEL, "A label of what the request belongs to.")
+    prompt_cache_key = label(LABEL, "A hint; prefixes are cached without it.")
+    prompt_cache_options = label(
+        ObjectOf(PromptCacheOptions), "A hint; prefixes are cached while there is room."
+    )
+    prompt_cache_retention = label(
+        OneOf(("in_memory", "in-memory", "24h")), "A hint; prefixes are cached while there is room."
+    )
+    return_mm_kwargs = label(Boolean(), "Changes nothing of a generated answer.")
+
+    thinking_token_budget = unsupported("a bound on reasoning", -1)
+    store = unsupported("storing answers", False)
+    service_tier = unsupported("a choice of service tier", "auto", "default")
+    priority = unsupported("scheduling by priority", 0)
+    structured_outputs = unsupported("structured output")
+    truncation_side = unsupported("cutting the prompt's end off", "left")
+    use_beam_search = unsupported("beam search", False)
+    length_penalty = unsupported("beam search", 1)
+    watermarking = unsupported("watermarks", False)
+    repetition_detection = unsupported("ending an answer that repeats itself", {})
+    spaces_between_special_tokens = unsupported("special tokens without spaces", True)
+    logprob_token_ids = unsupported("log probabilities of chosen token ids", [])
+    return_token_offsets = unsupported("offsets of the prompt's tokens", False)
+    routed_experts_prompt_start = unsupported("the experts of each token", 0)
+    stream_interval = unsupported("several tokens to a chunk", 1)
+    kv_transfer_params = unsupported("prefill and decoding in separate servers", {})
+    ec_transfer_params = unsupported("encoding and decoding in separate servers", {})
+    vllm_xargs = unsupported("arguments of extensions", {})

@@ -1,0 +1,265 @@
+"""A conversation as clients send it, checked and made plain for a chat template.
+
+Owns roles, members and content parts. Knows no template. Invariant: what comes out holds a role and
+a text in each message and nothing that the text-only engine would drop in silence.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from cadenza.request import show
+from cadenza.server.errors import invalid_value, not_built
+from cadenza.server.schemas.body import (
+    Body,
+    DeclaredObject,
+    ObjectOf,
+    label,
+    optional,
+    required,
+    unsupported,
+)
+from cadenza.server.schemas.field_types import (
+    AnyJson,
+    Boolean,
+    OneOf,
+    Schema,
+    String,
+    check_member,
+    is_whole_unicode,
+    refuse,
+)
+
+MAX_MESSAGES = 4096
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""What a template is told; `developer` is the newer name of `system`."""
+
+_LABEL = String(max_chars=256)
+_ANNOTATION = AnyJson(max_chars=16 << 10)
+
+_NOT_BUILT_ROLES = ("tool", "function")
+_NOT_BUILT_PARTS = (
+    "image_url",
+    "image_embeds",
+    "input_audio",
+    "audio_url",
+    "audio_embeds",
+    "video_url",
+    "file",
+    "refusal",
+    "thinking",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """What a template calls the role."""
+
+    def check(self, name: str, value: object) -> str:
+        if value in _NOT_BUILT_ROLES:
+            raise not_built(name, f"the role {value}")
+        if isinstance(value, str) and value in ROLES:
+            return ROLES[value]
+        known = ", ".join(ROLES)
+        raise invalid_value(
+            f"{name} has a message with the role {show(value)}; there are {known}", name
+        )
+
+    def schema(self) -> Schema:
+        return OneOf(tuple(ROLES)).schema()
+
+
+@dataclass(frozen=True, slots=True)
+class _MemberText:
+    """A text that a template is told."""
+
+    member: str
+    max_chars: int | None = None
+
+    def check(self, name: str, value: object) -> str:
+        if not isinstance(value, str):
+            raise invalid_value(
+                f"{name} has a message with {self.member} {show(value)}; give a text", name
+            )
+        if self.max_chars is not None and len(value) > self.max_chars:
+            raise invalid_value(
+                f"{name} has a {self.member} of over {self.max_chars} characters", name
+            )
+        if not is_whole_unicode(value):
+            raise invalid_value(
+                f"{name} has a {self.member} with half a surrogate pair; send whole characters",
+                name,
+            )
+        return value
+
+    def schema(self) -> Schema:
+        longest = {} if self.max_chars is None else {"maxLength": self.max_chars}
+        return {"type": "string", **longest}
+
+
+class TextPart(DeclaredObject):
+    """A content part of a message."""
+
+    type = required(OneOf(("text",)))
+    text = required(_MemberText("text"))
+    id = label(_LABEL)
+    annotations = label(_ANNOTATION)
+    cache_control = label(_ANNOTATION)
+    prompt_cache_breakpoint = label(_ANNOTATION)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """A text, or text parts, which become lines of one text."""
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, list):
+            return "\n".join(_part(name, part) for part in cast(list[object], value))
+        return _MemberText("content").check(name, value)
+
+    def schema(self) -> Schema:
+        parts = {"type": "array", "items": TextPart.object_schema()}
+        return {"anyOf": [{"type": "string"}, parts]}
+
+
+class ChatMessage(DeclaredObject):
+    """One message; members that ask for nothing are accepted with it."""
+
+    role = required(_Role())
+    content = required(_Content())
+    name = optional(_MemberText("name", max_chars=128))
+    reasoning_content = optional(_MemberText("reasoning_content"))
+    reasoning = optional(_MemberText("reasoning"))
+    """The newer name of `reasoning_content`."""
+    tools = unsupported("calling tools", [])
+    tool_calls = unsupported("calling tools", [])
+    tool_call_id = unsupported("calling tools")
+    function_call = unsupported("calling functions")
+    audio = unsupported("audio")
+    refusal = unsupported("a refusal as a message", "")
+    id = label(_LABEL)
+    annotations = label(_ANNOTATION)
+    cache_control = label(_ANNOTATION)
+    metadata = label(_ANNOTATION)
+    provider_specific_fields = label(_ANNOTATION)
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The type of the field `messages`."""
+
+    def check(self, name: str, value: object) -> tuple[dict[str, str], ...]:
+        if not isinstance(value, list):
+            raise refuse(name, value, "a list of messages")
+        items = cast(list[object], value)
+        if not 1 <= len(items) <= MAX_MESSAGES:
+            raise invalid_value(
+                f"{name} has {len(items)} entries; from 1 to {MAX_MESSAGES} are allowed", name
+            )
+        return tuple(_message(name, item) for item in items)
+
+    def schema(self) -> Schema:
+        return {
+            "type": "array",
+            "items": ChatMessage.object_schema(),
+            "minItems": 1,
+            "maxItems": MAX_MESSAGES,
+        }
+
+
+class TemplateSwitches(DeclaredObject):
+    """The members of `chat_template_kwargs`."""
+
+    enable_thinking = optional(Boolean())
+    thinking = optional(Boolean())
+    preserve_thinking = optional(Boolean())
+
+
+class ConversationBody(Body):
+    """How a conversation is rendered."""
+
+    chat_template_kwargs = optional(
+        ObjectOf(TemplateSwitches), "Switches of the model's chat template."
+    )
+    add_generation_prompt = optional(
+        Boolean(),
+        "End the prompt where the assistant begins (default true, but for a continued message).",
+    )
+    continue_final_message = optional(
+        Boolean(),
+        "End the prompt within the last message, which the answer continues.",
+        default=False,
+    )
+
+    def template_kwargs(self) -> dict[str, bool]:
+        """What a chat template is rendered with. Raises ApiError (400)."""
+        is_continued, is_begun = self.continue_final_message, self.add_generation_prompt
+        if is_begun is None:
+            is_begun = not is_continued
+        if is_continued and is_begun:
+            raise invalid_value(
+                "continue_final_message and add_generation_prompt are both true; the prompt ends "
+                "either within the last message or after the beginning of a new one: set one of "
+                "them",
+                "continue_final_message",
+            )
+        switches = self.chat_template_kwargs
+        return {
+            **({} if switches is None else switches.values),
+            "add_generation_prompt": is_begun,
+            "continue_final_message": is_continued,
+        }
+
+
+def _message(name: str, value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise invalid_value(f"{name} holds {show(value)}; a message is an object", name)
+    message = _without_nulls(cast(dict[str, Any], value))
+    role = ChatMessage.role.type.check(name, message.get("role"))
+    told = ChatMessage.effective_names
+    for key, item in message.items():
+        if key not in ChatMessage.fields:
+            known = ", ".join(told)
+            raise invalid_value(f"{name} has a member {show(key)}; a message has {known}", name)
+        if key not in told:
+            check_member(name, key, ChatMessage.fields[key].type, item)
+    plain = {"role": role, "content": ChatMessage.content.type.check(name, message.get("content"))}
+    for key in ("name", "reasoning_content", "reasoning"):
+        if key in message:
+            plain[key] = ChatMessage.fields[key].type.check(name, message[key])
+    return _with_one_reasoning(name, plain)
+
+
+def _with_one_reasoning(name: str, message: dict[str, str]) -> dict[str, str]:
+    """`reasoning` under its older name, which templates know."""
+    if "reasoning" not in message:
+        return message
+    reasoning = message.pop("reasoning")
+    if message.setdefault("reasoning_content", reasoning) != reasoning:
+        raise invalid_value(
+            f"{name} has a message whose reasoning and reasoning_content differ; give one of them",
+            name,
+        )
+    return message
+
+
+def _part(name: str, part: object) -> str:
+    if not isinstance(part, dict):
+        raise invalid_value(f"{name} has a content part {show(part)}; a part is an object", name)
+    members = _without_nulls(cast(dict[str, Any], part))
+    kind = members.get("type")
+    if kind in _NOT_BUILT_PARTS:
+        raise not_built(name, f"the content part {kind}")
+    told = set(TextPart.effective_names)
+    if kind != "text" or members.keys() - TextPart.fields.keys() or told - members.keys():
+        raise invalid_value(
+            f'{name} has a content part {show(members)}; a part is {{"type": "text", "text": …}}',
+            name,
+        )
+    for key in members.keys() - told:
+        check_member(name, key, TextPart.fields[key].type, members[key])
+    return TextPart.text.type.check(name, members["text"])
+
+
+def _without_nulls(members: dict[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in members.items() if item is not None}

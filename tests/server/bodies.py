@@ -1,0 +1,15 @@
+"""The bodies and the generating endpoints by short names, for tests that go over all of them."""
+
+from cadenza.server.endpoints.chat import CHAT, ChatRequest
+from cadenza.server.endpoints.completions import COMPLETIONS, CompletionRequest
+from cadenza.server.endpoints.generating import GeneratingEndpoint
+from cadenza.server.endpoints.tokens import DetokenizeBody, TokenizeBody
+from cadenza.server.schemas.body import Body
+
+GENERATING: dict[str, GeneratingEndpoint] = {"completions": COMPLETIONS, "chat": CHAT}
+BODIES: dict[str, type[Body]] = {
+    "completions": CompletionRequest,
+    "chat": ChatRequest,
+    "tokenize": TokenizeBody,
+    "detokenize": DetokenizeBody,
+}
