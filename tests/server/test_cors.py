@@ -11,8 +11,7 @@ import pytest
 
 from cadenza.engine.text_face import TextFace
 from cadenza.errors import ConfigError
-from cadenza.server.api_keys import ApiKeys
-from cadenza.server.cors import Cors
+from cadenza.server.access import ApiKeys, Cors
 from cadenza.server.limits import ServerLimits
 from tests.server.harness import TIMEOUT_S, RunningServer, options, read_events, running_server
 from tests.server.scripted_engine import ScriptedEngine

@@ -11,7 +11,7 @@ import pytest
 
 from cadenza.engine.text_face import TextFace
 from cadenza.request import ErrorKind
-from cadenza.server.api_keys import ApiKeys
+from cadenza.server.access import ApiKeys
 from cadenza.server.limits import ServerLimits
 from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, options, raw_post, running_server
 from tests.server.scripted_engine import ScriptedEngine

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from cadenza.engine.text_face import TextFace
-from cadenza.server.log_format import JsonLines, TextLines
+from cadenza.server.log_output import JsonLines, TextLines
 from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_streams import wait_until

@@ -7,7 +7,7 @@ import pytest
 
 from cadenza.engine.text_face import TextFace
 from cadenza.errors import ConfigError
-from cadenza.server.api_keys import ApiKeys, read_keys
+from cadenza.server.access import ApiKeys, read_keys
 from cadenza.server.openapi import EVERYWHERE, describe_api
 from cadenza.server.routes import OPEN_PATHS, ROUTES
 from tests.server.harness import RunningServer, options, running_server

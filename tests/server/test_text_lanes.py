@@ -12,7 +12,7 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.engine.text_face import TextFace
-from cadenza.server.text_work import LONG_BYTES
+from cadenza.server.limits import LONG_BYTES
 from tests.cli.harness import write_model
 from tests.server.harness import TIMEOUT_S, RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine

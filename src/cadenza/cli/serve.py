@@ -209,9 +209,8 @@ def serve(
     """
     del unbuilt  # each of them has refused itself
     from cadenza.cli.interrupts import terminable
-    from cadenza.server.connections import raise_descriptor_limit
-    from cadenza.server.listening import listening
-    from cadenza.server.log_format import set_up_logging
+    from cadenza.server.listening import listening, raise_descriptor_limit
+    from cadenza.server.log_output import set_up_logging
 
     raise_descriptor_limit()
     name = only_model(folder, flags.model)
@@ -279,8 +278,7 @@ def _make(
 
 
 def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
-    from cadenza.server.api_keys import ApiKeys, read_keys
-    from cadenza.server.cors import Cors
+    from cadenza.server.access import ApiKeys, Cors, read_keys
     from cadenza.server.limits import ServerLimits
     from cadenza.server.service import ServerOptions
 

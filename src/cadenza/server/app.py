@@ -19,7 +19,8 @@ from cadenza.server.errors import (
     server_error,
     unknown_url,
 )
-from cadenza.server.exchange import (
+from cadenza.server.generation import log_unexpected
+from cadenza.server.http_exchange import (
     NO_CONTENT,
     Answer,
     ClientLeftError,
@@ -27,7 +28,6 @@ from cadenza.server.exchange import (
     Handler,
     new_request_id,
 )
-from cadenza.server.generation import log_unexpected
 from cadenza.server.routes import OPEN_PATHS, ROUTES, make_handlers
 from cadenza.server.schemas.field_types import String
 from cadenza.server.service import Service

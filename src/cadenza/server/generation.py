@@ -12,9 +12,8 @@ from cadenza.errors import CadenzaError
 from cadenza.outputs import RequestOutput
 from cadenza.request import FinishReason
 from cadenza.server.endpoints.generating import GeneratingEndpoint, GenerationRequest
-from cadenza.server.errors import ApiError, server_error
-from cadenza.server.exchange import Answer, ClientLeftError, Exchange
-from cadenza.server.failures import error_of, error_of_end
+from cadenza.server.errors import ApiError, error_of, error_of_end, server_error
+from cadenza.server.http_exchange import Answer, ClientLeftError, Exchange
 from cadenza.server.job import Job, Whole
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.service import Service

@@ -1,21 +1,31 @@
-"""Where a server listens: `Address`, and `listening`, which opens it or says why nobody can.
+"""Where a server listens (`Address`, `listening`), and the connections that it accepts there.
 
-Invariants: whoever has the socket listens, so that of two servers that want one place exactly one
-gets it; a Unix socket's path is removed by the server that made it and by no other, and taken over
-only where nobody listens any more.
+Owns accepting, so that no connection is taken that the process has no file descriptor for. Knows no
+HTTP. Invariants: whoever has the socket listens, so that of two servers that want one place exactly
+one gets it; a Unix socket's path is removed by the server that made it and by no other, and taken
+over only where nobody listens any more; what is accepted stays below the limit of open files by a
+reserve; while any connection is idle a new one is accepted, and the one that has been idle longest
+is closed for it.
 """
 
+import asyncio
 import contextlib
 import errno
 import fcntl
+import logging
 import os
+import resource
 import socket
 import ssl
-from collections.abc import Generator
+from collections import OrderedDict
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
 from cadenza.errors import ConfigError
+from cadenza.server.metrics import ServedCounts
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 
@@ -28,6 +38,15 @@ _REASONS = {
     errno.ENOTDIR: "there is no such folder; make it first",
     errno.EROFS: "its folder cannot be written to; choose another one",
 }
+
+RESERVED_DESCRIPTORS = 64
+"""For the engine process's pipes, files, and what one turn accepts before it closes others."""
+UNLIMITED = 1 << 20
+SPARE = 16
+"""Connections on which probes are still answered when all others have requests in progress."""
+ACCEPTS_AT_ONCE = 16
+RETRY_S = 0.1
+TELL_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,3 +190,195 @@ def _remove_what_was_left(path: Path) -> None:
         # Anything but a refusal is the answer of one who lives, be it that it is too busy.
         if probe.connect_ex(str(path)) == errno.ECONNREFUSED and path.is_socket():
             path.unlink(missing_ok=True)
+
+
+def raise_descriptor_limit() -> None:
+    """Allows this process, and those it starts, as many open files as it may allow itself."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Some systems refuse the hard limit that they tell.
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def most_connections() -> int:
+    """How many this process's limit of open files has room for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return UNLIMITED if soft == resource.RLIM_INFINITY else room_within(soft)
+
+
+def room_within(num_descriptors: int) -> int:
+    """Connections that leave the reserve, or half where there are so few."""
+    return max(1, num_descriptors // 2, num_descriptors - RESERVED_DESCRIPTORS)
+
+
+class Connections:
+    """All that are open, each idle or with a request in progress. Use it on one event loop.
+
+    Args:
+        max_open: idle and busy ones together.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, max_open: int, counts: ServedCounts, clock: Callable[[], float]) -> None:
+        self.max_open = max_open
+        self._max_busy = max_open - min(SPARE, max_open // 4)
+        self._counts = counts
+        self._clock = clock
+        self._idle: OrderedDict[object, Callable[[], object]] = OrderedDict()
+        self._busy: set[object] = set()
+        self._tell_at_s = clock()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._idle) + len(self._busy)
+
+    @property
+    def can_accept(self) -> bool:
+        return self.num_open < self.max_open or bool(self._idle)
+
+    @property
+    def is_crowded(self) -> bool:
+        """So many have requests in progress that the rest are kept for probes."""
+        return len(self._busy) > self._max_busy
+
+    def enter(self, connection: object, close: Callable[[], object]) -> None:
+        """A new one, idle at first; where there are too many, the longest idle one is closed."""
+        if self.num_open >= self.max_open:
+            self.close_longest_idle()
+        self.rest(connection, close)
+
+    def rest(self, connection: object, close: Callable[[], object]) -> None:
+        """It has no request in progress; `close` drops it at once."""
+        self._busy.discard(connection)
+        self._idle[connection] = close
+
+    def work(self, connection: object) -> None:
+        """It has a request in progress."""
+        self._idle.pop(connection, None)
+        self._busy.add(connection)
+
+    def leave(self, connection: object) -> None:
+        """It is closed."""
+        self._idle.pop(connection, None)
+        self._busy.discard(connection)
+
+    def close_longest_idle(self) -> None:
+        if not self._idle:
+            return
+        _, close = self._idle.popitem(last=False)
+        close()
+        self._counts.num_idle_closed += 1
+        self.tell("the longest idle one is closed for each new one")
+
+    def refuse(self) -> None:
+        """A request was turned away because it is crowded."""
+        self._counts.reject("connections_full")
+        self.tell("requests are refused")
+
+    def tell(self, what: str) -> None:
+        """Warns, once a minute at most."""
+        now_s = self._clock()
+        if now_s < self._tell_at_s:
+            return
+        self._tell_at_s = now_s + TELL_EVERY_S
+        logger.warning(
+            "%d connections are open, of %d that the limit of open files allows: %s (so far %d "
+            "closed, %d requests refused); raise the limit (ulimit -n, or LimitNOFILE of systemd)",
+            self.num_open,
+            self.max_open,
+            what,
+            self._counts.num_idle_closed,
+            self._counts.rejections["connections_full"],
+        )
+
+
+class Acceptor:
+    """Accepts from one listening socket while there is room, on the running event loop.
+
+    In place of asyncio's own server, which accepts until the descriptors are used up.
+
+    Args:
+        make_protocol: of a connection; it tells `connections` what becomes of it.
+        handshake_s: how long a TLS handshake may take.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        connections: Connections,
+        make_protocol: Callable[[], asyncio.Protocol],
+        context: ssl.SSLContext | None,
+        handshake_s: float,
+    ) -> None:
+        self._listener = listener
+        self._connections = connections
+        self._make_protocol = make_protocol
+        self._context = context
+        self._handshake_s = None if context is None else handshake_s
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._listener.setblocking(False)
+        self._listen()
+
+    def close(self) -> None:
+        """Accepts no more; connections that are open stay so."""
+        if self._retry is not None:
+            self._retry.cancel()
+        self._loop.remove_reader(self._listener)
+        for task in self._opening:
+            task.cancel()
+
+    def _listen(self) -> None:
+        self._retry = None
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _pause(self) -> None:
+        """New connections wait in the kernel's queue."""
+        self._loop.remove_reader(self._listener)
+        self._retry = self._loop.call_later(RETRY_S, self._listen)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            if not self._connections.can_accept:
+                self._connections.tell("new ones wait")
+                self._pause()
+                return
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # the machine, or something else here, has used them up
+                self._connections.close_longest_idle()
+                self._connections.tell(f"another one cannot be accepted ({error.strerror})")
+                self._pause()
+                return
+            self._open(accepted)
+
+    def _open(self, accepted: socket.socket) -> None:
+        protocol = self._make_protocol()
+        task = self._loop.create_task(self._connect(accepted, protocol))
+        self._opening.add(task)
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._opening.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if task.cancelled() or error is not None:
+                self._connections.leave(protocol)
+                accepted.close()
+            if error is not None and not isinstance(error, OSError):
+                logger.error("a connection could not be opened", exc_info=error)
+
+        task.add_done_callback(end)
+        self._connections.enter(protocol, task.cancel)
+
+    async def _connect(self, accepted: socket.socket, protocol: asyncio.Protocol) -> None:
+        """Raises OSError where the client has left, or failed the handshake."""
+        await self._loop.connect_accepted_socket(
+            lambda: protocol,
+            accepted,
+            ssl=self._context,
+            ssl_handshake_timeout=self._handshake_s,
+        )

@@ -12,8 +12,8 @@ from cadenza.server.endpoints.completions import COMPLETIONS
 from cadenza.server.endpoints.generating import GeneratingEndpoint
 from cadenza.server.endpoints.status import STATUS_ROUTES, StatusHandlers
 from cadenza.server.endpoints.tokens import TOKEN_ROUTES, TokenHandlers
-from cadenza.server.exchange import Handler
 from cadenza.server.generation import Generation
+from cadenza.server.http_exchange import Handler
 from cadenza.server.openapi import ApiRoute, describe_api
 from cadenza.server.service import Service
 

@@ -17,8 +17,7 @@ from typing import cast
 import uvicorn
 
 from cadenza.server.app import App
-from cadenza.server.connections import Acceptor, Connections
-from cadenza.server.listening import BACKLOG, Address, abandon
+from cadenza.server.listening import BACKLOG, Acceptor, Address, Connections, abandon
 from cadenza.server.protocol import bounded_protocol
 from cadenza.server.service import Service
 

@@ -18,27 +18,25 @@ from cadenza.engine.batch_engine import BatchEngine
 from cadenza.engine.status import EngineMonitor, EngineStatus
 from cadenza.engine.text_face import PreparedRequest, TextFace
 from cadenza.errors import CadenzaError, ContextLengthError, TextTooLongError
-from cadenza.server.api_keys import ApiKeys
-from cadenza.server.body_budget import BodyBudget
-from cadenza.server.connections import Connections, most_connections
-from cadenza.server.cors import Cors
+from cadenza.server.access import ApiKeys, Cors
 from cadenza.server.endpoints.generating import GenerationRequest
 from cadenza.server.errors import (
+    UNAVAILABLE_CODES,
     ApiError,
     connections_full,
+    error_of,
     invalid_value,
     model_not_found,
     queue_full,
     request_not_found,
     unavailable,
 )
-from cadenza.server.failures import UNAVAILABLE_CODES, error_of
 from cadenza.server.job import Job, PromptQueue, Room
-from cadenza.server.limits import ServerLimits
+from cadenza.server.limits import BodyBudget, ServerLimits, TextWork
+from cadenza.server.listening import Connections, most_connections
 from cadenza.server.metrics import Metrics, ServedCounts
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.schemas.body import UnknownFields
-from cadenza.server.text_work import TextWork
 
 
 class ServedEngine(BatchEngine, EngineMonitor, Protocol):

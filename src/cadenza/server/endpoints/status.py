@@ -11,9 +11,8 @@ import msgspec
 
 import cadenza
 from cadenza.errors import CadenzaError
-from cadenza.server.errors import unavailable
-from cadenza.server.exchange import Answer, Exchange, Handler, send_object
-from cadenza.server.failures import UNAVAILABLE_CODES, error_of
+from cadenza.server.errors import UNAVAILABLE_CODES, error_of, unavailable
+from cadenza.server.http_exchange import Answer, Exchange, Handler, send_object
 from cadenza.server.metrics import CONTENT_TYPE
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
 from cadenza.server.schemas.field_types import Schema, or_null

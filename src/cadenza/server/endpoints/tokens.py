@@ -12,9 +12,8 @@ import msgspec
 from cadenza.engine.text_face import TextFace
 from cadenza.errors import CadenzaError, TextTooLongError
 from cadenza.server.endpoints.completions import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS
-from cadenza.server.errors import beyond_context, invalid_value
-from cadenza.server.exchange import Answer, Exchange, Handler
-from cadenza.server.failures import error_of
+from cadenza.server.errors import beyond_context, error_of, invalid_value
+from cadenza.server.http_exchange import Answer, Exchange, Handler
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
 from cadenza.server.schemas.body import Body, optional, required
 from cadenza.server.schemas.field_types import Boolean, String, TokenIds, or_null

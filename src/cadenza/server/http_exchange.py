@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from cadenza.server.body_budget import BodyBudget, HeldBytes
 from cadenza.server.errors import (
     ApiError,
     Headers,
@@ -25,7 +24,7 @@ from cadenza.server.errors import (
     unsupported_encoding,
     unsupported_media_type,
 )
-from cadenza.server.limits import ServerLimits
+from cadenza.server.limits import BodyBudget, HeldBytes, ServerLimits
 
 Result = TypeVar("Result")
 

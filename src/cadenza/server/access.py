@@ -1,11 +1,16 @@
-"""CORS (the Fetch standard, 3.3): which web pages may call this server and read its answers.
+"""Who may use the server: API keys (`ApiKeys`) and web pages' origins (`Cors`).
 
-Owns the allowed origins, the answer to a preflight and the CORS headers of every other answer.
-Knows no route. Invariant: an origin that is not allowed gets no `Access-Control-*` header.
+Owns the comparing of keys, which takes the same time whatever is presented, and the CORS headers
+(the Fetch standard, 3.3) of preflights and all other answers. Knows no route. Invariants: without a
+valid key nobody is a tenant, unless no key was configured; keys themselves are not kept; an origin
+that is not allowed gets no `Access-Control-*` header.
 """
 
+import hmac
 import re
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
 
 from cadenza.errors import ConfigError
 from cadenza.request import show
@@ -13,16 +18,76 @@ from cadenza.server.errors import ApiError, Headers
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
-ANY = "*"
-MAX_AGE_S = 600
+MIN_KEY_CHARS = 8
+_BEARER = re.compile(rb"[Bb]earer +([!-~]+)")
+
+ANY_ORIGIN = "*"
+PREFLIGHT_MAX_AGE_S = 600
 """How long a browser may reuse a preflight's answer."""
-METHODS = "GET, POST"
-EXPOSED = ("x-request-id", "retry-after", "x-should-retry", "www-authenticate", "allow")
+CORS_METHODS = "GET, POST"
+EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry", "www-authenticate", "allow")
 """The headers of our answers that a page could not read otherwise; client libraries read some."""
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@\s,]+)")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _HEADER_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 9110, 5.6.2
+
+
+class ApiKeys:
+    """The keys that open this server.
+
+    Raises:
+        ConfigError: a key is too short, or has characters that no header can carry.
+    """
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        listed = list(dict.fromkeys(keys))
+        for key in listed:
+            if len(key) < MIN_KEY_CHARS or not re.fullmatch(r"[!-~]+", key):
+                raise ConfigError(
+                    f"an API key has {len(key)} characters; give at least {MIN_KEY_CHARS}, "
+                    f"visible ASCII characters only"
+                )
+        self._digests = [sha256(key.encode()).digest() for key in listed]
+
+    @property
+    def is_open(self) -> bool:
+        """No key was configured: everybody may ask, as one tenant."""
+        return not self._digests
+
+    def tenant_of(self, authorization: bytes | None) -> str | None:
+        """Whom an `Authorization` header stands for; None when for nobody."""
+        if self.is_open:
+            return ""
+        matched = _BEARER.fullmatch(authorization or b"")
+        presented = sha256(matched.group(1) if matched else b"").digest()
+        found: str | None = None
+        for digest in self._digests:  # all of them, so that the time tells nothing
+            if hmac.compare_digest(presented, digest):
+                found = digest.hex()
+        return found if matched else None
+
+
+def read_keys(given: Iterable[str], file: Path | None) -> list[str]:
+    """Keys of flags and of a file, one a line; a line that begins with `#` is a comment.
+
+    An empty key, as of a variable that is not set, is an error and never an open server.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no key.
+    """
+    keys = list(given)
+    if file is None:
+        return keys
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"--api-key-file {file} cannot be read; give a text file") from None
+    lines = (line.strip() for line in text.splitlines())
+    keys += [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"--api-key-file {file} holds no key; one a line")
+    return keys
 
 
 class Cors:
@@ -48,7 +113,7 @@ class Cors:
         return (
             ("vary", "origin"),
             ("access-control-allow-origin", origin),
-            ("access-control-expose-headers", ", ".join(EXPOSED)),
+            ("access-control-expose-headers", ", ".join(EXPOSED_HEADERS)),
         )
 
     def preflight_headers(self, method: str, headers: RawHeaders) -> Headers | None:
@@ -62,8 +127,8 @@ class Cors:
             return None
         answer = [
             ("vary", "access-control-request-method, access-control-request-headers"),
-            ("access-control-allow-methods", METHODS),
-            ("access-control-max-age", str(MAX_AGE_S)),
+            ("access-control-allow-methods", CORS_METHODS),
+            ("access-control-max-age", str(PREFLIGHT_MAX_AGE_S)),
         ]
         names = _requested_names(headers)
         if names:
@@ -74,14 +139,14 @@ class Cors:
 
     def _allowed_origin(self, headers: RawHeaders) -> str | None:
         found = [value.decode("latin-1") for value in _values(headers, b"origin")]
-        if len(found) != 1 or not (found[0] in self._origins or ANY in self._origins):
+        if len(found) != 1 or not (found[0] in self._origins or ANY_ORIGIN in self._origins):
             return None
         return found[0]
 
 
 def _normal(origin: str) -> str:
     """As browsers write it: in lower case, without the scheme's own port."""
-    if origin in (ANY, "null"):
+    if origin in (ANY_ORIGIN, "null"):
         return origin
     matched = _ORIGIN.fullmatch(origin.lower())
     if matched is None:
