@@ -13,7 +13,7 @@ import httpx
 
 from cadenza.engine.text_face import TextFace
 from cadenza.server.listening import Address, listening
-from cadenza.server.run import Ending, run_server
+from cadenza.server.run import Shutdown, run_server
 from cadenza.server.service import ServedEngine, ServerOptions, Service
 
 TIMEOUT_S = 60.0
@@ -31,7 +31,7 @@ class RunningServer:
     service: Service
     port: int
     loop: asyncio.AbstractEventLoop
-    ending: Ending
+    shutdown: Shutdown
     thread: threading.Thread
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -131,24 +131,24 @@ def running_server(
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_sent_bytes)
         service = Service(engine, text, server_options or options())
         started = threading.Event()
-        found: list[tuple[asyncio.AbstractEventLoop, Ending]] = []
+        found: list[tuple[asyncio.AbstractEventLoop, Shutdown]] = []
 
-        def on_ending(ending: Ending) -> None:
-            found.append((asyncio.get_running_loop(), ending))
+        def on_shutdown(shutdown: Shutdown) -> None:
+            found.append((asyncio.get_running_loop(), shutdown))
             started.set()
 
         thread = threading.Thread(
-            target=lambda: asyncio.run(run_server(service, address, bound, on_ending))
+            target=lambda: asyncio.run(run_server(service, address, bound, on_shutdown))
         )
         port = bound.getsockname()[1]
         thread.start()
         assert started.wait(TIMEOUT_S)
-        loop, ending = found[0]
-        server = RunningServer(service, port, loop, ending, thread)
+        loop, shutdown = found[0]
+        server = RunningServer(service, port, loop, shutdown, thread)
         try:
             yield server
         finally:
             if thread.is_alive():
-                loop.call_soon_threadsafe(ending.ask)
+                loop.call_soon_threadsafe(shutdown.ask)
             thread.join(TIMEOUT_S)
             assert not thread.is_alive(), "the server did not end"

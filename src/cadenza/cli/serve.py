@@ -25,7 +25,7 @@ from cadenza.errors import CadenzaError, ConfigError
 if TYPE_CHECKING:
     from cadenza.engine.process.engine_process import EngineProcess
     from cadenza.server.listening import Address
-    from cadenza.server.run import Ending
+    from cadenza.server.run import Shutdown
     from cadenza.server.service import ServerOptions, Service
 
 logger = logging.getLogger(__name__)
@@ -235,15 +235,15 @@ def serve(
 
 async def _run(engine: "EngineProcess", service: "Service", address: "Address", bound: Any) -> None:
     """Raises what kept the model from being loaded."""
-    from cadenza.server.run import end_on_signals, run_server
+    from cadenza.server.run import run_server, shut_down_on_signals
 
     loop = asyncio.get_running_loop()
-    endings: list[Ending] = []
+    shutdowns: list[Shutdown] = []
     failures: list[CadenzaError] = []
 
-    def take(ending: "Ending") -> None:
-        endings.append(ending)
-        end_on_signals(loop, ending)
+    def take(shutdown: "Shutdown") -> None:
+        shutdowns.append(shutdown)
+        shut_down_on_signals(loop, shutdown)
 
     async def watch_load() -> None:
         try:
@@ -251,7 +251,7 @@ async def _run(engine: "EngineProcess", service: "Service", address: "Address", 
         except CadenzaError as error:
             if not service.is_draining:
                 failures.append(error)
-                endings[0].ask()
+                shutdowns[0].ask()
 
     watching = asyncio.create_task(watch_load())
     await run_server(service, address, bound, take)

@@ -22,10 +22,10 @@ from cadenza.server.errors import (
 from cadenza.server.generation import log_unexpected
 from cadenza.server.http_exchange import (
     NO_CONTENT,
-    Answer,
     ClientLeftError,
     Exchange,
     Handler,
+    Response,
     new_request_id,
 )
 from cadenza.server.routes import OPEN_PATHS, ROUTES, make_handlers
@@ -85,7 +85,7 @@ class App:
         cors = self._service.options.cors
         preflight = cors.preflight_headers(scope["method"], scope["headers"])
         if preflight is not None:
-            await exchange.answer(Answer(status=NO_CONTENT, headers=preflight))
+            await exchange.answer(Response(status=NO_CONTENT, headers=preflight))
             return
         path: str = scope["path"]
         if path not in OPEN_PATHS:

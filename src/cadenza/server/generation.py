@@ -13,7 +13,7 @@ from cadenza.outputs import RequestOutput
 from cadenza.request import FinishReason
 from cadenza.server.endpoints.generating import GeneratingEndpoint, GenerationRequest
 from cadenza.server.errors import ApiError, error_of, error_of_end, server_error
-from cadenza.server.http_exchange import Answer, ClientLeftError, Exchange
+from cadenza.server.http_exchange import ClientLeftError, Exchange, Response
 from cadenza.server.job import Job, Whole
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.service import Service
@@ -145,7 +145,7 @@ async def _answer(exchange: Exchange, job: Job, encoder: AnswerEncoder, watch: _
         for prompt, news in await job.news():
             watch.take(prompt, news)
             wholes[prompt].take(news)
-    await exchange.answer(Answer(body=encoder.whole(whole.output() for whole in wholes)))
+    await exchange.answer(Response(body=encoder.whole(whole.output() for whole in wholes)))
 
 
 async def _stream(exchange: Exchange, job: Job, encoder: AnswerEncoder, watch: _Watch) -> None:

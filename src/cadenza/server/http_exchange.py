@@ -42,7 +42,7 @@ class ClientLeftError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Response:
     """A whole answer."""
 
     status: int = 200
@@ -149,20 +149,20 @@ class Exchange:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
-    async def answer(self, answer: Answer) -> None:
-        headers = answer.headers
-        if answer.status != NO_CONTENT:
-            length = str(len(answer.body))
+    async def answer(self, response: Response) -> None:
+        headers = response.headers
+        if response.status != NO_CONTENT:
+            length = str(len(response.body))
             headers = (
-                ("content-type", answer.content_type),
+                ("content-type", response.content_type),
                 ("content-length", length),
                 *headers,
             )
-        await self._start(answer.status, headers)
-        await self._finish(answer.body)
+        await self._start(response.status, headers)
+        await self._finish(response.body)
 
     async def fail(self, error: ApiError) -> None:
-        await self.answer(Answer(status=error.status, body=error.body(), headers=error.headers))
+        await self.answer(Response(status=error.status, body=error.body(), headers=error.headers))
 
     async def start_stream(self) -> None:
         await self._start(200, STREAM_HEADERS)
@@ -190,7 +190,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 async def send_object(exchange: Exchange, value: object) -> None:
     """Answers with the JSON of a value."""
-    await exchange.answer(Answer(body=msgspec.json.encode(value)))
+    await exchange.answer(Response(body=msgspec.json.encode(value)))
 
 
 def new_request_id() -> str:

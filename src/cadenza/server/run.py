@@ -68,7 +68,7 @@ class Front(uvicorn.Server):
         yield
 
 
-class Ending:
+class Shutdown:
     """How a server ends: once asked it drains, asked again it goes at once."""
 
     def __init__(self, service: Service, front: Front, force: Callable[[], None]) -> None:
@@ -110,7 +110,7 @@ class Ending:
         self._front.should_exit = True
 
 
-def end_on_signals(loop: asyncio.AbstractEventLoop, ending: Ending) -> None:
+def shut_down_on_signals(loop: asyncio.AbstractEventLoop, shutdown: Shutdown) -> None:
     """SIGTERM and SIGINT end the server, a second one at once.
 
     SIGHUP drains, but never ends it at once: when a terminal closes it may come twice, from the
@@ -118,9 +118,9 @@ def end_on_signals(loop: asyncio.AbstractEventLoop, ending: Ending) -> None:
     that was started to ignore it, as by nohup, still does.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ending.ask)
+        loop.add_signal_handler(number, shutdown.ask)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        loop.add_signal_handler(signal.SIGHUP, ending.drain)
+        loop.add_signal_handler(signal.SIGHUP, shutdown.drain)
 
 
 def make_front(service: Service, address: Address) -> Front:
@@ -149,15 +149,15 @@ async def run_server(
     service: Service,
     address: Address,
     bound: socket.socket,
-    on_ending: Callable[[Ending], None] | None = None,
+    on_shutdown: Callable[[Shutdown], None] | None = None,
 ) -> None:
-    """Serves until a signal, or until the `Ending` that `on_ending` is given is asked."""
+    """Serves until a signal, or until the `Shutdown` that `on_shutdown` is given is asked."""
     front = make_front(service, address)
-    ending = Ending(service, front, lambda: _exit_soon(address, bound))
-    if on_ending is None:
-        end_on_signals(asyncio.get_running_loop(), ending)
+    shutdown = Shutdown(service, front, lambda: _exit_soon(address, bound))
+    if on_shutdown is None:
+        shut_down_on_signals(asyncio.get_running_loop(), shutdown)
     else:
-        on_ending(ending)
+        on_shutdown(shutdown)
     service.start()
     try:
         await front.serve(sockets=[bound])

@@ -12,7 +12,7 @@ import msgspec
 import cadenza
 from cadenza.errors import CadenzaError
 from cadenza.server.errors import UNAVAILABLE_CODES, error_of, unavailable
-from cadenza.server.http_exchange import Answer, Exchange, Handler, send_object
+from cadenza.server.http_exchange import Exchange, Handler, Response, send_object
 from cadenza.server.metrics import CONTENT_TYPE
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
 from cadenza.server.schemas.field_types import Schema, or_null
@@ -69,10 +69,10 @@ class StatusHandlers:
 
     async def _metrics(self, exchange: Exchange) -> None:
         body = self._service.metrics.render()
-        await exchange.answer(Answer(body=body, content_type=CONTENT_TYPE))
+        await exchange.answer(Response(body=body, content_type=CONTENT_TYPE))
 
     async def _openapi(self, exchange: Exchange) -> None:
-        await exchange.answer(Answer(body=self._description))
+        await exchange.answer(Response(body=self._description))
 
     async def _models(self, exchange: Exchange) -> None:
         cards = [self._card(name) for name in self._service.options.model_names]

@@ -13,7 +13,7 @@ from cadenza.engine.text_face import TextFace
 from cadenza.errors import CadenzaError, TextTooLongError
 from cadenza.server.endpoints.completions import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS
 from cadenza.server.errors import beyond_context, error_of, invalid_value
-from cadenza.server.http_exchange import Answer, Exchange, Handler
+from cadenza.server.http_exchange import Exchange, Handler, Response
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
 from cadenza.server.schemas.body import Body, optional, required
 from cadenza.server.schemas.field_types import Boolean, String, TokenIds, or_null
@@ -94,13 +94,13 @@ class TokenHandlers:
         body = await self._read(exchange, TokenizeBody)
         body.check_together()
         answer = await self._work(exchange, body.num_bytes, lambda: self._tokenized(body))
-        await exchange.answer(Answer(body=answer))
+        await exchange.answer(Response(body=answer))
 
     async def _detokenize(self, exchange: Exchange) -> None:
         body = await self._read(exchange, DetokenizeBody)
         self._check_tokens(body.tokens)
         answer = await self._work(exchange, body.num_bytes, lambda: self._detokenized(body))
-        await exchange.answer(Answer(body=answer))
+        await exchange.answer(Response(body=answer))
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         """A tokenizer has no text, and no error, for ids that it lacks. Raises ApiError (400)."""
