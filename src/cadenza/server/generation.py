@@ -17,7 +17,7 @@ from cadenza.server.http_exchange import ClientLeftError, Exchange, Response
 from cadenza.server.job import Job, Whole
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.service import Service
-from cadenza.server.sse import KEEP_ALIVE, AnswerEncoder, AnswerHead
+from cadenza.server.sse import KEEP_ALIVE, AnswerEncoder, AnswerHead, Usage
 
 logger = logging.getLogger("cadenza.server")
 
@@ -102,9 +102,10 @@ class Generation:
         head = AnswerHead(
             request_id=exchange.request_id, created=int(service.options.now()), model=model
         )
-        encoder = request.encoder(head, service.text)
+        usage = Usage()
         for place, each in enumerate(prepared):
-            encoder.usage.prompt[place] = len(each.request.prompt_token_ids)
+            usage.prompt[place] = len(each.request.prompt_token_ids)
+        encoder = request.encoder(head, usage, service.text)
         watch = _Watch(service, request.n, record)
         with service.opened(exchange.request_id, exchange.tenant, job):
             async with job:

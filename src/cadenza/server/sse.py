@@ -147,8 +147,10 @@ class ChunkOptions:
 class ChunkEncoder:
     """An `AnswerEncoder` in the shapes of OpenAI's completions and chat completions."""
 
-    def __init__(self, head: AnswerHead, choices: Choices, options: ChunkOptions) -> None:
-        self.usage = Usage()
+    def __init__(
+        self, head: AnswerHead, usage: Usage, choices: Choices, options: ChunkOptions
+    ) -> None:
+        self.usage = usage
         self._options = options
         self._choices = choices
         self._head = head

@@ -29,7 +29,7 @@ from cadenza.server.schemas.body import label, optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean, Unsupported, or_null
 from cadenza.server.schemas.generation import LOGPROBS, sampling_type
 from cadenza.server.schemas.messages import ConversationBody, Messages
-from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject
+from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, Usage
 
 NO_THINKING = {"enable_thinking": False}
 
@@ -106,9 +106,9 @@ class ChatRequest(ConversationBody, GenerationRequest):
         )
         return [prepared]
 
-    def encoder(self, head: AnswerHead, text: TextFace) -> AnswerEncoder:
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFace) -> AnswerEncoder:
         del text  # its prompt is not part of the answer
-        return self.chunk_encoder(head, ChatChoices(self))
+        return self.chunk_encoder(head, usage, ChatChoices(self))
 
 
 class ChatChoices:

@@ -31,7 +31,7 @@ from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean, Schema, String, TokenIds, refuse
 from cadenza.server.schemas.generation import LOGPROBS, MAX_CHOICES
-from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject
+from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, Usage
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPT_TOKENS = 1 << 24
@@ -127,8 +127,8 @@ class CompletionRequest(GenerationRequest):
         ids = text.encode(prompt, add_special_tokens=False, max_num_tokens=max_num_tokens)
         return replace(text.prepare(ids, params), text=prompt)
 
-    def encoder(self, head: AnswerHead, text: TextFace) -> AnswerEncoder:
-        return self.chunk_encoder(head, CompletionChoices(self, text))
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFace) -> AnswerEncoder:
+        return self.chunk_encoder(head, usage, CompletionChoices(self, text))
 
 
 class CompletionChoices:

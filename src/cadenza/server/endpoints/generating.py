@@ -19,7 +19,7 @@ from cadenza.server.openapi import COUNT, TEXT, ApiRoute, object_of
 from cadenza.server.schemas.body import Effect, UnknownFields
 from cadenza.server.schemas.field_types import Schema, or_null
 from cadenza.server.schemas.generation import MAX_CHOICES, GenerationBody, StreamOptions
-from cadenza.server.sse import AnswerEncoder, AnswerHead, Choices, ChunkEncoder, ChunkOptions
+from cadenza.server.sse import AnswerEncoder, AnswerHead, Choices, ChunkEncoder, ChunkOptions, Usage
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -69,8 +69,8 @@ class GenerationRequest(GenerationBody, ABC):
         """
 
     @abstractmethod
-    def encoder(self, head: AnswerHead, text: TextFace) -> AnswerEncoder:
-        """What makes the answer's bytes."""
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFace) -> AnswerEncoder:
+        """What makes the answer's bytes and counts its tokens in `usage`."""
 
     @property
     def num_choices(self) -> int:
@@ -108,7 +108,7 @@ class GenerationRequest(GenerationBody, ABC):
             found["logprobs"] = self.num_top_logprobs
         return found
 
-    def chunk_encoder(self, head: AnswerHead, choices: Choices) -> ChunkEncoder:
+    def chunk_encoder(self, head: AnswerHead, usage: Usage, choices: Choices) -> ChunkEncoder:
         """An encoder in OpenAI's shapes."""
         asked = self.stream_options or StreamOptions({})
         options = ChunkOptions(
@@ -118,7 +118,7 @@ class GenerationRequest(GenerationBody, ABC):
             # It says where usage goes, and asks for none by itself.
             continuous_usage=asked.include_usage and asked.continuous_usage_stats,
         )
-        return ChunkEncoder(head, choices, options)
+        return ChunkEncoder(head, usage, choices, options)
 
     @property
     def shows_tokens(self) -> bool:

@@ -1,0 +1,179 @@
+"""An endpoint of another API than OpenAI's is one module: nothing else knows of it."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.outputs import RequestOutput
+from cadenza.request import SamplingParams
+from cadenza.server.endpoints.generating import GeneratingEndpoint, GenerationRequest
+from cadenza.server.errors import ApiError, invalid_value
+from cadenza.server.generation import Generation
+from cadenza.server.http_exchange import Exchange
+from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, describe_api, object_of
+from cadenza.server.schemas.body import optional, required
+from cadenza.server.schemas.field_types import OneOf, String
+from cadenza.server.service import Service
+from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+from tests.server.harness import TIMEOUT_S, options
+from tests.server.scripted_engine import ScriptedEngine
+
+
+class InputRequest(GenerationRequest):
+    prompt_field = "input"
+
+    input = required(String(min_chars=1, max_chars=100), "The text to go on with.")
+    tone = optional(OneOf(("plain", "loud")), "How the answer is written.", default="plain")
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return None
+
+    def check_fields(self) -> None:
+        if self.tone == "loud" and self.n > 1:
+            raise invalid_value("tone loud goes with n = 1", "tone")
+
+    def sampling(self, text: TextFace) -> SamplingParams:
+        return text.default_params(**self.sampling_values())
+
+    def prepare(
+        self, text: TextFace, params: SamplingParams, max_num_tokens: int | None
+    ) -> list[PreparedRequest]:
+        return [text.prepare(self.input, params, max_num_tokens=max_num_tokens)]
+
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFace) -> AnswerEncoder:
+        return EventEncoder(usage, is_loud=self.tone == "loud")
+
+
+class EventEncoder:
+    """Named events, and no [DONE]."""
+
+    def __init__(self, usage: Usage, *, is_loud: bool) -> None:
+        self.usage = usage
+        self._is_loud = is_loud
+
+    def opening(self) -> bytes:
+        return b"event: start\ndata: {}\n\n"
+
+    def take(self, prompt: int, news: RequestOutput) -> bytes:
+        return b"".join(
+            b"event: delta\ndata: " + self._shown(output.text) + b"\n\n" for output in news.outputs
+        )
+
+    def closing(self) -> bytes:
+        return b"event: end\ndata: {}\n\n"
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: " + error.body() + b"\n\n"
+
+    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
+        texts = [each.text for output in outputs for each in output.outputs]
+        return b'{"output":' + self._shown("".join(texts)) + b"}"
+
+    def _shown(self, text: str) -> bytes:
+        return json.dumps(text.upper() if self._is_loud else text).encode()
+
+
+INPUTS = GeneratingEndpoint(
+    route=ApiRoute(
+        name="inputs",
+        method="POST",
+        path="/v1/inputs",
+        policy="key",
+        summary="Go on with an input.",
+        answers=AnswerSchema(name="Output", schema=object_of({"output": TEXT})),
+        body=InputRequest,
+        can_stream=True,
+    ),
+    request_type=InputRequest,
+)
+
+
+async def handled(engine: ScriptedEngine, text: TextFace, body: dict[str, Any]) -> bytes:
+    """The bytes of an answer. Raises ApiError, as the app is told."""
+    service = Service(engine, text, options())
+    service.start()
+    sent: list[bytes] = []
+    received = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        if not received:
+            await asyncio.sleep(TIMEOUT_S)
+        return received.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    exchange = Exchange(
+        scope={"type": "http", "headers": [(b"content-type", b"application/json")]},
+        receive=receive,
+        send=send,
+        limits=service.options.limits,
+        bodies=service.bodies,
+        request_id="1",
+        tenant="",
+    )
+    try:
+        await Generation(service, INPUTS)(exchange)
+    finally:
+        await service.stop()
+    return b"".join(sent)
+
+
+def ask(engine: ScriptedEngine, text: TextFace, **fields: Any) -> bytes:
+    return asyncio.run(handled(engine, text, {"input": "the fox", "max_tokens": 2, **fields}))
+
+
+def test_a_new_endpoint_answers_in_its_own_shape(engine: ScriptedEngine, text: TextFace) -> None:
+    assert ask(engine, text, tone="loud") == b'{"output":"THE QUICK"}'
+    assert engine.submitted[-1].prompt_token_ids == text.encode("the fox")
+
+
+def test_a_new_endpoint_streams_its_own_events(engine: ScriptedEngine, text: TextFace) -> None:
+    events = ask(engine, text, stream=True).decode()
+    assert events.startswith("event: start\ndata: {}\n\nevent: delta\n")
+    assert events.endswith("event: end\ndata: {}\n\n")
+    assert "[DONE]" not in events
+
+
+def test_a_new_endpoint_ends_a_failed_stream_in_its_own_way(
+    engine: ScriptedEngine, text: TextFace
+) -> None:
+    engine.failing = "step_failed"
+    events = ask(engine, text, stream=True)
+    assert b"event: error\ndata: " in events
+    assert b"step_failed" in events
+    assert b"event: end" not in events
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": "x", "tone": "odd"}, "tone"),
+        ({"input": "x", "tone": "loud", "n": 2}, "tone"),
+        ({"input": "x", "temperature": -1}, "temperature"),
+        ({"input": "x", "frob": 1}, "frob"),
+    ],
+)
+def test_a_new_endpoints_fields_are_checked(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        INPUTS.read(json.dumps(body).encode(), options().limits)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_a_new_endpoints_fields_are_described() -> None:
+    described = describe_api([INPUTS.route], needs_key=True)
+    operation = described["paths"]["/v1/inputs"]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["required"] == ["input"]
+    assert schema["properties"]["tone"]["default"] == "plain"
+    assert "text/event-stream" in operation["responses"]["200"]["content"]
