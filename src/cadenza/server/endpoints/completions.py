@@ -33,7 +33,7 @@ from cadenza.server.schemas.field_types import Boolean, Schema, String, TokenIds
 from cadenza.server.schemas.generation import LOGPROBS, MAX_CHOICES
 from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, Usage
 
-DEFAULT_MAX_TOKENS = 16
+COMPLETION_MAX_TOKENS = 16
 MAX_PROMPT_TOKENS = 1 << 24
 MAX_PROMPT_CHARS = 1 << 26
 
@@ -105,7 +105,7 @@ class CompletionRequest(GenerationRequest):
         """They all go together."""
 
     def sampling(self, text: TextFace) -> SamplingParams:
-        changes = {"max_tokens": DEFAULT_MAX_TOKENS, **self.sampling_values()}
+        changes = {"max_tokens": COMPLETION_MAX_TOKENS, **self.sampling_values()}
         if self.echo and self.logprobs is not None:
             changes["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return text.default_params(**changes)

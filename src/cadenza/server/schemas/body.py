@@ -34,7 +34,7 @@ ObjectT = TypeVar("ObjectT", bound="DeclaredObject")
 UnknownFields = Literal["refuse", "ignore"]
 """What becomes of a field of a body that is not declared and has a value."""
 
-MAX_DEPTH = 64
+MAX_JSON_DEPTH = 64
 MAX_LENIENT_BYTES = 1 << 16
 """Up to this size a body that is no strict JSON gets a second reading that knows NaN."""
 
@@ -217,8 +217,9 @@ class Body(DeclaredObject):
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """A JSON object nested at most `MAX_DEPTH` deep. Its numbers may still be NaN or of any size,
-    so that the field they stand in can be named. Raises ApiError (400).
+    """A JSON object nested at most `MAX_JSON_DEPTH` deep. Raises ApiError (400).
+
+    Its numbers may still be NaN or of any size, so that the field they stand in can be named.
     """
     try:
         value = _decode(body)
@@ -226,7 +227,7 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise _too_deep() from None
     if not isinstance(value, dict):
         raise invalid_json("is no JSON object")
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH:
         _check_depth(cast(object, value))
     return cast(dict[str, Any], value)
 
@@ -246,7 +247,7 @@ def _decode(body: bytes) -> object:
 def _check_depth(value: object) -> None:
     """Walks level by level; lists without lists in them cost one pass."""
     level: list[object] = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_JSON_DEPTH):
         deeper: list[object] = []
         for item in level:
             members = cast(list[object], list(item.values()) if isinstance(item, dict) else item)
@@ -258,4 +259,4 @@ def _check_depth(value: object) -> None:
 
 
 def _too_deep() -> ApiError:
-    return invalid_json(f"is nested over {MAX_DEPTH} deep")
+    return invalid_json(f"is nested over {MAX_JSON_DEPTH} deep")
