@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from typing import Protocol
 
 from cadenza.engine.process.log_lines import LogLines
 from cadenza.engine.process.messages import FrameBuffer, FromEngine, decode_from_engine
@@ -25,13 +26,41 @@ _LAST_READS = 16
 """A pipe is read whole in one; the end comes later where what the process started still prints."""
 
 
+class Program(Protocol):
+    """The part of `subprocess.Popen` that is needed."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+def execute(arguments: Sequence[str], fds: Sequence[int], output: int) -> Program:
+    """Starts a process that inherits `fds` and prints to `output`. Raises OSError."""
+    return subprocess.Popen(  # noqa: S603 - this interpreter, our own module
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=fds,
+        start_new_session=True,
+    )
+
+
+Execute = Callable[[Sequence[str], Sequence[int], int], Program]
+
+
 class ChildProcess:
     """Starts `command` with the numbers of its descriptors and this process's id behind it.
 
     Raises OSError where that cannot be done; then nothing of it is left.
     """
 
-    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, command: Sequence[str] = COMMAND, execute: Execute = execute) -> None:
         self._frames = FrameBuffer()
         self._log_lines = LogLines()
         self._outbox: deque[memoryview] = deque()
@@ -47,14 +76,9 @@ class ChildProcess:
             self._output, their_output = os.pipe()
             theirs.callback(os.close, their_output)
             ours.callback(os.close, self._output)
-            self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
-                [*command, str(their_socket.fileno()), str(lifeline), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=their_output,
-                stderr=their_output,
-                pass_fds=(their_socket.fileno(), lifeline),
-                start_new_session=True,
-            )
+            fds = (their_socket.fileno(), lifeline)
+            arguments = [*command, *map(str, fds), str(os.getpid())]
+            self._process = execute(arguments, fds, their_output)
             ours.pop_all()
         self._socket.setblocking(False)
         os.set_blocking(self._output, False)
