@@ -12,7 +12,8 @@ What is counted:
   launched and the event loop has nothing left to do. Calls of the package's functions (a coroutine
   counts once, comprehensions never), those whose caller is in another file, and the files.
 - *token*: from the step's result until the SSE frame with the token is sent, in a stream under way.
-  Beside the calls, the package's classes whose methods run or whose objects are made or passed.
+  Beside the calls, the package's classes whose methods run or whose objects are made, and the
+  messages that are passed.
 
 Owns the counting. Knows no figure's target. Invariant: a figure is the median of several requests
 or tokens, and the runner's own code is not in it.
@@ -34,6 +35,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -143,12 +145,17 @@ class Recorder:
         self._note_classes(window, frame)
 
     def _note_classes(self, window: Window, frame: FrameType) -> None:
-        """The classes of the objects that a function is given, its own one first of all."""
+        """The class that a method is of, and those of the messages that a function is given.
+
+        Messages are made by a library, without a call that could be seen.
+        """
         code, values = frame.f_code, frame.f_locals
-        for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        for place, name in enumerate(code.co_varnames[: code.co_argcount]):
             value = values.get(name)
             kind = value if isinstance(value, type) else type(value)
-            if kind.__module__.partition(".")[0] == self._name:
+            is_own = place == 0 and name in {"self", "cls"}
+            is_of_package = kind.__module__.partition(".")[0] == self._name
+            if is_of_package and (is_own or issubclass(kind, msgspec.Struct)):
                 window.classes.add(f"{kind.__module__}.{kind.__qualname__}")
 
 

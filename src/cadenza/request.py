@@ -80,6 +80,13 @@ BOUNDS: Mapping[str, NumberBound | ListBound] = {
 }
 """The bounds of every number and list that a client controls, but for those of a bias."""
 
+_OPTIONAL = frozenset(
+    name for name, bound in BOUNDS.items() if isinstance(bound, NumberBound) and bound.is_optional
+) | {"allowed_token_ids"}
+
+_EMPTY: tuple[()] = ()
+"""The interpreter has one empty tuple only: asking for this very one finds what was left out."""
+
 MAX_BIASES = 300
 BIAS = NumberBound(-100.0, 100.0)
 
@@ -154,16 +161,27 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, bound in BOUNDS.items():
-            value = getattr(self, name)
-            is_number = isinstance(bound, NumberBound)
-            kept = _as_number(name, value, bound) if is_number else _as_tuple(name, value, bound)
+            value: Any = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(bound, ListBound):
+                if value is _EMPTY:
+                    continue
+                kept = _as_tuple(name, value, bound)
+            elif type(value) is float and not bound.is_whole and bound.low <= value <= bound.high:
+                continue  # Python's own number, which is what it nearly always is
+            elif type(value) is int and bound.low <= value <= bound.high:
+                continue
+            else:
+                kept = _as_number(name, value, bound)
             object.__setattr__(self, name, kept)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(
                     f"{name} is {show(getattr(self, name))}; it must be true or false", param=name
                 )
-        object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
+        if self.logit_bias is not _EMPTY:
+            object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
         self._check_together()
 
     @property
@@ -256,8 +274,10 @@ class Request:
             )
         ids = as_token_ids("prompt", self.prompt_token_ids)
         object.__setattr__(self, "prompt_token_ids", ids)
-        object.__setattr__(self, "bad_word_token_ids", self._checked_bad_words())
-        object.__setattr__(self, "attachments", self._checked_attachments())
+        if self.bad_word_token_ids is not _EMPTY:
+            object.__setattr__(self, "bad_word_token_ids", self._checked_bad_words())
+        if self.attachments is not _EMPTY:
+            object.__setattr__(self, "attachments", self._checked_attachments())
         salt = self.cache_salt
         if not isinstance(salt, str) or not salt.isascii():
             raise InvalidRequestError(
@@ -402,9 +422,7 @@ def sequence_of(value: object) -> SequenceOf[object] | None:
     return cast(SequenceOf[object], entries) if is_sequence else None
 
 
-def _as_number(name: str, value: object, bound: NumberBound) -> int | float | None:
-    if value is None and bound.is_optional:
-        return None
+def _as_number(name: str, value: object, bound: NumberBound) -> int | float:
     is_number = is_whole(value) or (isinstance(value, Real) and not bound.is_whole)
     # Nothing is within bounds of NaN, and an integer of any size can be compared.
     if is_number and not isinstance(value, bool) and bound.low <= cast(float, value) <= bound.high:
@@ -416,9 +434,7 @@ def _as_number(name: str, value: object, bound: NumberBound) -> int | float | No
     )
 
 
-def _as_tuple(name: str, value: object, bound: ListBound) -> tuple[Any, ...] | None:
-    if value is None and name == "allowed_token_ids":
-        return None
+def _as_tuple(name: str, value: object, bound: ListBound) -> tuple[Any, ...]:
     if isinstance(value, str) and name == "stop":
         value = (value,)
     longest = bound.longest

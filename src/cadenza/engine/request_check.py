@@ -53,9 +53,12 @@ class RequestCheck:
             raise InvalidRequestError("the prompt is empty; give one token or more", param="prompt")
         params = request.params
         self._check_ids("prompt", request.prompt_token_ids)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("logit_bias", (token_id for token_id, _ in params.biases))
+        if params.stop_token_ids:
+            self._check_ids("stop_token_ids", params.stop_token_ids)
+        if params.allowed_token_ids:
+            self._check_ids("allowed_token_ids", params.allowed_token_ids)
+        if params.logit_bias:
+            self._check_ids("logit_bias", (token_id for token_id, _ in params.biases))
         for token_ids in request.bad_word_token_ids:
             self._check_ids("bad_words", token_ids)
         self._check_resolved(request)

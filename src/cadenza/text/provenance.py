@@ -179,7 +179,8 @@ def join_marked(parts: Iterable[str]) -> MarkedText:
     spans: list[tuple[int, int]] = []
     position = 0
     for part in parts:
-        spans += [(start + position, stop + position) for start, stop in spans_of(part)]
+        if isinstance(part, MarkedText):
+            spans += [(start + position, stop + position) for start, stop in part.own_spans]
         position += len(part)
     return MarkedText("".join(parts), _tidy(spans))
 

@@ -42,7 +42,6 @@ from cadenza.text.provenance import (
     MarkedText,
     format_braces,
     join_marked,
-    spans_of,
     written_by_template,
 )
 
@@ -351,7 +350,8 @@ def _own(context: Context, text: str) -> MarkedText:  # noqa: ARG001
 
 def _as_marked(value: Any) -> Any:
     """Strings that an operation made without marks are not the template's."""
-    return MarkedText(value, spans_of(value)) if isinstance(value, str) else value
+    is_plain = isinstance(value, str) and not isinstance(value, MarkedText)
+    return MarkedText(value) if is_plain else value
 
 
 def _emit(value: Any) -> MarkedText:
