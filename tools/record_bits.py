@@ -34,7 +34,15 @@ from cadenza.checkpoint.random_checkpoint import shape_names
 from cadenza.config import EngineConfig
 from cadenza.engine.build import build_runner, plan_model
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.request import Event, Finished, PromptLogprobs, Request, SamplingParams, TokenLogprobs
+from cadenza.request import (
+    Finished,
+    PromptLogprobs,
+    Request,
+    SamplingParams,
+    Started,
+    Token,
+    TokenLogprobs,
+)
 
 NUM_REQUESTS = 24
 NUM_ROWS = 6
@@ -156,6 +164,8 @@ def _play(core: EngineCore, requests: Iterable[Request], round_name: str) -> Dig
         del coming[:2]
         for event in core.step():
             assert first_id is not None
+            if isinstance(event, Started):
+                continue
             sample = 0 if isinstance(event, PromptLogprobs) else event.sample
             hashes[event.request_id - first_id, sample].update(_bytes_of(event))
     return {
@@ -164,7 +174,7 @@ def _play(core: EngineCore, requests: Iterable[Request], round_name: str) -> Dig
     }
 
 
-def _bytes_of(event: Event) -> bytes:
+def _bytes_of(event: Token | PromptLogprobs | Finished) -> bytes:
     """What a client is told, without what follows from arrival: hits of the prefix cache."""
     if isinstance(event, Finished):
         told = (event.finish_reason, event.stop_token_id, event.num_generated_tokens, event.error)

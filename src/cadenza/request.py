@@ -339,6 +339,13 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A request was given its first row: it waits in the queue no longer. Once a request."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """A new token of a sample's stream. Never an end-of-sequence or stop token.
 
@@ -388,7 +395,7 @@ class Finished:
     error_kind: ErrorKind | None = None
 
 
-Event = Token | PromptLogprobs | Finished
+Event = Started | Token | PromptLogprobs | Finished
 
 
 def as_token_ids(name: str, value: object) -> tuple[int, ...]:

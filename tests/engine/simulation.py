@@ -34,6 +34,7 @@ from cadenza.request import (
     PromptLogprobs,
     Request,
     SamplingParams,
+    Started,
     Token,
 )
 
@@ -315,6 +316,7 @@ class Record:
     requests: dict[int, Request] = field(default_factory=dict, repr=False)
     streams: dict[StreamId, list[Token]] = field(default_factory=dict, repr=False)
     finished: dict[StreamId, Finished] = field(default_factory=dict, repr=False)
+    started: set[int] = field(default_factory=set, repr=False)
     cancelled: set[StreamId] = field(default_factory=set, repr=False)
     log: list[tuple[int, Event]] = field(default_factory=list, repr=False)
     num_steps: int = 0
@@ -340,6 +342,12 @@ class Record:
     def take(self, event: Event) -> None:
         """Files an event; it must belong to an open stream and continue it."""
         assert not isinstance(event, PromptLogprobs), f"nobody asked for {event}"
+        if isinstance(event, Started):
+            assert event.request_id not in self.started, f"{event} came twice"
+            self.started.add(event.request_id)
+            return
+        is_token = isinstance(event, Token)
+        assert not is_token or event.request_id in self.started, f"{event} came before its start"
         stream = event.request_id, event.sample
         assert stream in self.streams, f"an event of the unknown stream {stream}"
         assert self.is_open(stream), f"stream {stream} had an event after its end"

@@ -11,7 +11,7 @@ from cadenza.backends.fake import FakeRunner
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.engine.core import EngineCore
 from cadenza.errors import EngineClosedError, InvalidRequestError, QueueFullError
-from cadenza.request import Attachment, Finished, Request, SamplingParams, Token
+from cadenza.request import Attachment, Finished, Request, SamplingParams, Started, Token
 from tests.engine.simulation import (
     EOS_TOKEN_IDS,
     VOCAB_SIZE,
@@ -320,10 +320,28 @@ def test_tokens_leave_one_step_after_another_and_the_end_comes_with_the_last() -
     engine.submit(greedy(prompt_of(4), 3))
     steps = [engine.step() for _ in range(3)]
     assert [[type(event) for event in events] for events in steps] == [
-        [Token],
+        [Started, Token],
         [Token],
         [Token, Finished],
     ]
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_request_starts_once_with_the_first_of_its_samples_that_gets_a_row(
+    is_cancelled: bool,
+) -> None:
+    """Not again when it is preempted; two streams of 7 pages each do not fit the pool of 8."""
+    engine = make_engine(limits_of(max_num_seqs=2, num_pages=8, max_model_len=112))
+    params = SamplingParams(n=2, max_tokens=90, ignore_eos=True)
+    request_id = engine.submit(Request(prompt_token_ids=prompt_of(20), params=params))
+    if is_cancelled:
+        engine.cancel(request_id, 0)
+    events = []
+    while not engine.is_idle:
+        events += engine.step()
+    assert events[0] == Started(request_id=request_id)
+    assert sum(isinstance(event, Started) for event in events) == 1
+    assert is_cancelled or engine.scheduler.num_preemptions > 0
 
 
 def test_the_overlapped_loop_launches_a_step_before_it_reads_the_previous_one() -> None:

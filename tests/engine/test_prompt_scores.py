@@ -186,7 +186,7 @@ def test_a_request_for_no_tokens_needs_none_to_be_allowed(loop: SchedulerLoop) -
     banned = {"allowed_token_ids": [5], "logit_bias": {5: -100.0}, "bad_words": ["five"]}
     params = SamplingParams(max_tokens=0, **banned)
     request = Request(prompt_token_ids=(1, 2), params=params, bad_word_token_ids=((5,),))
-    (end,) = run(make_engine(LIMITS, loop=loop), [request])
+    _, end = run(make_engine(LIMITS, loop=loop), [request])
     assert isinstance(end, Finished)
     assert end.finish_reason == "length"
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits
 from cadenza.engine.batch_engine import Emit
-from cadenza.engine.open_requests import OpenRequests, RequestStats, RequestTimeouts
+from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineState, EngineStatus
@@ -23,6 +23,7 @@ from cadenza.request import (
     Finished,
     PromptLogprobs,
     Request,
+    Started,
     Token,
     TokenLogprobs,
 )
@@ -133,7 +134,7 @@ class ScriptedEngine:
             self._take_messages()
             self._may_go.wait(WAIT_S)
             self._ending.wait(self._step_s)
-            events = self._requests.pass_on(self._step(), list(self._running))
+            events = self._requests.pass_on([*map(_started, self._running), *self._step()])
             if events:
                 emit(events)
         emit([*self._requests.end_all("engine_closed", "the engine was shut down")])
@@ -145,6 +146,9 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats | None:
         return None
+
+    def load(self) -> EngineLoad:
+        return self._requests.load()
 
     def request_stats(self) -> RequestStats:
         return self._requests.stats()
@@ -226,6 +230,10 @@ class ScriptedEngine:
             error="secret words of the engine",
             error_kind=kind,
         )
+
+
+def _started(request_id: int) -> Started:
+    return Started(request_id=request_id)
 
 
 def _prompt_logprobs(request_id: int, request: Request) -> PromptLogprobs:

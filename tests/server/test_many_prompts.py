@@ -1,5 +1,6 @@
 """Calls with more prompts than the engine's queue holds: order, turns, and how they end early."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
@@ -8,16 +9,70 @@ from typing import Any
 import pytest
 
 from cadenza.engine.open_requests import RequestTimeouts
-from cadenza.engine.text_face import TextFace
+from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.outputs import RequestOutput
+from cadenza.request import Request
+from cadenza.server.job import Job
 from cadenza.server.limits import ServerLimits
 from tests.server.harness import TIMEOUT_S, RunningServer, options, raw_post, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_completions import finish_reasons, joined
 from tests.server.test_streams import wait_until
 
+OUTPUT = RequestOutput(
+    request_id=0,
+    prompt=None,
+    prompt_token_ids=(1,),
+    prompt_logprobs=None,
+    num_cached_tokens=0,
+    outputs=(),
+    finished=False,
+)
 NUM_PLACES = 68
 """Of a scripted engine: 4 rows, and 64 requests that wait."""
 PROMPTS = [[5 + place % 200] * (1 + place % 7) for place in range(100)]
+
+
+class SpokenStream:
+    """The part of `OutputStream` that a job uses; says `news` once each."""
+
+    def __init__(self, news: asyncio.Event) -> None:
+        self._news = news
+        self._outputs: list[RequestOutput] = []
+
+    def say(self) -> None:
+        self._outputs.append(OUTPUT)
+        self._news.set()
+
+    def take(self) -> RequestOutput | None:
+        return self._outputs.pop() if self._outputs else None
+
+    def close(self) -> None:
+        """Nothing runs behind it."""
+
+
+def test_a_silence_is_told_after_news_and_after_a_silence() -> None:
+    """One timer serves all waits of a job."""
+
+    async def listen() -> list[int]:
+        streams: list[SpokenStream] = []
+
+        def submit(_: PreparedRequest, news: asyncio.Event) -> Any:
+            streams.append(SpokenStream(news))
+            return streams[-1]
+
+        prepared = PreparedRequest(text=None, request=Request(prompt_token_ids=(1,)))
+        job = Job([prepared], submit, on_news=lambda: None, timeout_s=60.0)
+        job.submit_next()
+        found: list[int] = []
+        async with job:
+            for is_silent in (True, False, True, True, False, True):
+                if not is_silent:  # in mid-wait: the timer that runs is not that of the next wait
+                    asyncio.get_running_loop().call_later(0.02, streams[0].say)
+                found.append(len(await asyncio.wait_for(job.news(0.04), 10.0)))
+        return found
+
+    assert asyncio.run(listen()) == [0, 1, 0, 0, 1, 0]
 
 
 class InBackground:

@@ -166,5 +166,12 @@ def test_one_command_prints_every_figure():
     assert figures["request"]["calls_across_files"] < figures["request"]["calls"]
     assert "cadenza.request.Token" in figures["token"]["class_names"]
     assert figures["source"]["folders"]["cadenza/core"]["num_files"] > 5
+    names = figures["request"]["call_names"]
+    assert names.count("engine/process/engine_process.py:EngineProcess.status") == 1
+    assert not {
+        "engine/open_requests.py:OpenRequests.stats",
+        "engine/stats.py:Tally.snapshot",
+        "text/detokenizer.py:plan_decoder",
+    }.intersection(names), "a request takes no statistics and parses no decoder"
     rows = rows_of(figures)
     assert rows["token to SSE frame: classes"] == str(figures["token"]["classes"])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cadenza.core.sequence import Sequence
+from cadenza.request import Started
 
 NO_POSITIONS = range(0)
 
@@ -43,10 +44,11 @@ class BatchEntry:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The entries of one step, sorted by row."""
+    """The entries of one step, sorted by row; `started` are requests whose first row is in it."""
 
     step_id: int
     entries: tuple[BatchEntry, ...]
+    started: tuple[Started, ...] = ()
 
     def __iter__(self) -> Iterator[BatchEntry]:
         return iter(self.entries)

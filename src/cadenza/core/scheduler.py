@@ -27,6 +27,7 @@ from cadenza.request import (
     Finished,
     FinishReason,
     PromptLogprobs,
+    Started,
     Token,
     TokenLogprobs,
 )
@@ -42,8 +43,7 @@ class Scheduler:
     """Waiting and running sequences of one engine.
 
     Its counts only grow: steps, preemptions, tokens given to steps, and prompt tokens looked up
-    (`num_prefix_queries`) and found (`num_prefix_hits`) in the prefix cache. `started` has the
-    request ids that the last `schedule` gave their first row.
+    (`num_prefix_queries`) and found (`num_prefix_hits`) in the prefix cache.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self.started: list[int] = []
         self.num_scheduled_tokens = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         self._admission = admission
         self._free_rows = list(range(limits.max_num_seqs))
+        self._started: list[Started] = []
         self.num_steps = 0
 
     @property
@@ -76,7 +76,7 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step's work, with its pages allocated; None when nothing can be computed."""
-        self.started = []
+        self._started.clear()
         shares = share_budget(
             self.running,
             token_budget=self.limits.max_num_batched_tokens,
@@ -96,7 +96,7 @@ class Scheduler:
         entries = sorted((self._enter(*share) for share in chosen), key=_row_of)
         self.num_scheduled_tokens += sum(entry.num_new_tokens for entry in entries)
         self.num_steps += 1
-        return Batch(self.num_steps - 1, tuple(entries))
+        return Batch(self.num_steps - 1, tuple(entries), tuple(self._started))
 
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
         """Takes a step's results; `output` has an entry for each logit row of the batch."""
@@ -219,8 +219,9 @@ class Scheduler:
         if not self.kv_cache.try_adopt(sequence, prefix):
             return False
         if sequence.num_cached_tokens is None:
+            if all(each.num_cached_tokens is None for each in sequence.siblings):
+                self._started.append(Started(request_id=sequence.request_id))
             sequence.num_cached_tokens = prefix.num_cached_tokens
-            self.started.append(sequence.request_id)
             if not is_fork:
                 self._count_prefix(sequence, prefix.num_cached_tokens)
         self.waiting.popleft()

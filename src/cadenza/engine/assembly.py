@@ -13,7 +13,15 @@ from typing import get_args
 from cadenza.engine.text_face import PreparedRequest, TextFace
 from cadenza.errors import InvalidRequestError, show
 from cadenza.outputs import CompletionOutput, Logprob, OutputKind, RequestOutput
-from cadenza.request import ErrorKind, Event, Finished, PromptLogprobs, Token, TokenLogprobs
+from cadenza.request import (
+    ErrorKind,
+    Event,
+    Finished,
+    PromptLogprobs,
+    Started,
+    Token,
+    TokenLogprobs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +49,20 @@ class OutputAssembler:
         self._text = text
         params = prepared.request.params
         self._continuations = [text.continuation(params, sample) for sample in range(params.n)]
+        self._running = dict(enumerate(self._continuations))
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._num_cached_tokens = 0
 
     @property
     def is_finished(self) -> bool:
-        return all(each.is_finished for each in self._continuations)
+        return not self._running
 
     @property
     def num_tokens(self) -> int:
         """Tokens shown so far, of all samples."""
         return sum(each.num_shown_tokens for each in self._continuations)
 
-    def push(self, event: Event) -> int | None:
+    def push(self, event: Token | PromptLogprobs | Finished) -> int | None:
         """Takes the next event; the sample that its text ended and that the engine goes on with.
 
         What the text side raises comes through; the output can then only `fail`.
@@ -61,34 +70,38 @@ class OutputAssembler:
         if isinstance(event, PromptLogprobs):
             self._push_prompt_logprobs(event)
             return None
-        continuation = self._continuations[event.sample]
-        if continuation.is_finished:
+        continuation = self._running.get(event.sample)
+        if continuation is None:
             return None
+        if event.sample == 0 and event.num_cached_tokens is not None:
+            self._num_cached_tokens = event.num_cached_tokens  # the others share its prompt
         if isinstance(event, Finished):
-            self._note_cached(event)
             continuation.finish(event)
+            del self._running[event.sample]
             return None
         found = event.logprobs
-        self._note_cached(event)
-        continuation.push(
+        has_ended = continuation.push(
             event.token_id, None if found is None else self._describe(event.token_id, found)
         )
-        return event.sample if continuation.is_finished else None
+        if not has_ended:
+            return None
+        del self._running[event.sample]
+        return event.sample
 
     def abort(self) -> None:
         """The caller gave up: the output ends where it is."""
         try:
-            for each in self._continuations:
-                if not each.is_finished:
-                    each.abort()
+            while self._running:
+                next(iter(self._running.values())).abort()
+                del self._running[next(iter(self._running))]
         except Exception as error:  # noqa: BLE001  logged without the text
             self.fail_text(error)
 
     def fail(self, kind: ErrorKind, error: str) -> None:
         """The output ends where it is, with an error."""
-        for each in self._continuations:
-            if not each.is_finished:
-                each.fail(kind, error)
+        for each in self._running.values():
+            each.fail(kind, error)
+        self._running.clear()
 
     def fail_text(self, error: Exception) -> None:
         """Ends it because of what `push` raised."""
@@ -105,37 +118,27 @@ class OutputAssembler:
         A delta is what is new since the last one that was made.
         """
         if kind == "delta":
-            return self._take()
+            taken = [new for each in self._continuations if (new := each.take()) is not None]
+            return self._make_output(taken) if taken else None
         return None if kind == "final" and not self.is_finished else self.output()
 
-    def _take(self) -> RequestOutput | None:
-        taken = [new for each in self._continuations if (new := each.take()) is not None]
-        return self._make_output(taken) if taken else None
-
     def _make_output(self, outputs: Iterable[CompletionOutput]) -> RequestOutput:
+        request = self._prepared.request
+        is_scored = request.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prepared.text,
-            prompt_token_ids=self._prepared.request.prompt_token_ids,
-            prompt_logprobs=self._shown_prompt_logprobs(),
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=tuple(self._prompt_logprobs) if is_scored else None,
             num_cached_tokens=self._num_cached_tokens,
             outputs=tuple(outputs),
-            finished=self.is_finished,
+            finished=not self._running,
         )
-
-    def _shown_prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
-        is_asked = self._prepared.request.params.prompt_logprobs is not None
-        return tuple(self._prompt_logprobs) if is_asked else None
 
     def _push_prompt_logprobs(self, event: PromptLogprobs) -> None:
         token_ids = self._prepared.request.prompt_token_ids[event.start :]
         for token_id, found in zip(token_ids, event.entries, strict=False):
             self._prompt_logprobs.append(self._describe(token_id, found))
-
-    def _note_cached(self, event: Token | Finished) -> None:
-        """What the first sample found in the prefix cache; the others share its prompt."""
-        if event.sample == 0 and event.num_cached_tokens is not None:
-            self._num_cached_tokens = event.num_cached_tokens
 
     def _describe(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
         described = {token_id: self._logprob(token_id, found.logprob, found.rank)}
@@ -175,10 +178,17 @@ class OutputRouter:
         news: dict[int, OutputAssembler] = {}
         for event in events:
             assembler = self._open.get(event.request_id)
-            if assembler is None:
+            if assembler is None or isinstance(event, Started):
                 continue
             news[event.request_id] = assembler
-            self._push_one(assembler, event)
+            stopped = None
+            try:
+                stopped = assembler.push(event)
+            except Exception as error:  # noqa: BLE001  the others' events are still passed on
+                assembler.fail_text(error)
+                self._cancel(event.request_id, None)
+            if stopped is not None:
+                self._cancel(event.request_id, stopped)
             if assembler.is_finished:
                 del self._open[event.request_id]
         return list(news.values())
@@ -190,17 +200,6 @@ class OutputRouter:
         for assembler in failed:
             assembler.fail("engine_lost", error)
         return failed
-
-    def _push_one(self, assembler: OutputAssembler, event: Event) -> None:
-        """Whatever one request's text raises, the others' events are still passed on."""
-        try:
-            stopped = assembler.push(event)
-        except Exception as error:  # noqa: BLE001  logged without the text
-            assembler.fail_text(error)
-            self._cancel(event.request_id, None)
-            return
-        if stopped is not None:
-            self._cancel(event.request_id, stopped)
 
 
 def describe_fault(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cadenza.engine.core import EngineCore
-from cadenza.engine.open_requests import OpenRequests, RequestStats, RequestTimeouts
+from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
 from cadenza.engine.stats import EngineStats, StepMeter
 from cadenza.engine.status import EngineState, EngineStatus
 from cadenza.errors import (
@@ -171,11 +171,14 @@ class CoreService:
     def stats(self) -> EngineStats:
         return self._stats
 
+    def load(self) -> EngineLoad:
+        return self._requests.load()
+
     def request_stats(self) -> RequestStats:
         return self._requests.stats()
 
     def _step(self, emit: Emit) -> None:
-        events = self._requests.pass_on(self._meter.step(), self._core.scheduler.started)
+        events = self._requests.pass_on(self._meter.step())
         overdue = self._requests.end_overdue()
         for finished in overdue:
             self._core.cancel(finished.request_id)

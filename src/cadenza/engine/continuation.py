@@ -84,8 +84,8 @@ class Continuation:
         end = None if self._matcher is None else self._matcher.least_end
         return count if end is None else min(count, bisect_left(self._ends, end) + 1)
 
-    def push(self, token_id: int, logprobs: dict[int, Logprob] | None) -> None:
-        """Takes the next token; a stop string may end the continuation with it.
+    def push(self, token_id: int, logprobs: dict[int, Logprob] | None) -> bool:
+        """Takes the next token; whether a stop string has ended the continuation with it.
 
         What the text side raises comes through; the continuation can then only `fail`.
         """
@@ -94,11 +94,15 @@ class Continuation:
             self._logprobs.append(logprobs)
             before = self._sums[-1] if self._sums else 0.0
             self._sums.append(before + logprobs[token_id].logprob)
-        if self._detokenizer is not None:
-            self._add_text(self._detokenizer.push(token_id))
-        if self._matcher is not None:
-            self._ends.append(self._num_searched)
-            self._end_if_matched()
+        text = "" if self._detokenizer is None else self._detokenizer.push(token_id)
+        if self._matcher is None:
+            if text:
+                self._parts.append(text)
+            return False
+        self._add_text(text)
+        self._ends.append(self._num_searched)
+        self._end_if_matched()
+        return self._ending is not None
 
     def finish(self, event: Finished) -> None:
         """The engine ended it; text that was kept back comes out."""
@@ -134,18 +138,18 @@ class Continuation:
 
     def output(self) -> CompletionOutput:
         """All so far."""
-        return self._describe(0, 0)
+        return self._describe(0, 0, self.num_shown_tokens)
 
     def take(self) -> CompletionOutput | None:
         """What is new since the last call; None when nothing is."""
         num_tokens, num_parts = self.num_shown_tokens, len(self._parts)
-        is_ending_new = self.is_finished and not self._is_ending_taken
+        has_ended = self._ending is not None
         first_token, first_part = self._num_taken_tokens, self._num_taken_parts
-        if (num_tokens, num_parts) == (first_token, first_part) and not is_ending_new:
+        if (num_tokens, num_parts, has_ended) == (first_token, first_part, self._is_ending_taken):
             return None
         self._num_taken_tokens, self._num_taken_parts = num_tokens, num_parts
-        self._is_ending_taken = self.is_finished
-        return self._describe(first_token, first_part)
+        self._is_ending_taken = has_ended
+        return self._describe(first_token, first_part, num_tokens)
 
     def _end(self, ending: Ending) -> None:
         if self._detokenizer is not None:
@@ -176,8 +180,8 @@ class Continuation:
                 num_generated_tokens=self.num_shown_tokens,
             )
 
-    def _describe(self, first_token: int, first_part: int) -> CompletionOutput:
-        count = self.num_shown_tokens
+    def _describe(self, first_token: int, first_part: int, count: int) -> CompletionOutput:
+        """From these on, up to the `count`-th token."""
         ending = self._ending
         return CompletionOutput(
             index=self.index,

@@ -87,9 +87,12 @@ class StepLoop:
         self._depth = depth
 
     def step(self) -> list[Event]:
-        """Launches the next step if there is one, and reads the oldest if it is due."""
+        """Launches the next step if there is one, and reads the oldest if it is due.
+
+        A request's `Started` comes with the launch, before all of its other events.
+        """
         batch = self._scheduler.schedule()
-        events = [] if batch is None else self._launch(batch)
+        events: list[Event] = [] if batch is None else [*batch.started, *self._launch(batch)]
         if len(self.in_flight) > self._depth or (batch is None and self.in_flight):
             events += self._read_oldest()
         return events

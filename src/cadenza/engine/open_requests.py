@@ -23,6 +23,8 @@ from cadenza.request import (
     FinishReason,
     PromptLogprobs,
     Request,
+    Started,
+    Token,
 )
 
 REQUEST_SECONDS_BOUNDS = (
@@ -56,16 +58,33 @@ class RequestTimeouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestStats:
-    """A snapshot: requests open now, and what became of all others (`ends` counts samples).
+class EngineLoad:
+    """Requests open now, and the tokens of the prompts that wait for their first step.
 
-    `num_queued_tokens` are those of the prompts that wait for their first step.
-    `queue_seconds` is from acceptance to the first step with it, `prefill_seconds` from there to
-    the first token, `decode_seconds` from there to the end.
+    Whoever admits requests asks this one, whatever its own bounds are.
     """
 
     num_open: int
     num_queued_tokens: int
+
+    def has_place(self, max_num_open: int) -> bool:
+        """Whether one more request may be open."""
+        return self.num_open < max_num_open
+
+    def has_tokens(self, num_tokens: int, max_num_queued: int) -> bool:
+        """Whether so many prompt tokens more may wait; where none wait, any prompt may."""
+        queued = self.num_queued_tokens
+        return not queued or queued + num_tokens <= max_num_queued
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStats:
+    """A snapshot of what became of requests (`ends` counts samples).
+
+    `queue_seconds` is from acceptance to the first step with it, `prefill_seconds` from there to
+    the first token, `decode_seconds` from there to the end.
+    """
+
     num_accepted: int
     ends: dict[FinishReason, int]
     rejections: dict[RejectionReason, int]
@@ -76,7 +95,11 @@ class RequestStats:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _OpenRequest:
-    """One accepted request and its samples that have not ended; times are of the clock."""
+    """One accepted request; times are of the clock.
+
+    `num_generated_tokens` has the samples that have not ended, each with the count that its newest
+    `Token` told.
+    """
 
     request_id: int
     num_prompt_tokens: int
@@ -137,16 +160,18 @@ class OpenRequests:
         with self._lock:
             self._rejections[reason] += 1
 
-    def pass_on(self, events: Iterable[Event], started: Iterable[int]) -> list[Event]:
-        """The events of requests that are open; `started` are those whose first step this was."""
+    def pass_on(self, events: Iterable[Event]) -> list[Event]:
+        """The events that requests which are open have output of; `Started` is for the books."""
         passed: list[Event] = []
         with self._lock:
             now_s = self._clock()
-            for request_id in started:
-                self._start(request_id, now_s)
             for event in events:
                 entry = self._open.get(event.request_id)
-                if entry is not None and self._take(entry, event, now_s):
+                if entry is None:
+                    continue
+                if isinstance(event, Started):
+                    self._start(entry, now_s)
+                elif isinstance(event, PromptLogprobs) or self._take(entry, event, now_s):
                     passed.append(event)
         return passed
 
@@ -164,6 +189,9 @@ class OpenRequests:
         """Ends the requests past a deadline, with an error each."""
         with self._lock:
             now_s, timeouts = self._clock(), self._timeouts
+            deadline_s = self._next_deadline_s()
+            if deadline_s is None or now_s < deadline_s:
+                return []
             late = _older(self._open, now_s - timeouts.total_s)
             error = (
                 f"the request took {timeouts.total_s:g} seconds, all that --request-timeout allows"
@@ -185,21 +213,15 @@ class OpenRequests:
     def next_deadline_s(self) -> float | None:
         """The clock's reading at which `end_overdue` may have something to do."""
         with self._lock:
-            deadlines = [
-                next(iter(entries.values())).accepted_s + timeout_s
-                for entries, timeout_s in (
-                    (self._open, self._timeouts.total_s),
-                    (self._queued, self._timeouts.queue_s),
-                )
-                if entries
-            ]
-        return min(deadlines, default=None)
+            return self._next_deadline_s()
+
+    def load(self) -> EngineLoad:
+        with self._lock:
+            return self._load()
 
     def stats(self) -> RequestStats:
         with self._lock:
             return RequestStats(
-                num_open=len(self._open),
-                num_queued_tokens=self._num_queued_tokens,
                 num_accepted=self._num_accepted,
                 ends=dict(self._ends),
                 rejections=dict(self._rejections),
@@ -208,46 +230,57 @@ class OpenRequests:
                 decode_seconds=self._times.decode.snapshot(),
             )
 
+    def _next_deadline_s(self) -> float | None:
+        deadlines = [
+            next(iter(entries.values())).accepted_s + timeout_s
+            for entries, timeout_s in (
+                (self._open, self._timeouts.total_s),
+                (self._queued, self._timeouts.queue_s),
+            )
+            if entries
+        ]
+        return min(deadlines, default=None)
+
+    def _load(self) -> EngineLoad:
+        return EngineLoad(num_open=len(self._open), num_queued_tokens=self._num_queued_tokens)
+
     def _check_room(self, num_tokens: int, limits: EngineLimits) -> None:
-        if len(self._open) >= limits.max_num_open_reqs:
+        load = self._load()
+        if not load.has_place(limits.max_num_open_reqs):
             self._rejections["queue_full"] += 1
             raise QueueFullError(
-                f"{len(self._open)} requests are open, the most that --max-num-queued-reqs "
+                f"{load.num_open} requests are open, the most that --max-num-queued-reqs "
                 f"{limits.max_num_queued_reqs} and --max-num-seqs {limits.max_num_seqs} allow; "
                 f"try again when some have finished"
             )
-        wanted = self._num_queued_tokens + num_tokens
-        if self._queued and wanted > limits.max_num_queued_tokens:
+        if not load.has_tokens(num_tokens, limits.max_num_queued_tokens):
             self._rejections["queue_tokens_full"] += 1
             raise QueueFullError(
-                f"{self._num_queued_tokens} prompt tokens wait already and {num_tokens} more were "
+                f"{load.num_queued_tokens} prompt tokens wait already and {num_tokens} more were "
                 f"sent; --max-num-queued-tokens allows {limits.max_num_queued_tokens}; try again "
                 f"when some have been read"
             )
 
-    def _take(self, entry: _OpenRequest, event: Event, now_s: float) -> bool:
+    def _take(self, entry: _OpenRequest, event: Token | Finished, now_s: float) -> bool:
         """Books an event of an open request; False where its sample has ended."""
-        if isinstance(event, PromptLogprobs):
-            return True
         if event.sample not in entry.num_generated_tokens:
             return False
         if isinstance(event, Finished):
             self._end(entry, event.sample, event.finish_reason, now_s)
             return True
-        entry.num_generated_tokens[event.sample] += 1
+        entry.num_generated_tokens[event.sample] = event.index + 1
         if entry.first_token_s is None:
             self._take_first_token(entry, now_s)
         return True
 
-    def _start(self, request_id: int, now_s: float) -> None:
-        entry = self._queued.pop(request_id, None)
-        if entry is not None:
+    def _start(self, entry: _OpenRequest, now_s: float) -> None:
+        if self._queued.pop(entry.request_id, None) is not None:
             self._num_queued_tokens -= entry.num_prompt_tokens
             entry.started_s = now_s
             self._times.queue.add(now_s - entry.accepted_s)
 
     def _take_first_token(self, entry: _OpenRequest, now_s: float) -> None:
-        self._start(entry.request_id, now_s)
+        self._start(entry, now_s)
         entry.first_token_s = now_s
         assert entry.started_s is not None
         self._times.prefill.add(now_s - entry.started_s)

@@ -51,10 +51,8 @@ class EngineStats:
     pages_live: int
     pages_cached: int
     pages_free: int
-    num_steps: int
     num_failed_steps: int
     num_preemptions: int
-    num_computed_tokens: int
     num_prefix_queries: int
     num_prefix_hits: int
     num_compiles_after_warmup: int
@@ -75,9 +73,15 @@ class Tally:
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
-    def add(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
+    @property
+    def total(self) -> float:
+        """The sum of all values."""
+        return self._total
+
+    def add(self, value: float, count: int = 1) -> None:
+        """The value came `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._total += value * count
 
     def snapshot(self) -> Distribution:
         return Distribution(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
@@ -124,10 +128,8 @@ class StepMeter:
             pages_live=pages.live + pages.pinned,
             pages_cached=pages.cached,
             pages_free=pages.free,
-            num_steps=scheduler.num_steps,
             num_failed_steps=self._core.num_failed_steps,
             num_preemptions=scheduler.num_preemptions,
-            num_computed_tokens=scheduler.num_scheduled_tokens,
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
             num_compiles_after_warmup=self._count_compiles(),

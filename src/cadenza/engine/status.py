@@ -6,7 +6,7 @@ Knows no process and no server. Invariant: `is_ready` is true only while steps m
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from cadenza.engine.open_requests import RequestStats, RequestTimeouts
+from cadenza.engine.open_requests import EngineLoad, RequestStats, RequestTimeouts
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 
@@ -61,6 +61,10 @@ class EngineMonitor(Protocol):
 
     def stats(self) -> EngineStats | None:
         """The newest snapshot of the engine now running; None before its first one."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """What is open and waits now; asked for each request, unlike the statistics."""
         ...
 
     def request_stats(self) -> RequestStats: ...

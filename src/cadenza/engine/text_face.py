@@ -19,10 +19,12 @@ from cadenza.errors import InvalidRequestError, show
 from cadenza.request import Request, SamplingParams, as_token_ids
 from cadenza.text import (
     ChatTemplate,
+    DecoderPlan,
     IncrementalDetokenizer,
     StopMatcher,
     Tokenizer,
     bad_word_token_ids,
+    plan_decoder,
 )
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ class TextFace:
                 ", ".join(recommended.unapplied),
             )
         self._texts: dict[int, str] = {}
+        self._decoder_plan: DecoderPlan | None = None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -214,14 +217,16 @@ class TextFace:
 
     def continuation(self, params: SamplingParams, sample: int) -> Continuation:
         """A fresh one for one sample's stream; it has no text without tokenizer.json."""
-        if self._tokenizer is None:
+        tokenizer, plan = self._tokenizer, self._decoder_plan
+        if tokenizer is None:
             return Continuation(sample, None)
-        return Continuation(
-            sample,
-            IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens),
-            self._matcher(params),
-            num_unsearched=params.min_tokens,
-        )
+        if plan is None:
+            plan = self._decoder_plan = plan_decoder(tokenizer.decoder_description())
+        detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, plan)
+        matcher = None
+        if params.stop:
+            matcher = StopMatcher(params.stop, is_included=params.include_stop_str_in_output)
+        return Continuation(sample, detokenizer, matcher, num_unsearched=params.min_tokens)
 
     def decode(self, token_ids: SequenceOf[int]) -> str:
         """The text of token ids, special tokens shown. Raises InvalidRequestError."""
@@ -267,11 +272,6 @@ class TextFace:
     def default_params(self, **changes: object) -> SamplingParams:
         """The checkpoint's recommended sampling, with `changes` on top."""
         return self._defaults.complete(changes)
-
-    def _matcher(self, params: SamplingParams) -> StopMatcher | None:
-        if not params.stop:
-            return None
-        return StopMatcher(params.stop, is_included=params.include_stop_str_in_output)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

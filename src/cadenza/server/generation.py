@@ -6,8 +6,11 @@ a request's record ends once, a stream ends with `[DONE]`, and nothing is left i
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from cadenza.engine.assembly import describe_fault
+from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.status import EngineMonitor
 from cadenza.errors import CadenzaError
 from cadenza.outputs import RequestOutput
 from cadenza.request import FinishReason
@@ -17,7 +20,7 @@ from cadenza.server.http_exchange import ClientLeftError, Exchange, Response
 from cadenza.server.job import Job, Whole
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.service import Service
-from cadenza.server.sse import KEEP_ALIVE, AnswerEncoder, AnswerHead, Usage
+from cadenza.server.sse import KEEP_ALIVE, AnswerEncoder, AnswerHead
 
 logger = logging.getLogger("cadenza.server")
 
@@ -44,14 +47,14 @@ class Generation:
         rest: FinishReason = "error"
         num_choices = 0
         try:
-            service.check_ready()
-            service.check_room()
+            check = service.check_ready()
+            service.check_room(check.limits)
             async with exchange.body() as body:
                 request = await self._read(body)
             del body
             num_choices = request.num_choices
             self._take_identity(exchange, request, record)
-            await exchange.while_connected(self._serve(exchange, request, record))
+            await exchange.while_connected(self._serve(exchange, request, check, record))
         except (ClientLeftError, asyncio.CancelledError):
             rest = "abort"
             raise
@@ -83,16 +86,20 @@ class Generation:
         record.user = request.user
 
     async def _serve(
-        self, exchange: Exchange, request: GenerationRequest, record: RequestRecord
+        self,
+        exchange: Exchange,
+        request: GenerationRequest,
+        check: RequestCheck,
+        record: RequestRecord,
     ) -> None:
         service = self._service
         model = service.check_model(request.model)
-        with service.preparing():
+        with service.preparing(check.limits):
             try:
                 prepared = await service.work.do(
                     "generate",
                     request.num_bytes,
-                    lambda: service.prepare(request, exchange.tenant),
+                    lambda: service.prepare(request, exchange.tenant, check),
                 )
             except CadenzaError as error:
                 state = service.monitor.status().state
@@ -102,11 +109,8 @@ class Generation:
         head = AnswerHead(
             request_id=exchange.request_id, created=int(service.options.now()), model=model
         )
-        usage = Usage()
-        for place, each in enumerate(prepared):
-            usage.prompt[place] = len(each.request.prompt_token_ids)
-        encoder = request.encoder(head, usage, service.text)
-        watch = _Watch(service, request.n, record)
+        encoder = request.encoder(head, record.usage, service.text)
+        watch = _Watch(record, service.monitor)
         with service.opened(exchange.request_id, exchange.tenant, job):
             async with job:
                 if request.stream:
@@ -115,29 +119,18 @@ class Generation:
                     await _answer(exchange, job, encoder, watch)
 
 
+@dataclass(frozen=True, slots=True)
 class _Watch:
-    """Counts news, and finds the failures among them."""
+    """The record of a call, and the monitor that knows why an engine's request has failed."""
 
-    def __init__(self, service: Service, n: int, record: RequestRecord) -> None:
-        self.record = record
-        self._service = service
-        self._n = n
-        self._num_tokens: dict[int, int] = {}
+    record: RequestRecord
+    monitor: EngineMonitor
 
     def take(self, prompt: int, news: RequestOutput) -> None:
-        """Raises ApiError where an output has failed."""
-        num_new_tokens = 0
-        for output in news.outputs:
-            index = prompt * self._n + output.index
-            num_new_tokens += output.num_generated_tokens - self._num_tokens.get(index, 0)
-            self._num_tokens[index] = output.num_generated_tokens
-        self.record.take(prompt, num_new_tokens)
-        for output in news.outputs:
-            if output.finish_reason is None:
-                continue
-            self.record.end_choice(prompt * self._n + output.index, output.finish_reason)
-            if output.finish_reason == "error":
-                raise error_of_end(output.error_kind, self._service.monitor)
+        """Counts a prompt's news. Raises ApiError where an output of it has failed."""
+        failed = self.record.take(prompt, news)
+        if failed is not None:
+            raise error_of_end(failed.error_kind, self.monitor)
 
 
 async def _answer(exchange: Exchange, job: Job, encoder: AnswerEncoder, watch: _Watch) -> None:
@@ -175,16 +168,16 @@ async def _next_events(
     exchange: Exchange, job: Job, encoder: AnswerEncoder, watch: _Watch
 ) -> list[bytes]:
     """Events of the next news, or a comment after a silence."""
-    try:
-        async with asyncio.timeout(exchange.limits.keep_alive_s):
-            found = await job.news()
-    except TimeoutError:
+    found = await job.news(exchange.limits.keep_alive_s)
+    if not found:
         return [KEEP_ALIVE]
     made: list[bytes] = []
     for prompt, news in found:
         watch.take(prompt, news)
-        made.append(encoder.take(prompt, news))
-    return [each for each in made if each]
+        events = encoder.take(prompt, news)
+        if events:
+            made.append(events)
+    return made
 
 
 def log_unexpected(error: Exception) -> None:

@@ -14,7 +14,7 @@ from typing import Self
 
 from cadenza.config import EngineLimits
 from cadenza.engine.async_engine import OutputStream
-from cadenza.engine.open_requests import RequestStats
+from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.text_face import PreparedRequest
 from cadenza.errors import CadenzaError, QueueFullError
 from cadenza.outputs import CompletionOutput, RequestOutput
@@ -53,6 +53,8 @@ class Job:
         self._failure: ApiError | None = None
         self._has_news = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
+        self._waits_since_s: float | None = None
+        self._silence: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
         if self._num_unfinished > 1:
@@ -62,8 +64,9 @@ class Job:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
+        for timer in (self._deadline, self._silence):
+            if timer is not None:
+                timer.cancel()
         self._waiting.clear()
         for stream in self._streams.values():
             stream.close()
@@ -88,11 +91,16 @@ class Job:
         self._streams[place] = self._submit(prepared, self._has_news)
         self._waiting.popleft()
 
-    async def news(self) -> News:
+    async def news(self, within_s: float | None = None) -> News:
         """Waits until there is some; being cancelled meanwhile loses nothing.
 
-        Raises ApiError where the call as a whole has failed.
+        Empty when there was none `within_s`, which must always be the same for one job. Raises
+        ApiError where the call as a whole has failed.
         """
+        loop = asyncio.get_running_loop()
+        self._waits_since_s = start_s = loop.time()
+        if within_s is not None and self._silence is None:
+            self._silence = loop.call_at(start_s + within_s, self._end_silence, within_s)
         while True:
             await self._has_news.wait()
             self._has_news.clear()
@@ -100,8 +108,11 @@ class Job:
                 raise self._failure
             found = self._take()
             if found:
+                self._waits_since_s = None
                 self._on_news()
                 return found
+            if within_s is not None and loop.time() >= start_s + within_s:
+                return []
 
     def abort(self) -> None:
         """Ends what runs and what waits; the last news say so."""
@@ -116,6 +127,19 @@ class Job:
         self._failure = error
         self._waiting.clear()
         self._has_news.set()
+
+    def _end_silence(self, within_s: float) -> None:
+        """Wakes who has waited for so long. One timer serves all waits: each would set its own, and
+        cancel it a token later.
+        """
+        self._silence = None
+        if self._waits_since_s is None:
+            return
+        loop, end_s = asyncio.get_running_loop(), self._waits_since_s + within_s
+        if loop.time() >= end_s:
+            self._has_news.set()
+        else:
+            self._silence = loop.call_at(end_s, self._end_silence, within_s)
 
     def _take(self) -> News:
         found, self._dropped = self._dropped, []
@@ -136,7 +160,7 @@ class Room:
     """What the engine may hold, and what it holds."""
 
     limits: EngineLimits
-    stats: RequestStats
+    load: EngineLoad
 
     def has_place(self, job: Job) -> bool:
         """Whether a call's next prompt may enter the engine's queue.
@@ -151,10 +175,8 @@ class Room:
             # Every row may be used, though: an idle engine computes with all of them.
             most_reqs = max(most_reqs // 2, min(self.limits.max_num_seqs, most_reqs - 1))
             most_tokens //= 2
-        queued = self.stats.num_queued_tokens
         num_tokens = len(prompt.request.prompt_token_ids)
-        has_tokens = not queued or queued + num_tokens <= most_tokens
-        return self.stats.num_open < most_reqs and has_tokens
+        return self.load.has_place(most_reqs) and self.load.has_tokens(num_tokens, most_tokens)
 
 
 class PromptQueue:

@@ -67,7 +67,6 @@ class ServedCounts:
     """What the front end counts itself. On the event loop only."""
 
     def __init__(self) -> None:
-        self.prompt_tokens = 0
         self.generation_tokens = 0
         self.ends: dict[FinishReason, int] = dict.fromkeys(get_args(FinishReason), 0)
         self.num_idle_closed = 0
@@ -143,7 +142,9 @@ class _Families:
         self._model_name = model_name
 
     def of_counts(self, counts: ServedCounts) -> Iterator[Metric]:
-        yield self._counter("prompt_tokens", "Tokens of prompts.", counts.prompt_tokens)
+        yield self._counter(
+            "prompt_tokens", "Tokens of prompts.", counts.request_prompt_tokens.total
+        )
         yield self._counter("generation_tokens", "Generated tokens.", counts.generation_tokens)
         yield self._by(
             "request_success", "Answers by how they ended.", "finished_reason", counts.ends.items()

@@ -1,7 +1,9 @@
-"""What is kept of a request for its line in the log and for the metrics: `RequestRecord`.
+"""What is kept of a request: its tokens (`Usage`), and its times and end (`RequestRecord`).
 
-Owns the line's fields and their arithmetic. Never sees a prompt's text. Invariant: a record ends
-once, with one line, whether the request finished, was left, or failed.
+Owns the one count of a call's tokens, which its answer, its line in the log and the metrics are
+made of, the times of its tokens, and the line's fields. Never sees a prompt's text. Invariants: a
+token is counted once, in `Usage.take`; a record ends once, with one line, whether the request
+finished, was left, or failed.
 """
 
 import logging
@@ -9,18 +11,51 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.request import FinishReason
 from cadenza.server.metrics import ServedCounts
 
 logger = logging.getLogger("cadenza.requests")
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class PromptTimes:
-    """One prompt's way through the engine; seconds of the clock."""
+@dataclass(slots=True, eq=False)
+class Usage:
+    """Tokens of one call so far, by the place of a prompt and by the index of a choice."""
 
-    num_prompt_tokens: int
-    num_generated_tokens: int = 0
+    prompt: dict[int, int] = field(default_factory=dict[int, int])
+    cached: dict[int, int] = field(default_factory=dict[int, int])
+    generated: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self.prompt.values())
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(self.generated.values())
+
+    def take(self, prompt: int, index: int, output: CompletionOutput, of: RequestOutput) -> int:
+        """Takes over the counts that a choice's newest output tells; how many tokens are new."""
+        self.cached[prompt] = of.num_cached_tokens
+        num_known = self.generated.get(index, 0)
+        self.generated[index] = output.num_generated_tokens
+        return output.num_generated_tokens - num_known
+
+    def as_object(self) -> dict[str, Any]:
+        """The `usage` of an answer."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+
+@dataclass(slots=True, eq=False)
+class PromptTimes:
+    """When a prompt's first and last tokens came; seconds of the clock."""
+
     first_s: float | None = None
     last_s: float = 0.0
 
@@ -36,6 +71,8 @@ class RequestRecord:
     is_logged: bool
     user: str | None = None
     status: int = 200
+    n: int = 1
+    usage: Usage = field(default_factory=Usage)
     prompts: list[PromptTimes] = field(default_factory=list[PromptTimes])
     ends: dict[int, FinishReason] = field(default_factory=dict[int, FinishReason])
     arrived_s: float = field(init=False)
@@ -43,27 +80,38 @@ class RequestRecord:
     def __post_init__(self) -> None:
         self.arrived_s = self.clock()
 
-    def start(self, num_prompt_tokens: list[int]) -> None:
-        """The engine has accepted the prompts."""
-        self.prompts = [PromptTimes(num_prompt_tokens=count) for count in num_prompt_tokens]
-        self.counts.prompt_tokens += sum(num_prompt_tokens)
-        for count in num_prompt_tokens:
+    def start(self, num_prompt_tokens: list[int], n: int) -> None:
+        """The engine has accepted the prompts, each with `n` choices."""
+        self.n = n
+        self.prompts = [PromptTimes() for _ in num_prompt_tokens]
+        for place, count in enumerate(num_prompt_tokens):
+            self.usage.prompt[place] = count
             self.counts.request_prompt_tokens.add(count)
 
-    def take(self, prompt: int, num_new_tokens: int) -> None:
+    def take(self, prompt: int, news: RequestOutput) -> CompletionOutput | None:
+        """Counts a prompt's news; the first output of it that failed."""
+        num_new = 0
+        for output in news.outputs:
+            num_new += self.usage.take(prompt, prompt * self.n + output.index, output, news)
+        if num_new:
+            self._take_time(self.prompts[prompt], num_new)
+        failed = None
+        for output in news.outputs:
+            if output.finish_reason is not None and failed is None:
+                self.end_choice(prompt * self.n + output.index, output.finish_reason)
+                failed = output if output.finish_reason == "error" else None
+        return failed
+
+    def _take_time(self, times: PromptTimes, num_new_tokens: int) -> None:
         """Tokens of a prompt's answers have come, in one step."""
-        if not num_new_tokens:
-            return
-        now_s, times = self.clock(), self.prompts[prompt]
+        now_s = self.clock()
         if times.first_s is None:
             times.first_s = now_s
             self.counts.first_token_s.add(now_s - self.arrived_s)
         else:
             gap_s = (now_s - times.last_s) / num_new_tokens
-            for _ in range(num_new_tokens):
-                self.counts.between_tokens_s.add(gap_s)
+            self.counts.between_tokens_s.add(gap_s, num_new_tokens)
         times.last_s = now_s
-        times.num_generated_tokens += num_new_tokens
         self.counts.generation_tokens += num_new_tokens
 
     def end_choice(self, index: int, reason: FinishReason) -> None:
@@ -77,19 +125,24 @@ class RequestRecord:
         for index in range(num_choices if self.prompts else 0):
             self.end_choice(index, rest)
         now_s = self.clock()
-        for times in self.prompts:
+        for place, times in enumerate(self.prompts):
+            num_generated = self._num_generated(place)
             self.counts.request_s.add(now_s - self.arrived_s)
-            self.counts.request_generation_tokens.add(times.num_generated_tokens)
-            if times.first_s is not None and times.num_generated_tokens > 1:
+            self.counts.request_generation_tokens.add(num_generated)
+            if times.first_s is not None and num_generated > 1:
                 rest_s = times.last_s - times.first_s
-                self.counts.per_output_token_s.add(rest_s / (times.num_generated_tokens - 1))
+                self.counts.per_output_token_s.add(rest_s / (num_generated - 1))
         if self.is_logged:
             line = self._line(now_s, rest)
             logger.info("request", extra={"request": line})
 
+    def _num_generated(self, prompt: int) -> int:
+        indices = range(prompt * self.n, (prompt + 1) * self.n)
+        return sum(self.usage.generated.get(index, 0) for index in indices)
+
     def _line(self, now_s: float, rest: FinishReason) -> dict[str, Any]:
-        prompt_tokens = sum(times.num_prompt_tokens for times in self.prompts)
-        completion_tokens = sum(times.num_generated_tokens for times in self.prompts)
+        prompt_tokens = self.usage.prompt_tokens
+        completion_tokens = self.usage.completion_tokens
         begun = [times for times in self.prompts if times.first_s is not None]
         first_s = min((times.first_s or 0.0 for times in begun), default=None)
         last_s = max((times.last_s for times in begun), default=0.0)

@@ -15,7 +15,8 @@ from typing import Protocol
 from cadenza.config import EngineLimits
 from cadenza.engine.async_engine import AsyncEngine, OutputStream
 from cadenza.engine.batch_engine import BatchEngine
-from cadenza.engine.status import EngineMonitor, EngineStatus
+from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.status import EngineMonitor
 from cadenza.engine.text_face import PreparedRequest, TextFace
 from cadenza.errors import CadenzaError, ContextLengthError, TextTooLongError
 from cadenza.server.access import ApiKeys, Cors
@@ -131,8 +132,8 @@ class Service:
             self.connections.refuse()
             raise connections_full()
 
-    def check_ready(self) -> EngineStatus:
-        """The engine's status. Raises ApiError (503) where no request is served now."""
+    def check_ready(self) -> RequestCheck:
+        """What requests are held against now. Raises ApiError (503) where none is served."""
         status = self.monitor.status()
         if self._is_draining:
             self.counts.reject("unavailable")
@@ -140,7 +141,8 @@ class Service:
         if not status.is_ready:
             self.counts.reject("unavailable")
             raise unavailable(UNAVAILABLE_CODES[status.state], status.retry_after_s)
-        return status
+        assert status.request_check is not None, "an engine that is ready has been loaded"
+        return status.request_check
 
     def check_model(self, model: str | None) -> str:
         """The name that the answer tells. Raises ApiError (404)."""
@@ -154,10 +156,10 @@ class Service:
         check = self.monitor.status().request_check
         return None if check is None else check.limits
 
-    def check_room(self) -> None:
+    def check_room(self, limits: EngineLimits) -> None:
         """Raises ApiError (429) where as many requests are open as may be."""
-        room = self._num_places()
-        if self._num_preparing + self.monitor.request_stats().num_open >= room:
+        room = limits.max_num_open_reqs
+        if not self.monitor.load().has_place(room - self._num_preparing):
             self.counts.reject("queue_full")
             raise queue_full(
                 f"{room} requests are open, the most that --max-num-queued-reqs and "
@@ -165,9 +167,9 @@ class Service:
             )
 
     @contextmanager
-    def preparing(self) -> Generator[None]:
+    def preparing(self, limits: EngineLimits) -> Generator[None]:
         """Counts a call that is being tokenised. Raises ApiError (429) when there are too many."""
-        self.check_room()
+        self.check_room(limits)
         self._num_preparing += 1
         try:
             yield
@@ -177,7 +179,8 @@ class Service:
     @contextmanager
     def tokenizing(self) -> Generator[None]:
         """Counts a call that generates nothing, apart from those that do. Raises ApiError (429)."""
-        room = self._num_places()
+        limits = self.engine_limits()
+        room = 1 if limits is None else limits.max_num_open_reqs
         if self._num_tokenizing >= room:
             self.counts.reject("queue_full")
             raise queue_full(
@@ -190,25 +193,20 @@ class Service:
         finally:
             self._num_tokenizing -= 1
 
-    def _num_places(self) -> int:
-        """How many calls may be open."""
-        limits = self.engine_limits()
-        return 1 if limits is None else limits.max_num_open_reqs
-
-    def prepare(self, call: GenerationRequest, tenant: str) -> list[PreparedRequest]:
+    def prepare(
+        self, call: GenerationRequest, tenant: str, check: RequestCheck
+    ) -> list[PreparedRequest]:
         """Prompts on their way to the engine; slow, and safe on any thread.
 
         Raises InvalidRequestError.
         """
         params = call.sampling(self.text)
-        check = self.monitor.status().request_check
         most = None
-        if check is not None and params.truncate_prompt_tokens is None:
+        if params.truncate_prompt_tokens is None:
             most = check.limits.max_model_len - (params.max_tokens != 0)
         try:
             prepared = call.prepare(self.text, params, most)
         except TextTooLongError as error:
-            assert check is not None, "only then is there a length to be beyond"
             raise ContextLengthError(
                 prompt_length=error.length,
                 max_tokens=params.max_tokens,
@@ -216,12 +214,12 @@ class Service:
                 is_prompt_alone=True,
             ) from None
         salt = self._salt(tenant, call.cache_salt or "")
-        prepared = [
-            replace(each, request=replace(each.request, cache_salt=salt)) for each in prepared
-        ]
-        if check is not None:
-            for each in prepared:
-                check.check(each.request)
+        if salt:
+            prepared = [
+                replace(each, request=replace(each.request, cache_salt=salt)) for each in prepared
+            ]
+        for each in prepared:
+            check.check(each.request)
         return prepared
 
     def submit(self, prepared: list[PreparedRequest], record: RequestRecord) -> Job:
@@ -236,7 +234,8 @@ class Service:
             job.submit_next()
         except CadenzaError as error:
             raise self._error_of(error) from error
-        record.start([len(each.request.prompt_token_ids) for each in prepared])
+        counts = [len(each.request.prompt_token_ids) for each in prepared]
+        record.start(counts, prepared[0].request.params.n)
         return job
 
     @contextmanager
@@ -256,7 +255,7 @@ class Service:
     def _room(self) -> Room:
         limits = self.engine_limits()
         assert limits is not None, "prompts wait only where an engine has taken some"
-        return Room(limits=limits, stats=self.monitor.request_stats())
+        return Room(limits=limits, load=self.monitor.load())
 
     def _error_of(self, error: CadenzaError) -> ApiError:
         return error_of(error, self.monitor.status().state)

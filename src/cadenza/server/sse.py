@@ -5,13 +5,14 @@ finish reason for each choice, usage if asked for, and `[DONE]`, whatever happen
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.errors import ApiError
+from cadenza.server.request_log import Usage
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -19,36 +20,6 @@ KEEP_ALIVE = b": keep-alive\n\n"
 _encode = msgspec.json.encode
 
 ChoiceObject = dict[str, Any]
-
-
-@dataclass(slots=True, eq=False)
-class Usage:
-    """Tokens counted so far, by prompt and by choice."""
-
-    prompt: dict[int, int] = field(default_factory=dict[int, int])
-    cached: dict[int, int] = field(default_factory=dict[int, int])
-    generated: dict[int, int] = field(default_factory=dict[int, int])
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(self.prompt.values())
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(self.generated.values())
-
-    def take(self, prompt: int, index: int, output: CompletionOutput, of: RequestOutput) -> None:
-        self.cached[prompt] = of.num_cached_tokens
-        self.generated[index] = output.num_generated_tokens
-
-    def as_object(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +42,10 @@ class AnswerHead:
 
 
 class AnswerEncoder(Protocol):
-    """Makes one answer's bytes, whole or as the events of a stream; told of news in order."""
+    """Makes one answer's bytes, whole or as the events of a stream; told of news in order.
+
+    `usage` has counted what it is told of.
+    """
 
     usage: Usage
 
@@ -167,7 +141,6 @@ class ChunkEncoder:
         parts: list[ChoiceObject] = []
         for output in news.outputs:
             index = prompt * self._options.n + output.index
-            self.usage.take(prompt, index, output, news)
             part = self._choices.part(index, output, news)
             if part is not None:
                 parts.append(part)
@@ -190,7 +163,6 @@ class ChunkEncoder:
             about_prompt = self._choices.about_prompt(request)
             for output in request.outputs:
                 index = prompt * self._options.n + output.index
-                self.usage.take(prompt, index, output, request)
                 choices.append(self._choices.whole(index, output, request))
         fields = self._head.fields(self._choices.id_prefix, self._choices.object_name)
         about_prompt = about_prompt or self._choices.about_prompt(None) or {}

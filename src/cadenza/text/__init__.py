@@ -6,15 +6,17 @@ Invariant: importing this package loads neither `tokenizers` nor `jinja2`; the f
 
 from cadenza.text.bad_words import bad_word_token_ids
 from cadenza.text.chat import ChatTemplate
-from cadenza.text.detokenizer import IncrementalDetokenizer
+from cadenza.text.detokenizer import DecoderPlan, IncrementalDetokenizer, plan_decoder
 from cadenza.text.stop import StopMatch, StopMatcher
 from cadenza.text.tokenizer import Tokenizer
 
 __all__ = [
     "ChatTemplate",
+    "DecoderPlan",
     "IncrementalDetokenizer",
     "StopMatch",
     "StopMatcher",
     "Tokenizer",
     "bad_word_token_ids",
+    "plan_decoder",
 ]

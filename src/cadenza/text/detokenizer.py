@@ -52,15 +52,24 @@ class DecoderPlan:
 class IncrementalDetokenizer:
     """Decodes one stream of tokens.
 
+    Args:
+        plan: of this tokenizer's decoder, from `plan_decoder`, which need not be made for each
+            stream; None makes it here.
+
     Raises:
         CheckpointError: the tokenizer's decoder has a step that is not known.
     """
 
     __slots__ = ("_edits", "_is_first", "_skipped", "_text_stages", "_token_stages", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        plan: DecoderPlan | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
-        plan = plan_decoder(tokenizer.decoder_description())
+        plan = plan or plan_decoder(tokenizer.decoder_description())
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         self._edits = plan.edits
         self._token_stages = [make() for make in plan.token_stages]
@@ -76,7 +85,9 @@ class IncrementalDetokenizer:
             token = edit(token, self._is_first)
         self._is_first = False
         if not self._token_stages:
-            return self._join(token)
+            for stage in self._text_stages:
+                token = stage.push(token)
+            return token
         tokens = [token]
         for stage in self._token_stages:
             tokens = _push_all(stage, tokens)

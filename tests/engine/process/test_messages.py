@@ -34,6 +34,7 @@ from cadenza.request import (
     PromptLogprobs,
     Request,
     SamplingParams,
+    Started,
     Token,
     TokenLogprobs,
 )
@@ -84,16 +85,15 @@ FINISHED = Finished(
     error="why",
     error_kind="step_failed",
 )
+STARTED = Started(request_id=5)
 STATS = EngineStats(
     num_running=1,
     num_waiting=2,
     pages_live=3,
     pages_cached=4,
     pages_free=5,
-    num_steps=6,
     num_failed_steps=7,
     num_preemptions=8,
-    num_computed_tokens=9,
     num_prefix_queries=10,
     num_prefix_hits=11,
     num_compiles_after_warmup=12,
@@ -117,7 +117,7 @@ REPORT = Report(
     num_steps=1,
     is_idle=False,
     predicted_s=0.5,
-    started=(1, 2),
+    started=(STARTED,),
     prompt_logprobs=(PROMPT_LOGPROBS,),
     tokens=(TOKEN, TOKEN),
     finished=(FINISHED,),

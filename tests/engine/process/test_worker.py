@@ -21,7 +21,7 @@ from cadenza.engine.process.messages import (
 )
 from cadenza.engine.process.worker import IDLE_BEAT_S, Worker
 from cadenza.errors import RunnerError
-from cadenza.request import Finished, Request, SamplingParams
+from cadenza.request import Finished, Request, SamplingParams, Started
 
 LIMITS = EngineLimits(
     max_num_seqs=2,
@@ -83,12 +83,14 @@ def submit(request_id: int, num_prompt_tokens: int, max_tokens: int) -> Submit:
 def test_events_leave_with_their_step_and_the_last_report_has_final_statistics():
     bench = Bench(lambda _: 0.01, [submit(5, 3, 4), submit(6, 3, 2)])
     reports = bench.play()
-    assert [len(report.tokens) for report in reports if report.events] == [2, 2, 1, 1]
-    assert [report.started for report in reports if report.started] == [(5, 6)]
+    assert [len(report.tokens) for report in reports if report.tokens] == [2, 2, 1, 1]
+    assert [report.started for report in reports if report.started] == [
+        (Started(request_id=5), Started(request_id=6))
+    ]
     last = reports[-1]
     assert last.is_idle
     assert last.stats is not None
-    assert (last.stats.num_steps, last.stats.num_running) == (4, 0)
+    assert (last.stats.step_seconds.count, last.stats.num_running) == (4, 0)
     assert last.num_steps == 4
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from cadenza import errors
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import DRAINING, SHUT_DOWN, Clock, Emit
-from cadenza.engine.open_requests import OpenRequests, RequestStats, RequestTimeouts
+from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
 from cadenza.engine.process.child_process import COMMAND, ChildProcess
 from cadenza.engine.process.messages import (
     Cancel,
@@ -217,6 +217,9 @@ class EngineProcess:
     def stats(self) -> EngineStats | None:
         return self._stats
 
+    def load(self) -> EngineLoad:
+        return self._requests.load()
+
     def request_stats(self) -> RequestStats:
         return self._requests.stats()
 
@@ -331,7 +334,7 @@ class EngineProcess:
             self._supervision.beat(
                 now_s, message.num_steps, message.predicted_s, is_idle=message.is_idle
             )
-            events = self._requests.pass_on(message.events, message.started)
+            events = self._requests.pass_on(message.events)
             if events:
                 emit(events)
         elif isinstance(message, Loading):

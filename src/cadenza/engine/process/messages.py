@@ -14,7 +14,7 @@ from cadenza.config import EngineConfig
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.errors import CadenzaError
-from cadenza.request import Event, Finished, PromptLogprobs, Request, Token
+from cadenza.request import Event, Finished, PromptLogprobs, Request, Started, Token
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
@@ -82,14 +82,13 @@ class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=
         num_steps: scheduled so far.
         is_idle: nothing is open.
         predicted_s: how long the next step may take.
-        started: requests whose first step this was.
         stats: left out of most frames.
     """
 
     num_steps: int
     is_idle: bool
     predicted_s: float
-    started: tuple[int, ...] = ()
+    started: tuple[Started, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     tokens: tuple[Token, ...] = ()
     finished: tuple[Finished, ...] = ()
@@ -98,7 +97,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=
     @property
     def events(self) -> list[Event]:
         """Each sample's in their order."""
-        return [*self.prompt_logprobs, *self.tokens, *self.finished]
+        return [*self.started, *self.prompt_logprobs, *self.tokens, *self.finished]
 
 
 ToEngine = Start | Submit | Cancel | Stop

@@ -6,7 +6,7 @@ leave in the frame of the step that made them; an engine that has work reports a
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from cadenza.engine.core import EngineCore
 from cadenza.engine.process.forecast import StepForecast
 from cadenza.engine.process.messages import Cancel, FromEngine, Report, Submit, ToEngine, WireError
 from cadenza.engine.stats import StepMeter
-from cadenza.request import Event, Finished, PromptLogprobs, Token
+from cadenza.request import Event, Finished, PromptLogprobs, Started, Token
 
 BEAT_EVERY_S = 0.25
 IDLE_BEAT_S = 1.0
@@ -66,9 +66,10 @@ class Worker:
             for message in messages:
                 self._handle(message)
             if self._core.is_idle:
-                self._report([], [])
+                self._report(())
                 continue
-            self._announce_slow_step()
+            if self._has_news:  # otherwise the newest report has the forecast of this step
+                self._announce_slow_step()
             self._step()
             check_step_errors(self._core)
 
@@ -93,13 +94,13 @@ class Worker:
         self._last_launched = launched
         self._has_news = True
         is_due = now_s - self._reported_at_s >= BEAT_EVERY_S
-        if events or scheduler.started or is_due or self._core.is_idle:
-            self._report(events, scheduler.started)
+        if events or is_due or self._core.is_idle:
+            self._report(events)
 
     def _announce_slow_step(self) -> None:
         predicted_s = self._predicted_s()
         if predicted_s > SLOW_STEP_S and predicted_s > self._announced_s:
-            self._report([], [])
+            self._report(())
 
     def _predicted_s(self) -> float:
         """Of the next step: it takes what runs, and of what waits as many as there are rows."""
@@ -109,7 +110,7 @@ class Worker:
         wanted = sum(sequence.num_uncomputed_tokens for sequence in candidates)
         return self._forecast.predict_s(min(budget, wanted) + self._last_launched)
 
-    def _report(self, events: list[Event], started: list[int]) -> None:
+    def _report(self, events: Sequence[Event]) -> None:
         now_s, is_idle = self._clock(), self._core.is_idle
         has_stats = (is_idle and self._has_news) or now_s - self._stats_at_s >= STATS_EVERY_S
         self._announced_s = 0.0 if is_idle else self._predicted_s()
@@ -118,10 +119,12 @@ class Worker:
                 num_steps=self._core.num_steps,
                 is_idle=is_idle,
                 predicted_s=self._announced_s,
-                started=tuple(started),
-                prompt_logprobs=tuple(each for each in events if isinstance(each, PromptLogprobs)),
-                tokens=tuple(each for each in events if isinstance(each, Token)),
-                finished=tuple(each for each in events if isinstance(each, Finished)),
+                started=tuple([each for each in events if isinstance(each, Started)]),
+                prompt_logprobs=tuple(
+                    [each for each in events if isinstance(each, PromptLogprobs)]
+                ),
+                tokens=tuple([each for each in events if isinstance(each, Token)]),
+                finished=tuple([each for each in events if isinstance(each, Finished)]),
                 stats=self.meter.stats() if has_stats else None,
             )
         )

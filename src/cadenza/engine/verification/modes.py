@@ -14,7 +14,7 @@ from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.verification.workload import Arrival
-from cadenza.request import Event, Finished, PromptLogprobs, TokenLogprobs
+from cadenza.request import Finished, PromptLogprobs, Started, Token, TokenLogprobs
 
 MAX_STEPS = 1_000_000
 
@@ -184,6 +184,8 @@ def _play_round(
         if not coming and core.is_idle:
             break
         for event in core.step():
+            if isinstance(event, Started):
+                continue
             sample = 0 if isinstance(event, PromptLogprobs) else event.sample
             _record(streams[event.request_id, sample], event, counts)
         watch.look(core.scheduler.running)
@@ -192,7 +194,7 @@ def _play_round(
     return tuple(streams.values())
 
 
-def _record(stream: Stream, event: Event, counts: Counts) -> None:
+def _record(stream: Stream, event: Token | PromptLogprobs | Finished, counts: Counts) -> None:
     if isinstance(event, Finished):
         stream.finish = event.finish_reason
         stream.error = event.error

@@ -70,7 +70,7 @@ class GenerationRequest(GenerationBody, ABC):
 
     @abstractmethod
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFace) -> AnswerEncoder:
-        """What makes the answer's bytes and counts its tokens in `usage`."""
+        """What makes the answer's bytes; `usage` has its tokens."""
 
     @property
     def num_choices(self) -> int:
