@@ -22,7 +22,7 @@ from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.bench.serve import ServeOptions, measure_serving
 from cadenza.bench.serve_figures import LoadFigures
 from cadenza.bench.serve_workload import ServeWorkload
-from cadenza.engine.build import cache_folder
+from cadenza.loading.build import cache_folder
 
 MAX_MODEL_LEN = 1024
 

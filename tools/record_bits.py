@@ -32,8 +32,8 @@ from cadenza.checkpoint import (
 )
 from cadenza.checkpoint.random_checkpoint import shape_names
 from cadenza.config import EngineConfig
-from cadenza.engine.build import build_runner, plan_model
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.loading.build import build_runner, plan_model
 from cadenza.request import (
     Finished,
     PromptLogprobs,

@@ -207,8 +207,8 @@ class Bench:
     """A server, and the windows of its requests and tokens."""
 
     def __init__(self, recorder: Recorder) -> None:
-        from cadenza.engine.build import find_checkpoint
-        from cadenza.engine.text_face import TextFace
+        from cadenza.frontend.text_frontend import TextFrontend
+        from cadenza.loading.build import find_checkpoint
 
         self._recorder = recorder
         self._waits_for: str | None = None
@@ -241,7 +241,7 @@ class Bench:
             )
         )
         self.engine = EngineProcess(None, EngineConfig(), options)
-        self.text = TextFace(checkpoint, max_model_len=limits.max_model_len)
+        self.text = TextFrontend(checkpoint, max_model_len=limits.max_model_len)
 
     def _on_mark(self, mark: str) -> None:
         """On the engine's thread: a step was launched or read."""

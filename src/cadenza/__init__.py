@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cadenza.config import EngineConfig
-    from cadenza.engine.async_engine import AsyncEngine
     from cadenza.engine.core import EngineCore
-    from cadenza.engine.llm import LLM
-    from cadenza.engine.reference import ReferenceEngine
+    from cadenza.frontend.async_engine import AsyncEngine
+    from cadenza.frontend.llm import LLM
     from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
     from cadenza.request import Finished, Request, SamplingParams, Token
+    from cadenza.verification.reference import ReferenceEngine
 
 __version__ = "0.1.0"
 
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncEngine": "cadenza.engine.async_engine",
+    "AsyncEngine": "cadenza.frontend.async_engine",
     "CompletionOutput": "cadenza.outputs",
     "EngineConfig": "cadenza.config",
     "EngineCore": "cadenza.engine.core",
     "Finished": "cadenza.request",
-    "LLM": "cadenza.engine.llm",
+    "LLM": "cadenza.frontend.llm",
     "Logprob": "cadenza.outputs",
-    "ReferenceEngine": "cadenza.engine.reference",
+    "ReferenceEngine": "cadenza.verification.reference",
     "Request": "cadenza.request",
     "RequestOutput": "cadenza.outputs",
     "SamplingParams": "cadenza.request",

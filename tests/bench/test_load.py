@@ -13,8 +13,8 @@ from cadenza import EngineConfig
 from cadenza.bench.load import Load, as_json, measure_load
 from cadenza.bench.load_probe import FileReader, MemoryWatch, largest_tensor_bytes
 from cadenza.checkpoint import open_checkpoint, write_random_checkpoint
-from cadenza.engine.build import load_runner, plan_model
-from cadenza.engine.memory import private_memory_bytes
+from cadenza.loading.build import load_runner, plan_model
+from cadenza.loading.memory import private_memory_bytes
 from tests.bench.shapes import TINY
 
 SHAPE = replace(TINY, vocab_size=160_000, hidden_size=128, tie_word_embeddings=False)

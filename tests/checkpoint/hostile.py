@@ -303,12 +303,12 @@ def write_corpus(root: Path) -> None:
 def use_everything(folder: Path) -> None:
     """What a start does with a folder before any engine."""
     from cadenza.checkpoint import open_checkpoint
-    from cadenza.engine.text_face import TextFace
+    from cadenza.frontend.text_frontend import TextFrontend
 
     checkpoint = open_checkpoint(folder)
     for name in checkpoint.weights:
         checkpoint.weights[name].sum()
-    face = TextFace(checkpoint)
+    face = TextFrontend(checkpoint)
     if checkpoint.tokenizer_path is not None:
         face.encode("x")
     if face.has_chat_template:

@@ -12,8 +12,8 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.hub import Hub, is_hub_id
-from cadenza.engine.build import find_checkpoint
 from cadenza.errors import CheckpointError, ConfigError
+from cadenza.loading.build import find_checkpoint
 from tests.checkpoint.files import SMALL_CONFIG, encode_file, encode_tensors, small_model
 from tests.checkpoint.hub_server import NAME, FakeHub, serving
 from tests.ports import refusing_port

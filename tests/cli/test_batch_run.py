@@ -18,8 +18,8 @@ from cadenza.cli.reports import json_lines
 from cadenza.config import EngineLimits
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import EngineCore
-from cadenza.engine.text_face import TextFace
 from cadenza.errors import InvalidRequestError, RunnerError
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import Request, SamplingParams
 
 STEP_S = 0.5
@@ -37,8 +37,8 @@ class Ticking:
 
 
 @pytest.fixture
-def text(model: Path) -> TextFace:
-    return TextFace(open_checkpoint(model))
+def text(model: Path) -> TextFrontend:
+    return TextFrontend(open_checkpoint(model))
 
 
 class BrokenRunner(FakeRunner):
@@ -84,7 +84,7 @@ def finish(run: BatchRun, clock: Ticking) -> None:
         run.step()
 
 
-def test_times_are_those_of_the_clock(text: TextFace):
+def test_times_are_those_of_the_clock(text: TextFrontend):
     clock = Ticking()
     run = BatchRun(new_core(), text, [ask(0), ask(1, max_tokens=1)], clock)
     finish(run, clock)
@@ -99,7 +99,7 @@ def test_times_are_those_of_the_clock(text: TextFace):
     assert run.tokens_per_s == pytest.approx(6 / (6 * STEP_S))
 
 
-def test_rows_and_states_follow_the_scheduler(text: TextFace):
+def test_rows_and_states_follow_the_scheduler(text: TextFrontend):
     clock = Ticking()
     run = BatchRun(new_core(max_num_seqs=2), text, [ask(0), ask(1, size=40), ask(2)], clock)
     run.step()
@@ -112,7 +112,7 @@ def test_rows_and_states_follow_the_scheduler(text: TextFace):
     assert run.streams[2].row == 0
 
 
-def test_more_questions_than_the_queue_holds_are_all_answered(text: TextFace):
+def test_more_questions_than_the_queue_holds_are_all_answered(text: TextFrontend):
     clock = Ticking()
     core = new_core(max_num_seqs=2, max_num_queued_reqs=1)
     run = BatchRun(core, text, [ask(index) for index in range(9)], clock)
@@ -122,14 +122,14 @@ def test_more_questions_than_the_queue_holds_are_all_answered(text: TextFace):
     core.check_invariants()
 
 
-def test_a_question_that_cannot_be_served_starts_none(text: TextFace):
+def test_a_question_that_cannot_be_served_starts_none(text: TextFrontend):
     core = new_core()
     with pytest.raises(InvalidRequestError):
         BatchRun(core, text, [ask(0), ask(1, max_tokens=1000)], Ticking())
     assert core.is_idle
 
 
-def test_closing_cancels_what_runs_and_keeps_what_has_come(text: TextFace):
+def test_closing_cancels_what_runs_and_keeps_what_has_come(text: TextFrontend):
     core = new_core(max_num_seqs=1)
     run = BatchRun(core, text, [ask(0, max_tokens=50), ask(1)], Ticking())
     for _ in range(4):
@@ -143,7 +143,7 @@ def test_closing_cancels_what_runs_and_keeps_what_has_come(text: TextFace):
     core.check_invariants()
 
 
-def test_json_of_a_run_is_one_line_for_each_stream_and_a_summary(text: TextFace):
+def test_json_of_a_run_is_one_line_for_each_stream_and_a_summary(text: TextFrontend):
     clock = Ticking()
     run = BatchRun(new_core(), text, [ask(0), ask(1)], clock)
     finish(run, clock)
@@ -169,7 +169,7 @@ class PressedLater(Interrupts):
         del value
 
 
-def interrupted_run(text: TextFace) -> BatchRun:
+def interrupted_run(text: TextFrontend) -> BatchRun:
     """One short prompt, one long one, and one that waits for a row."""
     core = new_core(max_num_seqs=2, max_num_queued_reqs=2)
     questions = [ask(0, max_tokens=2), ask(1, max_tokens=100), ask(2, max_tokens=100)]
@@ -177,7 +177,7 @@ def interrupted_run(text: TextFace) -> BatchRun:
     return BatchRun(core, text, questions, Ticking())
 
 
-def test_ctrl_c_prints_what_json_there_is(text: TextFace, capsys: pytest.CaptureFixture[str]):
+def test_ctrl_c_prints_what_json_there_is(text: TextFrontend, capsys: pytest.CaptureFixture[str]):
     run = interrupted_run(text)
     with pytest.raises(KeyboardInterrupt):
         run_as_json(run, PressedLater(6), {"model": "m"})
@@ -188,7 +188,7 @@ def test_ctrl_c_prints_what_json_there_is(text: TextFace, capsys: pytest.Capture
 
 
 def test_ctrl_c_prints_the_text_of_answers_that_had_begun(
-    text: TextFace, capsys: pytest.CaptureFixture[str]
+    text: TextFrontend, capsys: pytest.CaptureFixture[str]
 ):
     run = interrupted_run(text)
     with pytest.raises(KeyboardInterrupt):
@@ -202,7 +202,7 @@ def test_ctrl_c_prints_the_text_of_answers_that_had_begun(
 
 
 def test_a_stream_that_fails_is_said_on_stderr_and_fails_the_command(
-    text: TextFace, capsys: pytest.CaptureFixture[str]
+    text: TextFrontend, capsys: pytest.CaptureFixture[str]
 ):
     clock = Ticking()
     run = BatchRun(new_core(kind=BrokenRunner), text, [ask(0), ask(1)], clock)
@@ -214,7 +214,7 @@ def test_a_stream_that_fails_is_said_on_stderr_and_fails_the_command(
     assert '"finish_reason": "error"' in json_lines(run, {})[0]
 
 
-def test_a_run_without_failures_reports_none(text: TextFace):
+def test_a_run_without_failures_reports_none(text: TextFrontend):
     clock = Ticking()
     run = BatchRun(new_core(), text, [ask(0)], clock)
     finish(run, clock)
@@ -228,7 +228,7 @@ def console_of(width: int, height: int) -> Console:
 @pytest.mark.parametrize("count", [1, 2, 8, 20, 60])
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 30), (200, 60), (40, 10), (20, 5)])
 def test_a_frame_fits_the_terminal_at_every_step(
-    text: TextFace, count: int, width: int, height: int
+    text: TextFrontend, count: int, width: int, height: int
 ):
     clock = Ticking()
     shown = "the quick brown fox\njumps \x1b[31mover\x07 [bold]the[/bold] dog 漢字 " * 3
@@ -246,7 +246,7 @@ def test_a_frame_fits_the_terminal_at_every_step(
         run.step()
 
 
-def test_a_frame_tells_rows_waiting_done_steps_and_speed(text: TextFace):
+def test_a_frame_tells_rows_waiting_done_steps_and_speed(text: TextFrontend):
     clock = Ticking()
     run = BatchRun(new_core(max_num_seqs=2), text, [ask(i, max_tokens=9) for i in range(5)], clock)
     for _ in range(4):
@@ -260,7 +260,7 @@ def test_a_frame_tells_rows_waiting_done_steps_and_speed(text: TextFace):
         assert said in shown, said
 
 
-def test_frames_are_drawn_no_more_often_than_is_of_use(text: TextFace):
+def test_frames_are_drawn_no_more_often_than_is_of_use(text: TextFrontend):
     clock = Ticking()
     run = BatchRun(new_core(), text, [ask(0)], clock)
     console = console_of(80, 24)
@@ -274,7 +274,7 @@ def test_frames_are_drawn_no_more_often_than_is_of_use(text: TextFace):
         assert frames.due_s > due_s
 
 
-def test_the_result_on_a_terminal_has_every_answer_and_no_control_characters(text: TextFace):
+def test_the_result_on_a_terminal_has_every_answer_and_no_control_characters(text: TextFrontend):
     clock = Ticking()
     run = BatchRun(new_core(), text, [ask(0, shown="a\x1b[2Jb"), ask(1)], clock)
     finish(run, clock)

@@ -15,8 +15,8 @@ from cadenza.cli.generate import GenerateFlags
 from cadenza.cli.options import with_flags
 from cadenza.cli.reports import block
 from cadenza.cli.sampling_flags import SamplingFlags
-from cadenza.engine.assembly import OutputAssembler
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.output_processor import OutputProcessor
+from cadenza.frontend.text_frontend import TextFrontend
 from tests.cli.harness import ENGINE, Ran
 from tests.faces.scripted_engine import finished, token
 
@@ -116,13 +116,13 @@ def test_generation_config_none_leaves_the_models_sampling_aside(
 
 
 def test_several_samples_are_printed_with_their_numbers(model: Path):
-    text = TextFace(open_checkpoint(model))
+    text = TextFrontend(open_checkpoint(model))
     prepared = text.prepare("the", {"n": 2})
     stream = Stream(index=2, shown="the", sent_text="the", request=prepared.request)
-    stream.assembler = OutputAssembler(0, prepared, text)
+    stream.processor = OutputProcessor(0, prepared, text)
     for sample, written in enumerate(("fox", "dog")):
         for index, token_id in enumerate(text.encode(written)):
-            stream.assembler.push(token(0, token_id, index, sample=sample))
-        stream.assembler.push(finished(0, sample=sample))
+            stream.processor.push(token(0, token_id, index, sample=sample))
+        stream.processor.push(finished(0, sample=sample))
     assert block(stream, 5) == "[3.1] the\nfox\n\n[3.2] the\ndog\n\n"
     assert block(stream, 1) == block(stream, 5)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.engine.verification.option_matrix import make_matrix
+from cadenza.verification.option_matrix import make_matrix
 from tests.cli.harness import ENGINE, Ran
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.engine.memory import available_memory_bytes
+from cadenza.loading.memory import available_memory_bytes
 
 GIB = 1 << 30
 

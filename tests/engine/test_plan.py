@@ -8,8 +8,8 @@ import pytest
 from cadenza.backends.base import BackendTraits
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import EngineConfig
-from cadenza.engine.plan import EnginePlan, make_plan
 from cadenza.errors import ConfigError
+from cadenza.loading.plan import EnginePlan, make_plan
 
 TRAITS = BackendTraits(
     name="test:cpu",

@@ -13,8 +13,8 @@ from cadenza.core.prompt_scores import PromptScores, ScoreRoom
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import NUM_SCORE_ROWS
 from cadenza.engine.core import EngineCore
-from cadenza.engine.reference import Logits, ReferenceEngine
 from cadenza.request import Event, Finished, PromptLogprobs, Request, SamplingParams, Token
+from cadenza.verification.reference import Logits, ReferenceEngine
 from tests.engine.simulation import VOCAB_SIZE, Parts, make_engine
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")

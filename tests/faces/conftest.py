@@ -7,7 +7,7 @@ import pytest
 
 from cadenza import LLM
 from cadenza.checkpoint import named_shape, open_checkpoint, write_random_checkpoint
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.text_frontend import TextFrontend
 from tests.cli.harness import write_model
 
 
@@ -37,10 +37,10 @@ def worded(worded_folder: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="session")
-def worded_text(worded_folder: Path) -> TextFace:
-    return TextFace(open_checkpoint(worded_folder))
+def worded_text(worded_folder: Path) -> TextFrontend:
+    return TextFrontend(open_checkpoint(worded_folder))
 
 
 @pytest.fixture(scope="session")
-def tiny_text(tiny_folder: Path) -> TextFace:
-    return TextFace(open_checkpoint(tiny_folder))
+def tiny_text(tiny_folder: Path) -> TextFrontend:
+    return TextFrontend(open_checkpoint(tiny_folder))

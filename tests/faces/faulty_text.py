@@ -3,8 +3,8 @@
 from typing import Any, Literal
 
 from cadenza import SamplingParams
-from cadenza.engine.continuation import Continuation
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.sample_output import SampleOutput
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.text import IncrementalDetokenizer, StopMatcher
 
 Fault = Literal["detokenizer", "flush", "stop strings", "log probabilities"]
@@ -45,7 +45,7 @@ class _Matcher(StopMatcher):
         return break_down() if self.num_texts > NUM_GOOD_TOKENS else super().push(text)
 
 
-class _Untakeable(Continuation):
+class _Untakeable(SampleOutput):
     """Nobody can take what it has to tell; slots are its parent's."""
 
     __slots__ = ()
@@ -58,7 +58,7 @@ class FaultyOutput:
     """The real text side, but of the requests the one that comes as number `victim` (from 0) has
     outputs that cannot be made."""
 
-    def __init__(self, text: TextFace, victim: int) -> None:
+    def __init__(self, text: TextFrontend, victim: int) -> None:
         self._text = text
         self._victim = victim
         self._num_requests = 0
@@ -66,10 +66,10 @@ class FaultyOutput:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._text, name)
 
-    def continuation(self, params: SamplingParams, sample: int) -> Continuation:
+    def sample_output(self, params: SamplingParams, sample: int) -> SampleOutput:
         self._num_requests += 1
         if self._num_requests - 1 != self._victim:
-            return self._text.continuation(params, sample)
+            return self._text.sample_output(params, sample)
         return _Untakeable(sample, None)
 
 
@@ -79,21 +79,21 @@ class FaultyText:
     A fault in the log probabilities' texts is everybody's who asks for them.
     """
 
-    def __init__(self, text: TextFace, fault: Fault) -> None:
+    def __init__(self, text: TextFrontend, fault: Fault) -> None:
         self._text = text
         self._fault: Fault = fault
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._text, name)
 
-    def continuation(self, params: SamplingParams, sample: int) -> Continuation:
+    def sample_output(self, params: SamplingParams, sample: int) -> SampleOutput:
         tokenizer = self._text.tokenizer
         assert tokenizer is not None
         if FAULTY_STOP not in params.stop:
-            return self._text.continuation(params, sample)
+            return self._text.sample_output(params, sample)
         detokenizer: Any = _Detokenizer(IncrementalDetokenizer(tokenizer), self._fault)
         is_matcher = self._fault == "stop strings"
-        return Continuation(sample, detokenizer, _Matcher(params.stop) if is_matcher else None)
+        return SampleOutput(sample, detokenizer, _Matcher(params.stop) if is_matcher else None)
 
     def text_of(self, token_id: int) -> str | None:
         return break_down() if self._fault == "log probabilities" else self._text.text_of(token_id)

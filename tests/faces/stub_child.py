@@ -6,8 +6,8 @@ Python looks for modules beside a script first, so the stub is found without the
 import sys
 from functools import partial
 
-from cadenza.engine.process.__main__ import load
 from cadenza.engine.process.child import run_child
+from cadenza.loading.engine_program import load
 
 STUBS = {"stub": "stub_backend:StubBackend"}
 

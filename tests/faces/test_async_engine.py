@@ -7,8 +7,8 @@ import pytest
 
 from cadenza import LLM, AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
 from cadenza.engine.batch_engine import CoreService
-from cadenza.engine.build import load_model
 from cadenza.errors import ConfigError, EngineClosedError, InvalidRequestError
+from cadenza.frontend.loaded_model import load_model
 from tests.faces.held_engine import HeldEngine
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 50, [9], [11] * 20, [12, 13]]

@@ -15,11 +15,13 @@ from cadenza.backends.base import Backend
 from cadenza.checkpoint import open_checkpoint
 from cadenza.cli.info import describe
 from cadenza.engine.batch_engine import CoreService
-from cadenza.engine.build import build_reference, load_model, plan_model
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
-from cadenza.engine.text_face import TextFace
-from cadenza.engine.verification.run import VerifyOptions, self_test, verify
 from cadenza.errors import ConfigError, DeviceUnavailableError
+from cadenza.frontend.loaded_model import load_model
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.loading.build import plan_model
+from cadenza.verification.reference import build_reference
+from cadenza.verification.run import VerifyOptions, self_test, verify
 from tests.faces.stub_backend import STUBS, StubBackend, greedy_tokens
 from tests.server.harness import RunningServer, running_server
 
@@ -79,7 +81,7 @@ def test_a_backend_that_was_not_chosen_is_not_imported(tiny_folder: Path) -> Non
     chosen = modules_loaded_by(
         "from cadenza import EngineConfig\n"
         "from cadenza.backends import BACKENDS\n"
-        "from cadenza.engine.build import load_model\n"
+        "from cadenza.frontend.loaded_model import load_model\n"
         "from tests.faces.stub_backend import STUBS\n"
         "config = EngineConfig(backend='stub', max_num_seqs=1, max_model_len=16)\n"
         f"load_model({str(tiny_folder)!r}, config, backends=BACKENDS | STUBS).close()"
@@ -123,7 +125,7 @@ def served_in_this_process(folder: Path) -> Iterator[RunningServer]:
 @contextmanager
 def served_by_an_engine_process(folder: Path) -> Iterator[RunningServer]:
     engine = EngineProcess(folder, STUB, ProcessOptions(command=COMMAND))
-    with running_server(engine, TextFace(open_checkpoint(folder))) as server:
+    with running_server(engine, TextFrontend(open_checkpoint(folder))) as server:
         engine.wait_ready(LOAD_S)
         yield server
 

@@ -17,10 +17,11 @@ from cadenza import LLM, AsyncEngine, EngineConfig, ReferenceEngine, Request, Sa
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.config import EngineLimits, config_from_options
 from cadenza.engine.batch_engine import CoreService
-from cadenza.engine.build import build_reference, find_checkpoint, plan_model
 from cadenza.engine.process.messages import Start, Submit, decode_to_engine, encode
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import CadenzaError, ConfigError, InvalidRequestError
+from cadenza.loading.build import find_checkpoint, plan_model
+from cadenza.verification.reference import build_reference
 
 HOSTILE: dict[str, Any] = {
     "none": None,

@@ -14,22 +14,22 @@ import pytest
 from cadenza.backends.base import Runner
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.engine.build import build_reference, build_runner, plan_model
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.reference import ReferenceEngine
-from cadenza.engine.reference_rules import ruled_logits
-from cadenza.engine.verification.gate import Gate, GateResult, ModeResult, Witness
-from cadenza.engine.verification.modes import Counts
-from cadenza.engine.verification.option_matrix import (
+from cadenza.loading.build import build_runner, plan_model
+from cadenza.request import Request, SamplingParams
+from cadenza.verification.gate import Gate, GateResult, ModeResult, Witness
+from cadenza.verification.modes import Counts
+from cadenza.verification.option_matrix import (
     BAD_WORDS,
     OPTIONS,
     OptionCoverage,
     OptionMatrix,
     make_matrix,
 )
-from cadenza.engine.verification.pairwise import all_pairs, covering_rows, missing_pairs
-from cadenza.engine.verification.workload import Arrival, WorkloadShape, make_workload
-from cadenza.request import Request, SamplingParams
+from cadenza.verification.pairwise import all_pairs, covering_rows, missing_pairs
+from cadenza.verification.reference import ReferenceEngine, build_reference
+from cadenza.verification.reference_rules import ruled_logits
+from cadenza.verification.workload import Arrival, WorkloadShape, make_workload
 
 CONFIG = EngineConfig(max_num_seqs=4, max_model_len=256)
 NAMES = tuple(option.name for option in OPTIONS)

@@ -7,8 +7,8 @@ from shutil import copytree
 import pytest
 
 from cadenza import LLM, EngineConfig, SamplingParams
-from cadenza.engine.build import find_checkpoint, plan_model
 from cadenza.errors import ConfigError, DeviceUnavailableError
+from cadenza.loading.build import find_checkpoint, plan_model
 
 DRAWN = SamplingParams(max_tokens=12, ignore_eos=True)
 SMALL = {"max_num_seqs": 2, "max_model_len": 64}

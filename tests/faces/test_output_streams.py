@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from cadenza import AsyncEngine, Request, RequestOutput
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputKind
 from tests.faces.scripted_engine import ScriptedEngine, finished, token
 
@@ -18,7 +18,7 @@ END = [finished(0, count=4)]
 Play = Callable[[ScriptedEngine, AsyncEngine], Awaitable[None]]
 
 
-def run(text: TextFace, play: Play) -> ScriptedEngine:
+def run(text: TextFrontend, play: Play) -> ScriptedEngine:
     scripted = ScriptedEngine()
 
     async def serve() -> None:
@@ -33,7 +33,7 @@ def ids(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_a_reader_who_keeps_up_gets_an_output_for_each_step(tiny_text: TextFace) -> None:
+def test_a_reader_who_keeps_up_gets_an_output_for_each_step(tiny_text: TextFrontend) -> None:
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         stream = engine.generate([1], kind="delta")
         steps = [*STEPS, END]
@@ -49,7 +49,7 @@ def test_a_reader_who_keeps_up_gets_an_output_for_each_step(tiny_text: TextFace)
     run(tiny_text, play)
 
 
-def test_a_slow_reader_gets_all_that_came_meanwhile_in_one_output(tiny_text: TextFace) -> None:
+def test_a_slow_reader_gets_all_that_came_meanwhile_in_one_output(tiny_text: TextFrontend) -> None:
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         slow = engine.submit(Request(prompt_token_ids=(1,)), kind="delta")
         other = engine.submit(Request(prompt_token_ids=(2,)), kind="final")
@@ -63,7 +63,7 @@ def test_a_slow_reader_gets_all_that_came_meanwhile_in_one_output(tiny_text: Tex
 
 
 @pytest.mark.parametrize("kind", ["cumulative", "delta", "final"])
-def test_each_kind_tells_the_same_story(tiny_text: TextFace, kind: OutputKind) -> None:
+def test_each_kind_tells_the_same_story(tiny_text: TextFrontend, kind: OutputKind) -> None:
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         stream = engine.generate([1], kind=kind)
         first = asyncio.ensure_future(anext(stream))
@@ -83,7 +83,7 @@ def test_each_kind_tells_the_same_story(tiny_text: TextFace, kind: OutputKind) -
     run(tiny_text, play)
 
 
-def test_a_step_reaches_every_stream_it_has_news_for_and_no_other(tiny_text: TextFace) -> None:
+def test_a_step_reaches_every_stream_it_has_news_for_and_no_other(tiny_text: TextFrontend) -> None:
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         streams = [engine.generate([1], kind="delta") for _ in range(3)]
         first = [asyncio.ensure_future(anext(stream)) for stream in streams]
@@ -98,7 +98,7 @@ def test_a_step_reaches_every_stream_it_has_news_for_and_no_other(tiny_text: Tex
     run(tiny_text, play)
 
 
-def test_leaving_cancels_in_the_engine_at_once(tiny_text: TextFace) -> None:
+def test_leaving_cancels_in_the_engine_at_once(tiny_text: TextFrontend) -> None:
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         stream = engine.generate([1])
         scripted.play([token(0, 3)])
@@ -109,7 +109,7 @@ def test_leaving_cancels_in_the_engine_at_once(tiny_text: TextFace) -> None:
     assert run(tiny_text, play).cancelled == [(0, None)]
 
 
-def test_a_cancelled_task_cancels_its_request(tiny_text: TextFace) -> None:
+def test_a_cancelled_task_cancels_its_request(tiny_text: TextFrontend) -> None:
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         async def read() -> None:
             async for _ in engine.generate([1]):
@@ -125,7 +125,7 @@ def test_a_cancelled_task_cancels_its_request(tiny_text: TextFace) -> None:
     run(tiny_text, play)
 
 
-def test_a_finished_request_is_not_cancelled(tiny_text: TextFace) -> None:
+def test_a_finished_request_is_not_cancelled(tiny_text: TextFrontend) -> None:
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         scripted.play()
         stream = engine.generate([1])
@@ -140,7 +140,7 @@ def test_a_finished_request_is_not_cancelled(tiny_text: TextFace) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_dies_ends_every_stream_with_an_error(tiny_text: TextFace) -> None:
+def test_an_engine_that_dies_ends_every_stream_with_an_error(tiny_text: TextFrontend) -> None:
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         streams = [engine.submit(Request(prompt_token_ids=(1,))) for _ in range(2)]
         scripted.play([token(0, 3)])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cadenza import LLM, EngineConfig, RequestOutput, SamplingParams
-from cadenza.engine.build import build_reference, find_checkpoint
+from cadenza.loading.build import find_checkpoint
+from cadenza.verification.reference import build_reference
 
 PROMPT = [(7 + index * 13) % 250 for index in range(150)]
 PARAMS = SamplingParams(

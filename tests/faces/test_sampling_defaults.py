@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from cadenza import LLM, SamplingParams
 from cadenza.checkpoint import GenerationDefaults, open_checkpoint
-from cadenza.engine.sampling_defaults import SamplingDefaults
-from cadenza.engine.text_face import TextFace
 from cadenza.errors import InvalidRequestError
+from cadenza.frontend.sampling_defaults import SamplingDefaults
+from cadenza.frontend.text_frontend import TextFrontend
 
 RECOMMENDED = GenerationDefaults(
     temperature=0.6,
@@ -118,7 +118,7 @@ def test_a_recommendation_that_is_not_applied_is_said_once(
     (folder / "generation_config.json").write_text('{"num_beams": 4}')
     checkpoint = open_checkpoint(folder)
     with caplog.at_level(logging.WARNING):
-        TextFace(checkpoint, generation_config="none")
+        TextFrontend(checkpoint, generation_config="none")
         assert not caplog.records
-        TextFace(checkpoint)
+        TextFrontend(checkpoint)
     assert ["num_beams" in record.getMessage() for record in caplog.records] == [True]

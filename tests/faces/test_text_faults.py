@@ -8,9 +8,9 @@ import pytest
 
 from cadenza import AsyncEngine, Request, RequestOutput, SamplingParams
 from cadenza.config import EngineConfig
-from cadenza.engine.assembly import TEXT_FAILED, OutputAssembler, OutputRouter
 from cadenza.engine.batch_engine import CoreService
-from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.frontend.output_processor import TEXT_FAILED, OutputProcessor, OutputRouter
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.request import Event, Token, TokenLogprobs
 from tests.engine.process.scripted_child import make_core
 from tests.faces.faulty_text import FAULTY_STOP, NUM_GOOD_TOKENS, SECRET, Fault, FaultyText
@@ -20,7 +20,7 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 NUM_TOKENS = 6
 
 
-def faulty(text: TextFace, fault: Fault) -> Any:
+def faulty(text: TextFrontend, fault: Fault) -> Any:
     return FaultyText(text, fault)
 
 
@@ -29,12 +29,12 @@ def victim(fault: Fault, **options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=None, stop=[FAULTY_STOP], logprobs=logprobs, **options)
 
 
-def assembler_of(request_id: int, text: Any, params: SamplingParams) -> OutputAssembler:
+def assembler_of(request_id: int, text: Any, params: SamplingParams) -> OutputProcessor:
     request = Request(prompt_token_ids=(1,), params=params)
-    return OutputAssembler(request_id, PreparedRequest(text=None, request=request), text)
+    return OutputProcessor(request_id, PreparedRequest(text=None, request=request), text)
 
 
-def step_of(request_id: int, index: int, text: TextFace, sample: int = 0) -> Token:
+def step_of(request_id: int, index: int, text: TextFrontend, sample: int = 0) -> Token:
     (token_id,) = text.encode("a")
     found = TokenLogprobs(logprob=-0.5, rank=1, top_ids=(token_id,), top_logprobs=(-0.5,))
     return Token(
@@ -44,7 +44,7 @@ def step_of(request_id: int, index: int, text: TextFace, sample: int = 0) -> Tok
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_request_fails_and_the_others_get_all_their_events(
-    worded_text: TextFace, fault: Fault
+    worded_text: TextFrontend, fault: Fault
 ) -> None:
     text, cancelled = faulty(worded_text, fault), list[tuple[int, int | None]]()
     router = OutputRouter(lambda request_id, sample: cancelled.append((request_id, sample)))
@@ -67,7 +67,7 @@ def test_one_request_fails_and_the_others_get_all_their_events(
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_without_the_routers_care_the_fault_would_reach_everybody(
-    worded_text: TextFace, fault: Fault
+    worded_text: TextFrontend, fault: Fault
 ) -> None:
     broken = assembler_of(0, faulty(worded_text, fault), victim(fault))
 
@@ -80,7 +80,7 @@ def test_without_the_routers_care_the_fault_would_reach_everybody(
         play()
 
 
-def test_its_other_samples_end_with_it(worded_text: TextFace) -> None:
+def test_its_other_samples_end_with_it(worded_text: TextFrontend) -> None:
     broken = assembler_of(0, faulty(worded_text, "detokenizer"), victim("detokenizer", n=2))
     cancelled: list[tuple[int, int | None]] = []
     router = OutputRouter(lambda request_id, sample: cancelled.append((request_id, sample)))
@@ -93,7 +93,7 @@ def test_its_other_samples_end_with_it(worded_text: TextFace) -> None:
 
 
 def test_the_cause_is_logged_without_what_was_written(
-    worded_text: TextFace, caplog: pytest.LogCaptureFixture
+    worded_text: TextFrontend, caplog: pytest.LogCaptureFixture
 ) -> None:
     router = OutputRouter(lambda request_id, sample: None)
     router.add(
@@ -108,7 +108,7 @@ def test_the_cause_is_logged_without_what_was_written(
 
 @pytest.mark.parametrize("fault", ["detokenizer", "flush"])
 def test_an_aborted_request_whose_last_text_fails_still_ends(
-    worded_text: TextFace, fault: Fault
+    worded_text: TextFrontend, fault: Fault
 ) -> None:
     broken = assembler_of(0, faulty(worded_text, fault), victim(fault))
     broken.push(step_of(0, 0, worded_text))
@@ -118,7 +118,7 @@ def test_an_aborted_request_whose_last_text_fails_still_ends(
 
 
 def test_streams_go_on_beside_one_that_failed_and_its_pages_are_free(
-    worded_text: TextFace,
+    worded_text: TextFrontend,
 ) -> None:
     # The victim would run for five seconds if it were not cancelled.
     service = CoreService(make_core(EngineConfig(max_num_seqs=8), {"step_s": 0.02}))

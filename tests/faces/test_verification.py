@@ -13,23 +13,23 @@ from cadenza.backends.xla.mutants import faults_of
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.verification.gate import (
+from cadenza.errors import ConfigError
+from cadenza.verification.gate import (
     Gate,
     GateResult,
     Mismatch,
     ModeResult,
     first_difference,
 )
-from cadenza.engine.verification.modes import Counts, Stream
-from cadenza.engine.verification.run import VerifyOptions, self_test, verify
-from cadenza.engine.verification.workload import (
+from cadenza.verification.modes import Counts, Stream
+from cadenza.verification.run import VerifyOptions, self_test, verify
+from cadenza.verification.workload import (
     LONGEST_PROMPT,
     LONGEST_SHORT_PROMPT,
     WorkloadShape,
     longest_prompt,
     make_workload,
 )
-from cadenza.errors import ConfigError
 
 OPTIONS = VerifyOptions(
     shape="tiny-qwen3", num_requests=8, max_tokens=32, config=EngineConfig(max_num_seqs=4)

@@ -16,8 +16,8 @@ import pytest
 from cadenza.backends.xla.mutants import has_native_faults
 from cadenza.backends.xla.ops.native_library import NativeLibrary, library_path
 from cadenza.config import EngineConfig
-from cadenza.engine.verification.run import VerifyOptions, self_test
-from cadenza.engine.verification.self_test import SelfTestResult
+from cadenza.verification.run import VerifyOptions, self_test
+from cadenza.verification.self_test import SelfTestResult
 from tests.conftest import LIBRARY_SUFFIXES, must_have_native
 
 pytestmark = [pytest.mark.native, pytest.mark.slow]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from cadenza import EngineConfig, SamplingParams
-from cadenza.engine.build import find_checkpoint, plan_model
-from cadenza.engine.plan import EnginePlan
 from cadenza.engine.process.engine_process import EngineProcess
+from cadenza.loading.build import find_checkpoint, plan_model
+from cadenza.loading.plan import EnginePlan
 from cadenza.request import Request
 from tests.engine.process.conftest import Front
 from tests.process_cost import (

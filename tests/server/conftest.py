@@ -7,8 +7,8 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import EngineConfig
-from cadenza.engine.build import LoadedModel, load_model
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.loaded_model import LoadedModel, load_model
+from cadenza.frontend.text_frontend import TextFrontend
 from tests.cli.harness import write_model
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
@@ -18,13 +18,13 @@ SCRIPT_TEXT = "the quick brown fox jumps over the lazy dog "
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> TextFace:
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextFrontend:
     folder: Path = write_model(tmp_path_factory.mktemp("models") / "tiny")
-    return TextFace(open_checkpoint(folder))
+    return TextFrontend(open_checkpoint(folder))
 
 
 @pytest.fixture(scope="session")
-def script(text: TextFace) -> tuple[int, ...]:
+def script(text: TextFrontend) -> tuple[int, ...]:
     return text.encode(SCRIPT_TEXT)
 
 
@@ -34,13 +34,13 @@ def engine(script: tuple[int, ...]) -> ScriptedEngine:
 
 
 @pytest.fixture
-def server(engine: ScriptedEngine, text: TextFace) -> Iterator[RunningServer]:
+def server(engine: ScriptedEngine, text: TextFrontend) -> Iterator[RunningServer]:
     with running_server(engine, text) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def scripted(script: tuple[int, ...], text: TextFace) -> Iterator[RunningServer]:
+def scripted(script: tuple[int, ...], text: TextFrontend) -> Iterator[RunningServer]:
     """Shared by tests that leave it as it was."""
     with running_server(ScriptedEngine(script), text) as running:
         yield running

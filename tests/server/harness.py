@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.listening import Address, listening
 from cadenza.server.run import Shutdown, run_server
 from cadenza.server.service import ServedEngine, ServerOptions, Service
@@ -120,7 +120,7 @@ def raw_post(path: str, body: bytes, *headers: str) -> bytes:
 @contextmanager
 def running_server(
     engine: ServedEngine,
-    text: TextFace,
+    text: TextFrontend,
     server_options: ServerOptions | None = None,
     num_sent_bytes: int | None = None,
 ) -> Generator[RunningServer]:

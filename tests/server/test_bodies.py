@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cadenza.engine.text_face import TextFace
 from cadenza.errors import ConfigError
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.limits import ServerLimits
 from tests.server.harness import (
     TIMEOUT_S,
@@ -48,7 +48,7 @@ def trickle(connection: socket.socket, rest: bytes) -> bytes:
     ("body_s", "num_bytes", "found"), [(0.3, 60_000, b"body_timeout"), (60.0, 60, b" 200 ")]
 )
 def test_a_body_that_trickles_has_so_much_time_in_all(
-    engine: ScriptedEngine, text: TextFace, body_s: float, num_bytes: int, found: bytes
+    engine: ScriptedEngine, text: TextFrontend, body_s: float, num_bytes: int, found: bytes
 ) -> None:
     limits = ServerLimits(body_s=body_s, body_idle_s=TIMEOUT_S)
     with (
@@ -71,7 +71,7 @@ def half_sent(server: RunningServer, num_bytes: int) -> Generator[socket.socket]
 
 
 def test_bodies_beyond_the_budget_of_all_are_a_429_at_once(
-    engine: ScriptedEngine, text: TextFace
+    engine: ScriptedEngine, text: TextFrontend
 ) -> None:
     def post(num_bytes: int, *, is_chunked: bool = False) -> Any:
         content: Any = iter([padded(num_bytes)]) if is_chunked else padded(num_bytes)
@@ -104,7 +104,7 @@ def test_bodies_beyond_the_budget_of_all_are_a_429_at_once(
 
 @pytest.mark.parametrize("code", [b"bodies_full", b"unsupported_media_type"])
 def test_the_rest_of_a_body_that_was_refused_is_not_waited_for_without_end(
-    engine: ScriptedEngine, text: TextFace, code: bytes
+    engine: ScriptedEngine, text: TextFrontend, code: bytes
 ) -> None:
     limits = ServerLimits(max_body_bytes=1000, max_bodies_bytes=1000, body_s=1.0)
     whole = raw_post("/v1/completions", padded(1000))
@@ -123,7 +123,7 @@ def test_the_rest_of_a_body_that_was_refused_is_not_waited_for_without_end(
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_who_sends_a_long_body_to_its_end_hears_why_it_is_refused(
-    engine: ScriptedEngine, text: TextFace, is_chunked: bool
+    engine: ScriptedEngine, text: TextFrontend, is_chunked: bool
 ) -> None:
     """Closing while it still sends would reset its connection, and take the answer along."""
     body = b"400000\r\n" + padded(4 << 20) + b"\r\n0\r\n\r\n"
@@ -142,7 +142,7 @@ def test_who_sends_a_long_body_to_its_end_hears_why_it_is_refused(
                 assert b" 413 " in read_to_end(connection)
 
 
-def test_who_never_stops_sending_is_left(engine: ScriptedEngine, text: TextFace) -> None:
+def test_who_never_stops_sending_is_left(engine: ScriptedEngine, text: TextFrontend) -> None:
     def is_left() -> bool:
         try:
             connection.sendall(b" ")
@@ -162,7 +162,7 @@ def test_who_never_stops_sending_is_left(engine: ScriptedEngine, text: TextFace)
 
 
 def test_a_full_queue_is_told_before_a_body_is_read(
-    script: tuple[int, ...], text: TextFace
+    script: tuple[int, ...], text: TextFrontend
 ) -> None:
     engine = ScriptedEngine(script, max_num_queued_reqs=1)
     with running_server(engine, text) as server, ExitStack() as connected:

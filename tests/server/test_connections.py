@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server import listening as module
 from cadenza.server.limits import ServerLimits
 from cadenza.server.listening import TELL_EVERY_S, Acceptor, Connections, most_connections
@@ -237,7 +237,7 @@ HEAD = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 @pytest.fixture
-def small(engine: ScriptedEngine, text: TextFace) -> Iterator[RunningServer]:
+def small(engine: ScriptedEngine, text: TextFrontend) -> Iterator[RunningServer]:
     """Eight connections, two of them for probes."""
     with running_server(engine, text, options(limits=ServerLimits(max_connections=8))) as server:
         yield server
@@ -286,7 +286,7 @@ def test_idle_connections_give_way_to_new_ones_and_every_new_one_is_served(
 
 @pytest.mark.parametrize("header", ["connection: keep-alive", "connection: close"])
 def test_a_slow_reader_of_its_last_answer_is_not_closed_for_others(
-    engine: ScriptedEngine, text: TextFace, header: str
+    engine: ScriptedEngine, text: TextFrontend, header: str
 ) -> None:
     limits = ServerLimits(max_connections=4)
     request = f"GET /openapi.json HTTP/1.1\r\nhost: x\r\n{header}\r\n\r\n".encode()

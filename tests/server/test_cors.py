@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from cadenza.engine.text_face import TextFace
 from cadenza.errors import ConfigError
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys, Cors
 from cadenza.server.limits import ServerLimits
 from tests.server.harness import TIMEOUT_S, RunningServer, options, read_events, running_server
@@ -31,7 +31,7 @@ NO_USE_TO_A_PAGE = {"date", "vary", "connection", "transfer-encoding", "x-accel-
 
 
 @pytest.fixture(scope="module")
-def locked(script: tuple[int, ...], text: TextFace) -> Iterator[RunningServer]:
+def locked(script: tuple[int, ...], text: TextFrontend) -> Iterator[RunningServer]:
     settings = options(
         keys=ApiKeys([KEY]),
         cors=Cors([PAGE, "https://good.example"]),
@@ -200,7 +200,9 @@ def test_a_page_can_read_a_stream(locked: RunningServer) -> None:
         assert list(read_events(answer.iter_lines()))[-1] == "[DONE]"
 
 
-def test_a_page_can_read_that_it_should_try_again(script: tuple[int, ...], text: TextFace) -> None:
+def test_a_page_can_read_that_it_should_try_again(
+    script: tuple[int, ...], text: TextFrontend
+) -> None:
     engine = ScriptedEngine(script, max_num_queued_reqs=1)
     headers = {"origin": PAGE}
     with running_server(engine, text, options(cors=Cors(["*"]))) as server:

@@ -15,8 +15,9 @@ import pytest
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import CoreService
-from cadenza.engine.build import cache_folder, load_model
 from cadenza.engine.open_requests import RequestTimeouts
+from cadenza.frontend.loaded_model import load_model
+from cadenza.loading.build import cache_folder
 from cadenza.server.limits import ServerLimits
 from tests.server.crowd import (
     Reply,

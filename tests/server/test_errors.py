@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import ErrorKind
 from cadenza.server.access import ApiKeys
 from cadenza.server.limits import ServerLimits
@@ -174,7 +174,7 @@ def test_another_type_of_body_is_a_415(scripted: RunningServer) -> None:
 
 
 def test_a_large_body_is_a_413_with_or_without_its_length(
-    engine: ScriptedEngine, text: TextFace
+    engine: ScriptedEngine, text: TextFrontend
 ) -> None:
     limits = ServerLimits(max_body_bytes=1000)
     body = json.dumps({"prompt": "x" * 2000}).encode()
@@ -192,7 +192,7 @@ def test_a_large_body_is_a_413_with_or_without_its_length(
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong-key", "Basic right-key", "Bearer"])
 def test_without_a_valid_key_it_is_a_401(
-    engine: ScriptedEngine, text: TextFace, header: str | None
+    engine: ScriptedEngine, text: TextFrontend, header: str | None
 ) -> None:
     keys = ApiKeys(["right-key"])
     with running_server(engine, text, options(keys=keys)) as server:
@@ -205,7 +205,7 @@ def test_without_a_valid_key_it_is_a_401(
         assert server.post("/v1/completions", BODY, headers=right).status_code == 200
 
 
-def test_a_full_queue_is_a_429_at_once(script: tuple[int, ...], text: TextFace) -> None:
+def test_a_full_queue_is_a_429_at_once(script: tuple[int, ...], text: TextFrontend) -> None:
     engine = ScriptedEngine(script, max_num_queued_reqs=1)
     with running_server(engine, text) as server:
         engine.pause()

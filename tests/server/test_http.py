@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.limits import ServerLimits
 from cadenza.server.listening import Connections
 from cadenza.server.metrics import ServedCounts
@@ -257,7 +257,7 @@ def test_only_http_1_1_is_told_to_go_on(
 
 
 def test_a_body_that_is_refused_by_its_length_is_not_asked_for(
-    engine: ScriptedEngine, text: TextFace
+    engine: ScriptedEngine, text: TextFrontend
 ) -> None:
     limits = ServerLimits(max_body_bytes=1000)
     with running_server(engine, text, options(limits=limits)) as server:

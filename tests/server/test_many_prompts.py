@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cadenza.engine.open_requests import RequestTimeouts
-from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import RequestOutput
 from cadenza.request import Request
 from cadenza.server.job import Job
@@ -133,7 +133,7 @@ def test_a_call_has_so_many_answers_and_no_more(scripted: RunningServer) -> None
     [{"max_num_queued_reqs": 1}, {"max_num_queued_tokens": 1}, {"max_num_queued_tokens": 20}],
 )
 def test_small_queues_take_every_prompt_in_time(
-    script: tuple[int, ...], text: TextFace, bounds: dict[str, int]
+    script: tuple[int, ...], text: TextFrontend, bounds: dict[str, int]
 ) -> None:
     engine = ScriptedEngine(script, **bounds)
     with running_server(engine, text) as server:
@@ -176,7 +176,7 @@ def test_calls_with_many_prompts_take_turns(server: RunningServer, engine: Scrip
 
 
 def test_a_call_in_progress_waits_for_a_place_rather_than_fail(
-    script: tuple[int, ...], text: TextFace
+    script: tuple[int, ...], text: TextFrontend
 ) -> None:
     """Four of five places are held throughout; its prompts go through the fifth."""
     engine = ScriptedEngine(script, max_num_queued_reqs=1, max_model_len=1 << 20, step_s=0.001)
@@ -224,7 +224,7 @@ def test_a_cancelled_call_tells_the_end_of_every_choice(
     assert len(engine.submitted) == NUM_PLACES // 2
 
 
-def test_a_call_as_a_whole_has_one_deadline(script: tuple[int, ...], text: TextFace) -> None:
+def test_a_call_as_a_whole_has_one_deadline(script: tuple[int, ...], text: TextFrontend) -> None:
     engine = ScriptedEngine(script, timeouts=RequestTimeouts(total_s=0.3))
     with running_server(engine, text) as server:
         engine.pause()
@@ -250,7 +250,7 @@ def test_a_prompt_that_the_engine_refuses_later_fails_the_call(
 
 
 def test_a_server_that_ends_tells_a_call_whose_prompts_wait(
-    engine: ScriptedEngine, text: TextFace
+    engine: ScriptedEngine, text: TextFrontend
 ) -> None:
     with running_server(engine, text, options(limits=ServerLimits(drain_s=0.1))) as server:
         engine.pause()

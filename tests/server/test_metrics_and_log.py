@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.log_output import JsonLines, TextLines
 from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
@@ -125,7 +125,7 @@ def test_a_cancelled_request_is_one_line(
 
 
 def test_lines_can_be_switched_off(
-    engine: ScriptedEngine, text: TextFace, lines: list[dict]
+    engine: ScriptedEngine, text: TextFrontend, lines: list[dict]
 ) -> None:
     with running_server(engine, text, options(is_logging_requests=False)) as server:
         assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import RequestOutput
 from cadenza.request import SamplingParams
 from cadenza.server.endpoints.generating import GeneratingEndpoint, GenerationRequest
@@ -41,15 +41,15 @@ class InputRequest(GenerationRequest):
         if self.tone == "loud" and self.n > 1:
             raise invalid_value("tone loud goes with n = 1", "tone")
 
-    def sampling(self, text: TextFace) -> SamplingParams:
+    def sampling(self, text: TextFrontend) -> SamplingParams:
         return text.default_params(**self.sampling_values())
 
     def prepare(
-        self, text: TextFace, params: SamplingParams, max_num_tokens: int | None
+        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
         return [text.prepare(self.input, params, max_num_tokens=max_num_tokens)]
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFace) -> AnswerEncoder:
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         return EventEncoder(usage, is_loud=self.tone == "loud")
 
 
@@ -97,7 +97,7 @@ INPUTS = GeneratingEndpoint(
 )
 
 
-async def handled(engine: ScriptedEngine, text: TextFace, body: dict[str, Any]) -> bytes:
+async def handled(engine: ScriptedEngine, text: TextFrontend, body: dict[str, Any]) -> bytes:
     """The bytes of an answer. Raises ApiError, as the app is told."""
     service = Service(engine, text, options())
     service.start()
@@ -128,16 +128,18 @@ async def handled(engine: ScriptedEngine, text: TextFace, body: dict[str, Any]) 
     return b"".join(sent)
 
 
-def ask(engine: ScriptedEngine, text: TextFace, **fields: Any) -> bytes:
+def ask(engine: ScriptedEngine, text: TextFrontend, **fields: Any) -> bytes:
     return asyncio.run(handled(engine, text, {"input": "the fox", "max_tokens": 2, **fields}))
 
 
-def test_a_new_endpoint_answers_in_its_own_shape(engine: ScriptedEngine, text: TextFace) -> None:
+def test_a_new_endpoint_answers_in_its_own_shape(
+    engine: ScriptedEngine, text: TextFrontend
+) -> None:
     assert ask(engine, text, tone="loud") == b'{"output":"THE QUICK"}'
     assert engine.submitted[-1].prompt_token_ids == text.encode("the fox")
 
 
-def test_a_new_endpoint_streams_its_own_events(engine: ScriptedEngine, text: TextFace) -> None:
+def test_a_new_endpoint_streams_its_own_events(engine: ScriptedEngine, text: TextFrontend) -> None:
     events = ask(engine, text, stream=True).decode()
     assert events.startswith("event: start\ndata: {}\n\nevent: delta\n")
     assert events.endswith("event: end\ndata: {}\n\n")
@@ -145,7 +147,7 @@ def test_a_new_endpoint_streams_its_own_events(engine: ScriptedEngine, text: Tex
 
 
 def test_a_new_endpoint_ends_a_failed_stream_in_its_own_way(
-    engine: ScriptedEngine, text: TextFace
+    engine: ScriptedEngine, text: TextFrontend
 ) -> None:
     engine.failing = "step_failed"
     events = ask(engine, text, stream=True)

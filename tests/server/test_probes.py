@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.text_frontend import TextFrontend
 from tests.cli.harness import write_model
 from tests.server.harness import TIMEOUT_S, running_server
 from tests.server.scripted_engine import ScriptedEngine
@@ -72,7 +72,7 @@ def test_a_call_of_four_megabytes_is_answered(serving: ServeProcess, kind: str) 
         assert str(len(LONG_TEXT)) in error["message"]
 
 
-class SlowFace(TextFace):
+class SlowFace(TextFrontend):
     """Tokenises a prompt again and again until it was enough, or holds the interpreter if told to.
 
     Meanwhile nobody can take the interpreter from it: others run where it is given away.

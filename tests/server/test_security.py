@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cadenza.engine.text_face import TextFace
 from cadenza.errors import ConfigError
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys, read_keys
 from cadenza.server.openapi import EVERYWHERE, describe_api
 from cadenza.server.routes import OPEN_PATHS, ROUTES
@@ -18,7 +18,7 @@ CLOSED = [route for route in ROUTES if route.policy == "key"]
 
 
 @pytest.fixture(scope="module")
-def locked(script: tuple[int, ...], text: TextFace) -> Iterator[RunningServer]:
+def locked(script: tuple[int, ...], text: TextFrontend) -> Iterator[RunningServer]:
     engine = ScriptedEngine(script)
     with running_server(engine, text, options(keys=ApiKeys(KEYS))) as running:
         yield running
@@ -92,7 +92,7 @@ def test_probes_answer_without_a_key(locked: RunningServer) -> None:
         assert locked.get(path).status_code == 200
 
 
-def test_tenants_and_salts_share_no_prefix(script: tuple[int, ...], text: TextFace) -> None:
+def test_tenants_and_salts_share_no_prefix(script: tuple[int, ...], text: TextFrontend) -> None:
     engine = ScriptedEngine(script)
     with running_server(engine, text, options(keys=ApiKeys(KEYS))) as server:
         for key, salt in ((0, None), (1, None), (0, "a"), (1, "a"), (0, None)):
@@ -106,7 +106,7 @@ def test_tenants_and_salts_share_no_prefix(script: tuple[int, ...], text: TextFa
 
 
 def test_a_request_of_another_tenant_cannot_be_cancelled(
-    script: tuple[int, ...], text: TextFace
+    script: tuple[int, ...], text: TextFrontend
 ) -> None:
     engine = ScriptedEngine(script, step_s=0.01)
     with running_server(engine, text, options(keys=ApiKeys(KEYS))) as server:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.limits import ServerLimits
 from tests.server.harness import TIMEOUT_S, RunningServer, options, raw_post, running_server
 from tests.server.scripted_engine import ScriptedEngine
@@ -44,7 +44,7 @@ def test_a_client_that_leaves_frees_the_engine(
 
 
 def test_a_client_that_leaves_in_mid_stream_frees_the_engine(
-    script: tuple[int, ...], text: TextFace
+    script: tuple[int, ...], text: TextFrontend
 ) -> None:
     engine = ScriptedEngine(script, max_model_len=1 << 20, step_s=0.001)
     with running_server(engine, text) as server:
@@ -70,7 +70,7 @@ def test_a_client_that_leaves_frees_all_that_it_sent_at_once(
 
 
 def test_a_client_that_does_not_read_is_dropped_and_others_go_on(
-    script: tuple[int, ...], text: TextFace
+    script: tuple[int, ...], text: TextFrontend
 ) -> None:
     engine = ScriptedEngine(script, max_model_len=1 << 20, step_s=0.001)
     limits = ServerLimits(write_stall_s=0.5)
@@ -88,7 +88,7 @@ def test_a_client_that_does_not_read_is_dropped_and_others_go_on(
 
 
 def test_a_client_that_leaves_an_answers_end_unread_is_dropped(
-    engine: ScriptedEngine, text: TextFace
+    engine: ScriptedEngine, text: TextFrontend
 ) -> None:
     limits = ServerLimits(write_stall_s=0.3)
     with running_server(engine, text, options(limits=limits), num_sent_bytes=4096) as server:
@@ -102,7 +102,7 @@ def test_a_client_that_leaves_an_answers_end_unread_is_dropped(
         connection.close()
 
 
-def test_silence_is_filled_with_comments(script: tuple[int, ...], text: TextFace) -> None:
+def test_silence_is_filled_with_comments(script: tuple[int, ...], text: TextFrontend) -> None:
     engine = ScriptedEngine(script)
     limits = ServerLimits(keep_alive_s=0.02)
     with running_server(engine, text, options(limits=limits)) as server:
@@ -173,14 +173,16 @@ def test_samples_of_one_prompt_come_interleaved_and_whole(server: RunningServer)
 
 
 def test_a_head_that_does_not_come_is_not_waited_for(
-    engine: ScriptedEngine, text: TextFace
+    engine: ScriptedEngine, text: TextFrontend
 ) -> None:
     with running_server(engine, text, options(limits=ServerLimits(head_s=0.1))) as server:
         for sent in (b"", b"GET /live HT", b"GET /live HTTP/1.1\r\nx: y\r\n"):
             assert server.raw(sent) == b""
 
 
-def test_a_body_that_stands_still_is_not_waited_for(engine: ScriptedEngine, text: TextFace) -> None:
+def test_a_body_that_stands_still_is_not_waited_for(
+    engine: ScriptedEngine, text: TextFrontend
+) -> None:
     with running_server(engine, text, options(limits=ServerLimits(body_idle_s=0.1))) as server:
         whole = raw_post("/v1/completions", b'{"prompt": "x"}')
         assert b"body_timeout" in server.raw(whole[:-1])

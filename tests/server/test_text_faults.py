@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.text_frontend import TextFrontend
 from tests.faces.faulty_text import FAULTY_STOP, SECRET, Fault, FaultyOutput, FaultyText
 from tests.server.harness import running_server
 from tests.server.scripted_engine import ScriptedEngine
@@ -15,7 +15,7 @@ BODY: dict[str, Any] = {"prompt": "the fox", "max_tokens": 40}
 
 @pytest.mark.parametrize("fault", ["detokenizer", "flush", "stop strings"])
 def test_a_client_whose_text_breaks_is_told_and_another_one_is_served(
-    text: TextFace, script: tuple[int, ...], fault: Fault
+    text: TextFrontend, script: tuple[int, ...], fault: Fault
 ) -> None:
     engine = ScriptedEngine(script)
     faulty: Any = FaultyText(text, fault)
@@ -43,7 +43,7 @@ def test_a_client_whose_text_breaks_is_told_and_another_one_is_served(
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_call_of_several_prompts_ends_with_the_one_whose_output_cannot_be_made(
-    text: TextFace, script: tuple[int, ...], victim: int, is_stream: bool
+    text: TextFrontend, script: tuple[int, ...], victim: int, is_stream: bool
 ) -> None:
     engine = ScriptedEngine(script)
     faulty: Any = FaultyOutput(text, victim)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.limits import LONG_BYTES
 from tests.cli.harness import write_model
 from tests.server.harness import TIMEOUT_S, RunningServer, running_server
@@ -26,7 +26,7 @@ CHAT = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 2}
 CUT = {"max_tokens": 1, "truncate_prompt_tokens": 16}
 
 
-class HeldFace(TextFace):
+class HeldFace(TextFrontend):
     """Tokenises no text that begins with one of `held` until it is let go."""
 
     def __init__(self, folder: Path, held: Sequence[str]) -> None:
@@ -146,7 +146,7 @@ def test_tokenize_refuses_what_no_context_holds_with_both_numbers(
 
 
 def test_tokenize_takes_as_many_tokens_as_the_context_holds(
-    scripted: RunningServer, text: TextFace
+    scripted: RunningServer, text: TextFrontend
 ) -> None:
     whole = ""
     while len(text.encode(whole + "fox ")) <= MAX_MODEL_LEN:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import strategies
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.engine.text_face import TextFace
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.errors import ApiError
 from cadenza.server.limits import ServerLimits
 from cadenza.server.schemas.body import DeclaredObject, Effect
@@ -175,7 +175,7 @@ def watched_engine(script: tuple[int, ...]) -> ScriptedEngine:
 
 
 @pytest.fixture(scope="module")
-def served(watched_engine: ScriptedEngine, text: TextFace) -> Iterator[RunningServer]:
+def served(watched_engine: ScriptedEngine, text: TextFrontend) -> Iterator[RunningServer]:
     with running_server(watched_engine, text) as running:
         yield running
 
@@ -361,7 +361,7 @@ def test_reasoning_has_two_names(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def thinking(tmp_path_factory: pytest.TempPathFactory) -> TextFace:
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> TextFrontend:
     """Of a model whose template has a switch for thinking, which is on unless it is set."""
     folder: Path = write_model(tmp_path_factory.mktemp("models") / "thinking")
     file = folder / "tokenizer_config.json"
@@ -371,7 +371,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> TextFace:
         "{% if enable_thinking is defined and not enable_thinking %} quick{% endif %}"
     )
     file.write_text(json.dumps({**statements, "chat_template": template}))
-    return TextFace(open_checkpoint(folder))
+    return TextFrontend(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> TextFace:
     ],
 )
 def test_no_effort_of_reasoning_turns_the_templates_thinking_off(
-    script: tuple[int, ...], thinking: TextFace, changes: dict[str, Any], is_quick: bool
+    script: tuple[int, ...], thinking: TextFrontend, changes: dict[str, Any], is_quick: bool
 ) -> None:
     engine = ScriptedEngine(script)
     with running_server(engine, thinking) as server:
@@ -395,7 +395,7 @@ def test_no_effort_of_reasoning_turns_the_templates_thinking_off(
 
 
 def test_a_server_for_gateways_ignores_fields_that_it_does_not_know(
-    script: tuple[int, ...], text: TextFace
+    script: tuple[int, ...], text: TextFrontend
 ) -> None:
     engine = ScriptedEngine(script)
     unknown = {"frob": 1, "provider": {"order": ["x"]}, "\ud800": [None]}

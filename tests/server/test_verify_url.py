@@ -2,11 +2,11 @@
 
 import pytest
 
-from cadenza.engine.text_face import TextFace
-from cadenza.engine.verification.over_http import UrlOptions, verify_url
-from cadenza.engine.verification.workload import LONGEST_PROMPT
 from cadenza.errors import ConfigError
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import Request
+from cadenza.verification.over_http import UrlOptions, verify_url
+from cadenza.verification.workload import LONGEST_PROMPT
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -33,7 +33,7 @@ def test_the_bundled_models_server_passes(bundled: RunningServer) -> None:
 
 
 def test_a_server_whose_streams_depend_on_others_fails(
-    script: tuple[int, ...], text: TextFace
+    script: tuple[int, ...], text: TextFrontend
 ) -> None:
     with running_server(CrowdedEngine(script, step_s=0.002), text) as server:
         result = verify_url(UrlOptions(url=server.url, **OPTIONS), lambda _: None)

@@ -23,8 +23,8 @@ from cadenza.checkpoint.rope_config import Llama3RopeScaling, RopeConfig
 from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.reference import ReferenceEngine
 from cadenza.request import Finished, Request, SamplingParams, Token
+from cadenza.verification.reference import ReferenceEngine
 
 HOSTILE = ModelConfig(
     family="llama",
@@ -297,7 +297,7 @@ def _random_request(
         top_k=int(rng.choice([0, 0, 1, 5, 40, 5000])),
         top_p=float(rng.choice([1.0, 1.0, 0.95, 0.5, 0.01])),
         min_p=float(rng.choice([0.0, 0.0, 0.05, 0.5])),
-        top_n_sigma=float(rng.choice([0.0, 0.0, 0.5, 1.5])),
+        top_n_sigma=(0.0, 0.0, 0.5, 1.5)[length % 4],
         seed=int(rng.integers(0, 1 << 62)),
         ignore_eos=bool(rng.random() < 0.7),
         logprobs=[None, 0, 3, 20][rng.integers(4)],

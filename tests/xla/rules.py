@@ -15,8 +15,8 @@ from cadenza.core.draw_keys import draw_keys
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import LogitInputs
 from cadenza.core.token_rules import RuleLayout
-from cadenza.engine.reference_rules import ruled_logits
 from cadenza.request import Request, SamplingParams
+from cadenza.verification.reference_rules import ruled_logits
 from tests.contract.steps import logit_rows
 
 PAGE_SIZE = 16

@@ -17,12 +17,12 @@ import pytest
 
 from cadenza import LLM, AsyncEngine, EngineConfig, SamplingParams
 from cadenza.engine.batch_engine import Clock
-from cadenza.engine.build import find_checkpoint
 from cadenza.engine.process.child_process import COMMAND
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
 from cadenza.engine.process.supervision import Patience
-from cadenza.engine.text_face import TextFace
 from cadenza.errors import CheckpointError
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.loading.build import find_checkpoint
 from cadenza.request import Request
 from tests.engine.process.conftest import Front, HandClock
 from tests.process_cost import IDLE_SHARE, SHORT_IDLE_SHARE, idle_share, needs_proc
@@ -173,7 +173,7 @@ def test_the_async_face_over_a_process_gives_what_llm_gives():
 
     async def play() -> list[str]:
         process = EngineProcess(None, CONFIG, ProcessOptions(patience=PATIENT))
-        async with AsyncEngine(process, TextFace(find_checkpoint(None))) as engine:
+        async with AsyncEngine(process, TextFrontend(find_checkpoint(None))) as engine:
             await asyncio.to_thread(process.wait_ready, LOAD_S)
 
             async def one(prompt: str) -> str:

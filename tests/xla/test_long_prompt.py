@@ -14,8 +14,8 @@ from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.weights import open_weights
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.reference import ReferenceEngine
 from cadenza.request import Request, SamplingParams, Token
+from cadenza.verification.reference import ReferenceEngine
 from tests.xla.harness import HOSTILE, NAN, replay
 
 SMALLEST = replace(

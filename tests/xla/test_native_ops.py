@@ -40,8 +40,8 @@ from cadenza.checkpoint.model_config import ExpertsConfig, LayerKind, ModelConfi
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.rope_factors import rope_factors
 from cadenza.core.step_schema import LogitInputs, ModelInputs, StepLayout
-from cadenza.engine.reference import choose_token, gumbel_noise, kept_tokens
 from cadenza.request import SamplingParams
+from cadenza.verification.reference import choose_token, gumbel_noise, kept_tokens
 from tests.contract.steps import Chunk, Geometry, Stream, build_inputs
 from tests.xla.harness import HOSTILE, NAN
 from tests.xla.test_sampling import (

@@ -22,8 +22,8 @@ from cadenza.checkpoint.rope_config import (
     YarnRopeScaling,
 )
 from cadenza.checkpoint.rope_factors import BLOCK, rope_factors
-from cadenza.engine.reference import ReferenceEngine
 from cadenza.request import Request, SamplingParams
+from cadenza.verification.reference import ReferenceEngine
 from tests.xla.harness import BASE, HOSTILE, Lab, Mode, serve
 
 ROPE = RopeConfig(theta=10_000.0, rotary_dim=64)

@@ -24,8 +24,8 @@ from cadenza.backends.xla.ops.table import (
     DecoderSpec,
     StepArrays,
 )
-from cadenza.engine.reference import choose_token
 from cadenza.request import Request, SamplingParams
+from cadenza.verification.reference import choose_token
 from tests.xla.harness import HOSTILE
 from tests.xla.rules import PAGE_SIZE, RuledRow, random_row, step_of
 from tests.xla.test_sampling import is_on_the_edge

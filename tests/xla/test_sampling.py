@@ -23,8 +23,8 @@ from cadenza.backends.xla.ops.table import (
 )
 from cadenza.core.draw_keys import draw_keys
 from cadenza.core.step_schema import LogitInputs
-from cadenza.engine.reference import choose_token, gumbel_noise, kept_tokens
 from cadenza.request import SamplingParams
+from cadenza.verification.reference import choose_token, gumbel_noise, kept_tokens
 from tests.contract.steps import logit_rows
 
 ROWS = 64

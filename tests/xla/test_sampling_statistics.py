@@ -14,8 +14,8 @@ from scipy import stats
 
 from cadenza.backends.xla.ops import sampling as device
 from cadenza.core.draw_keys import draw_keys
-from cadenza.engine.reference import kept_tokens
 from cadenza.request import SamplingParams
+from cadenza.verification.reference import kept_tokens
 from tests.xla.test_sampling import arrays_of
 
 VOCAB_SIZE = 29

@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cadenza.engine.reference import choose_token
 from cadenza.request import Request
+from cadenza.verification.reference import choose_token
 from tests.xla.harness import (
     BASE,
     Lab,

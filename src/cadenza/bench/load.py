@@ -12,8 +12,8 @@ from pathlib import Path
 
 from cadenza import EngineConfig
 from cadenza.bench.probe import run_probe
-from cadenza.engine.build import find_checkpoint
 from cadenza.errors import ConfigError
+from cadenza.loading.build import find_checkpoint
 
 MAX_REPEATS = 1000
 ALLOWED_BYTES = 500_000_000

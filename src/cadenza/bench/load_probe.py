@@ -20,8 +20,8 @@ from cadenza import EngineConfig
 from cadenza.backends import find_backend
 from cadenza.bench.roofline import num_usable_cores
 from cadenza.checkpoint import Checkpoint
-from cadenza.engine.build import find_checkpoint, load_runner, plan_model
-from cadenza.engine.memory import private_memory_bytes
+from cadenza.loading.build import find_checkpoint, load_runner, plan_model
+from cadenza.loading.memory import private_memory_bytes
 
 _BLOCK_BYTES = 64 << 20
 """Of memory that is read into again and again: beyond the caches of a core."""

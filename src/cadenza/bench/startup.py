@@ -17,8 +17,8 @@ from typing import Literal
 
 from cadenza import EngineConfig
 from cadenza.bench.probe import run_probe
-from cadenza.engine.build import find_checkpoint
 from cadenza.errors import ConfigError
+from cadenza.loading.build import find_checkpoint
 
 Caches = Literal["cold", "warm"]
 PHASES = ("python", "imports", "load", "compile", "first_token")

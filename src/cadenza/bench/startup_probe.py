@@ -28,7 +28,8 @@ def main(text: str) -> None:
     times.mark("python")
     asked = json.loads(text)
     from cadenza import EngineConfig, Request, SamplingParams, Token
-    from cadenza.engine.build import describe_backend, find_checkpoint, load_model
+    from cadenza.frontend.loaded_model import load_model
+    from cadenza.loading.build import describe_backend, find_checkpoint
 
     config = EngineConfig(**asked["config"])
     # Loads the array library and finds the device.

@@ -22,9 +22,9 @@ from cadenza.bench.profile import StepProfile, calls_of_a_step, step_profile
 from cadenza.bench.roofline import RooflineProbe
 from cadenza.bench.runs import DecodeTask, Prompt, Timed, run_decode, run_prefill
 from cadenza.config import MAX_NUM_SEQS_BOUND
-from cadenza.engine.build import describe_backend, find_checkpoint, load_model
-from cadenza.engine.plan import EnginePlan
 from cadenza.errors import ConfigError
+from cadenza.loading.build import describe_backend, find_checkpoint, load_engine
+from cadenza.loading.plan import EnginePlan
 
 PREFILL_STEPS = 4
 """A prefill run has at least so many full steps' worth of prompts."""
@@ -193,7 +193,7 @@ def measure_throughput(
     fitted = engine_config(config, workload, traits.max_num_batched_tokens)
     instruments = find_backend(config.backend).open_instruments()
     report("loading the model")
-    loaded = load_model(model, fitted)
+    loaded = load_engine(model, fitted)
     try:
         plan = loaded.plan
         meter = _Meter(instruments, RooflineProbe(instruments, plan.dtype))

@@ -1,8 +1,8 @@
 """`BatchRun`: prompts go through one engine together, step by step, with their times taken.
 
 Owns who was sent when and what has come back; no word of it reaches a screen here. Knows the
-engine through `EngineCore`, text through `TextFace`, time through the clock it is given. Invariant:
-every stream that was sent is cancelled or finished when the run is closed.
+engine through `EngineCore`, text through `TextFrontend`, time through the clock it is given.
+Invariant: every stream that was sent is cancelled or finished when the run is closed.
 
 Times: a stream's TTFT is from the start of the run (all prompts are sent at once; those that wait
 for a row wait) to its first token; its tokens per second are those after the first one.
@@ -15,9 +15,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from cadenza.engine.assembly import OutputAssembler, OutputRouter
 from cadenza.engine.core import EngineCore
-from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.request import Request
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from cadenza.config import EngineConfig
-    from cadenza.engine.build import LoadedModel
+    from cadenza.frontend.loaded_model import LoadedModel
 
 Clock = Callable[[], float]
 State = Literal["waiting", "reading", "writing", "preempted", "done", "failed"]
@@ -34,7 +34,7 @@ State = Literal["waiting", "reading", "writing", "preempted", "done", "failed"]
 @contextmanager
 def opened_model(model: str | None, config: "EngineConfig") -> "Generator[LoadedModel, None, None]":
     """A warm engine, closed at the end. Raises as `load_model`."""
-    from cadenza.engine.build import load_model
+    from cadenza.frontend.loaded_model import load_model
 
     loaded = load_model(model, config)
     with closing(loaded):
@@ -56,12 +56,12 @@ class Stream:
     num_tokens: int = 0
     ttft_s: float | None = None
     elapsed_s: float | None = None
-    assembler: OutputAssembler | None = field(default=None, repr=False)
+    processor: OutputProcessor | None = field(default=None, repr=False)
 
     @property
     def output(self) -> RequestOutput | None:
         """What has come back; None before it was sent."""
-        return None if self.assembler is None else self.assembler.output()
+        return None if self.processor is None else self.processor.output()
 
     @property
     def completions(self) -> tuple[CompletionOutput, ...]:
@@ -76,7 +76,7 @@ class Stream:
 
     @property
     def is_finished(self) -> bool:
-        return self.assembler is not None and self.assembler.is_finished
+        return self.processor is not None and self.processor.is_finished
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -105,7 +105,7 @@ class BatchRun:
     def __init__(
         self,
         core: EngineCore,
-        text: TextFace,
+        text: TextFrontend,
         questions: SequenceOf[Question],
         clock: Clock,
     ) -> None:
@@ -146,10 +146,10 @@ class BatchRun:
     def step(self) -> list[Stream]:
         """Advances the batch once; the streams that have something new, in their order."""
         self._send()
-        assemblers = self._router.push(self.core.step())
+        processors = self._router.push(self.core.step())
         self.num_steps += 1
         now_s = self._clock() - self._started_s
-        news = [self._take(assembler, now_s) for assembler in assemblers]
+        news = [self._take(processor, now_s) for processor in processors]
         self._observe()
         if self.is_done:
             self._ended_s = self._started_s + now_s
@@ -160,8 +160,8 @@ class BatchRun:
         for request_id, stream in self._open.items():
             self.core.cancel(request_id)
             self._router.remove(request_id)
-            if stream.assembler is not None:
-                stream.assembler.abort()
+            if stream.processor is not None:
+                stream.processor.abort()
         self._open.clear()
         self._unsent.clear()
 
@@ -170,20 +170,20 @@ class BatchRun:
             stream = self._unsent.popleft()
             request_id = self.core.submit(stream.request)
             prepared = PreparedRequest(text=stream.sent_text, request=stream.request)
-            stream.assembler = OutputAssembler(request_id, prepared, self._text)
-            self._router.add(stream.assembler)
+            stream.processor = OutputProcessor(request_id, prepared, self._text)
+            self._router.add(stream.processor)
             self._open[request_id] = stream
 
-    def _take(self, assembler: OutputAssembler, now_s: float) -> Stream:
-        stream = self._open[assembler.request_id]
+    def _take(self, processor: OutputProcessor, now_s: float) -> Stream:
+        stream = self._open[processor.request_id]
         stream.elapsed_s = now_s
-        stream.num_tokens = assembler.num_tokens
+        stream.num_tokens = processor.num_tokens
         if stream.num_tokens and stream.ttft_s is None:
             stream.ttft_s = now_s
-        if assembler.is_finished:
+        if processor.is_finished:
             has_failed = any(each.finish_reason == "error" for each in stream.completions)
             stream.state = "failed" if has_failed else "done"
-            del self._open[assembler.request_id]
+            del self._open[processor.request_id]
         return stream
 
     def _observe(self) -> None:

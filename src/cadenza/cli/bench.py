@@ -294,7 +294,7 @@ def _model_or_shape(model: str | None, shape: str | None) -> str | Path | None:
     if model is not None:
         raise ConfigError(f"both a model ({model}) and --shape {shape} were given; give one")
     from cadenza.bench.checkpoints import cached_checkpoint
-    from cadenza.engine.build import cache_folder
+    from cadenza.loading.build import cache_folder
 
     with _written_bytes() as on_progress:
         folder = cached_checkpoint(shape, cache_folder(), on_progress)

@@ -26,7 +26,7 @@ from cadenza.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from cadenza.cli.batch_run import BatchRun, Stream
-    from cadenza.engine.build import LoadedModel
+    from cadenza.frontend.loaded_model import LoadedModel
 
 FAILED = 1
 MARK = "> "

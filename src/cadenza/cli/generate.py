@@ -28,7 +28,7 @@ from cadenza.errors import ConfigError
 
 if TYPE_CHECKING:
     from cadenza.cli.batch_run import BatchRun, Question, Stream
-    from cadenza.engine.build import LoadedModel
+    from cadenza.frontend.loaded_model import LoadedModel
 
 FAILED = 1
 SHOWN_IDS = 12

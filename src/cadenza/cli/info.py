@@ -18,7 +18,7 @@ from cadenza.errors import CheckpointError
 
 if TYPE_CHECKING:
     from cadenza.checkpoint import Checkpoint, ModelConfig
-    from cadenza.engine.plan import EnginePlan
+    from cadenza.loading.plan import EnginePlan
 
 Folder = Annotated[
     str | None,
@@ -45,7 +45,7 @@ def info(
     Of a folder that cannot be loaded it shows what the folder says of itself, and why not.
     """
     name = only_model(folder, model)
-    from cadenza.engine.build import find_checkpoint, plan_model
+    from cadenza.loading.build import find_checkpoint, plan_model
 
     try:
         checkpoint = find_checkpoint(name, revision=config.revision)

@@ -263,9 +263,10 @@ async def _run(engine: "EngineProcess", service: "Service", address: "Address", 
 def _make(
     name: str | None, flags: ServeFlags, config: EngineConfig, options: "ServerOptions"
 ) -> "tuple[EngineProcess, Service]":
-    from cadenza.engine.build import find_checkpoint, open_text
     from cadenza.engine.open_requests import RequestTimeouts
     from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
+    from cadenza.frontend.loaded_model import open_text
+    from cadenza.loading.build import find_checkpoint
     from cadenza.server.service import Service
 
     checkpoint = find_checkpoint(name, revision=config.revision)

@@ -16,10 +16,10 @@ from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cadenza.engine.plan import EnginePlan
-    from cadenza.engine.verification.gate import GateResult
-    from cadenza.engine.verification.run import VerifyOptions
-    from cadenza.engine.verification.self_test import SelfTestResult
+    from cadenza.loading.plan import EnginePlan
+    from cadenza.verification.gate import GateResult
+    from cadenza.verification.run import VerifyOptions
+    from cadenza.verification.self_test import SelfTestResult
 
 CHECK_FAILED = 1
 
@@ -133,7 +133,7 @@ def _refuse_idle_flags(context: typer.Context, gate: GateFlags) -> None:
 
 
 def _verify(options: "VerifyOptions", *, json_output: bool) -> bool:
-    from cadenza.engine.verification.run import verify
+    from cadenza.verification.run import verify
 
     with _progress() as report:
         result, plan = verify(options, report)
@@ -142,7 +142,7 @@ def _verify(options: "VerifyOptions", *, json_output: bool) -> bool:
 
 
 def _verify_url(gate: GateFlags, url: str, model: str | None, *, json_output: bool) -> bool:
-    from cadenza.engine.verification.over_http import NUM_REQUESTS, UrlOptions, verify_url
+    from cadenza.verification.over_http import NUM_REQUESTS, UrlOptions, verify_url
 
     is_local = gate.shape is not None or gate.self_test or gate.options != "none"
     if model is not None or is_local:
@@ -168,7 +168,7 @@ def _verify_url(gate: GateFlags, url: str, model: str | None, *, json_output: bo
 
 
 def _self_test(options: "VerifyOptions", *, json_output: bool) -> bool:
-    from cadenza.engine.verification.run import self_test
+    from cadenza.verification.run import self_test
 
     with _progress() as report:
         result = self_test(options, report)
@@ -177,8 +177,8 @@ def _self_test(options: "VerifyOptions", *, json_output: bool) -> bool:
 
 
 def _options(gate: GateFlags, config: EngineConfig, model: str | None) -> "VerifyOptions":
-    from cadenza.engine.verification.option_matrix import make_matrix
-    from cadenza.engine.verification.run import VerifyOptions
+    from cadenza.verification.option_matrix import make_matrix
+    from cadenza.verification.run import VerifyOptions
 
     if gate.options not in OPTION_SETS:
         raise ConfigError(f"--options {gate.options!r} is not none or all")

@@ -8,10 +8,10 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from cadenza.engine.assembly import describe_fault
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.status import EngineMonitor
 from cadenza.errors import CadenzaError
+from cadenza.frontend.output_processor import describe_fault
 from cadenza.outputs import RequestOutput
 from cadenza.request import FinishReason
 from cadenza.server.endpoints.generating import GeneratingEndpoint, GenerationRequest

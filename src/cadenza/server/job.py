@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from cadenza.config import EngineLimits
-from cadenza.engine.async_engine import OutputStream
 from cadenza.engine.open_requests import EngineLoad
-from cadenza.engine.text_face import PreparedRequest
 from cadenza.errors import CadenzaError, QueueFullError
+from cadenza.frontend.async_engine import OutputStream
+from cadenza.frontend.text_frontend import PreparedRequest
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.errors import ApiError, request_timeout
 

@@ -13,12 +13,12 @@ from hashlib import blake2b
 from typing import Protocol
 
 from cadenza.config import EngineLimits
-from cadenza.engine.async_engine import AsyncEngine, OutputStream
 from cadenza.engine.batch_engine import BatchEngine
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.status import EngineMonitor
-from cadenza.engine.text_face import PreparedRequest, TextFace
 from cadenza.errors import CadenzaError, ContextLengthError, TextTooLongError
+from cadenza.frontend.async_engine import AsyncEngine, OutputStream
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.server.access import ApiKeys, Cors
 from cadenza.server.endpoints.generating import GenerationRequest
 from cadenza.server.errors import (
@@ -81,7 +81,7 @@ class OpenCall:
 class Service:
     """One model, served. Use it on one event loop."""
 
-    def __init__(self, engine: ServedEngine, text: TextFace, options: ServerOptions) -> None:
+    def __init__(self, engine: ServedEngine, text: TextFrontend, options: ServerOptions) -> None:
         self.options = options
         self.monitor: EngineMonitor = engine
         self.text = text

@@ -20,7 +20,7 @@ from typing import Protocol
 from cadenza.engine.process.log_lines import LogLines
 from cadenza.engine.process.messages import FrameBuffer, FromEngine, decode_from_engine
 
-COMMAND = (sys.executable, "-P", "-X", "faulthandler", "-m", "cadenza.engine.process")
+COMMAND = (sys.executable, "-P", "-X", "faulthandler", "-m", "cadenza.loading.engine_program")
 _RECEIVE_BYTES = 1 << 18
 _LAST_READS = 16
 """A pipe is read whole in one; the end comes later where what the process started still prints."""

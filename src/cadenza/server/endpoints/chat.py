@@ -6,7 +6,7 @@ prompt, of which the answer tells beside its choices.
 
 from typing import Any
 
-from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
 from cadenza.request import SamplingParams
 from cadenza.server.endpoints.generating import (
@@ -87,13 +87,13 @@ class ChatRequest(ConversationBody, GenerationRequest):
             )
         self.template_kwargs()
 
-    def sampling(self, text: TextFace) -> SamplingParams:
+    def sampling(self, text: TextFrontend) -> SamplingParams:
         most = self.max_completion_tokens
         most = self.max_tokens if most is None else most
         return text.default_params(**{**self.sampling_values(), "max_tokens": most})
 
     def prepare(
-        self, text: TextFace, params: SamplingParams, max_num_tokens: int | None
+        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
         # `reasoning_effort: "none"` is one more switch, where the template has it.
         has_switch = NO_THINKING.keys() <= text.chat_template_options
@@ -106,7 +106,7 @@ class ChatRequest(ConversationBody, GenerationRequest):
         )
         return [prepared]
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFace) -> AnswerEncoder:
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         del text  # its prompt is not part of the answer
         return self.chunk_encoder(head, usage, ChatChoices(self))
 

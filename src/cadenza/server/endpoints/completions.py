@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.request import SamplingParams
 from cadenza.server.endpoints.generating import (
@@ -104,20 +104,20 @@ class CompletionRequest(GenerationRequest):
     def check_fields(self) -> None:
         """They all go together."""
 
-    def sampling(self, text: TextFace) -> SamplingParams:
+    def sampling(self, text: TextFrontend) -> SamplingParams:
         changes = {"max_tokens": COMPLETION_MAX_TOKENS, **self.sampling_values()}
         if self.echo and self.logprobs is not None:
             changes["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return text.default_params(**changes)
 
     def prepare(
-        self, text: TextFace, params: SamplingParams, max_num_tokens: int | None
+        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
         return [self._prepare(text, prompt, params, max_num_tokens) for prompt in self.prompt]
 
     def _prepare(
         self,
-        text: TextFace,
+        text: TextFrontend,
         prompt: CompletionPrompt,
         params: SamplingParams,
         max_num_tokens: int | None,
@@ -127,7 +127,7 @@ class CompletionRequest(GenerationRequest):
         ids = text.encode(prompt, add_special_tokens=False, max_num_tokens=max_num_tokens)
         return replace(text.prepare(ids, params), text=prompt)
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFace) -> AnswerEncoder:
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         return self.chunk_encoder(head, usage, CompletionChoices(self, text))
 
 
@@ -138,7 +138,7 @@ class CompletionChoices:
     object_name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, request: CompletionRequest, text: TextFace) -> None:
+    def __init__(self, request: CompletionRequest, text: TextFrontend) -> None:
         self._request = request
         # Read for every token.
         self._num_top_logprobs = request.num_top_logprobs

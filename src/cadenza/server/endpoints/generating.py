@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cadenza.engine.text_face import PreparedRequest, TextFace
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
 from cadenza.request import SamplingParams, show
 from cadenza.server.errors import invalid_value
@@ -50,7 +50,7 @@ class GenerationRequest(GenerationBody, ABC):
         """What the endpoint's own fields mean together. Raises ApiError (400)."""
 
     @abstractmethod
-    def sampling(self, text: TextFace) -> SamplingParams:
+    def sampling(self, text: TextFrontend) -> SamplingParams:
         """How to choose the tokens, on top of what the checkpoint recommends.
 
         Raises:
@@ -59,7 +59,7 @@ class GenerationRequest(GenerationBody, ABC):
 
     @abstractmethod
     def prepare(
-        self, text: TextFace, params: SamplingParams, max_num_tokens: int | None
+        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
         """Its prompts on their way to the engine; slow, and safe on any thread.
 
@@ -69,7 +69,7 @@ class GenerationRequest(GenerationBody, ABC):
         """
 
     @abstractmethod
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFace) -> AnswerEncoder:
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         """What makes the answer's bytes; `usage` has its tokens."""
 
     @property

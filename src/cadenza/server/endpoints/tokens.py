@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cadenza.engine.text_face import TextFace
 from cadenza.errors import CadenzaError, TextTooLongError
+from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.endpoints.completions import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS
 from cadenza.server.errors import beyond_context, error_of, invalid_value
 from cadenza.server.http_exchange import Exchange, Handler, Response
@@ -57,7 +57,7 @@ class TokenizeBody(ConversationBody):
                     name,
                 )
 
-    def encode(self, text: TextFace, max_num_tokens: int | None) -> tuple[int, ...]:
+    def encode(self, text: TextFrontend, max_num_tokens: int | None) -> tuple[int, ...]:
         """Raises TextTooLongError."""
         if self.messages is not None:
             _, ids = text.render_chat(

@@ -15,8 +15,8 @@ from cadenza.backends.base import Exactness
 from cadenza.config import EngineLimits
 from cadenza.core.draw_keys import derive_seed
 from cadenza.engine.core import CoreOptions
-from cadenza.engine.reference import ReferenceEngine, ReferenceResult
-from cadenza.engine.verification.modes import (
+from cadenza.request import Request
+from cadenza.verification.modes import (
     Counts,
     MakeCore,
     Mode,
@@ -27,9 +27,9 @@ from cadenza.engine.verification.modes import (
     play,
     play_alone,
 )
-from cadenza.engine.verification.option_matrix import OptionCoverage
-from cadenza.engine.verification.workload import Arrival
-from cadenza.request import Request
+from cadenza.verification.option_matrix import OptionCoverage
+from cadenza.verification.reference import ReferenceEngine, ReferenceResult
+from cadenza.verification.workload import Arrival
 
 WITNESS = "independent reference"
 

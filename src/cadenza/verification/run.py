@@ -20,28 +20,23 @@ from cadenza.checkpoint import (
     write_random_checkpoint,
 )
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.engine.build import (
-    build_reference,
-    build_runner,
-    describe_backend,
-    find_checkpoint,
-    plan_model,
-)
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.plan import EnginePlan
-from cadenza.engine.verification.gate import Gate, GateResult, ReferenceKind, Report, Witness
-from cadenza.engine.verification.modes import MakeCore
-from cadenza.engine.verification.option_matrix import OptionMatrix
-from cadenza.engine.verification.self_test import SelfTestResult, run_self_test
-from cadenza.engine.verification.workload import (
+from cadenza.errors import ConfigError
+from cadenza.loading.build import build_runner, describe_backend, find_checkpoint, plan_model
+from cadenza.loading.plan import EnginePlan
+from cadenza.request import Request
+from cadenza.verification.gate import Gate, GateResult, ReferenceKind, Report, Witness
+from cadenza.verification.modes import MakeCore
+from cadenza.verification.option_matrix import OptionMatrix
+from cadenza.verification.reference import build_reference
+from cadenza.verification.self_test import SelfTestResult, run_self_test
+from cadenza.verification.workload import (
     LONGEST_SHORT_PROMPT,
     Arrival,
     WorkloadShape,
     longest_prompt,
     make_workload,
 )
-from cadenza.errors import ConfigError
-from cadenza.request import Request
 
 NAN = float("nan")
 

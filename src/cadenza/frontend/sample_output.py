@@ -1,4 +1,4 @@
-"""`Continuation`: one sample of a request as it grows, out of its tokens.
+"""`SampleOutput`: one sample of a request as it grows, out of its tokens.
 
 Owns the text of one stream: detokenising, stop strings, and which tokens lie past one. Knows no
 engine. Invariants: what was shown stays; the text is at the end what decoding all tokens at once
@@ -24,7 +24,7 @@ class Ending:
     error_kind: ErrorKind | None = None
 
 
-class Continuation:
+class SampleOutput:
     """Sample `index` of a request.
 
     Args:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza import Request, RequestOutput, SamplingParams
-from cadenza.engine.assembly import OutputAssembler, OutputRouter
-from cadenza.engine.text_face import PreparedRequest, TextFace
 from cadenza.errors import InvalidRequestError
+from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.request import Event, PromptLogprobs, Token, TokenLogprobs
 from cadenza.text.decoder_stages import BYTE_OF_CHARACTER
 from tests.faces.scripted_engine import finished, token
@@ -28,39 +28,41 @@ STOPS = st.lists(
 
 
 def assembler_of(
-    text: TextFace, prompt: Sequence[int] = (1,), **options: object
-) -> OutputAssembler:
+    text: TextFrontend, prompt: Sequence[int] = (1,), **options: object
+) -> OutputProcessor:
     params = SamplingParams(max_tokens=None, **options)  # type: ignore[arg-type]
     request = text.resolve(Request(prompt_token_ids=tuple(prompt), params=params))
-    return OutputAssembler(0, PreparedRequest(text=None, request=request), text)
+    return OutputProcessor(0, PreparedRequest(text=None, request=request), text)
 
 
-def ids_of(text: TextFace, written: str) -> list[int]:
+def ids_of(text: TextFrontend, written: str) -> list[int]:
     return list(text.encode(written))
 
 
-def play(assembler: OutputAssembler, token_ids: Sequence[int]) -> tuple[list[int], RequestOutput]:
+def play(processor: OutputProcessor, token_ids: Sequence[int]) -> tuple[list[int], RequestOutput]:
     """Pushes tokens until one ends the sample; the samples to cancel, and the output."""
     stopped = [
         sample
         for index, token_id in enumerate(token_ids)
-        if (sample := assembler.push(token(0, token_id, index))) is not None
+        if (sample := processor.push(token(0, token_id, index))) is not None
     ]
-    assembler.push(finished(0, count=len(token_ids)))
-    return stopped, assembler.output()
+    processor.push(finished(0, count=len(token_ids)))
+    return stopped, processor.output()
 
 
-def text_after(text: TextFace, token_ids: Sequence[int]) -> str:
+def text_after(text: TextFrontend, token_ids: Sequence[int]) -> str:
     return play(assembler_of(text), token_ids)[1].outputs[0].text
 
 
-def check_stop(text: TextFace, token_ids: list[int], stops: list[str], is_included: bool) -> None:
+def check_stop(
+    text: TextFrontend, token_ids: list[int], stops: list[str], is_included: bool
+) -> None:
     """What a stop string does is told by the finished text alone."""
     whole = text_after(text, token_ids)
     found = sorted((whole.find(stop), len(stop)) for stop in stops if stop in whole)
     start, length = found[0] if found else (len(whole), 0)
-    assembler = assembler_of(text, stop=stops, include_stop_str_in_output=is_included)
-    _, output = play(assembler, token_ids)
+    processor = assembler_of(text, stop=stops, include_stop_str_in_output=is_included)
+    _, output = play(processor, token_ids)
     completion = output.outputs[0]
     assert completion.text == whole[: start + length if is_included else start]
     if not found:
@@ -80,7 +82,11 @@ def check_stop(text: TextFace, token_ids: list[int], stops: list[str], is_includ
 @settings(max_examples=NUM_CASES)
 @given(pieces=PIECES, stops=STOPS, is_included=st.booleans(), is_bytewise=st.booleans())
 def test_a_stop_string_cuts_as_it_would_cut_the_finished_text(
-    worded_text: TextFace, pieces: list[str], stops: list[str], is_included: bool, is_bytewise: bool
+    worded_text: TextFrontend,
+    pieces: list[str],
+    stops: list[str],
+    is_included: bool,
+    is_bytewise: bool,
 ) -> None:
     token_ids = spell(worded_text, pieces, is_bytewise)
     check_stop(worded_text, token_ids, stops, is_included)
@@ -90,13 +96,17 @@ def test_a_stop_string_cuts_as_it_would_cut_the_finished_text(
 @settings(max_examples=NUM_SOAK_CASES)
 @given(pieces=PIECES, stops=STOPS, is_included=st.booleans(), is_bytewise=st.booleans())
 def test_any_of_many_stop_strings_cuts_as_it_would_cut_the_finished_text(
-    worded_text: TextFace, pieces: list[str], stops: list[str], is_included: bool, is_bytewise: bool
+    worded_text: TextFrontend,
+    pieces: list[str],
+    stops: list[str],
+    is_included: bool,
+    is_bytewise: bool,
 ) -> None:
     token_ids = spell(worded_text, pieces, is_bytewise)
     check_stop(worded_text, token_ids, stops, is_included)
 
 
-def spell(text: TextFace, pieces: list[str], is_bytewise: bool) -> list[int]:
+def spell(text: TextFrontend, pieces: list[str], is_bytewise: bool) -> list[int]:
     """Tokens of each piece by itself; or a token for each byte."""
     if not is_bytewise:
         return [token_id for piece in pieces for token_id in ids_of(text, piece)]
@@ -106,7 +116,9 @@ def spell(text: TextFace, pieces: list[str], is_bytewise: bool) -> list[int]:
     return [token_id for token_id in found if token_id is not None]
 
 
-def test_a_match_ends_the_sample_once_and_what_follows_is_dropped(worded_text: TextFace) -> None:
+def test_a_match_ends_the_sample_once_and_what_follows_is_dropped(
+    worded_text: TextFrontend,
+) -> None:
     token_ids = ids_of(worded_text, "the dog and the dog")
     stopped, output = play(assembler_of(worded_text, stop=["dog"]), token_ids)
     assert stopped == [0]
@@ -115,29 +127,29 @@ def test_a_match_ends_the_sample_once_and_what_follows_is_dropped(worded_text: T
 
 
 def test_tokens_past_a_stop_string_are_never_shown_while_it_waits_for_an_earlier_one(
-    worded_text: TextFace,
+    worded_text: TextFrontend,
 ) -> None:
-    assembler = assembler_of(worded_text, stop=["bc", "abcdef"])
+    processor = assembler_of(worded_text, stop=["bc", "abcdef"])
     shown: list[int] = []
     for index, character in enumerate("abcdex"):
         (token_id,) = ids_of(worded_text, character)
-        assembler.push(token(0, token_id, index))
-        shown.append(len(assembler.output().outputs[0].token_ids))
+        processor.push(token(0, token_id, index))
+        shown.append(len(processor.output().outputs[0].token_ids))
     assert shown == [1, 2, 3, 3, 3, 3]
-    assert assembler.output().outputs[0].text == "a"
+    assert processor.output().outputs[0].text == "a"
 
 
-def test_text_that_may_begin_a_stop_string_comes_out_at_the_end(worded_text: TextFace) -> None:
-    assembler = assembler_of(worded_text, stop=["dog house"])
+def test_text_that_may_begin_a_stop_string_comes_out_at_the_end(worded_text: TextFrontend) -> None:
+    processor = assembler_of(worded_text, stop=["dog house"])
     for index, token_id in enumerate(ids_of(worded_text, "the dog")):
-        assembler.push(token(0, token_id, index))
-    assert assembler.output().outputs[0].text == "the "
-    assembler.push(finished(0))
-    completion = assembler.output().outputs[0]
+        processor.push(token(0, token_id, index))
+    assert processor.output().outputs[0].text == "the "
+    processor.push(finished(0))
+    completion = processor.output().outputs[0]
     assert (completion.text, completion.finish_reason) == ("the dog", "length")
 
 
-def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(worded_text: TextFace) -> None:
+def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(worded_text: TextFrontend) -> None:
     token_ids = ids_of(worded_text, "dog dog dog")
     per_word = len(token_ids) // 3
     _, output = play(assembler_of(worded_text, stop=["dog"], min_tokens=per_word), token_ids)
@@ -147,20 +159,20 @@ def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(worded_text: Te
 @settings(max_examples=NUM_CASES)
 @given(pieces=PIECES, stops=STOPS, reads=st.lists(st.booleans(), min_size=12, max_size=12))
 def test_deltas_put_together_are_the_whole_output(
-    worded_text: TextFace, pieces: list[str], stops: list[str], reads: list[bool]
+    worded_text: TextFrontend, pieces: list[str], stops: list[str], reads: list[bool]
 ) -> None:
-    assembler = assembler_of(worded_text, stop=stops, logprobs=1)
+    processor = assembler_of(worded_text, stop=stops, logprobs=1)
     deltas: list[RequestOutput | None] = []
     token_ids = spell(worded_text, pieces, False)
     for index, token_id in enumerate(token_ids):
-        assembler.push(likely(token_id, index))
+        processor.push(likely(token_id, index))
         if reads[index % len(reads)]:
-            deltas.append(assembler.make_output("delta"))
-    assembler.push(finished(0, count=len(token_ids)))
-    deltas.append(assembler.make_output("delta"))
-    assert assembler.make_output("delta") is None
+            deltas.append(processor.make_output("delta"))
+    processor.push(finished(0, count=len(token_ids)))
+    deltas.append(processor.make_output("delta"))
+    assert processor.make_output("delta") is None
     parts = [delta.outputs[0] for delta in deltas if delta is not None]
-    whole = assembler.output().outputs[0]
+    whole = processor.output().outputs[0]
     assert "".join(part.text for part in parts) == whole.text
     assert sum((part.token_ids for part in parts), ()) == whole.token_ids
     assert sum((part.logprobs or () for part in parts), ()) == (whole.logprobs or ())
@@ -174,23 +186,23 @@ def likely(token_id: int, index: int) -> Token:
     return Token(request_id=0, token_id=token_id, index=index, logprobs=found)
 
 
-def test_log_probabilities_past_a_stop_string_do_not_count(worded_text: TextFace) -> None:
+def test_log_probabilities_past_a_stop_string_do_not_count(worded_text: TextFrontend) -> None:
     token_ids = ids_of(worded_text, "ab dog")
-    assembler = assembler_of(worded_text, stop=["a"], logprobs=1)
+    processor = assembler_of(worded_text, stop=["a"], logprobs=1)
     for index, token_id in enumerate(token_ids):
-        assembler.push(likely(token_id, index))
-    completion = assembler.output().outputs[0]
+        processor.push(likely(token_id, index))
+    completion = processor.output().outputs[0]
     assert completion.logprobs is not None
     assert len(completion.logprobs) == len(completion.token_ids) == 1
     assert completion.cumulative_logprob == -0.25
     assert completion.logprobs[0][token_ids[0]].decoded_token == "a"
 
 
-def test_samples_grow_side_by_side_and_end_each_by_itself(worded_text: TextFace) -> None:
-    assembler = assembler_of(worded_text, n=3, stop=["dog"])
+def test_samples_grow_side_by_side_and_end_each_by_itself(worded_text: TextFrontend) -> None:
+    processor = assembler_of(worded_text, n=3, stop=["dog"])
     router = OutputRouter(lambda request_id, sample: cancelled.append((request_id, sample)))
     cancelled: list[tuple[int, int]] = []
-    router.add(assembler)
+    router.add(processor)
     (fox,), (dog,) = ids_of(worded_text, " fox")[:1], ids_of(worded_text, " dog")
     steps: list[list[Event]] = [
         [token(0, fox, 0, sample=0), token(0, dog, 0, sample=1)],
@@ -198,10 +210,10 @@ def test_samples_grow_side_by_side_and_end_each_by_itself(worded_text: TextFace)
         [finished(0, sample=0, count=2)],
     ]
     for step in steps:
-        assert router.push(step) == [assembler]
-        assert not assembler.is_finished
-    assert router.push([finished(0, sample=2)]) == [assembler]
-    output = assembler.output()
+        assert router.push(step) == [processor]
+        assert not processor.is_finished
+    assert router.push([finished(0, sample=2)]) == [processor]
+    output = processor.output()
     assert output.finished
     assert cancelled == [(0, 1)]
     assert [each.index for each in output.outputs] == [0, 1, 2]
@@ -211,37 +223,37 @@ def test_samples_grow_side_by_side_and_end_each_by_itself(worded_text: TextFace)
 
 
 def test_cached_tokens_are_told_even_when_a_stop_string_ends_the_request(
-    worded_text: TextFace,
+    worded_text: TextFrontend,
 ) -> None:
-    assembler = assembler_of(worded_text, stop=["a"])
+    processor = assembler_of(worded_text, stop=["a"])
     (token_id,) = ids_of(worded_text, "a")
-    assembler.push(Token(request_id=0, token_id=token_id, index=0, num_cached_tokens=48))
-    output = assembler.output()
+    processor.push(Token(request_id=0, token_id=token_id, index=0, num_cached_tokens=48))
+    output = processor.output()
     assert output.finished
     assert output.num_cached_tokens == 48
 
 
-def test_a_delta_has_only_samples_with_something_new(worded_text: TextFace) -> None:
-    assembler = assembler_of(worded_text, n=2)
-    assembler.push(token(0, 5, 0, sample=1))
-    delta = assembler.make_output("delta")
+def test_a_delta_has_only_samples_with_something_new(worded_text: TextFrontend) -> None:
+    processor = assembler_of(worded_text, n=2)
+    processor.push(token(0, 5, 0, sample=1))
+    delta = processor.make_output("delta")
     assert delta is not None
     assert [each.index for each in delta.outputs] == [1]
     assert not delta.finished
 
 
 def test_prompt_log_probabilities_come_in_parts_and_the_first_token_has_none(
-    worded_text: TextFace,
+    worded_text: TextFrontend,
 ) -> None:
     prompt = ids_of(worded_text, "the quick dog")
-    assembler = assembler_of(worded_text, prompt, prompt_logprobs=1)
+    processor = assembler_of(worded_text, prompt, prompt_logprobs=1)
     entries = [
         TokenLogprobs(logprob=-float(at), rank=1, top_ids=(at,), top_logprobs=(-0.5,))
         for at in range(1, len(prompt))
     ]
-    assembler.push(PromptLogprobs(request_id=0, start=1, entries=tuple(entries[:1])))
-    assembler.push(PromptLogprobs(request_id=0, start=2, entries=tuple(entries[1:])))
-    found = assembler.output().prompt_logprobs
+    processor.push(PromptLogprobs(request_id=0, start=1, entries=tuple(entries[:1])))
+    processor.push(PromptLogprobs(request_id=0, start=2, entries=tuple(entries[1:])))
+    found = processor.output().prompt_logprobs
     assert found is not None
     assert len(found) == len(prompt)
     assert found[0] is None
@@ -250,7 +262,7 @@ def test_prompt_log_probabilities_come_in_parts_and_the_first_token_has_none(
         assert each[prompt[at]].logprob == -float(at)
 
 
-def test_special_tokens_are_skipped_or_shown(worded_text: TextFace) -> None:
+def test_special_tokens_are_skipped_or_shown(worded_text: TextFrontend) -> None:
     assert worded_text.tokenizer is not None
     user = worded_text.tokenizer.id_of("<|user|>")
     assert user is not None
@@ -260,7 +272,7 @@ def test_special_tokens_are_skipped_or_shown(worded_text: TextFace) -> None:
     assert output.outputs[0].text == "dog<|user|>dog"
 
 
-def test_a_prompt_is_cut_to_its_last_tokens(worded_text: TextFace) -> None:
+def test_a_prompt_is_cut_to_its_last_tokens(worded_text: TextFrontend) -> None:
     params = SamplingParams(truncate_prompt_tokens=3)
     prepared = worded_text.prepare([1, 2, 3, 4, 5], params)
     assert prepared.request.prompt_token_ids == (3, 4, 5)
@@ -268,7 +280,7 @@ def test_a_prompt_is_cut_to_its_last_tokens(worded_text: TextFace) -> None:
     assert worded_text.prepare([1, 2], params).request.prompt_token_ids == (1, 2)
 
 
-def test_bad_words_are_spelt_at_the_start_and_within_a_text(worded_text: TextFace) -> None:
+def test_bad_words_are_spelt_at_the_start_and_within_a_text(worded_text: TextFrontend) -> None:
     prepared = worded_text.prepare([1], SamplingParams(bad_words=["dog", " dog"]))
     expected = {worded_text.encode("dog"), worded_text.encode(" dog")}
     assert set(prepared.request.bad_word_token_ids) == expected
@@ -276,7 +288,7 @@ def test_bad_words_are_spelt_at_the_start_and_within_a_text(worded_text: TextFac
 
 @pytest.mark.parametrize("options", [{"stop": ["a"]}, {"bad_words": ["a"]}])
 def test_text_options_without_a_tokenizer_are_refused_by_name(
-    tiny_text: TextFace, options: dict[str, list[str]]
+    tiny_text: TextFrontend, options: dict[str, list[str]]
 ) -> None:
     params = SamplingParams(**options)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json") as refusal:

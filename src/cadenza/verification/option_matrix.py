@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cadenza.engine.verification.pairwise import Row, all_pairs, covering_rows, missing_pairs
-from cadenza.engine.verification.workload import Arrival
 from cadenza.request import Request
+from cadenza.verification.pairwise import Row, all_pairs, covering_rows, missing_pairs
+from cadenza.verification.workload import Arrival
 
 TIMES = 15
 """In how many requests each pair is, so that no pair is only where another option hides it."""

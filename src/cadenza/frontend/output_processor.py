@@ -1,6 +1,6 @@
-"""Events become outputs: `OutputAssembler` for one request, `OutputRouter` for all that run.
+"""Events become outputs: `OutputProcessor` for one request, `OutputRouter` for all that run.
 
-Knows no engine and no scheduler; the text of each sample is `Continuation`'s. Invariants: outputs
+Knows no engine and no scheduler; the text of each sample is `SampleOutput`'s. Invariants: outputs
 only ever grow, and deltas put together are the cumulative output; text that cannot be made costs
 its own request an error, and nobody else anything.
 """
@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import get_args
 
-from cadenza.engine.text_face import PreparedRequest, TextFace
 from cadenza.errors import InvalidRequestError, show
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputKind, RequestOutput
 from cadenza.request import (
     ErrorKind,
@@ -40,16 +40,16 @@ def check_kind(kind: object) -> None:
         )
 
 
-class OutputAssembler:
+class OutputProcessor:
     """Collects the events of `request_id`, which `prepared` was submitted as."""
 
-    def __init__(self, request_id: int, prepared: PreparedRequest, text: TextFace) -> None:
+    def __init__(self, request_id: int, prepared: PreparedRequest, text: TextFrontend) -> None:
         self.request_id = request_id
         self._prepared = prepared
         self._text = text
         params = prepared.request.params
-        self._continuations = [text.continuation(params, sample) for sample in range(params.n)]
-        self._running = dict(enumerate(self._continuations))
+        self._samples = [text.sample_output(params, sample) for sample in range(params.n)]
+        self._running = dict(enumerate(self._samples))
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._num_cached_tokens = 0
 
@@ -60,7 +60,7 @@ class OutputAssembler:
     @property
     def num_tokens(self) -> int:
         """Tokens shown so far, of all samples."""
-        return sum(each.num_shown_tokens for each in self._continuations)
+        return sum(each.num_shown_tokens for each in self._samples)
 
     def push(self, event: Token | PromptLogprobs | Finished) -> int | None:
         """Takes the next event; the sample that its text ended and that the engine goes on with.
@@ -70,17 +70,17 @@ class OutputAssembler:
         if isinstance(event, PromptLogprobs):
             self._push_prompt_logprobs(event)
             return None
-        continuation = self._running.get(event.sample)
-        if continuation is None:
+        output = self._running.get(event.sample)
+        if output is None:
             return None
         if event.sample == 0 and event.num_cached_tokens is not None:
             self._num_cached_tokens = event.num_cached_tokens  # the others share its prompt
         if isinstance(event, Finished):
-            continuation.finish(event)
+            output.finish(event)
             del self._running[event.sample]
             return None
         found = event.logprobs
-        has_ended = continuation.push(
+        has_ended = output.push(
             event.token_id, None if found is None else self._describe(event.token_id, found)
         )
         if not has_ended:
@@ -110,7 +110,7 @@ class OutputAssembler:
 
     def output(self) -> RequestOutput:
         """The request so far."""
-        return self._make_output(each.output() for each in self._continuations)
+        return self._make_output(each.output() for each in self._samples)
 
     def make_output(self, kind: OutputKind) -> RequestOutput | None:
         """The next output for a reader who wants this kind; None when there is none for it yet.
@@ -118,7 +118,7 @@ class OutputAssembler:
         A delta is what is new since the last one that was made.
         """
         if kind == "delta":
-            taken = [new for each in self._continuations if (new := each.take()) is not None]
+            taken = [new for each in self._samples if (new := each.take()) is not None]
             return self._make_output(taken) if taken else None
         return None if kind == "final" and not self.is_finished else self.output()
 
@@ -161,44 +161,44 @@ class OutputRouter:
 
     def __init__(self, cancel: CancelSample) -> None:
         self._cancel = cancel
-        self._open: dict[int, OutputAssembler] = {}
+        self._open: dict[int, OutputProcessor] = {}
 
-    def add(self, assembler: OutputAssembler) -> None:
-        self._open[assembler.request_id] = assembler
+    def add(self, processor: OutputProcessor) -> None:
+        self._open[processor.request_id] = processor
 
     def remove(self, request_id: int) -> bool:
         """Forgets a request; False when it had finished or was not known."""
         return self._open.pop(request_id, None) is not None
 
-    def push(self, events: Iterable[Event]) -> list[OutputAssembler]:
+    def push(self, events: Iterable[Event]) -> list[OutputProcessor]:
         """Passes a step's events on; whoever got some, each once. Finished requests are forgotten.
 
         Events of requests that were removed are dropped.
         """
-        news: dict[int, OutputAssembler] = {}
+        news: dict[int, OutputProcessor] = {}
         for event in events:
-            assembler = self._open.get(event.request_id)
-            if assembler is None or isinstance(event, Started):
+            processor = self._open.get(event.request_id)
+            if processor is None or isinstance(event, Started):
                 continue
-            news[event.request_id] = assembler
+            news[event.request_id] = processor
             stopped = None
             try:
-                stopped = assembler.push(event)
+                stopped = processor.push(event)
             except Exception as error:  # noqa: BLE001  the others' events are still passed on
-                assembler.fail_text(error)
+                processor.fail_text(error)
                 self._cancel(event.request_id, None)
             if stopped is not None:
                 self._cancel(event.request_id, stopped)
-            if assembler.is_finished:
+            if processor.is_finished:
                 del self._open[event.request_id]
         return list(news.values())
 
-    def fail_all(self, error: str) -> list[OutputAssembler]:
+    def fail_all(self, error: str) -> list[OutputProcessor]:
         """Ends every request with an error, because the engine is gone."""
         failed = list(self._open.values())
         self._open.clear()
-        for assembler in failed:
-            assembler.fail("engine_lost", error)
+        for processor in failed:
+            processor.fail("engine_lost", error)
         return failed
 
 

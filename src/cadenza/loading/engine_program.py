@@ -1,4 +1,7 @@
-"""`python -m cadenza.engine.process`: the program that a front end executes; of no use by hand."""
+"""`python -m cadenza.loading.engine_program`: the program that a front end executes.
+
+It loads an engine and serves it over an inherited pipe; of no use by hand.
+"""
 
 import sys
 
@@ -8,9 +11,9 @@ from cadenza.engine.process.messages import Start
 
 
 def load(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) -> Serving:
-    """Loads a model. Raises what `load_model` raises."""
+    """Loads a model. Raises what `load_engine` raises."""
     on_phase("imports")
-    from cadenza.engine.build import find_checkpoint, load_model
+    from cadenza.loading.build import find_checkpoint, load_engine
 
     config = start.config
     checkpoint = find_checkpoint(start.model, revision=config.revision)
@@ -22,7 +25,7 @@ def load(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) -> Serv
         if done == "load":
             on_phase("compile")
 
-    loaded = load_model(start.model, config, after, backends=backends)
+    loaded = load_engine(start.model, config, after, backends=backends)
     return Serving(core=loaded.core, count_compiles=backend.watch_compiles())
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from cadenza.config import config_from_options, is_whole
-from cadenza.engine.assembly import OutputAssembler, OutputRouter, check_kind
-from cadenza.engine.build import load_model
-from cadenza.engine.text_face import Message, Params, PreparedRequest, Prompt
 from cadenza.errors import InvalidRequestError, show
+from cadenza.frontend.loaded_model import load_model
+from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
+from cadenza.frontend.text_frontend import Message, Params, PreparedRequest, Prompt
 from cadenza.outputs import OutputKind, RequestOutput
 from cadenza.request import SamplingParams, sequence_of
 
 ParamsOfMany = Params | SequenceOf[Params]
 """One for all prompts, or one for each."""
-_News = dict[int, OutputAssembler]
+_News = dict[int, OutputProcessor]
 """The requests of one call that have something new, by id."""
 
 
@@ -155,12 +155,12 @@ class LLM:
         made = (each.make_output(kind) for each in self._follow(prepared))
         return (output for output in made if output is not None)
 
-    def _follow(self, prepared: list[PreparedRequest]) -> Iterator[OutputAssembler]:
+    def _follow(self, prepared: list[PreparedRequest]) -> Iterator[OutputProcessor]:
         for each in prepared:
             self.core.check(each.request)
         return self._pump(deque(prepared))
 
-    def _pump(self, waiting: deque[PreparedRequest]) -> Iterator[OutputAssembler]:
+    def _pump(self, waiting: deque[PreparedRequest]) -> Iterator[OutputProcessor]:
         """Keeps the engine's queue filled and steps it; yields whoever has something new.
 
         Several streams may be read in turns: each step's events reach their own stream.
@@ -174,10 +174,10 @@ class LLM:
                 if not news:
                     self._step()
                 for request_id in list(news):
-                    assembler = news.pop(request_id)
-                    if assembler.is_finished:
+                    processor = news.pop(request_id)
+                    if processor.is_finished:
                         open_ids.discard(request_id)
-                    yield assembler
+                    yield processor
         finally:
             for request_id in open_ids:
                 self._news.pop(request_id, None)
@@ -186,15 +186,15 @@ class LLM:
 
     def _submit(self, prepared: PreparedRequest, news: _News) -> int:
         request_id = self.core.submit(prepared.request)
-        self._router.add(OutputAssembler(request_id, prepared, self._loaded.text))
+        self._router.add(OutputProcessor(request_id, prepared, self._loaded.text))
         self._news[request_id] = news
         return request_id
 
     def _step(self) -> None:
-        for assembler in self._router.push(self.core.step()):
-            request_id = assembler.request_id
-            self._news[request_id][request_id] = assembler
-            if assembler.is_finished:
+        for processor in self._router.push(self.core.step()):
+            request_id = processor.request_id
+            self._news[request_id][request_id] = processor
+            if processor.is_finished:
                 del self._news[request_id]
 
 

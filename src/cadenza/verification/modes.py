@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.verification.workload import Arrival
 from cadenza.request import Finished, PromptLogprobs, Started, Token, TokenLogprobs
+from cadenza.verification.workload import Arrival
 
 MAX_STEPS = 1_000_000
 

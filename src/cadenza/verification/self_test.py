@@ -7,7 +7,7 @@ table and fail with every other one. A fault that needs longer prompts than were
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cadenza.engine.verification.gate import GateResult
+from cadenza.verification.gate import GateResult
 
 RunWith = Callable[[str | None], GateResult]
 """Plays the gate with the named fault, or with none."""

@@ -14,13 +14,15 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends import BACKENDS, Backends, find_backend, resolve_backend
 from cadenza.backends.base import SequenceModel
-from cadenza.config import MAX_SEED, EngineLimits, is_whole
+from cadenza.checkpoint import Checkpoint
+from cadenza.config import MAX_SEED, EngineConfig, EngineLimits, is_whole
 from cadenza.core.draw_keys import derive_sample_seed, draw_keys
-from cadenza.engine.reference_rules import ruled_logits
 from cadenza.engine.request_check import RequestCheck
-from cadenza.errors import InvalidRequestError, show
+from cadenza.errors import CheckpointError, ConfigError, InvalidRequestError, show
 from cadenza.request import FinishReason, Request, SamplingParams, as_token_ids
+from cadenza.verification.reference_rules import ruled_logits
 
 Logits = npt.NDArray[np.float32]
 
@@ -179,3 +181,33 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> npt.NDArray[np.fl
     uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     uniform = np.minimum(uniform, np.float32(1.0 - 2.0**-24))
     return -np.log(-np.log1p(-uniform))
+
+
+def build_reference(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    max_model_len: int,
+    backends: Backends = BACKENDS,
+) -> ReferenceEngine:
+    """The independent reference over the same checkpoint, in float32.
+
+    Raises:
+        CheckpointError: the model has fewer positions.
+        ConfigError: the chosen backend has no independent model.
+    """
+    if max_model_len > checkpoint.config.max_position_embeddings:
+        raise CheckpointError(
+            f"the model has {checkpoint.config.max_position_embeddings} positions; "
+            f"{max_model_len} were asked for"
+        )
+    backend = find_backend(config.backend, backends)
+    witness = backend.load_witness(checkpoint.config, checkpoint.weights, max_model_len)
+    if witness is None:
+        raise ConfigError(
+            f"the {resolve_backend(config.backend, backends)} backend has no independent "
+            f"reference model to compare with; use --reference solo"
+        )
+    return ReferenceEngine(
+        witness, max_model_len=max_model_len, eos_token_ids=checkpoint.eos_token_ids
+    )

@@ -1,8 +1,9 @@
 """`AsyncEngine`: the asyncio face. Each request is an async iterator over one running batch.
 
-Owns the serving thread and the passing of events to the event loop. Knows text through `TextFace`
-and the engine through `BatchEngine`, whichever it is. Invariants: leaving an iterator cancels its
-request; what waits for a slow reader is one request's output so far, never a queue of outputs.
+Owns the serving thread and the passing of events to the event loop. Knows text through
+`TextFrontend` and the engine through `BatchEngine`, whichever it is. Invariants: leaving an
+iterator cancels its request; what waits for a slow reader is one request's output so far, never a
+queue of outputs.
 """
 
 import asyncio
@@ -13,12 +14,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from cadenza.config import config_from_options
-from cadenza.engine.assembly import OutputAssembler, OutputRouter, check_kind
 from cadenza.engine.batch_engine import BatchEngine, CoreService
-from cadenza.engine.build import load_model
 from cadenza.engine.open_requests import RequestTimeouts
-from cadenza.engine.text_face import Params, PreparedRequest, Prompt, TextFace
 from cadenza.errors import InvalidRequestError, show
+from cadenza.frontend.loaded_model import load_model
+from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
+from cadenza.frontend.text_frontend import Params, PreparedRequest, Prompt, TextFrontend
 from cadenza.outputs import OutputKind, RequestOutput
 from cadenza.request import Event, Request
 
@@ -39,7 +40,7 @@ class AsyncEngine:
         text: the model's text side.
     """
 
-    def __init__(self, engine: BatchEngine, text: TextFace) -> None:
+    def __init__(self, engine: BatchEngine, text: TextFrontend) -> None:
         self._engine = engine
         self._text = text
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -115,7 +116,7 @@ class AsyncEngine:
         """Starts a request at once; its outputs come through the stream. On the event loop only.
 
         Args:
-            request: its text options are resolved here; `TextFace.prepare` does it elsewhere.
+            request: its text options are resolved here; `TextFrontend.prepare` does it elsewhere.
             prompt: the text it was made of, for the outputs.
             news: set whenever there is something new; streams that share one are read by `take`.
 
@@ -126,9 +127,9 @@ class AsyncEngine:
         request = self._text.resolve(request)
         request_id = self._engine.submit(request)
         prepared = PreparedRequest(text=prompt, request=request)
-        assembler = OutputAssembler(request_id, prepared, self._text)
-        stream = OutputStream(assembler, kind, self._leave, news)
-        self._router.add(assembler)
+        processor = OutputProcessor(request_id, prepared, self._text)
+        stream = OutputStream(processor, kind, self._leave, news)
+        self._router.add(processor)
         self._streams[request_id] = stream
         return stream
 
@@ -179,9 +180,9 @@ class AsyncEngine:
         """On the event loop, after the last events: no stream may wait for an engine that ended."""
         self._wake(self._router.fail_all("the engine has ended"))
 
-    def _wake(self, assemblers: list[OutputAssembler]) -> None:
-        for assembler in assemblers:
-            stream = self._streams.get(assembler.request_id)
+    def _wake(self, processors: list[OutputProcessor]) -> None:
+        for processor in processors:
+            stream = self._streams.get(processor.request_id)
             if stream is not None:
                 stream.wake()
 
@@ -193,12 +194,12 @@ class OutputStream:
 
     def __init__(
         self,
-        assembler: OutputAssembler,
+        processor: OutputProcessor,
         kind: OutputKind,
         leave: Callable[[int], None],
         news: asyncio.Event | None = None,
     ) -> None:
-        self._assembler = assembler
+        self._processor = processor
         self._kind: OutputKind = kind
         self._leave = leave
         self._news = news or asyncio.Event()
@@ -220,7 +221,7 @@ class OutputStream:
 
     @property
     def request_id(self) -> int:
-        return self._assembler.request_id
+        return self._processor.request_id
 
     @property
     def is_finished(self) -> bool:
@@ -241,7 +242,7 @@ class OutputStream:
 
     def take(self) -> RequestOutput | None:
         """The next output if there is one, without waiting."""
-        output = self._assembler.make_output(self._kind)
+        output = self._processor.make_output(self._kind)
         if output is not None:
             self._is_finished = output.finished
         return output
@@ -252,8 +253,8 @@ class OutputStream:
 
     def abort(self) -> None:
         """Ends the request where it is; its last output, still to be taken, says so."""
-        if not self._assembler.is_finished:
-            self._assembler.abort()
+        if not self._processor.is_finished:
+            self._processor.abort()
             self._leave(self.request_id)
             self.wake()
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import httpx
 
-from cadenza.engine.verification.gate import GateResult, Mismatch, ModeResult, Report
-from cadenza.engine.verification.modes import Counts
-from cadenza.engine.verification.workload import (
+from cadenza.errors import ConfigError
+from cadenza.request import Request
+from cadenza.verification.gate import GateResult, Mismatch, ModeResult, Report
+from cadenza.verification.modes import Counts
+from cadenza.verification.workload import (
     LONGEST_PROMPT,
     NUM_LOGPROBS,
     WorkloadShape,
     make_workload,
 )
-from cadenza.errors import ConfigError
-from cadenza.request import Request
 
 ROWS = 4
 NUM_REQUESTS = 32

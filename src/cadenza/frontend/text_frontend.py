@@ -1,4 +1,4 @@
-"""`TextFace`: prompts in and text out, for one checkpoint. Composes `text` with the engine's ids.
+"""`TextFrontend`: prompts in and text out, for one checkpoint.
 
 Knows no engine. Invariant: a checkpoint without tokenizer.json serves token ids all the same, and
 says so when it is asked for text.
@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import GenerationConfig, is_whole
-from cadenza.engine.continuation import Continuation
-from cadenza.engine.sampling_defaults import SamplingDefaults
 from cadenza.errors import InvalidRequestError, show
+from cadenza.frontend.sample_output import SampleOutput
+from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.request import Request, SamplingParams, as_token_ids
 from cadenza.text import (
     ChatTemplate,
@@ -44,7 +44,7 @@ class PreparedRequest:
     request: Request
 
 
-class TextFace:
+class TextFrontend:
     """Tokenizer, chat template and sampling defaults of a checkpoint.
 
     Args:
@@ -215,18 +215,18 @@ class TextFace:
         encode = self._need_tokenizer().encode
         return tuple(encode(text, add_special_tokens=False, max_num_tokens=max_num_tokens))
 
-    def continuation(self, params: SamplingParams, sample: int) -> Continuation:
+    def sample_output(self, params: SamplingParams, sample: int) -> SampleOutput:
         """A fresh one for one sample's stream; it has no text without tokenizer.json."""
         tokenizer, plan = self._tokenizer, self._decoder_plan
         if tokenizer is None:
-            return Continuation(sample, None)
+            return SampleOutput(sample, None)
         if plan is None:
             plan = self._decoder_plan = plan_decoder(tokenizer.decoder_description())
         detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, plan)
         matcher = None
         if params.stop:
             matcher = StopMatcher(params.stop, is_included=params.include_stop_str_in_output)
-        return Continuation(sample, detokenizer, matcher, num_unsearched=params.min_tokens)
+        return SampleOutput(sample, detokenizer, matcher, num_unsearched=params.min_tokens)
 
     def decode(self, token_ids: SequenceOf[int]) -> str:
         """The text of token ids, special tokens shown. Raises InvalidRequestError."""

@@ -1,4 +1,4 @@
-"""From a model's name and options to a warm engine. The one place that knows every layer.
+"""From a model's name and options to a warm engine; text is the front end's.
 
 The backend is the one that the options choose among `backends`, and is imported then: nothing heavy
 is loaded before a model is.
@@ -15,11 +15,9 @@ from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
 from cadenza.checkpoint import Checkpoint, Hub, ModelConfig, is_hub_id, open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.memory import available_memory_bytes
-from cadenza.engine.plan import EnginePlan, make_plan
-from cadenza.engine.reference import ReferenceEngine
-from cadenza.engine.text_face import TextFace
 from cadenza.errors import CheckpointError, ConfigError, show
+from cadenza.loading.memory import available_memory_bytes
+from cadenza.loading.plan import EnginePlan, make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +26,12 @@ OnPhase = Callable[[str], None]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class LoadedModel:
-    """A warm engine and the text side of its checkpoint."""
+class LoadedEngine:
+    """A warm engine, its checkpoint, and the plan that it was made by."""
 
     checkpoint: Checkpoint
     plan: EnginePlan
     core: EngineCore
-    text: TextFace
 
     def close(self) -> None:
         self.core.close()
@@ -94,13 +91,13 @@ def plan_model(
     return make_plan(config, checkpoint, traits, available)
 
 
-def load_model(
+def load_engine(
     model: str | Path | None,
     config: EngineConfig,
     on_phase: OnPhase = lambda _: None,
     *,
     backends: Backends = BACKENDS,
-) -> LoadedModel:
+) -> LoadedEngine:
     """Loads, compiles and warms up; `on_phase` hears how far it is.
 
     Args:
@@ -109,35 +106,39 @@ def load_model(
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: as their docstrings say.
     """
+    checkpoint, plan = open_planned(model, config, backends)
+    core = build_core(checkpoint, plan, config, on_phase, backends=backends)
+    return LoadedEngine(checkpoint=checkpoint, plan=plan, core=core)
+
+
+def open_planned(
+    model: str | Path | None, config: EngineConfig, backends: Backends = BACKENDS
+) -> tuple[Checkpoint, EnginePlan]:
+    """The checkpoint, and the plan for it; raises what `load_engine` raises before it loads."""
     resolve_backend(config.backend, backends)  # a wrong name is told before anything is fetched
     checkpoint = find_checkpoint(model, revision=config.revision)
-    plan = plan_model(checkpoint, config, backends)
-    text = open_text(checkpoint, config, plan.limits.max_model_len)
+    return checkpoint, plan_model(checkpoint, config, backends)
+
+
+def build_core(
+    checkpoint: Checkpoint,
+    plan: EnginePlan,
+    config: EngineConfig,
+    on_phase: OnPhase = lambda _: None,
+    *,
+    backends: Backends = BACKENDS,
+) -> EngineCore:
+    """A warm engine after a plan."""
     logger.info("%s", plan.summary)
     logger.debug("resolved configuration: %s", plan)
     runner = load_runner(checkpoint, plan, config, backends=backends)
     on_phase("load")
     runner.warmup()
     on_phase("compile")
-    core = EngineCore(
-        runner,
-        plan.limits,
-        CoreOptions(
-            eos_token_ids=frozenset(checkpoint.eos_token_ids),
-            loop=config.scheduler,
-            seed=config.seed,
-        ),
+    options = CoreOptions(
+        eos_token_ids=frozenset(checkpoint.eos_token_ids), loop=config.scheduler, seed=config.seed
     )
-    return LoadedModel(checkpoint=checkpoint, plan=plan, core=core, text=text)
-
-
-def open_text(
-    checkpoint: Checkpoint, config: EngineConfig, max_model_len: int | None = None
-) -> TextFace:
-    """The checkpoint's text side, as the options ask for it. Raises CheckpointError."""
-    return TextFace(
-        checkpoint, generation_config=config.generation_config, max_model_len=max_model_len
-    )
+    return EngineCore(runner, plan.limits, options)
 
 
 def build_runner(
@@ -173,36 +174,6 @@ def load_runner(
     )
     backend = find_backend(config.backend, backends)
     return backend.load_runner(checkpoint.config, checkpoint.weights, setup)
-
-
-def build_reference(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    *,
-    max_model_len: int,
-    backends: Backends = BACKENDS,
-) -> ReferenceEngine:
-    """The independent reference over the same checkpoint, in float32.
-
-    Raises:
-        CheckpointError: the model has fewer positions.
-        ConfigError: the chosen backend has no independent model.
-    """
-    if max_model_len > checkpoint.config.max_position_embeddings:
-        raise CheckpointError(
-            f"the model has {checkpoint.config.max_position_embeddings} positions; "
-            f"{max_model_len} were asked for"
-        )
-    backend = find_backend(config.backend, backends)
-    witness = backend.load_witness(checkpoint.config, checkpoint.weights, max_model_len)
-    if witness is None:
-        raise ConfigError(
-            f"the {resolve_backend(config.backend, backends)} backend has no independent "
-            f"reference model to compare with; use --reference solo"
-        )
-    return ReferenceEngine(
-        witness, max_model_len=max_model_len, eos_token_ids=checkpoint.eos_token_ids
-    )
 
 
 def cache_folder() -> Path:
