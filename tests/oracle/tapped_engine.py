@@ -156,7 +156,7 @@ class TappedEngine:
         bucket = min(size for size in buckets if size >= num_tokens)
         geometry = Geometry(bucket=bucket, num_rows=self._budget, page_size=PAGE_SIZE)
         inputs = _with_every_logit(build_inputs(chunks, geometry), chunks)
-        return np.asarray(self._runner.launch(inputs).array)[:num_tokens]
+        return self._runner.launch(inputs).rows()[:num_tokens]
 
     def _forced(self, rows: npt.NDArray[np.int32]) -> Forced:
         """From the results [T, C + E] of one sequence."""

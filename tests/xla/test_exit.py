@@ -57,7 +57,7 @@ def in_flight_with(owner: Owner, *results: Result) -> InFlight:
 def test_closing_waits_once_for_each_step_that_was_not_read() -> None:
     owner, results = Owner(), [Result() for _ in range(4)]
     in_flight = in_flight_with(owner, *results)
-    in_flight.read(results[1])  # pyright: ignore[reportArgumentType]
+    in_flight.read(id(results[1]))
     in_flight.close()
     in_flight.close()
     assert [result.num_waits for result in results] == [1, 1, 1, 1]
@@ -65,7 +65,7 @@ def test_closing_waits_once_for_each_step_that_was_not_read() -> None:
 
 def test_a_read_waits_before_it_converts() -> None:
     owner, result = Owner(), Result()
-    read = in_flight_with(owner, result).read(result)  # pyright: ignore[reportArgumentType]
+    read = in_flight_with(owner, result).read(id(result))
     assert read.tolist() == [0], "the array was made before the wait"
 
 
@@ -88,9 +88,37 @@ def test_a_read_that_was_interrupted_leaves_its_step_to_be_waited_for() -> None:
     owner, result = Owner(), Result(KeyboardInterrupt())
     in_flight = in_flight_with(owner, result)
     with pytest.raises(KeyboardInterrupt):
-        in_flight.read(result)  # pyright: ignore[reportArgumentType]
+        in_flight.read(id(result))
     in_flight.close()
     assert result.num_waits == 2
+
+
+def test_results_are_dropped_while_the_lock_is_held_and_what_was_read_is_a_copy() -> None:
+    owner, was_held = Owner(), list[bool]()
+    in_flight = InFlight(owner)
+
+    class Watched(Result):
+        def __del__(self) -> None:
+            was_held.append(in_flight.lock._is_owned())  # pyright: ignore[reportAttributeAccessIssue]
+
+        def __array__(self, *_: object, **__: object) -> np.ndarray:
+            self.values = np.arange(3)
+            return self.values
+
+    keys = [in_flight.add(Watched()) for _ in range(3)]  # pyright: ignore[reportArgumentType]
+    read = in_flight.read(keys[1])
+    assert was_held == [True]
+    assert read.base is None
+    in_flight.finish()
+    assert was_held == [True, True, True]
+
+
+def test_a_step_that_was_dropped_is_not_read() -> None:
+    owner, result = Owner(), Result()
+    in_flight = in_flight_with(owner, result)
+    in_flight.finish()
+    with pytest.raises(RunnerError, match="dropped"):
+        in_flight.read(id(result))
 
 
 def test_an_owner_that_is_collected_has_its_steps_waited_for() -> None:

@@ -111,7 +111,7 @@ def play(runner: XlaRunner, row: int, neighbours: Neighbours) -> np.ndarray:
         part = PROMPT[step * 7 : (step + 1) * 7]
         chunk = stream.chunk(part, samples=step == 2) if part else stream.next_token()
         inputs = build_inputs([chunk, *neighbours(step)], GEOMETRY)
-        array = np.asarray(runner.launch(inputs).array)
+        array = runner.launch(inputs).rows()
         if chunk.samples:
             used = inputs.logits.rows[: inputs.num_logits].tolist()
             results.append(array[used.index(row)])

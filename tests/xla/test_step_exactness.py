@@ -70,7 +70,7 @@ def compute(runner: XlaRunner, variant: Variant, setting: Setting) -> Trace:
         handle = runner.launch(inputs)
         used = inputs.logits.rows[: inputs.num_logits].tolist()
         if chunk.samples:
-            results.append(np.asarray(handle.array)[used.index(setting.row)])
+            results.append(handle.rows()[used.index(setting.row)])
     slots = slots_of(pages, stream.num_computed, variant.page_size)
     rows = np.array(results)  # [steps, C]
     kv = page_bytes(runner)[slots]

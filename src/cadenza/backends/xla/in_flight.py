@@ -6,7 +6,9 @@ has finished every step, and no thread is inside JAX on behalf of the runner.
 
 Until Python 3.14 a thread that asks for the GIL during finalisation is ended by unwinding its
 stack. With C++ frames of JAX on that stack the process aborts: `terminate called without an active
-exception`. That is true of XLA's own threads and of a daemon thread that steps an engine.
+exception`. That is true of XLA's own threads and of a daemon thread that steps an engine. Even
+dropping the last reference to an array is being inside JAX: its destructor gives the GIL up and
+takes it again. So results are dropped here, under the lock, and what is read is a copy.
 """
 
 import atexit
@@ -37,25 +39,28 @@ class InFlight:
         atexit.register(self.finish_at_exit)
         weakref.finalize(owner, self.close).atexit = False
 
-    def add(self, result: jax.Array) -> None:
-        """Notes the result of a step that was launched under `lock`."""
+    def add(self, result: jax.Array) -> int:
+        """Keeps the result of a step that was launched under `lock`; the key to read it by."""
         self._unread[id(result)] = result
+        return id(result)
 
     def check_open(self) -> None:
         """Raises RunnerError once the interpreter exits."""
         if self._has_exited:
             raise RunnerError("the interpreter is exiting; launch steps before it does")
 
-    def read(self, result: jax.Array) -> npt.NDArray[np.int32]:
-        """A step's result on the host. Raises what the device raised.
+    def read(self, key: int) -> npt.NDArray[np.int32]:
+        """A copy of a step's result on the host, once.
 
-        A read that was interrupted, or failed, leaves the step to `finish`.
+        Raises what the device raised, or RunnerError where the runner was closed or reset
+        meanwhile. A read that was interrupted, or failed, leaves the step to `finish`.
         """
         with self.lock:
+            if key not in self._unread:
+                raise RunnerError("the step was dropped before it was read")
             # Only then is converted: no callback is left to a thread of XLA's.
-            result.block_until_ready()
-            self._unread.pop(id(result), None)
-            return np.asarray(result)
+            self._unread[key].block_until_ready()
+            return np.array(self._unread.pop(key))
 
     def finish(self) -> None:
         """Waits for every step that has not been read; what it gave does not matter any more.
@@ -66,9 +71,9 @@ class InFlight:
             return
         with self.lock:
             while self._unread:
-                key, result = next(iter(self._unread.items()))
+                key = next(iter(self._unread))
                 with suppress(RuntimeError):  # the step failed
-                    result.block_until_ready()
+                    self._unread[key].block_until_ready()
                 self._unread.pop(key, None)
 
     def close(self) -> None:

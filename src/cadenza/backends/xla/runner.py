@@ -49,14 +49,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class XlaStepHandle:
-    """A launched step; `array` [L, C] is on its way."""
+    """A launched step, whose result [L, C] is read from `in_flight` by its key."""
 
-    array: jax.Array
+    key: int
     num_logits: int
     in_flight: InFlight
 
+    def rows(self) -> Int32Array:
+        """The raw result [L, C], in place of `result`: a step is read once."""
+        return self.in_flight.read(self.key)
+
     def result(self) -> StepOutput:
-        rows = self.in_flight.read(self.array)[: self.num_logits]  # [N, C]
+        rows = self.rows()[: self.num_logits]  # [N, C]
         top_logprobs = rows[:, COLUMN_TOP + NUM_TOP : COLUMN_TOP + 2 * NUM_TOP]
         return StepOutput(
             token_ids=rows[:, COLUMN_TOKEN],
@@ -159,8 +163,9 @@ class XlaRunner:
         with self._in_flight.lock:
             self._in_flight.check_open()
             result = self._start(programs, bucket, inputs)
-            self._in_flight.add(result)
-        return XlaStepHandle(result, inputs.num_logits, self._in_flight)
+            key = self._in_flight.add(result)
+            del result
+        return XlaStepHandle(key, inputs.num_logits, self._in_flight)
 
     def _start(self, programs: Programs, bucket: int, inputs: ModelInputs) -> jax.Array:
         """Sends the step to the device; its result [L, C]."""
