@@ -8,7 +8,7 @@ from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start
-from cadenza.loading.build import load_engine
+from cadenza.frontend.loaded_model import load_model
 
 RAISE = 2500
 STEP_S = 0.02
@@ -33,7 +33,7 @@ class FaultyRunner:
 
 def load(start: Start, on_phase: OnPhase) -> Serving:
     on_phase("load")
-    core = load_engine(start.model, start.config).core
+    core = load_model(start.model, start.config).core
     return Serving(core=EngineCore(FaultyRunner(core.runner), core.limits, CoreOptions()))
 
 

@@ -23,7 +23,8 @@ from cadenza.bench.roofline import RooflineProbe
 from cadenza.bench.runs import DecodeTask, Prompt, Timed, run_decode, run_prefill
 from cadenza.config import MAX_NUM_SEQS_BOUND
 from cadenza.errors import ConfigError
-from cadenza.loading.build import describe_backend, find_checkpoint, load_engine
+from cadenza.frontend.loaded_model import load_model
+from cadenza.loading.build import describe_backend, find_checkpoint
 from cadenza.loading.plan import EnginePlan
 
 PREFILL_STEPS = 4
@@ -193,7 +194,7 @@ def measure_throughput(
     fitted = engine_config(config, workload, traits.max_num_batched_tokens)
     instruments = find_backend(config.backend).open_instruments()
     report("loading the model")
-    loaded = load_engine(model, fitted)
+    loaded = load_model(model, fitted)
     try:
         plan = loaded.plan
         meter = _Meter(instruments, RooflineProbe(instruments, plan.dtype))

@@ -7,7 +7,6 @@ is loaded before a model is.
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends, find_backend, resolve_backend
@@ -23,18 +22,6 @@ logger = logging.getLogger(__name__)
 
 OnPhase = Callable[[str], None]
 """Told "load" when the weights are in place and "compile" when the programs are warm."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class LoadedEngine:
-    """A warm engine, its checkpoint, and the plan that it was made by."""
-
-    checkpoint: Checkpoint
-    plan: EnginePlan
-    core: EngineCore
-
-    def close(self) -> None:
-        self.core.close()
 
 
 def find_checkpoint(
@@ -91,14 +78,10 @@ def plan_model(
     return make_plan(config, checkpoint, traits, available)
 
 
-def load_engine(
-    model: str | Path | None,
-    config: EngineConfig,
-    on_phase: OnPhase = lambda _: None,
-    *,
-    backends: Backends = BACKENDS,
-) -> LoadedEngine:
-    """Loads, compiles and warms up; `on_phase` hears how far it is.
+def open_planned(
+    model: str | Path | None, config: EngineConfig, backends: Backends = BACKENDS
+) -> tuple[Checkpoint, EnginePlan]:
+    """The checkpoint, and the plan for it, before anything is loaded.
 
     Args:
         backends: among which `config.backend` chooses.
@@ -106,15 +89,6 @@ def load_engine(
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: as their docstrings say.
     """
-    checkpoint, plan = open_planned(model, config, backends)
-    core = build_core(checkpoint, plan, config, on_phase, backends=backends)
-    return LoadedEngine(checkpoint=checkpoint, plan=plan, core=core)
-
-
-def open_planned(
-    model: str | Path | None, config: EngineConfig, backends: Backends = BACKENDS
-) -> tuple[Checkpoint, EnginePlan]:
-    """The checkpoint, and the plan for it; raises what `load_engine` raises before it loads."""
     resolve_backend(config.backend, backends)  # a wrong name is told before anything is fetched
     checkpoint = find_checkpoint(model, revision=config.revision)
     return checkpoint, plan_model(checkpoint, config, backends)
@@ -128,7 +102,7 @@ def build_core(
     *,
     backends: Backends = BACKENDS,
 ) -> EngineCore:
-    """A warm engine after a plan."""
+    """A warm engine after a plan; `on_phase` hears how far it is."""
     logger.info("%s", plan.summary)
     logger.debug("resolved configuration: %s", plan)
     runner = load_runner(checkpoint, plan, config, backends=backends)

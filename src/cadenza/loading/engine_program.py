@@ -11,22 +11,21 @@ from cadenza.engine.process.messages import Start
 
 
 def load(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) -> Serving:
-    """Loads a model. Raises what `load_engine` raises."""
+    """Loads a model. Raises what `open_planned` and `build_core` raise."""
     on_phase("imports")
-    from cadenza.loading.build import find_checkpoint, load_engine
+    from cadenza.loading.build import build_core, open_planned
 
     config = start.config
-    checkpoint = find_checkpoint(start.model, revision=config.revision)
-    backend = find_backend(config.backend, backends)
-    backend.describe(config.device, config.ops, checkpoint.config)
+    checkpoint, plan = open_planned(start.model, config, backends)  # imports the array library
     on_phase("load")
 
     def after(done: str) -> None:
         if done == "load":
             on_phase("compile")
 
-    loaded = load_engine(start.model, config, after, backends=backends)
-    return Serving(core=loaded.core, count_compiles=backend.watch_compiles())
+    core = build_core(checkpoint, plan, config, after, backends=backends)
+    backend = find_backend(config.backend, backends)
+    return Serving(core=core, count_compiles=backend.watch_compiles())
 
 
 if __name__ == "__main__":
