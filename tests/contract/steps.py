@@ -142,7 +142,7 @@ def copy_of(inputs: ModelInputs) -> ModelInputs:
     """The same step over a buffer of its own."""
     layout = StepLayout(len(inputs.tokens.ids), len(inputs.rows.kv_lens))
     words = inputs.words.copy()
-    return replace(inputs, words=words, groups=layout.inputs_of(words).groups)
+    return replace(inputs, words=words, groups=layout.views(words))
 
 
 def logit_rows(count: int, **columns: Any) -> LogitInputs[Any]:

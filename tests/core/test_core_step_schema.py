@@ -46,7 +46,7 @@ def test_a_field_is_the_only_one_to_change_when_it_is_written(group: str, spec):
 
 def test_the_buffer_has_no_words_but_the_fields():
     layout = StepLayout(7, 3)
-    groups = layout.inputs_of(layout.empty_words()).groups
+    groups = layout.views(layout.empty_words())
     sizes = [getattr(getattr(groups, name), spec.name).size for name, spec in FIELDS]
     assert sum(sizes) == layout.num_words == len(layout.empty_words())
     assert len(groups.logits.rows) == 3 + NUM_SCORE_ROWS

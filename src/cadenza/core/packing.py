@@ -4,8 +4,6 @@ Legend as in `core.step_schema`. Knows no device. Invariant: what it writes grow
 tokens and its new pages, never with `max_model_len`.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
 from cadenza.core.batch import Batch, BatchEntry
@@ -48,8 +46,11 @@ class Packer:
         layout = StepLayout(bucket, self._num_rows)
         if bucket not in self._empty:
             self._empty[bucket] = layout.empty_words()
-        inputs = replace(
-            layout.inputs_of(self._empty[bucket].copy(), step_id=batch.step_id),
+        words = self._empty[bucket].copy()
+        inputs = ModelInputs(
+            step_id=batch.step_id,
+            words=words,
+            groups=layout.views(words),
             page_updates=_page_updates(batch),
             page_copies=_page_copies(batch),
             rule_updates=rule_updates,

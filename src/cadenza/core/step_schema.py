@@ -214,9 +214,9 @@ class StepLayout:
         ]
         return np.concatenate(parts)
 
-    def inputs_of(self, words: Int32Array, *, step_id: int = -1) -> "ModelInputs":
-        """Inputs over a buffer, which they share."""
-        return ModelInputs(step_id=step_id, words=words, groups=self.split(words, np.ndarray.view))
+    def views(self, words: Int32Array) -> StepGroups[HostArray]:
+        """The groups of a buffer on the host, which they share."""
+        return self.split(words, np.ndarray.view)
 
     def _groups(self) -> Iterator[tuple[_Group, int]]:
         yield StepCounts, 1
@@ -254,7 +254,8 @@ class ModelInputs:
     def empty(cls, *, bucket: int, num_rows: int) -> "ModelInputs":
         """A step in which no row takes part."""
         layout = StepLayout(bucket, num_rows)
-        return layout.inputs_of(layout.empty_words())
+        words = layout.empty_words()
+        return cls(step_id=-1, words=words, groups=layout.views(words))
 
     @property
     def num_tokens(self) -> int:
