@@ -1,6 +1,7 @@
 """Bounds of what a client may ask: whatever is out of them is refused by the name of its param."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -234,8 +235,11 @@ def test_requests_and_params_are_frozen() -> None:
 
 
 def test_attachments_are_kept_in_the_order_of_their_spans() -> None:
-    pair = [Attachment(start=0, length=2, digest=b"a"), Attachment(start=2, length=1, digest=b"b")]
-    request = Request(prompt_token_ids=(1, 2, 3), attachments=pair)  # type: ignore[arg-type]
+    pair: Any = [
+        Attachment(start=0, length=2, digest=b"a"),
+        Attachment(start=2, length=1, digest=b"b"),
+    ]
+    request = Request(prompt_token_ids=(1, 2, 3), attachments=pair)
     assert request.attachments == tuple(pair)
     assert [each.end for each in request.attachments] == [2, 3]
 
@@ -266,12 +270,12 @@ def test_attachments_outside_the_prompt_or_each_other_are_refused(
     ],
     ids=str,
 )
-def test_an_attachment_of_other_values_is_refused(fields: dict[str, object]) -> None:
+def test_an_attachment_of_other_values_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):
-        Attachment(**{"start": 0, "length": 1, "digest": b"a"} | fields)  # type: ignore[arg-type]
+        Attachment(**{"start": 0, "length": 1, "digest": b"a"} | fields)
 
 
 @pytest.mark.parametrize("value", [None, 5, "image", [b"image"]], ids=str)
-def test_attachments_of_another_kind_are_refused(value: object) -> None:
+def test_attachments_of_another_kind_are_refused(value: Any) -> None:
     with pytest.raises(InvalidRequestError, match="tuple of Attachment"):
-        Request(prompt_token_ids=(1, 2, 3), attachments=value)  # type: ignore[arg-type]
+        Request(prompt_token_ids=(1, 2, 3), attachments=value)
