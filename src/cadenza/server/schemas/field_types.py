@@ -158,15 +158,7 @@ class ListOf(Generic[T]):
     min_items: int = 0
 
     def check(self, name: str, value: object) -> tuple[T, ...]:
-        if not isinstance(value, list):
-            raise refuse(name, value, "a list")
-        items = cast(list[object], value)
-        if not self.min_items <= len(items) <= self.max_items:
-            raise invalid_value(
-                f"{name} has {len(items)} entries; from {self.min_items} to {self.max_items} "
-                f"are allowed",
-                name,
-            )
+        items = _checked_list(name, value, "a list", self)
         return tuple(self.item.check(name, item) for item in items)
 
     def schema(self) -> Schema:
@@ -176,6 +168,21 @@ class ListOf(Generic[T]):
             "minItems": self.min_items,
             "maxItems": self.max_items,
         }
+
+
+def _checked_list(
+    name: str, value: object, wanted: str, bounds: "ListOf[Any] | TokenIds"
+) -> list[object]:
+    if not isinstance(value, list):
+        raise refuse(name, value, wanted)
+    items = cast(list[object], value)
+    if not bounds.min_items <= len(items) <= bounds.max_items:
+        raise invalid_value(
+            f"{name} has {len(items)} entries; from {bounds.min_items} to {bounds.max_items} "
+            f"are allowed",
+            name,
+        )
+    return items
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +207,7 @@ class TokenIds:
     min_items: int = 0
 
     def check(self, name: str, value: object) -> tuple[int, ...]:
-        if not isinstance(value, list):
-            raise refuse(name, value, "a list of token ids")
-        items = cast(list[object], value)
-        if not self.min_items <= len(items) <= self.max_items:
-            raise invalid_value(
-                f"{name} has {len(items)} entries; from {self.min_items} to {self.max_items} "
-                f"are allowed",
-                name,
-            )
+        items = _checked_list(name, value, "a list of token ids", self)
         ids: list[int] = []
         for start in range(0, len(items), SLICE):  # between slices other threads may run
             ids += self._check_some(name, items[start : start + SLICE])
