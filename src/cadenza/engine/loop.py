@@ -26,7 +26,7 @@ STEP_FAILED = "the step failed on the device; the engine's log has the cause"
 
 
 @dataclass(frozen=True, slots=True)
-class InFlight:
+class LaunchedStep:
     """A launched step that has not been read."""
 
     batch: Batch
@@ -42,13 +42,13 @@ class StepRunner:
         self._packer = packer
         self._buckets = runner.token_buckets
 
-    def launch(self, batch: Batch) -> InFlight:
+    def launch(self, batch: Batch) -> LaunchedStep:
         num_tokens = batch.num_tokens
         bucket = next(size for size in self._buckets if size >= num_tokens)
         inputs = self._packer.pack(batch, bucket)
-        return InFlight(batch, inputs.num_logits, self._runner.launch(inputs))
+        return LaunchedStep(batch, inputs.num_logits, self._runner.launch(inputs))
 
-    def read(self, step: InFlight) -> StepOutput:
+    def read(self, step: LaunchedStep) -> StepOutput:
         """The step's output. Raises RunnerError when the runner broke its contract."""
         output = step.handle.result()
         if not isinstance(output, StepOutput):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -79,7 +79,7 @@ class StepLoop:
     """
 
     def __init__(self, scheduler: Scheduler, step_runner: StepRunner, *, depth: int) -> None:
-        self.in_flight: deque[InFlight] = deque()
+        self.in_flight: deque[LaunchedStep] = deque()
         self.num_failed_steps = 0
         self.num_consecutive_failures = 0
         self._scheduler = scheduler
