@@ -50,7 +50,6 @@ class Planner {
     }
     units_ = scratch.take<AttendUnit>(most);
     groups_ = scratch.take<MergeGroup>(most);
-    // Long rows first, so that the last claims are short ones.
     for (int64_t row = 0; row < task.rows; row++) add_row(row);
   }
 

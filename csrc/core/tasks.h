@@ -40,8 +40,7 @@ struct RouteTask {
   LinearTask product;  // n = X; residual and out unused
   int64_t num_chosen;
   bool over_chosen;  // the softmax is over the chosen experts, not over all
-  bool renormalise;  // the chosen weights are divided by their sum
-  float scale;       // then multiplied by this
+  float scale;       // of the weights
   int32_t* ids;      // [rows, C], the largest logit first, ties to the lowest id
   float* weights;    // [rows, C]; a row without a finite largest logit gets NaN and ids 0..C-1
 };
@@ -71,7 +70,6 @@ struct NormTask {
   const float* x;       // [rows, width]
   const float* weight;  // [width]
   float eps;
-  bool one_plus;          // scale by (1 + weight)
   const float* residual;  // [rows, width] added after the norm, or null; may be `out`
   void* out;              // activation dtype, or f32
   bool out_is_f32;
@@ -110,7 +108,6 @@ struct AttendTask {
   const float* q_weight;        // [D], or [Hq D] where the norm spans all heads; or null
   const float* k_weight;        // [D], or [Hkv D]; or null
   float norm_eps;
-  bool norm_one_plus;
   bool norm_spans_heads;  // one root mean square for all of a token's query heads, one for keys
   void* k_pool;           // [num_pages, layers, Hkv, S, D], private layout
   void* v_pool;

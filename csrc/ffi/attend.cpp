@@ -1,4 +1,4 @@
-// FFI wrapper: attention, in place on donated pools.
+// FFI wrapper: attention, in place on donated pools. README.md has the conventions.
 #include <algorithm>
 
 #include "ffi/buffers.h"
@@ -10,7 +10,6 @@ namespace {
 struct AttendAttrs {
   int64_t layer, heads, window;
   float scale, soft_cap, norm_eps;
-  bool norm_one_plus;
 };
 
 struct AttendBuffers {
@@ -35,7 +34,6 @@ AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
   task.soft_cap = attrs.soft_cap;
   task.window = attrs.window;
   task.norm_eps = attrs.norm_eps;
-  task.norm_one_plus = attrs.norm_one_plus;
   return task;
 }
 
@@ -102,15 +100,27 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
   rope_append_attend(runtime(), dtype, task);
 }
 
+// cadenza_rope_append_attend: qkv act [T, (Hq + 2 Hkv) D]; positions [T]; slot_mapping [T];
+// query_starts [R + 1]; kv_lens [R]; page_table [R, P]; rope f32 [positions, rotary size]; q_weight
+// f32 [D], [Hq D] or [0]; k_weight f32 [D], [Hkv D] or [0]; k_pool and v_pool act
+// [pages, layers, Hkv, S, D]. Results act [T, Hq D], and both pools, which must be donated and alias
+// operands 9 and 10. Attributes: layer i64; heads i64; scale f32; window i64, 0 none; soft_cap f32,
+// 0 none; norm_eps f32.
+//
+// The number of tokens is query_starts[R]; rows of padding repeat that value. Row r's queries are
+// tokens query_starts[r] to query_starts[r + 1]; a query at position p sees KV positions
+// max(0, p - window + 1) to min(p + 1, kv_lens[r]), which must lie in the row's pages. Keys and values
+// are written where slot_mapping >= 0. A q or k weight of D values normalises each head by its own
+// root mean square; one of Hq D or Hkv D values normalises all query heads, or all key heads, of a
+// token by a common one. A rope table without columns rotates nothing.
 ffi::Error attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts, Any kv_lens,
                        Any page_table, Any rope, Any q_weight, Any k_weight, Any k_pool, Any v_pool,
                        AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer,
-                       int64_t heads, float scale, int64_t window, float soft_cap, float norm_eps,
-                       bool norm_one_plus) {
+                       int64_t heads, float scale, int64_t window, float soft_cap, float norm_eps) {
   return guarded("cadenza_rope_append_attend", [&] {
     attend({qkv, positions, slot_mapping, query_starts, kv_lens, page_table, rope, q_weight,
             k_weight, k_pool, v_pool, *out, *k_out, *v_out},
-           {layer, heads, window, scale, soft_cap, norm_eps, norm_one_plus});
+           {layer, heads, window, scale, soft_cap, norm_eps});
   });
 }
 
@@ -138,8 +148,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRopeAppendAttend, attend_call,
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("soft_cap")
-                                  .Attr<float>("norm_eps")
-                                  .Attr<bool>("norm_one_plus"));
+                                  .Attr<float>("norm_eps"));
 #pragma GCC visibility pop
 
 }  // namespace cadenza::xla_ffi

@@ -1,4 +1,4 @@
-// FFI wrappers: embedding, norms, linear and gated linear. Arguments are described in README.md.
+// FFI wrappers: embedding, norms, linear and gated linear. README.md has the conventions.
 #include "ffi/buffers.h"
 
 namespace cadenza::xla_ffi {
@@ -7,6 +7,8 @@ namespace {
 
 bool is_f32(const Any& out) { return out.element_type() == ffi::F32; }
 
+// cadenza_embed: token_ids [T]; table, packed or act [V, E]; count. Result f32 [T, E], zeros for an
+// id outside [0, V). Attributes: vocab i64; scale f32.
 ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_t vocab,
                       float scale) {
   return guarded("cadenza_embed", [&] {
@@ -30,8 +32,7 @@ ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_
   });
 }
 
-void norm(Op op, Any x, Any weight, Any count, const Any* residual, AnyResult out, float eps,
-          bool one_plus) {
+void norm(Op op, Any x, Any weight, Any count, const Any* residual, AnyResult out, float eps) {
   ProfileScope profile(op);
   NormTask task{};
   task.rows = true_count(count, dim(*out, 0));
@@ -42,7 +43,6 @@ void norm(Op op, Any x, Any weight, Any count, const Any* residual, AnyResult ou
   task.x = data<float>(x);
   task.weight = optional_f32(weight);
   task.eps = eps;
-  task.one_plus = one_plus;
   task.residual = residual == nullptr ? nullptr : optional_f32(*residual);
   task.out = out->untyped_data();
   task.out_is_f32 = is_f32(*out);
@@ -53,19 +53,23 @@ void norm(Op op, Any x, Any weight, Any count, const Any* residual, AnyResult ou
   rms_norm(runtime(), element_type(*out), task);
 }
 
-ffi::Error rms_norm_call(Any x, Any weight, Any count, AnyResult out, float eps, bool one_plus) {
+// cadenza_rms_norm: x f32 [T, E]; weight f32 [E]; count. Result act or f32 [T, E]. Attribute: eps f32.
+ffi::Error rms_norm_call(Any x, Any weight, Any count, AnyResult out, float eps) {
   return guarded("cadenza_rms_norm", [&] {
-    norm(Op::kRmsNorm, x, weight, count, nullptr, out, eps, one_plus);
+    norm(Op::kRmsNorm, x, weight, count, nullptr, out, eps);
   });
 }
 
-ffi::Error rms_norm_add_call(Any x, Any weight, Any count, Any residual, AnyResult out, float eps,
-                             bool one_plus) {
+// cadenza_rms_norm_add: as rms_norm, then residual f32 [T, E], which is added to the norm. The result
+// may alias the residual (operand 3).
+ffi::Error rms_norm_add_call(Any x, Any weight, Any count, Any residual, AnyResult out, float eps) {
   return guarded("cadenza_rms_norm_add", [&] {
-    norm(Op::kRmsNormAdd, x, weight, count, &residual, out, eps, one_plus);
+    norm(Op::kRmsNormAdd, x, weight, count, &residual, out, eps);
   });
 }
 
+// cadenza_take_rows: x act or f32 [T, N]; count; indices [L]. Result x[indices] [L, N] in x's type,
+// zeros for an index outside x.
 ffi::Error take_rows_call(Any x, Any count, Any indices, AnyResult out) {
   return guarded("cadenza_take_rows", [&] {
     ProfileScope profile(Op::kTakeRows);
@@ -84,6 +88,9 @@ ffi::Error take_rows_call(Any x, Any count, Any indices, AnyResult out) {
   });
 }
 
+// cadenza_linear: x act [T, K]; w packed; count; bias f32 [N] or [0]; residual f32 [T, N] or [0].
+// Result act or f32 [T, N]: residual + scale · (x w + bias); it may alias the residual (operand 4).
+// Attribute: scale f32.
 ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResult out,
                        float scale) {
   return guarded("cadenza_linear", [&] {
@@ -113,6 +120,9 @@ ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResul
   });
 }
 
+// cadenza_gated_linear: x act [T, K]; w packed gated; count; bias f32 [2, F] or [0]. Result act [T, F]:
+// activation(x w_gate + bias_gate) · (x w_up + bias_up). Attribute: activation i64, 0 silu,
+// 1 gelu_tanh, 2 gelu.
 ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation) {
   return guarded("cadenza_gated_linear", [&] {
     ProfileScope profile(Op::kGatedLinear);
@@ -148,13 +158,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<int64_t>("vocab").Attr<float>(
         "scale"));
 
-#define CADENZA_NORM_ATTRS Ret<Any>().Attr<float>("eps").Attr<bool>("one_plus")
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRmsNorm, rms_norm_call,
-                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().CADENZA_NORM_ATTRS);
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CadenzaRmsNormAdd, rms_norm_add_call,
-    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().CADENZA_NORM_ATTRS);
-#undef CADENZA_NORM_ATTRS
+    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaTakeRows, take_rows_call,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
 

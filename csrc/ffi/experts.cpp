@@ -30,8 +30,14 @@ void count_reads(ProfileScope& profile, const Any& w, const Any& bias, const Exp
   profile.reads(every_expert / choice.num_experts * count_active_experts(choice, rows) + x_bytes);
 }
 
+// cadenza_route_experts: x act [T, K]; w packed; count; bias f32 [X] or [0]. Results ids [T, C], weights
+// f32 [T, C]. Attributes: experts i64 (X); over_chosen bool; scale f32.
+//
+// Chooses the C largest logits (f32, bias included) of each row in descending order, ties to the
+// lowest id. Weights are a softmax over all experts, or with over_chosen over those C, times scale.
+// A row whose largest logit is NaN or infinite gets ids 0 to C - 1 and NaN weights.
 ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, AnyResult weights,
-                              int64_t experts, bool over_chosen, bool renormalise, float scale) {
+                              int64_t experts, bool over_chosen, float scale) {
   return guarded("cadenza_route_experts", [&] {
     ProfileScope profile(Op::kRouteExperts);
     DType dtype = element_type(x);
@@ -54,7 +60,6 @@ ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, 
                 weights->dimensions() == ids->dimensions(),
             "the results must be ids int32 [T, C] and weights f32 [T, C]");
     task.over_chosen = over_chosen;
-    task.renormalise = renormalise;
     task.scale = scale;
     task.ids = static_cast<int32_t*>(ids->untyped_data());
     task.weights = static_cast<float*>(weights->untyped_data());
@@ -66,6 +71,9 @@ ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, 
   });
 }
 
+// cadenza_grouped_gated_linear: x act [T, K]; w packed gated experts; count; bias f32 [X, 2, F] or [0];
+// ids [T, C]. Result act [T, C, F]; the slot of an id outside [0, X) is not written. Attribute:
+// activation as for gated_linear.
 ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids, AnyResult out,
                                      int64_t activation) {
   return guarded("cadenza_grouped_gated_linear", [&] {
@@ -93,6 +101,10 @@ ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids,
   });
 }
 
+// cadenza_grouped_linear: x act [T, C, K]; w packed experts; count; bias f32 [X, N] or [0]; residual
+// f32 [T, N] or [0]; ids [T, C]; weights f32 [T, C]. Result act or f32 [T, N]: residual + the sum over
+// a token's slots of weight · (x w + bias), where an id outside [0, X) adds nothing; it may alias the
+// residual (operand 4).
 ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, Any ids,
                                Any weights, AnyResult out) {
   return guarded("cadenza_grouped_linear", [&] {
@@ -138,7 +150,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRouteExperts, route_experts_call,
                                   .Ret<Any>()
                                   .Attr<int64_t>("experts")
                                   .Attr<bool>("over_chosen")
-                                  .Attr<bool>("renormalise")
                                   .Attr<float>("scale"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaGroupedGatedLinear, grouped_gated_linear_call,
                               ffi::Ffi::Bind()

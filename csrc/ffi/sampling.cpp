@@ -1,4 +1,4 @@
-// FFI wrapper: from the last hidden states to the next tokens.
+// FFI wrapper: from the last hidden states to the next tokens. README.md has the conventions.
 #include <cstring>
 #include <vector>
 
@@ -59,6 +59,16 @@ void check(const RowMemory& memory, int64_t vocab) {
   require(dim(memory.page_table, 0) == dim(memory.records, 0), "page_table must be int32 [R, P]");
 }
 
+// cadenza_next_token: x act [L, E]; head packed; count; logit rows [columns, L] (core/logit_rows.h);
+// records [R, W] or [0]; page_table [R, P]; history [slots]. Result int32 [L, 44]. Attributes: vocab i64;
+// divisor f32, 1 none; soft_cap f32, 0 none; page_size i64.
+//
+// Logits are divided by divisor and capped (soft_cap · tanh(logit / soft_cap)) before anything else
+// reads them; the finite flag is of the product itself, which a cap would make finite. Columns of the
+// result: token, state (0 a logit is not finite, 1 chosen, 2 the rules allow no token), logprob bits,
+// rank, 20 ids, 20 logprob bits; the last four groups are zero where num_logprobs < 0. Log
+// probabilities are of the logits before the rules. Logits of greedy rows with neither rules nor
+// logprobs are never written to memory.
 ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
                            Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
                            int64_t page_size) {

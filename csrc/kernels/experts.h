@@ -49,15 +49,7 @@ inline void weigh_experts(const RouteTask& task, const float* exps, float total,
     total = 0.0f;
     for (int64_t s = 0; s < task.num_chosen; s++) total += exps[ids[s]];
   }
-  float sum = 0.0f;
-  for (int64_t s = 0; s < task.num_chosen; s++) {
-    weights[s] = exps[ids[s]] / total;
-    sum += weights[s];
-  }
-  for (int64_t s = 0; s < task.num_chosen; s++) {
-    float weight = task.renormalise ? weights[s] / sum : weights[s];
-    weights[s] = weight * task.scale;
-  }
+  for (int64_t s = 0; s < task.num_chosen; s++) weights[s] = exps[ids[s]] / total * task.scale;
 }
 
 inline void route_row(const RouteTask& task, const float* logits, int64_t row, float* exps) {

@@ -44,8 +44,7 @@ inline void norm_head(const AttendTask& task, int64_t token, int64_t head, float
     inverse = inverse_rms(work, task.head_size, task.norm_eps);
   }
   for (int64_t i = 0; i < task.head_size; i += kLanes) {
-    Vec factor = norm_factor(weight + i, task.norm_one_plus, kLanes);
-    store(work + i, mul(mul(load(work + i), set1(inverse)), factor));
+    store(work + i, mul(mul(load(work + i), set1(inverse)), load(weight + i)));
   }
 }
 

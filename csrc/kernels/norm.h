@@ -31,12 +31,6 @@ inline float inverse_rms(const T* x, int64_t width, float eps) {
   return 1.0f / __builtin_sqrtf(sum_of_squares(x, width) / float(width) + eps);
 }
 
-// The weight vector at `i`, as a factor.
-inline Vec norm_factor(const float* weight, bool one_plus, int n) {
-  Vec w = load_some(weight, n);
-  return one_plus ? add(w, set1(1.0f)) : w;
-}
-
 template <class T>
 void norm_row(const NormTask& task, int64_t row) {
   const float* x = task.x + row * task.width;
@@ -44,7 +38,7 @@ void norm_row(const NormTask& task, int64_t row) {
   for (int64_t i = 0; i < task.width; i += kLanes) {
     int n = int(task.width - i < kLanes ? task.width - i : kLanes);
     int64_t at = row * task.width + i;
-    Vec y = mul(mul(load_some(x + i, n), scale), norm_factor(task.weight + i, task.one_plus, n));
+    Vec y = mul(mul(load_some(x + i, n), scale), load_some(task.weight + i, n));
     if (task.residual != nullptr) y = add(y, load_some(task.residual + at, n));
     if (task.out_is_f32) {
       store_some(static_cast<float*>(task.out) + at, y, n);

@@ -105,7 +105,7 @@ struct NormRows {
 
   NormTask task(const std::vector<float>& taken, void* out) const {
     int64_t rows = int64_t(taken.size()) / width;
-    return {rows, width, taken.data(), weight.data(), 1e-5f, true, nullptr, out, false};
+    return {rows, width, taken.data(), weight.data(), 1e-5f, nullptr, out, false};
   }
 };
 

@@ -76,10 +76,10 @@ struct Result {
 };
 
 struct Weighting {
-  bool over_chosen, renormalise;
+  bool over_chosen;
   float scale;
 };
-constexpr Weighting kPlainWeights{false, false, 1.0f};
+constexpr Weighting kPlainWeights{false, 1.0f};
 
 template <class T>
 void route(const Runtime& runtime, Layer<T>& layer, const T* x, int64_t rows, Weighting weighting,
@@ -93,7 +93,6 @@ void route(const Runtime& runtime, Layer<T>& layer, const T* x, int64_t rows, We
   task.product.w = layer.router.packed.data();
   task.num_chosen = s.chosen;
   task.over_chosen = weighting.over_chosen;
-  task.renormalise = weighting.renormalise;
   task.scale = weighting.scale;
   task.ids = result.ids.data();
   task.weights = result.weights.data();
@@ -282,7 +281,7 @@ void check_route(const Context& context, const Shape& shape, Weighting weighting
       if (s < shape.chosen) chosen += e;
       total += e;
     }
-    double divisor = weighting.over_chosen || weighting.renormalise ? chosen : total;
+    double divisor = weighting.over_chosen ? chosen : total;
     for (int64_t s = 0; s < shape.chosen; s++) {
       size_t pair = size_t(row * shape.chosen + s);
       CHECK(result.ids[pair] == order[size_t(s)]);
@@ -295,7 +294,7 @@ void check_route(const Context& context, const Shape& shape, Weighting weighting
 TEST(route_experts_agrees_with_double_precision_in_every_weighting) {
   for (const Shape& shape : {kShape, kWide, Shape{128, 8, 48, 8}, Shape{1, 1, 3, 1}}) {
     for (Weighting weighting :
-         {kPlainWeights, {false, true, 1.0f}, {true, false, 2.5f}, {true, true, 1.0f}}) {
+         {kPlainWeights, {true, 1.0f}, {true, 2.5f}}) {
       check_route<bf16>(context, shape, weighting);
       check_route<float>(context, shape, weighting);
     }

@@ -99,7 +99,6 @@ class Row:
             window=np.int64(variant.window),
             soft_cap=np.float32(variant.soft_cap),
             norm_eps=np.float32(1e-6),
-            norm_one_plus=False,
         )
         return np.asarray(out)[:count]
 
@@ -183,5 +182,4 @@ def test_attention_refuses_pools_that_are_not_aliased(call, random):
             window=np.int64(0),
             soft_cap=np.float32(0),
             norm_eps=np.float32(1e-6),
-            norm_one_plus=False,
         )

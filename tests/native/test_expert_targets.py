@@ -24,9 +24,9 @@ NONE = np.zeros(0, np.float32)
 DTYPES = [ml_dtypes.bfloat16, np.float32]
 EXPERTS, CHOSEN, HIDDEN, INNER = 11, 3, 45, 37
 ROUTINGS = [
-    Routing(num_experts=EXPERTS, num_chosen=CHOSEN, over_chosen=False, renormalise=False),
-    Routing(num_experts=EXPERTS, num_chosen=CHOSEN, over_chosen=False, renormalise=True),
-    Routing(num_experts=EXPERTS, num_chosen=CHOSEN, over_chosen=True, renormalise=False, scale=2.5),
+    Routing(num_experts=EXPERTS, num_chosen=CHOSEN, over_chosen=False),
+    Routing(num_experts=EXPERTS, num_chosen=CHOSEN, over_chosen=True),
+    Routing(num_experts=EXPERTS, num_chosen=CHOSEN, over_chosen=True, scale=2.5),
 ]
 
 
@@ -42,7 +42,6 @@ def route(call: Any, x: Any, router: Any, count: int, routing: Routing, bias: An
         bias,
         experts=np.int64(routing.num_experts),
         over_chosen=routing.over_chosen,
-        renormalise=routing.renormalise,
         scale=np.float32(routing.scale),
     )
     return np.asarray(ids)[:count], np.asarray(weights)[:count]
@@ -106,7 +105,7 @@ def test_ties_and_rows_without_a_softmax_are_routed_as_defined(call, pack, dtype
         [[0, 1, -0.0, 1, 0], [0, np.nan, 9, 1, 2], [np.inf, 0, 1, 2, 3], [-1e4, 5, 5, -3e4, 5]],
         dtype,
     )
-    routing = Routing(num_experts=5, num_chosen=3, over_chosen=False, renormalise=True)
+    routing = Routing(num_experts=5, num_chosen=3, over_chosen=True)
     one = np.array([[1, 0]], dtype)
     for row in rows:
         router = np.stack([row, np.zeros_like(row)], axis=1)
@@ -182,7 +181,7 @@ def test_the_expert_targets_name_what_is_wrong_with_their_operands(call, library
     x = np.zeros((2, HIDDEN), np.float32)
     ids, weights, residual = choices(random, 2)
     router = pack(np.zeros((2, HIDDEN), np.float32), dtype=np.float32)
-    routing = Routing(num_experts=2, num_chosen=3, over_chosen=False, renormalise=False)
+    routing = Routing(num_experts=2, num_chosen=3, over_chosen=False)
     with pytest.raises(jax.errors.JaxRuntimeError, match="at most all"):
         route(call, x, router, 2, routing)
     with pytest.raises(jax.errors.JaxRuntimeError, match="grouped_gated_linear: the experts'"):

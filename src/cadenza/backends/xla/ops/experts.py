@@ -28,8 +28,6 @@ class Routing:
     num_chosen: int
     over_chosen: bool
     """The softmax is over the chosen experts, not over all."""
-    renormalise: bool
-    """The chosen weights are divided by their sum."""
     scale: float = 1.0
 
     @classmethod
@@ -40,7 +38,6 @@ class Routing:
             num_experts=model.experts.num_experts,
             num_chosen=model.experts.num_chosen,
             over_chosen=model.experts.over_chosen,
-            renormalise=False,
             scale=model.residual_scale,
         )
 
@@ -60,8 +57,6 @@ def choose_experts(logits: jax.Array, routing: Routing) -> ExpertChoice:
     weights = jnp.take_along_axis(exps, ids, axis=-1)  # [T, A]
     total = weights if routing.over_chosen else exps
     weights = weights / jnp.sum(total, axis=-1, keepdims=True)
-    if routing.renormalise:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return ExpertChoice(ids, jnp.where(is_sound, weights * routing.scale, jnp.nan))
 
 

@@ -124,7 +124,7 @@ class NativeOps:
 
     def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
         return self._call("rms_norm", _array(x.shape, self._spec.dtype))(
-            x, weight, count, eps=np.float32(self._model.rms_norm_eps), one_plus=False
+            x, weight, count, eps=np.float32(self._model.rms_norm_eps)
         )
 
     def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
@@ -155,7 +155,7 @@ class NativeOps:
         y = product(x, weight.weight, count, bias, self._none, scale=np.float32(1.0))
         call = self._call("rms_norm_add", _array(residual.shape, jnp.float32), {3: 0})
         eps = np.float32(self._model.rms_norm_eps)
-        return call(y, norm, count, residual, eps=eps, one_plus=False)
+        return call(y, norm, count, residual, eps=eps)
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
         bias = self._none if weight.bias is None else weight.bias
@@ -179,7 +179,6 @@ class NativeOps:
             self._none,
             experts=np.int64(routing.num_experts),
             over_chosen=routing.over_chosen,
-            renormalise=routing.renormalise,
             scale=np.float32(routing.scale),
         )
         return ExpertChoice(ids, weights)
@@ -243,7 +242,6 @@ class NativeOps:
             window=np.int64(layer.window or _NO_WINDOW),
             soft_cap=np.float32(model.attention_soft_cap or _NO_CAP),
             norm_eps=np.float32(model.rms_norm_eps),
-            norm_one_plus=False,
         )
         return out, KVPool(keys, values)
 

@@ -8,9 +8,8 @@ A second library, which only a source checkout can have, holds the same kernels 
 self-test of `cadenza verify` injects. Its targets have names of their own, so that both can be used
 in one process.
 
-The FFI targets, their operands and attributes are listed in `csrc/README.md`. `count` is the true
-number of rows: rows beyond it are neither read nor written. An array of shape (0,) stands for an
-operand that is absent.
+The FFI targets' operands and attributes are described in `csrc/ffi/`, their conventions in
+`csrc/README.md`.
 """
 
 import ctypes
@@ -40,20 +39,19 @@ _DTYPE_CODES = {
     np.dtype(np.float32): 1,
     np.dtype(np.float16): 2,
 }
-_TARGETS = {
-    "embed": "CadenzaEmbed",
-    "rms_norm": "CadenzaRmsNorm",
-    "rms_norm_add": "CadenzaRmsNormAdd",
-    "linear": "CadenzaLinear",
-    "gated_linear": "CadenzaGatedLinear",
-    "rope_append_attend": "CadenzaRopeAppendAttend",
-    "take_rows": "CadenzaTakeRows",
-    "next_token": "CadenzaNextToken",
-    "route_experts": "CadenzaRouteExperts",
-    "grouped_gated_linear": "CadenzaGroupedGatedLinear",
-    "grouped_linear": "CadenzaGroupedLinear",
-}
-
+_TARGETS = (
+    "embed",
+    "rms_norm",
+    "rms_norm_add",
+    "linear",
+    "gated_linear",
+    "rope_append_attend",
+    "take_rows",
+    "next_token",
+    "route_experts",
+    "grouped_gated_linear",
+    "grouped_linear",
+)
 
 _LOGIT_COLUMNS = " ".join(spec.name for spec in specs_of(LogitInputs) for _ in range(spec.columns))
 
@@ -199,7 +197,8 @@ def _load(path: Path, *, prefix: str) -> NativeLibrary:
             f"read {columns}, not {_LOGIT_COLUMNS}; install the package again"
         )
     library = NativeLibrary(handle, prefix)
-    for name, symbol in _TARGETS.items():
+    for name in _TARGETS:
+        symbol = "Cadenza" + name.title().replace("_", "")
         capsule = jax.ffi.pycapsule(handle[symbol])
         jax.ffi.register_ffi_target(library.target(name), capsule, platform="cpu")
     return library
