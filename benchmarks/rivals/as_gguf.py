@@ -16,7 +16,8 @@ from typing import Any
 import gguf
 import ml_dtypes
 import numpy as np
-from safetensors import safe_open
+
+from cadenza.checkpoint.weights import open_weights
 
 LAYER_PARTS = {
     "input_layernorm": "attn_norm",
@@ -80,15 +81,14 @@ def main(folder: Path, out: Path) -> None:
     add_shape(writer, config)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     add_tokenizer(writer, tokenizer, config["vocab_size"])
-    with safe_open(folder / "model.safetensors", framework="numpy") as weights:
-        for name in sorted(weights.keys()):
-            values = weights.get_tensor(name)
-            if values.ndim == 1:
-                writer.add_tensor(name_of(name), values.astype(np.float32))
-            else:
-                raw = values.astype(ml_dtypes.bfloat16).view(np.uint8)
-                kind = gguf.GGMLQuantizationType.BF16
-                writer.add_tensor(name_of(name), raw, raw_dtype=kind)
+    weights = open_weights(folder)
+    for name in sorted(weights):
+        if weights[name].ndim == 1:
+            writer.add_tensor(name_of(name), weights[name].astype(np.float32))
+        else:
+            raw = weights[name].astype(ml_dtypes.bfloat16).view(np.uint8)
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(name_of(name), raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
