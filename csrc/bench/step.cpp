@@ -86,7 +86,7 @@ struct Step {
   void norm_layer(int64_t) {
     for (int i = 0; i < 2; i++) {
       rms_norm(runtime, DType::kBf16,
-               {tokens, kHidden, x, nullptr, tokens, norm, 1e-5f, nullptr, act, false});
+               {tokens, kHidden, x, norm, 1e-5f, nullptr, act, false});
     }
   }
   void attend_layer(int64_t l) {

@@ -56,6 +56,16 @@ def test_the_kernels_own_tests_pass_on_every_isa_of_this_machine(library: Native
     assert " attention_of_long_rows_together_has_the_bits_of_each_alone\n" in ran.stdout
 
 
+def test_the_kernels_own_benchmark_reports_each_operation(library: NativeLibrary):
+    build("build/native/bench")
+    command = [CSRC / "build/native/bench", "--rows", "2", "--prefill", "0", "--repeats", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert f"isa {library.cpu_isa}, 1 threads" in ran.stdout
+    for operation in ("qkv", "o", "gate-up", "down", "norm", "attend", "head"):
+        assert f" {operation} " in ran.stdout
+
+
 OPTIONS = VerifyOptions(
     shape="tiny-qwen3", num_requests=8, max_tokens=32, config=EngineConfig(max_num_seqs=4)
 )
