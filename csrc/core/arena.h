@@ -1,4 +1,4 @@
-// Scratch memory that grows once and is then reused; one for each thread or call.
+// A bump allocator for scratch memory, reused across jobs; one for each thread or call.
 #pragma once
 
 #include <cstddef>
@@ -18,13 +18,14 @@ class Arena {
     for (const Block& block : blocks_) std::free(block.data);
   }
 
-  // Uninitialised, 64-byte aligned; lives until reset().
+  // Returns uninitialised, 64-byte aligned memory, valid until reset().
   template <class T>
   T* take(int64_t count) {
     return static_cast<T*>(take_bytes(static_cast<size_t>(count) * sizeof(T)));
   }
 
-  // Forgets everything taken. Several blocks become one, so a steady load settles on one block.
+  // Invalidates everything taken. Several blocks are merged into one, so a steady load stops
+  // allocating.
   void reset();
 
  private:

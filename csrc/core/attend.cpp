@@ -1,5 +1,4 @@
-// Planning ragged attention: which units, whether rows are split over spans, and when keys are
-// written.
+// Plans ragged attention: its units, whether rows are split by spans, and when keys are appended.
 #include <algorithm>
 
 #include "core/ops.h"
@@ -8,7 +7,7 @@ namespace cadenza {
 
 namespace {
 
-// Queries of one unit at most, counted with the heads of their group: enough to reuse each load.
+// Maximum queries of one unit times heads of the group: each loaded key is reused for all of them.
 constexpr int64_t kQueriesPerUnit = 48;
 
 struct Cut {
@@ -25,7 +24,7 @@ int64_t num_spans(const AttendTask& task, int64_t row) {
   return ceil_div(task.kv_lens[row] + shift, kSpan);
 }
 
-// Splits over spans only where rows and heads are too few to occupy the threads.
+// Splits rows by spans only if there are too few units to occupy the threads.
 Cut choose_cut(const AttendTask& task, int threads) {
   Cut cut{std::max<int64_t>(1, kQueriesPerUnit / task.group()), false};
   int64_t units = 0, spans = 0;
@@ -58,7 +57,7 @@ class Planner {
   int64_t num_units() const { return num_units_; }
   int64_t num_groups() const { return num_groups_; }
   int64_t num_partials() const { return num_partials_; }
-  // Each (row, KV head) is one unit, which can write the row's new keys before it reads them.
+  // True if each (row, KV head) is one unit, which then appends its keys before it attends.
   bool append_inside() const { return !has_blocks_ && num_groups_ == 0; }
 
  private:

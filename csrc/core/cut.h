@@ -1,4 +1,4 @@
-// How work is cut into units; no result depends on it.
+// How an operation is partitioned into work units. No result depends on it.
 #pragma once
 
 #include <algorithm>
@@ -8,22 +8,22 @@
 
 namespace cadenza {
 
-// Below this a fork and join costs more than it saves.
+// Jobs below these sizes run on the calling thread: waking the pool costs more than it saves.
 constexpr int64_t kWorthSharingOps = 1 << 17;
 constexpr int64_t kWorthSharingElements = 1 << 14;
-// Panels claimed at once at most: long enough to stream, short enough to balance.
+// Maximum panels in one claim: large enough to stream weights, small enough to balance threads.
 constexpr int64_t kMaxPanels = 32;
-// Row tiles that share a panel within one unit.
+// Maximum row tiles multiplied by a panel within one unit.
 constexpr int64_t kTilesPerUnit = 12;
 
-// What a cut depends on besides the task.
+// What a partition depends on besides the task.
 struct CutFor {
   int max_rows;  // of a register tile
   int threads;
 };
 
-// Row tiles of a thread from which on threads share the rows of a product, and not its panels: the
-// weights are read by each, and the rows that a core has written stay with it.
+// From this many row tiles per thread, threads partition the rows instead of the panels: each
+// thread reads all weights, and rows written by a core stay in its cache for the next operation.
 constexpr int64_t kTilesToShareRows = 4;
 
 inline Grid cut_product(int64_t rows, int64_t k, int64_t panels, const CutFor& by) {

@@ -1,4 +1,4 @@
-// Mixtures of experts: sorting rows by expert, and cutting the products into units.
+// Mixture of experts: groups rows by expert and partitions the products into units.
 #include <cstring>
 
 #include "core/cut.h"
@@ -8,11 +8,11 @@ namespace cadenza {
 
 namespace {
 
-// Floats of one claim's results before they are combined: what a core's own cache holds.
+// Maximum partial results (floats) of one claim, so that they stay in the core's L2 cache.
 constexpr int64_t kMaxPartials = 1 << 17;
 constexpr int64_t kWorthSharingBytes = 1 << 18;
 
-// The pairs of each active expert, in ascending order.
+// The pairs of all active experts, grouped by expert; ascending within a group.
 struct Sorted {
   ExpertGroup* groups;
   int64_t num_groups, num_pairs;
@@ -43,7 +43,7 @@ Sorted sort_by_expert(const ExpertChoice& choice, int64_t rows, Arena& scratch) 
 struct GatherTask {
   const char* x;
   const int32_t* pairs;
-  int64_t pairs_per_row;  // of x
+  int64_t pairs_per_row;  // pairs that share a row of x
   size_t row_bytes;
   char* out;
 };
@@ -57,7 +57,7 @@ void gather_units(const void* context, int64_t begin, int64_t end, Worker&) {
   }
 }
 
-// Copies x's rows, each used by `pairs_per_row` pairs, to where their experts' groups lie.
+// Copies rows of x into the order of `sorted.pairs`; each row is used by `pairs_per_row` pairs.
 const void* gather(Executor::Lease& lease, const Sorted& sorted, const void* x,
                    int64_t pairs_per_row, int64_t row_bytes) {
   char* out = lease.scratch().take<char>(sorted.num_pairs * row_bytes);

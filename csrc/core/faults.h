@@ -1,8 +1,7 @@
 // Faults that `cadenza verify --self-test` injects to show that the gate catches them.
 //
-// Only a library that is compiled with CADENZA_FAULTS has them, and no shipped one is. Without the
-// flag the kernels' machine code is what it would be without any of this: `if constexpr (kHasFaults)`
-// in a template leaves nothing of what it guards.
+// Only libraries compiled with CADENZA_FAULTS contain them; wheels are built without it. Without
+// the flag `if constexpr (kHasFaults)` discards the guarded code, so machine code is unchanged.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +12,14 @@
 
 namespace cadenza {
 
-// The values are known to backends/xla/mutants.py.
+// Keep the values in sync with backends/xla/mutants.py.
 enum class Fault : int32_t {
   kNone = 0,
-  kRelativeSpans = 1,      // spans are counted from a step's first query, not from position 0
-  kNeighbourPage = 2,      // a row's second sixteen keys and values are another row's
-  kNeighbourPagesFar = 3,  // all from position 640 on are another row's
-  kRowKey = 4,             // a draw's key is the index of its logit row
-  kMultipliedPadding = 5,  // lanes outside a row's range are multiplied by zero, not left out
+  kRelativeSpans = 1,      // spans start at the step's first query, not at position 0
+  kNeighbourPage = 2,      // positions 16 to 31 are read from another row's pages
+  kNeighbourPagesFar = 3,  // positions from 640 on are read from another row's pages
+  kRowKey = 4,             // the draw key is the logit row's index in the batch
+  kMultipliedPadding = 5,  // lanes outside a row's range are multiplied by zero, not masked
 };
 
 #ifdef CADENZA_FAULTS

@@ -1,4 +1,4 @@
-// Which kernels run: the best the CPU has, or the one CADENZA_CPU_ISA names.
+// Selects the kernels at run time: the best ISA that the CPU supports, or CADENZA_CPU_ISA.
 #pragma once
 
 #include <string>
@@ -8,14 +8,14 @@
 
 namespace cadenza {
 
-// Names of the ISAs that were built and that this CPU can run, best first.
+// Names of the ISAs that are compiled in and supported by this CPU, best first.
 std::vector<std::string> available_isas();
 
-// The kernels of one ISA. An empty name means the best. Throws std::invalid_argument, listing what
-// is available, for any other name.
+// Returns the kernels of one ISA; an empty name selects the best. Throws std::invalid_argument with
+// the list of available ISAs for any other name.
 const KernelTable& kernels_for(const std::string& name);
 
-// The process-wide choice, made at first use from CADENZA_CPU_ISA.
+// The process-wide kernels, selected at first use from CADENZA_CPU_ISA.
 const KernelTable& kernels();
 
 }  // namespace cadenza

@@ -1,5 +1,5 @@
-// One ISA's kernels. Each computes units [begin, end) of an operation; see core/ops.cpp for what
-// a unit is. Arrays are indexed by element type: 0 bf16, 1 f32.
+// The kernels of one ISA. Each computes work units [begin, end) of an operation; the comment at the
+// kernel defines its unit. Arrays are indexed by element type: 0 bf16, 1 f32.
 #pragma once
 
 #include "core/pool.h"
@@ -7,8 +7,8 @@
 
 namespace cadenza {
 
-// A product cut into units: unit i is panel i % panels for block i / panels of the rows, so that
-// neighbouring units work on the same rows.
+// A matrix product partitioned into units: unit i is panel i % panels and row block i / panels, so
+// consecutive units read the same rows.
 struct Grid {
   int64_t rows, k, panels, row_blocks;
   int64_t units() const { return panels * row_blocks; }
@@ -28,17 +28,17 @@ struct RouteUnits {
   const float* logits;  // [rows, X]
 };
 
-// The pairs that chose one expert.
+// The pairs routed to one expert.
 struct ExpertGroup {
   int64_t expert;
-  int64_t first, rows;  // among the gathered rows
+  int64_t first, rows;  // range within the gathered rows
   int64_t first_unit;
   Grid grid;
 };
 struct ExpertGroups {
   const ExpertGroup* groups;
   int64_t num_groups;
-  const int32_t* pairs;  // whose row each gathered row is
+  const int32_t* pairs;  // [gathered rows]: the pair of each
   const void* x;         // gathered rows
 };
 struct GroupedGatedUnits {
@@ -65,7 +65,7 @@ struct KernelTable {
   UnitFn route;
   UnitFn grouped_gated[2];
   UnitFn grouped_linear[2];
-  UnitFn read;  // these two only measure the machine
+  UnitFn read;  // read and multiply only measure the roofline
   UnitFn multiply[2];
 };
 

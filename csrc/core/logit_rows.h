@@ -1,5 +1,5 @@
-// Logit rows as `core/step_schema.py` declares them (`LogitInputs`): one column of 32-bit words for
-// each field, one column behind the other.
+// Logit rows as declared in `core/step_schema.py` (`LogitInputs`), stored column by column: one
+// array of 32-bit words for each field.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,8 @@ enum LogitColumn : int64_t {
   kNumLogitColumns
 };
 
-// The declaration's names of the columns above: a library of another version is known by them.
+// The declared field names of the columns above. The Python side compares them to reject a library
+// of another version.
 constexpr const char* kLogitColumnNames =
     "token_indices rows positions targets keys keys num_logprobs temperature top_k top_p min_p "
     "top_n_sigma has_rules";
@@ -43,19 +44,19 @@ struct LogitRows {
   }
 };
 
-// How one row's token is chosen.
+// Sampling parameters of one logit row.
 struct SampleParams {
   float temperature;
   int32_t top_k;
   float top_p, min_p;
   uint32_t key[2];
   int32_t num_logprobs;
-  int32_t target = -1;  // describe this token instead of choosing one
+  int32_t target = -1;  // >= 0: report this token's logprob instead of sampling
   float top_n_sigma = 0;
   RowRules rules{};
 };
 
-// All but the rules, which lie elsewhere.
+// All fields except `rules`, which are stored in separate buffers.
 inline SampleParams params_of(const LogitRows& rows, int64_t row) {
   SampleParams params{};
   params.temperature = rows.number(kTemperature, row);

@@ -65,7 +65,7 @@ void take_rows(const TakeTask& task) {
 
 namespace {
 
-// The argmax of every thread's part: the largest value, ties to the lowest id.
+// Merges the threads' argmaxes: the largest value, ties to the lowest id.
 RowBest merge_best(const RowBest* best, int threads, int64_t rows, int64_t row) {
   RowBest merged = best[row];
   for (int t = 1; t < threads; t++) {

@@ -1,6 +1,6 @@
-// The operations: each cuts its task into units, and shares them between threads.
+// The operations. Each partitions its task into work units and runs them on the thread pool.
 //
-// How work is cut is decided here and never reaches a result: kernels fix every reduction's order.
+// Kernels fix the order of every reduction, so the partition never changes a result.
 #pragma once
 
 #include "core/cut.h"
@@ -16,7 +16,7 @@ struct Runtime {
   Executor& executor;
 };
 
-// How a product is cut where it runs.
+// The limits for partitioning a product under this lease.
 inline CutFor cut_for(const Runtime& runtime, const Executor::Lease& lease) {
   return {runtime.kernels.max_rows, lease.num_threads()};
 }
@@ -25,23 +25,23 @@ void linear(const Runtime& runtime, DType dtype, const LinearTask& task);
 void gated_linear(const Runtime& runtime, DType dtype, const GatedTask& task);
 void rms_norm(const Runtime& runtime, DType dtype, const NormTask& task);
 void embed(const Runtime& runtime, DType dtype, const EmbedTask& task);
-// By the calling thread alone: a step takes few rows.
+// Runs on the calling thread: a step takes few rows.
 void take_rows(const TakeTask& task);
 
-// Mixtures of experts. Rows are gathered by expert, so each expert's weight is read once.
+// Mixture of experts. Rows are grouped by expert, so each expert's weight is read once.
 void route_experts(const Runtime& runtime, DType dtype, const RouteTask& task);
 void grouped_gated_linear(const Runtime& runtime, DType dtype, const GroupedGatedTask& task);
 void grouped_linear(const Runtime& runtime, DType dtype, const GroupedLinearTask& task);
-// How many experts at least one row chose.
+// Number of experts chosen by at least one row.
 int64_t count_active_experts(const ExpertChoice& choice, int64_t rows);
 
 void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& task);
 
-// Chooses a token for each row of `product`'s activations. `out` is [rows, kSampleColumns].
+// Selects a token for each row of `product.x`; with a target or logprobs, also reports its logprob.
 struct NextTokenTask {
   LinearTask product;          // n = V; bias, residual and out unused
   const SampleParams* params;  // [rows]
-  int32_t* out;
+  int32_t* out;                // [rows, kSampleColumns]
   LogitShape shape;
 };
 void next_token(const Runtime& runtime, DType dtype, const NextTokenTask& task);

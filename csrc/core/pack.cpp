@@ -53,7 +53,7 @@ void convert(S from, T& to) {
   narrow(widen(from), to);
 }
 
-// Four steps of one column, or four columns of one step: what a vector of any ISA can hold.
+// Four words; GCC and Clang lower this to one vector register on every ISA.
 using Four = uint32_t __attribute__((vector_size(16)));
 
 Four load_four(const uint32_t* from) {
@@ -62,7 +62,7 @@ Four load_four(const uint32_t* from) {
   return values;
 }
 
-// Four columns' steps, `stride` apart, to four steps' columns, a panel apart.
+// Transposes a 4x4 block: reads four columns `stride` words apart, writes four steps kPanel apart.
 void turn(const uint32_t* from, int64_t stride, uint32_t* to) {
   Four a = load_four(from), b = load_four(from + stride), c = load_four(from + 2 * stride),
        d = load_four(from + 3 * stride);
@@ -75,8 +75,8 @@ void turn(const uint32_t* from, int64_t stride, uint32_t* to) {
   for (int i = 0; i < 4; i++) std::memcpy(to + i * kPanel, &steps[i], sizeof(Four));
 }
 
-// Writes around the caches, where there is a way: nobody reads a packed weight soon, and a line
-// that is written as a whole need not be fetched. Both ends are aligned to a vector.
+// Copies with non-temporal stores on x86: packed weights are not read soon, and full-line stores
+// need no read for ownership. Both pointers must be 16-byte aligned.
 void stream(const uint32_t* from, uint32_t* to, int64_t count) {
 #if defined(__SSE2__)
   for (int64_t i = 0; i < count; i += 4) {
@@ -94,17 +94,17 @@ void finish_streams() {
 #endif
 }
 
-// A step of a column is four bytes of every packed type, and moves as one word.
+// A step of one column is four bytes for every packed type, so it is moved as one word.
 static_assert(sizeof(bf16) * kStep<bf16> == 4 && sizeof(float) * kStep<float> == 4);
 
-// Steps that are read of each column at once, one column after another, as memory likes it; and
-// those turned at once, in the first cache. Columns lie a little more than a power of two apart.
+// Steps converted from each column at once (sequential reads), and steps transposed at once (fits
+// L1). The stride is padded beyond a power of two to avoid cache-set conflicts between columns.
 constexpr int64_t kReadSteps = 1024;
 constexpr int64_t kReadStride = kReadSteps + 16;
 constexpr int64_t kTurnSteps = 64;
 constexpr int64_t kPanelsPerClaim = 4;
 
-// A row of a source; none where a panel has more columns than there are.
+// One packed column, which is a row of a source; `data` is null in the padding of the last panel.
 struct Column {
   const void* data;
   DType dtype;
@@ -139,7 +139,7 @@ void convert_run(const void* from, int64_t begin, int64_t end, T* to) {
   }
 }
 
-// Elements [begin, end) of a column, and a zero after an odd one.
+// Converts elements [begin, end) of a column; an incomplete last step is padded with zero.
 template <class T>
 void read_column(Column column, int64_t begin, int64_t end, T* to) {
   int64_t count = end - begin;
@@ -155,7 +155,7 @@ void read_column(Column column, int64_t begin, int64_t end, T* to) {
   if (count % kStep<T> != 0) std::memset(to + count, 0, sizeof(T));
 }
 
-// `count` steps of a panel's columns, from `read` to where they belong.
+// Transposes `count` steps of a panel's columns from `read` into the packed layout.
 void write_steps(const uint32_t* read, int64_t count, uint32_t* to) {
   alignas(64) uint32_t turned[kTurnSteps * kPanel];
   for (int64_t first = 0; first < count; first += kTurnSteps) {
@@ -169,7 +169,7 @@ void write_steps(const uint32_t* read, int64_t count, uint32_t* to) {
   }
 }
 
-// Units are panels.
+// A unit is one panel.
 template <class T>
 void pack_panels(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& task = *static_cast<const PackTask*>(context);

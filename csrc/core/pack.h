@@ -1,4 +1,4 @@
-// Packing weights once at load: [N, K] rows into panels of 32 columns, K side by side in steps.
+// Packs weights at load: stored rows [N, K] become panels of 32 columns, [K/step][32][step].
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace cadenza {
 
-// A stored weight [rows, K]; the elements of a row lie side by side.
+// A stored weight [rows, K]; the elements of a row are contiguous.
 struct PackSource {
   const void* data;
   DType dtype;
@@ -17,8 +17,8 @@ struct PackSource {
 };
 
 struct PackTask {
-  // Their rows, one source after another, are the columns. Gated: gate and up, of which each panel
-  // holds sixteen columns and then the other's same sixteen.
+  // The rows of all sources, concatenated, are the packed columns. Gated: two sources, gate and up;
+  // each panel holds sixteen gate columns followed by the same sixteen up columns.
   std::vector<PackSource> sources;
   int64_t k;
   void* packed;        // 64-byte aligned, packed_bytes() long
@@ -26,14 +26,14 @@ struct PackTask {
   bool gated;
 };
 
-// Bytes of a packed weight with n columns; a gated one has n = 2 F rounded up to whole panels.
+// Bytes of a packed weight of n columns; for a gated weight n = F, the columns of gate alone.
 int64_t packed_bytes(int64_t n, int64_t k, DType dtype, bool gated);
 
-// Writes every column, and zeros where the last panel has none. Throws std::invalid_argument for
-// sizes, types or alignments that do not fit.
+// Writes every column and zeros the padding of the last panel. Throws std::invalid_argument for
+// unsupported sizes, types or alignments.
 void pack(Executor& executor, const PackTask& task);
 
-// The inverse for one column, as f32: for tests and for reading a weight back.
+// Reads back one packed column as f32; used by tests.
 void unpack_column(const void* packed, DType dtype, int64_t k, int64_t column, float* out);
 
 }  // namespace cadenza

@@ -24,7 +24,7 @@ inline void relax() {
 #endif
 }
 
-// A moment of waiting, well spent where something will be read soon.
+// One iteration of a spin wait: prefetches a line if any is left, else pauses.
 inline void rest(Upcoming& next) {
   if (next.empty()) return relax();
   next.fetch_line();
@@ -170,7 +170,8 @@ void Pool::open(const Job& job) {
   }
 }
 
-// Afterwards no worker touches the job: a late one sees it closed, an early one is waited for.
+// On return no worker uses the job: those that joined have finished, and later ones find no open
+// generation.
 void Pool::close(Upcoming& next) {
   open_generation_.store(0);
   for (int spins = 0; active_.load() != 0; spins++) {
@@ -189,7 +190,8 @@ void Pool::run(const Job& job) {
   if (out_of_memory_.exchange(false)) throw std::bad_alloc();
 }
 
-// Spins for a moment, then sleeps, until a job newer than `seen` is there or the pool stops.
+// Waits for a job newer than `seen`, first spinning, then sleeping; returns false when the pool
+// stops.
 bool Pool::await_job(uint64_t seen, Upcoming& next) {
   auto deadline = Clock::now() + kSpin;
   do {

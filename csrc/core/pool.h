@@ -1,10 +1,10 @@
-// A small pool that shares one job's units between the caller and sleeping workers.
+// A work-stealing thread pool that runs one job at a time on the caller and its worker threads.
 //
-// Each thread starts with an even share of neighbouring units, the same share of every job of the
-// same size, so that what one operation wrote lies in the cache of the core that reads it next. It
-// claims them in ascending chunks; one that is done takes from the ends of the others' shares, so a
-// core that is stolen for a while delays only what it holds. Which thread computes a unit never
-// changes its result.
+// Each thread starts with an equal share of consecutive units. Jobs with equal numbers of units get
+// equal shares, so a core finds what it wrote in the previous operation in its cache. A thread
+// claims chunks from the front of its own share, then steals from the back of the others', so a
+// preempted thread delays only the chunk it holds. Results do not depend on which thread computes a
+// unit.
 #pragma once
 
 #include <atomic>
@@ -21,27 +21,27 @@
 
 namespace cadenza {
 
-// What one thread brings to a job.
+// Per-thread state passed to the kernels.
 struct alignas(64) Worker {
   int index;
   Arena& arena;
-  int64_t share_end = 0;  // of the units that this thread began with
-  Upcoming next{};        // what it will most likely read when this job is done
+  int64_t share_end = 0;  // end of the units this thread started with
+  Upcoming next{};        // its share of the weight predicted to be read next
 };
 
-// Computes units [begin, end). `context` is the job's own.
+// Computes units [begin, end); `context` is the job's.
 using UnitFn = void (*)(const void* context, int64_t begin, int64_t end, Worker& worker);
 
 struct Job {
   UnitFn run;
   const void* context;
   int64_t units;
-  int64_t max_chunk;  // most units claimed at once
-  Weight next{};      // that will most likely be read next; empty: as the last job said
+  int64_t max_chunk;  // maximum units in one claim
+  Weight next{};      // predicted to be read next; empty: keep the last job's prediction
 };
 
-// The units [begin, end) of a thread's share that nobody has claimed; the owner takes from the
-// front, all others from the back.
+// The unclaimed units [begin, end) of one thread's share. The owner claims from the front, other
+// threads steal from the back.
 class alignas(64) Share {
  public:
   struct Units {
@@ -50,7 +50,7 @@ class alignas(64) Share {
   };
 
   void open(Units units);
-  // At most half of what is left and at most `most`; empty when nothing is left.
+  // Claim half of the remaining units, at least one and at most `most`; empty when none remain.
   Units claim_front(int64_t most);
   Units claim_back(int64_t most);
 
@@ -67,10 +67,11 @@ class Pool {
 
   int num_threads() const { return num_threads_; }
 
-  // Scratch of one thread, for work that stays on the caller.
+  // One thread's arena; index 0 is the caller's.
   Arena& arena(int index) { return *arenas_[index]; }
 
-  // Runs a job on all threads and returns when it is done; rethrows a failed allocation.
+  // Runs a job on all threads and waits for it. Throws std::bad_alloc if an allocation failed in
+  // any of them.
   void run(const Job& job);
 
  private:
@@ -85,7 +86,7 @@ class Pool {
 
   const int num_threads_;
   std::vector<std::unique_ptr<Arena>> arenas_;
-  std::vector<Worker> workers_;  // the caller's is the first
+  std::vector<Worker> workers_;  // index 0 is the caller's
   std::vector<Share> shares_;
   std::vector<std::thread> threads_;
   Job job_{};
@@ -100,21 +101,22 @@ class Pool {
   std::condition_variable wake_;
 };
 
-// Hands out pools: one job at a time on the workers; a concurrent caller runs alone.
+// Owns the process's pool. One caller at a time leases it; concurrent callers run single-threaded.
 class Executor {
  public:
   explicit Executor(int num_threads);
 
-  // Exclusive use of the pool for one operation, or of the calling thread where it is taken.
+  // Exclusive use of the pool for one operation; if it is already leased, the operation runs on the
+  // calling thread alone.
   class Lease {
    public:
     explicit Lease(Executor& executor);
     ~Lease();
     int num_threads() const;
     Arena& scratch() { return *scratch_; }
-    // The weight that will most likely be read after this one.
+    // Records that `weight` is read now and predicts the weight read after it, which may be empty.
     Weight next_after(const Weight& weight);
-    // Shares the units between all threads, or keeps them here when they are not worth waking for.
+    // Runs a job on all threads of the lease, or on the calling thread if it is too small.
     void run(const Job& job, bool worth_sharing);
 
    private:
@@ -135,15 +137,16 @@ class Executor {
   Arena scratch_;
 };
 
-// Threads to use: CADENZA_NUM_THREADS, or the affinity mask limited by the cgroup's quota.
+// CADENZA_NUM_THREADS, or the number of cores in the affinity mask, capped by the cgroup CPU quota.
 int default_num_threads();
-// Cores that the control groups of this process allow, rounded, by the files below `root`; at least
-// 1, and 256 where nothing limits them.
+// CPU quota of this process's cgroups in cores, rounded to the nearest, read from the files below
+// `root`; between 1 and 256, and 256 without a quota.
 int cgroup_cores(const std::string& root);
-// The process-wide executor, made at first use.
+// The process-wide executor, created at first use.
 Executor& executor();
 
-// Denormals are flushed on every thread alike, so no bit depends on who computes.
+// Flush denormals (FTZ and DAZ) on this thread and return the previous mode. All threads compute in
+// this mode, so results do not depend on the thread.
 uint64_t enter_float_state();
 void leave_float_state(uint64_t saved);
 

@@ -1,7 +1,7 @@
-// Where a step's time goes: calls, nanoseconds and bytes of each operation, counted on demand.
+// Counters of calls, nanoseconds and bytes of each operation.
 //
-// Off, an operation pays one relaxed load. Bytes are what the operation must read at least once;
-// what it reads again from a cache is not counted.
+// While disabled, they cost an operation one relaxed load. Bytes count each byte that the operation
+// must read once; repeated reads are not counted.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,7 @@ struct OpTotals {
   int64_t calls, nanoseconds, bytes;
 };
 
-// Sets every total to zero and begins to count.
+// Resets all totals and starts counting.
 void profile_start();
 void profile_stop();
 OpTotals profile_totals(Op op);
@@ -38,7 +38,7 @@ OpTotals profile_totals(Op op);
 extern std::atomic<bool> profile_is_on;
 void profile_add(Op op, int64_t nanoseconds, int64_t bytes);
 
-// Counts one call, from its construction to its destruction.
+// Counts one call; its time is the lifetime of the scope.
 class ProfileScope {
   using Clock = std::chrono::steady_clock;
 

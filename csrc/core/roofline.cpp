@@ -21,7 +21,7 @@ double seconds_of(const Runtime& runtime, const Job& job) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Small numbers whose sums neither overflow nor vanish over a whole run.
+// Small normal values, so that the sums neither overflow nor become denormal during a run.
 void fill_seeds(DType dtype, uint32_t (&seeds)[kMultiplySeeds]) {
   for (int64_t i = 0; i < kMultiplySeeds; i++) {
     float value = 0x1p-6f * float(i % 7 + 1);

@@ -1,4 +1,4 @@
-// What this machine can do at most: bytes read and numbers multiplied a second, on all threads.
+// Measures the machine's roofline: memory read bandwidth and FLOP/s, on all threads.
 #pragma once
 
 #include <cstdint>
@@ -7,24 +7,25 @@
 
 namespace cadenza {
 
-// Units are blocks of kReadBlock bytes.
+// A unit is a block of kReadBlock bytes.
 constexpr int64_t kReadBlock = 1 << 20;
 struct ReadTask {
-  const void* data;  // 64-byte aligned, a multiple of kReadBlock long
+  const void* data;  // 64-byte aligned; units * kReadBlock bytes
 };
 
-// A unit is `steps` multiplications of a register tile with itself; each adds what it multiplied.
+// A unit is `steps` multiply-accumulate steps of a register tile, without memory reads.
 constexpr int64_t kMultiplySeeds = 64;
 struct MultiplyTask {
   const void* seeds;  // [kMultiplySeeds] of the element type
   int64_t steps;
-  int64_t* operations;  // shared by all threads
+  int64_t* operations;  // counter of all threads, added to atomically
 };
 
-// Bytes a second of the fastest of `repeats` passes over `bytes`, rounded down to whole blocks.
+// Returns bytes per second of the fastest of `repeats` passes over `data`; `bytes` is rounded down
+// to blocks.
 double measure_read(const Runtime& runtime, const void* data, int64_t bytes, int repeats);
 
-// Operations a second of the fastest of `repeats` runs; a multiplication and its sum are two.
+// Returns FLOP/s of the fastest of `repeats` runs; a multiply-add counts as two operations.
 double measure_multiply(const Runtime& runtime, DType dtype, int repeats);
 
 }  // namespace cadenza

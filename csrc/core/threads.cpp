@@ -1,4 +1,4 @@
-// How many threads this process may use.
+// The number of threads: environment, affinity mask and cgroup CPU quota.
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
@@ -34,14 +34,14 @@ int visible_cores() {
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// Where a version of control groups keeps its limit on processor time.
+// The files with the CPU quota in one version of cgroups.
 struct QuotaFiles {
-  const char *mount, *quota, *period;  // version 2 has both numbers in one file
+  const char *mount, *quota, *period;  // v2 has both in one file, and no `period`
 };
 constexpr QuotaFiles kVersion1{"/sys/fs/cgroup/cpu", "/cpu.cfs_quota_us", "/cpu.cfs_period_us"};
 constexpr QuotaFiles kVersion2{"/sys/fs/cgroup", "/cpu.max", nullptr};
 
-// Quota over period of one group; infinity where there is no limit ("max 100000", or no file).
+// Quota of one group in cores; infinity without a limit ("max 100000", or no file).
 double quota_of(const std::string& group, const QuotaFiles& files) {
   double quota = 0, period = 0;
   std::ifstream limit(group + files.quota);
@@ -54,7 +54,7 @@ double quota_of(const std::string& group, const QuotaFiles& files) {
   return quota > 0 && period > 0 ? quota / period : std::numeric_limits<double>::infinity();
 }
 
-// The least of a group's own limit and those of the groups that it lies in.
+// The smallest quota of a group and its ancestors.
 double least_quota(const std::string& mount, std::string path, const QuotaFiles& files) {
   double least = quota_of(mount, files);
   while (!path.empty() && path.find("/..") == std::string::npos) {
@@ -66,7 +66,7 @@ double least_quota(const std::string& mount, std::string path, const QuotaFiles&
 
 }  // namespace
 
-// /proc names the groups; inside a container the mount itself may be the group.
+// Groups are named in /proc/self/cgroup; in a container the mount point itself may be the group.
 int cgroup_cores(const std::string& root) {
   double least = std::min(quota_of(root + kVersion1.mount, kVersion1),
                           quota_of(root + kVersion2.mount, kVersion2));
@@ -97,7 +97,7 @@ int default_num_threads() {
 }
 
 Executor& executor() {
-  // Never destroyed: workers may outlive static destructors.
+  // Leaked on purpose: worker threads may outlive static destructors.
   static Executor* const instance = new Executor(default_num_threads());
   return *instance;
 }

@@ -1,9 +1,8 @@
-// Which weight is read after which, so that its first part can be on its way in time.
+// Prefetching the next weight matrix across operations.
 //
-// A step multiplies by the same weights in the same order every time. While a thread works on the
-// last panel of one, or waits, it fetches what it will read of the next: otherwise the memory
-// would idle between two products, and each would begin with a wait. A wrong guess costs some
-// bandwidth and can change no result, for nothing is read but by prefetch.
+// Every step reads the same weights in the same order. While a thread multiplies the last panel of
+// its share, or waits, it prefetches the start of its share of the next weight, so that memory is
+// not idle between two products. A wrong prediction costs bandwidth and cannot change a result.
 #pragma once
 
 #include <algorithm>
@@ -14,29 +13,29 @@ namespace cadenza {
 
 constexpr int64_t kCacheLine = 64;
 
-// A packed weight as memory: panels that threads share out in order.
+// The memory of a packed weight; threads take consecutive panels.
 struct Weight {
   const char* data = nullptr;
   int64_t panels = 0, panel_bytes = 0;
 };
 
-// Memory that one thread will read, as far as it has not been fetched.
+// The part of a thread's prefetch that is still to be issued.
 struct Upcoming {
   const char* at = nullptr;
   const char* end = nullptr;
 
   bool empty() const { return at >= end; }
-  // Into the second-level cache: the first belongs to the work at hand.
+  // Prefetches one line into L2; L1 is left to the running kernel.
   void fetch_line() {
     __builtin_prefetch(at, 0, 2);
     at += kCacheLine;
   }
 };
 
-// At most this much of a thread's share is fetched early, so that it stays in its own cache.
+// Maximum bytes prefetched per thread, so that they fit the core's L2 cache.
 constexpr int64_t kMaxUpcoming = 1 << 18;
 
-// What thread `index` of `threads` will read first of a weight.
+// The start of the share of `weight` that thread `index` of `threads` reads.
 inline Upcoming upcoming_for(const Weight& weight, int index, int threads) {
   const char* begin = weight.data + weight.panels * index / threads * weight.panel_bytes;
   const char* end = weight.data + weight.panels * (index + 1) / threads * weight.panel_bytes;
@@ -45,8 +44,8 @@ inline Upcoming upcoming_for(const Weight& weight, int index, int threads) {
 
 class WeightTrail {
  public:
-  // Notes that `weight` is read now; returns the one that was read after it the last time, or
-  // nothing.
+  // Records that `weight` is read now; returns the weight that followed it last time, or an empty
+  // one.
   Weight advance(const Weight& weight) {
     if (after_.size() >= kMaxWeights) after_.clear();
     if (last_ != nullptr) after_[last_] = weight;

@@ -1,4 +1,4 @@
-// Plain types shared by every layer: element types and the sizes that fix a packed layout.
+// Element types, and the sizes that define the packed layouts.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@ struct bf16 {
 
 enum class DType : int32_t { kBf16 = 0, kF32 = 1, kF16 = 2 };
 
-// Columns of one packed weight panel and tokens of one KV sub-block; independent of the ISA.
+// Columns of a packed weight panel; tokens of a KV sub-block. The same for every ISA.
 constexpr int kPanel = 32;
 constexpr int kLanes = 16;
-// Tokens whose scores share one softmax before spans are merged in order.
+// Tokens of a softmax span: one maximum and one sum each; spans are merged in order.
 constexpr int kSpan = 512;
-// Entries of the "top" list that next_token can return.
+// Entries of the top-logprobs list in a result of next_token.
 constexpr int kTopLogprobs = 20;
 
-// Elements of the reduction that one packed column keeps side by side: pairs for bf16.
+// K step: consecutive elements of the reduction that a packed column stores together; 2 for bf16.
 template <class T>
 constexpr int kStep = 1;
 template <>

@@ -1,4 +1,4 @@
-// FFI wrapper: attention, in place on donated pools. README.md has the conventions.
+// FFI target for attention; updates the donated KV pools in place. Conventions: csrc/README.md.
 #include <algorithm>
 
 #include "ffi/buffers.h"
@@ -39,31 +39,33 @@ AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
 
 void check(const AttendBuffers& b, const AttendTask& task, DType dtype) {
   require(element_type(b.k_pool) == dtype && element_type(b.v_pool) == dtype,
-          "the pools must have qkv's type");
-  require(b.k_pool.dimensions() == b.v_pool.dimensions(), "the pools must have one shape");
-  require(task.layer >= 0 && task.layer < task.num_layers, "the pools have no such layer");
+          "k_pool and v_pool must have qkv's type");
+  require(b.k_pool.dimensions() == b.v_pool.dimensions(),
+          "k_pool and v_pool must have the same shape");
+  require(task.layer >= 0 && task.layer < task.num_layers, "layer is outside the pools' layers");
   require(task.page_size % kLanes == 0, "the page size must be a multiple of 16");
   require(task.head_size % kLanes == 0 && task.head_size <= 512,
           "the head size must be a multiple of 16, at most 512");
-  require(task.heads > 0 && task.heads % task.kv_heads == 0, "heads must divide into KV heads");
+  require(task.heads > 0 && task.heads % task.kv_heads == 0,
+          "the number of heads must be a multiple of the number of KV heads");
   require(dim(b.qkv, 1) == task.qkv_width(), "qkv must be [T, (Hq + 2 Hkv) D]");
   require(task.rotary_size % 2 == 0 && task.rotary_size <= task.head_size,
-          "the rope table must be [positions, rotary size], even and at most D");
+          "rope must be [positions, rotary size], the rotary size even and at most D");
   int64_t q_width = task.norm_spans_heads ? task.heads * task.head_size : task.head_size;
   int64_t k_width = task.norm_spans_heads ? task.kv_heads * task.head_size : task.head_size;
   require((task.q_weight == nullptr || dim(b.q_weight, 0) == q_width) &&
               (task.k_weight == nullptr || dim(b.k_weight, 0) == k_width),
-          "the norms' weights must be f32 [D] each, or [Hq D] and [Hkv D]");
+          "q_weight and k_weight must be f32 [D], or [Hq D] and [Hkv D]");
   require(dim(b.query_starts, 0) == task.rows + 1, "query_starts must be [R + 1]");
   require(dim(b.page_table, 0) == task.rows, "page_table must be [R, P]");
   require(b.k_out.untyped_data() == b.k_pool.untyped_data() &&
               b.v_out.untyped_data() == b.v_pool.untyped_data(),
-          "the pools must be donated and aliased to the results");
+          "k_pool and v_pool must be donated and aliased to the results");
   require(task.num_tokens >= 0 && task.num_tokens <= dim(b.qkv, 0),
           "query_starts ends outside the padded tokens");
 }
 
-// New queries, keys and values, and the context that each row's window leaves.
+// qkv and rope of the step's tokens, and the cached keys and values within each row's window.
 int64_t bytes_read(const AttendTask& task, DType dtype) {
   int64_t tokens = 0;
   for (int64_t row = 0; row < task.rows; row++) {
@@ -102,17 +104,17 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 
 // cadenza_rope_append_attend: qkv act [T, (Hq + 2 Hkv) D]; positions [T]; slot_mapping [T];
 // query_starts [R + 1]; kv_lens [R]; page_table [R, P]; rope f32 [positions, rotary size]; q_weight
-// f32 [D], [Hq D] or [0]; k_weight f32 [D], [Hkv D] or [0]; k_pool and v_pool act
-// [pages, layers, Hkv, S, D]. Results act [T, Hq D], and both pools, which must be donated and alias
-// operands 9 and 10. Attributes: layer i64; heads i64; scale f32; window i64, 0 none; soft_cap f32,
-// 0 none; norm_eps f32.
+// f32 [D], [Hq D] or [0]; k_weight f32 [D], [Hkv D] or [0]; k_pool and v_pool act [pages, layers,
+// Hkv, S, D]. Results act [T, Hq D], and both pools, which must be donated and alias operands 9 and
+// 10. Attributes: layer i64; heads i64; scale f32; window i64, 0 none; soft_cap f32, 0 none;
+// norm_eps f32.
 //
-// The number of tokens is query_starts[R]; rows of padding repeat that value. Row r's queries are
-// tokens query_starts[r] to query_starts[r + 1]; a query at position p sees KV positions
-// max(0, p - window + 1) to min(p + 1, kv_lens[r]), which must lie in the row's pages. Keys and values
-// are written where slot_mapping >= 0. A q or k weight of D values normalises each head by its own
-// root mean square; one of Hq D or Hkv D values normalises all query heads, or all key heads, of a
-// token by a common one. A rope table without columns rotates nothing.
+// The number of tokens is query_starts[R]; padding rows repeat that value. Row r's queries are the
+// tokens [query_starts[r], query_starts[r + 1]). A query at position p attends to KV positions
+// [max(0, p - window + 1), min(p + 1, kv_lens[r])), which must be covered by the row's pages. Keys
+// and values are written for tokens with slot_mapping >= 0. A q or k weight of D values applies
+// RMSNorm to each head; one of Hq D or Hkv D values applies it to all query heads, or all key
+// heads, of a token together. With a rotary size of 0 nothing is rotated.
 ffi::Error attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts, Any kv_lens,
                        Any page_table, Any rope, Any q_weight, Any k_weight, Any k_pool, Any v_pool,
                        AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer,

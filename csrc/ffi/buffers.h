@@ -1,4 +1,4 @@
-// What the FFI wrappers share: typed views of XLA buffers and errors as XLA statuses.
+// Shared by the FFI targets: typed views of XLA buffers, and exceptions as XLA statuses.
 #pragma once
 
 #include <new>
@@ -22,7 +22,7 @@ inline void require(bool holds, const char* message) {
 
 inline Runtime runtime() { return {kernels(), executor()}; }
 
-// bf16 or f32: the only activation and weight types.
+// bf16 or f32, the types of activations and weights; throws for any other.
 inline DType element_type(const Any& buffer) {
   if (buffer.element_type() == ffi::BF16) return DType::kBf16;
   require(buffer.element_type() == ffi::F32, "expected bf16 or f32");
@@ -41,10 +41,10 @@ const T* data(const Any& buffer) {
   return static_cast<const T*>(buffer.untyped_data());
 }
 
-// The buffer's elements, or null where a zero-sized array stands for "absent".
+// The buffer's elements, or null for an empty array, which stands for an absent operand.
 inline const float* optional_f32(const Any& buffer) {
   if (buffer.element_count() == 0) return nullptr;
-  require(buffer.element_type() == ffi::F32, "bias, residual and norm weights must be f32");
+  require(buffer.element_type() == ffi::F32, "bias, residual and norm weight operands must be f32");
   return data<float>(buffer);
 }
 
@@ -53,25 +53,25 @@ inline const int32_t* int32(const Any& buffer) {
   return data<int32_t>(buffer);
 }
 
-// The true number of rows, which padding never exceeds.
+// The true number of rows, at most the padded number.
 inline int64_t true_count(const Any& count, int64_t padded) {
-  require(count.element_count() >= 1, "the count must hold one int32");
+  require(count.element_count() >= 1, "count must hold one int32");
   int64_t n = int32(count)[0];
   require(n >= 0 && n <= padded, "the true count is outside the padded rows");
   return n;
 }
 
-// Packed weights are [panels, steps, 32, step].
+// Checks that a packed weight is [panels, steps, 32, step].
 inline void require_packed(const Any& weight, DType dtype, int64_t columns, int64_t k) {
   require(element_type(weight) == dtype, "weight and activation types differ");
   int64_t step = dtype == DType::kBf16 ? 2 : 1;
   require(weight.dimensions().size() == 4 && dim(weight, 0) == ceil_div(columns, kPanel) &&
               dim(weight, 1) == ceil_div(k, step) && dim(weight, 2) == kPanel &&
               dim(weight, 3) == step,
-          "the packed weight does not have the shape that its columns and reduction need");
+          "the packed weight's shape does not fit its columns and reduction");
 }
 
-// Runs a wrapper's body; exceptions become statuses and never cross into XLA.
+// Runs a target's body and converts exceptions to statuses; none may propagate into XLA.
 template <class Body>
 ffi::Error guarded(const char* name, Body&& body) {
   try {

@@ -1,4 +1,4 @@
-// Plain C entry points for ctypes: packing, and what was chosen at load.
+// C entry points for ctypes: configuration, packing, and the ISA and threads in use.
 #include <exception>
 #include <string>
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Runs a body; returns null, or a message that lives until this thread's next call.
+// Runs a body; returns null, or an error message valid until this thread's next call.
 template <class Body>
 const char* guarded(Body&& body) {
   thread_local std::string message;
@@ -28,12 +28,12 @@ const char* guarded(Body&& body) {
 std::atomic<cadenza::Fault> cadenza::injected_fault{cadenza::Fault::kNone};
 #endif
 
-// Kept visible where everything else is hidden.
+// The library is compiled with -fvisibility=hidden.
 #define CADENZA_EXPORT __attribute__((visibility("default")))
 
 extern "C" {
 
-// Chooses the ISA and starts the threads; an error names what the environment asked for.
+// Selects the ISA and starts the threads. An error names the invalid environment variable.
 CADENZA_EXPORT const char* cadenza_configure() {
   return guarded([] {
     cadenza::kernels();
@@ -63,7 +63,7 @@ CADENZA_EXPORT int64_t cadenza_packed_bytes(int64_t n, int64_t k, int dtype, int
   return cadenza::packed_bytes(n, k, static_cast<cadenza::DType>(dtype), gated != 0);
 }
 
-// Source i is [rows[i], k] at data[i]; its rows lie strides[i] elements apart.
+// Source i is [rows[i], k] at data[i], with a row stride of strides[i] elements.
 CADENZA_EXPORT const char* cadenza_pack(int num_sources, const void* const* data, const int* dtypes,
                                         const int64_t* rows, const int64_t* strides, int64_t k,
                                         void* packed, int packed_dtype, int gated) {
@@ -78,7 +78,7 @@ CADENZA_EXPORT const char* cadenza_pack(int num_sources, const void* const* data
 }
 
 #ifdef CADENZA_FAULTS
-// Makes the kernels wrong on purpose, from the next step on; 0 makes them right again.
+// Injects a fault into the kernels from the next step on; 0 removes it.
 CADENZA_EXPORT void cadenza_inject_fault(int fault) {
   cadenza::injected_fault = static_cast<cadenza::Fault>(fault);
 }

@@ -1,4 +1,4 @@
-// Plain C entry points for measuring: the roofline, and where a step's time goes.
+// C entry points for measurements: the roofline and the profile counters.
 #include "core/isa.h"
 #include "core/profile.h"
 #include "core/roofline.h"
@@ -13,12 +13,12 @@ cadenza::Runtime runtime() { return {cadenza::kernels(), cadenza::executor()}; }
 
 extern "C" {
 
-// Bytes a second; `data` is 64-byte aligned and far larger than every cache together.
+// Bytes per second; `data` must be 64-byte aligned and much larger than all caches together.
 CADENZA_EXPORT double cadenza_measure_read(const void* data, int64_t bytes, int repeats) {
   return cadenza::measure_read(runtime(), data, bytes, repeats);
 }
 
-// Operations a second in bf16 (0) or f32 (1).
+// FLOP/s in bf16 (0) or f32 (1).
 CADENZA_EXPORT double cadenza_measure_multiply(int dtype, int repeats) {
   return cadenza::measure_multiply(runtime(), static_cast<cadenza::DType>(dtype), repeats);
 }
@@ -29,7 +29,7 @@ CADENZA_EXPORT void cadenza_profile_stop() { cadenza::profile_stop(); }
 
 CADENZA_EXPORT int cadenza_profile_num_ops() { return cadenza::kNumOps; }
 
-// The operation's name; its calls, nanoseconds and bytes go to totals[0], [1] and [2].
+// Returns the operation's name and writes its calls, nanoseconds and bytes to totals[0..2].
 CADENZA_EXPORT const char* cadenza_profile_read(int op, int64_t* totals) {
   cadenza::OpTotals found = cadenza::profile_totals(static_cast<cadenza::Op>(op));
   totals[0] = found.calls;

@@ -1,4 +1,4 @@
-// FFI wrappers: embedding, norms, linear and gated linear. README.md has the conventions.
+// FFI targets for embedding, norms, row gather and linear products. Conventions: csrc/README.md.
 #include "ffi/buffers.h"
 
 namespace cadenza::xla_ffi {
@@ -53,15 +53,16 @@ void norm(Op op, Any x, Any weight, Any count, const Any* residual, AnyResult ou
   rms_norm(runtime(), element_type(*out), task);
 }
 
-// cadenza_rms_norm: x f32 [T, E]; weight f32 [E]; count. Result act or f32 [T, E]. Attribute: eps f32.
+// cadenza_rms_norm: x f32 [T, E]; weight f32 [E]; count. Result act or f32 [T, E]. Attribute: eps
+// f32.
 ffi::Error rms_norm_call(Any x, Any weight, Any count, AnyResult out, float eps) {
   return guarded("cadenza_rms_norm", [&] {
     norm(Op::kRmsNorm, x, weight, count, nullptr, out, eps);
   });
 }
 
-// cadenza_rms_norm_add: as rms_norm, then residual f32 [T, E], which is added to the norm. The result
-// may alias the residual (operand 3).
+// cadenza_rms_norm_add: rms_norm with an operand 3, residual f32 [T, E], which is added to the
+// normalised values. The result may alias it.
 ffi::Error rms_norm_add_call(Any x, Any weight, Any count, Any residual, AnyResult out, float eps) {
   return guarded("cadenza_rms_norm_add", [&] {
     norm(Op::kRmsNormAdd, x, weight, count, &residual, out, eps);
@@ -102,7 +103,7 @@ ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResul
     task.k = dim(x, 1);
     require(dim(x, 0) >= task.rows, "x has too few rows");
     require_packed(w, dtype, task.n, task.k);
-    require(is_f32(*out) || element_type(*out) == dtype, "the result is f32 or x's own type");
+    require(is_f32(*out) || element_type(*out) == dtype, "the result must be f32 or x's type");
     task.x = x.untyped_data();
     task.w = w.untyped_data();
     task.bias = optional_f32(bias);
@@ -120,14 +121,15 @@ ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResul
   });
 }
 
-// cadenza_gated_linear: x act [T, K]; w packed gated; count; bias f32 [2, F] or [0]. Result act [T, F]:
-// activation(x w_gate + bias_gate) · (x w_up + bias_up). Attribute: activation i64, 0 silu,
-// 1 gelu_tanh, 2 gelu.
+// cadenza_gated_linear: x act [T, K]; w packed gated; count; bias f32 [2, F] or [0]. Result act [T,
+// F]: activation(x w_gate + bias_gate) · (x w_up + bias_up). Attribute: activation i64, 0 silu, 1
+// gelu_tanh, 2 gelu.
 ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation) {
   return guarded("cadenza_gated_linear", [&] {
     ProfileScope profile(Op::kGatedLinear);
     DType dtype = element_type(x);
-    require(activation >= 0 && activation <= 2, "activation is 0 silu, 1 gelu_tanh or 2 gelu");
+    require(activation >= 0 && activation <= 2,
+            "activation must be 0 (silu), 1 (gelu_tanh) or 2 (gelu)");
     GatedTask task{};
     task.rows = true_count(count, dim(*out, 0));
     task.f = dim(*out, 1);
@@ -159,7 +161,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         "scale"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRmsNorm, rms_norm_call,
-                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>("eps"));
+                              ffi::Ffi::Bind()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Ret<Any>()
+                                  .Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CadenzaRmsNormAdd, rms_norm_add_call,
     ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>("eps"));

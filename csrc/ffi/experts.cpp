@@ -1,28 +1,28 @@
-// FFI wrappers: mixtures of experts. Arguments are described in README.md.
+// FFI targets for mixture of experts. Conventions: csrc/README.md.
 #include "ffi/buffers.h"
 
 namespace cadenza::xla_ffi {
 
 namespace {
 
-// Every expert's packed weight, [X, panels, steps, 32, step]; gives X.
+// Checks that the experts' packed weights are [X, panels, steps, 32, step]; returns X.
 int64_t require_packed_experts(const Any& weight, DType dtype, int64_t columns, int64_t k) {
   require(element_type(weight) == dtype, "weight and activation types differ");
   int64_t step = dtype == DType::kBf16 ? 2 : 1;
   require(
       weight.dimensions().size() == 5 && dim(weight, 1) == ceil_div(columns, kPanel) &&
           dim(weight, 2) == ceil_div(k, step) && dim(weight, 3) == kPanel && dim(weight, 4) == step,
-      "the experts' packed weights do not have the shape that their columns and reduction need");
+      "the experts' packed weights' shape does not fit their columns and reduction");
   require(dim(weight, 0) > 0, "there must be at least one expert");
   return dim(weight, 0);
 }
 
 ExpertChoice choice_of(const Any& ids, int64_t num_experts, int64_t rows) {
-  require(dim(ids, 0) >= rows && dim(ids, 1) > 0, "the experts' ids must be int32 [T, C]");
+  require(dim(ids, 0) >= rows && dim(ids, 1) > 0, "ids must be int32 [T, C]");
   return {num_experts, dim(ids, 1), int32(ids)};
 }
 
-// What a product with the experts' weights must read at least once.
+// Counts the weights and biases of the active experts, and x, as read once.
 void count_reads(ProfileScope& profile, const Any& w, const Any& bias, const ExpertChoice& choice,
                  int64_t rows, int64_t x_bytes) {
   if (!profile.is_on()) return;
@@ -30,8 +30,8 @@ void count_reads(ProfileScope& profile, const Any& w, const Any& bias, const Exp
   profile.reads(every_expert / choice.num_experts * count_active_experts(choice, rows) + x_bytes);
 }
 
-// cadenza_route_experts: x act [T, K]; w packed; count; bias f32 [X] or [0]. Results ids [T, C], weights
-// f32 [T, C]. Attributes: experts i64 (X); over_chosen bool; scale f32.
+// cadenza_route_experts: x act [T, K]; w packed; count; bias f32 [X] or [0]. Results ids [T, C],
+// weights f32 [T, C]. Attributes: experts i64 (X); over_chosen bool; scale f32.
 //
 // Chooses the C largest logits (f32, bias included) of each row in descending order, ties to the
 // lowest id. Weights are a softmax over all experts, or with over_chosen over those C, times scale.
@@ -55,7 +55,7 @@ ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, 
             "the bias must be f32 [X] or empty");
     task.num_chosen = dim(*ids, 1);
     require(task.num_chosen > 0 && task.num_chosen <= experts,
-            "each row chooses at least one expert and at most all");
+            "each row must choose at least one expert and at most all");
     require(ids->element_type() == ffi::S32 && weights->element_type() == ffi::F32 &&
                 weights->dimensions() == ids->dimensions(),
             "the results must be ids int32 [T, C] and weights f32 [T, C]");
@@ -71,15 +71,16 @@ ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, 
   });
 }
 
-// cadenza_grouped_gated_linear: x act [T, K]; w packed gated experts; count; bias f32 [X, 2, F] or [0];
-// ids [T, C]. Result act [T, C, F]; the slot of an id outside [0, X) is not written. Attribute:
-// activation as for gated_linear.
+// cadenza_grouped_gated_linear: x act [T, K]; w packed gated experts; count; bias f32 [X, 2, F] or
+// [0]; ids [T, C]. Result act [T, C, F]; the slot of an id outside [0, X) is not written.
+// Attribute: activation as for gated_linear.
 ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids, AnyResult out,
                                      int64_t activation) {
   return guarded("cadenza_grouped_gated_linear", [&] {
     ProfileScope profile(Op::kGroupedGatedLinear);
     DType dtype = element_type(x);
-    require(activation >= 0 && activation <= 2, "activation is 0 silu, 1 gelu_tanh or 2 gelu");
+    require(activation >= 0 && activation <= 2,
+            "activation must be 0 (silu), 1 (gelu_tanh) or 2 (gelu)");
     GatedTask task{};
     task.rows = true_count(count, dim(*out, 0));
     task.f = dim(*out, 2);
@@ -101,10 +102,10 @@ ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids,
   });
 }
 
-// cadenza_grouped_linear: x act [T, C, K]; w packed experts; count; bias f32 [X, N] or [0]; residual
-// f32 [T, N] or [0]; ids [T, C]; weights f32 [T, C]. Result act or f32 [T, N]: residual + the sum over
-// a token's slots of weight · (x w + bias), where an id outside [0, X) adds nothing; it may alias the
-// residual (operand 4).
+// cadenza_grouped_linear: x act [T, C, K]; w packed experts; count; bias f32 [X, N] or [0];
+// residual f32 [T, N] or [0]; ids [T, C]; weights f32 [T, C]. Result act or f32 [T, N]: residual +
+// the sum over a token's slots of weight · (x w + bias), where an id outside [0, X) adds nothing;
+// it may alias the residual (operand 4).
 ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, Any ids,
                                Any weights, AnyResult out) {
   return guarded("cadenza_grouped_linear", [&] {
@@ -129,7 +130,7 @@ ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, 
         task.residual == nullptr || (dim(residual, 0) >= task.rows && dim(residual, 1) == task.n),
         "the residual must be f32 [T, N] or empty");
     task.out_is_f32 = out->element_type() == ffi::F32;
-    require(element_type(*out) == dtype || task.out_is_f32, "the result is f32 or x's own type");
+    require(element_type(*out) == dtype || task.out_is_f32, "the result must be f32 or x's type");
     task.out = out->untyped_data();
     int64_t x_bytes = choice.num_pairs(task.rows) * task.k * bytes_of(dtype);
     count_reads(profile, w, bias, choice, task.rows, x_bytes);

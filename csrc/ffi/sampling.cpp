@@ -1,4 +1,4 @@
-// FFI wrapper: from the last hidden states to the next tokens. README.md has the conventions.
+// FFI target for the LM head and sampling. Conventions: csrc/README.md.
 #include <cstring>
 #include <vector>
 
@@ -9,7 +9,7 @@ namespace cadenza::xla_ffi {
 
 namespace {
 
-// What rows remember: their rules and their tokens. Empty arrays stand for "no row has rules".
+// The rows' rule records and token history; empty if no row has rules.
 struct RowMemory {
   Any records, page_table, history;
   int64_t page_size;
@@ -20,14 +20,16 @@ struct RowMemory {
 RowRules rules_of(const LogitRows& rows, const RowMemory& memory, int64_t index) {
   const int64_t row = rows.whole(kRow, index), length = rows.whole(kPosition, index);
   const int64_t words = dim(memory.records, 1), pages = dim(memory.page_table, 1);
-  require(row >= 0 && row < dim(memory.records, 0), "a logit row's row is out of range");
-  require(length >= 0 && length <= pages * memory.page_size, "a context is longer than its pages");
+  require(row >= 0 && row < dim(memory.records, 0),
+          "a logit row refers to a row outside the rules' records");
+  require(length >= 0 && length <= pages * memory.page_size,
+          "a logit row's position is beyond its row's pages");
   RowRules rules{int32(memory.records) + row * words, int32(memory.page_table) + row * pages,
                  int32(memory.history), memory.page_size, length};
   const int64_t num_pages = int64_t(memory.history.element_count()) / memory.page_size;
   for (int64_t page = 0; page * memory.page_size < length; page++) {
     require(rules.page_table[page] >= 0 && rules.page_table[page] < num_pages,
-            "a page of a context is out of range");
+            "page_table refers to a page outside the history");
   }
   return rules;
 }
@@ -47,7 +49,7 @@ LogitRows checked_rows(const Any& columns, int64_t count, int64_t vocab) {
           "the logit rows must be int32 [columns, L]");
   LogitRows rows{int32(columns), dim(columns, 1)};
   for (int64_t index = 0; index < count; index++) {
-    require(rows.whole(kTarget, index) < vocab, "a target is no token of the vocabulary");
+    require(rows.whole(kTarget, index) < vocab, "a target is outside the vocabulary");
   }
   return rows;
 }
@@ -59,16 +61,16 @@ void check(const RowMemory& memory, int64_t vocab) {
   require(dim(memory.page_table, 0) == dim(memory.records, 0), "page_table must be int32 [R, P]");
 }
 
-// cadenza_next_token: x act [L, E]; head packed; count; logit rows [columns, L] (core/logit_rows.h);
-// records [R, W] or [0]; page_table [R, P]; history [slots]. Result int32 [L, 44]. Attributes: vocab i64;
-// divisor f32, 1 none; soft_cap f32, 0 none; page_size i64.
+// cadenza_next_token: x act [L, E]; head packed; count; logit rows [columns, L]
+// (core/logit_rows.h); records [R, W] or [0]; page_table [R, P]; history [slots]. Result int32 [L,
+// 44]. Attributes: vocab i64; divisor f32, 1 none; soft_cap f32, 0 none; page_size i64.
 //
-// Logits are divided by divisor and capped (soft_cap · tanh(logit / soft_cap)) before anything else
-// reads them; the finite flag is of the product itself, which a cap would make finite. Columns of the
-// result: token, state (0 a logit is not finite, 1 chosen, 2 the rules allow no token), logprob bits,
-// rank, 20 ids, 20 logprob bits; the last four groups are zero where num_logprobs < 0. Log
-// probabilities are of the logits before the rules. Logits of greedy rows with neither rules nor
-// logprobs are never written to memory.
+// Logits are divided by divisor, then capped: soft_cap · tanh(logit / soft_cap). Whether all are
+// finite is checked before, because the cap would map infinities to finite values. Columns of the
+// result: token, state (0 a logit is not finite, 1 token selected, 2 the rules ban every token),
+// logprob bits, rank, 20 ids, 20 logprob bits; the last four groups are zero if num_logprobs < 0.
+// Logprobs are computed from the logits before the rules. The logits of a greedy row without rules,
+// target and logprobs are not written to memory.
 ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
                            Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
                            int64_t page_size) {

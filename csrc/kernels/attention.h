@@ -1,8 +1,9 @@
-// Ragged paged attention, the same arithmetic for one query or five hundred.
+// Ragged paged attention; a query's result does not depend on the number of queries in the step.
 //
-// The KV of a row is cut into spans of 512 tokens at absolute positions. Within a span a query has
-// one maximum, one sum and one numerator, each reduced in ascending order of absolute sub-blocks of
-// sixteen; spans are merged in order. Lanes outside a query's own range are never multiplied.
+// A row's KV is partitioned into softmax spans of 512 tokens at absolute positions. Within a span a
+// query has one maximum, one sum and one numerator, reduced in ascending order over absolute
+// sub-blocks of sixteen tokens; spans are merged in order. Lanes outside a query's range are
+// masked, not multiplied by zero, so NaN in them cannot propagate.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,8 @@ struct TokenRange {
   bool empty() const { return end <= begin; }
 };
 
-// Queries of one register tile: index r = query · group + head within the group.
+// A register tile of queries. Query r of a row is its token r / group, head r % group of the KV
+// head.
 template <class T>
 struct AttendTile {
   AttendTile(const AttendTask& task_, const AttendUnit& unit_, Arena& arena)
@@ -35,14 +37,14 @@ struct AttendTile {
   const AttendUnit& unit;
   T* const queries;               // [count, D]
   float* const scores;            // [count, 512]
-  T* const weights;               // [count, 512] probabilities, unnormalised
+  T* const weights;               // [count, 512]: exp2(score - maximum), not normalised
   float* const numerator;         // [count, D] of the current span
-  int64_t first;                  // r of the first query of the tile
-  int count;                      // queries here, at most kAttendRows
+  int64_t first;                  // r of the tile's first query
+  int count;                      // queries in the tile, at most kAttendRows
   TokenRange range[kAttendRows];  // of the current span, relative to it
   float maximum[kAttendRows], denominator[kAttendRows];
-  // Sub-blocks of the current span in the order of their use: keys, values, and what comes next.
-  // While one is worked on, the one kAttendVecs later is fetched.
+  // Sub-blocks of the current span in the order of use: keys, values, then `next`. While one is
+  // processed, the one kAttendVecs later is prefetched.
   const T* stream[2 * kBlocksPerSpan + kAttendVecs];
   int first_block, num_blocks;
   const T* next[kAttendVecs];  // the first keys after this tile
@@ -67,8 +69,8 @@ inline TokenRange visible(const AttendTile<T>& tile, int i, int64_t span) {
   return {int32_t(begin), int32_t(end)};
 }
 
-// The row that a fault takes a position's keys and values from: another one that is as long, so that
-// a row that is alone reads its own.
+// The row whose pages an injected fault reads for a position: another row of the step that holds
+// the position, or the row itself if there is none.
 inline int64_t faulty_owner(const AttendTask& task, int64_t row, int64_t position) {
   bool near = has_fault(Fault::kNeighbourPage) && position >= kLanes && position < 2 * kLanes;
   bool far = has_fault(Fault::kNeighbourPagesFar) && position >= 640;
@@ -79,7 +81,7 @@ inline int64_t faulty_owner(const AttendTask& task, int64_t row, int64_t positio
   return row;
 }
 
-// Where the sub-block of a position begins in the pools.
+// Offset in the pools of the sub-block that holds a position.
 template <class T>
 inline int64_t offset_of_position(const AttendTask& task, const AttendUnit& unit,
                                   int64_t position) {
@@ -89,7 +91,8 @@ inline int64_t offset_of_position(const AttendTask& task, const AttendUnit& unit
   return block_offset<T>(task, page, unit.kv_head, position % task.page_size);
 }
 
-// Finds each query's part of the span and the sub-blocks that hold any of it.
+// Computes each query's range within the span, and the sub-blocks that the ranges touch; returns
+// the union of the ranges.
 template <class T>
 inline TokenRange enter_span(AttendTile<T>& tile, int64_t span) {
   TokenRange all{kSpan, 0};
@@ -140,7 +143,7 @@ inline void score_span(AttendTile<T>& tile, TokenRange all) {
   for (; block < end; block++) score_blocks<T, MR, 1>(tile, block);
 }
 
-// Which lanes of a sub-block belong to a query.
+// The lanes of a sub-block within a query's range.
 inline Mask owned_lanes(TokenRange range, int block) {
   int begin = range.begin - block * kLanes, end = range.end - block * kLanes;
   Mask before_end = first(end < 0 ? 0 : end);
@@ -151,14 +154,15 @@ inline bool is_whole(TokenRange range, int block) {
   return block * kLanes >= range.begin && (block + 1) * kLanes <= range.end;
 }
 
-// Scores in units of log 2, with the soft cap where the model has one.
+// Scores scaled for exp2 (times log2 e), after the soft cap if the model has one.
 inline Vec scaled_score(const AttendTask& task, Vec score) {
   if (task.soft_cap == 0.0f) return mul(score, set1(task.scale * kLog2e));
   Vec capped = tanh_vec(mul(score, set1(task.scale / task.soft_cap)));
   return mul(capped, set1(task.soft_cap * kLog2e));
 }
 
-// One query's softmax over its part of the span. NaN passes through exp2 and the sum.
+// Computes one query's maximum, weights and denominator over its range of the span. NaN propagates
+// through exp2 and the sum.
 template <class T>
 inline void softmax_span(AttendTile<T>& tile, int i) {
   TokenRange range = tile.range[i];
@@ -191,7 +195,8 @@ inline void softmax_span(AttendTile<T>& tile, int i) {
   tile.denominator[i] = reduce_add(sum);
 }
 
-// Steps (pairs of tokens for bf16) that a range covers wholly or in part.
+// A range of steps along the tokens; for bf16 a step is a pair of tokens. A range of tokens touches
+// some steps, and covers some of these completely.
 template <class T>
 struct StepRange {
   int begin, end;
@@ -221,7 +226,7 @@ template <int MR, int NR>
     for (int j = 0; j < NR; j++) store(to + i * stride + j * kLanes, acc[i][j]);
 }
 
-// numerator[i][d..] += weights · values over steps that every query of the tile owns.
+// numerator[i][d..] += weights · values, over steps within the range of every query of the tile.
 template <class T, int MR, int NR>
 [[gnu::always_inline]] inline void add_values(AttendTile<T>& tile, StepRange<T> steps, int64_t d) {
   constexpr int kSteps = kLanes / kStep<T>;
@@ -244,7 +249,8 @@ template <class T, int MR, int NR>
   store_tile(acc, tile.numerator + d, size);
 }
 
-// The same for one query over steps at the ragged ends of its range: foreign lanes load as zero.
+// The same for one query, over steps at the ends of its range; values outside the range are loaded
+// as zero.
 template <class T>
 inline void add_edge_values(AttendTile<T>& tile, int i, StepRange<T> steps) {
   constexpr int kSteps = kLanes / kStep<T>;
@@ -264,8 +270,8 @@ inline void add_edge_values(AttendTile<T>& tile, int i, StepRange<T> steps) {
   }
 }
 
-// Every query adds the steps it touches in ascending order: its own ragged start, what all share,
-// its own ragged end. A query that sees nothing of the span shares nothing.
+// Each query adds its steps in ascending order: those before the steps shared by all queries of the
+// tile, the shared steps, then the rest. If any query has an empty range, no steps are shared.
 template <class T, int MR>
 inline void add_span_values(AttendTile<T>& tile) {
   StepRange<T> shared{0, kSpan};
@@ -293,7 +299,7 @@ inline void add_span_values(AttendTile<T>& tile) {
   }
 }
 
-// A query's result so far, or of one span: numerator, maximum, denominator.
+// A query's partial result: numerator, maximum, denominator.
 struct Partial {
   float* values;  // [D + 2]
   int64_t size;
@@ -307,8 +313,8 @@ inline float exp2_scalar(float x) {
   return lanes[0];
 }
 
-// Merges a later span into `sum`; the first one is copied, so that a split changes no bit. A span
-// that the query does not see has a denominator of zero.
+// Merges the next span into `sum`. The first is copied, so splitting a row by spans gives the same
+// bits. A span outside the query's range has a denominator of zero and is skipped.
 inline void merge_span(Partial sum, const float* numerator, float maximum, float denominator) {
   if (denominator == 0.0f) return;
   if (sum.denominator() == 0.0f) {
@@ -337,7 +343,8 @@ inline void write_output(const AttendTask& task, Partial sum, int64_t token, int
   }
 }
 
-// One tile over the unit's spans, merged into `sums` [MR][D + 2].
+// Computes one tile over the unit's spans and merges them into `sums`, [MR] rows of `stride`
+// floats.
 template <class T, int MR>
 inline void attend_tile(AttendTile<T>& tile, float* sums, int64_t stride) {
   const int64_t size = tile.task.head_size;
@@ -358,7 +365,7 @@ inline void attend_tile(AttendTile<T>& tile, float* sums, int64_t stride) {
   }
 }
 
-// The first keys that a unit will read, to be fetched before it begins.
+// The first key sub-blocks of a unit, which the preceding unit prefetches.
 template <class T>
 inline void first_keys(const AttendPlan& plan, const AttendUnit& unit,
                        const T* (&keys)[kAttendVecs]) {
@@ -377,7 +384,7 @@ inline void first_keys(const AttendPlan& plan, const AttendUnit& unit,
   }
 }
 
-// Partials of a split unit lie as [span][query][D + 2]; a split unit has one span.
+// A unit with partial results has one span; its results are [query][D + 2] from index `partial` on.
 template <class T>
 inline void attend_unit(const AttendPlan& plan, const AttendUnit& unit, const AttendUnit& next_unit,
                         Arena& arena) {
@@ -419,7 +426,7 @@ void attend_units(const void* context, int64_t begin, int64_t end, Worker& worke
   }
 }
 
-// A unit is one split (row, KV head, queries): its spans' partials are merged in order.
+// A unit is one MergeGroup: merges the partial results of a query block's spans in order.
 template <class T>
 void merge_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& merge = *static_cast<const MergePlan*>(context);

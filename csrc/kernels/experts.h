@@ -1,7 +1,8 @@
-// Mixtures of experts: choosing each row's experts, and products of rows gathered by expert.
+// Mixture of experts: routing, and matrix products of rows grouped by expert.
 //
-// Products are those of kernels/linear.h, so an expert's result for a row has the bits that the
-// dense product has, whichever rows were gathered with it. A row's sum runs over its own slots.
+// The products are those of kernels/linear.h: an expert's output for a row is bitwise equal to the
+// dense product's, independent of the other rows in the group. A row's outputs are summed in the
+// order of its slots.
 #pragma once
 
 #include "core/kernel_table.h"
@@ -9,7 +10,7 @@
 
 namespace cadenza::CADENZA_ISA {
 
-// The largest of a row's logits; NaN where one is NaN.
+// The largest of a row's logits; NaN if any is NaN.
 inline float largest_logit(const float* logits, int64_t experts) {
   float largest = logits[0];
   for (int64_t id = 1; id < experts; id++) {
@@ -30,7 +31,7 @@ inline void choose_experts(const float* logits, int64_t experts, int64_t num_cho
   }
 }
 
-// exp(logits - largest), and their sum in an order that the number of experts fixes.
+// Writes exp(logits - largest) and returns the sum, in an order fixed by the number of experts.
 inline float exponentials(const float* logits, int64_t experts, float largest, float* out) {
   Vec sum = zero();
   for (int64_t i = 0; i < experts; i += kLanes) {
@@ -57,7 +58,7 @@ inline void route_row(const RouteTask& task, const float* logits, int64_t row, f
   int32_t* ids = task.ids + row * task.num_chosen;
   float* weights = task.weights + row * task.num_chosen;
   float largest = largest_logit(logits, experts);
-  if (!(largest - largest == 0.0f)) {  // NaN or infinite: the row has no softmax
+  if (!(largest - largest == 0.0f)) {  // NaN or infinite: the softmax is undefined
     for (int64_t s = 0; s < task.num_chosen; s++) {
       ids[s] = int32_t(s);
       weights[s] = __builtin_nanf("");
@@ -88,7 +89,8 @@ inline const T* gathered_row(const ExpertGroups& experts, int64_t row, int64_t k
   return static_cast<const T*>(experts.x) + row * k;
 }
 
-// One row of one panel, on its own so that fourteen rows do not unroll three activations.
+// Finishes one row of one panel. Not inlined: unrolling three activations over kMaxRows rows would
+// bloat the code.
 template <class T>
 [[gnu::noinline]] void finish_gated(const GatedTask& task, int64_t column, int64_t row,
                                     const Vec (&columns)[kPanelVecs]) {
@@ -102,7 +104,7 @@ template <class T>
   }
 }
 
-// Writes a gathered row's columns to its pair's place.
+// Finishes a gathered row's columns and stores them at the row's pair.
 template <class T>
 struct GroupedGatedEpilogue {
   const GatedTask& task;
@@ -120,7 +122,7 @@ void grouped_gated_units(const void* context, int64_t begin, int64_t end, Worker
   const auto& units = *static_cast<const GroupedGatedUnits*>(context);
   const ExpertGroups& experts = units.experts;
   GatedTask task = units.task->product;
-  Worker within{worker.index, worker.arena};  // an expert's units are not the job's
+  Worker within{worker.index, worker.arena};  // share_end counts the job's units
   for (int64_t g = 0; g < experts.num_groups; g++) {
     const ExpertGroup& group = experts.groups[g];
     int64_t first = begin - group.first_unit, last = end - group.first_unit;
@@ -138,7 +140,8 @@ void grouped_gated_units(const void* context, int64_t begin, int64_t end, Worker
   }
 }
 
-// Keeps a gathered row's columns, in f32, until its row's other slots are there.
+// Stores a gathered row's columns as f32 partial results, to be combined with the row's other
+// slots.
 struct PartialEpilogue {
   float* partials;  // of the panel: [pairs, stride]
   int64_t stride;
@@ -159,13 +162,13 @@ struct PartialEpilogue {
   }
 };
 
-// The weighted sum of each row's slots, in ascending order, for panels [begin, end).
+// Writes the weighted sum over each row's slots, in ascending order, for panels [begin, end).
 template <class T>
 void combine_slots(const GroupedLinearTask& task, int64_t begin, int64_t end,
                    const float* partials) {
   const int64_t stride = (end - begin) * kPanel, chosen = task.choice.num_chosen;
   LinearTask product = task.product;
-  product.bias = nullptr;  // in the partial results
+  product.bias = nullptr;  // already in the partial results
   const LinearEpilogue<T> epilogue{product, 0};
   for (int64_t row = 0; row < product.rows; row++) {
     for (int64_t i = 0; i < stride; i += kLanes) {
@@ -187,7 +190,7 @@ void grouped_linear_units(const void* context, int64_t begin, int64_t end, Worke
   const LinearTask& task = units.task->product;
   const int64_t stride = (end - begin) * kPanel, panels = ceil_div(task.n, kPanel);
   float* partials = worker.arena.take<float>(units.task->choice.num_pairs(task.rows) * stride);
-  Worker within{worker.index, worker.arena};  // an expert's units are not the job's
+  Worker within{worker.index, worker.arena};  // share_end counts the job's units
   for (int64_t g = 0; g < experts.num_groups; g++) {
     const ExpertGroup& group = experts.groups[g];
     const float* bias = task.bias == nullptr ? nullptr : task.bias + group.expert * task.n;

@@ -1,7 +1,7 @@
-// New keys and values: q/k norm, rotary factors, and writing into pages.
+// Query and key preparation (norm, RoPE), and appending keys and values to pages.
 //
-// A page holds, for each KV head, sub-blocks of sixteen tokens: keys as [D/step][16][step], so that
-// sixteen scores come from vertical products; values as [16/step][D][step].
+// For each KV head a page holds sub-blocks of sixteen tokens: keys as [D/step][16][step], so that
+// one vector accumulates the scores of sixteen tokens; values as [16/step][D][step].
 #pragma once
 
 #include "kernels/norm.h"
@@ -17,18 +17,18 @@ inline int64_t block_offset(const AttendTask& task, int64_t page, int64_t kv_hea
   return (head + offset / kLanes * kLanes) * task.head_size;
 }
 
-// The heads of one kind, queries or keys, within a token.
+// The query heads or the key heads of a token.
 struct HeadKind {
   int64_t first, count;
-  const float* weight;  // of their norm, or null
+  const float* weight;  // RMSNorm weight of these heads, or null
 };
 inline HeadKind kind_of(const AttendTask& task, int64_t head) {
   if (head < task.heads) return {0, task.heads, task.q_weight};
   return {task.heads, task.kv_heads, task.k_weight};
 }
 
-// The optional norm of one head, in place. Where it spans all heads of a kind, each head finds
-// their common root mean square anew: far less than the product that made them.
+// Applies the optional norm to one head, in place. If the norm spans all heads of a kind, their RMS
+// is recomputed for each head; the cost is negligible next to the qkv product.
 template <class T>
 inline void norm_head(const AttendTask& task, int64_t token, int64_t head, float* work) {
   HeadKind kind = kind_of(task, head);
@@ -48,7 +48,7 @@ inline void norm_head(const AttendTask& task, int64_t token, int64_t head, float
   }
 }
 
-// Rotates the halves of the first rotary_size elements, in place.
+// Applies RoPE in place: rotates the two halves of the first rotary_size elements.
 inline void rotate_head(const AttendTask& task, int64_t position, float* head) {
   int64_t half = task.rotary_size / 2;
   const float* cosine = task.rope + position * task.rotary_size;
@@ -67,7 +67,7 @@ inline int64_t rope_row(const AttendTask& task, int64_t token) {
   return position < 0 ? 0 : position < task.rope_rows ? position : task.rope_rows - 1;
 }
 
-// One query or key head of a token: loaded, normed, rotated, rounded to T.
+// Loads one query or key head of a token, applies norm and RoPE, and rounds it to T.
 template <class T>
 inline void prepare_head(const AttendTask& task, int64_t token, int64_t head, T* out) {
   alignas(64) float work[kMaxHeadSize];
@@ -78,7 +78,7 @@ inline void prepare_head(const AttendTask& task, int64_t token, int64_t head, T*
   for (int64_t i = 0; i < task.head_size; i += kLanes) Elem<T>::store(out + i, load(work + i));
 }
 
-// Writes one key down its lane: D/step words, sixteen lanes apart.
+// Writes one key into its lane of a sub-block: D/step words at a stride of kLanes words.
 template <class T>
 inline void write_key(const AttendTask& task, const T* key, T* block, int64_t lane) {
   uint32_t* to = reinterpret_cast<uint32_t*>(block) + lane;
@@ -90,14 +90,14 @@ inline void write_key(const AttendTask& task, const T* key, T* block, int64_t la
   }
 }
 
-// Writes one value element by element, so that neighbours in a pair may be written by others.
+// Writes one value by elements of T: another thread may write the other token of the same pair.
 template <class T>
 inline void write_value(const AttendTask& task, const T* value, T* block, int64_t lane) {
   T* to = block + lane / kStep<T> * task.head_size * kStep<T> + lane % kStep<T>;
   for (int64_t i = 0; i < task.head_size; i++) to[i * kStep<T>] = value[i];
 }
 
-// Two neighbouring values at once.
+// Writes the values of two consecutive tokens as pairs.
 inline void write_value_pair(const AttendTask& task, const bf16* value, const bf16* next,
                              bf16* block, int64_t lane) {
   bf16* to = block + lane * task.head_size;
@@ -112,7 +112,7 @@ inline bool is_stored(const AttendTask& task, int64_t token) {
   return slot >= 0 && slot < task.num_pages * task.page_size;
 }
 
-// Writes keys and values of tokens [begin, end).
+// Appends keys and values of tokens [begin, end) for one KV head.
 template <class T>
 inline void append_tokens(const AttendTask& task, int64_t begin, int64_t end, int64_t kv_head) {
   for (int64_t token = begin; token < end; token++) {
@@ -137,7 +137,7 @@ inline void append_tokens(const AttendTask& task, int64_t begin, int64_t end, in
   }
 }
 
-// A unit is one token, all its KV heads.
+// A unit is one token with all KV heads.
 template <class T>
 void append_units(const void* context, int64_t begin, int64_t end, Worker&) {
   const AttendTask& task = *static_cast<const AttendPlan*>(context)->task;

@@ -1,7 +1,8 @@
 // Products of activations with packed weights: linear, gated linear, and logits with their argmax.
 //
-// A unit is one panel of 32 columns for one block of rows. Every output element is one accumulator
-// over the whole of K in ascending order, so neither rows, blocks nor threads can change a bit.
+// A unit is one panel of 32 columns for one block of rows. Each output element has one accumulator,
+// which runs over all of K in ascending order, so its bits do not depend on the number of rows, the
+// row blocks or the threads.
 #pragma once
 
 #include "core/kernel_table.h"
@@ -10,7 +11,7 @@
 
 namespace cadenza::CADENZA_ISA {
 
-// One panel against some rows.
+// The operands of one panel's product.
 template <class T>
 struct PanelProduct {
   const T* x;
@@ -22,7 +23,7 @@ struct PanelProduct {
 
 constexpr int kPanelVecs = kPanel / kLanes;
 
-// The reduction for MR rows and NR neighbouring column vectors of a panel.
+// Reduces MR rows and NR consecutive column vectors of a panel over K.
 template <class T, int MR, int NR>
 [[gnu::always_inline]] inline void reduce_columns(Vec (&acc)[MR][NR],
                                                   const PanelProduct<T>& product, int64_t row,
@@ -44,7 +45,7 @@ template <class T, int MR, int NR>
   }
 }
 
-// MR rows of a panel, handed to epilogue(row, columns) one row at a time.
+// Computes MR rows of a panel and calls epilogue(row, columns) for each row.
 template <class T, int MR, class Epilogue>
 [[gnu::noinline]] void row_tile(const PanelProduct<T>& product, int64_t row, Ahead ahead,
                                 const Epilogue& epilogue) {
@@ -62,9 +63,10 @@ template <class T, int MR, class Epilogue>
   for (int i = 0; i < MR; i++) epilogue(row + i, acc[i]);
 }
 
-// All units [begin, end): panels of `w` times blocks of even row tiles. While one panel is worked
-// on, what the thread will read next is fetched, spread evenly over this one's row tiles: the
-// neighbouring panel, or at the end of its share the first one of the next product.
+// Computes units [begin, end). Rows are divided evenly into tiles of at most kMaxRows, and tiles
+// into row blocks. With several row tiles, the next panel is prefetched meanwhile, spread evenly
+// over the tiles; at the end of the thread's share that is the first panel of the next product's
+// weight.
 template <class T, class MakeEpilogue>
 inline void run_panels(const void* x, const void* w, const Grid& grid, int64_t begin, int64_t end,
                        Worker& worker, const MakeEpilogue& make_epilogue) {
@@ -173,7 +175,7 @@ void gated_units(const void* context, int64_t begin, int64_t end, Worker& worker
   }
 }
 
-// Keeps the row's best so far; whole rows are written only where somebody reads them.
+// Updates the row's argmax; stores the logits only for rows that need them (`kept`).
 struct LogitsEpilogue {
   const LogitsTask& task;
   RowBest* best;
@@ -190,13 +192,13 @@ struct LogitsEpilogue {
       uint32_t lanes = bits(cmp_eq(columns[j], set1(value)));
       if (lanes == 0) continue;
       int32_t id = int32_t(column + j * kLanes + __builtin_ctz(lanes));
-      if (value == row.value && id > row.id) return;  // panels come in any order
+      if (value == row.value && id > row.id) return;  // panels are claimed in any order
       row.value = value;
       row.id = id;
       return;
     }
   }
-  // The model's own last word on its logits. What is not finite is told by the product's bits.
+  // Applies the model's transform. `largest_bits` is taken from the product before it.
   Vec shaped(Vec value) const {
     const LogitShape& shape = task.shape;
     if (shape.divisor != 1.0f) value = div(value, set1(shape.divisor));
@@ -214,7 +216,8 @@ struct LogitsEpilogue {
     const Vec columns[2] = {valid(column, shaped(product[0])),
                             valid(column + kLanes, shaped(product[1]))};
     Vec largest = max(columns[0], columns[1]);
-    // A NaN in one lane must not hide the other lane; the row fails by its flag all the same.
+    // cmp_ge is false for NaN lanes, so they cannot mask the other lanes; the row is rejected
+    // through largest_bits.
     if (any(cmp_ge(largest, set1(mine.value)))) update(mine, columns, largest);
     if (float* kept = task.kept[row]; kept != nullptr) {
       store(kept + column, columns[0]);

@@ -1,4 +1,4 @@
-// exp, log, tanh and erf on sixteen lanes. NaN in, NaN out.
+// exp, log, tanh, erf and activations on sixteen lanes. NaN propagates.
 #pragma once
 
 #include "vec/vec.h"
@@ -23,7 +23,7 @@ inline Vec exp2_vec(Vec x) {
   return scale2(exp2_reduced(sub(x, n)), n);
 }
 
-// Reduction by ln 2 in two parts keeps the error near 1 ulp over the whole range.
+// Cody-Waite reduction by ln 2 in two parts; the error is about 1 ulp over the whole range.
 inline Vec exp_vec(Vec x) {
   x = min(set1(89.0f), max(set1(-104.0f), x));
   Vec n = round_even(mul(x, set1(1.44269504f)));
@@ -67,7 +67,7 @@ inline Vec log1p_neg(Vec u) {
   return add(log_vec(w), div(lost, w));
 }
 
-// 1 - 2 / (e^2x + 1); near zero an odd polynomial, where that would cancel.
+// 1 - 2 / (e^2x + 1); for |x| < 1/4 an odd polynomial, because that form would cancel.
 inline Vec tanh_vec(Vec x) {
   Vec e = exp_vec(add(x, x));
   Vec far = sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f))));
@@ -87,7 +87,7 @@ inline Vec gelu_tanh(Vec x) {
   return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh_vec(inner)));
 }
 
-// Abramowitz and Stegun 7.1.26 refined to degree 5 in t = 1 / (1 + p|x|); error below 1.5e-7.
+// Abramowitz and Stegun 7.1.26, degree 5 in t = 1 / (1 + p|x|); absolute error below 1.5e-7.
 inline Vec erf_vec(Vec x) {
   Vec magnitude = as_float(and_i(as_int(x), set1_i(0x7fffffff)));
   Vec t = div(set1(1.0f), fma(magnitude, set1(0.3275911f), set1(1.0f)));

@@ -1,11 +1,11 @@
-// The register tile behind every matrix product: rows of x against sixteen-column vectors.
+// The register tile of every matrix product: MR rows of x times NR sixteen-column vectors.
 #pragma once
 
 #include "vec/vec.h"
 
 namespace cadenza::CADENZA_ISA {
 
-// Memory that will be read next, touched a little at every step of the reduction.
+// A range to prefetch, spread evenly over the steps of the reduction.
 struct Ahead {
   const char* at = nullptr;
   int64_t bytes_per_step = 0;
@@ -39,9 +39,9 @@ template <class T, int MR, int NR>
   }
 }
 
-// acc[i][j] += sum over `steps` of x[i] · w[j], one accumulator and one order for each element
-// whatever MR and NR are. Rows are reached through a base for every three, which spares registers.
-// Meanwhile `ahead`, or the same steps of the NR vectors `later`, are fetched.
+// acc[i][j] += sum over `steps` of x[i] · w[j]. Each element has one accumulator and one summation
+// order, independent of MR and NR. One base pointer per three rows saves registers. Prefetches
+// `ahead`, and the same steps of the NR vectors `later` if given.
 template <class T, int MR, int NR>
 [[gnu::always_inline]] inline void accumulate(Vec (&acc)[MR][NR], const T* x, int64_t row_stride,
                                               int64_t steps, const T* const (&w)[NR],

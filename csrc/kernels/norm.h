@@ -1,4 +1,4 @@
-// Root-mean-square norms and the embedding. A unit is one row.
+// RMSNorm and the embedding. A unit is one row.
 #pragma once
 
 #include "core/kernel_table.h"
@@ -8,7 +8,7 @@ namespace cadenza::CADENZA_ISA {
 
 constexpr int kNormSums = 4;
 
-// Sixty-four partial sums in a pattern fixed by the width, then one fixed tree.
+// Accumulates 64 partial sums in a pattern fixed by the width, then adds them in a fixed tree.
 template <class T>
 inline float sum_of_squares(const T* x, int64_t width) {
   Vec sums[kNormSums] = {zero(), zero(), zero(), zero()};

@@ -1,4 +1,4 @@
-// The two loops behind the roofline: reading memory, and multiplying in registers.
+// The loops that measure the roofline: memory reads, and multiply-adds in registers.
 #pragma once
 
 #include "core/kernel_table.h"
@@ -8,7 +8,7 @@
 
 namespace cadenza::CADENZA_ISA {
 
-// Makes the compiler believe that somebody looks at `value`.
+// Prevents the compiler from removing the computation of `value`.
 template <class V>
 inline void observe(const V& value) {
   asm volatile("" : : "r"(&value) : "memory");
@@ -31,7 +31,7 @@ inline void read_units(const void* context, int64_t begin, int64_t end, Worker&)
   observe(mixed);
 }
 
-// The tile of the matrix products, without their loads: as fast as they could ever be.
+// The register tile of the matrix products without its loads: their upper bound.
 template <class T>
 void multiply_units(const void* context, int64_t begin, int64_t end, Worker&) {
   const auto& task = *static_cast<const MultiplyTask*>(context);

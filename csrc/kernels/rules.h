@@ -1,7 +1,7 @@
-// A row's token rules, applied to its logits in place and taken back afterwards.
+// A row's token rules, applied to its logits in place and undone afterwards.
 //
-// The work grows with the row's own tokens and lists, never with the vocabulary. Ids that are no
-// token are passed over, so that a record or a history full of garbage harms its own row only.
+// The cost depends on the row's tokens and lists, not on the vocabulary. Token ids outside the
+// vocabulary are ignored, so an invalid record or history affects its own row only.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ inline float float_of(int32_t bits) {
   return x;
 }
 
-// Logits of a row while its rules change them; remembers what they were.
+// A row's logits with an undo log of every change.
 class RuledLogits {
  public:
   RuledLogits(float* logits, int64_t vocab, int64_t most, Arena& arena)
@@ -51,12 +51,12 @@ class RuledLogits {
   int64_t count_ = 0;
 };
 
-// The most values that a row's rules can change.
+// Upper bound on the number of changes that a row's rules make.
 inline int64_t most_changes(const RowRules& rules) {
   return kMaxBadWordTokens + kMaxStops + kMaxBiases + rules.length;
 }
 
-// Whether the `count` tokens before the one at `end` of a bad word were just generated.
+// Whether the last `count` generated tokens equal the `count` tokens of a bad word before `end`.
 inline bool ends_here(const RowRules& rules, const int32_t* end, int64_t count) {
   if (rules.length - count < rules.num_prompt()) return false;
   for (int64_t back = 1; back <= count; back++) {
@@ -67,7 +67,7 @@ inline bool ends_here(const RowRules& rules, const int32_t* end, int64_t count) 
 
 inline void ban_bad_words(const RowRules& rules, RuledLogits& logits) {
   const int32_t* words = rules.record + kRuleBadWords;
-  int64_t before = 0;  // tokens of the word before this one
+  int64_t before = 0;  // tokens of the word before words[i]
   for (int64_t i = 0; i < kMaxBadWordTokens; i++) {
     if (words[i] < 0) {
       before = 0;
@@ -87,8 +87,8 @@ inline void add_biases(const RowRules& rules, RuledLogits& logits) {
   }
 }
 
-// How often each token of a context was generated: open addressing, so that it costs what the
-// context is long.
+// Number of times each token of a context was generated. A hash table with open addressing, so its
+// cost depends on the context's length, not on the vocabulary.
 struct TokenCounts {
   struct Entry {
     int32_t token;  // -1: free
@@ -116,7 +116,7 @@ inline void penalise(const RowRules& rules, RuledLogits& logits, Arena& arena) {
   float repetition = float_of(rules.record[kRuleRepetition]);
   if (presence == 0.0f && frequency == 0.0f && repetition == 1.0f) return;
   const int64_t num_prompt = rules.num_prompt();
-  const int64_t start = repetition == 1.0f ? num_prompt : 0;  // the prompt bears on that one only
+  const int64_t start = repetition == 1.0f ? num_prompt : 0;  // only repetition counts the prompt
   TokenCounts counts(rules.length - start, arena);
   for (int64_t position = start; position < rules.length; position++) {
     int32_t token = rules.token(position);
@@ -133,7 +133,7 @@ inline void penalise(const RowRules& rules, RuledLogits& logits, Arena& arena) {
   }
 }
 
-// All but the mask, which decides which tokens become candidates at all.
+// Applies all rules except the mask, which take_allowed applies when it collects the candidates.
 inline void apply_rules(const RowRules& rules, RuledLogits& logits, Arena& arena) {
   ban_bad_words(rules, logits);
   const int32_t* stops = rules.record + kRuleStops;

@@ -1,6 +1,6 @@
-// Choosing a row's token from its logits: thresholds without a sort, counter-based noise.
+// Samples a row's token from its logits: filter thresholds without sorting, counter-based noise.
 //
-// A unit is one row. Everything here reads that row alone, in a fixed order.
+// A unit is one row. A row's result depends on that row alone; all sums have a fixed order.
 #pragma once
 
 #include <cmath>
@@ -11,17 +11,18 @@
 namespace cadenza::CADENZA_ISA {
 
 constexpr float kInfinity = __builtin_inff();
-// A list this short is searched to the last bit instead of being halved once more.
+// At most this many candidates are searched by bisecting the threshold's bits, without further
+// narrowing.
 constexpr int64_t kShortList = 256;
 constexpr int kMaxHalvings = 64;
-// How far below the largest value most filters of most rows end.
+// First threshold tried, as a distance below the largest value; most thresholds are above it.
 constexpr float kFirstStep = 8.0f;
 
-// Tokens still in play, ascending by id. Arrays are padded to 16 lanes (values by -inf).
+// The remaining tokens, ascending by id. Arrays are padded by 16 lanes (values by -inf).
 struct Candidates {
   float* values;
-  float* ids;     // token ids as raw bits
-  float* masses;  // exp(value - maximum), or null while nobody needs them
+  float* ids;     // token ids as raw int32 bits
+  float* masses;  // exp(value - maximum); null unless top-p needs them
   int64_t count;
 };
 
@@ -54,20 +55,20 @@ inline float largest_value(const Candidates& c) {
   return reduce_max(best);
 }
 
-// How many candidates reach a threshold.
+// The number of candidates with value >= threshold.
 struct CountMeasure {
   double operator()(const Candidates& c, float threshold) const {
     int64_t count = 0;
     for (int64_t i = 0; i < c.count; i += kLanes) {
       count += __builtin_popcount(bits(cmp_ge(load(c.values + i), set1(threshold))));
     }
-    // Padding is -inf, which reaches only a threshold of -inf.
+    // The padding is -inf and would be counted at a threshold of -inf.
     return double(threshold == -kInfinity ? c.count : count);
   }
 };
 
-// Sums terms(i) over vectors of lanes, in one order fixed by the count: f32 lanes in short runs,
-// runs in double. Replacing terms by zero never makes the sum larger.
+// Sums terms(i) over vectors in an order fixed by the count: f32 lanes within runs of 64 vectors,
+// runs in double. Monotonic: replacing non-negative terms by zero never increases the sum.
 template <class Terms>
 inline double ordered_sum(int64_t count, const Terms& terms) {
   constexpr int64_t kRun = 64 * kLanes;
@@ -80,7 +81,7 @@ inline double ordered_sum(int64_t count, const Terms& terms) {
   return total;
 }
 
-// The probability mass, relative to exp(maximum), of the candidates that reach a threshold.
+// The probability mass, relative to exp(maximum), of the candidates with value >= threshold.
 struct MassMeasure {
   double operator()(const Candidates& c, float threshold) const {
     return ordered_sum(c.count, [&](int64_t i) {
@@ -109,7 +110,7 @@ inline float from_ordered(uint32_t key) {
   return x;
 }
 
-// A copy of the candidates that a threshold search has not decided on.
+// Copies values and masses for a threshold search, which narrows them in place.
 inline Candidates copy_values(const Candidates& c, Arena& arena) {
   int64_t padded = c.count + 2 * kLanes;
   Candidates copy{arena.take<float>(padded), nullptr, nullptr, c.count};
@@ -121,7 +122,7 @@ inline Candidates copy_values(const Candidates& c, Arena& arena) {
   return copy;
 }
 
-// Keeps the undecided with low <= value < high, in place.
+// Keeps the candidates with low <= value < high, in place.
 inline void narrow(Candidates& c, float low, float high) {
   int64_t kept = 0;
   for (int64_t i = 0; i < c.count; i += kLanes) {
@@ -150,9 +151,12 @@ inline float smallest_value(const Candidates& c) {
   return smallest;
 }
 
-// Keeps the smallest set {value >= t} whose measure reaches `wanted`; ties of t stay together.
-// The set at `low` reaches it and the set at `high` does not. Values between them are halved, those
-// decided on leave the search with what they measure, and a few are left to a bisection of bits.
+// Keeps the smallest set {value >= t} whose measure reaches `wanted`; values equal to t are all
+// kept.
+//
+// Invariant: the set at `low` reaches `wanted`, the set at `high` does not. The interval of values
+// is halved; candidates outside it leave the search, and `above` holds the measure of those above
+// it. Once few remain, t is found exactly by bisecting the ordered bits of the floats.
 template <class Measure>
 inline void keep_reaching(Candidates& c, double wanted, const Measure& measure, Arena& arena) {
   Candidates open = copy_values(c, arena);
@@ -188,7 +192,7 @@ inline void keep_reaching(Candidates& c, double wanted, const Measure& measure, 
   keep_from(c, from_ordered(inside));
 }
 
-// Uniform bits of a token under a row's key.
+// Uniform random bits of a token, from the row's draw key.
 inline VecI hash_tokens(VecI token, const uint32_t key[2]) {
   VecI x = xor_i(mul_i(token, set1_i(0x9E3779B9u)), set1_i(key[0]));
   x = mul_i(xor_i(x, shr<17>(x)), set1_i(0xed5ad4bbu));
@@ -205,11 +209,11 @@ inline Vec gumbel_noise(VecI random) {
   return sub(zero(), log_vec(sub(zero(), log1p_neg(u))));
 }
 
-// Never below gumbel_noise: -log1p(-u) >= u, and u >= 2^(e - 32) for bits in [2^e, 2^(e+1)).
+// An upper bound on gumbel_noise: -log1p(-u) >= u, and u >= 2^(e - 32) for bits in [2^e, 2^(e+1)).
 inline Vec noise_bound(VecI random) {
   Vec number = from_u32(or_i(random, set1_i(1)));
   Vec exponent = from_i32(sub_i(shr<23>(as_int(number)), set1_i(127)));
-  // Zero bits give u = 2^-33, and from_u32 may round up to 2^(e+1): hence 33 and not 32.
+  // 33 instead of 32, because zero bits give u = 2^-33 and from_u32 may round up to 2^(e+1).
   return mul(sub(set1(33.01f), exponent), set1(0.6931473f));
 }
 
@@ -248,7 +252,7 @@ inline Choice choose_greedy(const Candidates& c) {
   return best;
 }
 
-// All tokens of the row, ascending.
+// Makes every token a candidate, ascending.
 inline void take_all(const SampledRow& row, int64_t vocab, Candidates& c) {
   for (int64_t i = 0; i < vocab; i += kLanes) {
     int n = int(vocab - i < kLanes ? vocab - i : kLanes);
@@ -258,7 +262,7 @@ inline void take_all(const SampledRow& row, int64_t vocab, Candidates& c) {
   c.count = vocab;
 }
 
-// The tokens that the row's mask allows, ascending.
+// Makes the tokens allowed by the row's mask candidates, ascending.
 inline void take_allowed(const SampledRow& row, int64_t vocab, Candidates& c) {
   const int32_t* mask = row.params.rules.record + kRuleMask;
   c.count = 0;
@@ -273,7 +277,7 @@ inline void take_allowed(const SampledRow& row, int64_t vocab, Candidates& c) {
   }
 }
 
-// What the row may choose from, divided by its temperature. Banned tokens are no candidates.
+// The row's candidates, with values divided by its temperature. Banned tokens are left out.
 inline Candidates candidates_of(const SampledRow& row, int64_t vocab, Arena& arena) {
   int64_t padded = round_up(vocab, kLanes) + kLanes;
   Candidates c{arena.take<float>(padded), arena.take<float>(padded), nullptr, 0};
@@ -294,8 +298,8 @@ inline Candidates candidates_of(const SampledRow& row, int64_t vocab, Arena& are
   return c;
 }
 
-// The standard deviation of the candidates' values. Distances from the maximum are measured in units
-// of the largest, whose square is 1.
+// The standard deviation of the candidates' values. Distances from the maximum are scaled by the
+// largest, so that their squares cannot overflow.
 inline float deviation(const Candidates& c, float maximum) {
   const float largest = maximum - smallest_value(c);
   if (!(largest > 0.0f)) return 0.0f;
@@ -313,7 +317,7 @@ inline float deviation(const Candidates& c, float maximum) {
   return largest * std::sqrt(variance);
 }
 
-// Top-n-sigma, min-p, then top-k, then top-p.
+// Applies top-n-sigma, min-p, top-k and top-p, in this order.
 inline void filter(Candidates& c, const SampleParams& params, Arena& arena) {
   float maximum = largest_value(c);
   if (params.top_n_sigma > 0.0f) {
@@ -334,7 +338,7 @@ inline void filter(Candidates& c, const SampleParams& params, Arena& arena) {
   }
 }
 
-// Writes the row's token, and its state where there is none to choose.
+// Writes the row's token, or the state kStateNoneAllowed if it has no candidates.
 inline void choose(const SampledRow& row, int64_t vocab, Arena& arena) {
   Candidates c = candidates_of(row, vocab, arena);
   if (c.count == 0) {
@@ -358,7 +362,7 @@ inline void choose_by_rules(const SampledRow& row, int64_t vocab, Arena& arena) 
   logits.restore();
 }
 
-// Log of the sum of exponentials of the raw logits, in one fixed order.
+// Log-sum-exp of the logits, in a fixed order.
 inline float log_sum_exp(const float* logits, int64_t vocab) {
   Vec best = set1(-kInfinity);
   for (int64_t i = 0; i < vocab; i += kLanes) best = max(load(logits + i), best);
@@ -415,8 +419,8 @@ inline void write_logprobs(const SampledRow& row, int64_t vocab) {
   }
 }
 
-// The result holds the greedy choice already; it is replaced where the row has a target, samples or
-// has rules.
+// row.out already holds the argmax token; it is overwritten for rows with a target, rules or a
+// temperature above 0.
 void sample_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& task = *static_cast<const SampleTask*>(context);
   for (int64_t i = begin; i < end; i++) {

@@ -1,4 +1,5 @@
-// Attention: against double precision, and rule 1 over chunks, pages, neighbours, threads and NaN.
+// Attention: compared with double precision, and bitwise independence of chunks, pages, other rows
+// and threads.
 #include <algorithm>
 
 #include "tests/exactness.h"
@@ -15,7 +16,7 @@ struct Shape {
   int64_t width() const { return (heads + 2 * kv_heads) * size; }
 };
 
-// One sequence: its qkv at every position.
+// The qkv of one sequence at every position.
 template <class T>
 struct Sequence {
   int64_t length;
@@ -36,7 +37,7 @@ std::vector<float> rope_table(int64_t rotary) {
   return table;
 }
 
-// A paged pool and what one step of some rows needs.
+// A paged KV pool that runs attention steps for its rows.
 template <class T>
 class Engine {
  public:
@@ -49,7 +50,8 @@ class Engine {
         pool_size_(num_pages * page_size * shape.kv_heads * shape.size),
         keys_(pool_size_ * int64_t(sizeof(T))),
         values_(pool_size_ * int64_t(sizeof(T))) {
-    // Every slot starts as NaN (0xff bytes): whatever is not owned must never be used.
+    // Every slot starts as NaN (0xff bytes), so reading a slot that the row does not own is
+    // detected.
     Random random(seed);
     for (int32_t p = 0; p < num_pages; p++) free_.push_back(p);
     for (size_t i = free_.size(); i > 1; i--)
@@ -71,7 +73,7 @@ class Engine {
     int64_t count;
   };
 
-  // One step; the output of each chunk's queries, one after another.
+  // Runs one step; returns the outputs of all chunks' queries, concatenated.
   std::vector<T> step(const std::vector<Chunk>& chunks, size_t threads = 0) {
     std::vector<T> qkv;
     std::vector<int32_t> positions, slots, starts{0}, lens, table;
@@ -158,7 +160,7 @@ Sequence<T> random_sequence(const Shape& shape, int64_t length, uint64_t seed) {
   return {length, random_values<T>(random, length * shape.width())};
 }
 
-// The whole sequence in chunks of the given size.
+// Runs a sequence in chunks of the given size; returns the outputs of all positions.
 template <class T>
 std::vector<T> in_chunks(Engine<T>& engine, const Sequence<T>& sequence, int64_t chunk,
                          size_t threads) {
@@ -171,7 +173,7 @@ std::vector<T> in_chunks(Engine<T>& engine, const Sequence<T>& sequence, int64_t
   return all;
 }
 
-// A head in double precision: normed, rotated, rounded to T as the kernel does.
+// Reference in double precision: norm and RoPE of one head, rounded to T as in the kernel.
 template <class T>
 std::vector<double> reference_head(const Shape& shape, const Engine<T>& engine,
                                    const Sequence<T>& sequence, int64_t position, int64_t head) {
@@ -289,7 +291,7 @@ TEST(attention_has_the_same_bits_for_every_chunking_page_size_and_thread_count) 
     check_chunks<bf16>(context, shape, context.quick ? 50 : 130);
     check_chunks<float>(context, shape, context.quick ? 50 : 130);
   }
-  // Beyond one span, with and without a window that hides whole spans.
+  // More than one span, with and without a window that excludes complete spans.
   if (!context.quick) {
     check_chunks<bf16>(context, all[0], 1100);
     check_chunks<float>(context, {4, 2, 64, 64, 300}, 1100);
@@ -307,7 +309,7 @@ void check_neighbours(const Context& context, const Shape& shape) {
     Engine<T> engine(context, shape, 16, 8, uint64_t(i));
     alone.push_back(in_chunks(engine, sequences.back(), sequences.back().length, 0));
   }
-  // One row is all NaN and infinities; the others may not notice.
+  // One row is all NaN and infinities; the other rows must not change.
   auto& poisoned = sequences[2].qkv;
   for (size_t i = 0; i < poisoned.size(); i++) set(poisoned[i], i % 2 == 1 ? kNaN : kInf);
   for (size_t threads = 0; threads < 3; threads++) {
@@ -334,16 +336,16 @@ void check_neighbours(const Context& context, const Shape& shape) {
   }
 }
 
-TEST(attention_rows_do_not_notice_neighbours_or_poisoned_slots) {
+TEST(attention_rows_do_not_depend_on_other_rows_or_poisoned_slots) {
   for (const Shape& shape : shapes(context.quick)) {
     check_neighbours<bf16>(context, shape);
     check_neighbours<float>(context, shape);
   }
 }
 
-// Rows of one to five spans, each as it is alone on one thread, where no row is split over spans.
-// Together they first compute their prompts, then decode: all five, and then the longest beside a
-// short one, which is split on more than one thread.
+// Rows of one to five spans, compared with each row alone on one thread, which is not split by
+// spans. The batch computes the prompts, then decodes all five rows, then only the longest and the
+// shortest: few enough units to be split by spans with more than one thread.
 template <class T>
 void check_long_rows(const Context& context, const Shape& shape) {
   constexpr int64_t kLengths[] = {600, 1100, 2100, 40, 5}, kChunk = 300, kDecoded = 4;
@@ -387,8 +389,8 @@ TEST(attention_of_long_rows_together_has_the_bits_of_each_alone) {
   check_long_rows<bf16>(context, {2, 1, 32, 16, 700, 5.0f});
 }
 
-// Rows that decode behind contexts of 1 to 40 tokens; their last query is what is compared. A
-// poisoned row's whole context is poison.
+// Rows that decode after contexts of 1 to 40 tokens; the output of the last query is compared. A
+// poisoned row has poison values in its complete context.
 template <class T>
 void check_decoding(const Context& context, const Shape& shape, int64_t page_size) {
   const int most = context.quick ? 65 : 513;
@@ -426,15 +428,15 @@ void check_decoding(const Context& context, const Shape& shape, int64_t page_siz
   check_exact(context, op);
 }
 
-TEST(a_decoding_row_notices_nothing_of_its_batch) {
+TEST(a_decoding_row_does_not_depend_on_its_batch) {
   for (const Shape& shape : {Shape{4, 2, 16, 16}, Shape{3, 1, 48, 32, 20, 5.0f, true, true}}) {
     check_decoding<bf16>(context, shape, 16);
     check_decoding<float>(context, shape, 32);
   }
 }
 
-// A later token of the same row may not reach an earlier query, not even as 0 × NaN.
-TEST(attention_queries_do_not_notice_later_poison_in_their_own_row) {
+// A later token of the same row must not affect an earlier query, not even as 0 × NaN.
+TEST(attention_queries_do_not_depend_on_later_tokens_of_their_row) {
   Shape shape{4, 2, 64, 64};
   Sequence<bf16> sequence = random_sequence<bf16>(shape, 20, 3), bad = sequence;
   for (int64_t i = 11 * shape.width(); i < 12 * shape.width(); i++) set(bad.qkv[size_t(i)], kNaN);
@@ -444,8 +446,8 @@ TEST(attention_queries_do_not_notice_later_poison_in_their_own_row) {
   CHECK(std::isnan(widen(out[size_t(11 * shape.heads * shape.size)])));
 }
 
-// The negative control: spans at positions relative to the query would change with the chunk.
-TEST(a_softmax_cut_at_relative_positions_is_noticed) {
+// Negative control: with spans relative to the query, the sums would depend on the chunking.
+TEST(softmax_spans_at_relative_positions_are_detected) {
   Random random(2);
   std::vector<float> p = random_values<float>(random, 600);
   auto merged = [&](size_t cut) {

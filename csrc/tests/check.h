@@ -1,4 +1,4 @@
-// A tiny test runner: each test is a function of a Context, run once for every ISA.
+// A minimal test framework: a test is a function of a Context and runs once for each ISA.
 #pragma once
 
 #include <cstdio>

@@ -1,4 +1,4 @@
-// Test data: reproducible random numbers, bf16 in and out, bitwise comparison.
+// Test data: reproducible random numbers, bf16 conversion, bitwise comparison.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ class Random {
     state_ ^= state_ << 17;
     return uint32_t(state_ >> 16);
   }
-  // About normal, variance 1.
+  // Approximately standard normal: a sum of 12 uniform numbers.
   float normal() {
     float sum = 0;
     for (int i = 0; i < 12; i++) sum += float(next()) * 0x1p-32f;
@@ -57,7 +57,7 @@ template <class T>
 constexpr DType dtype_of() {
   return kStep<T> == 2 ? DType::kBf16 : DType::kF32;
 }
-// Relative rounding of one element.
+// Tolerance for rounding one element to T, relative.
 template <class T>
 constexpr double kEpsilon = kStep<T> == 2 ? 1.0 / 256 : 1.0 / (1 << 22);
 

@@ -1,8 +1,9 @@
-// Rule 1 as one question to any operation: does a row see who else is there?
+// Checks that each row of an operation's result is bitwise independent of its batch.
 //
-// An operation is asked for batches of rows that are named by what they hold. A row's bytes must be
-// those that it has alone, for every number of rows, place, thread count and poison beside it. The
-// answer names the first difference, so that a control that must fail can ask the same question.
+// An operation is run on batches of rows, each identified by its content. A row's bytes must equal
+// those of the row in a batch of one, for every batch size, index in the batch and thread count,
+// and next to poisoned rows. The first difference is returned as text, so negative controls can
+// require one.
 #pragma once
 
 #include <functional>
@@ -14,7 +15,7 @@
 
 namespace cadenza::tests {
 
-// What one row of a batch holds: the data numbered `data`, all of it `poison` where that is asked.
+// A row of a batch: the index of its data, or `poison` in all of its elements.
 struct RowContent {
   int data;
   bool is_poisoned = false;
@@ -22,7 +23,7 @@ struct RowContent {
 };
 
 struct RowBatch {
-  size_t threads;  // index of the executor
+  size_t threads;  // index of the executor: number of threads - 1
   std::vector<RowContent> rows;
 };
 
@@ -54,8 +55,8 @@ inline std::vector<RowContent> clean_rows(int first, int count) {
   return rows;
 }
 
-// Bytes of the rows that are not poisoned, each compared with its own alone. The name of the first
-// that differs, or nothing.
+// Compares each row that is not poisoned with `alone`, the results of batches of one. Returns a
+// description of the first row that differs, or an empty string.
 inline std::string differs_from_alone(const RowOperation& op, const RowBatch& batch,
                                       const std::vector<uint8_t>& alone) {
   std::vector<uint8_t> out = op.run(batch);
@@ -64,7 +65,7 @@ inline std::string differs_from_alone(const RowOperation& op, const RowBatch& ba
     if (row.is_poisoned) continue;
     const uint8_t* expected = alone.data() + row.data * op.row_bytes;
     if (same_bits(out.data() + int64_t(i) * op.row_bytes, expected, op.row_bytes)) continue;
-    return op.name + ": row " + std::to_string(row.data) + " at place " + std::to_string(i) +
+    return op.name + ": row " + std::to_string(row.data) + " at index " + std::to_string(i) +
            " of " + std::to_string(batch.rows.size()) + ", " + std::to_string(batch.threads + 1) +
            " threads";
   }
@@ -95,14 +96,14 @@ inline std::string find_poison(const Context& context, const RowOperation& op,
         batch.rows[size_t(at)].is_poisoned = true;
         batch.rows[size_t(at)].poison = poison;
         std::string found = differs_from_alone(op, batch, alone);
-        if (!found.empty()) return found + ", beside " + std::to_string(poison);
+        if (!found.empty()) return found + ", in a batch with a row of " + std::to_string(poison);
       }
     }
   }
   return "";
 }
 
-// What a row of this operation notices of its company, or nothing.
+// Describes the first dependence of a row on its batch, or returns an empty string.
 inline std::string find_inexactness(const Context& context, const RowOperation& op) {
   std::vector<uint8_t> alone;
   for (int row = 0; row < op.most_rows; row++) {
@@ -119,7 +120,7 @@ inline void check_exact(const Context& context, const RowOperation& op) {
   if (!found.empty()) fail(__FILE__, __LINE__, found);
 }
 
-// The rows of `values` [*, width] that a batch names, poisoned where it says so.
+// The batch's rows of `values` [*, width], poisoned as specified.
 template <class T>
 std::vector<T> take_rows(const RowBatch& batch, const std::vector<T>& values, int64_t width) {
   std::vector<T> taken;

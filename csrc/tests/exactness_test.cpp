@@ -1,4 +1,4 @@
-// Rule 1 of every operation whose rows are independent, and operations that break it.
+// Rows do not depend on their batch: every row-wise operation, and negative controls.
 #include "tests/exactness.h"
 
 #include "tests/next_token.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kRows = 513;
 
-// Odd sizes: the last pair of a row of bf16 lies beside the next row's first element.
+// Odd sizes: a bf16 row's last, incomplete pair is followed by the next row's first element.
 template <class T>
 struct Product {
   static constexpr int64_t n = 77, k = 151;
@@ -26,7 +26,7 @@ struct Product {
     residual = random_values<float>(random, kRows * n);
   }
 
-  // Into the activation's type.
+  // Output in the activation type.
   RowOperation plain(const Context& context) {
     return {"linear", n * int64_t(sizeof(T)), kRows, [&context, this](const RowBatch& batch) {
               std::vector<T> taken = take_rows(batch, x, k), out(batch.rows.size() * n);
@@ -36,7 +36,7 @@ struct Product {
               return bytes_of(out);
             }};
   }
-  // Scaled, with its bias, onto the residual in place.
+  // Scale, bias and a residual that aliases the output.
   RowOperation added(const Context& context) {
     return {"linear with a residual", n * 4, kRows, [&context, this](const RowBatch& batch) {
               std::vector<T> taken = take_rows(batch, x, k);
@@ -56,7 +56,7 @@ void check_product(const Context& context) {
   check_exact(context, product.added(context));
 }
 
-TEST(a_linears_row_notices_nothing_of_its_batch) {
+TEST(a_linear_row_does_not_depend_on_its_batch) {
   check_product<bf16>(context);
   check_product<float>(context);
 }
@@ -85,7 +85,7 @@ void check_gated(const Context& context, Activation activation) {
                         }});
 }
 
-TEST(a_gated_linears_row_notices_nothing_of_its_batch) {
+TEST(a_gated_linear_row_does_not_depend_on_its_batch) {
   for (Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kGelu}) {
     check_gated<bf16>(context, activation);
     check_gated<float>(context, activation);
@@ -131,12 +131,12 @@ void check_norm(const Context& context) {
                         }});
 }
 
-TEST(a_norms_row_notices_nothing_of_its_batch) {
+TEST(a_norm_row_does_not_depend_on_its_batch) {
   check_norm<bf16>(context);
   check_norm<float>(context);
 }
 
-// The table's last rows are the poisons, side by side with tokens that others ask for.
+// The table's last rows hold poison values (NaN, Inf), next to rows that other tokens look up.
 template <class T>
 void check_embed(const Context& context, bool is_packed) {
   constexpr int64_t width = 45, vocab = kRows + int64_t(std::size(kPoisons));
@@ -166,14 +166,14 @@ void check_embed(const Context& context, bool is_packed) {
                         }});
 }
 
-TEST(an_embeddings_row_notices_nothing_of_its_batch) {
+TEST(an_embedding_row_does_not_depend_on_its_batch) {
   for (bool is_packed : {false, true}) {
     check_embed<bf16>(context, is_packed);
     check_embed<float>(context, is_packed);
   }
 }
 
-// Greedy and sampled rows, with and without log probabilities, through a model's cap or not.
+// Greedy and sampled rows, with and without logprobs, with and without a logit transform.
 template <class T>
 void check_next_token(const Context& context, LogitShape shape) {
   Head<T> head(context, 1, 397);
@@ -190,12 +190,12 @@ void check_next_token(const Context& context, LogitShape shape) {
                         }});
 }
 
-TEST(a_choices_row_notices_nothing_of_its_batch) {
+TEST(a_next_token_row_does_not_depend_on_its_batch) {
   check_next_token<bf16>(context, {});
   check_next_token<float>(context, {2.0f, 15.0f});
 }
 
-// The negative controls: sums over a row's values that follow something of their batch.
+// Negative controls: sums over a row's values whose order or terms depend on the batch.
 RowOperation faulty(const char* name, float (*sum)(const RowBatch&, const float*, size_t)) {
   constexpr int64_t width = 150;
   Random random(46);
@@ -219,14 +219,14 @@ float sum_in_parts(const float* x, size_t parts) {
   return total;
 }
 
-TEST(operations_that_break_rule_1_are_found_out) {
+TEST(operations_that_depend_on_the_batch_are_detected) {
   auto alone = [](const RowBatch&, const float* x, size_t row) {
     return sum_in_parts(x + row * 150, 3);
   };
   auto by_rows = [](const RowBatch& batch, const float* x, size_t row) {
     return sum_in_parts(x + row * 150, batch.rows.size() > 8 ? 3 : 1);
   };
-  auto by_place = [](const RowBatch&, const float* x, size_t row) {
+  auto by_index = [](const RowBatch&, const float* x, size_t row) {
     return sum_in_parts(x + row * 150, row == 14 ? 3 : 1);
   };
   auto by_threads = [](const RowBatch& batch, const float* x, size_t row) {
@@ -236,9 +236,9 @@ TEST(operations_that_break_rule_1_are_found_out) {
     size_t next = (row + 1) % batch.rows.size();
     return sum_in_parts(x + row * 150, 1) + 0.0f * x[next * 150];
   };
-  CHECK(find_inexactness(context, faulty("honest", alone)).empty());
+  CHECK(find_inexactness(context, faulty("independent", alone)).empty());
   CHECK(!find_inexactness(context, faulty("by rows", by_rows)).empty());
-  CHECK(!find_inexactness(context, faulty("by place", by_place)).empty());
+  CHECK(!find_inexactness(context, faulty("by index", by_index)).empty());
   CHECK(!find_inexactness(context, faulty("by threads", by_threads)).empty());
   CHECK(!find_inexactness(context, faulty("multiplied by zero", times_zero)).empty());
 }

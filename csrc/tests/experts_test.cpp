@@ -1,4 +1,5 @@
-// Mixtures of experts: against double precision, and rule 1 over rows, threads, places and NaN.
+// Mixture of experts: compared with double precision, and bitwise independence of a row from its
+// batch.
 #include <algorithm>
 #include <numeric>
 
@@ -51,7 +52,7 @@ struct Experts {
   }
 };
 
-// One layer's weights and what its rows give.
+// The weights of one mixture-of-experts layer.
 template <class T>
 struct Layer {
   Shape shape;
@@ -99,7 +100,8 @@ void route(const Runtime& runtime, Layer<T>& layer, const T* x, int64_t rows, We
   route_experts(runtime, dtype_of<T>(), task);
 }
 
-// The products for the experts in `result.ids`; residual is added in place.
+// Runs both grouped products for `result.ids`; `result.out` holds the residual and is updated in
+// place.
 template <class T>
 void apply(const Runtime& runtime, Layer<T>& layer, const T* x, int64_t rows, Result<T>& result) {
   const Shape& s = layer.shape;
@@ -154,7 +156,7 @@ bool same_rows(const Shape& s, const Result<T>& a, int64_t at_a, const Result<T>
          same_bits(a.out.data() + at_a * s.hidden, b.out.data() + at_b * s.hidden, rows * s.hidden);
 }
 
-// Routing, both grouped products and the sum over slots, as one operation.
+// Checks routing, both grouped products and the sum over slots as one operation.
 template <class T>
 void check_rows(const Context& context, const Shape& shape) {
   Random random(31);
@@ -194,7 +196,7 @@ TEST(experts_give_a_row_the_same_bits_in_every_batch_position_and_thread_count) 
   }
 }
 
-// Large enough to be shared between threads, in claims of several panels.
+// Large enough to run on all threads, with claims of several panels.
 template <class T>
 void check_company(const Context& context) {
   const Shape shape{6, 2, 130, 96};
@@ -208,7 +210,8 @@ void check_company(const Context& context) {
   alone.weights = {0.75f, 0.5f};
   apply(context.runtime(0), layer, x.data(), 1, alone);
   for (size_t threads = 0; threads < 3; threads++) {
-    for (int others = -1; others < int(shape.experts); others++) {  // -1: nobody else has one
+    // -1: the other rows have no expert.
+    for (int others = -1; others < int(shape.experts); others++) {
       Result<T> all = empty_result<T>(shape, residual.data(), rows);
       std::fill(all.ids.begin(), all.ids.end(), others);
       std::fill(all.weights.begin(), all.weights.end(), 0.5f);
@@ -223,14 +226,14 @@ void check_company(const Context& context) {
   }
 }
 
-TEST(an_experts_result_does_not_depend_on_who_else_chose_it) {
+TEST(an_experts_output_for_a_row_does_not_depend_on_its_other_rows) {
   check_company<bf16>(context);
   check_company<float>(context);
 }
 
-// The negative control: another order of a row's sum than its slots', such as the order in which a
-// batch happens to reach its experts, must be noticed.
-TEST(a_sum_over_slots_in_another_order_is_noticed) {
+// Negative control: summing a row's slots in another order, such as the order of the experts in the
+// batch, must change bits.
+TEST(a_different_order_of_the_sum_over_slots_is_detected) {
   const Shape shape = kWide;
   Random random(33);
   Layer<float> layer(random, shape, *context.executors[0]);
@@ -253,7 +256,7 @@ TEST(a_sum_over_slots_in_another_order_is_noticed) {
   }
 }
 
-// In double precision: ids by the logits, then weights.
+// Compares ids and weights with double precision.
 template <class T>
 void check_route(const Context& context, const Shape& shape, Weighting weighting) {
   Random random(34);
@@ -389,7 +392,7 @@ void check_poison(const Context& context) {
   }
 }
 
-TEST(experts_keep_nan_inf_huge_and_denormal_values_in_their_row) {
+TEST(nan_inf_huge_and_denormal_values_do_not_leave_their_row_in_experts) {
   check_poison<bf16>(context);
   check_poison<float>(context);
 }
@@ -410,7 +413,7 @@ TEST(rows_beyond_the_true_count_are_neither_read_nor_written) {
   for (float value : result.out) CHECK(value == value);
 }
 
-TEST(an_expert_that_every_row_chose_gives_the_bits_of_the_dense_product) {
+TEST(an_expert_chosen_by_every_row_equals_the_dense_product_bitwise) {
   Random random(38);
   const int64_t rows = 31, n = 50, k = 45;
   Experts<bf16> down(random, 3, n, k, false, *context.executors[0]);

@@ -1,4 +1,4 @@
-// Packing and the products: against double precision, and rule 1 over rows, threads and NaN.
+// Packing and dense products: compared with double precision, and independence of rows and threads.
 #include "tests/check.h"
 #include "tests/data.h"
 
@@ -78,8 +78,9 @@ TEST(a_linear_scales_the_product_and_its_bias_but_not_the_residual) {
   for (size_t i = 0; i < plain.size(); i++) CHECK(scaled[i] == plain[i] * 0.22f + residual[i]);
 }
 
-// The negative control: a reduction cut by rows, as a library might choose, must be noticed.
-TEST(a_reduction_order_that_follows_the_rows_is_noticed) {
+// Negative control: a reduction split by the number of rows, as some libraries do, must change
+// bits.
+TEST(a_reduction_split_by_the_number_of_rows_is_detected) {
   Random random(8);
   const int64_t k = 150;
   auto cut_in = [&](const std::vector<float>& x, const std::vector<float>& w, int64_t parts) {
@@ -121,7 +122,7 @@ void check_poison(const Context& context) {
   }
 }
 
-TEST(linear_keeps_nan_inf_huge_and_denormal_values_in_their_row) {
+TEST(nan_inf_huge_and_denormal_values_do_not_leave_their_row_in_linear) {
   check_poison<bf16>(context);
   check_poison<float>(context);
 }
@@ -167,7 +168,7 @@ void check_gated(const Context& context, Activation activation, int64_t f, int64
   }
 }
 
-TEST(gated_linear_agrees_with_double_precision_and_with_itself_alone) {
+TEST(gated_linear_agrees_with_double_precision_and_with_batches_of_one) {
   for (Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kGelu}) {
     for (auto [f, k] : {std::pair{48, 32}, {37, 45}}) {
       check_gated<bf16>(context, activation, f, k);
@@ -176,7 +177,7 @@ TEST(gated_linear_agrees_with_double_precision_and_with_itself_alone) {
   }
 }
 
-TEST(pack_fuses_strided_sources_of_every_type_and_clears_the_padding) {
+TEST(pack_concatenates_strided_sources_of_every_type_and_zeros_the_padding) {
   Random random(3);
   const int64_t k = 37, stride = 50;
   std::vector<uint16_t> halves(size_t(20 * stride), 0x3e00);  // 1.5 in f16

@@ -1,4 +1,4 @@
-// Runs every test for every ISA that this machine has: tests [--quick] [--isa NAME] [--only TEXT]
+// Runs every test for every ISA of this machine: tests [--quick] [--isa NAME] [--only TEXT]
 #include <cstring>
 
 #include "tests/check.h"

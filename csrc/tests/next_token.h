@@ -1,4 +1,5 @@
-// What the tests of choosing share: a head, calling the operation, and a sort in double precision.
+// Shared by the tests of next_token: an LM head, a call of the operation, and a reference sampler
+// that sorts in double precision.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +46,7 @@ std::vector<int32_t> choose(const Context& context, Head<T>& head, const std::ve
   return out;
 }
 
-// The row's logits with the kernel's own bits.
+// A row's logits, bitwise as in next_token.
 template <class T>
 std::vector<float> logits_of(const Context& context, Head<T>& head, const T* x) {
   std::vector<float> out(static_cast<size_t>(head.vocab));

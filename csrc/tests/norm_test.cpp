@@ -1,4 +1,4 @@
-// Norms, embedding and the pool.
+// Norms, embedding, row gather, and the pool with concurrent callers.
 #include <atomic>
 #include <thread>
 
@@ -58,7 +58,7 @@ TEST(rms_norm_adds_its_residual_in_place) {
   for (size_t i = 0; i < sum.size(); i++) CHECK(sum[i] == plain[i] + residual[i]);
 }
 
-TEST(taken_rows_are_copied_and_those_of_no_row_are_zero) {
+TEST(take_rows_copies_rows_and_zeros_those_with_an_invalid_index) {
   Random random(6);
   const int64_t width = 33, sources = 7;
   std::vector<float> x = random_values<float>(random, sources * width);
@@ -99,7 +99,7 @@ void check_embed(const Context& context) {
   }
 }
 
-TEST(embed_reads_the_packed_head_and_the_plain_table_alike) {
+TEST(embed_gives_the_same_bits_from_a_packed_and_from_a_plain_table) {
   check_embed<bf16>(context);
   check_embed<float>(context);
 }
@@ -125,7 +125,7 @@ TEST(a_pool_runs_every_unit_once_even_with_concurrent_callers) {
   other.join();
 }
 
-// XLA flushes denormals on its threads and we do on ours: no bit may depend on whose thread ran.
+// XLA's threads may flush denormals or not; the operations set the mode themselves.
 TEST(results_do_not_depend_on_the_callers_denormal_mode) {
   const int64_t width = 64;
   std::vector<float> x(width, 1e-39f), weight(width, 1e19f), first(width), second(width);

@@ -1,4 +1,4 @@
-// The pool: every unit once, whoever claims it; and a result that does not know in which order.
+// The thread pool, weight prefetch, cgroup quotas, and results independent of the order of claims.
 #include <atomic>
 #include <filesystem>
 #include <fstream>
@@ -11,7 +11,7 @@ namespace {
 
 struct Counts {
   std::vector<std::atomic<int>> done;
-  int slow_worker;  // spins, so that the others finish first and take from its share
+  int slow_worker;  // delayed, so that the others finish first and steal from its share
   explicit Counts(int64_t units, int slow) : done(size_t(units)), slow_worker(slow) {}
 };
 
@@ -24,7 +24,7 @@ void count_units(const void* context, int64_t begin, int64_t end, Worker& worker
   for (int64_t unit = begin; unit < end; unit++) counts.done[size_t(unit)]++;
 }
 
-TEST(every_unit_is_computed_once_whoever_claims_it) {
+TEST(every_unit_is_computed_exactly_once) {
   for (const auto& executor : context.executors) {
     for (int64_t units : {1, 2, 3, 5, 31, 64, 257, 1000}) {
       for (int64_t chunk : {1, 7, 32}) {
@@ -39,7 +39,7 @@ TEST(every_unit_is_computed_once_whoever_claims_it) {
   }
 }
 
-TEST(a_share_is_claimed_from_both_ends_until_nothing_is_left) {
+TEST(a_share_is_claimed_from_both_ends_until_it_is_empty) {
   Share share;
   share.open({10, 20});
   Share::Units front = share.claim_front(32), back = share.claim_back(2);
@@ -55,22 +55,22 @@ TEST(a_share_is_claimed_from_both_ends_until_nothing_is_left) {
   CHECK(share.claim_front(1).empty());
 }
 
-// Weights named by where they lie; nothing is read of them.
+// A weight at a made-up address, which is never read.
 Weight weight_at(int64_t address, int64_t panels) {
   return {reinterpret_cast<const char*>(address), panels, 1 << 12};
 }
 
-TEST(a_trail_tells_what_was_read_next_the_last_time) {
+TEST(the_predictor_returns_the_weight_that_followed_last_time) {
   const Weight first = weight_at(1 << 20, 4), second = weight_at(2 << 20, 5);
   const Weight third = weight_at(3 << 20, 6);
   WeightTrail trail;
   for (const Weight& each : {first, second, third}) CHECK(trail.advance(each).data == nullptr);
   CHECK(trail.advance(first).data == second.data);
-  CHECK(trail.advance(third).panels == first.panels);  // another way: the last one counts
+  CHECK(trail.advance(third).panels == first.panels);  // a changed order; the latest counts
   CHECK(trail.advance(first).data == third.data);
 }
 
-TEST(what_threads_fetch_early_lies_in_their_own_shares) {
+TEST(each_thread_prefetches_its_own_share_of_the_next_weight) {
   const Weight weight = weight_at(1 << 20, 7);
   const char* end = weight.data;
   for (int index = 0; index < 3; index++) {
@@ -99,7 +99,7 @@ void see_worker(const void* context, int64_t begin, int64_t, Worker& worker) {
   if (begin >= seen.units) seen.is_wrong = true;
 }
 
-TEST(a_worker_knows_the_end_of_its_share_and_what_comes_next) {
+TEST(a_worker_has_the_end_of_its_share_and_its_prefetch_range) {
   for (const auto& executor : context.executors) {
     if (executor->num_threads() == 1) continue;
     for (int64_t units : {2, 9, 100}) {
@@ -111,7 +111,7 @@ TEST(a_worker_knows_the_end_of_its_share_and_what_comes_next) {
   }
 }
 
-// A system's files, in a folder that goes away with it.
+// A temporary root with /proc and /sys files, removed by the destructor.
 class Files {
  public:
   Files() {
@@ -131,7 +131,7 @@ class Files {
   std::string root_;
 };
 
-TEST(a_control_groups_quota_is_the_number_of_cores) {
+TEST(the_cgroup_quota_gives_the_number_of_cores) {
   const std::string limit = "/sys/fs/cgroup/cpu.max";
   CHECK(Files().cores() == 256);
   CHECK(Files().with(limit, "max 100000").cores() == 256);
@@ -144,8 +144,8 @@ TEST(a_control_groups_quota_is_the_number_of_cores) {
   CHECK(Files().with(old + "quota_us", "-1").with(old + "period_us", "100000").cores() == 256);
 }
 
-// As a service's or a user's limit lies: on a group that this process's group is in.
-TEST(the_quotas_of_all_groups_above_count) {
+// A systemd service or slice has its quota on an ancestor of the process's cgroup.
+TEST(the_quotas_of_all_ancestor_cgroups_apply) {
   const std::string groups = "/proc/self/cgroup", mount = "/sys/fs/cgroup";
   Files nested;
   nested.with(groups, "1:name=systemd:/x\n0::/system/server\n").with(mount + "/x/cpu.max", "1 1");
@@ -161,8 +161,8 @@ TEST(the_quotas_of_all_groups_above_count) {
   }
 }
 
-// Equal logits everywhere: the lowest id wins although its panel comes last.
-TEST(ties_go_to_the_lowest_id_when_panels_are_claimed_backwards) {
+// All logits are equal: the lowest id is selected although its panel is computed last.
+TEST(ties_go_to_the_lowest_id_when_panels_are_computed_in_reverse) {
   constexpr int64_t kVocab = 4 * kPanel, kWidth = 16;
   std::vector<float> x(kWidth, 1.0f);
   Aligned packed(packed_bytes(kVocab, kWidth, DType::kF32, false));

@@ -1,4 +1,5 @@
-// Token rules: against the same rules written plainly, rule 1, full tables and garbage.
+// Token rules: compared with a simple reference, independence of the batch, full lists, invalid
+// records.
 #include <climits>
 #include <optional>
 
@@ -8,9 +9,9 @@
 namespace cadenza::tests {
 namespace {
 
-constexpr int64_t kFewTokens = 397;  // no multiple of a panel, a vector or a word of the mask
+constexpr int64_t kFewTokens = 397;  // not a multiple of a panel, a vector or a mask word
 
-// What a request asks of its tokens.
+// The token rules of a request.
 struct Rules {
   float presence = 0, frequency = 0, repetition = 1;
   int32_t num_prompt = 0, stops_from = 0;
@@ -60,7 +61,7 @@ bool ends_with(const Rules& rules, const Tokens& tokens, const Tokens& word) {
   return std::equal(word.begin(), word.end() - 1, tokens.end() - int64_t(before));
 }
 
-// The logits that the rules leave, a token at a time.
+// Reference: applies the rules to the logits, one token at a time.
 std::vector<float> ruled(std::vector<float> logits, const Rules& rules, const Tokens& tokens) {
   for (int32_t id = 0; id < int32_t(logits.size()); id++) {
     float& value = logits[size_t(id)];
@@ -91,7 +92,8 @@ struct Row {
   SampleParams params = greedy();
 };
 
-// The tokens of a batch's rows on pages of their own, in a pool full of other tokens and garbage.
+// The history of a batch's rows on separate pages, in a pool filled with other tokens and invalid
+// ids.
 class Memory {
  public:
   Memory(const std::vector<const Row*>& rows, int64_t page_size, uint64_t seed)
@@ -148,7 +150,8 @@ Tokens choose_ruled(const Context& context, Head<T>& head, const std::vector<T>&
   return choose(context, head, x, params, threads);
 }
 
-// Each rule is there in about half of the rows; tokens are drawn from those that could win.
+// Each rule is present in about half of the rows; tokens are drawn from the most likely ones, so
+// that rules change the result.
 Row random_row(Random& random, const std::vector<float>& logits) {
   std::vector<int> best = kept_tokens(logits, greedy());
   auto likely = [&] { return int32_t(best[size_t(random.below(12))]); };
@@ -236,15 +239,15 @@ void check_plainly(const Context& context, bool is_sampled) {
   }
 }
 
-TEST(ruled_choices_agree_with_rules_written_plainly) {
+TEST(token_rules_agree_with_a_simple_reference) {
   for (bool is_sampled : {false, true}) {
     check_plainly<bf16>(context, is_sampled);
     check_plainly<float>(context, is_sampled);
   }
 }
 
-// The negative controls: each rule left out, or read a little wrong, gives some row another token.
-TEST(a_rule_that_is_left_out_or_misread_is_noticed) {
+// Negative controls: omitting or misreading any rule changes some row's token.
+TEST(an_omitted_or_misread_rule_is_detected) {
   const int count = 120;
   Play<float> play(context, count, false);
   Tokens out = choose_ruled(context, play.head, play.x, play.all(), 0);
@@ -269,8 +272,8 @@ TEST(a_rule_that_is_left_out_or_misread_is_noticed) {
   }
 }
 
-// Rows of a play as an operation: greedy, sampled and described rows, with and without rules. A
-// poisoned row has its poison in its logits, its penalties and its biases.
+// The rows as an operation: greedy rows, sampled rows and rows with a target, with and without
+// rules. A poisoned row has the poison value in its logits, penalties and biases.
 template <class T>
 RowOperation operation(const Context& context, Play<T>& play, int64_t page_size) {
   for (size_t r = 0; r < play.rows.size(); r++) {
@@ -299,14 +302,14 @@ RowOperation operation(const Context& context, Play<T>& play, int64_t page_size)
           }};
 }
 
-TEST(ruled_rows_have_the_same_bits_in_every_batch_position_thread_count_and_page) {
+TEST(rows_with_rules_have_the_same_bits_in_every_batch_position_thread_count_and_page) {
   Play<bf16> narrow(context, context.quick ? 65 : 513, true);
   Play<float> wide(context, context.quick ? 65 : 513, true);
   check_exact(context, operation(context, narrow, 16));
   check_exact(context, operation(context, wide, 48));
 }
 
-TEST(ruled_choices_do_not_depend_on_page_size_or_placement) {
+TEST(tokens_of_rows_with_rules_do_not_depend_on_page_size_or_placement) {
   Play<float> play(context, 40, true);
   Tokens expected = choose_ruled(context, play.head, play.x, play.all(), 0, 16);
   for (int64_t page_size : {1, 2, 16, 48, 256}) {
@@ -316,8 +319,8 @@ TEST(ruled_choices_do_not_depend_on_page_size_or_placement) {
   }
 }
 
-// The negative control: a row that reads another's tokens is found by the same question.
-TEST(rules_that_read_a_neighbours_tokens_are_noticed) {
+// Negative control: find_inexactness detects a row that reads another row's tokens.
+TEST(rules_that_read_another_rows_tokens_are_detected) {
   Play<float> play(context, 33, true);
   RowOperation honest = operation(context, play, 16), leaky = honest;
   leaky.run = [&](const RowBatch& batch) {
@@ -336,7 +339,7 @@ TEST(rules_that_read_a_neighbours_tokens_are_noticed) {
   CHECK(!find_inexactness(context, leaky).empty());
 }
 
-TEST(rules_change_no_bit_of_what_is_said_of_the_raw_logits) {
+TEST(rules_do_not_change_the_top_logprobs) {
   Play<float> play(context, 30, true);
   std::vector<Row> plain = play.rows;
   std::vector<const Row*> bare;
@@ -353,8 +356,8 @@ TEST(rules_change_no_bit_of_what_is_said_of_the_raw_logits) {
   }
 }
 
-// Every list at its longest: 300 biases, 192 ends, and bad words up to the record's last word.
-TEST(full_tables_are_read_to_their_ends) {
+// Lists of maximum length: 300 biases, 192 stop tokens, and bad words that fill their list.
+TEST(lists_of_maximum_length_are_read_completely) {
   Play<float> play(context, 6, false);
   for (size_t r = 0; r < play.rows.size(); r++) {
     Row& row = play.rows[r];
@@ -381,7 +384,7 @@ TEST(full_tables_are_read_to_their_ends) {
   }
 }
 
-TEST(a_row_that_may_choose_nothing_says_so_and_its_neighbours_do_not) {
+TEST(a_row_whose_rules_ban_every_token_reports_it_and_other_rows_are_unchanged) {
   Play<float> play(context, 9, true);
   Tokens clean = choose_ruled(context, play.head, play.x, play.all(), 1);
   play.rows[4].rules.allowed = Tokens{};
@@ -394,7 +397,7 @@ TEST(a_row_that_may_choose_nothing_says_so_and_its_neighbours_do_not) {
                   4 * kSampleColumns));
 }
 
-// Records that no request can make.
+// Invalid records, which no request produces.
 std::vector<Tokens> garbage_records() {
   const size_t words = size_t(rule_words(kFewTokens));
   std::vector<Tokens> records;
@@ -421,7 +424,7 @@ std::vector<Tokens> garbage_records() {
   return records;
 }
 
-TEST(garbage_in_a_rows_rules_and_tokens_stays_in_that_row) {
+TEST(an_invalid_record_or_history_does_not_change_other_rows) {
   Play<float> play(context, 7, true);
   for (Row& row : play.rows) row.params.num_logprobs = 5;
   Tokens clean = choose_ruled(context, play.head, play.x, play.all(), 1);

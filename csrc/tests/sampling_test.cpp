@@ -1,4 +1,4 @@
-// next_token: against a sort in double precision, rule 1, and what rows may not see of each other.
+// next_token: compared with a sort in double precision, and independence of rows.
 #include <algorithm>
 #include <cstring>
 
@@ -28,7 +28,7 @@ TEST(next_token_agrees_with_a_sort_in_double_precision) {
   }
 }
 
-TEST(next_token_rows_have_the_same_bits_alone_and_in_company) {
+TEST(next_token_rows_have_the_same_bits_alone_and_in_a_batch) {
   Head<float> head(context);
   Random random(13);
   const int rows = context.quick ? 9 : 65;
@@ -47,7 +47,7 @@ TEST(next_token_rows_have_the_same_bits_alone_and_in_company) {
   }
 }
 
-TEST(logprobs_are_right_and_change_no_other_bit) {
+TEST(logprobs_agree_with_double_precision_and_do_not_change_the_token) {
   Head<float> head(context);
   Random random(14);
   std::vector<float> x = random_values<float>(random, 8 * kWidth);
@@ -82,8 +82,7 @@ TEST(logprobs_are_right_and_change_no_other_bit) {
   }
 }
 
-// Divided and capped logits are what every later number is made of.
-TEST(logits_are_divided_and_capped_before_anybody_reads_them) {
+TEST(logits_are_divided_and_capped_before_sampling_and_logprobs) {
   Head<float> head(context, 4);
   Random random(16);
   const LogitShape shape{3.0f, 2.5f};
@@ -111,7 +110,7 @@ TEST(logits_are_divided_and_capped_before_anybody_reads_them) {
   }
 }
 
-TEST(a_row_that_is_not_finite_raises_its_own_flag_only) {
+TEST(a_row_with_non_finite_logits_sets_only_its_own_state) {
   Head<float> head(context);
   Random random(15);
   for (float poison : {kNaN, kInf, -kInf}) {

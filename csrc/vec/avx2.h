@@ -1,4 +1,4 @@
-// Sixteen f32 lanes as two halves on AVX2 with FMA.
+// Sixteen f32 lanes as two 256-bit vectors: AVX2 and FMA.
 #pragma once
 
 #include <immintrin.h>
@@ -15,7 +15,7 @@ struct Vec {
 struct VecI {
   __m256i lo, hi;
 };
-// All bits of a lane are set or clear.
+// Each lane is all ones or all zeros.
 using Mask = VecI;
 
 inline Vec set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -111,7 +111,7 @@ inline VecI max_u(VecI a, VecI b) {
   return {_mm256_max_epu32(a.lo, b.lo), _mm256_max_epu32(a.hi, b.hi)};
 }
 inline Vec from_i32(VecI a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
-// Both halves of a lane convert exactly; their sum rounds once.
+// Both 16-bit halves convert exactly; the fma rounds once.
 inline Vec from_u32(VecI a) {
   Vec high = from_i32(shr<16>(a)), low = from_i32(and_i(a, set1_i(0xffff)));
   return fma(high, set1(65536.0f), low);
@@ -162,7 +162,7 @@ inline void store_bf16_n(bf16* p, Vec a, int n) {
   memcpy(p, lanes, sizeof(bf16) * size_t(n < kLanes ? n : kLanes));
 }
 
-// Fixed tree: halves are added until one lane is left.
+// A fixed tree: adds the two halves of the lanes until one lane is left.
 inline float reduce_add(Vec a) {
   __m256 h = _mm256_add_ps(a.lo, a.hi);
   __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
@@ -182,7 +182,7 @@ inline uint32_t reduce_max_u(VecI a) {
   return uint32_t(_mm_cvtsi128_si32(_mm_max_epu32(q, _mm_shuffle_epi32(q, 0xb1))));
 }
 
-// Writes the chosen lanes of `a` one after another; returns how many. May write 16 lanes.
+// Writes the lanes of `a` set in `m` contiguously and returns their number. May write all 16 lanes.
 inline int compress(float* p, Mask m, Vec a) {
   alignas(32) float lanes[kLanes];
   store(lanes, a);

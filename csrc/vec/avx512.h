@@ -1,4 +1,4 @@
-// Sixteen f32 lanes on AVX-512; bf16 pairs through vdpbf16ps where the ISA has it.
+// Sixteen f32 lanes as one 512-bit vector: AVX-512; bf16 pairs use vdpbf16ps if the ISA has it.
 #pragma once
 
 #include <immintrin.h>
@@ -96,7 +96,7 @@ inline void store_bf16_n(bf16* p, Vec a, int n) {
   _mm256_mask_storeu_epi16(p, first(n), to_bf16(a));
 }
 
-// Fixed tree: halves are added until one lane is left.
+// A fixed tree: adds the two halves of the lanes until one lane is left.
 inline float reduce_add(Vec a) {
   __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
   __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
@@ -106,7 +106,7 @@ inline float reduce_add(Vec a) {
 inline float reduce_max(Vec a) { return _mm512_reduce_max_ps(a); }
 inline uint32_t reduce_max_u(VecI a) { return _mm512_reduce_max_epu32(a); }
 
-// Writes the chosen lanes of `a` one after another; returns how many. May write 16 lanes.
+// Writes the lanes of `a` set in `m` contiguously and returns their number. May write all 16 lanes.
 inline int compress(float* p, Mask m, Vec a) {
   _mm512_storeu_ps(p, _mm512_maskz_compress_ps(m, a));
   return __builtin_popcount(m);
@@ -149,7 +149,7 @@ inline Vec dot(Vec acc, Weight16 w, Operand16 x) {
   return fma(w.odd, x.odd, fma(w.even, x.even, acc));
 }
 #endif
-// Vectors side by side in one register tile of a panel.
+// Column vectors in one register tile.
 constexpr int kTileVecs = 2;
 
 }  // namespace cadenza::CADENZA_ISA

@@ -1,4 +1,4 @@
-// Sixteen f32 lanes as four quarters on AArch64; bf16 pairs through BFDOT where the ISA has it.
+// Sixteen f32 lanes as four 128-bit vectors: NEON; bf16 pairs use BFDOT if the ISA has it.
 #pragma once
 
 #include <arm_neon.h>
@@ -17,7 +17,7 @@ struct Vec {
 struct VecI {
   uint32x4_t q[kParts];
 };
-// All bits of a lane are set or clear.
+// Each lane is all ones or all zeros.
 using Mask = VecI;
 
 template <class F>
@@ -200,7 +200,7 @@ inline void store_bf16_n(bf16* p, Vec a, int n) {
   memcpy(p, lanes, sizeof(bf16) * size_t(n < kLanes ? n : kLanes));
 }
 
-// Fixed tree: halves are added until one lane is left.
+// A fixed tree: adds the two halves of the lanes until one lane is left.
 inline float reduce_add(Vec a) {
   float32x4_t q = vaddq_f32(vaddq_f32(a.q[0], a.q[2]), vaddq_f32(a.q[1], a.q[3]));
   float32x2_t d = vadd_f32(vget_low_f32(q), vget_high_f32(q));
@@ -219,7 +219,7 @@ inline uint32_t reduce_max_u(VecI a) {
   return vmaxvq_u32(vmaxq_u32(vmaxq_u32(a.q[0], a.q[1]), vmaxq_u32(a.q[2], a.q[3])));
 }
 
-// Writes the chosen lanes of `a` one after another; returns how many. May write 16 lanes.
+// Writes the lanes of `a` set in `m` contiguously and returns their number. May write all 16 lanes.
 inline int compress(float* p, Mask m, Vec a) {
   float lanes[kLanes];
   store(lanes, a);

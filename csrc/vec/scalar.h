@@ -1,4 +1,4 @@
-// Sixteen f32 lanes as plain loops: correct everywhere, left to the compiler to vectorise.
+// Sixteen f32 lanes as portable loops, which the compiler may vectorise.
 #pragma once
 
 #include <cstdint>
@@ -63,7 +63,7 @@ inline Vec mul(Vec a, Vec b) {
 inline Vec div(Vec a, Vec b) {
   return map_lanes([&](int i) { return a.v[i] / b.v[i]; });
 }
-// Not fused: a software fma would be far slower than two roundings.
+// Rounds twice: without FMA hardware, a fused operation is a slow library call.
 inline Vec fma(Vec a, Vec b, Vec c) {
   return map_lanes([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
 }
@@ -180,7 +180,7 @@ inline void store_bf16_n(bf16* p, Vec a, int n) {
 }
 inline void store_bf16(bf16* p, Vec a) { store_bf16_n(p, a, kLanes); }
 
-// Fixed tree: halves are added until one lane is left.
+// A fixed tree: adds the two halves of the lanes until one lane is left.
 inline float reduce_add(Vec a) {
   for (int half = kLanes / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; i++) a.v[i] += a.v[i + half];
@@ -200,7 +200,7 @@ inline uint32_t reduce_max_u(VecI a) {
   return a.v[0];
 }
 
-// Writes the chosen lanes of `a` one after another; returns how many. May write 16 lanes.
+// Writes the lanes of `a` set in `m` contiguously and returns their number. May write all 16 lanes.
 inline int compress(float* p, Mask m, Vec a) {
   int n = 0;
   for (int i = 0; i < kLanes; i++) {

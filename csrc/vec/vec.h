@@ -1,7 +1,7 @@
-// One vector of sixteen f32 lanes for every ISA, so that each kernel is written once.
+// A vector of sixteen f32 lanes with the same interface on every ISA, so kernels are written once.
 //
-// A translation unit defines CADENZA_ISA (its namespace) before including this. Everything lives
-// in that namespace, so no inline function compiled for one ISA can be linked into another.
+// A translation unit defines CADENZA_ISA, its namespace, before it includes this file. All inline
+// functions are in that namespace; otherwise the linker could merge functions of different ISAs.
 #pragma once
 
 #if defined(CADENZA_VEC_AVX512)
@@ -16,7 +16,7 @@
 
 namespace cadenza::CADENZA_ISA {
 
-// What a kernel needs to know about an element type: how it is loaded, multiplied and stored.
+// How elements of a type are loaded, multiplied and stored.
 template <class T>
 struct Elem;
 
