@@ -10,7 +10,7 @@ namespace {
 // Maximum queries of one unit times heads of the group: each loaded key is reused for all of them.
 constexpr int64_t kQueriesPerUnit = 48;
 
-struct Cut {
+struct Partition {
   int64_t queries_per_unit;
   bool split_spans;
 };
@@ -25,26 +25,27 @@ int64_t num_spans(const AttendTask& task, int64_t row) {
 }
 
 // Splits rows by spans only if there are too few units to occupy the threads.
-Cut choose_cut(const AttendTask& task, int threads) {
-  Cut cut{std::max<int64_t>(1, kQueriesPerUnit / task.group()), false};
+Partition choose_partition(const AttendTask& task, int threads) {
+  Partition partition{std::max<int64_t>(1, kQueriesPerUnit / task.group()), false};
   int64_t units = 0, spans = 0;
   for (int64_t row = 0; row < task.rows; row++) {
     if (num_queries(task, row) == 0) continue;
-    units += task.kv_heads * ceil_div(num_queries(task, row), cut.queries_per_unit);
+    units += task.kv_heads * ceil_div(num_queries(task, row), partition.queries_per_unit);
     spans = std::max(spans, num_spans(task, row));
   }
-  cut.split_spans = spans > 1 && threads > 1 && units < 8 * threads;
-  return cut;
+  partition.split_spans = spans > 1 && threads > 1 && units < 8 * threads;
+  return partition;
 }
 
 class Planner {
  public:
-  Planner(const AttendTask& task, Cut cut, Arena& scratch) : task_(task), cut_(cut) {
+  Planner(const AttendTask& task, Partition partition, Arena& scratch)
+      : task_(task), partition_(partition) {
     int64_t most = 0;
     for (int64_t row = 0; row < task.rows; row++) {
       if (num_queries(task, row) == 0) continue;
-      int64_t blocks = ceil_div(num_queries(task, row), cut.queries_per_unit);
-      most += blocks * task.kv_heads * (cut.split_spans ? num_spans(task, row) : 1);
+      int64_t blocks = ceil_div(num_queries(task, row), partition.queries_per_unit);
+      most += blocks * task.kv_heads * (partition.split_spans ? num_spans(task, row) : 1);
       has_blocks_ |= blocks > 1;
     }
     units_ = scratch.take<AttendUnit>(most);
@@ -63,8 +64,8 @@ class Planner {
  private:
   void add_row(int64_t row) {
     int64_t queries = num_queries(task_, row);
-    for (int64_t begin = 0; begin < queries; begin += cut_.queries_per_unit) {
-      int64_t end = std::min(begin + cut_.queries_per_unit, queries);
+    for (int64_t begin = 0; begin < queries; begin += partition_.queries_per_unit) {
+      int64_t end = std::min(begin + partition_.queries_per_unit, queries);
       for (int64_t head = 0; head < task_.kv_heads; head++) add_block(row, head, begin, end);
     }
   }
@@ -80,7 +81,7 @@ class Planner {
                     int32_t((low + shift) / kSpan),
                     int32_t((positions[end - 1] + shift) / kSpan + 1),
                     -1};
-    if (!cut_.split_spans || unit.span_end - unit.span_begin < 2) {
+    if (!partition_.split_spans || unit.span_end - unit.span_begin < 2) {
       units_[num_units_++] = unit;
       return;
     }
@@ -93,7 +94,7 @@ class Planner {
   }
 
   const AttendTask& task_;
-  const Cut cut_;
+  const Partition partition_;
   AttendUnit* units_;
   MergeGroup* groups_;
   int64_t num_units_ = 0, num_groups_ = 0, num_partials_ = 0;
@@ -106,7 +107,7 @@ void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& t
   if (task.num_tokens == 0) return;
   Executor::Lease lease(runtime.executor);
   const int type = static_cast<int>(dtype);
-  Planner planner(task, choose_cut(task, lease.num_threads()), lease.scratch());
+  Planner planner(task, choose_partition(task, lease.num_threads()), lease.scratch());
   int64_t stride = round_up(task.head_size + 2, kLanes);
   float* partials = lease.scratch().take<float>(planner.num_partials() * stride);
   AttendPlan plan{&task, planner.units(), planner.num_units(), planner.append_inside(), partials};

@@ -1,7 +1,7 @@
 // Mixture of experts: groups rows by expert and partitions the products into units.
 #include <cstring>
 
-#include "core/cut.h"
+#include "core/partition.h"
 #include "core/ops.h"
 
 namespace cadenza {
@@ -10,7 +10,7 @@ namespace {
 
 // Maximum partial results (floats) of one claim, so that they stay in the core's L2 cache.
 constexpr int64_t kMaxPartials = 1 << 17;
-constexpr int64_t kWorthSharingBytes = 1 << 18;
+constexpr int64_t kMinParallelBytes = 1 << 18;
 
 // The pairs of all active experts, grouped by expert; ascending within a group.
 struct Sorted {
@@ -63,7 +63,7 @@ const void* gather(Executor::Lease& lease, const Sorted& sorted, const void* x,
   char* out = lease.scratch().take<char>(sorted.num_pairs * row_bytes);
   GatherTask task{static_cast<const char*>(x), sorted.pairs, pairs_per_row, size_t(row_bytes), out};
   lease.run({gather_units, &task, sorted.num_pairs, 16},
-            sorted.num_pairs * row_bytes > kWorthSharingBytes);
+            sorted.num_pairs * row_bytes > kMinParallelBytes);
   return out;
 }
 
@@ -79,12 +79,12 @@ void route_experts(const Runtime& runtime, DType dtype, const RouteTask& task) {
   float* logits = lease.scratch().take<float>(rows * experts);
   product.out = logits;
   product.out_is_f32 = true;
-  LinearUnits panels{
-      &product, cut_product(rows, product.k, ceil_div(experts, kPanel), cut_for(runtime, lease))};
+  LinearUnits panels{&product, partition_product(rows, product.k, ceil_div(experts, kPanel),
+                                                 partition_limits(runtime, lease))};
   lease.run({runtime.kernels.linear[index_of(dtype)], &panels, panels.grid.units(), kMaxPanels},
-            rows * experts * product.k > kWorthSharingOps);
+            rows * experts * product.k > kMinParallelOps);
   RouteUnits units{&task, logits};
-  lease.run({runtime.kernels.route, &units, rows, 16}, rows * experts > kWorthSharingElements / 4);
+  lease.run({runtime.kernels.route, &units, rows, 16}, rows * experts > kMinParallelElements / 4);
 }
 
 void grouped_gated_linear(const Runtime& runtime, DType dtype, const GroupedGatedTask& task) {
@@ -96,7 +96,7 @@ void grouped_gated_linear(const Runtime& runtime, DType dtype, const GroupedGate
   for (int64_t g = 0; g < sorted.num_groups; g++) {
     ExpertGroup& group = sorted.groups[g];
     group.first_unit = units;
-    group.grid = cut_product(group.rows, product.k, ceil_div(product.f, kLanes),
+    group.grid = partition_product(group.rows, product.k, ceil_div(product.f, kLanes),
                              {runtime.kernels.max_rows, 1});
     units += group.grid.units();
   }
@@ -104,7 +104,7 @@ void grouped_gated_linear(const Runtime& runtime, DType dtype, const GroupedGate
       gather(lease, sorted, product.x, task.choice.num_chosen, product.k * bytes_of(dtype));
   GroupedGatedUnits context{&task, {sorted.groups, sorted.num_groups, sorted.pairs, x}};
   lease.run({runtime.kernels.grouped_gated[index_of(dtype)], &context, units, kMaxPanels},
-            sorted.num_pairs * product.f * product.k > kWorthSharingOps);
+            sorted.num_pairs * product.f * product.k > kMinParallelOps);
 }
 
 void grouped_linear(const Runtime& runtime, DType dtype, const GroupedLinearTask& task) {
@@ -118,7 +118,7 @@ void grouped_linear(const Runtime& runtime, DType dtype, const GroupedLinearTask
   int64_t chunk = std::clamp<int64_t>(kMaxPartials / (pairs * kPanel), 1, kMaxPanels);
   lease.run({runtime.kernels.grouped_linear[index_of(dtype)], &context, ceil_div(product.n, kPanel),
              chunk},
-            pairs * product.n * product.k > kWorthSharingOps);
+            pairs * product.n * product.k > kMinParallelOps);
 }
 
 int64_t count_active_experts(const ExpertChoice& choice, int64_t rows) {

@@ -36,8 +36,8 @@ struct LogitRows {
   const int32_t* words;  // [kNumLogitColumns, stride]
   int64_t stride;
 
-  int32_t whole(LogitColumn column, int64_t row) const { return words[column * stride + row]; }
-  float number(LogitColumn column, int64_t row) const {
+  int32_t int_at(LogitColumn column, int64_t row) const { return words[column * stride + row]; }
+  float float_at(LogitColumn column, int64_t row) const {
     float value;
     std::memcpy(&value, words + column * stride + row, sizeof(value));
     return value;
@@ -59,15 +59,15 @@ struct SampleParams {
 // All fields except `rules`, which are stored in separate buffers.
 inline SampleParams params_of(const LogitRows& rows, int64_t row) {
   SampleParams params{};
-  params.temperature = rows.number(kTemperature, row);
-  params.top_k = rows.whole(kTopK, row);
-  params.top_p = rows.number(kTopP, row);
-  params.min_p = rows.number(kMinP, row);
-  params.key[0] = uint32_t(rows.whole(kKeyLow, row));
-  params.key[1] = uint32_t(rows.whole(kKeyHigh, row));
-  params.num_logprobs = rows.whole(kNumLogprobs, row);
-  params.target = rows.whole(kTarget, row);
-  params.top_n_sigma = rows.number(kTopNSigma, row);
+  params.temperature = rows.float_at(kTemperature, row);
+  params.top_k = rows.int_at(kTopK, row);
+  params.top_p = rows.float_at(kTopP, row);
+  params.min_p = rows.float_at(kMinP, row);
+  params.key[0] = uint32_t(rows.int_at(kKeyLow, row));
+  params.key[1] = uint32_t(rows.int_at(kKeyHigh, row));
+  params.num_logprobs = rows.int_at(kNumLogprobs, row);
+  params.target = rows.int_at(kTarget, row);
+  params.top_n_sigma = rows.float_at(kTopNSigma, row);
   return params;
 }
 

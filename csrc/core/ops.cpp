@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/cut.h"
+#include "core/partition.h"
 
 namespace cadenza {
 
@@ -19,35 +19,37 @@ Weight weight_of(const void* packed, int64_t panels, int64_t k, DType dtype) {
 void linear(const Runtime& runtime, DType dtype, const LinearTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);
-  Weight next = lease.next_after(weight_of(task.w, ceil_div(task.n, kPanel), task.k, dtype));
+  Weight next = lease.predict_next(weight_of(task.w, ceil_div(task.n, kPanel), task.k, dtype));
   LinearUnits units{
-      &task, cut_product(task.rows, task.k, ceil_div(task.n, kPanel), cut_for(runtime, lease))};
+      &task, partition_product(task.rows, task.k, ceil_div(task.n, kPanel),
+                               partition_limits(runtime, lease))};
   lease.run({runtime.kernels.linear[index_of(dtype)], &units, units.grid.units(), kMaxPanels, next},
-            task.rows * task.n * task.k > kWorthSharingOps);
+            task.rows * task.n * task.k > kMinParallelOps);
 }
 
 void gated_linear(const Runtime& runtime, DType dtype, const GatedTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);
-  Weight next = lease.next_after(weight_of(task.w, ceil_div(task.f, kLanes), task.k, dtype));
+  Weight next = lease.predict_next(weight_of(task.w, ceil_div(task.f, kLanes), task.k, dtype));
   GatedUnits units{
-      &task, cut_product(task.rows, task.k, ceil_div(task.f, kLanes), cut_for(runtime, lease))};
+      &task, partition_product(task.rows, task.k, ceil_div(task.f, kLanes),
+                               partition_limits(runtime, lease))};
   lease.run({runtime.kernels.gated[index_of(dtype)], &units, units.grid.units(), kMaxPanels, next},
-            task.rows * task.f * task.k > kWorthSharingOps);
+            task.rows * task.f * task.k > kMinParallelOps);
 }
 
 void rms_norm(const Runtime& runtime, DType dtype, const NormTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);
   lease.run({runtime.kernels.norm[index_of(dtype)], &task, task.rows, 16},
-            task.rows * task.width > kWorthSharingElements);
+            task.rows * task.width > kMinParallelElements);
 }
 
 void embed(const Runtime& runtime, DType dtype, const EmbedTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);
   lease.run({runtime.kernels.embed[index_of(dtype)], &task, task.rows, 16},
-            task.rows * task.width > kWorthSharingElements / 8);
+            task.rows * task.width > kMinParallelElements / 8);
 }
 
 void take_rows(const TakeTask& task) {
@@ -102,11 +104,11 @@ void next_token(const Runtime& runtime, DType dtype, const NextTokenTask& task) 
     kept[row] = scratch.take<float>(round_up(vocab, kPanel));
     sampled[num_sampled++] = {kept[row], task.params[row], task.out + row * kSampleColumns};
   }
-  LogitsTask logits{task.product, task.shape, best, kept};
+  LogitsTask logits{task.product, task.transform, best, kept};
   const int64_t panels = ceil_div(vocab, kPanel);
-  Weight next = lease.next_after(weight_of(task.product.w, panels, task.product.k, dtype));
+  Weight next = lease.predict_next(weight_of(task.product.w, panels, task.product.k, dtype));
   lease.run({runtime.kernels.logits[index_of(dtype)], &logits, panels, kMaxPanels, next},
-            rows * vocab * task.product.k > kWorthSharingOps);
+            rows * vocab * task.product.k > kMinParallelOps);
   for (int64_t row = 0; row < rows; row++) {
     RowBest merged = merge_best(best, threads, rows, row);
     int32_t* out = task.out + row * kSampleColumns;

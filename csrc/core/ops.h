@@ -3,7 +3,7 @@
 // Kernels fix the order of every reduction, so the partition never changes a result.
 #pragma once
 
-#include "core/cut.h"
+#include "core/partition.h"
 #include "core/kernel_table.h"
 #include "core/pool.h"
 #include "core/tasks.h"
@@ -17,7 +17,7 @@ struct Runtime {
 };
 
 // The limits for partitioning a product under this lease.
-inline CutFor cut_for(const Runtime& runtime, const Executor::Lease& lease) {
+inline PartitionLimits partition_limits(const Runtime& runtime, const Executor::Lease& lease) {
   return {runtime.kernels.max_rows, lease.num_threads()};
 }
 
@@ -42,7 +42,7 @@ struct NextTokenTask {
   LinearTask product;          // n = V; bias, residual and out unused
   const SampleParams* params;  // [rows]
   int32_t* out;                // [rows, kSampleColumns]
-  LogitShape shape;
+  LogitTransform transform;
 };
 void next_token(const Runtime& runtime, DType dtype, const NextTokenTask& task);
 

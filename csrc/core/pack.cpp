@@ -54,30 +54,30 @@ void convert(S from, T& to) {
 }
 
 // Four words; GCC and Clang lower this to one vector register on every ISA.
-using Four = uint32_t __attribute__((vector_size(16)));
+using Words4 = uint32_t __attribute__((vector_size(16)));
 
-Four load_four(const uint32_t* from) {
-  Four values;
+Words4 load_words4(const uint32_t* from) {
+  Words4 values;
   std::memcpy(&values, from, sizeof(values));
   return values;
 }
 
 // Transposes a 4x4 block: reads four columns `stride` words apart, writes four steps kPanel apart.
-void turn(const uint32_t* from, int64_t stride, uint32_t* to) {
-  Four a = load_four(from), b = load_four(from + stride), c = load_four(from + 2 * stride),
-       d = load_four(from + 3 * stride);
-  Four ab = {a[0], b[0], a[1], b[1]}, cd = {c[0], d[0], c[1], d[1]};
-  Four ab_late = {a[2], b[2], a[3], b[3]}, cd_late = {c[2], d[2], c[3], d[3]};
-  Four steps[4] = {{ab[0], ab[1], cd[0], cd[1]},
+void transpose_4x4(const uint32_t* from, int64_t stride, uint32_t* to) {
+  Words4 a = load_words4(from), b = load_words4(from + stride), c = load_words4(from + 2 * stride),
+       d = load_words4(from + 3 * stride);
+  Words4 ab = {a[0], b[0], a[1], b[1]}, cd = {c[0], d[0], c[1], d[1]};
+  Words4 ab_late = {a[2], b[2], a[3], b[3]}, cd_late = {c[2], d[2], c[3], d[3]};
+  Words4 steps[4] = {{ab[0], ab[1], cd[0], cd[1]},
                    {ab[2], ab[3], cd[2], cd[3]},
                    {ab_late[0], ab_late[1], cd_late[0], cd_late[1]},
                    {ab_late[2], ab_late[3], cd_late[2], cd_late[3]}};
-  for (int i = 0; i < 4; i++) std::memcpy(to + i * kPanel, &steps[i], sizeof(Four));
+  for (int i = 0; i < 4; i++) std::memcpy(to + i * kPanel, &steps[i], sizeof(Words4));
 }
 
 // Copies with non-temporal stores on x86: packed weights are not read soon, and full-line stores
 // need no read for ownership. Both pointers must be 16-byte aligned.
-void stream(const uint32_t* from, uint32_t* to, int64_t count) {
+void store_nontemporal(const uint32_t* from, uint32_t* to, int64_t count) {
 #if defined(__SSE2__)
   for (int64_t i = 0; i < count; i += 4) {
     _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
@@ -88,7 +88,7 @@ void stream(const uint32_t* from, uint32_t* to, int64_t count) {
 #endif
 }
 
-void finish_streams() {
+void store_fence() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
@@ -101,7 +101,7 @@ static_assert(sizeof(bf16) * kStep<bf16> == 4 && sizeof(float) * kStep<float> ==
 // L1). The stride is padded beyond a power of two to avoid cache-set conflicts between columns.
 constexpr int64_t kReadSteps = 1024;
 constexpr int64_t kReadStride = kReadSteps + 16;
-constexpr int64_t kTurnSteps = 64;
+constexpr int64_t kTransposeSteps = 64;
 constexpr int64_t kPanelsPerClaim = 4;
 
 // One packed column, which is a row of a source; `data` is null in the padding of the last panel.
@@ -157,15 +157,15 @@ void read_column(Column column, int64_t begin, int64_t end, T* to) {
 
 // Transposes `count` steps of a panel's columns from `read` into the packed layout.
 void write_steps(const uint32_t* read, int64_t count, uint32_t* to) {
-  alignas(64) uint32_t turned[kTurnSteps * kPanel];
-  for (int64_t first = 0; first < count; first += kTurnSteps) {
-    int64_t steps = std::min(kTurnSteps, count - first);
+  alignas(64) uint32_t transposed[kTransposeSteps * kPanel];
+  for (int64_t first = 0; first < count; first += kTransposeSteps) {
+    int64_t steps = std::min(kTransposeSteps, count - first);
     for (int64_t c = 0; c < kPanel; c += 4) {
       for (int64_t s = 0; s < steps; s += 4) {
-        turn(read + c * kReadStride + first + s, kReadStride, turned + s * kPanel + c);
+        transpose_4x4(read + c * kReadStride + first + s, kReadStride, transposed + s * kPanel + c);
       }
     }
-    stream(turned, to + first * kPanel, steps * kPanel);
+    store_nontemporal(transposed, to + first * kPanel, steps * kPanel);
   }
 }
 
@@ -187,7 +187,7 @@ void pack_panels(const void* context, int64_t begin, int64_t end, Worker& worker
       write_steps(read, count, to + first * kPanel);
     }
   }
-  finish_streams();
+  store_fence();
 }
 
 void check(bool holds, const char* message) {

@@ -25,9 +25,9 @@ inline void relax() {
 }
 
 // One iteration of a spin wait: prefetches a line if any is left, else pauses.
-inline void rest(Upcoming& next) {
-  if (next.empty()) return relax();
-  next.fetch_line();
+inline void relax_or_prefetch(PrefetchRange& prefetch) {
+  if (prefetch.empty()) return relax();
+  prefetch.prefetch_line();
 }
 
 }  // namespace
@@ -107,7 +107,7 @@ Pool::Pool(int num_threads) : num_threads_(num_threads), shares_(size_t(num_thre
     arenas_.push_back(std::make_unique<Arena>());
     workers_.push_back({i, *arenas_.back()});
   }
-  for (int i = 1; i < num_threads; i++) threads_.emplace_back([this, i] { serve(i); });
+  for (int i = 1; i < num_threads; i++) threads_.emplace_back([this, i] { worker_loop(i); });
 }
 
 Pool::~Pool() {
@@ -123,10 +123,10 @@ Share::Units Pool::share_of(int index) const {
   return {job_.units * index / num_threads_, job_.units * (index + 1) / num_threads_};
 }
 
-void Pool::work(Worker& worker) {
+void Pool::run_share(Worker& worker) {
   worker.share_end = share_of(worker.index).end;
-  if (job_.next.data != nullptr) {
-    worker.next = upcoming_for(job_.next, worker.index, num_threads_);
+  if (job_.next_weight.data != nullptr) {
+    worker.prefetch = prefetch_range(job_.next_weight, worker.index, num_threads_);
   }
   try {
     claim_units(worker);
@@ -172,11 +172,11 @@ void Pool::open(const Job& job) {
 
 // On return no worker uses the job: those that joined have finished, and later ones find no open
 // generation.
-void Pool::close(Upcoming& next) {
+void Pool::close(PrefetchRange& prefetch) {
   open_generation_.store(0);
   for (int spins = 0; active_.load() != 0; spins++) {
     if (spins < kSpinsBeforeYield) {
-      rest(next);
+      relax_or_prefetch(prefetch);
     } else {
       std::this_thread::yield();
     }
@@ -185,19 +185,19 @@ void Pool::close(Upcoming& next) {
 
 void Pool::run(const Job& job) {
   open(job);
-  work(workers_[0]);
-  close(workers_[0].next);
+  run_share(workers_[0]);
+  close(workers_[0].prefetch);
   if (out_of_memory_.exchange(false)) throw std::bad_alloc();
 }
 
 // Waits for a job newer than `seen`, first spinning, then sleeping; returns false when the pool
 // stops.
-bool Pool::await_job(uint64_t seen, Upcoming& next) {
+bool Pool::wait_for_job(uint64_t seen, PrefetchRange& prefetch) {
   auto deadline = Clock::now() + kSpin;
   do {
     for (int i = 0; i < kSpinsPerClock; i++) {
       if (generation_.load(std::memory_order_relaxed) != seen) return true;
-      rest(next);
+      relax_or_prefetch(prefetch);
     }
   } while (Clock::now() < deadline);
   std::unique_lock<std::mutex> lock(sleep_mutex_);
@@ -207,14 +207,14 @@ bool Pool::await_job(uint64_t seen, Upcoming& next) {
   return !stopping_.load();
 }
 
-void Pool::serve(int index) {
+void Pool::worker_loop(int index) {
   enter_float_state();
   Worker& worker = workers_[size_t(index)];
   uint64_t seen = 0;
-  while (await_job(seen, worker.next)) {
+  while (wait_for_job(seen, worker.prefetch)) {
     seen = generation_.load();
     active_.fetch_add(1);
-    if (open_generation_.load() == seen) work(worker);
+    if (open_generation_.load() == seen) run_share(worker);
     active_.fetch_sub(1);
   }
 }
@@ -240,14 +240,14 @@ Executor::Lease::~Lease() {
   leave_float_state(float_state_);
 }
 
-Weight Executor::Lease::next_after(const Weight& weight) {
-  return lock_.owns_lock() ? executor_.trail_.advance(weight) : Weight{};
+Weight Executor::Lease::predict_next(const Weight& weight) {
+  return lock_.owns_lock() ? executor_.predictor_.record_and_predict(weight) : Weight{};
 }
 
 int Executor::Lease::num_threads() const { return lock_.owns_lock() ? executor_.num_threads() : 1; }
 
-void Executor::Lease::run(const Job& job, bool worth_sharing) {
-  if (worth_sharing && num_threads() > 1 && job.units > 1) return executor_.pool_.run(job);
+void Executor::Lease::run(const Job& job, bool is_parallel) {
+  if (is_parallel && num_threads() > 1 && job.units > 1) return executor_.pool_.run(job);
   Worker worker{0, *unit_arena_};
   for (int64_t begin = 0; begin < job.units; begin += job.max_chunk) {
     unit_arena_->reset();

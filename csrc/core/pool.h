@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "core/arena.h"
-#include "core/trail.h"
+#include "core/prefetch.h"
 
 namespace cadenza {
 
@@ -25,8 +25,8 @@ namespace cadenza {
 struct alignas(64) Worker {
   int index;
   Arena& arena;
-  int64_t share_end = 0;  // end of the units this thread started with
-  Upcoming next{};        // its share of the weight predicted to be read next
+  int64_t share_end = 0;     // end of the units this thread started with
+  PrefetchRange prefetch{};  // its share of the weight predicted to be read next
 };
 
 // Computes units [begin, end); `context` is the job's.
@@ -36,8 +36,8 @@ struct Job {
   UnitFn run;
   const void* context;
   int64_t units;
-  int64_t max_chunk;  // maximum units in one claim
-  Weight next{};      // predicted to be read next; empty: keep the last job's prediction
+  int64_t max_chunk;     // maximum units in one claim
+  Weight next_weight{};  // predicted to be read next; empty: keep the last job's prediction
 };
 
 // The unclaimed units [begin, end) of one thread's share. The owner claims from the front, other
@@ -75,13 +75,13 @@ class Pool {
   void run(const Job& job);
 
  private:
-  void work(Worker& worker);
+  void run_share(Worker& worker);
   void run_units(Share::Units units, Worker& worker);
   void claim_units(Worker& worker);
-  void serve(int index);
-  bool await_job(uint64_t seen, Upcoming& next);
+  void worker_loop(int index);
+  bool wait_for_job(uint64_t seen, PrefetchRange& prefetch);
   void open(const Job& job);
-  void close(Upcoming& next);
+  void close(PrefetchRange& prefetch);
   Share::Units share_of(int index) const;
 
   const int num_threads_;
@@ -115,9 +115,9 @@ class Executor {
     int num_threads() const;
     Arena& scratch() { return *scratch_; }
     // Records that `weight` is read now and predicts the weight read after it, which may be empty.
-    Weight next_after(const Weight& weight);
+    Weight predict_next(const Weight& weight);
     // Runs a job on all threads of the lease, or on the calling thread if it is too small.
-    void run(const Job& job, bool worth_sharing);
+    void run(const Job& job, bool is_parallel);
 
    private:
     Executor& executor_;
@@ -132,7 +132,7 @@ class Executor {
 
  private:
   Pool pool_;
-  WeightTrail trail_;
+  NextWeightPredictor predictor_;
   std::mutex mutex_;
   Arena scratch_;
 };

@@ -20,33 +20,33 @@ struct Weight {
 };
 
 // The part of a thread's prefetch that is still to be issued.
-struct Upcoming {
+struct PrefetchRange {
   const char* at = nullptr;
   const char* end = nullptr;
 
   bool empty() const { return at >= end; }
   // Prefetches one line into L2; L1 is left to the running kernel.
-  void fetch_line() {
+  void prefetch_line() {
     __builtin_prefetch(at, 0, 2);
     at += kCacheLine;
   }
 };
 
 // Maximum bytes prefetched per thread, so that they fit the core's L2 cache.
-constexpr int64_t kMaxUpcoming = 1 << 18;
+constexpr int64_t kMaxPrefetchBytes = 1 << 18;
 
 // The start of the share of `weight` that thread `index` of `threads` reads.
-inline Upcoming upcoming_for(const Weight& weight, int index, int threads) {
+inline PrefetchRange prefetch_range(const Weight& weight, int index, int threads) {
   const char* begin = weight.data + weight.panels * index / threads * weight.panel_bytes;
   const char* end = weight.data + weight.panels * (index + 1) / threads * weight.panel_bytes;
-  return {begin, std::min(end, begin + kMaxUpcoming)};
+  return {begin, std::min(end, begin + kMaxPrefetchBytes)};
 }
 
-class WeightTrail {
+class NextWeightPredictor {
  public:
   // Records that `weight` is read now; returns the weight that followed it last time, or an empty
   // one.
-  Weight advance(const Weight& weight) {
+  Weight record_and_predict(const Weight& weight) {
     if (after_.size() >= kMaxWeights) after_.clear();
     if (last_ != nullptr) after_[last_] = weight;
     last_ = weight.data;

@@ -158,14 +158,14 @@ struct RowBest {
 };
 
 // The model's logit transforms, applied before sampling and logprobs. Both are monotonic.
-struct LogitShape {
+struct LogitTransform {
   float divisor = 1.0f;
   float soft_cap = 0.0f;  // cap * tanh(logit / cap); 0: none
 };
 
 struct LogitsTask {
   LinearTask product;  // rows = L, n = V; `out` unused
-  LogitShape shape;
+  LogitTransform transform;
   RowBest* best;       // [threads, L]
   float* const* kept;  // [L]: where to store the row's logits; null: they are not needed
 };

@@ -10,35 +10,35 @@ namespace cadenza::xla_ffi {
 namespace {
 
 // The rows' rule records and token history; empty if no row has rules.
-struct RowMemory {
+struct RuleBuffers {
   Any records, page_table, history;
   int64_t page_size;
 
-  bool is_there() const { return records.element_count() > 0; }
+  bool has_records() const { return records.element_count() > 0; }
 };
 
-RowRules rules_of(const LogitRows& rows, const RowMemory& memory, int64_t index) {
-  const int64_t row = rows.whole(kRow, index), length = rows.whole(kPosition, index);
-  const int64_t words = dim(memory.records, 1), pages = dim(memory.page_table, 1);
-  require(row >= 0 && row < dim(memory.records, 0),
+RowRules rules_of(const LogitRows& rows, const RuleBuffers& buffers, int64_t index) {
+  const int64_t row = rows.int_at(kRow, index), length = rows.int_at(kPosition, index);
+  const int64_t words = dim(buffers.records, 1), pages = dim(buffers.page_table, 1);
+  require(row >= 0 && row < dim(buffers.records, 0),
           "a logit row refers to a row outside the rules' records");
-  require(length >= 0 && length <= pages * memory.page_size,
+  require(length >= 0 && length <= pages * buffers.page_size,
           "a logit row's position is beyond its row's pages");
-  RowRules rules{int32(memory.records) + row * words, int32(memory.page_table) + row * pages,
-                 int32(memory.history), memory.page_size, length};
-  const int64_t num_pages = int64_t(memory.history.element_count()) / memory.page_size;
-  for (int64_t page = 0; page * memory.page_size < length; page++) {
+  RowRules rules{int32(buffers.records) + row * words, int32(buffers.page_table) + row * pages,
+                 int32(buffers.history), buffers.page_size, length};
+  const int64_t num_pages = int64_t(buffers.history.element_count()) / buffers.page_size;
+  for (int64_t page = 0; page * buffers.page_size < length; page++) {
     require(rules.page_table[page] >= 0 && rules.page_table[page] < num_pages,
             "page_table refers to a page outside the history");
   }
   return rules;
 }
 
-SampleParams params_of(const LogitRows& rows, const RowMemory& memory, int64_t index) {
+SampleParams params_of(const LogitRows& rows, const RuleBuffers& buffers, int64_t index) {
   SampleParams params = params_of(rows, index);
   if (has_fault(Fault::kRowKey)) params.key[0] = uint32_t(index);
-  if (memory.is_there() && rows.whole(kHasRules, index) > 0) {
-    params.rules = rules_of(rows, memory, index);
+  if (buffers.has_records() && rows.int_at(kHasRules, index) > 0) {
+    params.rules = rules_of(rows, buffers, index);
   }
   return params;
 }
@@ -49,16 +49,16 @@ LogitRows checked_rows(const Any& columns, int64_t count, int64_t vocab) {
           "the logit rows must be int32 [columns, L]");
   LogitRows rows{int32(columns), dim(columns, 1)};
   for (int64_t index = 0; index < count; index++) {
-    require(rows.whole(kTarget, index) < vocab, "a target is outside the vocabulary");
+    require(rows.int_at(kTarget, index) < vocab, "a target is outside the vocabulary");
   }
   return rows;
 }
 
-void check(const RowMemory& memory, int64_t vocab) {
-  if (!memory.is_there()) return;
-  require(memory.page_size > 0, "the page size must be above 0");
-  require(dim(memory.records, 1) == rule_words(vocab), "rules must be int32 [R, W]");
-  require(dim(memory.page_table, 0) == dim(memory.records, 0), "page_table must be int32 [R, P]");
+void check(const RuleBuffers& buffers, int64_t vocab) {
+  if (!buffers.has_records()) return;
+  require(buffers.page_size > 0, "the page size must be above 0");
+  require(dim(buffers.records, 1) == rule_words(vocab), "rules must be int32 [R, W]");
+  require(dim(buffers.page_table, 0) == dim(buffers.records, 0), "page_table must be int32 [R, P]");
 }
 
 // cadenza_next_token: x act [L, E]; head packed; count; logit rows [columns, L]
@@ -84,7 +84,7 @@ ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records,
     task.product.x = x.untyped_data();
     task.product.w = head.untyped_data();
     task.out = static_cast<int32_t*>(out->untyped_data());
-    task.shape = {divisor, soft_cap};
+    task.transform = {divisor, soft_cap};
     require(divisor > 0 && soft_cap >= 0, "the divisor must be above 0, the soft cap at least 0");
     require(dim(x, 0) >= task.product.rows, "x has too few rows");
     require_packed(head, dtype, vocab, task.product.k);
@@ -92,12 +92,12 @@ ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records,
             "the result must be int32 [L, 44]");
     std::memset(task.out, 0, out->size_bytes());
     LogitRows rows = checked_rows(columns, task.product.rows, vocab);
-    RowMemory memory{records, page_table, history, page_size};
-    check(memory, vocab);
+    RuleBuffers buffers{records, page_table, history, page_size};
+    check(buffers, vocab);
     std::vector<SampleParams> params;
     params.reserve(size_t(task.product.rows));
     for (int64_t row = 0; row < task.product.rows; row++) {
-      params.push_back(params_of(rows, memory, row));
+      params.push_back(params_of(rows, buffers, row));
     }
     task.params = params.data();
     if (profile.is_on()) {

@@ -45,12 +45,12 @@ struct AttendTile {
   float maximum[kAttendRows], denominator[kAttendRows];
   // Sub-blocks of the current span in the order of use: keys, values, then `next`. While one is
   // processed, the one kAttendVecs later is prefetched.
-  const T* stream[2 * kBlocksPerSpan + kAttendVecs];
+  const T* blocks[2 * kBlocksPerSpan + kAttendVecs];
   int first_block, num_blocks;
   const T* next[kAttendVecs];  // the first keys after this tile
 
-  const T* const* keys(int block) const { return stream + (block - first_block); }
-  const T* const* values(int block) const { return stream + num_blocks + (block - first_block); }
+  const T* const* keys(int block) const { return blocks + (block - first_block); }
+  const T* const* values(int block) const { return blocks + num_blocks + (block - first_block); }
   int64_t token(int i) const { return task.query_starts[unit.row] + (first + i) / task.group(); }
   int64_t head(int i) const { return unit.kv_head * task.group() + (first + i) % task.group(); }
 };
@@ -110,10 +110,10 @@ inline TokenRange enter_span(AttendTile<T>& tile, int64_t span) {
     int64_t position = span * kSpan + (tile.first_block + i) * kLanes;
     if constexpr (kHasFaults) position -= task.span_shift(tile.unit.row);
     int64_t at = offset_of_position<T>(task, tile.unit, position);
-    tile.stream[i] = static_cast<const T*>(task.k_pool) + at;
-    tile.stream[tile.num_blocks + i] = static_cast<const T*>(task.v_pool) + at;
+    tile.blocks[i] = static_cast<const T*>(task.k_pool) + at;
+    tile.blocks[tile.num_blocks + i] = static_cast<const T*>(task.v_pool) + at;
   }
-  for (int i = 0; i < kAttendVecs; i++) tile.stream[2 * tile.num_blocks + i] = tile.next[i];
+  for (int i = 0; i < kAttendVecs; i++) tile.blocks[2 * tile.num_blocks + i] = tile.next[i];
   return all;
 }
 
@@ -150,7 +150,7 @@ inline Mask owned_lanes(TokenRange range, int block) {
   return begin <= 0 ? before_end : mask_and(before_end, mask_not(first(begin)));
 }
 
-inline bool is_whole(TokenRange range, int block) {
+inline bool is_full_block(TokenRange range, int block) {
   return block * kLanes >= range.begin && (block + 1) * kLanes <= range.end;
 }
 
@@ -169,11 +169,11 @@ inline void softmax_span(AttendTile<T>& tile, int i) {
   float* scores = tile.scores + i * kSpan;
   T* weights = tile.weights + i * kSpan;
   int first_block = range.begin / kLanes, last = (range.end + kLanes - 1) / kLanes;
-  const Vec nothing = set1(-__builtin_inff());
-  Vec largest = nothing;
+  const Vec no_score = set1(-__builtin_inff());
+  Vec largest = no_score;
   for (int block = first_block; block < last; block++) {
     Vec score = scaled_score(tile.task, load(scores + block * kLanes)), unmasked = score;
-    if (!is_whole(range, block)) score = select(owned_lanes(range, block), score, nothing);
+    if (!is_full_block(range, block)) score = select(owned_lanes(range, block), score, no_score);
     store(scores + block * kLanes, score);
     if constexpr (kHasFaults) {
       if (has_fault(Fault::kMultipliedPadding)) store(scores + block * kLanes, unmasked);
@@ -184,7 +184,7 @@ inline void softmax_span(AttendTile<T>& tile, int i) {
   Vec sum = zero();
   for (int block = first_block; block < last; block++) {
     Vec p = exp2_vec(sub(load(scores + block * kLanes), set1(maximum))), unmasked = p;
-    if (!is_whole(range, block)) p = select(owned_lanes(range, block), p, zero());
+    if (!is_full_block(range, block)) p = select(owned_lanes(range, block), p, zero());
     if constexpr (kHasFaults) {
       if (has_fault(Fault::kMultipliedPadding)) p = add(p, mul(unmasked, zero()));
     }
@@ -206,7 +206,7 @@ inline StepRange<T> touched_steps(TokenRange r) {
   return {r.begin / kStep<T>, (r.end + kStep<T> - 1) / kStep<T>};
 }
 template <class T>
-inline StepRange<T> whole_steps(TokenRange r) {
+inline StepRange<T> full_steps(TokenRange r) {
   return {(r.begin + kStep<T> - 1) / kStep<T>, r.end / kStep<T>};
 }
 
@@ -236,14 +236,14 @@ template <class T, int MR, int NR>
   for (int step = steps.begin; step < steps.end;) {
     int block = step / kSteps, within = step % kSteps;
     int count = steps.end - step < kSteps - within ? steps.end - step : kSteps - within;
-    const T *columns[NR], *later[NR];
+    const T *columns[NR], *next_values[NR];
     for (int j = 0; j < NR; j++) {
       int64_t at = (within * size + d + j * kLanes) * kStep<T>;
       columns[j] = tile.values(block)[0] + at;
-      later[j] = tile.values(block)[kAttendVecs] + at;
+      next_values[j] = tile.values(block)[kAttendVecs] + at;
     }
     accumulate<T, MR, NR>(acc, tile.weights + step * kStep<T>, kSpan, count, columns,
-                          size * kStep<T>, {}, later);
+                          size * kStep<T>, {}, next_values);
     step += count;
   }
   store_tile(acc, tile.numerator + d, size);
@@ -276,7 +276,7 @@ template <class T, int MR>
 inline void add_span_values(AttendTile<T>& tile) {
   StepRange<T> shared{0, kSpan};
   for (int i = 0; i < MR; i++) {
-    StepRange<T> whole = whole_steps<T>(tile.range[i]);
+    StepRange<T> whole = full_steps<T>(tile.range[i]);
     if (whole.begin > shared.begin) shared.begin = whole.begin;
     if (whole.end < shared.end) shared.end = whole.end;
   }

@@ -44,8 +44,8 @@ inline float exponentials(const float* logits, int64_t experts, float largest, f
   return reduce_add(sum);
 }
 
-inline void weigh_experts(const RouteTask& task, const float* exps, float total, const int32_t* ids,
-                          float* weights) {
+inline void write_expert_weights(const RouteTask& task, const float* exps, float total,
+                                 const int32_t* ids, float* weights) {
   if (task.over_chosen) {
     total = 0.0f;
     for (int64_t s = 0; s < task.num_chosen; s++) total += exps[ids[s]];
@@ -67,7 +67,7 @@ inline void route_row(const RouteTask& task, const float* logits, int64_t row, f
   }
   choose_experts(logits, experts, task.num_chosen, ids);
   float total = exponentials(logits, experts, largest, exps);
-  weigh_experts(task, exps, total, ids, weights);
+  write_expert_weights(task, exps, total, ids, weights);
 }
 
 inline void route_units(const void* context, int64_t begin, int64_t end, Worker& worker) {

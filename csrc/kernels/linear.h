@@ -27,14 +27,14 @@ constexpr int kPanelVecs = kPanel / kLanes;
 template <class T, int MR, int NR>
 [[gnu::always_inline]] inline void reduce_columns(Vec (&acc)[MR][NR],
                                                   const PanelProduct<T>& product, int64_t row,
-                                                  int column, Ahead ahead) {
+                                                  int column, SpreadPrefetch prefetch) {
   constexpr int64_t kStride = kPanel * kStep<T>;
   const T* x = product.x + row * product.k;
   const T* w[NR];
   for (int j = 0; j < NR; j++) w[j] = product.w + (column + j * kLanes) * kStep<T>;
   clear(acc);
   int64_t whole = product.k / kStep<T>;
-  accumulate<T, MR, NR>(acc, x, product.k, whole, w, kStride, ahead);
+  accumulate<T, MR, NR>(acc, x, product.k, whole, w, kStride, prefetch);
   if (!product.has_odd_tail()) return;
   for (int j = 0; j < NR; j++) {
     auto weight = Elem<T>::weight(w[j] + whole * kStride);
@@ -47,15 +47,15 @@ template <class T, int MR, int NR>
 
 // Computes MR rows of a panel and calls epilogue(row, columns) for each row.
 template <class T, int MR, class Epilogue>
-[[gnu::noinline]] void row_tile(const PanelProduct<T>& product, int64_t row, Ahead ahead,
-                                const Epilogue& epilogue) {
+[[gnu::noinline]] void row_tile(const PanelProduct<T>& product, int64_t row,
+                                SpreadPrefetch prefetch, const Epilogue& epilogue) {
   Vec acc[MR][kPanelVecs];
   if constexpr (kTileVecs == kPanelVecs) {
-    reduce_columns<T, MR, kPanelVecs>(acc, product, row, 0, ahead);
+    reduce_columns<T, MR, kPanelVecs>(acc, product, row, 0, prefetch);
   } else {
     for (int j = 0; j < kPanelVecs; j++) {
       Vec part[MR][1];
-      reduce_columns<T, MR, 1>(part, product, row, j * kLanes, ahead);
+      reduce_columns<T, MR, 1>(part, product, row, j * kLanes, prefetch);
       for (int i = 0; i < MR; i++) acc[i][j] = part[i][0];
     }
   }
@@ -64,9 +64,9 @@ template <class T, int MR, class Epilogue>
 }
 
 // Computes units [begin, end). Rows are divided evenly into tiles of at most kMaxRows, and tiles
-// into row blocks. With several row tiles, the next panel is prefetched meanwhile, spread evenly
-// over the tiles; at the end of the thread's share that is the first panel of the next product's
-// weight.
+// into row blocks. A unit with one row tile prefetches its own panel 4 KiB ahead. A unit with
+// several prefetches the next panel, spread evenly over the tiles; the last unit of the thread's
+// share prefetches the next weight's first panel instead.
 template <class T, class MakeEpilogue>
 inline void run_panels(const void* x, const void* w, const Grid& grid, int64_t begin, int64_t end,
                        Worker& worker, const MakeEpilogue& make_epilogue) {
@@ -80,24 +80,24 @@ inline void run_panels(const void* x, const void* w, const Grid& grid, int64_t b
     auto epilogue = make_epilogue(panel);
     int64_t first_tile = block * tiles / grid.row_blocks;
     int64_t last_tile = (block + 1) * tiles / grid.row_blocks;
-    Ahead ahead;
+    SpreadPrefetch prefetch;
     int64_t count = last_tile - first_tile;
     if (count == 1) {
-      ahead = {reinterpret_cast<const char*>(product.w) + 4096, 128};
+      prefetch = {reinterpret_cast<const char*>(product.w) + 4096, 128};
     } else if (unit + 1 == worker.share_end) {
-      if (!worker.next.empty()) ahead = {worker.next.at, 128 / count};
-      worker.next.at += panel_size * int64_t(sizeof(T));
+      if (!worker.prefetch.empty()) prefetch = {worker.prefetch.at, 128 / count};
+      worker.prefetch.at += panel_size * int64_t(sizeof(T));
     } else if (panel + 1 < grid.panels) {
-      ahead = {reinterpret_cast<const char*>(product.w + panel_size), 128 / count};
+      prefetch = {reinterpret_cast<const char*>(product.w + panel_size), 128 / count};
     }
-    const char* fetch = ahead.at;
+    const char* start = prefetch.at;
     for (int64_t tile = first_tile; tile < last_tile; tile++) {
       int64_t row = tile * rows / tiles, next = (tile + 1) * rows / tiles;
       with_count<kMaxRows>(int(next - row), [&](auto n) {
-        row_tile<T, decltype(n)::value>(product, row, ahead, epilogue);
+        row_tile<T, decltype(n)::value>(product, row, prefetch, epilogue);
       });
-      if (ahead.bytes_per_step != 0) {
-        ahead.at = fetch + (tile + 1 - first_tile) * panel_size * int64_t(sizeof(T)) / count;
+      if (prefetch.bytes_per_step != 0) {
+        prefetch.at = start + (tile + 1 - first_tile) * panel_size * int64_t(sizeof(T)) / count;
       }
     }
   }
@@ -199,11 +199,11 @@ struct LogitsEpilogue {
     }
   }
   // Applies the model's transform. `largest_bits` is taken from the product before it.
-  Vec shaped(Vec value) const {
-    const LogitShape& shape = task.shape;
-    if (shape.divisor != 1.0f) value = div(value, set1(shape.divisor));
-    if (shape.soft_cap == 0.0f) return value;
-    return mul(tanh_vec(div(value, set1(shape.soft_cap))), set1(shape.soft_cap));
+  Vec transformed(Vec value) const {
+    const LogitTransform& transform = task.transform;
+    if (transform.divisor != 1.0f) value = div(value, set1(transform.divisor));
+    if (transform.soft_cap == 0.0f) return value;
+    return mul(tanh_vec(div(value, set1(transform.soft_cap))), set1(transform.soft_cap));
   }
   static VecI magnitude(Vec a) { return and_i(as_int(a), set1_i(0x7fffffff)); }
 
@@ -213,8 +213,8 @@ struct LogitsEpilogue {
     VecI size = max_u(magnitude(product[0]), magnitude(product[1]));
     uint32_t largest_bits = reduce_max_u(size);
     if (largest_bits > mine.largest_bits) mine.largest_bits = largest_bits;
-    const Vec columns[2] = {valid(column, shaped(product[0])),
-                            valid(column + kLanes, shaped(product[1]))};
+    const Vec columns[2] = {valid(column, transformed(product[0])),
+                            valid(column + kLanes, transformed(product[1]))};
     Vec largest = max(columns[0], columns[1]);
     // cmp_ge is false for NaN lanes, so they cannot mask the other lanes; the row is rejected
     // through largest_bits.

@@ -6,16 +6,16 @@
 namespace cadenza::CADENZA_ISA {
 
 // A range to prefetch, spread evenly over the steps of the reduction.
-struct Ahead {
+struct SpreadPrefetch {
   const char* at = nullptr;
   int64_t bytes_per_step = 0;
 };
 
-[[gnu::always_inline]] inline void touch(Ahead& ahead) {
-  if (ahead.bytes_per_step == 0) return;
-  __builtin_prefetch(ahead.at, 0, 3);
-  if (ahead.bytes_per_step > 64) __builtin_prefetch(ahead.at + 64, 0, 3);
-  ahead.at += ahead.bytes_per_step;
+[[gnu::always_inline]] inline void prefetch_step(SpreadPrefetch& prefetch) {
+  if (prefetch.bytes_per_step == 0) return;
+  __builtin_prefetch(prefetch.at, 0, 3);
+  if (prefetch.bytes_per_step > 64) __builtin_prefetch(prefetch.at + 64, 0, 3);
+  prefetch.at += prefetch.bytes_per_step;
 }
 
 template <int MR, int NR>
@@ -41,12 +41,12 @@ template <class T, int MR, int NR>
 
 // acc[i][j] += sum over `steps` of x[i] · w[j]. Each element has one accumulator and one summation
 // order, independent of MR and NR. One base pointer per three rows saves registers. Prefetches
-// `ahead`, and the same steps of the NR vectors `later` if given.
+// `prefetch`, and the same steps of the NR vectors `prefetch_w` if given.
 template <class T, int MR, int NR>
 [[gnu::always_inline]] inline void accumulate(Vec (&acc)[MR][NR], const T* x, int64_t row_stride,
                                               int64_t steps, const T* const (&w)[NR],
-                                              int64_t w_stride, Ahead ahead = {},
-                                              const T* const* later = nullptr) {
+                                              int64_t w_stride, SpreadPrefetch prefetch = {},
+                                              const T* const* prefetch_w = nullptr) {
   constexpr int kBases = (MR + 2) / 3;
   const T* base[kBases];
 #pragma GCC unroll 16
@@ -57,14 +57,14 @@ template <class T, int MR, int NR>
 #pragma GCC unroll 4
     for (int j = 0; j < NR; j++) columns[j] = Elem<T>::weight(w[j] + offset);
     accumulate_step<T, MR, NR>(acc, columns, base, row_stride);
-    if (later != nullptr) {
+    if (prefetch_w != nullptr) {
 #pragma GCC unroll 4
-      for (int j = 0; j < NR; j++) __builtin_prefetch(later[j] + offset, 0, 3);
+      for (int j = 0; j < NR; j++) __builtin_prefetch(prefetch_w[j] + offset, 0, 3);
     }
     offset += w_stride;
 #pragma GCC unroll 16
     for (int g = 0; g < kBases; g++) base[g] += kStep<T>;
-    touch(ahead);
+    prefetch_step(prefetch);
   }
 }
 

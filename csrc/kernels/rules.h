@@ -19,15 +19,15 @@ inline float float_of(int32_t bits) {
 }
 
 // A row's logits with an undo log of every change.
-class RuledLogits {
+class UndoableLogits {
  public:
-  RuledLogits(float* logits, int64_t vocab, int64_t most, Arena& arena)
-      : logits_(logits), vocab_(vocab), old_(arena.take<Old>(most)) {}
+  UndoableLogits(float* logits, int64_t vocab, int64_t max_changes, Arena& arena)
+      : logits_(logits), vocab_(vocab), saved_(arena.take<Saved>(max_changes)) {}
 
   bool has(int32_t token) const { return token >= 0 && token < vocab_; }
   float get(int32_t token) const { return logits_[token]; }
   void set(int32_t token, float value) {
-    old_[count_++] = {token, logits_[token]};
+    saved_[count_++] = {token, logits_[token]};
     logits_[token] = value;
   }
   void ban(int32_t token) {
@@ -36,28 +36,28 @@ class RuledLogits {
   void restore() {
     while (count_ > 0) {
       count_--;
-      logits_[old_[count_].token] = old_[count_].value;
+      logits_[saved_[count_].token] = saved_[count_].value;
     }
   }
 
  private:
-  struct Old {
+  struct Saved {
     int32_t token;
     float value;
   };
   float* logits_;
   int64_t vocab_;
-  Old* old_;
+  Saved* saved_;
   int64_t count_ = 0;
 };
 
 // Upper bound on the number of changes that a row's rules make.
-inline int64_t most_changes(const RowRules& rules) {
+inline int64_t max_rule_changes(const RowRules& rules) {
   return kMaxBadWordTokens + kMaxStops + kMaxBiases + rules.length;
 }
 
 // Whether the last `count` generated tokens equal the `count` tokens of a bad word before `end`.
-inline bool ends_here(const RowRules& rules, const int32_t* end, int64_t count) {
+inline bool matches_history(const RowRules& rules, const int32_t* end, int64_t count) {
   if (rules.length - count < rules.num_prompt()) return false;
   for (int64_t back = 1; back <= count; back++) {
     if (rules.token(rules.length - back) != end[-back]) return false;
@@ -65,7 +65,7 @@ inline bool ends_here(const RowRules& rules, const int32_t* end, int64_t count) 
   return true;
 }
 
-inline void ban_bad_words(const RowRules& rules, RuledLogits& logits) {
+inline void ban_bad_words(const RowRules& rules, UndoableLogits& logits) {
   const int32_t* words = rules.record + kRuleBadWords;
   int64_t before = 0;  // tokens of the word before words[i]
   for (int64_t i = 0; i < kMaxBadWordTokens; i++) {
@@ -74,12 +74,12 @@ inline void ban_bad_words(const RowRules& rules, RuledLogits& logits) {
       continue;
     }
     bool is_end = i + 1 == kMaxBadWordTokens || words[i + 1] < 0;
-    if (is_end && ends_here(rules, words + i, before)) logits.ban(words[i]);
+    if (is_end && matches_history(rules, words + i, before)) logits.ban(words[i]);
     before++;
   }
 }
 
-inline void add_biases(const RowRules& rules, RuledLogits& logits) {
+inline void add_biases(const RowRules& rules, UndoableLogits& logits) {
   const int32_t* ids = rules.record + kRuleBiasIds;
   for (int64_t i = 0; i < kMaxBiases && ids[i] >= 0; i++) {
     float bias = float_of(rules.record[kRuleBiasValues + i]);
@@ -110,7 +110,7 @@ struct TokenCounts {
   }
 };
 
-inline void penalise(const RowRules& rules, RuledLogits& logits, Arena& arena) {
+inline void penalise(const RowRules& rules, UndoableLogits& logits, Arena& arena) {
   float presence = float_of(rules.record[kRulePresence]);
   float frequency = float_of(rules.record[kRuleFrequency]);
   float repetition = float_of(rules.record[kRuleRepetition]);
@@ -134,7 +134,7 @@ inline void penalise(const RowRules& rules, RuledLogits& logits, Arena& arena) {
 }
 
 // Applies all rules except the mask, which take_allowed applies when it collects the candidates.
-inline void apply_rules(const RowRules& rules, RuledLogits& logits, Arena& arena) {
+inline void apply_rules(const RowRules& rules, UndoableLogits& logits, Arena& arena) {
   ban_bad_words(rules, logits);
   const int32_t* stops = rules.record + kRuleStops;
   if (rules.length < rules.record[kRuleStopsFrom]) {

@@ -91,7 +91,7 @@ struct MassMeasure {
   }
 };
 
-inline void weigh(Candidates& c, float maximum, Arena& arena) {
+inline void compute_masses(Candidates& c, float maximum, Arena& arena) {
   c.masses = arena.take<float>(c.count + 2 * kLanes);
   for (int64_t i = 0; i < c.count; i += kLanes) {
     store(c.masses + i, exp_vec(sub(load(c.values + i), set1(maximum))));
@@ -123,7 +123,7 @@ inline Candidates copy_values(const Candidates& c, Arena& arena) {
 }
 
 // Keeps the candidates with low <= value < high, in place.
-inline void narrow(Candidates& c, float low, float high) {
+inline void keep_between(Candidates& c, float low, float high) {
   int64_t kept = 0;
   for (int64_t i = 0; i < c.count; i += kLanes) {
     Vec value = load(c.values + i);
@@ -178,7 +178,7 @@ inline void keep_reaching(Candidates& c, double wanted, const Measure& measure, 
       above = reached;
     }
     step = 2.0f * kFirstStep;
-    narrow(open, low, high);
+    keep_between(open, low, high);
   }
   uint32_t inside = ordered_bits(low), outside = ordered_bits(high);
   while (outside - inside > 1) {
@@ -222,7 +222,7 @@ struct Choice {
   int32_t id;
 };
 
-inline void consider(Choice& best, Vec values, Vec ids) {
+inline void update_best(Choice& best, Vec values, Vec ids) {
   if (!any(cmp_gt(values, set1(best.value)))) return;
   alignas(64) float value[kLanes];
   alignas(64) uint32_t id[kLanes];
@@ -233,13 +233,13 @@ inline void consider(Choice& best, Vec values, Vec ids) {
   }
 }
 
-inline Choice choose_noisy(const Candidates& c, const uint32_t key[2]) {
+inline Choice choose_gumbel_max(const Candidates& c, const uint32_t key[2]) {
   Choice best{-kInfinity, 0};
   for (int64_t i = 0; i < c.count; i += kLanes) {
     Vec value = load(c.values + i), ids = load(c.ids + i);
     VecI random = hash_tokens(as_int(ids), key);
     if (!any(cmp_gt(add(value, noise_bound(random)), set1(best.value)))) continue;
-    consider(best, add(value, gumbel_noise(random)), ids);
+    update_best(best, add(value, gumbel_noise(random)), ids);
   }
   return best;
 }
@@ -247,7 +247,7 @@ inline Choice choose_noisy(const Candidates& c, const uint32_t key[2]) {
 inline Choice choose_greedy(const Candidates& c) {
   Choice best{-kInfinity, 0};
   for (int64_t i = 0; i < c.count; i += kLanes) {
-    consider(best, load(c.values + i), load(c.ids + i));
+    update_best(best, load(c.values + i), load(c.ids + i));
   }
   return best;
 }
@@ -332,7 +332,7 @@ inline void filter(Candidates& c, const SampleParams& params, Arena& arena) {
     keep_reaching(c, params.top_k, CountMeasure{}, arena);
   }
   if (params.top_p < 1.0f) {
-    weigh(c, maximum, arena);
+    compute_masses(c, maximum, arena);
     MassMeasure mass;
     keep_reaching(c, double(params.top_p) * mass(c, -kInfinity), mass, arena);
   }
@@ -351,12 +351,12 @@ inline void choose(const SampledRow& row, int64_t vocab, Arena& arena) {
     return;
   }
   filter(c, row.params, arena);
-  row.out[kColumnToken] = choose_noisy(c, row.params.key).id;
+  row.out[kColumnToken] = choose_gumbel_max(c, row.params.key).id;
 }
 
-inline void choose_by_rules(const SampledRow& row, int64_t vocab, Arena& arena) {
+inline void choose_with_rules(const SampledRow& row, int64_t vocab, Arena& arena) {
   const RowRules& rules = row.params.rules;
-  RuledLogits logits(row.logits, vocab, most_changes(rules), arena);
+  UndoableLogits logits(row.logits, vocab, max_rule_changes(rules), arena);
   apply_rules(rules, logits, arena);
   choose(row, vocab, arena);
   logits.restore();
@@ -430,7 +430,7 @@ void sample_units(const void* context, int64_t begin, int64_t end, Worker& worke
     if (params.target >= 0) {
       row.out[kColumnToken] = params.target;
     } else if (params.rules.record != nullptr) {
-      choose_by_rules(row, task.vocab, worker.arena);
+      choose_with_rules(row, task.vocab, worker.arena);
     } else if (params.temperature > 0.0f) {
       choose(row, task.vocab, worker.arena);
     }

@@ -450,9 +450,9 @@ TEST(attention_queries_do_not_depend_on_later_tokens_of_their_row) {
 TEST(softmax_spans_at_relative_positions_are_detected) {
   Random random(2);
   std::vector<float> p = random_values<float>(random, 600);
-  auto merged = [&](size_t cut) {
+  auto merged = [&](size_t boundary) {
     float sum[2] = {0, 0};
-    for (size_t i = 0; i < p.size(); i++) sum[i >= cut] += std::exp(p[i]);
+    for (size_t i = 0; i < p.size(); i++) sum[i >= boundary] += std::exp(p[i]);
     return sum[0] + sum[1];
   };
   float absolute = merged(512), relative = merged(600 - 512);

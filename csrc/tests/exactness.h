@@ -85,7 +85,7 @@ inline std::string find_batch_difference(const Context& context, const RowOperat
   return "";
 }
 
-inline std::string find_poison(const Context& context, const RowOperation& op,
+inline std::string find_poison_difference(const Context& context, const RowOperation& op,
                                const std::vector<uint8_t>& alone) {
   for (int count :
        context.quick ? std::vector<int>{2, 15, 33} : std::vector<int>{2, 7, 15, 30, 65}) {
@@ -112,7 +112,7 @@ inline std::string find_inexactness(const Context& context, const RowOperation& 
     alone.insert(alone.end(), one.begin(), one.end());
   }
   std::string found = find_batch_difference(context, op, alone);
-  return found.empty() ? find_poison(context, op, alone) : found;
+  return found.empty() ? find_poison_difference(context, op, alone) : found;
 }
 
 inline void check_exact(const Context& context, const RowOperation& op) {

@@ -175,7 +175,7 @@ TEST(an_embedding_row_does_not_depend_on_its_batch) {
 
 // Greedy and sampled rows, with and without logprobs, with and without a logit transform.
 template <class T>
-void check_next_token(const Context& context, LogitShape shape) {
+void check_next_token(const Context& context, LogitTransform transform) {
   Head<T> head(context, 1, 397);
   Random random(45);
   std::vector<T> x = random_values<T>(random, kRows * kWidth);
@@ -186,7 +186,8 @@ void check_next_token(const Context& context, LogitShape shape) {
                             own.push_back(params[size_t(row.data)]);
                           }
                           std::vector<T> taken = take_rows(batch, x, kWidth);
-                          return bytes_of(choose(context, head, taken, own, batch.threads, shape));
+                          return bytes_of(
+                              choose(context, head, taken, own, batch.threads, transform));
                         }});
 }
 

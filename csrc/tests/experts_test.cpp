@@ -198,7 +198,7 @@ TEST(experts_give_a_row_the_same_bits_in_every_batch_position_and_thread_count) 
 
 // Large enough to run on all threads, with claims of several panels.
 template <class T>
-void check_company(const Context& context) {
+void check_with_other_rows(const Context& context) {
   const Shape shape{6, 2, 130, 96};
   Random random(32);
   Layer<T> layer(random, shape, *context.executors[0]);
@@ -227,8 +227,8 @@ void check_company(const Context& context) {
 }
 
 TEST(an_experts_output_for_a_row_does_not_depend_on_its_other_rows) {
-  check_company<bf16>(context);
-  check_company<float>(context);
+  check_with_other_rows<bf16>(context);
+  check_with_other_rows<float>(context);
 }
 
 // Negative control: summing a row's slots in another order, such as the order of the experts in the

@@ -83,7 +83,7 @@ TEST(a_linear_scales_the_product_and_its_bias_but_not_the_residual) {
 TEST(a_reduction_split_by_the_number_of_rows_is_detected) {
   Random random(8);
   const int64_t k = 150;
-  auto cut_in = [&](const std::vector<float>& x, const std::vector<float>& w, int64_t parts) {
+  auto sum_in_parts = [&](const std::vector<float>& x, const std::vector<float>& w, int64_t parts) {
     float total = 0;
     for (int64_t p = 0; p < parts; p++) {
       float sum = 0;
@@ -94,13 +94,13 @@ TEST(a_reduction_split_by_the_number_of_rows_is_detected) {
     }
     return total;
   };
-  std::vector<float> whole, cut;
+  std::vector<float> whole, split;
   for (int row = 0; row < 16; row++) {
     std::vector<float> x = random_values<float>(random, k), w = random_values<float>(random, k);
-    whole.push_back(cut_in(x, w, 1));
-    cut.push_back(cut_in(x, w, 3));
+    whole.push_back(sum_in_parts(x, w, 1));
+    split.push_back(sum_in_parts(x, w, 3));
   }
-  CHECK(!same_bits(whole.data(), cut.data(), 16));
+  CHECK(!same_bits(whole.data(), split.data(), 16));
 }
 
 template <class T>

@@ -35,13 +35,13 @@ inline SampleParams greedy() { return {0, 0, 1, 0, {0, 0}, -1}; }
 template <class T>
 std::vector<int32_t> choose(const Context& context, Head<T>& head, const std::vector<T>& x,
                             const std::vector<SampleParams>& params, size_t threads,
-                            LogitShape shape = {}) {
+                            LogitTransform transform = {}) {
   std::vector<int32_t> out(params.size() * kSampleColumns, 77);
   NextTokenTask task{{int64_t(params.size()), head.vocab, kWidth, x.data(), head.packed.data(),
                       nullptr, nullptr, nullptr, false},
                      params.data(),
                      out.data(),
-                     shape};
+                     transform};
   next_token(context.runtime(threads), dtype_of<T>(), task);
   return out;
 }
@@ -75,7 +75,7 @@ inline std::vector<int> kept_tokens(const std::vector<float>& z, const SamplePar
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
                    [&](int a, int b) { return z[size_t(a)] > z[size_t(b)]; });
-  auto cut_ties = [&](size_t count) {
+  auto keep_ties = [&](size_t count) {
     while (count < order.size() && z[size_t(order[count])] == z[size_t(order[count - 1])]) count++;
     order.resize(count);
   };
@@ -99,13 +99,13 @@ inline std::vector<int> kept_tokens(const std::vector<float>& z, const SamplePar
                                [&](int t) { return z[size_t(t)] < floor - 1e-5; }),
                 order.end());
   }
-  if (params.top_k > 0 && params.top_k < int(order.size())) cut_ties(size_t(params.top_k));
+  if (params.top_k > 0 && params.top_k < int(order.size())) keep_ties(size_t(params.top_k));
   for (int t : order) total += std::exp(z[size_t(t)] - maximum);
   if (params.top_p < 1) {
     size_t count = 0;
     while (count < order.size() && sum < params.top_p * total)
       sum += std::exp(z[size_t(order[count++])] - maximum);
-    cut_ties(std::max<size_t>(count, 1));
+    keep_ties(std::max<size_t>(count, 1));
   }
   return order;
 }

@@ -63,50 +63,54 @@ Weight weight_at(int64_t address, int64_t panels) {
 TEST(the_predictor_returns_the_weight_that_followed_last_time) {
   const Weight first = weight_at(1 << 20, 4), second = weight_at(2 << 20, 5);
   const Weight third = weight_at(3 << 20, 6);
-  WeightTrail trail;
-  for (const Weight& each : {first, second, third}) CHECK(trail.advance(each).data == nullptr);
-  CHECK(trail.advance(first).data == second.data);
-  CHECK(trail.advance(third).panels == first.panels);  // a changed order; the latest counts
-  CHECK(trail.advance(first).data == third.data);
+  NextWeightPredictor predictor;
+  for (const Weight& each : {first, second, third}) {
+    CHECK(predictor.record_and_predict(each).data == nullptr);
+  }
+  CHECK(predictor.record_and_predict(first).data == second.data);
+  // The order changes; the latest counts.
+  CHECK(predictor.record_and_predict(third).panels == first.panels);
+  CHECK(predictor.record_and_predict(first).data == third.data);
 }
 
 TEST(each_thread_prefetches_its_own_share_of_the_next_weight) {
   const Weight weight = weight_at(1 << 20, 7);
   const char* end = weight.data;
   for (int index = 0; index < 3; index++) {
-    Upcoming mine = upcoming_for(weight, index, 3);
+    PrefetchRange mine = prefetch_range(weight, index, 3);
     CHECK(mine.at == end);
     end = mine.end;
   }
   CHECK(end == weight.data + 7 * weight.panel_bytes);
-  Upcoming bounded = upcoming_for(weight_at(1 << 20, 1 << 10), 1, 2);
-  CHECK(bounded.end - bounded.at == kMaxUpcoming);
-  CHECK(upcoming_for(Weight{}, 1, 2).empty());
+  PrefetchRange bounded = prefetch_range(weight_at(1 << 20, 1 << 10), 1, 2);
+  CHECK(bounded.end - bounded.at == kMaxPrefetchBytes);
+  CHECK(prefetch_range(Weight{}, 1, 2).empty());
 }
 
-struct Seen {
+struct Expected {
   std::atomic<bool> is_wrong{false};
   int64_t units, threads;
   Weight next;
 };
 
-void see_worker(const void* context, int64_t begin, int64_t, Worker& worker) {
-  auto& seen = *const_cast<Seen*>(static_cast<const Seen*>(context));
-  const char* first =
-      seen.next.data + seen.next.panels * worker.index / seen.threads * seen.next.panel_bytes;
-  if (worker.next.at != first) seen.is_wrong = true;
-  if (worker.share_end != seen.units * (worker.index + 1) / seen.threads) seen.is_wrong = true;
-  if (begin >= seen.units) seen.is_wrong = true;
+void check_worker(const void* context, int64_t begin, int64_t, Worker& worker) {
+  auto& expected = *const_cast<Expected*>(static_cast<const Expected*>(context));
+  const Weight& next = expected.next;
+  const char* first = next.data + next.panels * worker.index / expected.threads * next.panel_bytes;
+  if (worker.prefetch.at != first) expected.is_wrong = true;
+  const int64_t share_end = expected.units * (worker.index + 1) / expected.threads;
+  if (worker.share_end != share_end) expected.is_wrong = true;
+  if (begin >= expected.units) expected.is_wrong = true;
 }
 
 TEST(a_worker_has_the_end_of_its_share_and_its_prefetch_range) {
   for (const auto& executor : context.executors) {
     if (executor->num_threads() == 1) continue;
     for (int64_t units : {2, 9, 100}) {
-      Seen seen{{false}, units, executor->num_threads(), weight_at(1 << 20, units)};
+      Expected expected{{false}, units, executor->num_threads(), weight_at(1 << 20, units)};
       Executor::Lease lease(*executor);
-      lease.run({see_worker, &seen, units, 4, seen.next}, true);
-      CHECK(!seen.is_wrong);
+      lease.run({check_worker, &expected, units, 4, expected.next}, true);
+      CHECK(!expected.is_wrong);
     }
   }
 }

@@ -62,7 +62,8 @@ bool ends_with(const Rules& rules, const Tokens& tokens, const Tokens& word) {
 }
 
 // Reference: applies the rules to the logits, one token at a time.
-std::vector<float> ruled(std::vector<float> logits, const Rules& rules, const Tokens& tokens) {
+std::vector<float> reference_logits(std::vector<float> logits, const Rules& rules,
+                                    const Tokens& tokens) {
   for (int32_t id = 0; id < int32_t(logits.size()); id++) {
     float& value = logits[size_t(id)];
     auto has = [&](const Tokens& ids) {
@@ -94,9 +95,9 @@ struct Row {
 
 // The history of a batch's rows on separate pages, in a pool filled with other tokens and invalid
 // ids.
-class Memory {
+class PagedHistory {
  public:
-  Memory(const std::vector<const Row*>& rows, int64_t page_size, uint64_t seed)
+  PagedHistory(const std::vector<const Row*>& rows, int64_t page_size, uint64_t seed)
       : page_size_(page_size) {
     Random random(seed);
     for (const Row* row : rows) num_pages_ += pages_of(*row);
@@ -139,13 +140,13 @@ class Memory {
 
 // A row without a record has no rules.
 template <class T>
-Tokens choose_ruled(const Context& context, Head<T>& head, const std::vector<T>& x,
+Tokens choose_with_rules(const Context& context, Head<T>& head, const std::vector<T>& x,
                     const std::vector<const Row*>& rows, size_t threads, int64_t page_size = 16) {
-  Memory memory(rows, page_size, rows.size() + threads);
+  PagedHistory history(rows, page_size, rows.size() + threads);
   std::vector<SampleParams> params;
   for (size_t i = 0; i < rows.size(); i++) {
     params.push_back(rows[i]->params);
-    if (!rows[i]->record.empty()) params.back().rules = memory.rules_of(i, *rows[i]);
+    if (!rows[i]->record.empty()) params.back().rules = history.rules_of(i, *rows[i]);
   }
   return choose(context, head, x, params, threads);
 }
@@ -189,13 +190,13 @@ Row random_row(Random& random, const std::vector<float>& logits) {
 }
 
 template <class T>
-struct Play {
+struct RuleCases {
   Head<T> head;
   std::vector<T> x;
   std::vector<Row> rows;
   std::vector<std::vector<float>> logits;
 
-  Play(const Context& context, int count, bool is_sampled)
+  RuleCases(const Context& context, int count, bool is_sampled)
       : head(context, 0.5f, kFewTokens), x(static_cast<size_t>(count * kWidth)) {
     Random random(71);
     x = random_values<T>(random, count * kWidth);
@@ -219,13 +220,13 @@ int32_t first_best(const std::vector<float>& logits) {
 }
 
 template <class T>
-void check_plainly(const Context& context, bool is_sampled) {
+void check_against_reference(const Context& context, bool is_sampled) {
   const int count = context.quick ? 25 : 120;
-  Play<T> play(context, count, is_sampled);
-  Tokens out = choose_ruled(context, play.head, play.x, play.all(), 1);
+  RuleCases<T> cases(context, count, is_sampled);
+  Tokens out = choose_with_rules(context, cases.head, cases.x, cases.all(), 1);
   for (int r = 0; r < count; r++) {
-    const Row& row = play.rows[size_t(r)];
-    std::vector<float> expected = ruled(play.logits[size_t(r)], row.rules, row.tokens);
+    const Row& row = cases.rows[size_t(r)];
+    std::vector<float> expected = reference_logits(cases.logits[size_t(r)], row.rules, row.tokens);
     int32_t token = out[size_t(r * kSampleColumns)];
     bool has_any = *std::max_element(expected.begin(), expected.end()) > -kInf;
     CHECK(out[size_t(r * kSampleColumns + kColumnState)] ==
@@ -241,16 +242,16 @@ void check_plainly(const Context& context, bool is_sampled) {
 
 TEST(token_rules_agree_with_a_simple_reference) {
   for (bool is_sampled : {false, true}) {
-    check_plainly<bf16>(context, is_sampled);
-    check_plainly<float>(context, is_sampled);
+    check_against_reference<bf16>(context, is_sampled);
+    check_against_reference<float>(context, is_sampled);
   }
 }
 
 // Negative controls: omitting or misreading any rule changes some row's token.
 TEST(an_omitted_or_misread_rule_is_detected) {
   const int count = 120;
-  Play<float> play(context, count, false);
-  Tokens out = choose_ruled(context, play.head, play.x, play.all(), 0);
+  RuleCases<float> cases(context, count, false);
+  Tokens out = choose_with_rules(context, cases.head, cases.x, cases.all(), 0);
   using Change = void (*)(Rules&);
   const Change changes[] = {
       [](Rules& r) { r.presence = 0; },      [](Rules& r) { r.frequency = 0; },
@@ -260,34 +261,34 @@ TEST(an_omitted_or_misread_rule_is_detected) {
       [](Rules& r) { r.bad_words.clear(); }, [](Rules& r) { r.allowed.reset(); },
   };
   for (Change change : changes) {
-    int noticed = 0;
+    int num_changed = 0;
     for (int r = 0; r < count; r++) {
-      Rules changed = play.rows[size_t(r)].rules;
+      Rules changed = cases.rows[size_t(r)].rules;
       change(changed);
       std::vector<float> logits =
-          ruled(play.logits[size_t(r)], changed, play.rows[size_t(r)].tokens);
-      noticed += out[size_t(r * kSampleColumns)] != first_best(logits);
+          reference_logits(cases.logits[size_t(r)], changed, cases.rows[size_t(r)].tokens);
+      num_changed += out[size_t(r * kSampleColumns)] != first_best(logits);
     }
-    CHECK(noticed > 0);
+    CHECK(num_changed > 0);
   }
 }
 
 // The rows as an operation: greedy rows, sampled rows and rows with a target, with and without
 // rules. A poisoned row has the poison value in its logits, penalties and biases.
 template <class T>
-RowOperation operation(const Context& context, Play<T>& play, int64_t page_size) {
-  for (size_t r = 0; r < play.rows.size(); r++) {
-    if (r % 7 == 3) play.rows[r].record.clear();
-    if (r % 11 == 5) play.rows[r].params.target = int32_t(r % size_t(kFewTokens));
+RowOperation operation(const Context& context, RuleCases<T>& cases, int64_t page_size) {
+  for (size_t r = 0; r < cases.rows.size(); r++) {
+    if (r % 7 == 3) cases.rows[r].record.clear();
+    if (r % 11 == 5) cases.rows[r].params.target = int32_t(r % size_t(kFewTokens));
   }
-  return {"ruled next_token", kSampleColumns * 4, int(play.rows.size()),
-          [&context, &play, page_size](const RowBatch& batch) {
-            std::vector<T> x = take_rows(batch, play.x, kWidth);
+  return {"next_token with rules", kSampleColumns * 4, int(cases.rows.size()),
+          [&context, &cases, page_size](const RowBatch& batch) {
+            std::vector<T> x = take_rows(batch, cases.x, kWidth);
             std::vector<Row> poisoned;
             poisoned.reserve(batch.rows.size());
             std::vector<const Row*> rows;
             for (const RowContent& content : batch.rows) {
-              rows.push_back(&play.rows[size_t(content.data)]);
+              rows.push_back(&cases.rows[size_t(content.data)]);
               if (!content.is_poisoned) continue;
               poisoned.push_back(*rows.back());
               Rules rules = poisoned.back().rules;
@@ -298,58 +299,60 @@ RowOperation operation(const Context& context, Play<T>& play, int64_t page_size)
               poisoned.back().record = encode(rules, kFewTokens);
               rows.back() = &poisoned.back();
             }
-            return bytes_of(choose_ruled(context, play.head, x, rows, batch.threads, page_size));
+            return bytes_of(
+                choose_with_rules(context, cases.head, x, rows, batch.threads, page_size));
           }};
 }
 
 TEST(rows_with_rules_have_the_same_bits_in_every_batch_position_thread_count_and_page) {
-  Play<bf16> narrow(context, context.quick ? 65 : 513, true);
-  Play<float> wide(context, context.quick ? 65 : 513, true);
+  RuleCases<bf16> narrow(context, context.quick ? 65 : 513, true);
+  RuleCases<float> wide(context, context.quick ? 65 : 513, true);
   check_exact(context, operation(context, narrow, 16));
   check_exact(context, operation(context, wide, 48));
 }
 
 TEST(tokens_of_rows_with_rules_do_not_depend_on_page_size_or_placement) {
-  Play<float> play(context, 40, true);
-  Tokens expected = choose_ruled(context, play.head, play.x, play.all(), 0, 16);
+  RuleCases<float> cases(context, 40, true);
+  Tokens expected = choose_with_rules(context, cases.head, cases.x, cases.all(), 0, 16);
   for (int64_t page_size : {1, 2, 16, 48, 256}) {
     for (size_t threads = 0; threads < 3; threads++) {
-      CHECK(choose_ruled(context, play.head, play.x, play.all(), threads, page_size) == expected);
+      Tokens out = choose_with_rules(context, cases.head, cases.x, cases.all(), threads, page_size);
+      CHECK(out == expected);
     }
   }
 }
 
 // Negative control: find_inexactness detects a row that reads another row's tokens.
 TEST(rules_that_read_another_rows_tokens_are_detected) {
-  Play<float> play(context, 33, true);
-  RowOperation honest = operation(context, play, 16), leaky = honest;
-  leaky.run = [&](const RowBatch& batch) {
+  RuleCases<float> cases(context, 33, true);
+  RowOperation independent = operation(context, cases, 16), leaking = independent;
+  leaking.run = [&](const RowBatch& batch) {
     std::vector<Row> rows;
     std::vector<const Row*> pointers;
-    for (const RowContent& content : batch.rows) rows.push_back(play.rows[size_t(content.data)]);
+    for (const RowContent& content : batch.rows) rows.push_back(cases.rows[size_t(content.data)]);
     for (size_t i = 0; i < rows.size(); i++) {
       const Tokens other = rows[i == 0 ? 0 : i - 1].tokens;
       if (i > 0) rows[i].tokens.insert(rows[i].tokens.end(), other.begin(), other.end());
       pointers.push_back(&rows[i]);
     }
-    std::vector<float> x = take_rows(batch, play.x, kWidth);
-    return bytes_of(choose_ruled(context, play.head, x, pointers, batch.threads));
+    std::vector<float> x = take_rows(batch, cases.x, kWidth);
+    return bytes_of(choose_with_rules(context, cases.head, x, pointers, batch.threads));
   };
-  CHECK(find_inexactness(context, honest).empty());
-  CHECK(!find_inexactness(context, leaky).empty());
+  CHECK(find_inexactness(context, independent).empty());
+  CHECK(!find_inexactness(context, leaking).empty());
 }
 
 TEST(rules_do_not_change_the_top_logprobs) {
-  Play<float> play(context, 30, true);
-  std::vector<Row> plain = play.rows;
+  RuleCases<float> cases(context, 30, true);
+  std::vector<Row> plain = cases.rows;
   std::vector<const Row*> bare;
   for (size_t r = 0; r < plain.size(); r++) {
-    play.rows[r].params.num_logprobs = plain[r].params.num_logprobs = 20;
+    cases.rows[r].params.num_logprobs = plain[r].params.num_logprobs = 20;
     plain[r].record.clear();
     bare.push_back(&plain[r]);
   }
-  Tokens with = choose_ruled(context, play.head, play.x, play.all(), 1);
-  Tokens without = choose_ruled(context, play.head, play.x, bare, 1);
+  Tokens with = choose_with_rules(context, cases.head, cases.x, cases.all(), 1);
+  Tokens without = choose_with_rules(context, cases.head, cases.x, bare, 1);
   for (size_t r = 0; r < plain.size(); r++) {
     const int32_t *a = with.data() + r * kSampleColumns, *b = without.data() + r * kSampleColumns;
     CHECK(same_bits(a + kColumnTop, b + kColumnTop, kSampleColumns - kColumnTop));
@@ -358,10 +361,10 @@ TEST(rules_do_not_change_the_top_logprobs) {
 
 // Lists of maximum length: 300 biases, 192 stop tokens, and bad words that fill their list.
 TEST(lists_of_maximum_length_are_read_completely) {
-  Play<float> play(context, 6, false);
-  for (size_t r = 0; r < play.rows.size(); r++) {
-    Row& row = play.rows[r];
-    std::vector<int> best = kept_tokens(play.logits[r], greedy());
+  RuleCases<float> cases(context, 6, false);
+  for (size_t r = 0; r < cases.rows.size(); r++) {
+    Row& row = cases.rows[r];
+    std::vector<int> best = kept_tokens(cases.logits[r], greedy());
     row.rules = {};
     row.tokens = {7, 8, 9};
     if (r % 3 == 0) {
@@ -377,19 +380,19 @@ TEST(lists_of_maximum_length_are_read_completely) {
     row.record = encode(row.rules, kFewTokens);
   }
   const size_t lengths[] = {kMaxBiases, kMaxStops, kMaxBadWordTokens / 5};
-  Tokens out = choose_ruled(context, play.head, play.x, play.all(), 1);
-  for (size_t r = 0; r < play.rows.size(); r++) {
-    int32_t next = kept_tokens(play.logits[r], greedy())[lengths[r % 3]];
+  Tokens out = choose_with_rules(context, cases.head, cases.x, cases.all(), 1);
+  for (size_t r = 0; r < cases.rows.size(); r++) {
+    int32_t next = kept_tokens(cases.logits[r], greedy())[lengths[r % 3]];
     CHECK(out[r * kSampleColumns] == next);
   }
 }
 
 TEST(a_row_whose_rules_ban_every_token_reports_it_and_other_rows_are_unchanged) {
-  Play<float> play(context, 9, true);
-  Tokens clean = choose_ruled(context, play.head, play.x, play.all(), 1);
-  play.rows[4].rules.allowed = Tokens{};
-  play.rows[4].record = encode(play.rows[4].rules, kFewTokens);
-  Tokens out = choose_ruled(context, play.head, play.x, play.all(), 1);
+  RuleCases<float> cases(context, 9, true);
+  Tokens clean = choose_with_rules(context, cases.head, cases.x, cases.all(), 1);
+  cases.rows[4].rules.allowed = Tokens{};
+  cases.rows[4].record = encode(cases.rows[4].rules, kFewTokens);
+  Tokens out = choose_with_rules(context, cases.head, cases.x, cases.all(), 1);
   CHECK(out[4 * kSampleColumns + kColumnState] == kStateNoneAllowed);
   CHECK(out[4 * kSampleColumns] == 0);
   CHECK(same_bits(out.data(), clean.data(), 4 * kSampleColumns));
@@ -425,16 +428,16 @@ std::vector<Tokens> garbage_records() {
 }
 
 TEST(an_invalid_record_or_history_does_not_change_other_rows) {
-  Play<float> play(context, 7, true);
-  for (Row& row : play.rows) row.params.num_logprobs = 5;
-  Tokens clean = choose_ruled(context, play.head, play.x, play.all(), 1);
+  RuleCases<float> cases(context, 7, true);
+  for (Row& row : cases.rows) row.params.num_logprobs = 5;
+  Tokens clean = choose_with_rules(context, cases.head, cases.x, cases.all(), 1);
   const std::vector<Tokens> contexts{
       {}, {-1, INT_MIN, INT_MAX, int32_t(kFewTokens), 3}, Tokens(40, 2), Tokens(300, INT_MAX)};
   for (const Tokens& record : garbage_records()) {
     for (const Tokens& tokens : contexts) {
-      play.rows[3].record = record;
-      play.rows[3].tokens = tokens;
-      Tokens out = choose_ruled(context, play.head, play.x, play.all(), 2);
+      cases.rows[3].record = record;
+      cases.rows[3].tokens = tokens;
+      Tokens out = choose_with_rules(context, cases.head, cases.x, cases.all(), 2);
       const int32_t *mine = out.data() + 3 * kSampleColumns, top = kColumnTop;
       CHECK(mine[kColumnToken] >= 0 && mine[kColumnToken] < kFewTokens);
       CHECK(mine[kColumnState] == kStateChosen || mine[kColumnState] == kStateNoneAllowed);

@@ -85,11 +85,11 @@ TEST(logprobs_agree_with_double_precision_and_do_not_change_the_token) {
 TEST(logits_are_divided_and_capped_before_sampling_and_logprobs) {
   Head<float> head(context, 4);
   Random random(16);
-  const LogitShape shape{3.0f, 2.5f};
+  const LogitTransform transform{3.0f, 2.5f};
   std::vector<float> x = random_values<float>(random, 6 * kWidth);
   std::vector<SampleParams> params = many_params(6);
   for (SampleParams& p : params) p.num_logprobs = 20;
-  std::vector<int32_t> out = choose(context, head, x, params, 1, shape);
+  std::vector<int32_t> out = choose(context, head, x, params, 1, transform);
   for (int64_t r = 0; r < 6; r++) {
     std::vector<float> logits = logits_of(context, head, x.data() + r * kWidth);
     double total = 0;
@@ -114,12 +114,12 @@ TEST(a_row_with_non_finite_logits_sets_only_its_own_state) {
   Head<float> head(context);
   Random random(15);
   for (float poison : {kNaN, kInf, -kInf}) {
-    const LogitShape shape = poison > 0 ? LogitShape{2.0f, 30.0f} : LogitShape{};
+    const LogitTransform transform = poison > 0 ? LogitTransform{2.0f, 30.0f} : LogitTransform{};
     std::vector<float> x = random_values<float>(random, 5 * kWidth);
     std::vector<SampleParams> params = many_params(5);
-    std::vector<int32_t> clean = choose(context, head, x, params, 1, shape);
+    std::vector<int32_t> clean = choose(context, head, x, params, 1, transform);
     x[size_t(2 * kWidth + 3)] = poison;
-    std::vector<int32_t> out = choose(context, head, x, params, 1, shape);
+    std::vector<int32_t> out = choose(context, head, x, params, 1, transform);
     CHECK(out[2 * kSampleColumns + kColumnState] == 0);
     CHECK(out[2 * kSampleColumns] >= 0 && out[2 * kSampleColumns] < kVocab);
     CHECK(same_bits(out.data(), clean.data(), 2 * kSampleColumns));
