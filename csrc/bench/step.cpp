@@ -17,6 +17,7 @@
 
 #include "core/isa.h"
 #include "core/ops.h"
+#include "core/roofline.h"
 
 using namespace cadenza;
 
@@ -24,6 +25,7 @@ namespace {
 
 constexpr int64_t kLayers = 30, kHidden = 576, kHeads = 9, kKvHeads = 3, kSize = 64, kFfn = 1536;
 constexpr int64_t kVocab = 49152, kPage = 16;
+constexpr int kPeakRepeats = 10;
 
 struct Options {
   int threads = 1;
@@ -238,7 +240,8 @@ int main(int argc, char** argv) {
   Options options = parse(argc, argv);
   Executor executor(options.threads);
   Runtime runtime{kernels(), executor};
-  std::printf("isa %s, %d threads\n", runtime.kernels.isa, options.threads);
+  std::printf("isa %s, %d threads, peak %.0f GF\n", runtime.kernels.isa, options.threads,
+              1e-9 * measure_multiply(runtime, DType::kBf16, kPeakRepeats));
   Step first = make_step(options, runtime, 1, 1, options.context, nullptr);
   for (int64_t rows : options.rows) {
     Step s = make_step(options, runtime, rows, 1, options.context, &first);

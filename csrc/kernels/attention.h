@@ -28,16 +28,16 @@ struct AttendTile {
   AttendTile(const AttendTask& task_, const AttendUnit& unit_, Arena& arena)
       : task(task_),
         unit(unit_),
-        queries(arena.take<T>(kAttendRows * task_.head_size)),
+        queries(arena.take<Input<T>>(kAttendRows * task_.head_size)),
         scores(arena.take<float>(kAttendRows * kSpan)),
-        weights(arena.take<T>(kAttendRows * kSpan)),
+        weights(arena.take<Input<T>>(kAttendRows * kSpan)),
         numerator(arena.take<float>(kAttendRows * task_.head_size)) {}
 
   const AttendTask& task;
   const AttendUnit& unit;
-  T* const queries;               // [count, D]
+  Input<T>* const queries;               // [count, D]
   float* const scores;            // [count, 512]
-  T* const weights;               // [count, 512]: exp2(score - maximum), not normalised
+  Input<T>* const weights;               // [count, 512]: exp2(score - maximum), not normalised
   float* const numerator;         // [count, D] of the current span
   int64_t first;                  // r of the tile's first query
   int count;                      // queries in the tile, at most kAttendRows
@@ -137,9 +137,8 @@ template <class T, int MR, int NR>
 template <class T, int MR>
 inline void score_span(AttendTile<T>& tile, TokenRange all) {
   int block = all.begin / kLanes, end = (all.end + kLanes - 1) / kLanes;
-  for (; block + kAttendVecs <= end; block += kAttendVecs) {
-    score_blocks<T, MR, kAttendVecs>(tile, block);
-  }
+  constexpr int NR = tile_vecs<MR>(kAttendVecs);
+  for (; block + NR <= end; block += NR) score_blocks<T, MR, NR>(tile, block);
   for (; block < end; block++) score_blocks<T, MR, 1>(tile, block);
 }
 
@@ -167,7 +166,7 @@ template <class T>
 inline void softmax_span(AttendTile<T>& tile, int i) {
   TokenRange range = tile.range[i];
   float* scores = tile.scores + i * kSpan;
-  T* weights = tile.weights + i * kSpan;
+  Input<T>* weights = tile.weights + i * kSpan;
   int first_block = range.begin / kLanes, last = (range.end + kLanes - 1) / kLanes;
   const Vec no_score = set1(-__builtin_inff());
   Vec largest = no_score;
@@ -189,7 +188,7 @@ inline void softmax_span(AttendTile<T>& tile, int i) {
       if (has_fault(Fault::kMultipliedPadding)) p = add(p, mul(unmasked, zero()));
     }
     sum = add(sum, p);
-    Elem<T>::store(weights + block * kLanes, p);
+    Elem<T>::store_input(weights + block * kLanes, p);
   }
   tile.maximum[i] = maximum;
   tile.denominator[i] = reduce_add(sum);
@@ -261,12 +260,16 @@ inline void add_edge_values(AttendTile<T>& tile, int i, StepRange<T> steps) {
     bool keep_first = token >= range.begin && token < range.end;
     bool keep_second = token + 1 >= range.begin && token + 1 < range.end;
     const T* values = tile.values(step / kSteps)[0] + step % kSteps * size * kStep<T>;
-    auto operand = Elem<T>::broadcast(tile.weights + i * kSpan + token);
-    for (int64_t d = 0; d < size; d += kLanes) {
-      float* at = tile.numerator + i * size + d;
-      auto column = Elem<T>::weight_masked(values + d * kStep<T>, keep_first, keep_second);
-      store(at, Elem<T>::dot(load(at), column, operand));
-    }
+    for_each_product<T>([&](auto p) {
+      constexpr int P = decltype(p)::value;
+      auto operand = Elem<T>::broadcast(tile.weights + i * kSpan + token + P);
+      for (int64_t d = 0; d < size; d += kLanes) {
+        float* at = tile.numerator + i * size + d;
+        auto column =
+            Elem<T>::template weight_masked<P>(values + d * kStep<T>, keep_first, keep_second);
+        store(at, Elem<T>::multiply_add(load(at), column, operand));
+      }
+    });
   }
 }
 
@@ -290,9 +293,8 @@ inline void add_span_values(AttendTile<T>& tile) {
   }
   if (none) return;
   int64_t d = 0;
-  for (; d + kAttendVecs * kLanes <= size; d += kAttendVecs * kLanes) {
-    add_values<T, MR, kAttendVecs>(tile, shared, d);
-  }
+  constexpr int NR = tile_vecs<MR>(kAttendVecs);
+  for (; d + NR * kLanes <= size; d += NR * kLanes) add_values<T, MR, NR>(tile, shared, d);
   for (; d < size; d += kLanes) add_values<T, MR, 1>(tile, shared, d);
   for (int i = 0; i < MR; i++) {
     add_edge_values(tile, i, {shared.end, touched_steps<T>(tile.range[i]).end});
@@ -400,7 +402,10 @@ inline void attend_unit(const AttendPlan& plan, const AttendUnit& unit, const At
     tile.first = begin + low;
     tile.count = int(high - low);
     for (int i = 0; i < tile.count; i++) {
-      prepare_head<T>(task, tile.token(i), tile.head(i), tile.queries + i * size);
+      Input<T>* query = tile.queries + i * size;
+      prepare_head<T>(task, tile.token(i), tile.head(i), [&](int64_t d, Vec values) {
+        Elem<T>::store_input(query + d, values);
+      });
     }
     float* sums = unit.partial < 0 ? scratch : plan.partials + (unit.partial + low) * stride;
     with_count<kAttendRows>(

@@ -67,15 +67,17 @@ inline int64_t rope_row(const AttendTask& task, int64_t token) {
   return position < 0 ? 0 : position < task.rope_rows ? position : task.rope_rows - 1;
 }
 
-// Loads one query or key head of a token, applies norm and RoPE, and rounds it to T.
-template <class T>
-inline void prepare_head(const AttendTask& task, int64_t token, int64_t head, T* out) {
+// Loads one query or key head of a token, applies norm and RoPE, and calls store_at(i, values) for
+// each sixteen of its elements.
+template <class T, class StoreAt>
+inline void prepare_head(const AttendTask& task, int64_t token, int64_t head,
+                         const StoreAt& store_at) {
   alignas(64) float work[kMaxHeadSize];
   const T* raw = static_cast<const T*>(task.qkv) + token * task.qkv_width() + head * task.head_size;
   for (int64_t i = 0; i < task.head_size; i += kLanes) store(work + i, Elem<T>::load(raw + i));
   norm_head<T>(task, token, head, work);
   rotate_head(task, rope_row(task, token), work);
-  for (int64_t i = 0; i < task.head_size; i += kLanes) Elem<T>::store(out + i, load(work + i));
+  for (int64_t i = 0; i < task.head_size; i += kLanes) store_at(i, load(work + i));
 }
 
 // Writes one key into its lane of a sub-block: D/step words at a stride of kLanes words.
@@ -120,7 +122,8 @@ inline void append_tokens(const AttendTask& task, int64_t begin, int64_t end, in
     int64_t slot = task.slot_mapping[token], offset = slot % task.page_size;
     int64_t at = block_offset<T>(task, slot / task.page_size, kv_head, offset);
     alignas(64) T key[kMaxHeadSize];
-    prepare_head<T>(task, token, task.heads + kv_head, key);
+    prepare_head<T>(task, token, task.heads + kv_head,
+                    [&](int64_t i, Vec values) { Elem<T>::store(key + i, values); });
     write_key<T>(task, key, static_cast<T*>(task.k_pool) + at, offset % kLanes);
     const T* value = static_cast<const T*>(task.qkv) + token * task.qkv_width() +
                      (task.heads + task.kv_heads + kv_head) * task.head_size;

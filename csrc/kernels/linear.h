@@ -14,7 +14,7 @@ namespace cadenza::CADENZA_ISA {
 // The operands of one panel's product.
 template <class T>
 struct PanelProduct {
-  const T* x;
+  const Input<T>* x;
   const T* w;  // the panel
   int64_t k;
   int64_t steps() const { return ceil_div(k, kStep<T>); }
@@ -29,7 +29,7 @@ template <class T, int MR, int NR>
                                                   const PanelProduct<T>& product, int64_t row,
                                                   int column, SpreadPrefetch prefetch) {
   constexpr int64_t kStride = kPanel * kStep<T>;
-  const T* x = product.x + row * product.k;
+  const Input<T>* x = product.x + row * product.k;
   const T* w[NR];
   for (int j = 0; j < NR; j++) w[j] = product.w + (column + j * kLanes) * kStep<T>;
   clear(acc);
@@ -37,10 +37,10 @@ template <class T, int MR, int NR>
   accumulate<T, MR, NR>(acc, x, product.k, whole, w, kStride, prefetch);
   if (!product.has_odd_tail()) return;
   for (int j = 0; j < NR; j++) {
-    auto weight = Elem<T>::weight(w[j] + whole * kStride);
+    auto weight = Elem<T>::template weight<0>(w[j] + whole * kStride);
     for (int i = 0; i < MR; i++) {
       auto last = Elem<T>::broadcast_last(x + i * product.k + whole * kStep<T>);
-      acc[i][j] = Elem<T>::dot(acc[i][j], weight, last);
+      acc[i][j] = Elem<T>::multiply_add(acc[i][j], weight, last);
     }
   }
 }
@@ -50,7 +50,7 @@ template <class T, int MR, class Epilogue>
 [[gnu::noinline]] void row_tile(const PanelProduct<T>& product, int64_t row,
                                 SpreadPrefetch prefetch, const Epilogue& epilogue) {
   Vec acc[MR][kPanelVecs];
-  if constexpr (kTileVecs == kPanelVecs) {
+  if constexpr (tile_vecs<MR>(kPanelVecs) == kPanelVecs) {
     reduce_columns<T, MR, kPanelVecs>(acc, product, row, 0, prefetch);
   } else {
     for (int j = 0; j < kPanelVecs; j++) {
@@ -63,6 +63,43 @@ template <class T, int MR, class Epilogue>
   for (int i = 0; i < MR; i++) epilogue(row + i, acc[i]);
 }
 
+// Activations [rows, K] as a product reads them: where T has to be widened, a block of rows at a
+// time, once for all panels of a claim.
+template <class T>
+class InputRows {
+ public:
+  InputRows(const void* x, int64_t k, Arena& arena)
+      : x_(static_cast<const T*>(x)), k_(k), arena_(arena) {}
+
+  // The address of row 0, of which only rows [begin, end) may be read.
+  const Input<T>* block(int64_t begin, int64_t end) {
+    if constexpr (std::is_same_v<Input<T>, T>) {
+      return x_;
+    } else {
+      if (begin != begin_ || end != end_) widen(begin, end);
+      return widened_ - begin * k_;
+    }
+  }
+
+ private:
+  void widen(int64_t begin, int64_t end) {
+    const int64_t count = (end - begin) * k_;
+    begin_ = begin;
+    end_ = end;
+    widened_ = arena_.take<float>(round_up(count, kLanes));
+    const T* from = x_ + begin * k_;
+    for (int64_t i = 0; i < count; i += kLanes) {
+      store(widened_ + i, load_some(from + i, int(count - i < kLanes ? count - i : kLanes)));
+    }
+  }
+
+  const T* x_;
+  const int64_t k_;
+  Arena& arena_;
+  int64_t begin_ = 0, end_ = 0;
+  float* widened_ = nullptr;
+};
+
 // Computes units [begin, end). Rows are divided evenly into tiles of at most kMaxRows, and tiles
 // into row blocks. A unit with one row tile prefetches its own panel 4 KiB ahead. A unit with
 // several prefetches the next panel, spread evenly over the tiles; the last unit of the thread's
@@ -71,7 +108,8 @@ template <class T, class MakeEpilogue>
 inline void run_panels(const void* x, const void* w, const Grid& grid, int64_t begin, int64_t end,
                        Worker& worker, const MakeEpilogue& make_epilogue) {
   const int64_t rows = grid.rows;
-  PanelProduct<T> product{static_cast<const T*>(x), nullptr, grid.k};
+  PanelProduct<T> product{nullptr, nullptr, grid.k};
+  InputRows<T> inputs(x, grid.k, worker.arena);
   const int64_t panel_size = product.steps() * kPanel * kStep<T>;
   const int64_t tiles = ceil_div(rows, kMaxRows);
   for (int64_t unit = begin; unit < end; unit++) {
@@ -80,6 +118,7 @@ inline void run_panels(const void* x, const void* w, const Grid& grid, int64_t b
     auto epilogue = make_epilogue(panel);
     int64_t first_tile = block * tiles / grid.row_blocks;
     int64_t last_tile = (block + 1) * tiles / grid.row_blocks;
+    product.x = inputs.block(first_tile * rows / tiles, last_tile * rows / tiles);
     SpreadPrefetch prefetch;
     int64_t count = last_tile - first_tile;
     if (count == 1) {

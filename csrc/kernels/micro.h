@@ -26,16 +26,49 @@ template <int MR, int NR>
     for (int j = 0; j < NR; j++) acc[i][j] = zero();
 }
 
-template <class T, int MR, int NR>
-[[gnu::always_inline]] inline void accumulate_step(Vec (&acc)[MR][NR],
-                                                   const typename Elem<T>::Weight (&columns)[NR],
-                                                   const T* const (&x)[(MR + 2) / 3],
-                                                   int64_t row_stride) {
-#pragma GCC unroll 16
-  for (int i = 0; i < MR; i++) {
-    auto operand = Elem<T>::broadcast(x[i / 3] + (i % 3) * row_stride);
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+// Column vectors of a tile of MR rows: `most`, or one where so many accumulators do not fit.
+template <int MR>
+constexpr int tile_vecs(int most) {
+  return MR * most <= kMaxRows * kTileVecs ? most : 1;
+}
+
+// Calls body(Count<P>) for each multiply-add of a word, in ascending order.
+template <class T, class Body>
+[[gnu::always_inline]] inline void for_each_product(Body&& body) {
+  body(Count<0>{});
+  if constexpr (Elem<T>::kProducts == 2) body(Count<1>{});
+}
+
+// Adds one product to each accumulator of a tile. HELD column vectors are in registers at a time;
+// x is read again for the next ones.
+template <class T, int P, int HELD, int MR, int NR>
+[[gnu::always_inline]] inline void accumulate_product(Vec (&acc)[MR][NR],
+                                                      const Input<T>* const (&x)[(MR + 2) / 3],
+                                                      int64_t row_stride, const T* const (&w)[NR],
+                                                      int64_t w_offset) {
 #pragma GCC unroll 4
-    for (int j = 0; j < NR; j++) acc[i][j] = Elem<T>::dot(acc[i][j], columns[j], operand);
+  for (int first = 0; first < NR; first += HELD) {
+    typename Elem<T>::Weight columns[HELD];
+#pragma GCC unroll 4
+    for (int j = 0; j < HELD; j++) {
+      columns[j] = Elem<T>::template weight<P>(w[first + j] + w_offset);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; i++) {
+      const Input<T>* at = x[i / 3] + (i % 3) * row_stride + P;
+      // Hides that this address was read before: the compiler would keep all MR values and spill.
+      if (first > 0) asm("" : "+r"(at));
+      auto operand = Elem<T>::broadcast(at);
+#pragma GCC unroll 4
+      for (int j = 0; j < HELD; j++) {
+        acc[i][first + j] = Elem<T>::multiply_add(acc[i][first + j], columns[j], operand);
+      }
+    }
   }
 }
 
@@ -43,20 +76,20 @@ template <class T, int MR, int NR>
 // order, independent of MR and NR. One base pointer per three rows saves registers. Prefetches
 // `prefetch`, and the same steps of the NR vectors `prefetch_w` if given.
 template <class T, int MR, int NR>
-[[gnu::always_inline]] inline void accumulate(Vec (&acc)[MR][NR], const T* x, int64_t row_stride,
-                                              int64_t steps, const T* const (&w)[NR],
-                                              int64_t w_stride, SpreadPrefetch prefetch = {},
+[[gnu::always_inline]] inline void accumulate(Vec (&acc)[MR][NR], const Input<T>* x,
+                                              int64_t row_stride, int64_t steps,
+                                              const T* const (&w)[NR], int64_t w_stride,
+                                              SpreadPrefetch prefetch = {},
                                               const T* const* prefetch_w = nullptr) {
-  constexpr int kBases = (MR + 2) / 3;
-  const T* base[kBases];
+  constexpr int kBases = (MR + 2) / 3, kHeld = NR < kHeldVecs ? NR : kHeldVecs;
+  const Input<T>* base[kBases];
 #pragma GCC unroll 16
   for (int g = 0; g < kBases; g++) base[g] = x + 3 * g * row_stride;
   int64_t offset = 0;
   for (int64_t s = 0; s < steps; s++) {
-    typename Elem<T>::Weight columns[NR];
-#pragma GCC unroll 4
-    for (int j = 0; j < NR; j++) columns[j] = Elem<T>::weight(w[j] + offset);
-    accumulate_step<T, MR, NR>(acc, columns, base, row_stride);
+    for_each_product<T>([&](auto p) __attribute__((always_inline)) {
+      accumulate_product<T, decltype(p)::value, kHeld>(acc, base, row_stride, w, offset);
+    });
     if (prefetch_w != nullptr) {
 #pragma GCC unroll 4
       for (int j = 0; j < NR; j++) __builtin_prefetch(prefetch_w[j] + offset, 0, 3);
@@ -67,11 +100,6 @@ template <class T, int MR, int NR>
     prefetch_step(prefetch);
   }
 }
-
-template <int N>
-struct Count {
-  static constexpr int value = N;
-};
 
 // Calls body(Count<n>) for 1 <= n <= Max.
 template <int Max, class Body>

@@ -40,16 +40,19 @@ void multiply_units(const void* context, int64_t begin, int64_t end, Worker&) {
   for (int i = 0; i < kMaxRows; i++) {
     for (int j = 0; j < kTileVecs; j++) acc[i][j] = set1(float(1 + i * kTileVecs + j));
   }
-  auto weight = Elem<T>::weight(seeds);
-  auto operand = Elem<T>::broadcast(seeds + 2);
+  auto weight = Elem<T>::template weight<0>(seeds);
+  auto operand = Elem<T>::broadcast(reinterpret_cast<const Input<T>*>(seeds + 2));
   for (int64_t step = 0; step < (end - begin) * task.steps; step++) {
 #pragma GCC unroll 16
     for (int i = 0; i < kMaxRows; i++)
 #pragma GCC unroll 4
-      for (int j = 0; j < kTileVecs; j++) acc[i][j] = Elem<T>::dot(acc[i][j], weight, operand);
+      for (int j = 0; j < kTileVecs; j++) {
+        acc[i][j] = Elem<T>::multiply_add(acc[i][j], weight, operand);
+      }
   }
   observe(acc);
-  constexpr int64_t kPerStep = int64_t(2) * kMaxRows * kTileVecs * kLanes * kStep<T>;
+  constexpr int64_t kLaneOperations = 2 * kStep<T> / Elem<T>::kProducts;
+  constexpr int64_t kPerStep = kLaneOperations * kLanes * kMaxRows * kTileVecs;
   __atomic_fetch_add(task.operations, (end - begin) * task.steps * kPerStep, __ATOMIC_RELAXED);
 }
 

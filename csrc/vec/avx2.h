@@ -191,32 +191,23 @@ inline int compress(float* p, Mask m, Vec a) {
   return n;
 }
 
-constexpr int kMaxRows = 4;
-constexpr int kAttendRows = 4;
-constexpr int kAttendVecs = 1;
-constexpr int kTileVecs = 1;
-
-struct Weight16 {
-  Vec even, odd;
-};
-struct Operand16 {
-  __m256 even, odd;
-};
-inline Weight16 load_weight_masked(const bf16* p, uint32_t keep) {
+inline VecI load_words(const bf16* p) {
   const __m256i* from = reinterpret_cast<const __m256i*>(p);
-  VecI raw = and_i({_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)}, set1_i(keep));
-  return {as_float(shl<16>(raw)), as_float(and_i(raw, set1_i(0xffff0000u)))};
+  return {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
 }
-inline Weight16 load_weight(const bf16* p) { return load_weight_masked(p, 0xffffffffu); }
-inline Operand16 operand(uint32_t pair) {
-  __m256i raw = _mm256_set1_epi32(int(pair));
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(raw, 16)),
-          _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(int(0xffff0000u))))};
+
+// One element of x in all lanes, and its product with a column vector.
+using Operand = __m256;
+inline Operand broadcast(const float* p) { return _mm256_set1_ps(*p); }
+inline Vec multiply_add(Vec acc, Vec w, Operand x) {
+  return {_mm256_fmadd_ps(w.lo, x, acc.lo), _mm256_fmadd_ps(w.hi, x, acc.hi)};
 }
-inline Vec dot(Vec acc, Weight16 w, Operand16 x) {
-  __m256 lo = _mm256_fmadd_ps(w.even.lo, x.even, acc.lo);
-  __m256 hi = _mm256_fmadd_ps(w.even.hi, x.even, acc.hi);
-  return {_mm256_fmadd_ps(w.odd.lo, x.odd, lo), _mm256_fmadd_ps(w.odd.hi, x.odd, hi)};
-}
+
+// Sixteen registers: twelve accumulators, one column vector (two registers) and one operand.
+constexpr int kMaxRows = 6;
+constexpr int kTileVecs = 1;
+constexpr int kAttendRows = 6;
+constexpr int kAttendVecs = 2;
+constexpr int kHeldVecs = 1;
 
 }  // namespace cadenza::CADENZA_ISA

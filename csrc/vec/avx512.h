@@ -112,44 +112,28 @@ inline int compress(float* p, Mask m, Vec a) {
   return __builtin_popcount(m);
 }
 
-#ifdef __AVX512BF16__
-constexpr int kMaxRows = 14;
+inline VecI load_words(const bf16* p) { return _mm512_loadu_si512(p); }
+
+// One element of x in all lanes, and its product with a column vector.
+using Operand = Vec;
+inline Operand broadcast(const float* p) { return set1(*p); }
+inline Vec multiply_add(Vec acc, Vec w, Operand x) { return fma(w, x, acc); }
+
 constexpr int kAttendRows = 6;
 constexpr int kAttendVecs = 4;
-using Weight16 = __m512bh;
-using Operand16 = __m512bh;
-inline Weight16 load_weight(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
-inline Weight16 load_weight_masked(const bf16* p, uint32_t keep) {
-  return (__m512bh)and_i(_mm512_loadu_si512(p), set1_i(keep));
-}
-inline Operand16 operand(uint32_t pair) { return (__m512bh)set1_i(pair); }
-inline Vec dot(Vec acc, Weight16 w, Operand16 x) { return _mm512_dpbf16_ps(acc, w, x); }
-#else
-constexpr int kMaxRows = 6;
-constexpr int kAttendRows = 4;
-constexpr int kAttendVecs = 2;
-struct Weight16 {
-  Vec even, odd;
-};
-struct Operand16 {
-  Vec even, odd;
-};
-inline Weight16 split_pairs(VecI raw) {
-  return {as_float(shl<16>(raw)), as_float(and_i(raw, set1_i(0xffff0000u)))};
-}
-inline Weight16 load_weight(const bf16* p) { return split_pairs(_mm512_loadu_si512(p)); }
-inline Weight16 load_weight_masked(const bf16* p, uint32_t keep) {
-  return split_pairs(and_i(_mm512_loadu_si512(p), set1_i(keep)));
-}
-inline Operand16 operand(uint32_t pair) {
-  Weight16 both = split_pairs(set1_i(pair));
-  return {both.even, both.odd};
-}
-inline Vec dot(Vec acc, Weight16 w, Operand16 x) {
-  return fma(w.odd, x.odd, fma(w.even, x.even, acc));
-}
-#endif
-// Column vectors in one register tile.
 constexpr int kTileVecs = 2;
+constexpr int kHeldVecs = 4;
+
+#ifdef __AVX512BF16__
+#define CADENZA_VEC_BF16_DOT
+constexpr int kMaxRows = 14;
+using PairVec = __m512bh;
+using PairOperand = __m512bh;
+inline PairVec as_pairs(VecI words) { return (__m512bh)words; }
+inline PairOperand broadcast_pair(uint32_t pair) { return (__m512bh)set1_i(pair); }
+inline Vec dot(Vec acc, PairVec w, PairOperand x) { return _mm512_dpbf16_ps(acc, w, x); }
+#else
+constexpr int kMaxRows = 12;
+#endif
 
 }  // namespace cadenza::CADENZA_ISA

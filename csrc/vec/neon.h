@@ -228,61 +228,40 @@ inline int compress(float* p, Mask m, Vec a) {
   return n;
 }
 
+inline VecI load_words(const bf16* p) {
+  const uint32_t* from = reinterpret_cast<const uint32_t*>(p);
+  return map_parts_i([=](int i) { return vld1q_u32(from + 4 * i); });
+}
+
+// One element of x for all lanes, and its product with a column vector.
+using Operand = float;
+inline Operand broadcast(const float* p) { return *p; }
+inline Vec multiply_add(Vec acc, Vec w, Operand x) {
+  return map_parts([&](int i) { return vfmaq_n_f32(acc.q[i], w.q[i], x); });
+}
+
+constexpr int kMaxRows = 6;
 constexpr int kTileVecs = 1;
+constexpr int kAttendRows = 6;
 constexpr int kAttendVecs = 1;
+constexpr int kHeldVecs = 1;
 
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-constexpr int kMaxRows = 6;
-constexpr int kAttendRows = 6;
-struct Weight16 {
+#define CADENZA_VEC_BF16_DOT
+struct PairVec {
   bfloat16x8_t q[kParts];
 };
-using Operand16 = bfloat16x8_t;
-inline Weight16 load_weight_masked(const bf16* p, uint32_t keep) {
-  const uint32_t* from = reinterpret_cast<const uint32_t*>(p);
-  Weight16 w;
-  for (int i = 0; i < kParts; i++) {
-    w.q[i] = vreinterpretq_bf16_u32(vandq_u32(vld1q_u32(from + 4 * i), vdupq_n_u32(keep)));
-  }
-  return w;
+using PairOperand = bfloat16x8_t;
+inline PairVec as_pairs(VecI words) {
+  PairVec pairs;
+  for (int i = 0; i < kParts; i++) pairs.q[i] = vreinterpretq_bf16_u32(words.q[i]);
+  return pairs;
 }
-inline Weight16 load_weight(const bf16* p) {
-  Weight16 w;
-  for (int i = 0; i < kParts; i++) {
-    w.q[i] = vreinterpretq_bf16_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(p) + 8 * i));
-  }
-  return w;
+inline PairOperand broadcast_pair(uint32_t pair) {
+  return vreinterpretq_bf16_u32(vdupq_n_u32(pair));
 }
-inline Operand16 operand(uint32_t pair) { return vreinterpretq_bf16_u32(vdupq_n_u32(pair)); }
-inline Vec dot(Vec acc, Weight16 w, Operand16 x) {
+inline Vec dot(Vec acc, PairVec w, PairOperand x) {
   return map_parts([&](int i) { return vbfdotq_f32(acc.q[i], w.q[i], x); });
-}
-#else
-constexpr int kMaxRows = 4;
-constexpr int kAttendRows = 4;
-struct Weight16 {
-  Vec even, odd;
-};
-struct Operand16 {
-  float even, odd;
-};
-inline Weight16 load_weight_masked(const bf16* p, uint32_t keep) {
-  const uint32_t* from = reinterpret_cast<const uint32_t*>(p);
-  VecI raw = and_i(map_parts_i([=](int i) { return vld1q_u32(from + 4 * i); }), set1_i(keep));
-  return {as_float(shl<16>(raw)), as_float(and_i(raw, set1_i(0xffff0000u)))};
-}
-inline Weight16 load_weight(const bf16* p) { return load_weight_masked(p, 0xffffffffu); }
-inline Operand16 operand(uint32_t pair) {
-  uint32_t raw[2] = {pair << 16, pair & 0xffff0000u};
-  Operand16 r;
-  memcpy(&r.even, &raw[0], 4);
-  memcpy(&r.odd, &raw[1], 4);
-  return r;
-}
-inline Vec dot(Vec acc, Weight16 w, Operand16 x) {
-  return map_parts([&](int i) {
-    return vfmaq_n_f32(vfmaq_n_f32(acc.q[i], w.even.q[i], x.even), w.odd.q[i], x.odd);
-  });
 }
 #endif
 

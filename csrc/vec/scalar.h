@@ -209,37 +209,23 @@ inline int compress(float* p, Mask m, Vec a) {
   return n;
 }
 
+inline VecI load_words(const bf16* p) {
+  VecI words;
+  memcpy(words.v, p, sizeof(words.v));
+  return words;
+}
+
+// One element of x for all lanes, and its product with a column vector.
+using Operand = float;
+inline Operand broadcast(const float* p) { return *p; }
+inline Vec multiply_add(Vec acc, const Vec& w, Operand x) {
+  return map_lanes([&](int i) { return acc.v[i] + w.v[i] * x; });
+}
+
 constexpr int kMaxRows = 4;
+constexpr int kTileVecs = 1;
 constexpr int kAttendRows = 4;
 constexpr int kAttendVecs = 1;
-constexpr int kTileVecs = 1;
-
-struct Weight16 {
-  Vec even, odd;
-};
-struct Operand16 {
-  float even, odd;
-};
-inline Weight16 split_pairs(const bf16* p, uint32_t keep) {
-  VecI raw;
-  memcpy(raw.v, p, sizeof(raw.v));
-  raw = and_i(raw, set1_i(keep));
-  return {as_float(shl<16>(raw)), as_float(and_i(raw, set1_i(0xffff0000u)))};
-}
-inline Weight16 load_weight(const bf16* p) { return split_pairs(p, 0xffffffffu); }
-inline Weight16 load_weight_masked(const bf16* p, uint32_t keep) { return split_pairs(p, keep); }
-inline Operand16 operand(uint32_t pair) {
-  uint32_t raw[2] = {pair << 16, pair & 0xffff0000u};
-  Operand16 r;
-  memcpy(&r.even, &raw[0], 4);
-  memcpy(&r.odd, &raw[1], 4);
-  return r;
-}
-inline Vec dot(Vec acc, const Weight16& w, Operand16 x) {
-  return map_lanes([&](int i) {
-    float sum = acc.v[i] + w.even.v[i] * x.even;
-    return sum + w.odd.v[i] * x.odd;
-  });
-}
+constexpr int kHeldVecs = 1;
 
 }  // namespace cadenza::CADENZA_ISA
