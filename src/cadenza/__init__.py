@@ -1,9 +1,7 @@
-"""Cadenza's public names, each loaded from its own module when it is first used.
+"""Cadenza's public API; each name is imported lazily from its module on first use.
 
-Owns the list of names that callers may rely on, and the version. Knows nothing of what they do.
-Invariant: importing this module loads no other module of Cadenza and no third-party package, so
-that a program which only asks for the version, or a command that only prints its help, starts at
-once.
+Owns the list of public names and the version. Invariant: importing this module imports no other
+module of Cadenza and no third-party package, so that `--version` and `--help` start fast.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""What the user asked for (`EngineConfig`) and what the engine resolved it to (`EngineLimits`).
+"""The user's options (`EngineConfig`) and the limits resolved from them (`EngineLimits`).
 
-Owns the options' defaults and bounds. Knows nothing of checkpoints, devices or memory: those turn
-one into the other (see `engine.plan`). Invariant: an `EngineConfig` that exists is within bounds.
+Owns the options' defaults and bounds. Knows no checkpoints, devices or memory; `loading.plan` uses
+those to resolve one into the other. Invariant: every `EngineConfig` instance is within bounds.
 """
 
 import re
@@ -29,9 +29,9 @@ MAX_SEED = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of an engine; `None` means "choose for me".
+    """Engine options; `None` means that a value is chosen at load time.
 
-    Which backends there are is not known here: `backends.find_backend` refuses any other name.
+    `backend` is only checked to be printable; `backends.find_backend` refuses unknown names.
 
     Raises:
         ConfigError: a value is outside its bounds; the message names the flag.
@@ -64,8 +64,8 @@ class EngineConfig:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
-                kept = _as_whole(name.replace("_", "-"), value, low, high)
-                object.__setattr__(self, name, kept)
+                number = _as_integer(name.replace("_", "-"), value, low, high)
+                object.__setattr__(self, name, number)
         if not isinstance(self.backend, str) or not self.backend.isprintable():
             raise ConfigError(f"--backend {show(self.backend)} must be auto, or a backend's name")
         object.__setattr__(self, "backend", str.__str__(self.backend))
@@ -113,17 +113,17 @@ _RANGES: Mapping[str, tuple[int, int]] = {
     "seed": (0, MAX_SEED),
     "page_size": (PAGE_SIZE_UNIT, 1 << 16),
 }
-"""The whole numbers among the options, and their bounds."""
+"""Integer options with their inclusive bounds."""
 
 _OPTIONAL = frozenset(
     "max_model_len max_num_batched_tokens kv_cache_memory_bytes num_pages max_num_queued_reqs "
     "max_num_queued_tokens".split()
 )
-"""Those of them that may be None."""
+"""Integer options that may be None."""
 
 
 def config_from_options(options: Mapping[str, Any]) -> EngineConfig:
-    """The keywords of a Python face as a config. Raises ConfigError, for unknown names too."""
+    """An `EngineConfig` from keyword options. Raises ConfigError, also for unknown names."""
     known = [field.name for field in fields(EngineConfig)]
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -133,10 +133,9 @@ def config_from_options(options: Mapping[str, Any]) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """The concrete bounds the core works within; every field is a count.
+    """The resolved limits of the engine core; every numeric field is a count.
 
-    `max_num_batched_tokens` >= `max_num_seqs`, so that each active row can advance every step
-    and a prompt beside full decodes still gets at least one token.
+    `max_num_batched_tokens` >= `max_num_seqs`, so that every running row gets a token in each step.
     """
 
     max_num_seqs: int
@@ -159,12 +158,12 @@ class EngineLimits:
 
     @property
     def max_num_open_reqs(self) -> int:
-        """Requests that may wait and run at once."""
+        """Most requests that may be queued or running at the same time."""
         return self.max_num_queued_reqs + self.max_num_seqs
 
     @property
     def max_pages_per_seq(self) -> int:
-        """Pages that hold `max_model_len` tokens."""
+        """Pages needed for `max_model_len` tokens."""
         return -(-self.max_model_len // self.page_size)
 
 
@@ -174,13 +173,13 @@ def _as_choice(flag: str, value: object, allowed: tuple[str, ...]) -> str:
     raise ConfigError(f"--{flag} {show(value)} is not one of {', '.join(allowed)}")
 
 
-def _as_whole(flag: str, value: object, low: int, high: int) -> int:
-    """Python's own whole number, where it is one from `low` to `high`."""
-    if not is_whole(value) or not low <= cast(int, value) <= high:
+def _as_integer(flag: str, value: object, low: int, high: int) -> int:
+    """`value` as a Python int. Raises ConfigError unless it is an integer in [`low`, `high`]."""
+    if not is_integer(value) or not low <= cast(int, value) <= high:
         raise ConfigError(f"--{flag} {show(value)} must be a whole number from {low} to {high}")
     return index(cast(int, value))
 
 
-def is_whole(value: object) -> bool:
-    """Whether it is a whole number, Python's or numpy's; true and false are none."""
+def is_integer(value: object) -> bool:
+    """Whether `value` is a Python or numpy integer; bool is excluded."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,20 +1,20 @@
-"""Every error Cadenza raises on purpose.
+"""The exception hierarchy.
 
     CadenzaError
-    ├── InvalidRequestError        the caller's request cannot be served as written
-    │   ├── ContextLengthError     prompt and answer are longer than the model's context
-    │   └── TextTooLongError       a text has more tokens than were allowed
-    ├── QueueFullError             the bounded waiting queue is full; try again later
-    ├── ConfigError                a flag or an option has a value that cannot work
+    ├── InvalidRequestError        the request cannot be served as written
+    │   ├── ContextLengthError     prompt and max_tokens exceed the model's context
+    │   └── TextTooLongError       a text has more tokens than allowed
+    ├── QueueFullError             the waiting queue is full; retry later
+    ├── ConfigError                an option has an invalid value
     ├── CheckpointError            a model folder cannot be read or is not supported
-    ├── DeviceUnavailableError     the asked-for device is not on this machine
+    ├── DeviceUnavailableError     the requested device is not available on this machine
     ├── EngineClosedError          the engine was shut down
-    ├── EngineUnavailableError     it loads, drains, restarts or is dead; try again, or elsewhere
-    ├── RunnerError                the device side broke its contract or failed
+    ├── EngineUnavailableError     the engine is loading, draining, restarting or dead
+    ├── RunnerError                the runner failed or broke its contract
     └── CompileAfterWarmupError    a program was compiled after warm-up
 
-A message says what was given (`show`), what is allowed and what to change. `AssertionError` is kept
-for Cadenza's own bugs and is never reachable from user input.
+Messages say what was given (formatted by `show`), what is allowed and what to change.
+`AssertionError` is for Cadenza's own bugs and is never reachable from user input.
 """
 
 MAX_SHOWN_BITS = 64
@@ -22,11 +22,11 @@ MAX_SHOWN_CHARS = 40
 
 
 class CadenzaError(Exception):
-    """Base of the tree above."""
+    """Base class of all errors that Cadenza raises."""
 
 
 class InvalidRequestError(CadenzaError, ValueError):
-    """The request cannot be served as written; `param` names the field at fault."""
+    """The request cannot be served as written; `param` names the invalid field, if known."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -34,12 +34,13 @@ class InvalidRequestError(CadenzaError, ValueError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and answer together are longer than the model's context.
+    """The prompt and `max_tokens` together exceed the model's context.
 
     Args:
-        prompt_length: in words, say "300 tokens" or "at least 300 tokens".
-        max_tokens: of the answer, None where the request left it open.
-        is_prompt_alone: the prompt leaves no room for any answer.
+        prompt_length: as text, such as "300 tokens" or "at least 300 tokens".
+        max_tokens: the requested number of new tokens; None if the request did not set it.
+        max_model_len: the context length in tokens.
+        is_prompt_alone: the prompt alone fills the context, so shortening the answer does not help.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ContextLengthError(InvalidRequestError):
     ) -> None:
         answer = "the answer needs one" if max_tokens is None else f"max_tokens is {max_tokens}"
         remedy = "shorten the prompt" if is_prompt_alone else "shorten the prompt or max_tokens"
-        # Clients match the first words.
+        # Clients match the beginning of this message.
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens (--max-model-len); the "
             f"prompt has {prompt_length} and {answer}: {remedy}",
@@ -61,8 +62,11 @@ class ContextLengthError(InvalidRequestError):
 
 
 class TextTooLongError(InvalidRequestError):
-    """A text has more tokens than were allowed. `num_tokens` is None where they were not counted,
-    because the number of characters was enough to tell; `length` says in words what is known."""
+    """A text has more tokens than allowed.
+
+    `num_tokens` is None if the text was refused by its number of characters, without tokenizing it.
+    `length` is the known length as text, such as "300 tokens" or "at least 300 tokens".
+    """
 
     def __init__(self, message: str, *, num_tokens: int | None, length: str) -> None:
         super().__init__(message, param="prompt")
@@ -71,19 +75,19 @@ class TextTooLongError(InvalidRequestError):
 
 
 class QueueFullError(CadenzaError):
-    """The waiting queue is at its bound."""
+    """The waiting queue is full."""
 
 
 class ConfigError(CadenzaError, ValueError):
-    """An option's value cannot work."""
+    """An option has an invalid value."""
 
 
 class CheckpointError(CadenzaError):
-    """A model folder cannot be read, or holds something that is not supported."""
+    """A model folder cannot be read or is not supported."""
 
 
 class DeviceUnavailableError(CadenzaError):
-    """The asked-for device is not on this machine."""
+    """The requested device is not available on this machine."""
 
 
 class EngineClosedError(CadenzaError):
@@ -91,7 +95,10 @@ class EngineClosedError(CadenzaError):
 
 
 class EngineUnavailableError(CadenzaError):
-    """The engine takes no requests now; in `retry_after_s` it may, None where it never will."""
+    """The engine accepts no requests at present.
+
+    `retry_after_s` estimates the seconds until it does; None if unknown or if it never will.
+    """
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -99,19 +106,19 @@ class EngineUnavailableError(CadenzaError):
 
 
 class RunnerError(CadenzaError):
-    """The device side broke the runner contract, or failed."""
+    """The runner failed or broke its contract."""
 
 
 class CompileAfterWarmupError(CadenzaError):
-    """A program was compiled after warm-up had declared the set complete."""
+    """A program was compiled after warm-up, when every program should exist."""
 
 
 def show(value: object) -> str:
-    """Any value in a message: on one line and short, an integer too long to print by its size."""
+    """`repr(value)` for an error message: one line, truncated; a huge integer by its bit length."""
     if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # noqa: BLE001  a `repr` may fail with anything, say on a huge integer within
+    except Exception:  # noqa: BLE001  `repr` may raise anything, for example on a nested huge int
         text = f"an object of type {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"

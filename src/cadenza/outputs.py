@@ -1,4 +1,4 @@
-"""Results in the field's own names, for `LLM` and `AsyncEngine`. Plain values; stdlib only."""
+"""Results of `LLM` and `AsyncEngine`, under the field names that vLLM uses. Plain values."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,12 +6,12 @@ from typing import Literal
 from cadenza.request import ErrorKind, FinishReason
 
 OutputKind = Literal["cumulative", "delta", "final"]
-"""What an output holds: all so far, what is new since the last one, or all, once at the end."""
+"""Contents of each output: everything so far; only what is new; or everything, once at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """Natural-log probability of one token, its rank (1 is the likeliest) and its text."""
+    """Log probability (natural log) of a token, its rank (1 = most likely) and its text."""
 
     logprob: float
     rank: int | None
@@ -22,11 +22,11 @@ class Logprob:
 class CompletionOutput:
     """One continuation so far; `finish_reason` is None while it runs.
 
-    `logprobs` holds for each token a dict from token id to `Logprob`: the chosen token and the
-    likeliest ones. `stop_reason` is the token or the stop string of the request's own that ended
-    it. `num_generated_tokens` is what usage counts: the stopping token is in it, what the model
-    wrote after a stop string is not. `cumulative_logprob` and `num_generated_tokens` are of all
-    tokens in a delta, too.
+    `logprobs` has one dict per token, from token id to `Logprob`: the chosen token and the most
+    likely ones. `stop_reason` is the entry of `stop` or `stop_token_ids` that ended the
+    continuation. `num_generated_tokens` is the number reported as usage: it includes the stopping
+    token and excludes tokens after a stop string. In a delta, `cumulative_logprob` and
+    `num_generated_tokens` still cover all tokens so far.
     """
 
     index: int
@@ -43,9 +43,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A request and its continuations so far; a delta has only those with something new.
+    """A request with its continuations so far; a delta has only those that changed.
 
-    `prompt_logprobs` has an entry for each token of the prompt, None for the first.
+    `prompt_logprobs` has one entry per prompt token; the first entry is None.
     """
 
     request_id: int

@@ -1,7 +1,7 @@
-"""What a client asks (`Request`, `SamplingParams`) and the engine's answers (the `Event`s).
+"""Requests (`Request`, `SamplingParams`) and the engine's events (`Event`).
 
-Owns the bounds of every number a client controls. Knows nothing of text, rows or pages.
-Invariant: a `SamplingParams` that exists is finite and within bounds.
+Owns the bounds of every number that a client controls. Knows no text, rows or pages.
+Invariant: every `SamplingParams` instance is finite and within bounds.
 """
 
 import re
@@ -12,7 +12,7 @@ from numbers import Real
 from operator import index
 from typing import Any, Literal, cast
 
-from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED, is_whole
+from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED, is_integer
 from cadenza.errors import InvalidRequestError, show
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -27,112 +27,112 @@ ErrorKind = Literal[
     "queue_timeout",
     "request_timeout",
 ]
-"""Why a request ended with an error: its own logits were not finite, or its own options ruled out
-every token (the request itself is the cause) · its step failed on the device · its tokens could not
-be made text of · the engine died or hung · was shut down · it waited too long in the queue · it
-took too long in all."""
+"""Why a request ended with an error. In order: its logits were not finite; its own options ruled
+out every token; its step failed on the device; its tokens could not be decoded to text; the engine
+process died or hung; the engine was shut down; the queue timeout; the total timeout."""
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy (the field's convention)."""
+"""Lower temperatures mean greedy sampling, as in vLLM."""
 
 MAX_BAD_WORD_TOKENS = 1000
-"""Of all of a request's bad words together, each counted with one more."""
+"""Tokens of all bad words of a request; each word counts one extra token for its length."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberBound:
-    """A number from `low` to `high`, whole where `is_whole`, None where `is_optional`."""
+    """A number in [`low`, `high`]; an integer if `is_integer`; may be None if `is_optional`."""
 
     low: float
     high: float
-    is_whole: bool = False
+    is_integer: bool = False
     is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ListBound:
-    """At most `most` entries, each a token id or a text of 1 to `longest` characters."""
+    """At most `max_items` entries: strings of 1 to `max_chars` characters, or token ids if None."""
 
-    most: int
-    longest: int | None = None
+    max_items: int
+    max_chars: int | None = None
 
 
 BOUNDS: Mapping[str, NumberBound | ListBound] = {
-    "max_tokens": NumberBound(0, 1 << 31, is_whole=True, is_optional=True),
-    "min_tokens": NumberBound(0, 1 << 31, is_whole=True),
+    "max_tokens": NumberBound(0, 1 << 31, is_integer=True, is_optional=True),
+    "min_tokens": NumberBound(0, 1 << 31, is_integer=True),
     "temperature": NumberBound(0.0, 100.0),
-    "top_k": NumberBound(-1, 1 << 31, is_whole=True),
+    "top_k": NumberBound(-1, 1 << 31, is_integer=True),
     "top_p": NumberBound(1e-6, 1.0),
     "min_p": NumberBound(0.0, 1.0),
     "top_n_sigma": NumberBound(-1.0, 100.0),
-    "seed": NumberBound(0, MAX_SEED, is_whole=True, is_optional=True),
+    "seed": NumberBound(0, MAX_SEED, is_integer=True, is_optional=True),
     "presence_penalty": NumberBound(-2.0, 2.0),
     "frequency_penalty": NumberBound(-2.0, 2.0),
     "repetition_penalty": NumberBound(0.01, 100.0),
-    "n": NumberBound(1, 16, is_whole=True),
-    "logprobs": NumberBound(0, MAX_LOGPROBS_BOUND, is_whole=True, is_optional=True),
-    "prompt_logprobs": NumberBound(0, MAX_LOGPROBS_BOUND, is_whole=True, is_optional=True),
-    "truncate_prompt_tokens": NumberBound(1, 1 << 31, is_whole=True, is_optional=True),
+    "n": NumberBound(1, 16, is_integer=True),
+    "logprobs": NumberBound(0, MAX_LOGPROBS_BOUND, is_integer=True, is_optional=True),
+    "prompt_logprobs": NumberBound(0, MAX_LOGPROBS_BOUND, is_integer=True, is_optional=True),
+    "truncate_prompt_tokens": NumberBound(1, 1 << 31, is_integer=True, is_optional=True),
     "stop_token_ids": ListBound(128),
     "allowed_token_ids": ListBound(1 << 20),
-    "stop": ListBound(4, longest=256),
-    "bad_words": ListBound(128, longest=256),
+    "stop": ListBound(4, max_chars=256),
+    "bad_words": ListBound(128, max_chars=256),
 }
-"""The bounds of every number and list that a client controls, but for those of a bias."""
+"""Bounds of the numeric and list fields of `SamplingParams`; `BIAS` bounds `logit_bias`."""
 
 _OPTIONAL = frozenset(
     name for name, bound in BOUNDS.items() if isinstance(bound, NumberBound) and bound.is_optional
 ) | {"allowed_token_ids"}
 
 _EMPTY: tuple[()] = ()
-"""The interpreter has one empty tuple only: asking for this very one finds what was left out."""
+"""CPython has a single empty tuple, so `is _EMPTY` recognises defaults without a check."""
 
 MAX_BIASES = 300
 BIAS = NumberBound(-100.0, 100.0)
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character, which no text of UTF-8 holds."""
+"""Lone surrogates, which UTF-8 cannot encode."""
 
-_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+_BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose a request's tokens, and what to tell of them.
+    """How to sample a request's tokens, and what to return with them.
 
-    Lists and arrays may be given for tuples, one text for `stop`, a mapping for `logit_bias`, and
-    numpy's numbers for Python's; what is kept are tuples and Python's numbers.
+    Tuples may be given as lists or arrays, `stop` as one string, `logit_bias` as a mapping, and
+    numbers as numpy scalars; they are stored as tuples and Python numbers.
 
     Args:
-        max_tokens: at most this many new tokens; `None` means up to `max_model_len`. With 0 the
-            prompt is computed, and described where `prompt_logprobs` asks for it.
-        min_tokens: what would end the stream is not chosen before this many new tokens.
+        max_tokens: maximum number of new tokens; `None` means up to `max_model_len`. With 0 only
+            the prompt is computed, for example for `prompt_logprobs`.
+        min_tokens: tokens that would end the stream are not sampled before this many new tokens.
         temperature: below 1e-5 is greedy.
-        top_k: keep the k likeliest tokens; 0 or -1 is off.
-        top_p: keep the smallest set of likeliest tokens whose mass reaches `top_p`.
-        min_p: drop tokens less likely than `min_p` times the likeliest.
-        top_n_sigma: drop tokens whose logit is more than this many standard deviations of all
-            allowed tokens' logits below the largest; 0 or less is off.
-        seed: fixes the randomness; `None` derives one from the engine's seed and the request id.
-        presence_penalty: taken off the logit of every token that was generated.
-        frequency_penalty: the same, once for each time.
-        repetition_penalty: divides positive logits of tokens of prompt and output, multiplies
-            negative ones.
+        top_k: keep the k most likely tokens; 0 or -1 is off.
+        top_p: keep the smallest set of most likely tokens whose probabilities sum to `top_p`.
+        min_p: drop tokens less likely than `min_p` times the most likely one.
+        top_n_sigma: drop tokens whose logit is more than this many standard deviations (of the
+            allowed tokens' logits) below the largest; 0 or less is off.
+        seed: seed of the draws; `None` derives one from the engine's seed and the request id.
+        presence_penalty: subtracted from the logits of tokens that were generated.
+        frequency_penalty: subtracted once for each time a token was generated.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that are in
+            the prompt or the output.
         logit_bias: added to logits: (token id, bias) pairs, at most 300.
-        allowed_token_ids: no other token is chosen; `None` allows all.
-        bad_words: texts that are not generated.
-        n: continuations of the one prompt, each with a seed of its own.
+        allowed_token_ids: only these tokens are sampled; `None` allows all.
+        bad_words: strings that are not generated.
+        n: number of continuations of the prompt, each with its own seed.
         ignore_eos: the end-of-sequence token does not stop the request.
-        stop_token_ids: further tokens that stop it.
-        stop: texts that stop it, at most 4.
-        include_stop_str_in_output: the text that stopped it is shown.
-        skip_special_tokens: special tokens have no text.
-        logprobs: log probabilities of the chosen token and of the n likeliest ones; `None` is off.
-        prompt_logprobs: the same for each token of the prompt but the first.
-        truncate_prompt_tokens: keep this many tokens of the prompt's end; `None` keeps all.
+        stop_token_ids: additional tokens that stop it.
+        stop: strings that stop it, at most 4.
+        include_stop_str_in_output: keep the matched stop string in the output.
+        skip_special_tokens: leave special tokens out of the output text.
+        logprobs: return log probabilities of the chosen token and of this many most likely tokens;
+            `None` is off.
+        prompt_logprobs: the same for each prompt token except the first.
+        truncate_prompt_tokens: keep only the last tokens of the prompt; `None` keeps all.
 
     Raises:
-        InvalidRequestError: a value is not of its kind, or not within its bounds.
+        InvalidRequestError: a value has the wrong type or is out of bounds.
     """
 
     max_tokens: int | None = 16
@@ -168,14 +168,14 @@ class SamplingParams:
                 if value is _EMPTY:
                     continue
                 kept = _as_tuple(name, value, bound)
-            elif type(value) is float and not bound.is_whole and bound.low <= value <= bound.high:
-                continue  # Python's own number, which is what it nearly always is
+            elif type(value) is float and not bound.is_integer and bound.low <= value <= bound.high:
+                continue  # fast path: nothing to convert
             elif type(value) is int and bound.low <= value <= bound.high:
                 continue
             else:
                 kept = _as_number(name, value, bound)
             object.__setattr__(self, name, kept)
-        for name in _SWITCHES:
+        for name in _BOOLEANS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(
                     f"{name} is {show(getattr(self, name))}; it must be true or false", param=name
@@ -190,7 +190,7 @@ class SamplingParams:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as it is kept: (token id, bias), by rising id."""
+        """The stored `logit_bias`: (token id, bias) pairs in ascending order of id."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
     def _check_together(self) -> None:
@@ -213,14 +213,15 @@ MAX_DIGEST_BYTES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """What stands behind tokens `start` to `start + length` of a prompt, say an image behind its
-    placeholders.
+    """Data behind tokens [start, start + length) of a prompt, such as an image behind placeholders.
 
-    Two prompts of equal tokens share computed pages only where their attachments are the same.
+    Prompts with equal tokens share cached pages only if their attachments are equal too.
 
     Args:
-        digest: names the payload, 1 to 64 bytes: equal digests mean equal payloads.
-        payload: for the backend.
+        start: index of the first token in the prompt.
+        length: number of tokens.
+        digest: identifies the payload, 1 to 64 bytes: equal digests mean equal payloads.
+        payload: bytes for the backend.
     """
 
     start: int
@@ -230,7 +231,7 @@ class Attachment:
 
     def __post_init__(self) -> None:
         for name in ("start", "length"):
-            number = _as_number(name, getattr(self, name), NumberBound(0, 1 << 31, is_whole=True))
+            number = _as_number(name, getattr(self, name), NumberBound(0, 1 << 31, is_integer=True))
             object.__setattr__(self, name, number)
         for name in ("digest", "payload"):
             if not isinstance(getattr(self, name), bytes):
@@ -252,13 +253,17 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt and how to continue it; frozen, whatever becomes of the lists it was made of.
+    """One prompt and how to continue it. Immutable: lists and arrays are copied to tuples.
 
     Args:
-        prompt_token_ids: at least one token; a list or an array is kept as a tuple.
-        bad_word_token_ids: the tokens of `params.bad_words`: no sequence of them is generated.
-        attachments: in order of their spans, which lie in the prompt and do not overlap.
-        cache_salt: requests share prefix-cache pages only under an equal salt.
+        prompt_token_ids: the tokens of the prompt; `RequestCheck` requires at least one.
+        params: how to sample.
+        bad_word_token_ids: token sequences that are not generated, those of `params.bad_words`.
+        attachments: ordered, non-overlapping spans within the prompt.
+        cache_salt: ASCII; requests share prefix-cache pages only if their salts are equal.
+
+    Raises:
+        InvalidRequestError: a value has the wrong type or is out of bounds.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -287,13 +292,13 @@ class Request:
         object.__setattr__(self, "cache_salt", str.__str__(salt))
 
     def _checked_attachments(self) -> tuple[Attachment, ...]:
-        found: object = self.attachments
-        entries = cast(SequenceOf[object], found if isinstance(found, tuple | list) else [None])
+        given: object = self.attachments
+        entries = cast(SequenceOf[object], given if isinstance(given, tuple | list) else [None])
         last, num_tokens = 0, len(self.prompt_token_ids)
         for each in entries:
             if not isinstance(each, Attachment):
                 raise InvalidRequestError(
-                    f"attachments is {show(found)}; it must be a tuple of Attachment",
+                    f"attachments is {show(given)}; it must be a tuple of Attachment",
                     param="attachments",
                 )
             if not last <= each.start < each.end <= num_tokens:
@@ -327,9 +332,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log probabilities (natural log, of the unmodified logits) at one step.
+    """Log probabilities at one position (natural log, of the logits before sampling options).
 
-    `top_ids` and `top_logprobs` are in falling order, as many as the request asked for.
+    `top_ids` and `top_logprobs` hold as many entries as requested, in descending order.
     """
 
     logprob: float
@@ -340,17 +345,17 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A request was given its first row: it waits in the queue no longer. Once a request."""
+    """A request has left the queue: it got its first row. Sent once per request."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A new token of a sample's stream. Never an end-of-sequence or stop token.
+    """A new token of a sample's stream; never an end-of-sequence or stop token.
 
-    `num_cached_tokens` comes with a stream's first token: who ends it from outside, say at a stop
-    string, hears nothing later.
+    `index` counts the stream's tokens from 0. `num_cached_tokens` comes with the first token,
+    because a stream that is cancelled, for example at a stop string, gets no `Finished`.
     """
 
     request_id: int
@@ -363,9 +368,9 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
-    """Log probabilities of the prompt's tokens from position `start` on; never of the first.
+    """Log probabilities of consecutive prompt tokens from position `start`, which is at least 1.
 
-    They come in order as the prompt is read, all before the first `Token` of sample 0.
+    Sent in order as the prompt is computed, all before the first `Token` of sample 0.
     """
 
     request_id: int
@@ -375,13 +380,11 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The one terminal event of a sample that was not cancelled.
+    """The last event of a sample that was not cancelled.
 
-    A request is over when all of its `n` samples are.
-
-    `num_generated_tokens` counts what the model produced, the stopping token included;
-    `stop_token_id` is that token where it is one of the request's own `stop_token_ids`;
-    `error` and `error_kind` are there together, when `finish_reason` is "error".
+    A request ends when all of its `n` samples have ended. `num_generated_tokens` includes the
+    stopping token; `stop_token_id` is that token if it is one of the request's `stop_token_ids`.
+    `error` and `error_kind` are set if and only if `finish_reason` is "error".
     """
 
     request_id: int
@@ -399,10 +402,10 @@ Event = Started | Token | PromptLogprobs | Finished
 
 
 def as_token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Whole numbers, of a sequence or a one-dimensional array, as a tuple of Python's own.
+    """The integers of a sequence or a one-dimensional array as a tuple of Python ints.
 
     Raises:
-        InvalidRequestError: it is something else, or holds something else; `name` is its `param`.
+        InvalidRequestError: `value` is no sequence of integers; the error's `param` is `name`.
     """
     entries = sequence_of(value)
     if entries is None:
@@ -410,7 +413,7 @@ def as_token_ids(name: str, value: object) -> tuple[int, ...]:
     if set(map(type, entries)) <= {int}:
         return tuple(cast(SequenceOf[int], entries))
     for entry in entries:
-        if not is_whole(entry):
+        if not is_integer(entry):
             raise InvalidRequestError(
                 f"{name} holds {show(entry)}; token ids are whole numbers", param=name
             )
@@ -418,10 +421,10 @@ def as_token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def sequence_of(value: object) -> SequenceOf[object] | None:
-    """The entries of a sequence or an array; None for texts, bytes and what is neither."""
+    """The entries of a sequence or an array; None for strings, bytes and other types."""
     if isinstance(value, tuple | list):
         return cast(SequenceOf[object], value)
-    # numpy's arrays and their like, which this layer does not import.
+    # Array types, without importing numpy here.
     as_list = None if isinstance(value, type) else getattr(value, "tolist", None)
     entries: object = as_list() if callable(as_list) else value
     is_text = isinstance(value, memoryview) or isinstance(entries, str | bytes | bytearray)
@@ -430,11 +433,11 @@ def sequence_of(value: object) -> SequenceOf[object] | None:
 
 
 def _as_number(name: str, value: object, bound: NumberBound) -> int | float:
-    is_number = is_whole(value) or (isinstance(value, Real) and not bound.is_whole)
-    # Nothing is within bounds of NaN, and an integer of any size can be compared.
+    is_number = is_integer(value) or (isinstance(value, Real) and not bound.is_integer)
+    # The comparison is false for NaN and works for integers of any size.
     if is_number and not isinstance(value, bool) and bound.low <= cast(float, value) <= bound.high:
-        return index(cast(int, value)) if is_whole(value) else float(cast(float, value))
-    kind = "a whole number" if bound.is_whole else "a number"
+        return index(cast(int, value)) if is_integer(value) else float(cast(float, value))
+    kind = "a whole number" if bound.is_integer else "a number"
     raise InvalidRequestError(
         f"{name} is {show(value)}; it must be {kind} from {bound.low:g} to {bound.high:g}",
         param=name,
@@ -444,17 +447,19 @@ def _as_number(name: str, value: object, bound: NumberBound) -> int | float:
 def _as_tuple(name: str, value: object, bound: ListBound) -> tuple[Any, ...]:
     if isinstance(value, str) and name == "stop":
         value = (value,)
-    longest = bound.longest
-    entries = as_token_ids(name, value) if longest is None else _as_texts(name, value, longest)
-    if len(entries) > bound.most:
+    if bound.max_chars is None:
+        entries = as_token_ids(name, value)
+    else:
+        entries = _as_strings(name, value, bound.max_chars)
+    if len(entries) > bound.max_items:
         raise InvalidRequestError(
-            f"{name} has {len(entries)} entries; at most {bound.most} are allowed", param=name
+            f"{name} has {len(entries)} entries; at most {bound.max_items} are allowed", param=name
         )
     return entries
 
 
 def _as_biases(value: object) -> tuple[tuple[int, float], ...]:
-    """(token id, bias) by rising id; of a token named twice the last bias counts."""
+    """(token id, bias) pairs in ascending order of id; the last bias of a repeated id wins."""
     is_mapping = isinstance(value, Mapping)
     given = cast(Mapping[object, object], value).items() if is_mapping else sequence_of(value)
     try:
@@ -474,15 +479,15 @@ def _as_biases(value: object) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(cast(list[tuple[int, float]], [*zip(ids, numbers, strict=True)])))
 
 
-def _as_texts(name: str, texts: object, longest: int) -> tuple[str, ...]:
+def _as_strings(name: str, texts: object, max_chars: int) -> tuple[str, ...]:
     if not isinstance(texts, tuple | list):
         raise InvalidRequestError(
             f"{name} is {show(texts)}; it must be a list of texts", param=name
         )
     for text in cast(SequenceOf[object], texts):
-        if not isinstance(text, str) or not 0 < len(text) <= longest or _SURROGATE.search(text):
+        if not isinstance(text, str) or not 0 < len(text) <= max_chars or _SURROGATE.search(text):
             raise InvalidRequestError(
-                f"{name} holds {show(text)}; each entry is a text of 1 to {longest} whole "
+                f"{name} holds {show(text)}; each entry is a text of 1 to {max_chars} whole "
                 f"characters",
                 param=name,
             )

@@ -104,7 +104,7 @@ def test_null_fields_are_as_good_as_absent():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_thinking": True}, "it has: level, mode"),
+        ({"enable_thinking": True}, "its options are: level, mode"),
         ({"bos_token": "x"}, "no option 'bos_token'"),
         ({"mode": [1]}, "must be a string"),
         ({"mode": "x" * 5000}, "must be a string"),

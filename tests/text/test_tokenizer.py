@@ -158,5 +158,5 @@ def test_a_garbage_tokenizer_is_a_named_error(tmp_path: Path, content: bytes):
 
 
 def test_an_absent_tokenizer_is_a_named_error(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="no file"):
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         Tokenizer(tmp_path / "tokenizer.json")

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Self, cast
 
-from cadenza.config import config_from_options, is_whole
+from cadenza.config import config_from_options, is_integer
 from cadenza.errors import InvalidRequestError, show
 from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
@@ -203,11 +203,11 @@ def _prompt_list(prompts: object) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     entries = _entries("prompt", prompts, "a text, a list of token ids, or a list of either")
-    num_ids = sum(isinstance(entry, bool) or is_whole(entry) for entry in entries)
+    num_ids = sum(isinstance(entry, bool) or is_integer(entry) for entry in entries)
     if not num_ids:
         return cast(list[Prompt], entries)
     if num_ids < len(entries):
-        other = next(each for each in entries if not (isinstance(each, bool) or is_whole(each)))
+        other = next(each for each in entries if not (isinstance(each, bool) or is_integer(each)))
         raise InvalidRequestError(
             f"the prompts mix token ids with {show(other)}; give one list of token ids, or a list "
             f"of prompts, in which each list of token ids is a list of its own",

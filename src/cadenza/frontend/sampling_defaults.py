@@ -10,7 +10,7 @@ from operator import index
 from typing import Any, cast
 
 from cadenza.checkpoint import GenerationDefaults
-from cadenza.config import is_whole
+from cadenza.config import is_integer
 from cadenza.errors import InvalidRequestError, show
 from cadenza.request import SamplingParams
 
@@ -66,8 +66,8 @@ class SamplingDefaults:
         longest, shortest = self._values.get("max_tokens"), self._values.get("min_tokens")
         if longest is not None and "max_tokens" not in given:
             asked = given.get("min_tokens")
-            least = index(cast(int, asked)) if is_whole(asked) else 1
+            least = index(cast(int, asked)) if is_integer(asked) else 1
             values["max_tokens"] = max(least, int(longest if room is None else min(longest, room)))
         most = values.get("max_tokens", _OWN["max_tokens"])
-        if shortest is not None and "min_tokens" not in given and is_whole(most):
+        if shortest is not None and "min_tokens" not in given and is_integer(most):
             values["min_tokens"] = min(int(shortest), most)

@@ -12,7 +12,7 @@ from operator import index
 from typing import Any, cast
 
 from cadenza.checkpoint import Checkpoint
-from cadenza.config import GenerationConfig, is_whole
+from cadenza.config import GenerationConfig, is_integer
 from cadenza.errors import InvalidRequestError, show
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
@@ -282,4 +282,4 @@ class TextFrontend:
 
 
 def _whole(value: object, otherwise: int) -> int:
-    return index(cast(int, value)) if is_whole(value) else otherwise
+    return index(cast(int, value)) if is_integer(value) else otherwise

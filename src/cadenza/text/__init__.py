@@ -1,7 +1,7 @@
-"""Text at the edge: tokenizers, chat templates, and text from a stream of tokens.
+"""Tokenizers, chat templates, incremental detokenization and stop strings.
 
-Owns the turning of text into token ids and back. Knows nothing of models, weights or batches.
-Invariant: importing this package loads neither `tokenizers` nor `jinja2`; the first use does.
+Owns the conversion between text and token ids. Knows no models, weights or batches. Invariant:
+importing this package imports neither `tokenizers` nor `jinja2`; their first use does.
 """
 
 from cadenza.text.bad_words import bad_word_token_ids

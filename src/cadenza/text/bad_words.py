@@ -1,7 +1,7 @@
-"""Words that must not be written become sequences of tokens: `bad_word_token_ids`.
+"""Token sequences of banned words: `bad_word_token_ids`.
 
-Knows nothing of requests. Invariant: a word is banned where it begins a word and where it goes on
-from one, as far as its plain spelling goes; other spellings of the same text are not looked for.
+Knows no requests. Invariant: a word is banned both after a space and within a word, in its usual
+tokenization; other tokenizations of the same text are not banned.
 """
 
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ from cadenza.text.tokenizer import Tokenizer
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences to ban: each word as it is encoded alone, and after a space.
+    """The token sequences to ban: each word encoded alone and encoded after a space.
 
-    A sequence that ends with a shorter one needs no mention: it cannot be completed anyway.
+    Sequences that end with another banned sequence are left out: they can never be completed.
 
     Raises:
-        InvalidRequestError: a word has no tokens.
+        InvalidRequestError: a word encodes to no tokens.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:

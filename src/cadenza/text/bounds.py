@@ -1,7 +1,7 @@
-"""How large and how long a template's rendering may become: `Budget` and the size checks.
+"""Limits on the time and memory of a template's rendering: `Budget` and the size checks.
 
-Owns the numbers and the sizes of results before they exist. Knows nothing of Jinja's syntax.
-Invariant: a check passes only if the operation behind it yields at most `MAX_CHARS` characters or
+Owns the limits and the computation of a result's size before the result is built. Knows no Jinja
+syntax. Invariant: a check passes only if its operation yields at most `MAX_CHARS` characters or
 `MAX_ITEMS` items.
 """
 
@@ -10,25 +10,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-MAX_STEPS = 500_000
+MAX_TEMPLATE_STEPS = 500_000
 MAX_SECONDS = 1.5
 MAX_CHARS = 16 << 20
 MAX_TOTAL_CHARS = 64 << 20
 MAX_ITEMS = 1_000_000
 MAX_NODES = 200_000
-MAX_WIDTH = 4096
+MAX_PADDED_WIDTH = 4096
 MAX_BITS = 4096
 
 _LARGE_WIDTH = re.compile(r"\d{5,}|%[^a-zA-Z%]*\*")
 
 
 class BoundExceededError(Exception):
-    """A bound was reached; the argument says which."""
+    """A limit was exceeded; the argument is a phrase such as "over 10 items"."""
 
 
 @dataclass(slots=True, eq=False)
 class Budget:
-    """What one rendering has used."""
+    """Time, steps and characters used by one rendering.
+
+    `clock` and `deadline` are in seconds.
+    """
 
     clock: Callable[[], float]
     deadline: float
@@ -36,15 +39,18 @@ class Budget:
     num_chars: int = 0
 
     def step(self) -> None:
-        """Counts a loop's round or a call."""
+        """Counts a loop iteration or a call. Raises BoundExceededError."""
         self.num_steps += 1
-        if self.num_steps > MAX_STEPS:
-            raise BoundExceededError(f"over {MAX_STEPS} steps")
+        if self.num_steps > MAX_TEMPLATE_STEPS:
+            raise BoundExceededError(f"over {MAX_TEMPLATE_STEPS} steps")
         if self.clock() > self.deadline:
             raise BoundExceededError(f"over {MAX_SECONDS:g} seconds")
 
     def charge(self, result: object) -> None:
-        """Counts the characters of a string that an operation made; a list's items as eight."""
+        """Adds a result's size in characters: a string's length, 8 for each item of a list.
+
+        Raises BoundExceededError.
+        """
         if isinstance(result, str):
             self.num_chars += len(result)
         elif isinstance(result, list):
@@ -63,9 +69,10 @@ def check_chars(num_chars: int) -> None:
 
 
 def measure(value: object) -> int:
-    """At least the length of `str(value)` for JSON's types, found without building it.
+    """An upper bound of `len(str(value))` for JSON types, computed without building the string.
 
-    A list that holds one other list many times is small in memory and large as text.
+    Needed because a list that holds another list many times is small in memory but large as text.
+    Raises BoundExceededError.
     """
     num_chars = 0
     pending = [value]
@@ -86,7 +93,7 @@ def measure(value: object) -> int:
 
 
 def check_operator(operator: str, left: object, right: object) -> None:
-    """Operators that can multiply what they are given."""
+    """Checks the result size of operators that can multiply their operands' size."""
     if operator == "%" and isinstance(left, str):
         check_format(left, [right])
     if operator == "+" and _has_length(left) and _has_length(right):
@@ -101,28 +108,30 @@ def check_operator(operator: str, left: object, right: object) -> None:
 
 
 def check_format(pattern: str, values: Sequence[object]) -> None:
-    """Formatting by `%` or `str.format`: no large widths, and no large value many times."""
+    """Checks `%` and `str.format`: field widths and the total size of the result."""
     if _LARGE_WIDTH.search(pattern):
-        raise BoundExceededError(f"a width of over {MAX_WIDTH}")
+        raise BoundExceededError(f"a width of over {MAX_PADDED_WIDTH}")
     if re.search(r":[^}]*\{", pattern):
         check_widths(values)
     num_fields = pattern.count("%") + pattern.count("{")
-    check_chars(len(pattern) + num_fields * (MAX_WIDTH + measure(list(values))))
+    check_chars(len(pattern) + num_fields * (MAX_PADDED_WIDTH + measure(list(values))))
 
 
 def check_widths(values: Sequence[object]) -> None:
-    """Numbers that may serve as a width, and strings as a filling."""
+    """Checks arguments that may be used as a width (integers) or as padding (strings)."""
     for value in values:
         size = abs(value) if isinstance(value, int) else len(value) if isinstance(value, str) else 0
-        if size > MAX_WIDTH:
-            raise BoundExceededError(f"a width of over {MAX_WIDTH}")
+        if size > MAX_PADDED_WIDTH:
+            raise BoundExceededError(f"a width of over {MAX_PADDED_WIDTH}")
 
 
 def check_indent(text: object, values: Sequence[object]) -> None:
-    """A width that is applied to each line of `text`."""
+    """Checks a width that is applied to every line of `text`."""
     check_widths(values)
     widths = [len(value) if isinstance(value, str) else value for value in values]
-    width = max([abs(width) for width in widths if isinstance(width, int)], default=MAX_WIDTH)
+    width = max(
+        [abs(width) for width in widths if isinstance(width, int)], default=MAX_PADDED_WIDTH
+    )
     lines = text.count("\n") + 1 if isinstance(text, str) else 1
     check_chars(lines * width + measure(text))
 

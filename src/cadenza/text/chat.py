@@ -1,8 +1,8 @@
-"""Messages to the text that a model was trained on: `ChatTemplate`.
+"""Chat messages to prompt text: `ChatTemplate`.
 
-Owns what a template sees: plain data, the special tokens, and nothing else. Knows nothing of
-token ids. Invariant: a checkpoint's template can neither change nor reach anything outside its own
-rendering, and takes bounded time and memory (see `text.sandbox`).
+Owns a template's inputs: plain data and the special tokens. Knows no token ids. Invariant: a
+checkpoint's template can neither access nor change anything outside its rendering, and uses bounded
+time and memory (see `text.sandbox`).
 """
 
 import secrets
@@ -27,13 +27,13 @@ _ROLES = frozenset(
     "assistant context control developer documents environment function ipython model observation "
     "system tool tools user".split()
 )
-"""Roles that count as the template's own words: some templates build a control token of them."""
+"""Roles that are marked as template text, because some templates build control tokens from them."""
 
 _NO_OPTIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-class TokenizerStatements(Protocol):
-    """What a checkpoint says of its tokenizer (`checkpoint.tokenizer_files.TokenizerFiles`)."""
+class TokenizerSettings(Protocol):
+    """The part of `checkpoint.tokenizer_files.TokenizerFiles` that chat templates need."""
 
     @property
     def chat_templates(self) -> Mapping[str, str]: ...
@@ -42,24 +42,24 @@ class TokenizerStatements(Protocol):
     def special_tokens(self) -> Mapping[str, str]: ...
 
 
-class HasTokenizerStatements(Protocol):
-    """A checkpoint, as far as chat templates go."""
+class HasTokenizerSettings(Protocol):
+    """The part of a checkpoint that chat templates need."""
 
     @property
-    def tokenizer(self) -> TokenizerStatements: ...
+    def tokenizer(self) -> TokenizerSettings: ...
 
 
 class ChatTemplate:
-    """A compiled chat template with the variables that each rendering sees.
+    """A compiled chat template with its fixed variables.
 
     Args:
         source: Jinja source.
-        variables: say bos_token and eos_token.
+        variables: strings such as bos_token and eos_token.
         tools_source: used instead of `source` when tools are given.
         now: the clock behind `strftime_now`.
 
     Raises:
-        CheckpointError: the source is too large or not valid.
+        CheckpointError: the source is too large or not valid Jinja.
     """
 
     __slots__ = ("_template", "_tools_template", "_variables")
@@ -79,8 +79,8 @@ class ChatTemplate:
         )
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: HasTokenizerStatements) -> "ChatTemplate | None":
-        """The checkpoint's default template (with tools its `tool_use` one); `None` without."""
+    def from_checkpoint(cls, checkpoint: HasTokenizerSettings) -> "ChatTemplate | None":
+        """The checkpoint's `default` template, with `tool_use` for tools; None if it has none."""
         templates = checkpoint.tokenizer.chat_templates
         source = templates.get("default")
         if source is None:
@@ -90,7 +90,7 @@ class ChatTemplate:
 
     @property
     def options(self) -> frozenset[str]:
-        """The further variables that the template reads, such as `enable_thinking`."""
+        """Additional variables that the template reads, such as `enable_thinking`."""
         read = self._template.variables | self._tools_template.variables
         return read - _NO_OPTIONS - self._variables.keys()
 
@@ -102,17 +102,19 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **options: object,
     ) -> MarkedText:
-        """The prompt's text. It holds its own special tokens: encode it without adding more.
+        """The prompt text. It contains its special tokens: encode it without adding more.
 
         Args:
-            continue_final_message: end within the last message, so that its author goes on.
-            options: `documents`, a list of objects, and scalars that the template reads (see
-                the property).
+            messages: objects with a role and content, at least one.
+            tools: tool definitions; None for none.
+            add_generation_prompt: end with the header of an assistant message.
+            continue_final_message: end within the last message, so that the model continues it.
+            options: `documents`, a list of objects, and scalars for the `options` property's names.
 
         Raises:
-            InvalidRequestError: an option is not the template's, or the template refuses the
-                messages or fails on them.
-            CheckpointError: the template reaches for what the sandbox does not allow.
+            InvalidRequestError: an option is unknown, or the template rejects the messages or
+                fails on them.
+            CheckpointError: the template uses something that the sandbox does not allow.
         """
         documents = options.pop("documents", None)
         self._check_options(options)
@@ -150,7 +152,7 @@ class ChatTemplate:
             if name not in self.options:
                 known = ", ".join(sorted(self.options)) or "none"
                 raise InvalidRequestError(
-                    f"the chat template has no option {name[:80]!r}; it has: {known}",
+                    f"the chat template has no option {name[:80]!r}; its options are: {known}",
                     param="chat_template_kwargs",
                 )
             is_scalar = value is None or isinstance(value, bool | int | float | str)
@@ -163,12 +165,12 @@ class ChatTemplate:
 
 
 class _OpenEnding:
-    """Finds the end of the last message's text in a rendering, by a mark put there before."""
+    """Cuts a rendering at the end of the last message's text, found by a marker appended to it."""
 
     __slots__ = ("_last_text", "_mark")
 
     def __init__(self, message: dict[str, object]) -> None:
-        """Puts the mark into `message`, whose content is a text or a list with one."""
+        """Appends the marker to `message`'s text, which is its content or a part of it."""
         self._mark = f"end of the last message {secrets.token_hex(16)} "
         content = message.get("content")
         parts = cast(list[object], content) if isinstance(content, list) else []
@@ -191,12 +193,13 @@ class _OpenEnding:
         place = text.rfind(self._mark.strip())
         if place < 0 or self._last_text.strip() not in text:
             raise InvalidRequestError(
-                "the chat template does not write the last message as it is, so that it cannot "
-                "be continued; leave continue_final_message out",
+                "the chat template changes the text of the last message, so it cannot be "
+                "continued; leave out continue_final_message",
                 param="continue_final_message",
             )
-        is_whole = text.startswith(self._mark, place)
-        return text.cut(0, place) if is_whole else text.cut(0, place).rstrip()
+        # A template that strips the text has removed the marker's trailing space.
+        is_stripped = not text.startswith(self._mark, place)
+        return text.cut(0, place).rstrip() if is_stripped else text.cut(0, place)
 
 
 def _compile(source: str, now: "Callable[[], datetime]") -> "BoundedTemplate":
@@ -205,13 +208,13 @@ def _compile(source: str, now: "Callable[[], datetime]") -> "BoundedTemplate":
     if len(source) > MAX_TEMPLATE_CHARS:
         raise CheckpointError(
             f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are "
-            f"read; check that it is the right file"
+            f"allowed; check that it is the right file"
         )
     return BoundedTemplate(source, now=now)
 
 
 def _prepare(message: dict[str, object]) -> dict[str, object]:
-    """As transformers does: no nulls, and reasoning under each name that templates read it by."""
+    """As in transformers: drops nulls and copies reasoning to the names that templates read."""
     message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
     if isinstance(role, str) and role in _ROLES:
@@ -244,7 +247,7 @@ def _plain_list(values: object, name: str) -> list[dict[str, object]] | None:
 
 
 def _plain(value: object, depth: int = 0) -> object:
-    """`value` rebuilt from JSON's types, so that no method of another type is in reach."""
+    """Rebuilds `value` from JSON types, so that a template cannot call methods of other types."""
     if depth > MAX_DEPTH:
         raise InvalidRequestError(
             f"messages are nested over {MAX_DEPTH} deep; flatten them", param="messages"

@@ -1,8 +1,8 @@
-"""Tokens that steer a model, and how text that only spells them is kept apart from them.
+"""Control tokens, and encoding user text that spells them as plain text.
 
-Owns which added tokens are control tokens (`ControlTokens`) and a second tokenizer in which no text
-can spell them (`RenamedControls`). Knows nothing of templates. Invariant: the second tokenizer
-gives text without control tokens the same ids as the first.
+Owns which added tokens are control tokens (`ControlTokens`) and a copy of the tokenizer in which
+user text cannot spell them (`RenamedControls`). Knows no templates. Invariant: the copy gives text
+without control tokens the same ids as the original.
 """
 
 import json
@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 
 _SPACE_MARK = "▁"
 _UNKNOWN = "\ufdd0"
-"""A code point that is never assigned, so that no vocabulary has it."""
+"""A Unicode noncharacter, which no vocabulary contains."""
 
 
 class ControlTokens:
-    """The special tokens, and the added ones that look like marks.
+    """The special tokens, and all other added tokens that are not ordinary text.
 
-    An added token of letters, digits and white space alone (runs of spaces, words of another
-    language) is a piece of text that happens to be in the list.
+    An added token of only letters, digits and white space (runs of spaces, words of a language) is
+    ordinary text.
+
+    Attributes:
+        content_of: token id to the text of the token.
+        unknown_ids: the control tokens that the model emits for unknown characters.
     """
 
     __slots__ = ("content_of", "unknown_ids")
@@ -44,7 +48,7 @@ class ControlTokens:
         self.unknown_ids = _find_unknown_ids(native) & self.content_of.keys()
 
     def may_be_forged(self, encoding: "Encoding", ids: list[int], text: MarkedText) -> bool:
-        """Whether `is_forged` has to be asked, of an encoding that need not know its offsets."""
+        """A cheap test before `is_forged`: False only if that is False. Needs no offsets."""
         return self._is_unknown_forged(text) or (
             not self.content_of.keys().isdisjoint(ids)
             and any(
@@ -53,18 +57,17 @@ class ControlTokens:
             )
         )
 
-    def are_spelt(self, text: MarkedText) -> bool:
-        """Whether somebody else than the template wrote a control token's text."""
+    def has_spelled_control(self, text: MarkedText) -> bool:
+        """Whether `text` contains a control token's text that the template did not write."""
         return any(
             content in text and not self._is_all_own(content, text)
             for content in self.content_of.values()
         )
 
     def positions(self, encoding: "Encoding") -> list[int]:
-        """Where an encoding has control tokens that come from its text.
+        """Indices of the control tokens in an encoding that come from its text.
 
-        Those that the tokenizer put around the text do not count, nor does the token for unknown
-        characters.
+        Excludes tokens that the tokenizer adds around the text and those for unknown characters.
         """
         ids = encoding.ids
         if self.content_of.keys().isdisjoint(ids):
@@ -82,8 +85,8 @@ class ControlTokens:
         """Whether the encoding has a control token that the template did not write."""
         plain = str.__str__(text)
         for place in self.positions(encoding):
-            # A token may take the white space around it, whoever wrote that. (Asked one by one:
-            # the list of all offsets is long, and is made without letting other threads run.)
+            # A token may include the white space around it, which anyone may write. Offsets are
+            # read one by one: the library builds the full list while holding the GIL.
             start, stop = encoding.token_to_chars(place) or (0, 0)
             part = plain[start:stop].strip()
             start = plain.find(part, start)
@@ -103,10 +106,13 @@ class ControlTokens:
 
 
 class RenamedControls:
-    """A copy of a tokenizer in which control tokens have names that nobody can guess.
+    """A copy of a tokenizer in which control tokens have unguessable names.
 
-    `rename` puts those names where the template wrote the tokens. Everything else, and so a
-    control token that a user spelled, is text to the copy.
+    `rename` inserts those names where the template wrote the tokens. The copy encodes everything
+    else as text, including control tokens that a user spelled.
+
+    Raises:
+        InvalidRequestError: the control tokens cannot be renamed in this tokenizer.
     """
 
     __slots__ = ("_name_of", "_pattern", "_uncounted", "native")
@@ -129,12 +135,12 @@ class RenamedControls:
         for index, content in controls.content_of.items():
             if self.native.token_to_id(self._name_of[content]) != index:
                 raise InvalidRequestError(
-                    f"the text contains the text of a control token, and this tokenizer cannot "
-                    f"tell the two apart ({content!r} is not where it was); leave it out"
+                    f"the text contains the text of a control token ({content!r}), and this "
+                    f"tokenizer cannot encode it as plain text; leave it out"
                 )
 
     def rename(self, text: MarkedText) -> tuple[str, int]:
-        """The text for the copy, and how many `ControlTokens.positions` it should have."""
+        """The text for the copy, and the number of `ControlTokens.positions` it must have."""
         plain = str.__str__(text)
         parts: list[str] = []
         position = num_controls = 0
@@ -156,7 +162,7 @@ def _find_unknown_ids(native: "NativeTokenizer") -> set[int]:
         return set(native.encode(_UNKNOWN, add_special_tokens=False).ids)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException:  # noqa: BLE001 # a model without such a token fails, by panic or not
+    except BaseException:  # noqa: BLE001 # without an unknown token the library raises or panics
         return set()
 
 
@@ -168,7 +174,7 @@ def _rename_added_tokens(described: dict[str, Any], name_of: dict[str, str]) -> 
 
 
 def _rename_pieces(model: dict[str, Any], name_of: dict[str, str]) -> None:
-    """The same in the model's own vocabulary, from which text could get the token as well."""
+    """Renames the tokens in the model's vocabulary, through which text could reach them too."""
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         pieces = cast(dict[str, int], vocab)

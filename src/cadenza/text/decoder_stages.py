@@ -1,11 +1,10 @@
-"""The steps of tokenizer.json's `decoder`, each one incremental.
+"""Incremental versions of the decoder steps of tokenizer.json.
 
-The library hands a list of tokens from step to step. `Fuse` and `ByteLevel` make it a list of one
-token, the whole text. So every step exists twice: before the join it takes tokens (`TokenStage`),
-after it the parts of the one text (`TextStage`). Knows nothing of vocabularies or requests.
-Invariant: what a stage gives for all of its input, put together, is what the library's step gives
-for that input at once; what a stage has given is final, and it gives what it can as early as that
-allows.
+The library passes a list of tokens from step to step; `Fuse` and `ByteLevel` reduce it to a list of
+one token, the complete text. So each step has two versions: before that join it works on tokens
+(`TokenStage`), after it on successive parts of the text (`TextStage`). Knows no vocabularies or
+requests. Invariant: the concatenated output of a stage equals the output of the library's step for
+the complete input; output is final, and emitted as early as that allows.
 """
 
 import codecs
@@ -20,7 +19,7 @@ _BYTE_TOKEN = re.compile(r"<0x(?:[0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 _NUM_BYTE_TOKEN_CHARS = 6
 
 Changes = tuple[tuple[str, str], ...]
-"""What to replace by what, one after the other."""
+"""(old, new) replacements, applied in order."""
 
 CLEANUPS: Changes = (
     (" .", "."),
@@ -35,17 +34,17 @@ CLEANUPS: Changes = (
     (" 've", "'ve"),
     (" 're", "'re"),
 )
-"""The `cleanup` of WordPiece and CTC."""
+"""The replacements of the `cleanup` option of WordPiece and CTC."""
 
 TokenEdit = Callable[[str, bool], str]
-"""Edits one token; the flag tells the step's first token."""
+"""(token, is_first) to the edited token; `is_first` is true for the stream's first token."""
 
 Decode = Callable[[list[str]], str]
-"""The library's decoder of one step."""
+"""A list of tokens to their text, by one step of the library's decoder."""
 
 
 class TokenStage(Protocol):
-    """Tokens in, tokens out."""
+    """A step that maps tokens to tokens."""
 
     def push(self, token: str) -> list[str]: ...
 
@@ -53,7 +52,7 @@ class TokenStage(Protocol):
 
 
 class TextStage(Protocol):
-    """The parts of one text in, the parts of another one out."""
+    """A step that maps the parts of a text to the parts of the edited text."""
 
     def push(self, text: str) -> str: ...
 
@@ -65,7 +64,7 @@ def replace_all(text: str, changes: Changes) -> str:
 
 
 class EditTokens:
-    """Each token by itself."""
+    """Edits each token independently."""
 
     __slots__ = ("_edit", "_is_first")
 
@@ -83,8 +82,10 @@ class EditTokens:
 
 
 class ByteFallbackTokens:
-    """Tokens like <0xE2> are bytes. A run of them is decoded as a whole (one bad byte turns every
-    byte of its run into U+FFFD), so that its text is given when the run has ended.
+    """Decodes runs of byte tokens such as <0xE2>.
+
+    The text of a run is emitted at its end, because one invalid byte turns every byte of the run
+    into U+FFFD.
     """
 
     __slots__ = ("_run",)
@@ -110,8 +111,9 @@ class ByteFallbackTokens:
 
 
 class SuffixTokens:
-    """`BPEDecoder`: the suffix is a space, but in the last token nothing; so a token with it waits
-    for the next one.
+    """`BPEDecoder`: replaces the suffix by a space, and by nothing in the last token.
+
+    A token with the suffix is held until the next token arrives.
     """
 
     __slots__ = ("_held", "_suffix")
@@ -131,9 +133,7 @@ class SuffixTokens:
 
 
 class CTCTokens:
-    """A token that equals the one before it is dropped; then each is edited, and dropped if that
-    leaves nothing.
-    """
+    """`CTC`: drops repeated tokens, edits the others, and drops those that become empty."""
 
     __slots__ = ("_changes", "_previous")
 
@@ -153,7 +153,7 @@ class CTCTokens:
 
 
 class JoinBytes:
-    """`ByteLevel`: every character of a token stands for a byte; an unfinished character waits."""
+    """`ByteLevel`: each character of a token is a byte; incomplete UTF-8 sequences are held."""
 
     __slots__ = ("_utf8",)
 
@@ -163,7 +163,7 @@ class JoinBytes:
     def push(self, text: str) -> str:
         try:
             data = bytes([BYTE_OF_CHARACTER[character] for character in text])
-        except KeyError:  # an added token, spelt as itself
+        except KeyError:  # an added token, which is not in the byte alphabet
             data = text.encode("utf-8")
         return self._utf8.decode(data)
 
@@ -172,7 +172,7 @@ class JoinBytes:
 
 
 class ReplaceText:
-    """Every `old` becomes `new`; what may be the beginning of an `old` waits."""
+    """Replaces `old` by `new`; text that may be the beginning of an `old` is held."""
 
     __slots__ = ("_held", "_new", "_old")
 
@@ -193,7 +193,7 @@ class ReplaceText:
 
 
 class StripText:
-    """Takes `content`, one character, from the start of the text and from its end."""
+    """Strips up to `start` and `stop` copies of the character `content` from the text's ends."""
 
     __slots__ = ("_content", "_num_held", "_num_strippable", "_stop")
 
@@ -210,20 +210,20 @@ class StripText:
             self._num_strippable -= 1
         if not self._stop:
             return text
-        whole = self._content * self._num_held + text
-        num_trailing = len(whole) - len(whole.rstrip(self._content))
+        pending = self._content * self._num_held + text
+        num_trailing = len(pending) - len(pending.rstrip(self._content))
         self._num_held = min(num_trailing, self._stop)
-        return whole[: len(whole) - self._num_held]
+        return pending[: len(pending) - self._num_held]
 
     def flush(self) -> str:
         return ""
 
 
 class ByteLevelText:
-    """`ByteLevel` over one token: it is bytes only if all of its characters stand for one.
+    """`ByteLevel` over the joined text: bytes only if every character is in the byte alphabet.
 
-    ASCII reads the same either way. What follows it waits for the first character that is no byte,
-    or for the end.
+    Leading printable ASCII reads the same either way and is emitted at once. The rest is held until
+    the first character outside the alphabet, or the end.
     """
 
     __slots__ = ("_held", "_is_text")
@@ -250,7 +250,7 @@ class ByteLevelText:
 
 
 class ByteFallbackText:
-    """`ByteFallback` over one token: it is a byte only if all of the text is like <0xE2>."""
+    """`ByteFallback` over the joined text: decoded only if all of the text is one byte token."""
 
     __slots__ = ("_held", "_is_text")
 
@@ -271,10 +271,8 @@ class ByteFallbackText:
         return "".join([*tokens.push(self._held), *tokens.flush()])
 
 
-class WholeText:
-    """What needs all of the text, say a regular expression over it: nothing is given before the
-    end.
-    """
+class BufferedText:
+    """A step that needs the complete text, such as a regular expression: emits only at the end."""
 
     __slots__ = ("_decode", "_parts")
 
@@ -291,7 +289,7 @@ class WholeText:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: a printable Latin-1 byte is itself, the others follow from U+0100 on."""
+    """GPT-2's byte alphabet, character to byte: printable Latin-1 as is, the rest from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -301,4 +299,4 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF_CHARACTER = _byte_alphabet()
 
 _PLAIN = "".join(map(chr, range(0x21, 0x7F)))
-"""Characters that stand for the byte that spells them."""
+"""Printable ASCII, which maps to itself in the byte alphabet."""

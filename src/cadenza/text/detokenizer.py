@@ -1,9 +1,8 @@
-"""Text from a stream of tokens: `IncrementalDetokenizer`.
+"""Incremental detokenization: `IncrementalDetokenizer`.
 
-Owns the way from tokenizer.json's `decoder` to stages that follow it token by token. Knows nothing
-of stop strings or of requests. Invariant: whatever the tokens, the parts put together are what
-`Tokenizer.decode` gives for all of them; a part that was given out is final. Work per token does
-not grow with the stream.
+Owns the translation of tokenizer.json's `decoder` into incremental stages. Knows no stop strings or
+requests. Invariant: for any tokens, the concatenated output equals `Tokenizer.decode` of all of
+them, and output is final. The work per token is independent of the stream's length.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from typing import Any, cast
 from cadenza.errors import CheckpointError
 from cadenza.text.decoder_stages import (
     CLEANUPS,
+    BufferedText,
     ByteFallbackText,
     ByteFallbackTokens,
     ByteLevelText,
@@ -28,20 +28,19 @@ from cadenza.text.decoder_stages import (
     TextStage,
     TokenEdit,
     TokenStage,
-    WholeText,
     replace_all,
 )
 from cadenza.text.tokenizer import Tokenizer
 
 Step = Mapping[str, Any]
-"""One step of a decoder, as tokenizer.json describes it."""
+"""The JSON object of one decoder step in tokenizer.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderPlan:
-    """A decoder's steps: edits of each token, other steps over tokens, steps over the whole text.
+    """A decoder's steps in order: edits of single tokens, stages over tokens, stages over the text.
 
-    The first text stage of a byte-level decoder is what makes bytes of the tokens.
+    The first text stage of a byte-level decoder is `JoinBytes`.
     """
 
     edits: tuple[TokenEdit, ...] = ()
@@ -53,11 +52,12 @@ class IncrementalDetokenizer:
     """Decodes one stream of tokens.
 
     Args:
-        plan: of this tokenizer's decoder, from `plan_decoder`, which need not be made for each
-            stream; None makes it here.
+        tokenizer: the stream's tokenizer.
+        skip_special_tokens: leave special tokens out of the text.
+        plan: `plan_decoder` of the tokenizer's decoder, to share between streams; None makes one.
 
     Raises:
-        CheckpointError: the tokenizer's decoder has a step that is not known.
+        CheckpointError: the tokenizer's decoder has an unsupported step.
     """
 
     __slots__ = ("_edits", "_is_first", "_skipped", "_text_stages", "_token_stages", "_tokenizer")
@@ -77,7 +77,7 @@ class IncrementalDetokenizer:
         self._is_first = True
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now and was not before; often "" in mid-character."""
+        """The text that this token makes final; "" while a character is incomplete."""
         token = None if token_id in self._skipped else self._tokenizer.token_of(token_id)
         if token is None:
             return ""
@@ -94,7 +94,7 @@ class IncrementalDetokenizer:
         return self._join(tokens[0]) if len(tokens) == 1 else "".join(map(self._join, tokens))
 
     def flush(self) -> str:
-        """What was kept back; the stream has ended."""
+        """Ends the stream; returns the text that was held."""
         tokens: list[str] = []
         for stage in self._token_stages:
             tokens = [*_push_all(stage, tokens), *stage.flush()]
@@ -119,10 +119,10 @@ def _push_all(stage: TokenStage, tokens: list[str]) -> list[str]:
 
 
 def plan_decoder(description: Step | None) -> DecoderPlan:
-    """Turns tokenizer.json's `decoder` into stages.
+    """Translates tokenizer.json's `decoder` into stages; None joins tokens with spaces.
 
     Raises:
-        CheckpointError: it has a step of an unknown kind.
+        CheckpointError: a step's type is not supported.
     """
     if description is None:
         return DecoderPlan(edits=(_put_space_before,))
@@ -134,8 +134,8 @@ def plan_decoder(description: Step | None) -> DecoderPlan:
         kind = step["type"]
         if kind not in _TEXT_STAGES:
             raise CheckpointError(
-                f"the tokenizer's decoder has a step {str(kind)[:40]!r}, which is not known; "
-                f"supported are {', '.join(_TEXT_STAGES)}; use a tokenizer with these"
+                f"the tokenizer's decoder has a step of type {str(kind)[:40]!r}, which is not "
+                f"supported; supported are {', '.join(_TEXT_STAGES)}"
             )
         if is_joined:
             text_stages += _TEXT_STAGES[kind](step)
@@ -175,27 +175,27 @@ def _replace_edit(step: Step) -> TokenEdit:
 def _replace_text(step: Step) -> list[Callable[[], TextStage]]:
     old = _literal(step)
     if old is None:
-        return [partial(WholeText, _library_replace(step))]
+        return [partial(BufferedText, _library_replace(step))]
     return _replacing(((old, step["content"]),))
 
 
 def _replacing(changes: Changes) -> list[Callable[[], TextStage]]:
-    """One stage for each change. Replacing the empty text puts `new` around every character."""
+    """One stage per replacement. An empty `old` inserts `new` around every character."""
     return [
         partial(ReplaceText, old, new)
         if old
-        else partial(WholeText, lambda tokens, new=new: tokens[0].replace("", new))
+        else partial(BufferedText, lambda tokens, new=new: tokens[0].replace("", new))
         for old, new in changes
     ]
 
 
 def _literal(step: Step) -> str | None:
-    """The text that a `Replace` looks for; None where it is a pattern, or empty."""
+    """The string that a `Replace` step searches for; None if it is empty or the pattern a regex."""
     return cast(dict[str, str], step["pattern"]).get("String") or None
 
 
 def _library_replace(step: Step) -> Decode:
-    """The library's own step: its regular expressions are not Python's."""
+    """The library's `Replace` step, because its regular expression syntax differs from Python's."""
     from tokenizers import Regex
     from tokenizers.decoders import Replace
 
@@ -261,17 +261,17 @@ _EDITS: dict[str, Callable[[Step], TokenEdit]] = {
     "Strip": _strip_edit,
     "WordPiece": _word_piece_edit,
 }
-"""The steps that take each token by itself."""
+"""Steps that edit each token independently, by type."""
 
 _STAGES: dict[str, Callable[[Step], Callable[[], TokenStage]]] = {
     "BPEDecoder": lambda step: partial(SuffixTokens, step["suffix"]),
     "ByteFallback": lambda _: ByteFallbackTokens,
     "CTC": lambda step: partial(CTCTokens, _ctc_changes(step)),
 }
-"""The steps that take tokens together."""
+"""Steps that need neighbouring tokens, by type."""
 
 _JOINS: dict[str, list[Callable[[], TextStage]]] = {"ByteLevel": [JoinBytes], "Fuse": []}
-"""The steps that make one text of all tokens."""
+"""Steps that join the tokens into one text, by type."""
 
 _TEXT_STAGES: dict[str, Callable[[Step], list[Callable[[], TextStage]]]] = {
     "BPEDecoder": lambda step: _replacing(((step["suffix"], ""),)),
@@ -284,4 +284,4 @@ _TEXT_STAGES: dict[str, Callable[[Step], list[Callable[[], TextStage]]]] = {
     "Strip": _strip_text,
     "WordPiece": _word_piece_text,
 }
-"""All steps as they are once there is only one token, which is the first and the last."""
+"""Every step's version after the join, by type; the joined text counts as first and last token."""

@@ -1,8 +1,8 @@
-"""How many characters a token can stand for: `max_chars_per_token`.
+"""The most characters that one token can stand for: `max_chars_per_token`.
 
-Knows the parts of a tokenizer.json that keep every character. Invariant: where a number is given, a
-text of more than that number times k characters has more than k tokens; where a part may drop
-characters or fold any number of them into one token, there is none.
+Knows which parts of a tokenizer.json keep every character. Invariant: if the bound is n, a text of
+more than n * k characters has more than k tokens. There is no bound if a part may drop characters
+or merge any number of them into one token.
 """
 
 import json
@@ -13,29 +13,29 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as NativeTokenizer
 
 MAX_COMPOSED_CHARS = 4
-"""Unicode's longest canonical decomposition: NFC makes one character of at most so many."""
+"""Length of Unicode's longest canonical decomposition: NFC merges at most this many characters."""
 
 _NUM_BYTES = 256
 _BYTE_LEVEL = "ByteLevel"
 
 
 def max_chars_per_token(native: "NativeTokenizer") -> int | None:
-    """The length of the longest token, times what the normalizer makes one character of.
+    """The length of the longest token times the most characters that the normalizer merges.
 
-    It holds for byte-pair encodings of bytes: each byte of the text is in exactly one token, and a
-    character has at least one byte.
+    None for other tokenizers than byte-level or byte-fallback BPE, in which every byte of the text
+    belongs to exactly one token.
     """
-    shrinking = _shrinking(_described(native.normalizer))
-    if shrinking is None or not _keeps_all(native):
+    merged = _max_merged_chars(_described(native.normalizer))
+    if merged is None or not _has_all_bytes(native):
         return None
     added = native.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
-        return None  # such a token takes any amount of white space with it
-    return shrinking * max(map(len, native.get_vocab(with_added_tokens=True)), default=1)
+        return None  # such a token includes any amount of white space next to it
+    return merged * max(map(len, native.get_vocab(with_added_tokens=True)), default=1)
 
 
-def _keeps_all(native: "NativeTokenizer") -> bool:
-    """Whether the model has a token for each byte, so that nothing is unknown to it."""
+def _has_all_bytes(native: "NativeTokenizer") -> bool:
+    """Whether the model has a token for every byte, so that no text is unknown to it."""
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -43,21 +43,23 @@ def _keeps_all(native: "NativeTokenizer") -> bool:
     if not isinstance(model, BPE):
         return False
     if model.continuing_subword_prefix or model.end_of_word_suffix:
-        return False  # bytes are looked up with these around them
+        return False  # bytes are looked up with the prefix or suffix attached
     splitters = list(_parts(_described(native.pre_tokenizer), "pretokenizers"))
     for splitter in splitters:
         if splitter["type"] not in ("Split", "Digits", "Metaspace", _BYTE_LEVEL):
             return False
         if splitter.get("behavior") == "Removed":
             return False
-    spelt = ByteLevel.alphabet()
+    byte_tokens = ByteLevel.alphabet()
     if not any(splitter["type"] == _BYTE_LEVEL for splitter in splitters):
-        spelt = [f"<0x{byte:02X}>" for byte in range(_NUM_BYTES)] if model.byte_fallback else [""]
-    return all(native.token_to_id(byte) is not None for byte in spelt)
+        if not model.byte_fallback:
+            return False
+        byte_tokens = [f"<0x{byte:02X}>" for byte in range(_NUM_BYTES)]
+    return all(native.token_to_id(token) is not None for token in byte_tokens)
 
 
-def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
-    """How many characters may become one; None where it cannot be said."""
+def _max_merged_chars(normalizer: dict[str, Any] | None) -> int | None:
+    """The most characters that the normalizer may merge into one; None if unbounded or unknown."""
     worst = 1
     for part in _parts(normalizer, "normalizers"):
         if part["type"] == "NFC":

@@ -1,8 +1,8 @@
-"""Which characters of a rendered prompt its template wrote: `MarkedText`.
+"""Strings that track which characters a chat template wrote: `MarkedText`.
 
-Owns the marks and how they follow text through string operations. Knows nothing of templates or
-tokens. Invariant: a character is marked only if a template's own text put it there; an operation
-that is not followed here gives a plain `str`, which counts as written by somebody else.
+Owns the marks and their propagation through string operations. Knows no templates or tokens.
+Invariant: a character is marked only if it comes from the template's source; operations without
+propagation return a plain `str`, which counts as user text.
 """
 
 import re
@@ -12,18 +12,18 @@ from string import Formatter
 from typing import Any, SupportsIndex, cast
 
 Spans = tuple[tuple[int, int], ...]
-"""Ranges [start, stop) of characters, ascending and apart."""
+"""Ranges [start, stop) of characters, ascending, with gaps between them."""
 
 MAX_PIECES = 10_000
-"""A split into more pieces than this is not followed."""
+"""Splits into more pieces than this lose the marks."""
 
 _CONVERSION = re.compile(r"%(?:\((?P<key>[^)]*)\))?[#0\- +]*\d*(?:\.\d+)?(?P<kind>[a-zA-Z%])")
 
 
 class MarkedText(str):
-    """Text, and the spans of it that the template wrote.
+    """A string with the spans of it that the template wrote (`own_spans`).
 
-    As a string it is equal to its text; only the operations below keep the marks.
+    Compares equal to the plain string. Only the operations defined here keep the marks.
     """
 
     __slots__ = ("own_spans",)
@@ -40,16 +40,16 @@ class MarkedText(str):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all of it is marked, or none."""
+        """Whether all characters are marked, or none."""
         return self.own_spans in ((), ((0, len(self)),))
 
     def is_own(self, start: int, stop: int) -> bool:
-        """Whether the template wrote all of [start, stop)."""
+        """Whether all characters of [start, stop) are marked."""
         place = bisect_right(self.own_spans, start, key=_first) - 1
         return place >= 0 and stop <= self.own_spans[place][1]
 
     def cut(self, start: int, stop: int) -> "MarkedText":
-        """The part [start, stop), for 0 <= start <= stop <= length."""
+        """The substring [start, stop) with its marks, for 0 <= start <= stop <= length."""
         begin = bisect_right(self.own_spans, start, key=_last)
         spans = self.own_spans[begin : bisect_left(self.own_spans, stop, key=_first)]
         clipped = ((max(a, start) - start, min(b, stop) - start) for a, b in spans)
@@ -142,15 +142,20 @@ class MarkedText(str):
         return first, middle, last
 
     def _mapped(self, text: str) -> str:
-        """A letter-by-letter change; a few letters change their number, which loses the marks."""
+        """The marks on `text`, if a change of case kept the length; otherwise `text` unmarked."""
         return MarkedText(text, self.own_spans) if len(text) == len(self) else text
 
     def _like(self, text: str) -> "MarkedText":
-        """`text` with the one mark that all of this text has."""
+        """`text`, marked completely if this uniform text is marked."""
         return written_by_template(text) if self.own_spans else MarkedText(text)
 
     def _located(self, pieces: list[str], between: str | None) -> list[str]:
-        """The pieces of a split, which lie in this text in order; `None` is any white space."""
+        """The pieces of a split with their marks.
+
+        Args:
+            pieces: consecutive substrings of this text.
+            between: the separator; None for any white space.
+        """
         if not self.own_spans or len(pieces) > MAX_PIECES:
             return pieces
         located: list[str] = []
@@ -174,7 +179,7 @@ def spans_of(text: str) -> Spans:
 
 
 def join_marked(parts: Iterable[str]) -> MarkedText:
-    """The parts one after the other, each with its marks."""
+    """The concatenated parts with their marks."""
     parts = list(parts)
     spans: list[tuple[int, int]] = []
     position = 0
@@ -188,7 +193,7 @@ def join_marked(parts: Iterable[str]) -> MarkedText:
 def format_braces(
     formatter: Formatter, pattern: MarkedText, values: Sequence[Any], named: Mapping[str, Any]
 ) -> MarkedText:
-    """`pattern.format(*values, **named)` by a (sandboxed) formatter."""
+    """`pattern.format(*values, **named)` with marks, by the sandbox's formatter."""
     is_own = pattern.is_own(0, len(pattern))
     parts: list[str] = []
     number = 0
@@ -236,7 +241,7 @@ def _last(span: tuple[int, int]) -> int:
 
 
 def _tidy(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Without empty spans, and with adjacent ones made one."""
+    """Drops empty spans and joins adjacent ones."""
     tidy: list[tuple[int, int]] = []
     for start, stop in spans:
         if start >= stop:

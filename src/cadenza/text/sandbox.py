@@ -1,11 +1,11 @@
-"""Rendering a template that nobody vouches for: `BoundedTemplate`.
+"""Rendering untrusted Jinja templates: `BoundedTemplate`.
 
-Owns the Jinja environment. Knows nothing of messages. Invariant: every loop round, call and filter
-is counted against the rendering's budget, whatever can multiply its input has the size of its
-result checked first (see `text.bounds`), and only the template's own text is marked as its own (see
+Owns the Jinja environment. Knows no messages. Invariant: every loop iteration, call and filter is
+counted against the rendering's budget, operations that can multiply their input have their result's
+size checked first (see `text.bounds`), and only text of the template's source is marked (see
 `text.provenance`).
 
-The environment offers what transformers offers to chat templates: an immutable sandbox, block
+The environment matches the one that transformers gives chat templates: an immutable sandbox, block
 trimming, loop controls, `tojson`, `strftime_now`, `raise_exception`, `generation` blocks.
 """
 
@@ -48,7 +48,7 @@ from cadenza.text.provenance import (
 MAX_REASON_CHARS = 500
 
 BUDGET = "budget of this rendering"
-"""The budget's name among the variables: no template can spell it."""
+"""The budget's key in the context; not an identifier, so no template can refer to it."""
 
 _COUNTED = "counted"
 _CONCATENATED = "concatenated"
@@ -62,7 +62,7 @@ _SHALLOW_FILTERS = frozenset(
     "abs attr count d default first float int items kept last length list map reject rejectattr "
     "reverse select selectattr".split()
 )
-"""They look at no member of a member, so that their input need not be measured."""
+"""Filters that do not read nested members, so that their input need not be measured."""
 
 _WIDTH_FILTERS = frozenset({"center", "batch", "slice", "truncate", "round"})
 _WIDTH_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
@@ -84,7 +84,7 @@ class BoundedTemplate:
     __slots__ = ("_clock", "_template", "variables")
 
     variables: frozenset[str]
-    """Names that the template reads and does not define."""
+    """Names that the template reads but does not define."""
 
     def __init__(
         self,
@@ -109,26 +109,30 @@ class BoundedTemplate:
             ) from error
 
     def render(self, variables: Mapping[str, object]) -> MarkedText:
-        """The text, in which the template's own part is marked.
+        """The rendered text, with the characters of the template's source marked.
 
         Raises:
-            InvalidRequestError: the template refuses the variables, fails or takes too long.
-            CheckpointError: the template reaches for what the sandbox does not allow.
+            InvalidRequestError: the template rejects the variables, fails, or exceeds its budget.
+            CheckpointError: the template uses something that the sandbox does not allow.
         """
         try:
             return self._collect({**variables, BUDGET: start_budget(self._clock)})
         except _RefusedError as refusal:
-            raise _blame(f"refuses these messages: {refusal.args[0]}") from refusal
+            raise _template_error(f"refuses these messages: {refusal.args[0]}") from refusal
         except BoundExceededError as error:
-            raise _blame(f"takes {error.args[0]} for these messages; shorten them") from error
+            raise _template_error(
+                f"takes {error.args[0]} for these messages; shorten them"
+            ) from error
         except (RecursionError, MemoryError, OverflowError) as error:
-            raise _blame("takes too much for these messages; shorten them") from error
+            raise _template_error(
+                "takes too much memory or recursion for these messages; shorten them"
+            ) from error
         except SecurityError as error:
             raise CheckpointError(
-                "the chat template reaches outside its sandbox; use another template"
+                "the chat template uses something that its sandbox does not allow; use another one"
             ) from error
-        except Exception as error:  # a template can raise whatever Python's operators raise
-            raise _blame(
+        except Exception as error:  # a template can raise anything that Python's operators raise
+            raise _template_error(
                 f"fails on these messages ({type(error).__name__}); check their roles and the "
                 f"types of their fields"
             ) from error
@@ -143,12 +147,12 @@ class BoundedTemplate:
         return _join_emitted(parts)
 
 
-def _blame(reason: str) -> InvalidRequestError:
+def _template_error(reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"the chat template {reason}", param="messages")
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with counted calls and with checked sizes."""
+    """Jinja's sandbox, with calls counted and result sizes checked."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -161,7 +165,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         budget = _budget_of(context)
         budget.step()
-        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
+        method = getattr(obj, "__wrapped__", obj)  # Jinja's sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             name = getattr(method, "__name__", "")
@@ -175,24 +179,25 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Text has no more attributes than a string has."""
+        """Hides the attributes that `MarkedText` has beyond those of `str`."""
         if isinstance(obj, MarkedText) and not hasattr(str, attr):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
     @staticmethod
     def concat(parts: Iterable[str]) -> MarkedText:
-        """Jinja joins a block's parts by this."""
+        """Joins the parts of a block; called by Jinja."""
         parts = list(parts)
         check_chars(sum(map(len, parts)))
         return _join_emitted(parts)
 
 
 class _Instrument(NodeTransformer):
-    """Puts filters around what can take long outside of calls, and around the template's strings.
+    """Wraps expressions in filters that count, measure or mark them.
 
-    The first are what loops run over, the parts of `~`, the text of set blocks, and what is
-    compared. Strings that only look something up stay as they are.
+    Counted or measured are the operations that can be slow without a call: iterables of loops,
+    operands of `~`, text of set blocks, and operands of comparisons. String constants are marked as
+    the template's, except those that are subscripts.
     """
 
     def visit_Const(self, node: nodes.Const) -> nodes.Node:
@@ -229,7 +234,7 @@ class _Instrument(NodeTransformer):
 
 
 class _GenerationExtension(Extension):
-    """`{% generation %}` marks what a model wrote; it is rendered as it stands."""
+    """`{% generation %}` blocks, which mark assistant text for training: rendered as their body."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -274,7 +279,7 @@ def _new_environment(now: Callable[[], datetime]) -> _BoundedEnvironment:
 
 
 def _bound_filter(name: str, filter: Filter) -> Filter:
-    """`filter`, with its arguments checked, its call counted and its result charged."""
+    """`filter` with its arguments checked, its call counted and its result charged."""
     wanted = getattr(getattr(filter, "jinja_pass_arg", None), "name", None)
 
     @jinja2.pass_context
@@ -315,7 +320,7 @@ def _check_filter(name: str, value: object, arguments: list[Any]) -> None:
 
 
 def _check_method(owner: str, name: str, arguments: list[Any]) -> None:
-    """Methods of strings that can multiply what they are given."""
+    """Checks the result size of string methods that can multiply their input."""
     if name in _WIDTH_METHODS:
         check_widths(arguments)
         check_chars(len(owner) * 64)
@@ -326,7 +331,7 @@ def _check_method(owner: str, name: str, arguments: list[Any]) -> None:
     elif name == "join" and arguments:
         check_join(owner, arguments[0])
     elif name == "translate":
-        raise SecurityError("str.translate is not offered to templates")
+        raise SecurityError("str.translate is not available to templates")
 
 
 @jinja2.pass_context
@@ -344,23 +349,23 @@ def _concatenate(parts: list[Any]) -> str:
 
 @jinja2.pass_context
 def _own(context: Context, text: str) -> MarkedText:  # noqa: ARG001
-    """The context keeps Jinja from calling this while it compiles."""
+    """Marks a string constant. Taking the context keeps Jinja from folding it at compile time."""
     return written_by_template(text)
 
 
 def _as_marked(value: Any) -> Any:
-    """Strings that an operation made without marks are not the template's."""
+    """A plain string as `MarkedText` without marks, so that `_join_emitted` does not mark it."""
     is_plain = isinstance(value, str) and not isinstance(value, MarkedText)
     return MarkedText(value) if is_plain else value
 
 
 def _emit(value: Any) -> MarkedText:
-    """What `{{ }}` writes: unlike the text around it, it is the template's only where marked."""
+    """The text of a `{{ }}` expression, with only the marks that its value has."""
     return _as_marked(value if isinstance(value, str) else str(_measured(value)))
 
 
 def _join_emitted(parts: Iterable[str]) -> MarkedText:
-    """What Jinja collected: strings without marks are the text around the template's `{{ }}`."""
+    """Joins Jinja's output; plain strings in it are the template text outside `{{ }}`."""
     return join_marked(
         part if isinstance(part, MarkedText) else written_by_template(part) for part in parts
     )
@@ -377,7 +382,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers has it: no HTML escapes, and options."""
+    """`tojson` as in transformers: without HTML escapes, with the options of `json.dumps`."""
     if isinstance(indent, int) and indent > 16:
         raise BoundExceededError("an indentation of over 16")
     return json.dumps(

@@ -1,8 +1,8 @@
-"""Stop strings in a text that comes in parts: `StopMatcher`.
+"""Stop strings in streamed text: `StopMatcher`.
 
-Owns what may be given out before it is certain that no stop string begins in it. Knows nothing of
-tokens or requests. Invariant: for every way the text can be split, the parts put together are the
-whole text cut at its earliest stop string; a part that was given out is final.
+Owns the text that is held because a stop string may begin in it. Knows no tokens or requests.
+Invariant: however the text is split into parts, the concatenated output is the complete text cut at
+its earliest stop string; output is final.
 """
 
 import re
@@ -12,21 +12,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMatch:
-    """`stop` ended the text; its last character is the `end`-th of all that was pushed."""
+    """The matched stop string; `end` is the number of pushed characters up to its end."""
 
     stop: str
     end: int
 
 
 class StopMatcher:
-    """Looks for the earliest of `stops`: the one that begins first, and of those that begin at the
-    same place the shortest.
+    """Finds the earliest stop string: the one that begins first, the shortest of equal beginnings.
 
-    A stop string that is whole while an earlier, longer one may still come true has to wait for it.
+    A complete stop string is held while a longer one that begins earlier may still be completed.
 
     Args:
-        stops: none of them empty.
-        is_included: the stop string itself belongs to the text.
+        stops: non-empty strings.
+        is_included: keep the matched stop string in the output.
     """
 
     __slots__ = ("_first", "_held", "_is_included", "_num_released", "_stops", "match")
@@ -44,14 +43,14 @@ class StopMatcher:
 
     @property
     def least_end(self) -> int | None:
-        """No match can end before this character; None while the text may go on for ever."""
+        """A lower bound of `match.end`, in characters; None if no stop string is complete yet."""
         if self.match is not None:
             return self.match.end
         ends = [at + len(stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         return self._num_released + min(ends) if ends else None
 
     def push(self, text: str) -> str:
-        """The text that is certain now and was not before; "" once there was a match."""
+        """The text that this part makes final; "" after a match."""
         if self.match is not None:
             return ""
         self._held += text
@@ -67,18 +66,18 @@ class StopMatcher:
         return self._release(len(self._held))
 
     def flush(self) -> str:
-        """What was kept back, cut at a stop string that is whole; the text has ended."""
+        """Ends the text; returns what was held, cut at a stop string that it contains."""
         if self.match is not None:
             return ""
         starts = [(self._held.find(stop), len(stop), stop) for stop in self._stops]
-        whole = [found for found in starts if found[0] >= 0]
-        if not whole:
+        complete = [found for found in starts if found[0] >= 0]
+        if not complete:
             return self._release(len(self._held))
-        start, _, stop = min(whole)
+        start, _, stop = min(complete)
         return self._end_with(stop, start)
 
     def _may_begin_at(self, start: int) -> bool:
-        """Whether all that is kept back from `start` on is the beginning of a stop string."""
+        """Whether the held text from `start` on is a proper prefix of a stop string."""
         rest = len(self._held) - start
         return any(
             len(stop) > rest and self._held.endswith(stop[:rest]) for stop in reversed(self._stops)

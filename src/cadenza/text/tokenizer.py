@@ -1,7 +1,7 @@
-"""Text to token ids and back: `Tokenizer`, over a tokenizer.json and the `tokenizers` library.
+"""Text to token ids and back: `Tokenizer`, over tokenizer.json and the `tokenizers` library.
 
-Owns the rule for control tokens in text. Knows nothing of chat templates or models. Invariant: a
-control token in a prompt was put there by the tokenizer or by a template, never by a user's text.
+Owns the handling of control tokens in text. Knows no chat templates or models. Invariant: control
+tokens in a prompt come from the tokenizer or from a template, never from user text.
 """
 
 import json
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 MAX_TOKENIZER_BYTES = 64 << 20
 SHORT_TEXT = 2048
-"""Texts up to this many characters are encoded faster than threads change."""
+"""Texts of at most this many characters are encoded with the GIL held: releasing it costs more."""
 
-_UNENCODABLE = "this text; its tokenizer.json has no token for it"
+_UNENCODABLE = "this text; its tokenizer.json has no token for a part of it"
 
 
 class Tokenizer:
-    """A tokenizer.json. Thread-safe.
+    """The tokenizer of a tokenizer.json. Thread-safe.
 
     Raises:
-        CheckpointError: the file is absent, too large, or no tokenizer that can be read.
+        CheckpointError: the file is missing, too large or not a readable tokenizer.
     """
 
     __slots__ = (
@@ -56,20 +56,20 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary, added tokens included. Ids may have gaps."""
+        """Number of entries, including added tokens. Ids may have gaps."""
         return self._native.get_vocab_size(with_added_tokens=True)
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """The added tokens, special or not: text to id."""
+        """Text to id of the added tokens, special or not."""
         return {token.content: index for index, token in self._added.items()}
 
     def id_of(self, content: str) -> int | None:
-        """The id of the token with this text (say the `eos_token` of tokenizer_config.json)."""
+        """The id of the token with this text, such as `eos_token`; None if there is none."""
         return self._native.token_to_id(content)
 
     def token_of(self, token_id: int) -> str | None:
-        """A token's entry in the vocabulary, as the decoder sees it; `None` for an unused id."""
+        """A token's vocabulary entry, the input of the decoder; None for an unused id."""
         return self._native.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
 
     def encode(
@@ -78,17 +78,18 @@ class Tokenizer:
         """Token ids of `text`.
 
         Text that spells a control token becomes that token only where a template wrote it
-        (`MarkedText`); anywhere else, and so in all of a plain string, it is text like any other.
+        (`MarkedText`). Elsewhere, and everywhere in a plain string, it is encoded as text.
 
         Args:
-            add_special_tokens: put what the tokenizer puts around a text, such as a bos token.
-            max_num_tokens: a text of more is refused, with next to no work where its length tells.
+            text: a plain string, or a rendered template.
+            add_special_tokens: add the tokenizer's own tokens around the text, such as bos.
+            max_num_tokens: refuse longer texts, if possible by their number of characters.
 
         Raises:
-            TextTooLongError: it has more than `max_num_tokens`.
-            InvalidRequestError: the text is not valid Unicode, or has no plain encoding.
+            TextTooLongError: the text has more than `max_num_tokens` tokens.
+            InvalidRequestError: the text is not valid Unicode or cannot be encoded.
         """
-        _check_whole(text)
+        _check_unicode(text)
         if max_num_tokens is not None:
             self._check_chars(text, max_num_tokens)
         marked = text if isinstance(text, MarkedText) else MarkedText(text)
@@ -98,17 +99,17 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; ids that the vocabulary does not use count as nothing.
+        """The text of `token_ids`; unused ids are skipped.
 
         Raises:
-            InvalidRequestError: the tokenizer's decoder fails on them.
+            InvalidRequestError: the tokenizer's decoder fails.
         """
         known = [token_id for token_id in token_ids if 0 <= token_id < 1 << 32]
-        with _telling_failures("these tokens; its decoder cannot handle them"):
+        with _tokenizer_errors("these tokens; its decoder cannot handle them"):
             return self._native.decode(known, skip_special_tokens=skip_special_tokens)
 
     def decoder_description(self) -> dict[str, object] | None:
-        """The `decoder` of tokenizer.json; `None` if it has none."""
+        """The `decoder` of tokenizer.json as JSON; None if it has none."""
         decoder = self._native.decoder
         if decoder is None:
             return None
@@ -118,8 +119,8 @@ class Tokenizer:
         most = self._max_chars_per_token
         if most is not None and len(text) > most * max_num_tokens:
             raise TextTooLongError(
-                f"the text has {len(text)} characters; {max_num_tokens} tokens of this model's, "
-                f"none of which stands for more than {most} characters, cannot hold it: shorten it",
+                f"the text has {len(text)} characters, which do not fit {max_num_tokens} tokens of "
+                f"at most {most} characters each; shorten it",
                 num_tokens=None,
                 length=f"at least {-(-len(text) // most)} tokens ({len(text)} characters)",
             )
@@ -127,10 +128,13 @@ class Tokenizer:
     def _encode_marked(
         self, marked: MarkedText, add_special_tokens: bool, max_num_tokens: int | None
     ) -> list[int]:
-        """What takes long here lets other threads run; what does not is done for short ids only."""
+        """Encodes `marked`, without holding the GIL for a time that grows with a long text.
+
+        `Encoding.ids` builds a list while holding the GIL, so the length is checked before that.
+        """
         found = self._encode(self._native, str.__str__(marked), add_special_tokens)
         if max_num_tokens is not None and len(found) > max_num_tokens:
-            if self._controls.are_spelt(marked):
+            if self._controls.has_spelled_control(marked):
                 found, _ = self._renamed_encoding(marked, add_special_tokens)
             if len(found) > max_num_tokens:
                 raise _too_long(len(found), max_num_tokens)
@@ -156,7 +160,10 @@ class Tokenizer:
     def _renamed_encoding(
         self, marked: MarkedText, add_special_tokens: bool
     ) -> "tuple[Encoding, int]":
-        """By the copy that no text can steer; and how many control tokens there should be."""
+        """The encoding by the copy with renamed control tokens, and how many of them it must have.
+
+        Raises InvalidRequestError.
+        """
         if self._renamed is None:
             self._renamed = RenamedControls(self._native, self._controls)
         text, num_controls = self._renamed.rename(marked)
@@ -164,55 +171,55 @@ class Tokenizer:
 
     @staticmethod
     def _encode(native: "NativeTokenizer", text: str, add_special_tokens: bool) -> "Encoding":
-        """Ids alone: without offsets it takes a third of the time."""
-        with _telling_failures(_UNENCODABLE):
+        """Encodes without offsets, which takes a third of the time."""
+        with _tokenizer_errors(_UNENCODABLE):
             if len(text) <= SHORT_TEXT:
                 return native.encode(text, add_special_tokens=add_special_tokens)
-            # Of the library's calls only those for batches let other threads run meanwhile.
+            # Only the library's batch calls release the GIL.
             return native.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     @staticmethod
     def _encode_placed(
         native: "NativeTokenizer", text: str, add_special_tokens: bool
     ) -> "Encoding":
-        """Ids, and where in the text each of them is."""
-        with _telling_failures(_UNENCODABLE):
+        """Encodes with the offset of each token in the text."""
+        with _tokenizer_errors(_UNENCODABLE):
             return native.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
-def _check_whole(text: str) -> None:
+def _check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            f"the text has half a surrogate pair at character {error.start}; send whole characters"
+            f"the text has a lone surrogate at character {error.start}; send valid Unicode"
         ) from error
 
 
 def _too_long(num_tokens: int, max_num_tokens: int) -> TextTooLongError:
     return TextTooLongError(
-        f"the text has {num_tokens} tokens; at most {max_num_tokens} can be served: shorten it",
+        f"the text has {num_tokens} tokens; at most {max_num_tokens} are allowed: shorten it",
         num_tokens=num_tokens,
         length=f"{num_tokens} tokens",
     )
 
 
 @contextmanager
-def _telling_failures(on_what: str) -> Generator[None]:
-    """Raises InvalidRequestError for whatever the library fails with."""
+def _tokenizer_errors(subject: str) -> Generator[None]:
+    """Turns any failure of the library, including panics, into InvalidRequestError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library's panics are no `Exception`
-        raise InvalidRequestError(f"the model's tokenizer fails on {on_what}") from error
+    except BaseException as error:  # the library's panics do not derive from `Exception`
+        raise InvalidRequestError(f"the model's tokenizer fails on {subject}") from error
 
 
 def _open_native(path: Path) -> "NativeTokenizer":
     from tokenizers import Tokenizer as NativeTokenizer
 
     if not path.is_file():
-        raise CheckpointError(f"there is no file {path.name}; text needs a tokenizer.json")
+        raise CheckpointError(f"the model folder has no {path.name}, which text prompts need")
     if path.stat().st_size > MAX_TOKENIZER_BYTES:
         raise CheckpointError(
             f"{path.name} has over {MAX_TOKENIZER_BYTES} bytes; check that it is the right file"
@@ -221,7 +228,7 @@ def _open_native(path: Path) -> "NativeTokenizer":
         native = NativeTokenizer.from_file(str(path))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library's panics are no `Exception`
+    except BaseException as error:  # the library's panics do not derive from `Exception`
         raise CheckpointError(
             f"{path.name} is not a tokenizer that can be read; fetch the file again"
         ) from error

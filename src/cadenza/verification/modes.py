@@ -16,7 +16,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.request import Finished, PromptLogprobs, Started, Token, TokenLogprobs
 from cadenza.verification.workload import Arrival
 
-MAX_STEPS = 1_000_000
+MAX_GATE_STEPS = 1_000_000
 
 MakeCore = Callable[[EngineLimits, CoreOptions], EngineCore]
 """A fresh engine on the runner under test, its pages reset."""
@@ -176,7 +176,7 @@ def _play_round(
     }
     coming = list(arrivals.items())
     watch = _RowWatch()
-    for step in range(MAX_STEPS):
+    for step in range(MAX_GATE_STEPS):
         while coming and coming[0][1].step <= step:
             request_id, arrival = coming.pop(0)
             core.check(arrival.request)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from cadenza.backends import BACKENDS, Backends, find_backend, resolve_backend
 from cadenza.backends.base import SequenceModel
 from cadenza.checkpoint import Checkpoint
-from cadenza.config import MAX_SEED, EngineConfig, EngineLimits, is_whole
+from cadenza.config import MAX_SEED, EngineConfig, EngineLimits, is_integer
 from cadenza.core.draw_keys import derive_sample_seed, draw_keys
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import CheckpointError, ConfigError, InvalidRequestError, show
@@ -124,7 +124,7 @@ def _limits_of(max_model_len: int) -> EngineLimits:
 
 
 def _check_whole(name: str, value: object, high: int) -> None:
-    if not is_whole(value) or not 0 <= cast(int, value) <= high:
+    if not is_integer(value) or not 0 <= cast(int, value) <= high:
         raise InvalidRequestError(
             f"{name} is {show(value)}; it must be a whole number from 0 to {high}", param=name
         )

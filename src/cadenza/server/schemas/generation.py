@@ -106,12 +106,12 @@ def sampling_type(name: str) -> FieldType[Any]:
     if bound is None:
         return Boolean()
     if isinstance(bound, ListBound):
-        if bound.longest is None:
-            return TokenIds(bound.most)
-        text = String(min_chars=1, max_chars=bound.longest)
-        many = ListOf(item=text, max_items=bound.most)
+        if bound.max_chars is None:
+            return TokenIds(bound.max_items)
+        text = String(min_chars=1, max_chars=bound.max_chars)
+        many = ListOf(item=text, max_items=bound.max_items)
         return OneOrMany(many) if name == "stop" else many
-    if bound.is_whole:
+    if bound.is_integer:
         return Integer(int(bound.low), int(bound.high))
     return Number(bound.low, bound.high)
 
