@@ -104,7 +104,10 @@ def test_olmoe_norms_all_heads_together_before_the_layers_mlp():
         ({"num_experts": 0}, "num_experts is 0; it must be a whole number from 1"),
         ({"num_experts": 5000}, "num_experts is 5000"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5.* from 1 to 4"),
-        ({"num_experts": 4096, "num_hidden_layers": 9}, "are 36864; supported are 32768 in all"),
+        (
+            {"num_experts": 4096, "num_hidden_layers": 9},
+            "are 36864 experts; supported are 32768 in total",
+        ),
         ({"mlp_only_layers": [4]}, "mlp_only_layers names 4; supported are layers from 0 to 3"),
         ({"mlp_only_layers": [True]}, "mlp_only_layers names True"),
         ({"mlp_only_layers": [[]]}, "mlp_only_layers names a list"),

@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too few layer types": (values_of("gemma2", layer_types=[FULL]), "1 entries for 4 layers"),
     "a sliding layer without a window": (
         values_of("qwen2", sliding_window=9, layer_types=[SLIDING] * 4),
-        "no sliding_window is in use",
+        "sliding_window is not set",
     ),
     "a sliding layer in llama": (values_of("llama", layer_types=[SLIDING] * 4), SLIDING),
     "too few rope layers": (values_of("smollm3", no_rope_layers=[1, 1]), "no_rope_layers"),

@@ -164,7 +164,7 @@ FAULTS: dict[str, tuple[dict[str, bytes], str]] = {
     "no config": ({"model.safetensors": b"x"}, "has no config"),
     "no safetensors": (
         {"config.json": json.dumps(SMALL_CONFIG).encode(), "pytorch_model.bin": b"x"},
-        "no model.safetensors; it has pytorch_model.bin, which are not read",
+        "no model.safetensors; it has pytorch_model.bin, which are not supported",
     ),
     "an unknown family": (
         {"config.json": b'{"model_type": "odd"}', "model.safetensors": b"x"},
@@ -198,7 +198,7 @@ def test_a_small_file_that_is_huge_is_refused_before_it_is_fetched(client: Hub, 
             return 1 << 40
 
     hub.files = {NEW: {**repository(), "tokenizer.json": Huge(b"x")}}
-    with pytest.raises(CheckpointError, match="1099511627776 bytes of tokenizer"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json of 1099511627776 bytes"):
         client.fetch(NAME)
 
 
@@ -223,7 +223,7 @@ def test_only_owner_and_model_make_a_hub_id(name: str, is_id: bool):
 @pytest.mark.parametrize("revision", ["../../x", "a b", "", "-x", "a/../b"])
 def test_a_revision_leads_nowhere_else(tmp_path: Path, revision: str):
     hub = offline(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no hub id|lacks all of it"):
+    with pytest.raises(CheckpointError, match=r"not a hub id|lacks all of it"):
         hub.fetch(NAME, revision)
 
 

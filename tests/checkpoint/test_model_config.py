@@ -144,7 +144,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "two architectures": (changed(architectures=["LlamaForCausalLM"] * 2), "architectures"),
     "an architecture that is no name": (changed(architectures=[["x"]]), "architecture"),
     "another model type": (without("architectures") | {"model_type": "gpt2"}, "gpt2"),
-    "a model type of another architecture": (changed(model_type="qwen3"), "does not go with"),
+    "a model type of another architecture": (changed(model_type="qwen3"), "does not match"),
     "no family": (without("architectures", "model_type"), "neither"),
     "custom code": (changed(auto_map={"AutoModel": "evil.Model"}), "auto_map"),
     "quantised weights": (changed(quantization_config={"quant_method": "awq"}), "unquantised"),
@@ -173,7 +173,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rope for each kind of layer": (
         changed(rope_parameters={"full_attention": {"rope_type": "default"}}),
-        "each kind of layer",
+        "an entry per layer type",
     ),
     "partial rope": (
         changed(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),

@@ -21,7 +21,7 @@ from cadenza.checkpoint.rope_config import (
     RopeScaling,
     YarnRopeScaling,
 )
-from cadenza.checkpoint.rope_factors import BLOCK, rope_factors
+from cadenza.checkpoint.rope_factors import ROPE_BLOCK_LEN, rope_factors
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ReferenceEngine
 from tests.xla.harness import BASE, HOSTILE, Lab, Mode, serve
@@ -47,7 +47,9 @@ def direct(rope: RopeConfig, position: int) -> np.ndarray:
     return np.concatenate([np.cos(angles), np.sin(angles)])
 
 
-@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 131_072])
+@pytest.mark.parametrize(
+    "length", [1, ROPE_BLOCK_LEN - 1, ROPE_BLOCK_LEN, ROPE_BLOCK_LEN + 1, 131_072]
+)
 def test_each_position_has_its_own_turn(length: int):
     factors = rope_factors(ROPE, length)
     assert (factors.shape, factors.dtype) == ((length, 64), np.float32)
@@ -61,13 +63,13 @@ def test_each_position_has_its_own_turn(length: int):
 
 @pytest.mark.parametrize("rope", [ROPE, SCALED], ids=["plain", "scaled"])
 def test_a_position_does_not_depend_on_how_many_there_are(rope: RopeConfig):
-    whole = rope_factors(rope, 3 * BLOCK + 7)
-    for length in (1, 100, BLOCK, BLOCK + 5, 3 * BLOCK):
+    whole = rope_factors(rope, 3 * ROPE_BLOCK_LEN + 7)
+    for length in (1, 100, ROPE_BLOCK_LEN, ROPE_BLOCK_LEN + 5, 3 * ROPE_BLOCK_LEN):
         assert rope_factors(rope, length).tobytes() == whole[:length].tobytes()
 
 
 def test_an_attention_factor_stretches_every_turn():
-    factors = rope_factors(SCALED, BLOCK + 9)
+    factors = rope_factors(SCALED, ROPE_BLOCK_LEN + 9)
     lengths = np.hypot(factors[:, :32], factors[:, 32:])
     np.testing.assert_allclose(lengths, 1.25, rtol=1e-6)
 

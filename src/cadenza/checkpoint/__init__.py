@@ -1,8 +1,8 @@
-"""Reading model folders in the Hugging Face layout, and writing random ones.
+"""Reads model folders in the Hugging Face layout, and writes random ones.
 
-Owns what a checkpoint is: its shape (`ModelConfig`), its tensors (`Weights`, `declare`) and its
-folder (`open_checkpoint`). Knows nothing of devices, engines or text. Invariant: nothing from a
-checkpoint is executed, and whatever cannot be read exactly is a `CheckpointError`.
+Owns a checkpoint's configuration (`ModelConfig`), tensors (`Weights`, `declare`) and folder
+(`open_checkpoint`). Knows no devices or engines. Invariant: nothing from a checkpoint is executed,
+and anything that cannot be read exactly raises `CheckpointError`.
 """
 
 from cadenza.checkpoint.config_json import format_model_config, parse_model_config

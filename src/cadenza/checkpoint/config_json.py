@@ -1,8 +1,9 @@
-"""A config.json, read and written: `parse_model_config` and `format_model_config`.
+"""Reads and writes config.json: `parse_model_config` and `format_model_config`.
 
-Owns what every family's file has in common, and the list of settings that change a model's
-arithmetic. Knows no family's own settings. Invariant: a setting of that list which is in use is
-either one that the family reads, or refused by name; all others are ignored.
+Owns the settings that all families share, and the list of settings that change a model's
+arithmetic. Knows no family's own settings. Invariant: a setting of that list with a value other
+than its neutral ones is either read by the family or refused by name; settings not on the list are
+ignored.
 """
 
 from collections.abc import Mapping
@@ -22,20 +23,21 @@ from cadenza.checkpoint.model_config import (
 from cadenza.checkpoint.rope_config import MAX_POSITIONS, RopeRules, format_rope
 from cadenza.errors import CheckpointError
 
+CONFIG_FILE = "config.json"
 MAX_EOS_IDS = 64
 
 _SUPPORTED = "supported are " + ", ".join(family.architecture for family in FAMILIES.values())
 
 _REFUSED: dict[str, str] = {
     "auto_map": "code from a checkpoint is never run; use a checkpoint that needs none",
-    "quantization_config": "quantised checkpoints are not read; use the unquantised one",
-    "compression_config": "compressed checkpoints are not read; use the uncompressed one",
+    "quantization_config": "quantised checkpoints are not supported; use the unquantised one",
+    "compression_config": "compressed checkpoints are not supported; use the uncompressed one",
     "is_encoder_decoder": "encoder-decoder models are not supported",
-    "vision_config": "models that see images are not supported; use a text-only checkpoint",
-    "audio_config": "models that hear are not supported; use a text-only checkpoint",
+    "vision_config": "models with image input are not supported; use a text-only checkpoint",
+    "audio_config": "models with audio input are not supported; use a text-only checkpoint",
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts"),
-        "models of this type are not computed with experts; use a checkpoint without them",
+        "models of this type have no experts; use a checkpoint without them",
     ),
     **dict.fromkeys(
         (
@@ -44,10 +46,10 @@ _REFUSED: dict[str, str] = {
             "shared_expert_intermediate_size",
             "shared_intermediate_size",
         ),
-        "experts that all tokens share are not supported; use a checkpoint without them",
+        "shared experts are not supported; use a checkpoint without them",
     ),
 }
-"""Settings that no family reads, and what to do about them."""
+"""Settings that are refused unless a family reads them, with the reason."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_bias": (False,),
@@ -99,7 +101,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "moe_router_enable_expert_bias": (False,),
     "zero_expert_num": (0,),
 }
-"""Settings that change the arithmetic, each with the values that change nothing."""
+"""Settings that change the arithmetic, with their neutral values."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -111,20 +113,19 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def parse_model_config(values: Mapping[str, object]) -> ModelConfig:
-    """Reads the content of a config.json, in the old or the new spelling.
+    """The `ModelConfig` of a config.json's content, with old or new names of its settings.
 
     Raises:
-        CheckpointError: something is missing, out of bounds or not supported; the message says
-            what was found, what is supported and what to do.
+        CheckpointError: a setting is missing, out of bounds or not supported.
     """
-    raw = JsonObject(values, "config.json")
+    raw = JsonObject(values, CONFIG_FILE)
     family = _find_family(raw)
     _refuse_unsupported(raw, family)
     return family.read(raw, _read_shared(raw, family))
 
 
 def format_model_config(config: ModelConfig) -> dict[str, object]:
-    """The config.json of `config`; `parse_model_config` reads it back unchanged."""
+    """The content of a config.json from which `parse_model_config` restores `config`."""
     family = FAMILIES[config.family]
     eos = config.eos_token_ids
     name = next(name for name, known in _ACTIVATIONS.items() if known == config.activation)
@@ -152,7 +153,10 @@ def format_model_config(config: ModelConfig) -> dict[str, object]:
 
 
 def read_token_ids(raw: JsonObject, key: str, vocab_size: int) -> tuple[int, ...]:
-    """A token id or a list of them, as a sorted tuple without repetitions."""
+    """A token id or a list of token ids as a sorted tuple without duplicates.
+
+    Raises CheckpointError for ids outside [0, `vocab_size`).
+    """
     value = raw.get(key)
     ids = raw.items_of(key) if isinstance(value, list) else [] if value is None else [value]
     if len(ids) > MAX_EOS_IDS:
@@ -163,8 +167,8 @@ def read_token_ids(raw: JsonObject, key: str, vocab_size: int) -> tuple[int, ...
             raise raw.wrong(key, "a token id or a list of token ids")
         if not 0 <= token_id < vocab_size:
             raise CheckpointError(
-                f"{raw.where}: {key} names token {shorten(token_id)}, but the vocabulary has "
-                f"{vocab_size} tokens; correct one of the two"
+                f"{raw.where}: {key} has token id {shorten(token_id)}, which is outside the "
+                f"vocabulary of {vocab_size} tokens; correct it or vocab_size"
             )
         found.add(token_id)
     return tuple(sorted(found))
@@ -184,12 +188,12 @@ def _find_family(raw: JsonObject) -> Family:
             )
         if model_type not in (None, family.model_type):
             raise CheckpointError(
-                f"{raw.where}: architecture {name} does not go with model_type "
+                f"{raw.where}: architecture {name} does not match model_type "
                 f"{shorten(model_type)}; correct one of the two"
             )
         return family
     if model_type is None:
-        raise CheckpointError(f"{raw.where} names neither architectures nor model_type; add one")
+        raise CheckpointError(f"{raw.where} has neither architectures nor model_type; add one")
     if model_type not in FAMILIES:
         raise CheckpointError(
             f"{raw.where}: model_type {shorten(model_type)} is not supported; {_SUPPORTED}"
@@ -205,25 +209,25 @@ def _refuse_unsupported(raw: JsonObject, family: Family) -> None:
         if key not in family.own_keys and raw.has(key) and raw.get(key) not in neutral:
             allowed = f"supported is {shorten(neutral[0])}" if neutral else "it must be absent"
             raise CheckpointError(
-                f"{raw.where}: {key} is {shorten(raw.get(key))}, which models of type "
-                f"{family.model_type} are not computed with; {allowed}; use another checkpoint"
+                f"{raw.where}: {key} is {shorten(raw.get(key))}, which is not supported for models "
+                f"of type {family.model_type}; {allowed}; use another checkpoint"
             )
     if "layer_types" not in family.own_keys:
         for layer_type in raw.items_of("layer_types"):
             if layer_type != "full_attention":
                 raise CheckpointError(
-                    f"{raw.where}: layer_types names {shorten(layer_type)}; for models of type "
-                    f"{family.model_type} supported is full_attention"
+                    f"{raw.where}: layer_types has {shorten(layer_type)}; models of type "
+                    f"{family.model_type} support only full_attention"
                 )
 
 
 def _read_shared(raw: JsonObject, family: Family) -> ModelConfig:
-    """What the files of all families say alike."""
-    num_heads = raw.whole("num_attention_heads", 1, MAX_HEADS)
-    hidden_size = raw.whole("hidden_size", 1, MAX_WIDTH)
-    vocab_size = raw.whole("vocab_size", 1, MAX_VOCAB_SIZE)
+    """Reads the settings that all families share."""
+    num_heads = raw.integer("num_attention_heads", 1, MAX_HEADS)
+    hidden_size = raw.integer("hidden_size", 1, MAX_WIDTH)
+    vocab_size = raw.integer("vocab_size", 1, MAX_VOCAB_SIZE)
     head_dim = _read_head_dim(raw, family, hidden_size, num_heads)
-    max_positions = raw.whole(
+    max_positions = raw.integer(
         "max_position_embeddings", 1, MAX_POSITIONS, family.default_max_positions
     )
     rules = RopeRules(
@@ -238,8 +242,8 @@ def _read_shared(raw: JsonObject, family: Family) -> ModelConfig:
         family=family.model_type,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=raw.whole("intermediate_size", 1, MAX_WIDTH),
-        num_layers=raw.whole("num_hidden_layers", 1, MAX_LAYERS),
+        intermediate_size=raw.integer("intermediate_size", 1, MAX_WIDTH),
+        num_layers=raw.integer("num_hidden_layers", 1, MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=_read_num_kv_heads(raw, family, num_heads),
         head_dim=head_dim,
@@ -274,18 +278,18 @@ def _read_head_dim(raw: JsonObject, family: Family, hidden_size: int, num_heads:
                 f"{num_heads}; add head_dim"
             )
         default = hidden_size // num_heads
-    head_dim = raw.whole("head_dim", 2, MAX_HEAD_DIM, default)
+    head_dim = raw.integer("head_dim", 2, MAX_HEAD_DIM, default)
     if head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM:
         raise CheckpointError(
-            f"{raw.where}: a head has {head_dim} values; rotary positions need an even number "
-            f"from 2 to {MAX_HEAD_DIM}; correct head_dim or num_attention_heads"
+            f"{raw.where}: head_dim is {head_dim}; rotary positions need an even number from 2 to "
+            f"{MAX_HEAD_DIM}; correct head_dim or num_attention_heads"
         )
     return head_dim
 
 
 def _read_num_kv_heads(raw: JsonObject, family: Family, num_heads: int) -> int:
     default = num_heads if family.has_kv_head_for_each_by_default else None
-    num_kv_heads = raw.whole("num_key_value_heads", 1, MAX_HEADS, default)
+    num_kv_heads = raw.integer("num_key_value_heads", 1, MAX_HEADS, default)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"{raw.where}: num_attention_heads {num_heads} is not a multiple of "
@@ -295,7 +299,7 @@ def _read_num_kv_heads(raw: JsonObject, family: Family, num_heads: int) -> int:
 
 
 def _read_dtype(raw: JsonObject) -> WeightDType:
-    """`dtype`, or `torch_dtype` as it was called; float32 where neither is given."""
+    """`dtype`, or its old name `torch_dtype`; float32 if neither is given."""
     key = "dtype" if raw.has("dtype") else "torch_dtype"
     name = (raw.text(key) or "float32").removeprefix("torch.")
     for dtype in WEIGHT_DTYPES:

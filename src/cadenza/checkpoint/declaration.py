@@ -1,8 +1,9 @@
-"""A model's weights, declared once: name, shape and kind of every tensor.
+"""Declares name, shape and kind of every tensor of a model: `declare`.
 
-Owns the tensor names of the supported families. Knows nothing of files or devices: checking a
-folder, random checkpoints and loading derive from `declare`. Invariant: a checkpoint that passed
-`check_weights` holds exactly the declared tensors, each in its declared shape.
+Owns the tensor names of the supported families. Knows no files or devices: the check of a folder,
+random checkpoints and loading all follow from the declaration. Invariant: weights that passed
+`check_weights` have every declared tensor in its declared shape, and no tensor that would change
+the model.
 
 Shapes: E embed, F MLP, Hq/Hkv heads, D head dim, V vocabulary, X experts; a linear is [out, in].
 """
@@ -24,14 +25,14 @@ FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-"""Old Llama files store rotary frequencies, which follow from the config."""
+"""Rotary frequencies stored by old Llama checkpoints; ignored, because the config implies them."""
 
 _COMPARED_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor, under its name in Hugging Face's layout."""
+    """One tensor, by its name in the Hugging Face layout."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +45,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSpec:
-    """One stored linear: its weight [out, in], and its bias where it has one."""
+    """One stored linear: its weight [out, in] and optional bias [out]."""
 
     name: str
     num_out: int
@@ -69,7 +70,7 @@ class LinearSpec:
 class GatedMLPSpec:
     """down(activation(gate(x)) * up(x))."""
 
-    gate_up: tuple[LinearSpec, ...]  # gate and up, or both in one
+    gate_up: tuple[LinearSpec, ...]  # gate and up, or one fused linear
     down: LinearSpec
 
     def tensors(self) -> Iterator[TensorSpec]:
@@ -79,7 +80,7 @@ class GatedMLPSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMLPSpec:
-    """A router, and the gated MLPs that it chooses from."""
+    """A mixture of experts: a router and its gated MLPs."""
 
     router: LinearSpec  # [X, E]
     experts: tuple[GatedMLPSpec, ...]
@@ -92,10 +93,10 @@ class ExpertMLPSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer's tensors by their place in it; None where the family has no such norm."""
+    """The tensors of one decoder layer; None for norms that the family does not have."""
 
     attention_norm: TensorSpec | None
-    qkv: tuple[LinearSpec, ...]  # q, k and v, or all in one
+    qkv: tuple[LinearSpec, ...]  # q, k and v, or one fused linear
     qk_norms: tuple[TensorSpec, TensorSpec] | None
     attention_out: LinearSpec
     attention_post_norm: TensorSpec | None
@@ -104,7 +105,7 @@ class LayerSpec:
     mlp_post_norm: TensorSpec | None
 
     def tensors(self) -> Iterator[TensorSpec]:
-        """In the order of the computation."""
+        """All tensors in order of use."""
         yield from filter(None, [self.attention_norm])
         for linear in self.qkv:
             yield from linear.tensors()
@@ -116,7 +117,7 @@ class LayerSpec:
 
 
 def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
-    """Every tensor of the model, in the order of the computation. A tied head is not listed."""
+    """Every tensor of the model in order of use; a tied head is not listed."""
     embed, vocab = config.hidden_size, config.vocab_size
     specs = [TensorSpec(name=EMBEDDING, shape=(vocab, embed), kind="embedding")]
     for index in range(config.num_layers):
@@ -171,9 +172,9 @@ def _declare_qkv(config: ModelConfig, prefix: str) -> tuple[LinearSpec, ...]:
 def _declare_qk_norms(config: ModelConfig, prefix: str) -> tuple[TensorSpec, TensorSpec] | None:
     if config.qk_norm is None:
         return None
-    is_whole = config.qk_norm == "all_heads"
-    query = config.query_size if is_whole else config.head_dim
-    key = config.kv_size if is_whole else config.head_dim
+    is_over_all_heads = config.qk_norm == "all_heads"
+    query = config.query_size if is_over_all_heads else config.head_dim
+    key = config.kv_size if is_over_all_heads else config.head_dim
     return _norm(f"{prefix}.q_norm.weight", query), _norm(f"{prefix}.k_norm.weight", key)
 
 
@@ -223,23 +224,23 @@ def _declare_linears(
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Numbers in all tensors; a tied head counts once."""
+    """Number of parameters; a tied head is not counted again."""
     return sum(spec.num_elements for spec in declare(config))
 
 
 def check_weights(config: ModelConfig, weights: Weights) -> None:
-    """Compares the files' tensors with the declaration.
+    """Compares the stored tensors with the declaration.
 
-    A tied model may store its head too, if that equals the embedding.
+    A tied model may store its head as well, if it equals the embedding.
 
     Raises:
-        CheckpointError: a tensor is missing, is not part of the model, or has another shape.
+        CheckpointError: a tensor is missing, not part of the model, or of a different shape.
     """
     specs = {spec.name: spec for spec in declare(config)}
     missing = [name for name in specs if name not in weights]
     if missing:
         raise CheckpointError(
-            f"the weights lack {_name_some(missing)}, which config.json calls for; "
+            f"the weights lack {_name_some(missing)}, which config.json requires; "
             f"fetch the checkpoint again or correct config.json"
         )
     extra = [name for name in weights if name not in specs and not _IGNORED.fullmatch(name)]
@@ -248,8 +249,8 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
         extra.remove(HEAD)
     if extra:
         raise CheckpointError(
-            f"the weights hold {_name_some(extra)}, which config.json does not call for; "
-            f"the model would not be computed as it was trained"
+            f"the weights contain {_name_some(extra)}, which config.json does not account for; "
+            f"use a checkpoint whose config.json describes the model completely"
         )
     for spec in specs.values():
         _check_shape(spec, weights)
@@ -259,7 +260,7 @@ def _check_shape(spec: TensorSpec, weights: Weights) -> None:
     found = weights.entry(spec.name).shape
     if found != spec.shape:
         raise CheckpointError(
-            f"tensor {spec.name} has shape {list(found)}; config.json calls for "
+            f"tensor {spec.name} has shape {list(found)}; config.json requires "
             f"{list(spec.shape)}; correct config.json or fetch the checkpoint again"
         )
 

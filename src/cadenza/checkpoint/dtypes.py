@@ -1,7 +1,7 @@
-"""The number formats that weights may have, under their three names.
+"""The data types of stored weights.
 
-Owns the table from Cadenza's names to safetensors' codes and numpy's types. Knows nothing of
-files. Invariant: every format here converts to float32 without loss.
+Owns the table of Cadenza's names, safetensors codes and numpy dtypes. Knows no files. Invariant:
+every type here converts to float32 exactly.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ WEIGHT_DTYPES: tuple[WeightDType, ...] = get_args(WeightDType)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One number format: our name, safetensors' code, numpy's type."""
+    """A data type: Cadenza's name, the safetensors code and the numpy dtype."""
 
     name: WeightDType
     code: str
@@ -35,5 +35,5 @@ FORMAT_OF_CODE: dict[str, Format] = {format.code: format for format in _FORMATS}
 
 
 def item_bytes(dtype: WeightDType) -> int:
-    """Bytes of one number."""
+    """Bytes of one element."""
     return FORMAT_OF_NAME[dtype].numpy.itemsize

@@ -1,8 +1,8 @@
-"""A model folder in the Hugging Face layout: `open_checkpoint` and what it finds.
+"""Opens a model folder in the Hugging Face layout: `open_checkpoint`.
 
-Owns which files are read and how their statements combine. Knows nothing of tokenising or of
-templates beyond where they are. Invariant: a `Checkpoint` that exists has weights that fit its
-config; nothing of them was read yet, and nothing of it was executed.
+Owns which files are read and how their settings combine. Knows no tokenization and no template
+syntax. Invariant: the weights of a `Checkpoint` match its config; opening reads only their headers
+and executes nothing from the folder.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from cadenza.checkpoint.config_json import parse_model_config, read_token_ids
+from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config, read_token_ids
 from cadenza.checkpoint.declaration import EMBEDDING, check_weights, declare
 from cadenza.checkpoint.generation_defaults import (
     GenerationDefaults,
@@ -24,7 +24,6 @@ from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_fi
 from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.errors import CheckpointError
 
-CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 4 << 20
 
 _BUNDLED = ("models", "bundled")
@@ -32,11 +31,11 @@ _BUNDLED = ("models", "bundled")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """An opened folder.
+    """An opened model folder.
 
-    `eos_token_ids` is the union of what config.json, generation_config.json and the tokenizer say.
-    `revision` is the hub's commit, where the folder is of the hub. `digest` changes with the config
-    and with the weights' layout; it does not read the weights.
+    `eos_token_ids` is the union of those in config.json, generation_config.json and the tokenizer
+    files. `revision` is the commit of a hub model. `digest` is a hash of config.json and of the
+    safetensors headers, not of the weights themselves.
     """
 
     folder: Path
@@ -50,25 +49,29 @@ class Checkpoint:
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """tokenizer.json, if there is one."""
+        """The path of tokenizer.json; None if the folder has none."""
         return self.tokenizer.path
 
     @property
     def chat_template(self) -> str | None:
-        """The default chat template's source, if there is one."""
+        """The source of the default chat template; None if the folder has none."""
         return self.tokenizer.chat_templates.get("default")
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of the model's tensors as they are stored; a tied head counts once."""
+        """Stored bytes of the model's tensors; a tied head is not counted again."""
         return sum(self.weights.entry(spec.name).num_bytes for spec in declare(self.config))
 
 
 def open_checkpoint(path: Path | None, *, revision: str | None = None) -> Checkpoint:
-    """Opens a local folder, which may be the hub's `revision`; `None` is the bundled model.
+    """Opens a local folder.
+
+    Args:
+        path: the folder; None for the bundled model.
+        revision: the hub commit that the folder is a snapshot of, if it is one.
 
     Raises:
-        CheckpointError: there is no such folder, or something in it is wrong or not supported.
+        CheckpointError: the folder does not exist, or its content is invalid or not supported.
     """
     folder = _bundled_folder() if path is None else _local_folder(path)
     config_bytes = read_small_file(folder / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
@@ -106,7 +109,7 @@ def _local_folder(path: Path) -> Path:
         found = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(
             f"the model folder {str(path)!r} {found}; name a folder with config.json and "
-            f"safetensors weights, or a model of the hub as owner/model"
+            f"safetensors weights, or a hub model as owner/model"
         )
     if not (path / CONFIG_FILE).exists():
         raise CheckpointError(
@@ -123,6 +126,6 @@ def _unite_eos(
     found = set(config.eos_token_ids)
     found.update(read_token_ids(generation, "eos_token_id", vocab_size))
     if tokenizer.eos_token_id is not None:
-        claim = JsonObject({"eos_token": tokenizer.eos_token_id}, "the tokenizer")
-        found.update(read_token_ids(claim, "eos_token", vocab_size))
+        raw = JsonObject({"eos_token": tokenizer.eos_token_id}, "the tokenizer")
+        found.update(read_token_ids(raw, "eos_token", vocab_size))
     return tuple(sorted(found))

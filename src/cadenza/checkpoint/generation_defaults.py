@@ -1,7 +1,7 @@
-"""What generation_config.json recommends: `GenerationDefaults`, typed and bounded.
+"""The recommended sampling settings of generation_config.json: `GenerationDefaults`.
 
-Owns that file's keys. Knows nothing of requests. Invariant: a key that would change what is
-sampled is either a field here or named in `unapplied`.
+Owns that file's keys. Knows no requests. Invariant: a key that would change sampling is either a
+field here or named in `unapplied`.
 """
 
 from dataclasses import dataclass
@@ -39,14 +39,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "typical_p": (1,),
     "watermarking_config": ({},),
 }
-"""Keys that are not applied, with the values under which they would do nothing anyway."""
+"""Unsupported keys, with their neutral values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """The recommended sampling; `None` where the file says nothing.
+    """The recommended sampling settings; None for those that the file does not set.
 
-    `unapplied` names the keys that ask for something else than these fields.
+    `unapplied` lists the unsupported keys that the file sets to other than neutral values.
     """
 
     temperature: float | None = None
@@ -60,28 +60,28 @@ class GenerationDefaults:
 
 
 def read_generation_config(folder: Path) -> JsonObject:
-    """The folder's generation_config.json; empty when there is none."""
+    """The folder's generation_config.json; empty if there is none. Raises CheckpointError."""
     path = folder / GENERATION_FILE
     return read_json_object(path) if path.exists() else JsonObject({}, GENERATION_FILE)
 
 
 def parse_generation_defaults(raw: JsonObject) -> GenerationDefaults:
-    """`do_sample: false` means greedy, whatever else is said.
+    """The typed settings of a generation_config.json; `do_sample: false` means temperature 0.
 
     Raises:
-        CheckpointError: a value is outside the bounds that a request has for it.
+        CheckpointError: a value has the wrong type or is out of bounds.
     """
     temperature = _number(raw, "temperature", 0.0, 100.0)
     if raw.has("do_sample") and not raw.flag("do_sample", True):
         temperature = 0.0
     return GenerationDefaults(
         temperature=temperature,
-        top_k=_whole(raw, "top_k", -1),
+        top_k=_integer(raw, "top_k", -1),
         top_p=_number(raw, "top_p", 1e-6, 1.0),
         min_p=_number(raw, "min_p", 0.0, 1.0),
         repetition_penalty=_number(raw, "repetition_penalty", 1e-3, 1e3),
-        min_new_tokens=_whole(raw, "min_new_tokens", 0),
-        max_new_tokens=_whole(raw, "max_new_tokens", 1),
+        min_new_tokens=_integer(raw, "min_new_tokens", 0),
+        max_new_tokens=_integer(raw, "max_new_tokens", 1),
         unapplied=tuple(
             key for key in _NEUTRAL if raw.has(key) and raw.get(key) not in _NEUTRAL[key]
         ),
@@ -92,5 +92,5 @@ def _number(raw: JsonObject, key: str, low: float, high: float) -> float | None:
     return raw.number(key, low, high) if raw.has(key) else None
 
 
-def _whole(raw: JsonObject, key: str, low: int) -> int | None:
-    return raw.whole(key, low, MAX_COUNT) if raw.has(key) else None
+def _integer(raw: JsonObject, key: str, low: int) -> int | None:
+    return raw.integer(key, low, MAX_COUNT) if raw.has(key) else None

@@ -1,8 +1,8 @@
-"""Model folders out of the Hugging Face hub and its cache: `Hub.fetch`.
+"""Downloads model folders from the Hugging Face hub: `Hub.fetch`.
 
-Owns which files of a repository are wanted and what can go wrong on the way. Knows no format but
-the index of shards. Invariant: a revision is resolved once, and every file of a snapshot is of that
-commit; a file that could hold code (`.py`, `.bin`, `.pt`) is never asked for.
+Owns which files of a repository are downloaded, and the error messages. Invariant: a revision is
+resolved once and all files of a snapshot are of that commit; files that may contain code (`.py`,
+`.bin`, `.pt`) are never downloaded.
 """
 
 import re
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from cadenza.checkpoint.config_json import parse_model_config
+from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
 from cadenza.checkpoint.json_object import read_json_object
-from cadenza.checkpoint.tokenizer_files import MAX_TOKENIZER_BYTES, NAMED_TEMPLATES_FOLDER
+from cadenza.checkpoint.tokenizer_files import NAMED_TEMPLATES_FOLDER
 from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE, read_shard_names
 from cadenza.errors import CheckpointError
+from cadenza.text.tokenizer import MAX_TOKENIZER_BYTES
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-CONFIG_FILE = "config.json"
 DEFAULT_REVISION = "main"
 MAX_SMALL_FILES = 100
 
@@ -36,23 +36,21 @@ _SMALL_FILES = frozenset(
 )
 _NAMED_TEMPLATE = re.compile(re.escape(NAMED_TEMPLATES_FOLDER) + r"/[\w.-]+\.jinja", re.ASCII)
 
-Report = Callable[[str], None]
-
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` is written as `owner/model`."""
+    """Whether `name` has the form `owner/model`."""
     return _ID.fullmatch(name) is not None
 
 
-def write_line(line: str) -> None:
-    """A line for people, apart from a command's output."""
+def print_to_stderr(line: str) -> None:
+    """Writes one line to stderr."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One commit of a repository, as a folder."""
+    """The folder of one commit of a repository."""
 
     folder: Path
     commit: str
@@ -60,26 +58,26 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """The hub and its cache; `None` is what the library's environment variables say.
+    """The hub and its local cache; None takes huggingface_hub's environment variables.
 
-    `report` hears of each file, where no terminal shows the library's bars.
+    `report` is called with a line for each file, unless stderr is a terminal with progress bars.
     """
 
     endpoint: str | None = None
     cache: Path | None = None
     is_offline: bool | None = None
-    report: Report = write_line
+    report: Callable[[str], None] = print_to_stderr
 
     def fetch(self, name: str, revision: str | None = None) -> Snapshot:
-        """The wanted files of the model `name` at `revision` (a branch, a tag or a commit).
+        """Downloads what is missing of the model `name` at `revision` (branch, tag or commit).
 
         Raises:
-            CheckpointError: there is no such thing, it may not be read, it is not supported, or
-                the hub cannot be reached and the cache lacks it.
+            CheckpointError: the model or revision does not exist, access is denied, the model is
+                not supported, or the hub is unreachable and the cache incomplete.
         """
         if not is_hub_id(name) or not _REVISION.fullmatch(revision or DEFAULT_REVISION):
             raise CheckpointError(
-                f"{name[:200]!r} at revision {(revision or DEFAULT_REVISION)[:200]!r} is no hub "
+                f"{name[:200]!r} at revision {(revision or DEFAULT_REVISION)[:200]!r} is not a hub "
                 f"id; write owner/model, and a branch, a tag or a commit"
             )
         return _Fetching.of(self, name, revision or DEFAULT_REVISION).run()
@@ -94,7 +92,7 @@ class _Fetching:
     endpoint: str
     cache: Path
     is_offline: bool
-    report: Report
+    report: Callable[[str], None]
 
     @classmethod
     def of(cls, hub: Hub, name: str, revision: str) -> "_Fetching":
@@ -125,7 +123,8 @@ class _Fetching:
         commit = found.sha or ""
         if not _COMMIT.fullmatch(commit):
             raise CheckpointError(
-                f"the hub at {self.endpoint} names no commit for {self._subject}; check HF_ENDPOINT"
+                f"the hub at {self.endpoint} returned no commit for {self._subject}; check "
+                f"HF_ENDPOINT"
             )
         sizes = {each.rfilename: each.size or 0 for each in found.siblings or []}
         folder = self._fetch_files(api, commit, sizes)
@@ -137,13 +136,13 @@ class _Fetching:
         return f"the hub model {self.name} at revision {self.revision}"
 
     def _fetch_files(self, api: "HfApi", commit: str, sizes: Mapping[str, int]) -> Path:
-        """Small files first: what is not supported is refused before its weights are fetched."""
+        """Downloads small files first, to refuse unsupported models before fetching weights."""
         small = [path for path in sizes if path in _SMALL_FILES or _NAMED_TEMPLATE.fullmatch(path)]
         too_large = [path for path in small if sizes[path] > MAX_TOKENIZER_BYTES]
         if CONFIG_FILE not in small or too_large or len(small) > MAX_SMALL_FILES:
             fault = f"has no {CONFIG_FILE}"
             if too_large:
-                fault = f"has {sizes[too_large[0]]} bytes of {too_large[0]}"
+                fault = f"has a {too_large[0]} of {sizes[too_large[0]]} bytes"
             elif len(small) > MAX_SMALL_FILES:
                 fault = f"has {len(small)} templates and settings"
             raise CheckpointError(
@@ -166,7 +165,7 @@ class _Fetching:
         absent = [path for path in wanted if path not in sizes]
         if absent:
             others = sorted(path for path in sizes if path.endswith((".bin", ".pt", ".pth")))[:3]
-            found = f"; it has {', '.join(others)}, which are not read" if others else ""
+            found = f"; it has {', '.join(others)}, which are not supported" if others else ""
             raise CheckpointError(
                 f"{self._subject} has no {', '.join(absent[:3])}{found}; choose a model with "
                 f"safetensors weights"
@@ -192,7 +191,7 @@ class _Fetching:
         return Path(fetched)
 
     def _remember(self, commit: str) -> None:
-        """Which commit the revision was, in the cache's own way, for the next offline start."""
+        """Stores the revision's commit in the cache (refs/), for offline starts."""
         if _COMMIT.fullmatch(self.revision):
             return
         path = self.storage / "refs" / self.revision
@@ -200,7 +199,9 @@ class _Fetching:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(commit, encoding="ascii")
         except OSError:
-            self.report(f"the cache cannot be written: {self.revision} will be looked up again")
+            self.report(
+                f"cannot write to the cache; {self.revision} cannot be resolved when offline"
+            )
 
     def _find_cached(self) -> Snapshot:
         ref = self.storage / "refs" / self.revision
@@ -220,10 +221,10 @@ class _Fetching:
 
     @contextmanager
     def _explained(self) -> Generator[None]:
-        """The library's errors in our words."""
+        """Turns huggingface_hub's errors into CheckpointError."""
         try:
             yield
-        except Exception as error:  # the library's transport has errors of its own
+        except Exception as error:  # includes errors of the library's HTTP client
             raise CheckpointError(self._explain(error)) from error
 
     def _explain(self, error: Exception) -> str:
@@ -243,13 +244,13 @@ class _Fetching:
             )
         if isinstance(error, errors.HfHubHTTPError):
             status = error.response.status_code
-            return f"the hub at {self.endpoint} answers {status} for {self._subject}; try later"
+            return f"the hub at {self.endpoint} returned {status} for {self._subject}; try later"
         if isinstance(error, OSError) and error.strerror:
-            return f"{self._subject} cannot be kept in the cache: {error.strerror}"
+            return f"{self._subject} cannot be written to the cache: {error.strerror}"
         return (
             f"the hub at {self.endpoint} cannot be reached for {self._subject} "
-            f"({type(error).__name__}); check the network, set HF_HUB_OFFLINE=1 to use what the "
-            f"cache has, or name a local folder"
+            f"({type(error).__name__}); check the network, set HF_HUB_OFFLINE=1 to use the cache, "
+            f"or name a local folder"
         )
 
 

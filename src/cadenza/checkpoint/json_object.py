@@ -1,7 +1,7 @@
-"""JSON from a folder nobody vouches for: `JsonObject`, whose getters check type and range.
+"""Untrusted JSON objects with checked getters: `JsonObject`.
 
-Owns the caps on JSON files and the wording of their errors. Knows no key's meaning. Invariant: a
-value that leaves a getter has the type and the range that the caller named.
+Owns the size limits of JSON files and their error messages. Knows no key's meaning. Invariant: a
+getter returns a value of the requested type and range, or raises `CheckpointError`.
 """
 
 import json
@@ -23,10 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class JsonObject:
-    """A JSON object and the place it came from, which every error names.
-
-    A key that is absent and one that is null are the same.
-    """
+    """A JSON object; `where` names its origin in error messages. Null counts as absent."""
 
     values: Mapping[str, object]
     where: str
@@ -37,8 +34,8 @@ class JsonObject:
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
 
-    def whole(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """A whole number within [low, high]."""
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """An integer in [low, high]; required if `default` is None."""
         value = self.get(key)
         if value is None:
             return self._default(key, default)
@@ -47,7 +44,7 @@ class JsonObject:
         return value
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        """A finite number within [low, high]."""
+        """A finite number in [low, high]; required if `default` is None."""
         value = self.get(key)
         if value is None:
             return self._default(key, default)
@@ -78,7 +75,7 @@ class JsonObject:
         return JsonObject(cast(dict[str, object], value), f"{self.where}: {key}")
 
     def items_of(self, key: str) -> list[object]:
-        """The list under `key`; empty when there is none."""
+        """The list under `key`; empty if absent."""
         value = self.get(key)
         if value is None:
             return []
@@ -87,6 +84,7 @@ class JsonObject:
         return cast(list[object], value)
 
     def wrong(self, key: str, allowed: str) -> CheckpointError:
+        """The error for a value of `key` that is not `allowed`."""
         found = shorten(self.get(key))
         return CheckpointError(f"{self.where}: {key} is {found}; it must be {allowed}")
 
@@ -100,17 +98,17 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> JsonObje
     """Reads a file of at most `max_bytes` that holds one JSON object.
 
     Raises:
-        CheckpointError: the file is absent, special, too large, or not a JSON object.
+        CheckpointError: the file is missing, not regular, too large, or not a JSON object.
     """
     return parse_json_object(read_small_file(path, max_bytes=max_bytes), path.name)
 
 
 def read_small_file(path: Path, *, max_bytes: int) -> bytes:
-    """The bytes of a regular file of at most `max_bytes`."""
+    """The bytes of a regular file of at most `max_bytes`. Raises `CheckpointError`."""
     num_bytes = regular_file_size(path)
     if num_bytes > max_bytes:
         raise CheckpointError(
-            f"{path.name} has {num_bytes} bytes; at most {max_bytes} are read; "
+            f"{path.name} has {num_bytes} bytes; at most {max_bytes} are allowed; "
             f"check that it is the right file"
         )
     try:
@@ -121,7 +119,7 @@ def read_small_file(path: Path, *, max_bytes: int) -> bytes:
 
 
 def regular_file_size(path: Path) -> int:
-    """The size in bytes of `path`, which must be a regular file (or a link to one)."""
+    """Size in bytes of a regular file (or a link to one). Raises `CheckpointError` for others."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -132,7 +130,7 @@ def regular_file_size(path: Path) -> int:
 
 
 def parse_json_object(data: bytes, where: str) -> JsonObject:
-    """Raises `CheckpointError` unless `data` is one JSON object without repeated keys."""
+    """Parses one JSON object without repeated keys. Raises `CheckpointError` for anything else."""
     if data.count(b"{") + data.count(b"[") > MAX_JSON_CONTAINERS:
         raise CheckpointError(f"{where} has over {MAX_JSON_CONTAINERS} lists and objects")
     try:
@@ -153,7 +151,7 @@ def is_finite_number(value: object) -> TypeGuard[int | float]:
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """`repr(value)` cut to `limit` characters, for messages; cheap for large values."""
+    """`repr(value)` cut to `limit` characters; large values are described, not formatted."""
     if isinstance(value, dict | list):
         size = len(cast(list[object], value))
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {size} entries"
@@ -164,7 +162,7 @@ def shorten(value: object, limit: int = 80) -> str:
 
 
 class _RepeatedKeyError(ValueError):
-    """A JSON object names a key twice, so readers could disagree about it."""
+    """A JSON object has the same key twice; parsers disagree about which value counts."""
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""What a model is: `ModelConfig`.
+"""A model's shape and arithmetic: `ModelConfig`.
 
-Owns the bound of every size, and what the sizes imply. Knows no file: `config_json` reads and
-writes it, `families` say how. Invariant: a `ModelConfig` that was read is within bounds and
+Owns the bounds of all sizes, and what follows from the sizes. Knows no files: `config_json` and
+`families` read and write them. Invariant: a `ModelConfig` that was read is within bounds and
 describes the model's arithmetic completely.
 """
 
@@ -17,19 +17,19 @@ MAX_LAYERS = 1024
 MAX_HEADS = 4096
 MAX_HEAD_DIM = 1024
 MAX_EXPERTS = 1 << 12
-MAX_EXPERTS_IN_ALL = 1 << 15
-"""Of all layers together, since each has tensors of its own."""
+MAX_TOTAL_EXPERTS = 1 << 15
+"""In all layers together; every expert has its own tensors."""
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 QKNorm = Literal["head", "all_heads"]
-"""Queries and keys normed head by head, or all query heads of a token at once and all key heads."""
+"""Norm of queries and keys: of each head, or over all query heads (all key heads) of a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """How a layer attends: to its last `window` tokens or to all, with rotated heads or plain; and
-    whether its MLP is a mixture of experts.
+    """A layer's attention window in tokens (None for full attention), whether it applies rotary
+    positions, and whether its MLP is a mixture of experts.
     """
 
     window: int | None = None
@@ -39,7 +39,7 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """What the tensors of a mixture are called: `block`.gate and `block`.experts.0.`up`."""
+    """Tensor names of a mixture: `{block}.gate`, `{block}.experts.0.{up}` and so on."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -49,10 +49,10 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts, each a gated MLP, of which a router chooses some for each token.
+    """A mixture of experts: a router chooses `num_chosen` gated MLPs for each token.
 
-    A token's experts are those of its largest router logits. Their outputs are weighted by a
-    softmax over all experts, or with `over_chosen` over the chosen ones, and summed.
+    The chosen experts are those with the largest router logits. Their outputs are summed, weighted
+    by a softmax over all experts, or over the chosen ones if `over_chosen`.
     """
 
     num_experts: int
@@ -64,24 +64,26 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder's shape and arithmetic. MLPs are gated, one or a mixture; norms are RMS.
+    """Shape and arithmetic of a decoder with gated MLPs and RMS norms.
 
     Args:
-        family: its `model_type`.
-        intermediate_size: of the MLPs that are not mixtures.
-        experts: of the layers whose kind has them.
-        layer_pattern: the layers' kinds, repeated until there are `num_layers`.
-        rope: of the layers that have one.
-        window_rope: of those with a window, where it is another.
-        has_pre_norms: a layer's attention and its MLP each norm their input.
-        has_post_norms: each norms its output, before that is added to the residual stream.
-        norm_adds_one: a norm multiplies by 1 + its weight.
-        has_fused_tensors: the checkpoint stores q, k and v as one tensor, and gate and up as one.
-        attention_scale: of the scores; None is one over the root of `head_dim`.
+        family: the `model_type` of config.json.
+        intermediate_size: width F of the MLPs that are not mixtures.
+        experts: the mixture of layers with `LayerKind.has_experts`.
+        layer_pattern: the kinds of the layers, repeated up to `num_layers`.
+        rope: rotary positions of layers with `LayerKind.has_rope`.
+        window_rope: the same for layers with a window; None takes `rope`.
+        has_pre_norms: norms at the input of attention and of the MLP.
+        has_post_norms: norms at the output of attention and of the MLP, before the residual sum.
+        norm_adds_one: norms multiply by 1 + weight instead of weight.
+        has_fused_tensors: q, k and v are stored as one tensor, and gate and up as another.
+        attention_scale: factor of the attention scores; None is 1 / sqrt(`head_dim`).
         attention_soft_cap: scores become cap * tanh(score / cap).
-        logit_soft_cap: logits likewise, after they were divided by `logit_divisor`.
-        embedding_scale: of the embedded tokens.
-        residual_scale: of what is added to the residual stream.
+        logit_soft_cap: the same for logits, after the division by `logit_divisor`.
+        embedding_scale: factor of the token embeddings.
+        residual_scale: factor of the outputs of attention and MLP before the residual sum.
+        max_position_embeddings: longest context in tokens.
+        dtype: data type of the stored weights.
     """
 
     family: str
@@ -120,31 +122,31 @@ class ModelConfig:
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together."""
+        """Total width of the query heads, Hq * D."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads together, and of all value heads."""
+        """Total width of the key heads and of the value heads, Hkv * D each."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Of each layer."""
+        """The kind of each layer."""
         repeats = -(-self.num_layers // len(self.layer_pattern))
         return (self.layer_pattern * repeats)[: self.num_layers]
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """The different ropes of the layers, in the order of their first use."""
+        """The distinct ropes of the layers, in order of first use."""
         return tuple(dict.fromkeys(map(self.rope_of, self.layer_kinds)))
 
     def rope_of(self, kind: LayerKind) -> RopeConfig | None:
-        """How a layer's heads are rotated; None where they are not."""
+        """The rope of a layer of this kind; None if it has none."""
         if not kind.has_rope:
             return None
         return self.rope if kind.window is None else self.window_rope or self.rope
 
     def kv_bytes_per_token(self, dtype: WeightDType) -> int:
-        """Bytes of keys and values that one token needs in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.num_layers * self.kv_size * item_bytes(dtype)

@@ -1,12 +1,12 @@
-"""Checkpoints with random weights, written tensor by tensor, and the shapes known by name.
+"""Writes checkpoints with random weights, of a named shape or any config.
 
-Owns the distribution of random weights and the writing of safetensors files. Knows nothing of
-devices. Invariant: the bytes written follow from the config, the seed and the format alone, and no
-more than a part of one tensor is in memory at a time.
+Owns the distribution of random weights and the writing of safetensors files. Knows no devices.
+Invariant: the bytes written depend only on config, seed and data type, and at most a part of one
+tensor is in memory at a time.
 
-The weights make errors show: activations keep unit size through every layer, attention is peaked,
-norms and biases are noisy, and logits have a standard deviation of sqrt(ln V), which leaves half
-of the largest entropy at temperature 1.
+The weights are chosen so that errors change the output: activations keep unit variance through the
+layers, attention is peaked, norms and biases are noisy, and logits have a standard deviation of
+sqrt(ln V), which gives half of the maximum entropy at temperature 1.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from cadenza.checkpoint.config_json import format_model_config, parse_model_config
+from cadenza.checkpoint.config_json import CONFIG_FILE, format_model_config, parse_model_config
 from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, TensorSpec, declare
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, Format, WeightDType
 from cadenza.checkpoint.json_object import parse_json_object, read_json_object
@@ -39,33 +39,33 @@ _QUERY_GAIN = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Normal:
-    """The distribution of one tensor's numbers."""
+    """The normal distribution of one tensor's elements."""
 
     mean: float
     sigma: float
 
 
 def named_shape(name_or_file: str) -> ModelConfig:
-    """The shape known under a name, or the one in a config.json (or its folder).
+    """The config of a named shape, or of a config.json given by its path or its folder's.
 
     Raises:
         CheckpointError: neither a known name nor a file, or the file is not supported.
     """
     shape = resources.files("cadenza.checkpoint") / "shapes" / f"{name_or_file}.json"
     if name_or_file in shape_names():
-        return parse_model_config(parse_json_object(shape.read_bytes(), "config.json").values)
+        return parse_model_config(parse_json_object(shape.read_bytes(), CONFIG_FILE).values)
     path = Path(name_or_file)
-    path = path / "config.json" if path.is_dir() else path
+    path = path / CONFIG_FILE if path.is_dir() else path
     if path.is_file():
         return parse_model_config(read_json_object(path).values)
     raise CheckpointError(
-        f"there is no shape {name_or_file!r}; known are {', '.join(shape_names())}, "
-        f"and any config.json by its path"
+        f"there is no shape {name_or_file!r}; give one of {', '.join(shape_names())}, or the path "
+        f"of a config.json"
     )
 
 
 def shape_names() -> tuple[str, ...]:
-    """The names that `named_shape` knows."""
+    """The names that `named_shape` accepts, sorted."""
     files = (resources.files("cadenza.checkpoint") / "shapes").iterdir()
     return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
 
@@ -81,7 +81,7 @@ def write_random_checkpoint(
     """Writes config.json and random weights in `dtype` into a new or empty folder.
 
     Raises:
-        CheckpointError: the folder holds something, or cannot be written.
+        CheckpointError: the folder is not empty or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def write_random_checkpoint(
         shards = _split(specs, FORMAT_OF_NAME[dtype], max_shard_bytes)
         _write_weights(config, folder, shards, seed=seed, format=FORMAT_OF_NAME[dtype])
         text = json.dumps(format_model_config(replace(config, dtype=dtype)), indent=2)
-        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
             f"a random checkpoint cannot be written to {folder.name}: {error.strerror}"
@@ -104,14 +104,14 @@ def _split(
     specs: tuple[TensorSpec, ...], format: Format, max_shard_bytes: int
 ) -> list[list[TensorSpec]]:
     shards: list[list[TensorSpec]] = [[]]
-    room = max_shard_bytes
+    bytes_left = max_shard_bytes
     for spec in specs:
         num_bytes = spec.num_elements * format.numpy.itemsize
-        if shards[-1] and num_bytes > room:
+        if shards[-1] and num_bytes > bytes_left:
             shards.append([])
-            room = max_shard_bytes
+            bytes_left = max_shard_bytes
         shards[-1].append(spec)
-        room -= num_bytes
+        bytes_left -= num_bytes
     return shards
 
 
@@ -148,7 +148,7 @@ def _write_header(file: BinaryIO, specs: list[TensorSpec], format: Format) -> No
 
 
 def _distribution(spec: TensorSpec, config: ModelConfig) -> _Normal:
-    """Linears keep the size of a unit-size input; see the module's docstring for the rest."""
+    """The distribution of a tensor's elements; linears keep the variance of their input."""
     if spec.kind == "norm":
         gain = _final_gain(config) if spec.name == FINAL_NORM else 1.0
         return _Normal(mean=gain - float(config.norm_adds_one), sigma=_NORM_NOISE * gain)
@@ -164,8 +164,10 @@ def _distribution(spec: TensorSpec, config: ModelConfig) -> _Normal:
 
 
 def _final_gain(config: ModelConfig) -> float:
-    """Of the last norm, where a tied head has to be small: its embedding, scaled up, would drown
-    what the layers add, and every token would predict itself.
+    """Gain of the final norm, which lets a tied head be small.
+
+    With larger embeddings the layers' outputs would be negligible beside the token's own embedding,
+    and every token would predict itself.
     """
     if not config.tie_word_embeddings:
         return 1.0
@@ -173,7 +175,7 @@ def _final_gain(config: ModelConfig) -> float:
 
 
 def _score_gain(spec: TensorSpec, config: ModelConfig) -> float:
-    """What makes attention peaked, whatever the scale of its scores; norms would undo it."""
+    """Gain of the query weights that makes attention peaked; 1 if query norms would cancel it."""
     if config.qk_norm is not None:
         return 1.0
     scale = config.attention_scale or config.head_dim**-0.5
@@ -184,7 +186,7 @@ def _score_gain(spec: TensorSpec, config: ModelConfig) -> float:
 
 
 def _draw(spec: TensorSpec, normal: _Normal, seed: int) -> Iterator[AnyArray]:
-    """A tensor's numbers in float32 parts; the stream depends on the seed and the name."""
+    """A tensor's elements in float32 chunks; they depend on the seed and the tensor's name."""
     words = np.frombuffer(spec.name.encode().ljust(-(-len(spec.name) // 4) * 4), dtype="<u4")
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *words])))
     for start in range(0, spec.num_elements, _CHUNK_ELEMENTS):

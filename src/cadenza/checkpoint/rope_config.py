@@ -1,8 +1,7 @@
-"""Rotary positions as a config.json states them: `RopeConfig`, `read_rope` and `format_rope`.
+"""The rotary position settings of a config.json: `RopeConfig`, `read_rope` and `format_rope`.
 
-Owns every scaling that is supported and the defaults of its fields. Knows no layers and computes no
-angles. Invariant: a `RopeConfig` that was read is complete, so that two files that mean the same
-give equal ones.
+Owns the supported scalings and their defaults. Knows no layers and computes no angles. Invariant:
+a `RopeConfig` has all defaults filled in, so that equivalent files give equal values.
 
 Sources: Su et al., 2021 (rotary embedding); Peng et al., 2023 (YaRN); Ding et al., 2024 (LongRoPE).
 """
@@ -22,17 +21,17 @@ _MAX_FACTOR = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRopeScaling:
-    """Every frequency divided by `factor`."""
+    """Divides all frequencies by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3RopeScaling:
-    """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones kept, blended between.
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones kept.
 
-    The bounds are wavelengths of `original_max_position_embeddings / low_freq_factor` and
-    `/ high_freq_factor` tokens.
+    Frequencies are blended between the wavelengths `original_max_position_embeddings /
+    low_freq_factor` and `original_max_position_embeddings / high_freq_factor` (in tokens).
     """
 
     factor: float
@@ -43,9 +42,12 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRopeScaling:
-    """Frequencies that turn over `beta_fast` times in the original length are kept, those that turn
-    less than `beta_slow` times divided by `factor`, and a ramp over the pairs lies between; its
-    ends are whole pairs where `truncate`. Cosines and sines are multiplied by `attention_factor`.
+    """YaRN's scaling.
+
+    Frequencies with more than `beta_fast` rotations in the original length are kept, those with
+    fewer than `beta_slow` are divided by `factor`, with a linear ramp over the pairs between;
+    `truncate` rounds the ramp's ends to integers. Cosines and sines are multiplied by
+    `attention_factor`.
     """
 
     factor: float
@@ -58,9 +60,10 @@ class YarnRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling:
-    """Each pair's frequency divided by a factor of its own: the short ones for engines whose
-    longest context is within the original length, the long ones for all others. Cosines and sines
-    are multiplied by `attention_factor` in both.
+    """LongRoPE's scaling: divides each pair's frequency by its own factor.
+
+    `short_factor` applies if `max_model_len` is at most the original length, `long_factor`
+    otherwise. Cosines and sines are multiplied by `attention_factor` in both cases.
     """
 
     short_factor: tuple[float, ...]
@@ -81,7 +84,10 @@ _NAME_OF_SCALING: dict[type, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary positions over the first `rotary_dim` of a head, halves rotated (not pairs)."""
+    """Rotary positions over the first `rotary_dim` values of a head.
+
+    Value i is paired with i + rotary_dim / 2 (not with its neighbour).
+    """
 
     theta: float
     rotary_dim: int
@@ -89,7 +95,7 @@ class RopeConfig:
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor of all cosines and sines."""
         if isinstance(self.scaling, YarnRopeScaling | LongRopeScaling):
             return self.scaling.attention_factor
         return 1.0
@@ -97,13 +103,13 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRules:
-    """What a family lets its config.json leave out.
+    """A family's defaults and rules for reading rope settings.
 
     Args:
-        default_original: the original length where the file's top level does not name it; None
-            takes the scaling's own, or else `max_positions`.
-        may_be_partial: a part of a head may stay unrotated.
-        aliases: other names of a rope type.
+        default_original: the original length if it is not set at the file's top level; None takes
+            the one in the scaling, or else `max_positions`.
+        may_be_partial: `partial_rotary_factor` may be below 1.
+        aliases: (alias, rope type) pairs.
     """
 
     head_dim: int
@@ -116,7 +122,10 @@ class RopeRules:
 
 
 def read_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
-    """Rope under its old keys, its new ones, or both if they agree: one for all layers."""
+    """Reads the rope of all layers from its old keys, its new ones, or both if they agree.
+
+    Raises `CheckpointError`.
+    """
     sources = [
         source
         for source in (raw.child("rope_parameters"), raw.child("rope_scaling"))
@@ -125,8 +134,8 @@ def read_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
     for source in sources:
         if any(isinstance(value, dict) for value in source.values.values()):
             raise CheckpointError(
-                f"{source.where} has one entry for each kind of layer; supported is one for all "
-                f"layers"
+                f"{source.where} has an entry per layer type; models of this type support only one "
+                f"for all layers"
             )
     readings = [read_rope_entry(raw, source, rules) for source in sources]
     if not readings:
@@ -139,7 +148,7 @@ def read_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
 
 
 def read_rope_entry(raw: JsonObject, source: JsonObject, rules: RopeRules) -> RopeConfig:
-    """Rope of one entry, whose gaps the file's top level fills."""
+    """Reads the rope of one entry; the file's top level gives missing values."""
     for key in _REFUSED_KEYS:
         if source.has(key):
             raise CheckpointError(
@@ -156,7 +165,7 @@ def read_rope_entry(raw: JsonObject, source: JsonObject, rules: RopeRules) -> Ro
 
 
 def format_rope(rope: RopeConfig, head_dim: int) -> dict[str, object]:
-    """The `rope_parameters` that `read_rope` reads back unchanged."""
+    """The `rope_parameters` from which `read_rope` restores `rope`."""
     if rope.scaling is None:
         values: dict[str, object] = {"rope_type": "default"}
     else:
@@ -178,7 +187,7 @@ def _read_theta(raw: JsonObject, source: JsonObject, rules: RopeRules) -> float:
     theta = source.number("rope_theta", 1.0, 1e15, outer)
     if raw.has(key) and theta != outer:
         raise CheckpointError(
-            f"{raw.where}: {key} is {outer:g}, and {theta:g} in {source.where}; "
+            f"{raw.where}: {key} is {outer:g}, but {theta:g} in {source.where}; "
             f"correct one of the two"
         )
     return theta
@@ -215,11 +224,7 @@ def _read_scaling(
     if kind == "longrope":
         original = _read_original(raw, source, rules)
         return _read_longrope(source, original, rules, rotary_dim=rotary_dim)
-    why = (
-        "it would make a token's keys depend on the length of its own request; "
-        if kind == "dynamic"
-        else ""
-    )
+    why = "a token's keys would depend on the length of its request; " if kind == "dynamic" else ""
     raise CheckpointError(
         f"{source.where}: rope type {shorten(kind)} is not supported; {why}"
         f"supported are default, {', '.join(_NAME_OF_SCALING.values())}"
@@ -227,12 +232,12 @@ def _read_scaling(
 
 
 def _read_original(raw: JsonObject, source: JsonObject, rules: RopeRules) -> int:
-    """The length that a model was first trained with; the file's top level has the last word."""
+    """The original context length; the file's top level takes precedence."""
     if raw.has(_ORIGINAL):
-        return raw.whole(_ORIGINAL, 1, MAX_POSITIONS)
+        return raw.integer(_ORIGINAL, 1, MAX_POSITIONS)
     if rules.default_original is not None:
         return rules.default_original
-    return source.whole(_ORIGINAL, 1, MAX_POSITIONS, rules.max_positions)
+    return source.integer(_ORIGINAL, 1, MAX_POSITIONS, rules.max_positions)
 
 
 def _read_llama3(source: JsonObject, original: int) -> Llama3RopeScaling:
@@ -271,7 +276,7 @@ def _read_yarn(source: JsonObject, original: int, rules: RopeRules) -> YarnRopeS
 
 
 def _yarn_attention_factor(source: JsonObject, factor: float) -> float:
-    """YaRN's own, or the ratio of two where the file gives both of their weights."""
+    """YaRN's default attention factor; a ratio if `mscale` and `mscale_all_dim` are both set."""
     mscale = source.number("mscale", 0.0, 1e3, 0.0)
     mscale_all_dim = source.number("mscale_all_dim", 0.0, 1e3, 0.0)
 
@@ -301,7 +306,7 @@ def _read_longrope(
 
 
 def _read_factor(source: JsonObject, original: int, rules: RopeRules) -> float:
-    """`factor`, or else how much longer the context is than it was at first."""
+    """`factor`, or else the ratio of the context length to the original one."""
     if source.has("factor"):
         return source.number("factor", 1.0, _MAX_FACTOR)
     return max(1.0, rules.max_positions / original)

@@ -1,8 +1,8 @@
-"""`rope_factors`: the cosines and sines of each position, as every backend's engine uses them.
+"""`rope_factors`: the cosines and sines of all positions, shared by the runners of all backends.
 
-Owns the arithmetic behind a `RopeConfig`: host arithmetic in float64, rounded once to float32. The
-factors are fixed for an engine's life by `max_model_len`. Knows no layers and no device. The
-witness computes its own (`reference_rope`) and must not import this module.
+Owns the arithmetic of a `RopeConfig`, in float64 on the host, rounded once to float32. The factors
+depend on `max_model_len` and are fixed for an engine's lifetime. Knows no layers and no device. The
+witness computes its own factors (`reference_rope`) and must not import this module.
 
 Sources: Su et al., 2021 (rotary embedding); Llama 3.1's wavelength-dependent scaling; Peng et al.,
 2023 (YaRN); Ding et al., 2024 (LongRoPE).
@@ -21,35 +21,38 @@ from cadenza.checkpoint.rope_config import (
     YarnRopeScaling,
 )
 
-BLOCK = 512
-"""Positions that share a cosine and a sine: the turns within are the same in every block, and two
-turns are one product, where each position's own would keep a long context's start waiting.
+ROPE_BLOCK_LEN = 512
+"""Positions per block. A position's rotation is the product of its block's and of the one within
+the block, so that `exp` is computed once per block and once per position of a block: much faster
+for long contexts.
 """
 
 
 def rope_factors(rope: RopeConfig | None, max_model_len: int) -> npt.NDArray[np.float32]:
-    """[max_model_len, rotary_dim]: each position's cosines, then its sines; no columns for None."""
+    """[max_model_len, rotary_dim]: each position's cosines, then its sines; 0 columns for None."""
     if rope is None:
         return np.empty((max_model_len, 0), np.float32)
     frequencies = _frequencies(rope, max_model_len)
     num_pairs = len(frequencies)
-    firsts = range(0, max_model_len, BLOCK)
-    within = _turns(range(min(BLOCK, max_model_len)), frequencies)
+    firsts = range(0, max_model_len, ROPE_BLOCK_LEN)
+    within = _rotations(range(min(ROPE_BLOCK_LEN, max_model_len)), frequencies)
     factors = np.empty((max_model_len, 2 * num_pairs), np.float32)
-    for first, turn in zip(firsts, _turns(firsts, frequencies), strict=True):
-        turns = within[: max_model_len - first] * (turn * rope.attention_factor)
-        factors[first : first + BLOCK, :num_pairs] = turns.real
-        factors[first : first + BLOCK, num_pairs:] = turns.imag
+    for first, rotation in zip(firsts, _rotations(firsts, frequencies), strict=True):
+        rotations = within[: max_model_len - first] * (rotation * rope.attention_factor)
+        factors[first : first + ROPE_BLOCK_LEN, :num_pairs] = rotations.real
+        factors[first : first + ROPE_BLOCK_LEN, num_pairs:] = rotations.imag
     return factors
 
 
-def _turns(positions: range, frequencies: npt.NDArray[np.float64]) -> npt.NDArray[np.complex128]:
-    """[positions, rotary_dim / 2]: where the unit has been turned to."""
+def _rotations(
+    positions: range, frequencies: npt.NDArray[np.float64]
+) -> npt.NDArray[np.complex128]:
+    """[positions, rotary_dim / 2]: exp(i * position * frequency)."""
     return np.exp(1j * np.asarray(positions)[:, None] * frequencies[None, :])
 
 
 def _frequencies(rope: RopeConfig, max_model_len: int) -> npt.NDArray[np.float64]:
-    """[rotary_dim / 2], radians a token."""
+    """[rotary_dim / 2], in radians per token."""
     exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim
     plain = rope.theta**-exponents
     match rope.scaling:
@@ -79,7 +82,7 @@ def _llama3_frequencies(
 def _yarn_frequencies(
     plain: npt.NDArray[np.float64], rope: RopeConfig, scaling: YarnRopeScaling
 ) -> npt.NDArray[np.float64]:
-    """A ramp over the pairs, from those kept to those divided by the factor."""
+    """A linear ramp over the pairs, from kept frequencies to those divided by the factor."""
 
     def pair_that_turns(count: float) -> float:
         length = scaling.original_max_position_embeddings

@@ -1,9 +1,9 @@
-"""One safetensors file, mapped into memory: a checked header and views of its tensors.
+"""A safetensors file mapped into memory: a checked header and zero-copy views of its tensors.
 
-Owns the reading of the format (https://github.com/huggingface/safetensors#format). Knows nothing
-of models. It reads the header itself, since the views must be zero-copy in bfloat16 too and a
-lying header must be a named error. Invariant: every entry of an open file lies inside it, covers
-bytes of no other entry, and has as many bytes as its shape and format say.
+Owns the reading of the format (https://github.com/huggingface/safetensors#format). Knows no models.
+It does not use the safetensors library, because views must be zero-copy in bfloat16 too and an
+invalid header must raise a specific error. Invariant: every entry of an open file lies inside it,
+overlaps no other entry, and has the number of bytes that its shape and data type imply.
 """
 
 import math
@@ -31,7 +31,7 @@ AnyArray = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """Where a tensor lies: bytes [start, stop) of its file."""
+    """A tensor's data type, shape and place: bytes [start, stop) of its file."""
 
     name: str
     dtype: WeightDType
@@ -46,7 +46,7 @@ class TensorEntry:
 
 @dataclass(slots=True, eq=False)
 class SafetensorsFile:
-    """An open file. It stays mapped as long as this object or one of its views lives."""
+    """An open file, mapped as long as this object or one of its views exists."""
 
     name: str
     header: bytes
@@ -54,7 +54,7 @@ class SafetensorsFile:
     data: mmap.mmap
 
     def view(self, name: str) -> AnyArray:
-        """A read-only array over the mapped bytes; it may be unaligned. Nothing is copied."""
+        """A read-only, possibly unaligned array over the mapped bytes."""
         entry = self.entries[name]
         dtype = FORMAT_OF_NAME[entry.dtype].numpy
         count = math.prod(entry.shape)
@@ -62,16 +62,16 @@ class SafetensorsFile:
         return flat.reshape(entry.shape)
 
     def raw_bytes(self, name: str) -> memoryview:
-        """A tensor's bytes as they are stored; nothing is copied."""
+        """A tensor's stored bytes, without a copy."""
         entry = self.entries[name]
         return memoryview(self.data)[entry.start : entry.stop]
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:
-    """Maps a file and checks its whole header before any tensor is looked at.
+    """Maps a file and checks its header completely.
 
     Raises:
-        CheckpointError: the file is not what its header says, or holds an unsupported format.
+        CheckpointError: the header is invalid, does not match the file, or has a wrong dtype.
     """
     num_bytes = regular_file_size(path)
     if num_bytes < LENGTH_BYTES:
@@ -88,18 +88,19 @@ def open_safetensors(path: Path) -> SafetensorsFile:
 
 
 def read_entries(data: mmap.mmap | bytes, where: str) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The header of a whole file's bytes, and its checked entries. Raises `CheckpointError`."""
+    """The header and the checked entries of a file's bytes. Raises `CheckpointError`."""
     header = _read_header(data, where)
     return header, _parse_header(header, where, LENGTH_BYTES + len(header), len(data))
 
 
 def _read_header(data: mmap.mmap | bytes, where: str) -> bytes:
     num_header_bytes = int.from_bytes(data[:LENGTH_BYTES], "little")
-    room = len(data) - LENGTH_BYTES
-    if num_header_bytes > min(room, MAX_HEADER_BYTES):
+    num_bytes = len(data) - LENGTH_BYTES
+    if num_header_bytes > min(num_bytes, MAX_HEADER_BYTES):
         raise CheckpointError(
-            f"{where}: the header claims {num_header_bytes} bytes; the file has {room} after the "
-            f"length and at most {MAX_HEADER_BYTES} are read; fetch the file again"
+            f"{where}: the header claims {num_header_bytes} bytes; the file has {num_bytes} after "
+            f"its first {LENGTH_BYTES}, and at most {MAX_HEADER_BYTES} are allowed; fetch the file "
+            f"again"
         )
     header = data[LENGTH_BYTES : LENGTH_BYTES + num_header_bytes]
     if header.count(b"{") + header.count(b"[") > 3 * MAX_TENSORS:
@@ -116,7 +117,7 @@ def _parse_header(header: bytes, where: str, base: int, end: int) -> dict[str, T
         if name == METADATA_KEY:
             continue
         if not isinstance(value, dict) or len(name) > MAX_NAME_CHARS:
-            raise CheckpointError(f"{where}: the header's entry {shorten(name)} is not a tensor's")
+            raise CheckpointError(f"{where}: the header's entry {shorten(name)} is not a tensor")
         raw = JsonObject(cast(dict[str, object], value), f"{where}: tensor {shorten(name)}")
         entries[name] = _parse_entry(name, raw, base, end)
     _check_cover(list(entries.values()), where, base, end)
@@ -130,13 +131,14 @@ def _parse_entry(name: str, raw: JsonObject, base: int, end: int) -> TensorEntry
             f"{raw.where} has dtype {shorten(code)}; supported are {', '.join(FORMAT_OF_CODE)}; "
             f"use a checkpoint in one of these"
         )
-    room = end - base
-    shape = _read_sizes(raw, "shape", high=max(room, 1))
-    offsets = _read_sizes(raw, "data_offsets", high=room)
+    num_bytes = end - base
+    shape = _read_sizes(raw, "shape", high=max(num_bytes, 1))
+    offsets = _read_sizes(raw, "data_offsets", high=num_bytes)
     if len(shape) > MAX_RANK or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(
-            f"{raw.where}: shape {list(shape[:9])} with data_offsets {list(offsets[:3])} cannot "
-            f"be; supported are at most {MAX_RANK} axes and [start, stop] within {room} bytes"
+            f"{raw.where}: shape {list(shape[:9])} with data_offsets {list(offsets[:3])} is "
+            f"invalid; allowed are at most {MAX_RANK} axes and [start, stop] within {num_bytes} "
+            f"bytes"
         )
     dtype = FORMAT_OF_CODE[code]
     expected = math.prod(shape) * dtype.numpy.itemsize
@@ -156,15 +158,15 @@ def _read_sizes(raw: JsonObject, key: str, *, high: int) -> tuple[int, ...]:
     for size in raw.items_of(key):
         if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= high:
             raise CheckpointError(
-                f"{raw.where}: {key} holds {shorten(size)}; supported are whole numbers from 0 "
-                f"to {high}, which is all the data that the file has; fetch the file again"
+                f"{raw.where}: {key} holds {shorten(size)}; allowed are whole numbers from 0 to "
+                f"{high}, the size of the file's data; fetch the file again"
             )
         sizes.append(size)
     return tuple(sizes)
 
 
 def _check_cover(entries: list[TensorEntry], where: str, base: int, end: int) -> None:
-    """The format wants the data covered once: no byte in two tensors, none in no tensor."""
+    """Checks that every byte of the data belongs to exactly one tensor, as the format requires."""
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     position = base
     for entry in entries:

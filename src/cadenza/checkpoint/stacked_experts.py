@@ -1,9 +1,9 @@
-"""Mixtures whose files store all experts of a layer in two tensors: read as single ones.
+"""Reads mixtures that store all experts of a layer in two stacked tensors: `split_stacked_experts`.
 
-transformers keeps experts so in memory, and writes them so where it is not told to write a family's
-own layout: `mlp.experts.gate_up_proj` [X, 2 F, E] and `mlp.experts.down_proj` [X, E, F], the router
-beside them as `mlp.gate`. Each expert's part is a run of bytes of its own, so that nothing is
-copied. Invariant: what comes out has the declared names only, and no byte under two of them.
+Newer versions of transformers write `mlp.experts.gate_up_proj` [X, 2 F, E] and
+`mlp.experts.down_proj` [X, E, F], with the router as `mlp.gate`. Each expert is a contiguous range
+of bytes, so it is read without a copy. Invariant: the result has only the declared names, and no
+byte belongs to two of them.
 
 Shapes: X experts, E embed, F MLP.
 """
@@ -19,10 +19,10 @@ from cadenza.errors import CheckpointError
 
 
 def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
-    """The same tensors, each expert's by its declared name, however they are stored.
+    """`weights` with stacked experts renamed to the declared tensors; others are unchanged.
 
     Raises:
-        CheckpointError: a stacked tensor has another shape, or an expert is stored twice.
+        CheckpointError: a stacked tensor has the wrong shape, or an expert is stored twice.
     """
     parts: dict[str, list[TensorEntry]] = {}
     for index in range(config.num_layers):
@@ -33,7 +33,7 @@ def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
         twice = next((entry.name for entry in entries if entry.name in weights), None)
         if twice is not None:
             raise CheckpointError(
-                f"the weights hold {twice} twice: as a tensor of its own and in {name}; "
+                f"the weights contain {twice} twice: as a separate tensor and in {name}; "
                 f"remove one of the two"
             )
     return weights.with_parts(parts) if parts else weights
@@ -42,7 +42,7 @@ def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
 def _parts_of_layer(
     prefix: str, mlp: ExpertMLPSpec, weights: Weights
 ) -> dict[str, list[TensorEntry]]:
-    """What each stacked tensor of a layer consists of; nothing where the experts are single."""
+    """The parts of each stacked tensor of a layer, by its name; empty if none is stacked."""
     gate_ups = [each for expert in mlp.experts for each in expert.gate_up]
     downs = [expert.down for expert in mlp.experts]
     stored = {f"{prefix}.experts.gate_up_proj": gate_ups, f"{prefix}.experts.down_proj": downs}
@@ -61,10 +61,10 @@ def _parts_of_layer(
 def _cut(
     entry: TensorEntry, linears: list[LinearSpec], shape: tuple[int, ...]
 ) -> Iterator[TensorEntry]:
-    """A stacked tensor's parts, which lie in it one after another."""
+    """Cuts a stacked tensor into consecutive parts."""
     if entry.shape != shape:
         raise CheckpointError(
-            f"tensor {entry.name} has shape {list(entry.shape)}; config.json calls for "
+            f"tensor {entry.name} has shape {list(entry.shape)}; config.json requires "
             f"{list(shape)}; correct config.json or fetch the checkpoint again"
         )
     row_bytes = entry.num_bytes // (shape[0] * shape[1])

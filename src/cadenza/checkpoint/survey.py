@@ -1,13 +1,14 @@
-"""What a folder holds, whether it can be loaded or not: `survey_folder`.
+"""Describes a model folder, whether it can be loaded or not: `survey_folder`.
 
-Owns the facts that are told of a refused checkpoint. Knows no family. Invariant: it raises nothing,
-reads small files and headers only, and says nothing that a file does not.
+Owns the facts that `cadenza info` shows of a refused checkpoint. Knows no family. Invariant: raises
+nothing, and reads only small files and headers.
 """
 
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
+from cadenza.checkpoint.config_json import CONFIG_FILE
 from cadenza.checkpoint.json_object import is_finite_number, read_json_object
 from cadenza.checkpoint.weights import open_weights
 from cadenza.errors import CheckpointError
@@ -15,7 +16,7 @@ from cadenza.errors import CheckpointError
 MAX_FILES = 64
 MAX_TEXT = 80
 
-_TOLD = (
+_SHOWN_KEYS = (
     "model_type architectures dtype torch_dtype num_hidden_layers hidden_size intermediate_size "
     "num_attention_heads num_key_value_heads head_dim vocab_size max_position_embeddings "
     "tie_word_embeddings"
@@ -23,16 +24,16 @@ _TOLD = (
 
 
 def survey_folder(folder: Path) -> dict[str, dict[str, Any]]:
-    """What config.json states, the files with their bytes, and the tensors as they are stored."""
+    """The main settings of config.json, file sizes in bytes, and totals of the stored tensors."""
     return {
-        "stated": _stated(folder),
+        "stated": _read_settings(folder),
         "files": list_files(folder),
         "tensors": _tensors(folder),
     }
 
 
 def list_files(folder: Path) -> dict[str, int]:
-    """The first files of a folder by name, with their bytes."""
+    """Name to size in bytes of a folder's first `MAX_FILES` files, sorted by name."""
     try:
         paths = sorted(path for path in folder.iterdir() if path.is_file())[:MAX_FILES]
         return {path.name[:MAX_TEXT]: path.stat().st_size for path in paths}
@@ -40,12 +41,12 @@ def list_files(folder: Path) -> dict[str, int]:
         return {}
 
 
-def _stated(folder: Path) -> dict[str, Any]:
+def _read_settings(folder: Path) -> dict[str, Any]:
     try:
-        config = read_json_object(folder / "config.json")
+        config = read_json_object(folder / CONFIG_FILE)
     except CheckpointError:
         return {}
-    values = {name: _scalar(config.get(name)) for name in _TOLD}
+    values = {name: _scalar(config.get(name)) for name in _SHOWN_KEYS}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -1,7 +1,7 @@
-"""What a folder says about its tokenizer: files, special tokens, chat templates.
+"""Reads a folder's tokenizer settings: special tokens and chat templates.
 
-Owns the reading of tokenizer_config.json and its relatives as data. Knows nothing of how text is
-encoded or templates are rendered. Invariant: no more than the stated bytes are read.
+Owns the names and size limits of tokenizer_config.json and related files. Encodes no text and
+renders no templates. Invariant: files beyond their size limit are refused, not read.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from cadenza.checkpoint.json_object import (
     shorten,
 )
 from cadenza.errors import CheckpointError
+from cadenza.text.tokenizer import MAX_TOKENIZER_BYTES
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -23,7 +24,6 @@ TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES_FOLDER = "additional_chat_templates"
 OLD_TEMPLATE_FILE = "chat_template.json"
 
-MAX_TOKENIZER_BYTES = 64 << 20
 MAX_TOKENIZER_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TEMPLATES = 64
@@ -33,7 +33,11 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFiles:
-    """`special_tokens` maps bos_token, eos_token … to their text, as chat templates see them."""
+    """A folder's tokenizer settings.
+
+    `path` is tokenizer.json's, None if there is none. `special_tokens` maps names such as bos_token
+    to their text, `chat_templates` maps names such as "default" to Jinja source.
+    """
 
     path: Path | None
     special_tokens: dict[str, str] = field(default_factory=dict[str, str])
@@ -42,10 +46,10 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Reads what is there; everything is optional.
+    """Reads the tokenizer settings of a folder; every file is optional.
 
     Raises:
-        CheckpointError: a file that is there is malformed or too large.
+        CheckpointError: a file is malformed or too large.
     """
     path = folder / TOKENIZER_FILE
     if path.exists() and regular_file_size(path) > MAX_TOKENIZER_BYTES:
@@ -71,7 +75,7 @@ def _read_optional(path: Path) -> JsonObject:
 
 
 def _read_special_tokens(raw: JsonObject) -> dict[str, str]:
-    """A special token is a string, or an object with its `content`."""
+    """Reads special tokens, each a string or an object with its `content`."""
     found: dict[str, str] = {}
     for name in _SPECIAL_NAMES:
         value = raw.get(name)
@@ -83,7 +87,7 @@ def _read_special_tokens(raw: JsonObject) -> dict[str, str]:
 
 
 def _read_templates(folder: Path, config: JsonObject) -> dict[str, str]:
-    """chat_template.jinja comes before tokenizer_config.json's string or list of named ones."""
+    """Chat templates by name; files of their own override those in tokenizer_config.json."""
     found = _read_config_templates(config)
     if (folder / OLD_TEMPLATE_FILE).exists():
         found |= _read_config_templates(_read_optional(folder / OLD_TEMPLATE_FILE))
@@ -125,7 +129,7 @@ def _read_config_templates(config: JsonObject) -> dict[str, str]:
 
 
 def _find_token_id(content: str | None, config: JsonObject, tokenizer: Path) -> int | None:
-    """The id of a special token: from tokenizer_config.json if it says so, else tokenizer.json."""
+    """The id of a special token, from tokenizer_config.json, or else tokenizer.json."""
     if content is None:
         return None
     decoder = config.child("added_tokens_decoder")
@@ -139,10 +143,10 @@ def _find_token_id(content: str | None, config: JsonObject, tokenizer: Path) -> 
     for entry in raw.items_of("added_tokens"):
         token = JsonObject({"token": entry}, f"{TOKENIZER_FILE}: added_tokens").child("token")
         if token is not None and token.text("content") == content:
-            return token.whole("id", 0, 1 << 31)
+            return token.integer("id", 0, 1 << 31)
     model = raw.child("model")
     vocab = model.get("vocab") if model is not None else None
     if isinstance(vocab, dict) and content in vocab and model is not None:
         found = model.child("vocab")
-        return found.whole(content, 0, 1 << 31) if found is not None else None
+        return found.integer(content, 0, 1 << 31) if found is not None else None
     return None

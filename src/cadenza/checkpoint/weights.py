@@ -1,7 +1,7 @@
-"""A folder's tensors by name, whether they lie in one safetensors file or in several.
+"""The tensors of a folder by name, from one safetensors file or several: `Weights`.
 
-Owns the choice of files and the checking of the index. Knows nothing of models. Invariant: every
-file lies directly in the folder, and a name leads to exactly one tensor.
+Owns the choice of files and the check of the index. Knows no models. Invariant: every file lies
+directly in the folder, and a name refers to exactly one tensor.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ _OTHER_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolid
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """Tensors by name, as read-only views over mapped files; nothing is read before it is used."""
+    """Tensors by name, as read-only views of mapped files; pages are read on first access."""
 
     files: tuple[SafetensorsFile, ...]
     _file_of: dict[str, SafetensorsFile]
 
     def __getitem__(self, name: str) -> AnyArray:
-        """The stored tensor, zero-copy; unknown names raise `KeyError`."""
+        """A zero-copy view of the stored tensor. Raises `KeyError` for unknown names."""
         return self._file_of[name].view(name)
 
     def __contains__(self, name: str) -> bool:
@@ -47,15 +47,18 @@ class Weights:
         return len(self._file_of)
 
     def entry(self, name: str) -> TensorEntry:
-        """Format, shape and place of a tensor."""
+        """Data type, shape and place of a tensor. Raises `KeyError` for unknown names."""
         return self._file_of[name].entries[name]
 
     def raw_bytes(self, name: str) -> memoryview:
-        """The stored bytes of a tensor, zero-copy."""
+        """The stored bytes of a tensor, without a copy."""
         return self._file_of[name].raw_bytes(name)
 
     def with_parts(self, parts: Mapping[str, Sequence[TensorEntry]]) -> "Weights":
-        """The same files, of which each tensor named in `parts` is read as those of its bytes."""
+        """A copy in which each tensor named in `parts` is replaced by those entries.
+
+        The entries are byte ranges of the replaced tensor's file.
+        """
         files = {file.name: dict(file.entries) for file in self.files}
         for name, entries in parts.items():
             of_file = files[self._file_of[name].name]
@@ -65,7 +68,7 @@ class Weights:
         return Weights(files=cut, _file_of={name: file for file in cut for name in file.entries})
 
     def digest(self) -> str:
-        """A hash of every file's name, length and header; no tensor is read."""
+        """A SHA-256 of all files' names, lengths and headers, in hex; no tensor is read."""
         state = hashlib.sha256()
         for file in self.files:
             state.update(f"{file.name}\0{len(file.data)}\0{len(file.header)}\0".encode())
@@ -74,10 +77,10 @@ class Weights:
 
 
 def open_weights(folder: Path) -> Weights:
-    """Opens `model.safetensors`, or else the files that `model.safetensors.index.json` names.
+    """Opens `model.safetensors`, or else the files listed in `model.safetensors.index.json`.
 
     Raises:
-        CheckpointError: there are none, or they are not what they claim to be.
+        CheckpointError: there are none, or they are invalid.
     """
     if (folder / SINGLE_FILE).exists():
         file = open_safetensors(folder / SINGLE_FILE)
@@ -85,19 +88,19 @@ def open_weights(folder: Path) -> Weights:
     if (folder / INDEX_FILE).exists():
         return _open_shards(folder)
     other = next((name for name in _OTHER_FORMATS if (folder / name).exists()), None)
-    found = f"it holds {other}, which is not read; convert it" if other else "add one of the two"
+    found = f"it has {other}, which is not supported; convert it" if other else "add one of them"
     raise CheckpointError(
         f"the folder {folder.name} has neither {SINGLE_FILE} nor {INDEX_FILE}; {found}"
     )
 
 
 def read_shard_names(folder: Path) -> list[str]:
-    """The files that the folder's index names. Raises `CheckpointError`."""
+    """The sorted file names in the folder's index. Raises `CheckpointError`."""
     return sorted(set(_read_index(folder).values()))
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """The shard of each tensor."""
+    """Tensor name to shard file name."""
     index = read_json_object(folder / INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
     weight_map = index.child("weight_map")
     if weight_map is None:
@@ -122,7 +125,7 @@ def _open_shards(folder: Path) -> Weights:
 
 
 def _check_shard_name(weight_map: JsonObject, tensor: str) -> str:
-    """A shard is a plain file name: an index must not lead out of its folder."""
+    """The shard of a tensor; refuses paths, which could lead out of the folder."""
     shard = weight_map.get(tensor)
     is_plain = (
         isinstance(shard, str)
@@ -132,8 +135,8 @@ def _check_shard_name(weight_map: JsonObject, tensor: str) -> str:
     )
     if not isinstance(shard, str) or not is_plain:
         raise CheckpointError(
-            f"{weight_map.where}: tensor {shorten(tensor)} is said to be in {shorten(shard)}; "
-            f"supported are names of .safetensors files in the same folder"
+            f"{weight_map.where}: the shard of tensor {shorten(tensor)} is {shorten(shard)}; it "
+            f"must be the name of a .safetensors file in the same folder"
         )
     return shard
 
@@ -142,13 +145,13 @@ def _check_index(shard_of: dict[str, str], files: dict[str, SafetensorsFile]) ->
     for name, shard in shard_of.items():
         if name not in files[shard].entries:
             raise CheckpointError(
-                f"{INDEX_FILE} says that {shard} holds tensor {shorten(name)}, but it does not; "
-                f"fetch both files again"
+                f"{shard} does not contain tensor {shorten(name)}, which {INDEX_FILE} lists for "
+                f"it; fetch both files again"
             )
     for shard, file in files.items():
         for name in file.entries:
             if shard_of.get(name) != shard:
                 raise CheckpointError(
-                    f"{shard} holds tensor {shorten(name)}, which {INDEX_FILE} does not place "
-                    f"there; fetch both files again"
+                    f"{shard} contains tensor {shorten(name)}, which {INDEX_FILE} does not list "
+                    f"for it; fetch both files again"
                 )

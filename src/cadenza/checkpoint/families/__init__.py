@@ -1,7 +1,7 @@
-"""The families of models that are supported, by their `model_type`.
+"""The supported model families, by `model_type`.
 
-A family is one small module that reads its config.json into a `ModelConfig`; the arithmetic itself
-is the decoder's, which knows no family. To add one, write its module and list it here.
+A family is a small module that reads its config.json into a `ModelConfig`; the decoder implements
+the arithmetic and knows no families. To add a family, write its module and list it here.
 """
 
 from cadenza.checkpoint.families.experts import MIXTRAL, OLMOE, QWEN3_MOE

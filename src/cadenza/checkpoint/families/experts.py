@@ -1,9 +1,9 @@
-"""Mixtral, Qwen3-MoE and OLMoE: dense families' layers whose MLPs are mixtures of experts.
+"""Mixtral, Qwen3-MoE and OLMoE: mixtures of experts in place of a dense family's MLPs.
 
-Mixtral weighs a token's experts by a softmax over the chosen ones, which is that over all, divided
-by the sum of what was chosen; the others do so where `norm_topk_prob` is set. Only Qwen3-MoE has
-layers without experts: those that `mlp_only_layers` lists, and all but every
-`decoder_sparse_step`-th. OLMoE's clipping of queries, keys and values is refused.
+Mixtral weights a token's experts by a softmax over the chosen ones, which equals the softmax over
+all divided by the sum of the chosen; the others do so if `norm_topk_prob` is set. Only Qwen3-MoE
+has layers without experts: those in `mlp_only_layers`, and all but every `decoder_sparse_step`-th.
+OLMoE's `clip_qkv` is refused.
 """
 
 from dataclasses import replace
@@ -13,8 +13,8 @@ from cadenza.checkpoint.families.layer_types import read_window, shortest_patter
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.model_config import (
     MAX_EXPERTS,
-    MAX_EXPERTS_IN_ALL,
     MAX_LAYERS,
+    MAX_TOTAL_EXPERTS,
     MAX_WIDTH,
     ExpertNames,
     ExpertsConfig,
@@ -24,7 +24,7 @@ from cadenza.checkpoint.model_config import (
 from cadenza.errors import CheckpointError
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
-"""Two names of one number; files of all three families have been written with either."""
+"""Two names of the same setting; files of all three families use either."""
 
 _NUM_CHOSEN = "num_experts_per_tok"
 _EXPERT_KEYS = frozenset(_NUM_EXPERTS)
@@ -35,23 +35,23 @@ _QWEN_WINDOW = 4096
 def _read_experts(
     raw: JsonObject, model: ModelConfig, default_num: int, default_chosen: int
 ) -> ExpertsConfig:
-    """What the three families' files say alike; the width and the weighing are the caller's."""
+    """Reads the settings that the three families share; the caller sets width and weighting."""
     given = [key for key in _NUM_EXPERTS if raw.has(key)]
     key = given[0] if given else _NUM_EXPERTS[0]
-    num_experts = raw.whole(key, 1, MAX_EXPERTS, default_num)
-    if len(given) > 1 and raw.whole(given[1], 1, MAX_EXPERTS) != num_experts:
+    num_experts = raw.integer(key, 1, MAX_EXPERTS, default_num)
+    if len(given) > 1 and raw.integer(given[1], 1, MAX_EXPERTS) != num_experts:
         raise CheckpointError(
             f"{raw.where}: {given[0]} and {given[1]} are {num_experts} and "
             f"{shorten(raw.get(given[1]))}; correct one of the two"
         )
-    if num_experts * model.num_layers > MAX_EXPERTS_IN_ALL:
+    if num_experts * model.num_layers > MAX_TOTAL_EXPERTS:
         raise CheckpointError(
             f"{raw.where}: {model.num_layers} layers of {num_experts} experts are "
-            f"{num_experts * model.num_layers}; supported are {MAX_EXPERTS_IN_ALL} in all layers"
+            f"{num_experts * model.num_layers} experts; supported are {MAX_TOTAL_EXPERTS} in total"
         )
     return ExpertsConfig(
         num_experts=num_experts,
-        num_chosen=raw.whole(_NUM_CHOSEN, 1, num_experts, min(default_chosen, num_experts)),
+        num_chosen=raw.integer(_NUM_CHOSEN, 1, num_experts, min(default_chosen, num_experts)),
         intermediate_size=model.intermediate_size,
         over_chosen=True,
     )
@@ -78,7 +78,7 @@ def _format_mixtral(config: ModelConfig) -> dict[str, object]:
 def _read_qwen3_moe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     experts = replace(
         _read_experts(raw, model, 128, 8),
-        intermediate_size=raw.whole("moe_intermediate_size", 1, MAX_WIDTH, 768),
+        intermediate_size=raw.integer("moe_intermediate_size", 1, MAX_WIDTH, 768),
         over_chosen=raw.flag("norm_topk_prob", False),
     )
     window = read_window(raw, _QWEN_WINDOW) if raw.flag("use_sliding_window", False) else None
@@ -98,8 +98,8 @@ def _read_qwen3_moe(raw: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _read_expert_layers(raw: JsonObject, num_layers: int) -> list[bool]:
-    """Whether each layer has experts."""
-    step = raw.whole("decoder_sparse_step", 1, MAX_LAYERS, 1)
+    """For each layer, whether its MLP is a mixture of experts."""
+    step = raw.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
     plain = raw.items_of("mlp_only_layers")
     for index in plain:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < num_layers:

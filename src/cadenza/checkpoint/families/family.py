@@ -1,7 +1,7 @@
-"""`Family`: what one `model_type` says in its config.json beyond what all say.
+"""`Family`: the settings of one `model_type` beyond those that all families share.
 
-Owns the form of a family, and nothing of any. Invariant: `read` gets a model that has everything
-the files of all families state alike, and returns it with the family's own arithmetic.
+Knows no particular family. Invariant: `read` receives a `ModelConfig` with all shared settings and
+returns it with the family's own.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from cadenza.checkpoint.rope_config import RopeConfig, RopeRules, read_rope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One kind of model. Defaults are what transformers takes where the file is silent.
+    """One model family. Defaults are those of transformers for settings that the file omits.
 
     Args:
-        read: the file's own settings, over the shared ones that were read already.
-        format: the keys that `read` needs, to be written beside the shared ones.
-        own_keys: settings that `read` takes care of; others that change the arithmetic are refused.
-        read_rope: of the layers without a window.
+        read: adds the family's own settings to a config with the shared ones.
+        format: the family's own settings, to be written beside the shared ones.
+        own_keys: settings that `read` handles; others that change the arithmetic are refused.
+        read_rope: reads the rope of layers without a window.
         default_head_dim: None is `hidden_size / num_attention_heads`.
         default_original_positions: see `RopeRules.default_original`.
-        rope_aliases: other names of a rope type in this family's files.
+        rope_aliases: (alias, rope type) pairs in this family's files.
     """
 
     model_type: str

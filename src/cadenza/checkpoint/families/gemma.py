@@ -1,8 +1,9 @@
 """Gemma 2 and the text models of Gemma 3.
 
-Both norm before and after attention and MLP, by 1 + weight; scale the embedding by the root of its
-width, in float32 whatever the weights' type; and alternate windowed and full layers. Gemma 2 caps
-scores and logits; Gemma 3 norms query and key heads and rotates windowed layers by another base.
+Both have norms before and after attention and MLP that multiply by 1 + weight, scale embeddings by
+sqrt(hidden_size) in float32 for every data type, and alternate windowed and full layers. Gemma 2
+has soft caps on scores and logits; Gemma 3 norms query and key heads and has a different rope base
+in windowed layers.
 """
 
 from dataclasses import replace
@@ -38,7 +39,7 @@ _LOCAL_THETA = 10_000.0
 
 
 def _read_common(raw: JsonObject, model: ModelConfig, *, interval: int) -> ModelConfig:
-    """`interval`: each so-many-th layer is a full one where `layer_types` does not say."""
+    """Reads the shared settings; without `layer_types` every `interval`-th layer is a full one."""
     default = [FULL if (i + 1) % interval == 0 else SLIDING for i in range(model.num_layers)]
     kinds = windowed_kinds(raw, read_layer_types(raw, default), read_window(raw, _DEFAULT_WINDOW))
     has_bias = raw.flag("attention_bias", False)
@@ -55,7 +56,7 @@ def _read_common(raw: JsonObject, model: ModelConfig, *, interval: int) -> Model
 
 
 def _read_cap(raw: JsonObject, key: str, default: float | None) -> float | None:
-    """A soft cap; `default` where the key is absent, None where it is null."""
+    """A soft cap; `default` if the key is absent, None if it is null."""
     if key not in raw.values:
         return default
     return raw.number(key, 1e-3, 1e6) if raw.has(key) else None
@@ -73,7 +74,7 @@ def _format_common(config: ModelConfig) -> dict[str, object]:
 
 
 def _scalar_of(scale: float) -> float:
-    """The number whose root the scores are divided by; whole where it was."""
+    """`query_pre_attn_scalar`, whose square root divides the scores; an integer if exact."""
     scalar = round(scale**-2)
     return scalar if scalar**-0.5 == scale else scale**-2
 
@@ -91,7 +92,7 @@ def _format_gemma2(config: ModelConfig) -> dict[str, object]:
 
 
 def _read_gemma3(raw: JsonObject, model: ModelConfig) -> ModelConfig:
-    interval = raw.whole("sliding_window_pattern", 1, MAX_LAYERS, 6)
+    interval = raw.integer("sliding_window_pattern", 1, MAX_LAYERS, 6)
     rules = RopeRules(
         head_dim=model.head_dim,
         max_positions=model.max_position_embeddings,
@@ -107,7 +108,7 @@ def _read_gemma3(raw: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _read_gemma3_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
-    """Of full layers; the old spelling's `rope_theta` and `rope_scaling` are theirs alone."""
+    """The rope of full layers, to which the old `rope_theta` and `rope_scaling` apply."""
     if raw.has("rope_parameters"):
         return _read_kind_of_rope(raw, rules, FULL)
     return read_rope(raw, rules)

@@ -1,4 +1,4 @@
-"""Granite 3: Llama's arithmetic with four multipliers (of embedding, scores, residuals, logits)."""
+"""Granite 3: Llama with multipliers for embeddings, scores and residuals, and a logit divisor."""
 
 from dataclasses import replace
 

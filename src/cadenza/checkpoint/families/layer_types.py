@@ -1,7 +1,7 @@
-"""Which layers have a window: `sliding_window` and `layer_types`, as several families state them.
+"""Reads and writes `sliding_window` and `layer_types`, which several families share.
 
-Knows no family. Invariant: a pattern is the shortest one that, repeated, gives every layer's kind,
-so that files that mean the same give equal patterns.
+Knows no family. Invariant: patterns are the shortest that repeat to the layers' kinds, so that
+equivalent files give equal patterns.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ LAYER_KEYS = frozenset({"sliding_window", "layer_types"})
 
 
 def read_window(raw: JsonObject, default: int | None) -> int | None:
-    """`sliding_window` in tokens; `default` where the key is absent, None where it is null."""
+    """`sliding_window` in tokens; `default` if the key is absent, None if it is null."""
     if "sliding_window" not in raw.values:
         return default
-    return raw.whole("sliding_window", 1, MAX_POSITIONS) if raw.has("sliding_window") else None
+    return raw.integer("sliding_window", 1, MAX_POSITIONS) if raw.has("sliding_window") else None
 
 
 def read_layer_types(raw: JsonObject, default: Sequence[str]) -> list[str]:
-    """`layer_types` with one entry for each layer, or else `default`, which has one for each."""
+    """The first entries of `layer_types`, one per layer; `default` (one per layer) if absent."""
     found = raw.items_of("layer_types") if raw.has("layer_types") else list(default)
     if len(found) < len(default):
         raise CheckpointError(
@@ -43,17 +43,17 @@ def read_layer_types(raw: JsonObject, default: Sequence[str]) -> list[str]:
 
 
 def windowed_kinds(raw: JsonObject, types: Sequence[str], window: int | None) -> list[LayerKind]:
-    """Each layer's kind. Raises CheckpointError where a sliding layer has no window."""
+    """Each layer's kind. Raises CheckpointError if there is a sliding layer but no window."""
     if window is None and SLIDING in types:
         raise CheckpointError(
-            f"{raw.where}: layer_types names {SLIDING}, but no sliding_window is in use; "
+            f"{raw.where}: layer_types has {SLIDING}, but sliding_window is not set; "
             f"correct one of the two"
         )
     return [LayerKind(window=window if kind == SLIDING else None) for kind in types]
 
 
 def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """The shortest pattern that gives `kinds` when it is repeated."""
+    """The shortest pattern that repeats to `kinds`."""
     for length in range(1, len(kinds)):
         if all(kind == kinds[index % length] for index, kind in enumerate(kinds)):
             return tuple(kinds[:length])
@@ -61,11 +61,11 @@ def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
 
 
 def layer_types_of(config: ModelConfig) -> list[str]:
-    """`layer_types` of a model, to be written."""
+    """The `layer_types` setting for a model."""
     return [FULL if kind.window is None else SLIDING for kind in config.layer_kinds]
 
 
 def window_of(config: ModelConfig) -> int | None:
-    """`sliding_window` of a model, to be written: that of all layers that have one."""
+    """The `sliding_window` setting for a model: the window that its windowed layers share."""
     windows = (kind.window for kind in config.layer_pattern)
     return next((window for window in windows if window is not None), None)

@@ -1,4 +1,4 @@
-"""Llama 2, 3 and later, and what is shaped like them: SmolLM and SmolLM2, and many others."""
+"""Llama 2 and 3, and the models of the same architecture, such as SmolLM and SmolLM2."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ BIAS_KEYS = frozenset({"attention_bias", "mlp_bias"})
 
 
 def read_biases(raw: JsonObject, model: ModelConfig) -> ModelConfig:
-    """`attention_bias` covers q, k, v and o alike, `mlp_bias` gate, up and down."""
+    """`attention_bias` applies to q, k, v and o, `mlp_bias` to gate, up and down."""
     has_attention_bias = raw.flag("attention_bias", False)
     return replace(
         model,

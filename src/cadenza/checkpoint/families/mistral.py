@@ -1,7 +1,7 @@
-"""Mistral and Ministral: Llama's arithmetic under a sliding window.
+"""Mistral and Ministral: Llama with a sliding window.
 
-Mistral's window is every layer's. Ministral's `layer_types` say which layers have it; a Mistral
-file with such a list is read like Ministral's, because that is what it was written for.
+Mistral has the window in every layer, Ministral in those of `layer_types`. A Mistral file with
+`layer_types` is read like Ministral's.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and MLP only, and over all query heads and all key heads."""
+"""OLMo 2: norms only after attention and MLP, and query and key norms over all heads."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama's arithmetic from fused tensors, heads partly rotated, LongRoPE.
+"""Phi-3, Phi-3.5 and Phi-4: Llama with fused tensors, partial rotary positions and LongRoPE.
 
-Published files carry an `auto_map` to code that says what this family is. It is never run; one that
-names other code is refused.
+Published files have an `auto_map` to the original code, which is not needed and never run. An
+`auto_map` to any other code is refused.
 """
 
 from dataclasses import replace
@@ -21,8 +21,8 @@ def _read(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     auto_map = raw.child("auto_map")
     if auto_map is not None and not _PUBLISHED_CODE.issuperset(map(str, auto_map.values.values())):
         raise CheckpointError(
-            f"{raw.where}: auto_map is set to other code than Phi-3's own; code from a checkpoint "
-            f"is never run; use a checkpoint that needs none"
+            f"{raw.where}: auto_map names code other than Phi-3's own; code from a checkpoint is "
+            f"never run; use a checkpoint that needs none"
         )
     if not isinstance(model.rope.scaling, LongRopeScaling | None):
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """Qwen2, Qwen2.5 and Qwen3. Qwen2 has biases on q, k and v; Qwen3 norms each query and key head.
 
-A window counts only where `use_sliding_window` is set; without `layer_types` the layers from
-`max_window_layers` on have it.
+The window applies only if `use_sliding_window` is set: to the sliding layers of `layer_types`, or
+without that list to the layers from `max_window_layers` on.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ _DEFAULT_FULL_LAYERS = 28
 def read_layers(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     is_used = raw.flag("use_sliding_window", False)
     window = read_window(raw, _DEFAULT_WINDOW) if is_used else None
-    num_full = raw.whole("max_window_layers", 0, MAX_LAYERS, _DEFAULT_FULL_LAYERS)
+    num_full = raw.integer("max_window_layers", 0, MAX_LAYERS, _DEFAULT_FULL_LAYERS)
     default = [
         FULL if window is None or index < num_full else SLIDING for index in range(model.num_layers)
     ]

@@ -1,8 +1,7 @@
-"""SmolLM3: Llama's arithmetic, with layers whose heads are not rotated.
+"""SmolLM3: Llama with some layers without rotary positions.
 
-`no_rope_layers` has a 0 for each such layer (its name says the opposite); without the list it is
-every `no_rope_layer_interval`-th. A window, where one is in use, is that of the layers without
-rotation.
+Despite its name, `no_rope_layers` has a 0 for each layer without rope; without the list it is every
+`no_rope_layer_interval`-th. If `use_sliding_window` is set, the window applies to those layers.
 """
 
 from dataclasses import replace
@@ -37,7 +36,7 @@ def _read(raw: JsonObject, model: ModelConfig) -> ModelConfig:
 
 def _read_ropes(raw: JsonObject, num_layers: int) -> list[bool]:
     if not raw.has("no_rope_layers"):
-        interval = raw.whole("no_rope_layer_interval", 1, MAX_LAYERS, _DEFAULT_INTERVAL)
+        interval = raw.integer("no_rope_layer_interval", 1, MAX_LAYERS, _DEFAULT_INTERVAL)
         return [(index + 1) % interval != 0 for index in range(num_layers)]
     listed = raw.items_of("no_rope_layers")
     if len(listed) < num_layers or any(entry not in (0, 1) for entry in listed):
