@@ -50,14 +50,14 @@ def test_the_pool_takes_half_of_what_is_left_beside_the_weights_at_most():
 
 def test_what_does_not_fit_is_refused_with_both_numbers():
     weights = plan().weight_bytes
-    with pytest.raises(ConfigError, match=rf"take {weights} bytes .* and {weights} are"):
+    with pytest.raises(ConfigError, match=rf"need {weights} bytes .* but {weights} are"):
         plan(weights)
-    with pytest.raises(ConfigError, match=r"--num-pages 65536 needs \d+ bytes and \d+ are left"):
+    with pytest.raises(ConfigError, match=r"--num-pages 65536 needs \d+ bytes, but .* leave \d+"):
         plan(weights + (1 << 20), num_pages=1 << 16)
 
 
 def test_a_token_budget_whose_steps_do_not_fit_is_refused_with_both_numbers():
-    said = r"--max-num-batched-tokens 16777216 needs \d+ bytes for a step and \d+ are left"
+    said = r"--max-num-batched-tokens 16777216 needs \d+ bytes for a step, but .* leave \d+"
     with pytest.raises(ConfigError, match=said):
         plan(max_num_batched_tokens=1 << 24)
     assert plan(max_num_batched_tokens=4096).limits.max_num_batched_tokens == 4096

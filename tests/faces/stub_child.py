@@ -7,9 +7,9 @@ import sys
 from functools import partial
 
 from cadenza.engine.process.child import run_child
-from cadenza.loading.engine_program import load
+from cadenza.loading.engine_program import load_engine
 
 STUBS = {"stub": "stub_backend:StubBackend"}
 
 if __name__ == "__main__":
-    run_child(sys.argv[1:], partial(load, backends=STUBS))
+    run_child(sys.argv[1:], partial(load_engine, backends=STUBS))

@@ -20,15 +20,14 @@ from cadenza.request import Request, SamplingParams
 from cadenza.verification.gate import Gate, GateResult, ModeResult, Witness
 from cadenza.verification.modes import Counts
 from cadenza.verification.option_matrix import (
-    BAD_WORDS,
+    BAD_WORD_FIELD,
     OPTIONS,
     OptionCoverage,
     OptionMatrix,
     make_matrix,
 )
 from cadenza.verification.pairwise import all_pairs, covering_rows, missing_pairs
-from cadenza.verification.reference import ReferenceEngine, build_reference
-from cadenza.verification.reference_rules import ruled_logits
+from cadenza.verification.reference import ReferenceEngine, build_reference, ruled_logits
 from cadenza.verification.workload import Arrival, WorkloadShape, make_workload
 
 CONFIG = EngineConfig(max_num_seqs=4, max_model_len=256)
@@ -49,7 +48,7 @@ def workload(matrix: OptionMatrix, vocab_size: int, eos: tuple[int, ...]) -> tup
 
 def without(request: Request, name: str) -> Request:
     """The request as if its client had not named the option."""
-    if name == BAD_WORDS:
+    if name == BAD_WORD_FIELD:
         return replace(request, bad_word_token_ids=())
     default = getattr(SamplingParams(), name)
     return replace(request, params=replace(request.params, **{name: default}))
@@ -179,7 +178,7 @@ def test_every_field_that_chooses_or_describes_tokens_is_in_the_matrix():
     elsewhere = {"max_tokens", "truncate_prompt_tokens", "bad_words"}
     of_text = {"stop", "include_stop_str_in_output", "skip_special_tokens"}
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert fields - elsewhere - of_text == set(NAMES) - {BAD_WORDS}
+    assert fields - elsewhere - of_text == set(NAMES) - {BAD_WORD_FIELD}
 
 
 def test_no_request_of_the_matrix_forbids_every_token():

@@ -16,7 +16,7 @@ from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import LogitInputs
 from cadenza.core.token_rules import RuleLayout
 from cadenza.request import Request, SamplingParams
-from cadenza.verification.reference_rules import ruled_logits
+from cadenza.verification.reference import ruled_logits
 from tests.contract.steps import logit_rows
 
 PAGE_SIZE = 16

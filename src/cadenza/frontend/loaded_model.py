@@ -8,7 +8,7 @@ from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.core import EngineCore
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.loading.build import OnPhase, build_core, open_planned
+from cadenza.loading.build import OnPhaseDone, build_core, open_planned
 from cadenza.loading.plan import EnginePlan
 
 
@@ -28,7 +28,7 @@ class LoadedModel:
 def load_model(
     model: str | Path | None,
     config: EngineConfig,
-    on_phase: OnPhase = lambda _: None,
+    on_phase: OnPhaseDone = lambda _: None,
     *,
     backends: Backends = BACKENDS,
 ) -> LoadedModel:

@@ -1,4 +1,5 @@
-"""From a model's name and options to a warm engine: plans, memory, and the engine process's
-program. Owns the resolving of every `auto`. Never sees text. Invariant: nothing heavy is loaded
-before a plan exists, and a plan that exists fits its memory.
+"""From a model's name and options to a warm engine: plan, memory, and the engine process's program.
+
+Owns the resolution of every `auto` option. Knows no text. Invariant: no weights are loaded before
+an `EnginePlan` exists, and a plan fits the available memory.
 """

@@ -1,7 +1,7 @@
-"""From a model's name and options to a warm engine; text is the front end's.
+"""Builds a warm engine from a model's name and options.
 
-The backend is the one that the options choose among `backends`, and is imported then: nothing heavy
-is loaded before a model is.
+Knows no text and no particular backend: `find_backend` imports the configured one on first use, so
+that importing this module is cheap.
 """
 
 import logging
@@ -20,18 +20,20 @@ from cadenza.loading.plan import EnginePlan, make_plan
 
 logger = logging.getLogger(__name__)
 
-OnPhase = Callable[[str], None]
-"""Told "load" when the weights are in place and "compile" when the programs are warm."""
+OnPhaseDone = Callable[[str], None]
+"""Called with "load" when the weights are loaded, and "compile" when all programs are compiled."""
 
 
 def find_checkpoint(
     model: str | Path | None, *, revision: str | None = None, hub: Hub | None = None
 ) -> Checkpoint:
-    """Opens a model folder, or fetches the hub's model `owner/model`; None is the bundled model.
+    """Opens a model folder, or downloads `owner/model` from the hub; None is the bundled model.
+
+    An existing folder takes precedence over a hub model of the same name.
 
     Raises:
         CheckpointError: there is no such model, or it is not supported.
-        ConfigError: a revision of what is not on the hub.
+        ConfigError: `revision` is set, but the model is not from the hub.
     """
     is_local = model is None or _exists(model) or isinstance(model, Path)
     if not is_local and is_hub_id(str(model)):
@@ -46,31 +48,36 @@ def find_checkpoint(
 
 
 def _exists(name: object) -> bool:
-    """Raises CheckpointError where `name` can be no path at all."""
+    """Whether a path exists. Raises CheckpointError if `name` is not a valid path."""
     if not isinstance(name, str | Path) or not str(name):
         raise CheckpointError(
-            f"the model is {show(name)}; name a folder, or a model of the hub as owner/model"
+            f"the model is {show(name)}; name a folder, or a hub model as owner/model"
         )
     try:
         return Path(name).exists()
-    except (OSError, ValueError) as error:  # say too long, or not to be looked into
+    except (OSError, ValueError) as error:  # such as a name that is too long, or no permission
         raise CheckpointError(
-            f"the model {show(name)} cannot be looked for; name a folder, or a model of the hub "
-            f"as owner/model"
+            f"the model {show(name)} is not a valid path; name a folder, or a hub model as "
+            f"owner/model"
         ) from error
 
 
 def describe_backend(
     config: EngineConfig, model: ModelConfig, backends: Backends = BACKENDS
 ) -> BackendTraits:
-    """What the chosen backend would be like. Raises ConfigError, DeviceUnavailableError."""
+    """The configured backend's traits. Raises ConfigError, DeviceUnavailableError."""
     return find_backend(config.backend, backends).describe(config.device, config.ops, model)
 
 
 def plan_model(
     checkpoint: Checkpoint, config: EngineConfig, backends: Backends = BACKENDS
 ) -> EnginePlan:
-    """The plan under the memory that is free now; allocates nothing."""
+    """The plan for the memory that is available now. Allocates nothing.
+
+    Raises:
+        ConfigError: the options are invalid for the backend, or the model does not fit.
+        DeviceUnavailableError: the device is not on this machine.
+    """
     traits = describe_backend(config, checkpoint.config, backends)
     available = available_memory_bytes()
     if traits.device_memory_bytes is not None:
@@ -81,15 +88,12 @@ def plan_model(
 def open_planned(
     model: str | Path | None, config: EngineConfig, backends: Backends = BACKENDS
 ) -> tuple[Checkpoint, EnginePlan]:
-    """The checkpoint, and the plan for it, before anything is loaded.
-
-    Args:
-        backends: among which `config.backend` chooses.
+    """Opens the checkpoint and plans for it; loads no weights. `config.backend` is in `backends`.
 
     Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: as their docstrings say.
+        CheckpointError, ConfigError, DeviceUnavailableError: see `find_checkpoint`, `plan_model`.
     """
-    resolve_backend(config.backend, backends)  # a wrong name is told before anything is fetched
+    resolve_backend(config.backend, backends)  # refuses a wrong name before any download
     checkpoint = find_checkpoint(model, revision=config.revision)
     return checkpoint, plan_model(checkpoint, config, backends)
 
@@ -98,17 +102,17 @@ def build_core(
     checkpoint: Checkpoint,
     plan: EnginePlan,
     config: EngineConfig,
-    on_phase: OnPhase = lambda _: None,
+    on_phase_done: OnPhaseDone = lambda _: None,
     *,
     backends: Backends = BACKENDS,
 ) -> EngineCore:
-    """A warm engine after a plan; `on_phase` hears how far it is."""
+    """Loads the weights and compiles all programs of a plan."""
     logger.info("%s", plan.summary)
     logger.debug("resolved configuration: %s", plan)
     runner = load_runner(checkpoint, plan, config, backends=backends)
-    on_phase("load")
+    on_phase_done("load")
     runner.warmup()
-    on_phase("compile")
+    on_phase_done("compile")
     options = CoreOptions(
         eos_token_ids=frozenset(checkpoint.eos_token_ids), loop=config.scheduler, seed=config.seed
     )
@@ -123,7 +127,7 @@ def build_runner(
     fill: float = 0.0,
     backends: Backends = BACKENDS,
 ) -> Runner:
-    """A warm runner; KV slots start as `fill`."""
+    """A runner with all programs compiled; KV slots start as `fill`."""
     runner = load_runner(checkpoint, plan, config, fill=fill, backends=backends)
     runner.warmup()
     return runner
@@ -137,7 +141,7 @@ def load_runner(
     fill: float = 0.0,
     backends: Backends = BACKENDS,
 ) -> Runner:
-    """A runner with its weights in place, of which nothing is compiled yet."""
+    """A runner with its weights loaded and nothing compiled yet; KV slots start as `fill`."""
     setup = RunnerSetup(
         limits=plan.limits,
         device=config.device,
@@ -151,7 +155,7 @@ def load_runner(
 
 
 def cache_folder() -> Path:
-    """Where Cadenza keeps what it can make again: `CADENZA_CACHE_DIR`, or the user's cache."""
+    """The folder for cached data: `CADENZA_CACHE_DIR`, or `cadenza` in the user's cache folder."""
     chosen = os.environ.get("CADENZA_CACHE_DIR")
     if chosen:
         return Path(chosen)

@@ -1,6 +1,6 @@
-"""`python -m cadenza.loading.engine_program`: the program that a front end executes.
+"""`python -m cadenza.loading.engine_program`: the program of the engine process.
 
-It loads an engine and serves it over an inherited pipe; of no use by hand.
+Started by `EngineProcess`; loads an engine and serves it over an inherited pipe.
 """
 
 import sys
@@ -10,8 +10,8 @@ from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start
 
 
-def load(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) -> Serving:
-    """Loads a model. Raises what `open_planned` and `build_core` raise."""
+def load_engine(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) -> Serving:
+    """Loads the model of `start`. Raises the errors of `open_planned` and `build_core`."""
     on_phase("imports")
     from cadenza.loading.build import build_core, open_planned
 
@@ -29,4 +29,4 @@ def load(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) -> Serv
 
 
 if __name__ == "__main__":
-    run_child(sys.argv[1:], load)
+    run_child(sys.argv[1:], load_engine)

@@ -1,5 +1,6 @@
-"""How much memory this process may still take, as the machine and its control groups say, and how
-much it holds.
+"""Available memory by /proc/meminfo and control groups, and this process's private memory.
+
+Linux only; elsewhere `available_memory_bytes` is all physical memory.
 """
 
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GroupFiles:
-    """Where a version of control groups keeps its memory numbers."""
+    """The memory files of one cgroup version."""
 
     mount: str
     limit: str
@@ -30,15 +31,15 @@ _VERSION_2 = _GroupFiles(
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated without swapping, as far as the system below `root` tells.
+    """Bytes that can be allocated without swapping or exceeding a cgroup's limit.
 
-    A control group counts files that were read as used; what can be given back at once is not.
+    Reclaimable page cache counts as available. Files are read below `root`.
     """
     return min([_system_bytes(root), *_group_bytes(root)])
 
 
 def private_memory_bytes(status: Path = Path("/proc/self/status")) -> int | None:
-    """What this process holds that is no file's; None where the system does not tell."""
+    """Bytes of this process's anonymous resident memory; None if unknown."""
     try:
         lines = status.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -55,7 +56,7 @@ def _system_bytes(root: Path) -> int:
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """What is left of each limit above this process: its own group's and all its parents'."""
+    """Bytes left below each memory limit: of this process's cgroups and all their parents."""
     for files, own in _own_groups(root):
         mount = root / files.mount
         folder = mount / own.strip("/")
@@ -68,7 +69,7 @@ def _group_bytes(root: Path) -> Iterator[int]:
 
 
 def _own_groups(root: Path) -> Iterator[tuple[_GroupFiles, str]]:
-    """The groups that /proc names; inside a container the mount itself may be the group."""
+    """This process's cgroups in /proc, and the mounts' roots, which containers may use."""
     yield _VERSION_1, "/"
     yield _VERSION_2, "/"
     for line in _lines(root / "proc/self/cgroup"):

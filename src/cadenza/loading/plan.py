@@ -1,7 +1,7 @@
-"""`EnginePlan`: the options, the checkpoint and the memory become concrete numbers.
+"""`EnginePlan`: resolves options, checkpoint and memory to concrete limits.
 
-Pure arithmetic over what it is given; allocates nothing and loads nothing. Invariant: a plan that
-exists fits the memory it was made for, and one request of `max_model_len` fits its pool.
+Pure arithmetic; allocates and loads nothing. Invariant: a plan fits the memory that it was made
+for, and one request of `max_model_len` tokens fits its pool.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,16 @@ from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, EngineLimits
 from cadenza.errors import ConfigError
 
 POOL_SHARE = 0.5
-"""Of the memory left beside the weights, the most that the pool takes unasked."""
+"""Largest fraction of the memory left by the weights that the KV pool takes by default."""
 
 QUEUE_PER_SEQ = 4
-"""Requests that may wait for each row, unless told otherwise; of full length, a quarter of them."""
+"""Default `max_num_queued_reqs` per row. By default `max_num_queued_tokens` is one context per
+row, so only a quarter of the queued requests may have full length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """What will be loaded and allocated, in bytes and counts."""
+    """The resolved limits, data type and memory sizes (bytes) of an engine."""
 
     limits: EngineLimits
     dtype: WeightDType
@@ -49,10 +50,10 @@ class EnginePlan:
 def make_plan(
     config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits, available_bytes: int
 ) -> EnginePlan:
-    """Resolves every `None` and `auto`.
+    """Resolves every `None` and `auto` of `config`.
 
     Raises:
-        ConfigError: it does not fit; the message has both numbers.
+        ConfigError: the model or the requested sizes do not fit; the message has both numbers.
     """
     dtype = _choose_dtype(config, checkpoint, traits)
     model = checkpoint.config
@@ -61,7 +62,7 @@ def make_plan(
     left = available_bytes - weight_bytes
     if left <= 0:
         raise ConfigError(
-            f"the weights take {weight_bytes} bytes as {dtype} and {available_bytes} are "
+            f"the weights need {weight_bytes} bytes as {dtype}, but {available_bytes} are "
             f"available; choose a smaller model or dtype, or free memory"
         )
     pool_tokens = _pool_tokens(config, per_token, left)
@@ -96,7 +97,7 @@ def _weight_bytes(checkpoint: Checkpoint, dtype: WeightDType) -> int:
 
 
 def _pool_tokens(config: EngineConfig, per_token: int, left: int) -> int:
-    """The most tokens that the pool may hold."""
+    """The largest number of tokens for the pool; `left` is in bytes."""
     if config.num_pages is not None:
         wanted = config.num_pages * config.page_size
         flag = f"--num-pages {config.num_pages}"
@@ -107,8 +108,7 @@ def _pool_tokens(config: EngineConfig, per_token: int, left: int) -> int:
         return int(left * POOL_SHARE) // per_token
     if wanted * per_token > left:
         raise ConfigError(
-            f"{flag} needs {wanted * per_token} bytes and {left} are left beside the weights; "
-            f"lower it"
+            f"{flag} needs {wanted * per_token} bytes, but the weights leave {left}; lower it"
         )
     return wanted
 
@@ -116,10 +116,9 @@ def _pool_tokens(config: EngineConfig, per_token: int, left: int) -> int:
 def _check_step_memory(
     config: EngineConfig, model: ModelConfig, dtype: WeightDType, left: int
 ) -> None:
-    """Refuses a token budget whose steps cannot fit, which would fail far from its cause.
+    """Refuses a token budget whose steps cannot fit in memory, before a step fails to allocate.
 
-    Counted is what one layer holds of each token at once, at the least: the hidden state, the
-    MLP's gate and up, the queries, keys and values.
+    A lower bound: one layer's hidden state, gate, up, queries, keys and values of each token.
     """
     budget = config.max_num_batched_tokens
     if budget is None:
@@ -131,8 +130,8 @@ def _check_step_memory(
     needed = budget * width * item_bytes(dtype)
     if needed > left:
         raise ConfigError(
-            f"--max-num-batched-tokens {budget} needs {needed} bytes for a step and {left} are "
-            f"left beside the weights and the KV pool; lower it"
+            f"--max-num-batched-tokens {budget} needs {needed} bytes for a step, but the weights "
+            f"and the KV pool leave {left}; lower it"
         )
 
 
@@ -143,20 +142,20 @@ def _max_model_len(config: EngineConfig, checkpoint: Checkpoint, pool_tokens: in
     if config.max_model_len is None:
         if fitting < 1:
             raise ConfigError(
-                f"the KV pool has room for {pool_tokens} tokens, less than one page of "
-                f"{config.page_size} a row; give it more --kv-cache-memory-bytes"
+                f"the KV pool fits {pool_tokens} tokens, less than one page of {config.page_size} "
+                f"for each row; raise --kv-cache-memory-bytes"
             )
         return min(trained, fitting)
     if config.max_model_len > trained:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len} is above the {trained} positions that the "
-            f"model was made for; lower it"
+            f"--max-model-len {config.max_model_len} is above the model's {trained} positions; "
+            f"lower it"
         )
-    # A request's last token is never computed, so its context needs one slot less.
+    # The last token of a request gets no KV, so its context needs one slot less.
     if config.max_model_len - 1 > fitting:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len} needs {config.max_model_len - 1} tokens of KV "
-            f"and a request can have {fitting}; lower it or give the pool more memory"
+            f"--max-model-len {config.max_model_len} needs KV for {config.max_model_len - 1} "
+            f"tokens, but a request can have {fitting}; lower it or give the pool more memory"
         )
     return config.max_model_len
 

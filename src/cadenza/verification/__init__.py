@@ -1,5 +1,6 @@
-"""The gate behind `cadenza verify`: the same requests alone and together, compared bit for bit, and
-the independent reference. Owns the workloads and the verdict. Never sees HTTP but in
-`over_http`. Invariant: it passes only if every comparison was made and everything it claims to
-show occurred.
+"""The gate behind `cadenza verify`: compares batched streams with solo runs and a reference.
+
+Owns the workloads and the verdict. Only `over_http` uses HTTP. Invariant: the gate passes only if
+every comparison was made and every event that a mode is meant to show (preemption, cache hits, …)
+occurred.
 """

@@ -1,8 +1,8 @@
-"""The gate: plays a workload in every mode and compares each stream with its solo and reference.
+"""The gate: runs a workload in every mode and compares each stream with its solo run.
 
-`run_gate` takes a runner through `make_core` and an independent witness through `reference`; it
-knows neither's inside. Invariant: it passes only if every comparison was made, every stream was
-equal, and everything the modes claim to show occurred.
+Knows the runner under test through `Gate.make_core`, and the independent reference through
+`Gate.witness`. Invariant: it passes only if every comparison was made, all streams were equal, and
+every mode's `shows` counts are above zero.
 """
 
 import math
@@ -35,15 +35,15 @@ WITNESS = "independent reference"
 
 ReferenceKind = Literal["independent", "solo", "both"]
 
-Report = Callable[[str], None]
-"""Told what is done, for progress."""
+ReportProgress = Callable[[str], None]
+"""Called with a description of the current or completed stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """The first difference: which sample of which request, at which token, in which mode.
+    """The first difference of a stream from what was expected.
 
-    Tokens of the prompt, where they are described, count below zero.
+    `index` is that of the token in the output; prompt tokens with logprobs have negative indices.
     """
 
     mode: str
@@ -56,7 +56,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeResult:
-    """A mode's outcome; `missing` names what it claims to show and did not."""
+    """A mode's outcome; `missing` names the counts of `Mode.shows` that are zero."""
 
     name: str
     num_streams: int
@@ -68,10 +68,10 @@ class ModeResult:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GateResult:
-    """Everything the gate found; `coverage` where the matrix of options was played.
+    """The gate's outcome; `coverage` is set if the matrix of options was played.
 
-    `longest` is the length of the longest stream, prompt and answer; `wanted` is the length that it
-    would have had in a context with room for it.
+    `longest` is the length of the longest stream in tokens, prompt and output; `wanted` is the
+    length that it would have without the limit of the context.
     """
 
     num_requests: int
@@ -86,7 +86,7 @@ class GateResult:
 
     @property
     def missing(self) -> list[str]:
-        """What should have occurred and did not."""
+        """Counts and pairs of options that should have occurred but did not."""
         counts = [f"{name} in {mode.name}" for mode in self.modes for name in mode.missing]
         return counts + list(self.coverage.missing if self.coverage else ())
 
@@ -100,7 +100,7 @@ class GateResult:
 
     @property
     def last_line(self) -> str:
-        """The verdict, for people and scripts."""
+        """The verdict as one line, for people and scripts."""
         if self.mismatch is not None:
             found = self.mismatch
             return (
@@ -109,7 +109,7 @@ class GateResult:
                 f"expected={found.expected} actual={found.actual}"
             )
         if self.missing:
-            return f"REFERENCE-EXACT MISMATCH nothing shown: {', '.join(self.missing)}"
+            return f"REFERENCE-EXACT MISMATCH not shown: {', '.join(self.missing)}"
         return (
             f"REFERENCE-EXACT PASS {self.exactness} requests={self.num_requests} "
             f"modes={len(self.modes)} "
@@ -120,13 +120,13 @@ class GateResult:
 
     @property
     def shortfall(self) -> str | None:
-        """What the lengths played leave unshown; None when they are as long as wanted."""
+        """Which lengths were not compared; None if the longest stream is as long as wanted."""
         if self.longest >= self.wanted:
             return None
         return (
-            f"the longest stream has {self.longest} tokens, all that the context allows; longer "
-            f"ones were not compared ({self.wanted} would pass two spans of attention and every "
-            f"window)"
+            f"the longest stream has {self.longest} tokens, the most that the context allows; "
+            f"longer ones were not compared ({self.wanted} would exceed two attention spans and "
+            f"every window)"
         )
 
     @property
@@ -138,7 +138,7 @@ class GateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
-    """The independent reference, and engines that compute in float32 as it does."""
+    """The independent reference, and engines on the backend that compute in float32 like it."""
 
     reference: ReferenceEngine
     make_core: MakeCore
@@ -146,16 +146,19 @@ class Witness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """What is compared with what.
+    """The inputs of a gate.
 
     Args:
-        make_core: engines on the runner under test.
-        witness: compared with in tokens; None to compare with solo runs only.
-        with_solo: compare with each request alone, as `exactness` says.
-        exactness: what the backend promises (`BackendTraits`); "token" compares no log probability.
-        clock: seconds, for the throughput line.
-        coverage: what the arrivals hold of the matrix of options, where they do.
-        wanted: how long the longest stream should be, context permitting.
+        make_core: makes engines on the runner under test.
+        limits: of those engines.
+        arrivals: the workload.
+        witness: its tokens must equal those of the solo runs; None to skip that.
+        with_solo: compare log probabilities with solo runs bit for bit, if `exactness` promises it.
+        exactness: the backend's promise (`BackendTraits`); "token" compares tokens only.
+        clock: in seconds, for the throughput.
+        report: called with each stage.
+        coverage: of the matrix of options, if `arrivals` come from it.
+        wanted: length in tokens that the longest stream should have.
     """
 
     make_core: MakeCore
@@ -165,12 +168,12 @@ class Gate:
     with_solo: bool
     exactness: Exactness = "bitwise"
     clock: Callable[[], float]
-    report: Report = lambda _: None
+    report: ReportProgress = lambda _: None
     coverage: OptionCoverage | None = None
     wanted: int = 0
 
     def run(self) -> GateResult:
-        """Plays and compares everything; stops at the first difference."""
+        """Runs and compares all modes; stops at the first difference."""
         result = GateResult(
             num_requests=len(self.arrivals),
             exactness=self.exactness,
@@ -206,7 +209,7 @@ class Gate:
         return len(prompt) + len(stream.tokens)
 
     def _find_error(self, alone: list[Stream]) -> Mismatch | None:
-        """No request may fail or lack what it asked for, not even alike in every mode."""
+        """The first failed or incomplete solo stream: equal failures in all modes must not pass."""
         for stream in alone:
             found = _error_of(self.arrivals[stream.request].request, stream)
             if found is not None:
@@ -214,7 +217,7 @@ class Gate:
         return None
 
     def _play(self, mode: Mode) -> Play:
-        """Plays a mode, with its alternatives until what it claims to show has occurred."""
+        """Plays a mode, then its alternatives until all counts of `shows` are above zero."""
         played = play(self.make_core, mode, self.arrivals)
         for limits in mode.alternatives:
             if all(getattr(played.counts, name) for name in mode.shows):
@@ -245,9 +248,9 @@ class Gate:
         )
 
     def _compare_with_witness(self, witness: Witness, alone: list[Stream]) -> Mismatch | None:
-        """Tokens and reasons of each solo stream in float32.
+        """Compares tokens and finish reasons of solo streams in float32 with the reference.
 
-        Where the runner under test computes in float32, every mode's streams were equal to these.
+        If the runner under test computes in float32, these are the solo streams of the gate.
         """
         if witness.make_core is not self.make_core:
             alone = self._play_alone(witness.make_core)
@@ -267,7 +270,7 @@ class Gate:
 def first_difference(
     mode: str, expected: Stream, actual: Stream, *, bitwise: bool
 ) -> Mismatch | None:
-    """Where two streams part: in tokens, and if `bitwise` in any bit of the log probabilities."""
+    """The first difference of two streams: in tokens, or if `bitwise` in any bit of logprobs."""
     pick = _bits if bitwise else _token_only
     for left, right, start in (
         (expected.prompt, actual.prompt, -len(expected.prompt)),
@@ -324,7 +327,7 @@ def _error_of(request: Request, alone: Stream) -> Mismatch | None:
         (prompt, alone.prompt, -len(prompt)),
         (described, alone.tokens, 0),
     ):
-        index = _first_unequal(asked, map(_num_told, records))
+        index = _first_unequal(asked, map(_num_top_logprobs, records))
         if index is not None:
             return Mismatch(
                 mode="alone",
@@ -337,8 +340,8 @@ def _error_of(request: Request, alone: Stream) -> Mismatch | None:
     return None
 
 
-def _num_told(record: TokenRecord) -> int | None:
-    """How many likeliest tokens came with a token; None where its own is not told either."""
+def _num_top_logprobs(record: TokenRecord) -> int | None:
+    """The number of top logprobs of a token; None if it has no logprobs at all."""
     return None if math.isnan(record[1]) else len(record[3])
 
 

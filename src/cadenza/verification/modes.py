@@ -1,8 +1,8 @@
-"""The ways a workload is played, and the playing: `Mode`, `play`, `play_alone`.
+"""The modes of the gate, and running a workload in them: `Mode`, `play`, `play_alone`.
 
-Knows the engine's face and, for its counts, the scheduler's lists. Invariants: whatever the mode,
-every sample ends, or the play says that it did not; a request has one id in every play, so that a
-seed derived from it is one seed.
+Knows `EngineCore` and, for its counts, the scheduler's running sequences. Invariants: a sample that
+does not end has the finish reason "unfinished"; a request has the same id in every mode, so that
+seeds derived from ids are equal.
 """
 
 import math
@@ -19,21 +19,21 @@ from cadenza.verification.workload import Arrival
 MAX_GATE_STEPS = 1_000_000
 
 MakeCore = Callable[[EngineLimits, CoreOptions], EngineCore]
-"""A fresh engine on the runner under test, its pages reset."""
+"""Makes an engine on the runner under test, with its pages reset."""
 
 TokenRecord = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]
-"""Token, logprob, rank, top ids, top logprobs: what is compared bit for bit.
+"""(token id, logprob, rank, top ids, top logprobs), which are compared bit for bit.
 
-Of a prompt the position stands for the token; without log probabilities the logprob is NaN.
+Prompt tokens have their position instead of the id; without log probabilities the logprob is NaN.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """One way to play: limits, loop, and how often the same engine plays the workload.
+    """Limits and loop of an engine, and how many rounds of the workload it runs.
 
-    `shows` names the counts that must not be zero for the mode to have shown anything;
-    `alternatives` are limits to try where the first ones did not bring them about.
+    `shows` names the fields of `Counts` that must be above zero for the mode to be meaningful;
+    `alternatives` are limits to try if `limits` leave one of them at zero.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Mode:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """What one sample of a request gave; `prompt` comes with a request's first sample only."""
+    """The recorded stream of one sample; only sample 0 has the `prompt` records."""
 
     tokens: list[TokenRecord] = field(default_factory=list[TokenRecord])
     finish: str = "unfinished"
@@ -63,7 +63,7 @@ class Stream:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Counts:
-    """How often the things that a mode claims really happened."""
+    """How often the events that modes are meant to show occurred."""
 
     admitted_midstream: int = 0
     rows_reused: int = 0
@@ -79,9 +79,9 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """All rounds of a mode: their streams, counts, seconds in the last round.
+    """All rounds of a mode; `seconds` is the duration of the last round.
 
-    Streams of a round are in order of request and sample.
+    The streams of a round are ordered by request and sample.
     """
 
     rounds: tuple[tuple[Stream, ...], ...]
@@ -90,12 +90,12 @@ class Play:
 
     @property
     def num_tokens(self) -> int:
-        """Of the last round."""
+        """Number of tokens generated in the last round."""
         return sum(len(stream.tokens) for stream in self.rounds[-1])
 
 
 def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[Mode, ...]:
-    """Chunk sizes, both loops, the cache cold and hot, and a pool that forces preemption."""
+    """Modes for both loops, chunk sizes, a cold and a hot prefix cache, and preemption."""
     without_cache = replace(limits, enable_prefix_caching=False)
     with_cache = replace(limits, enable_prefix_caching=True)
     smallest = max(limits.max_num_seqs, limits.max_num_batched_tokens // 4)
@@ -141,7 +141,7 @@ def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[
 
 
 def play(make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...]) -> Play:
-    """Plays a workload together, once for each round, in one engine."""
+    """Runs a workload in one engine, once for each round."""
     core = make_core(mode.limits, CoreOptions(loop=mode.loop, reserved_output=mode.reserved_output))
     counts = Counts()
     rounds: list[tuple[Stream, ...]] = []
@@ -158,7 +158,7 @@ def play(make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...]) -> Play
 def play_alone(
     make_core: MakeCore, limits: EngineLimits, arrivals: tuple[Arrival, ...]
 ) -> Iterator[tuple[Stream, ...]]:
-    """Each request in an engine of its own: what its samples' streams have to be."""
+    """Runs each request alone in a fresh engine: the expected streams of its samples."""
     alone = replace(limits, enable_prefix_caching=False)
     for request_id, arrival in enumerate(arrivals):
         core = make_core(alone, CoreOptions(loop="plain"))
@@ -168,7 +168,7 @@ def play_alone(
 def _play_round(
     core: EngineCore, arrivals: Mapping[int, Arrival], counts: Counts
 ) -> tuple[Stream, ...]:
-    """Plays arrivals, in order of their steps, under the request ids that they are given."""
+    """Runs arrivals (ordered by step) with their keys as request ids."""
     streams = {
         (request_id, sample): Stream(request=request_id, sample=sample)
         for request_id, arrival in arrivals.items()
@@ -214,7 +214,7 @@ def _as_record(token: int, found: TokenLogprobs | None) -> TokenRecord:
 
 
 class _RowWatch:
-    """Counts what can be seen of the rows between steps."""
+    """Counts mid-stream admissions and reused rows, observed between steps."""
 
     def __init__(self) -> None:
         self.num_midstream = 0
@@ -241,10 +241,10 @@ def _name_of(sequence: Sequence) -> tuple[int, int]:
 
 
 def _tight_pools(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[int, ...]:
-    """Pool sizes over which requests must fight, from the largest request's need upwards.
+    """Pool sizes in pages that should force preemption, from the largest request's need upwards.
 
-    Among them are those that hold the longest prompt beside another prompt and none of the tokens
-    that are generated: with few rows, only these are too small for two that are admitted together.
+    They include sizes that fit the longest prompt and one other prompt but none of their generated
+    tokens: with few rows, only those are too small for two requests admitted together.
     """
     prompts = [len(arrival.request.prompt_token_ids) for arrival in arrivals]
     sizes = [

@@ -1,8 +1,8 @@
-"""The matrix of sampling options: requests in which every two levels of two options meet.
+"""The matrix of sampling options: requests that cover every pair of values of two options.
 
-Owns the options and their levels, and gives a workload's requests one row of the matrix each. What
-is compared is the gate's. Invariants: a pure function of the workload; no request forbids every
-token; lists of tokens name tokens that other lists allow, so that stops and bad words really occur.
+Owns the options and their values, and gives each request of a workload one row of the matrix.
+Invariants: a pure function of the workload; no request bans every token; stop tokens and bad words
+are allowed by the other options, so that they do occur.
 """
 
 import random
@@ -15,16 +15,16 @@ from cadenza.verification.pairwise import Row, all_pairs, covering_rows, missing
 from cadenza.verification.workload import Arrival
 
 TIMES = 15
-"""In how many requests each pair is, so that no pair is only where another option hides it."""
+"""Requests per pair, so that a pair also occurs where no other option hides its effect."""
 
-BAD_WORDS = "bad_word_token_ids"
+BAD_WORD_FIELD = "bad_word_token_ids"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Palette:
-    """The tokens that one request's lists are made of; the lists of it are disjoint.
+    """Disjoint sets of tokens from which one request's token lists are made.
 
-    `free` tokens are never banned, which leaves something to choose whatever the others say.
+    `free` tokens are never all banned, so that some token can always be sampled.
     """
 
     free: tuple[int, ...]
@@ -40,7 +40,7 @@ Level = Callable[[Palette], object]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A field of a request and the values it takes; the first is its default where it has one."""
+    """A request field and its values (levels); the first level is the default, if it has one."""
 
     name: str
     levels: tuple[Level, ...]
@@ -59,7 +59,7 @@ def _half(palette: Palette) -> tuple[int, ...]:
 
 
 def _favours(palette: Palette) -> dict[int, float]:
-    """Towards stops and bad words, away from some free tokens."""
+    """Biases towards stop tokens and bad words, and away from some free tokens."""
     biases = dict.fromkeys((*palette.stops, *palette.bad, *palette.ends), 4.0)
     return {**biases, palette.free[0]: -3.0, palette.free[1]: 2.5}
 
@@ -69,7 +69,7 @@ def _shuns(palette: Palette) -> dict[int, float]:
 
 
 def _bad_pair(palette: Palette) -> tuple[tuple[int, ...], ...]:
-    """A word of two tokens, and one of one token twice; either token alone stays allowed."""
+    """A word of two tokens, and a word of the same token twice; single tokens stay allowed."""
     first, second = palette.bad
     return ((palette.free[1], first), (second, second))
 
@@ -86,7 +86,7 @@ OPTIONS = (
     _fixed("repetition_penalty", 1.0, 1.3, 0.8),
     Option("logit_bias", (lambda _: {}, _favours, _shuns)),
     Option("allowed_token_ids", (lambda _: None, _few, _half)),
-    Option(BAD_WORDS, (lambda _: (), lambda palette: ((palette.bad[0],),), _bad_pair)),
+    Option(BAD_WORD_FIELD, (lambda _: (), lambda palette: ((palette.bad[0],),), _bad_pair)),
     _fixed("min_tokens", 0, 4),
     Option("stop_token_ids", (lambda _: (), lambda palette: palette.stops)),
     _fixed("ignore_eos", False, True),
@@ -98,7 +98,7 @@ OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionCoverage:
-    """What was played of the matrix; `missing` names the pairs that no request had."""
+    """How much of the matrix was run; `missing` names the pairs that occur in no request."""
 
     num_combinations: int
     num_pairs: int
@@ -107,7 +107,7 @@ class OptionCoverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionMatrix:
-    """One row of levels for each request of a workload."""
+    """One row for each request of a workload; a row has one level index per option."""
 
     options: tuple[Option, ...] = OPTIONS
     rows: tuple[Row, ...]
@@ -117,7 +117,7 @@ class OptionMatrix:
         return tuple(len(option.levels) for option in self.options)
 
     def coverage(self) -> OptionCoverage:
-        """Counted from the rows themselves, whoever chose them."""
+        """The coverage of `rows`, counted from the rows themselves."""
         missing = missing_pairs(self.num_levels, self.rows)
         return OptionCoverage(
             num_combinations=len(set(self.rows)),
@@ -131,7 +131,7 @@ class OptionMatrix:
     def apply(
         self, arrivals: Sequence[Arrival], *, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> tuple[Arrival, ...]:
-        """The same prompts, lengths and steps; all else as the rows say."""
+        """The arrivals with the options of their rows; prompts, lengths and steps are kept."""
         played: list[Arrival] = []
         for index, (arrival, row) in enumerate(zip(arrivals, self.rows, strict=True)):
             palette = _palette(index, vocab_size, tuple(eos_token_ids))
@@ -143,20 +143,20 @@ class OptionMatrix:
             option.name: option.levels[level](palette)
             for option, level in zip(self.options, row, strict=True)
         }
-        bad_words = values.pop(BAD_WORDS)
+        bad_words = values.pop(BAD_WORD_FIELD)
         max_tokens = max(request.params.max_tokens or 0, values["min_tokens"])
         params = replace(request.params, **values, max_tokens=max_tokens)
         return replace(request, params=params, bad_word_token_ids=bad_words)
 
 
 def make_matrix() -> OptionMatrix:
-    """Rows in which every pair of levels occurs `TIMES` times or more often."""
+    """Rows in which every pair of levels occurs at least `TIMES` times."""
     num_levels = tuple(len(option.levels) for option in OPTIONS)
     return OptionMatrix(rows=covering_rows(num_levels, times=TIMES))
 
 
 def _palette(index: int, vocab_size: int, ends: tuple[int, ...]) -> Palette:
-    """Differs from request to request, so that rows of a batch have different lists."""
+    """A different palette for each request, so that rows of a batch have different lists."""
     rng = random.Random(index)  # noqa: S311  a workload, not a secret
     tokens = rng.sample(sorted(set(range(vocab_size)) - set(ends)), 10)
     return Palette(

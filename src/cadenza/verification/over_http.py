@@ -1,8 +1,8 @@
-"""The gate against a running server: its streams alone and together, compared through its answers.
+"""The gate against a running server: compares requests sent alone with requests sent together.
 
-Knows the server by its HTTP API only, so that everything between a client and the model is in what
-is compared: token ids, log probabilities to the last digit, and how each answer ended. Invariant:
-it passes only if requests really overlapped and every one was equal.
+Uses only the HTTP API, so that the comparison includes everything between a client and the model:
+token ids, log probabilities to the last digit, and finish reasons. Invariant: it passes only if
+requests overlapped and every response was equal.
 """
 
 import secrets
@@ -16,7 +16,7 @@ import httpx
 
 from cadenza.errors import ConfigError
 from cadenza.request import Request
-from cadenza.verification.gate import GateResult, Mismatch, ModeResult, Report
+from cadenza.verification.gate import GateResult, Mismatch, ModeResult, ReportProgress
 from cadenza.verification.modes import Counts
 from cadenza.verification.workload import (
     LONGEST_PROMPT,
@@ -29,13 +29,13 @@ ROWS = 4
 NUM_REQUESTS = 32
 TIMEOUT_S = 600.0
 
-Record = tuple[Any, ...]
-"""Of one token: its id, its log probability, the likeliest tokens with theirs."""
+HttpTokenRecord = tuple[Any, ...]
+"""(token id, log probability, the most likely tokens with their log probabilities)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrlOptions:
-    """Which server, and what to play."""
+    """The server, and the shape of the workload."""
 
     url: str
     api_key: str | None = None
@@ -47,9 +47,9 @@ class UrlOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one request gave, and from when to when."""
+    """The response to one request, with the times at which it started and ended."""
 
-    records: tuple[Record, ...]
+    records: tuple[HttpTokenRecord, ...]
     finish_reason: str
     num_cached_tokens: int
     start_s: float
@@ -57,19 +57,22 @@ class Answer:
 
 
 class RemoteServer:
-    """Asks one server. Raises ConfigError where it does not answer as a Cadenza server does."""
+    """A client of one server. Raises ConfigError unless it responds like a Cadenza server."""
 
     def __init__(self, options: UrlOptions) -> None:
         if not options.url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {options.url!r} must begin with http:// or https://")
         self._base = options.url.rstrip("/").removesuffix("/v1")
         self._options = options
-        (card, *_) = self._ask("/v1/models", None)["data"]
+        (card, *_) = self._fetch("/v1/models", None)["data"]
         self.model: str = card["id"]
         self.context: int = card.get("max_model_len") or 0
         self.vocab_size: int = card.get("vocab_size") or 0
         if not self.context or not self.vocab_size:
-            raise ConfigError(f"--url {options.url}: the server tells no max_model_len, vocab_size")
+            raise ConfigError(
+                f"--url {options.url}: /v1/models has no max_model_len or vocab_size; use the URL "
+                f"of a Cadenza server"
+            )
 
     def play(self, request: Request, salt: str) -> Answer:
         params = request.params
@@ -88,7 +91,7 @@ class RemoteServer:
             "return_token_ids": True,
             "cache_salt": salt,
         }
-        answer = self._ask("/v1/completions", body)
+        answer = self._fetch("/v1/completions", body)
         (choice,) = answer["choices"]
         found = choice["logprobs"]
         tops = [tuple(top.items()) for top in found["top_logprobs"]]
@@ -101,7 +104,7 @@ class RemoteServer:
             end_s=self._options.clock(),
         )
 
-    def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+    def _fetch(self, path: str, body: dict[str, Any] | None) -> Any:
         key = self._options.api_key
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         method = "GET" if body is None else "POST"
@@ -113,16 +116,18 @@ class RemoteServer:
             return answer.json()
         except httpx.HTTPStatusError as error:
             code = error.response.status_code
-            raise ConfigError(f"--url {self._base}: {path} answered {code}") from None
+            raise ConfigError(f"--url {self._base}: {path} returned status {code}") from None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-            raise ConfigError(f"--url {self._base}: no such answer came from {path}") from None
+            raise ConfigError(
+                f"--url {self._base}: {path} cannot be reached or returned no JSON"
+            ) from None
 
 
-def verify_url(options: UrlOptions, report: Report) -> GateResult:
-    """Plays each request alone, then all at once: cold, with cached prefixes, and in reverse.
+def verify_url(options: UrlOptions, report: ReportProgress) -> GateResult:
+    """Sends each request alone, then all at once: cold, with cached prefixes, in reverse order.
 
     Raises:
-        ConfigError: the server cannot be asked.
+        ConfigError: the server cannot be reached, or is not a Cadenza server.
     """
     server = RemoteServer(options)
     arrivals = make_workload(
@@ -166,7 +171,7 @@ def verify_url(options: UrlOptions, report: Report) -> GateResult:
 def _play_together(
     server: RemoteServer, requests: Sequence[Request], order: Sequence[int], salt: str
 ) -> list[Answer]:
-    """All at once. Raises what the first failed one raised."""
+    """Sends all requests at once, one thread each. Raises the first failure."""
     answers: dict[int, Answer] = {}
     failures: list[ConfigError] = []
 
@@ -212,7 +217,7 @@ def _compare(
 
 
 def _num_overlapping(answers: list[Answer]) -> int:
-    """How many were asked while another was open."""
+    """How many requests were sent while another one was open."""
     return sum(
         any(other.start_s < answer.start_s < other.end_s for other in answers) for answer in answers
     )

@@ -1,21 +1,21 @@
-"""Few rows in which every pair of levels meets: a covering array, built greedily.
+"""Greedy covering arrays: few rows that contain every pair of levels of two factors.
 
-A factor is known by its number of levels and its place; a row names one level of each factor. Knows
-nothing of what the levels mean. Invariant: a pure function; every pair occurs as often as asked.
+A factor is an index with a number of levels; a row has one level per factor. Does not know what the
+levels mean. Invariant: a pure function; every pair occurs at least as often as requested.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 Pair = tuple[int, int, int, int]
-"""A factor, its level, a later factor, its level."""
+"""(factor, its level, a later factor, its level)."""
 
 Row = tuple[int, ...]
-"""A level of each factor."""
+"""One level per factor."""
 
 
 def all_pairs(num_levels: Sequence[int]) -> list[Pair]:
-    """Every two levels of two factors."""
+    """Every pair of levels of two different factors."""
     return [
         (left, one, right, other)
         for left, right in combinations(range(len(num_levels)), 2)
@@ -25,17 +25,17 @@ def all_pairs(num_levels: Sequence[int]) -> list[Pair]:
 
 
 def missing_pairs(num_levels: Sequence[int], rows: Iterable[Row]) -> list[Pair]:
-    """The pairs that are in no row."""
+    """The pairs that occur in no row."""
     found = {pair for row in rows for pair in _pairs_of(row)}
     return [pair for pair in all_pairs(num_levels) if pair not in found]
 
 
 def covering_rows(num_levels: Sequence[int], *, times: int) -> tuple[Row, ...]:
-    """Rows that hold every pair `times` times or more often.
+    """Rows that contain every pair at least `times` times.
 
-    Each row starts from the first pair that is wanted most and takes, factor by factor, the level
-    whose pairs with the row so far are wanted most. Factors and levels are tried in an order that
-    turns from row to row, so that equal wants are not always met alike.
+    Each row starts with the pair that is missing most often, then adds for each factor the level
+    whose pairs with the levels chosen so far are missing most often. The order of factors and
+    levels rotates from row to row, so that ties are broken differently.
     """
     wanted = dict.fromkeys(all_pairs(num_levels), times)
     rows: list[Row] = []
@@ -62,7 +62,7 @@ def _next_row(num_levels: Sequence[int], wanted: dict[Pair, int], turn: int) -> 
 
 
 def _want(wanted: dict[Pair, int], chosen: dict[int, int], factor: int, level: int) -> int:
-    """How much the level's pairs with the chosen ones are wanted."""
+    """How often the level's pairs with the chosen levels are still missing, in total."""
     total = 0
     for other, its_level in chosen.items():
         ordered = (factor, level, other, its_level)

@@ -1,12 +1,14 @@
-"""`ReferenceEngine`: one request after the other through the plainest model and sampler there is.
+"""`ReferenceEngine`: runs one request at a time with the simplest model and sampler.
 
-No scheduler, pages, batch, prefix cache or native kernels, and its own sampler (numpy, sorting
-where the engine bisects). The gate's witness: `verify` and the tests compare the engine with it.
-Shares with the engine the definition of randomness (`core.draw_keys`) and what a request may ask
-(`RequestCheck`), and nothing that computes.
+No scheduler, pages, batch, prefix cache or native kernels; its sampler is written in numpy and
+sorts where the engine bisects. `verify` and the tests compare the engine with it. Shares with the
+engine only the definition of draw keys (`core.draw_keys`) and the validation of requests
+(`RequestCheck`).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
@@ -22,14 +24,13 @@ from cadenza.core.draw_keys import derive_sample_seed, draw_keys
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import CheckpointError, ConfigError, InvalidRequestError, show
 from cadenza.request import FinishReason, Request, SamplingParams, as_token_ids
-from cadenza.verification.reference_rules import ruled_logits
 
 Logits = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceResult:
-    """The shown tokens, the log probability of each, and why the stream ended."""
+    """The output tokens, the log probability of each, and the finish reason."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -37,7 +38,7 @@ class ReferenceResult:
 
 
 class ReferenceEngine:
-    """Serves requests alone. `max_model_len` caps prompt and output together."""
+    """Runs requests alone. `max_model_len` limits prompt and output together, in tokens."""
 
     def __init__(
         self, model: SequenceModel, *, max_model_len: int, eos_token_ids: Iterable[int] = ()
@@ -53,15 +54,20 @@ class ReferenceEngine:
         self._eos_token_ids = frozenset(eos_token_ids)
 
     def run(self, request: Request, *, seed: int | None = None, sample: int = 0) -> ReferenceResult:
-        """One sample's whole stream. `seed` stands in where the request names none.
+        """Generates one sample's complete stream.
+
+        Args:
+            request: the prompt and its options.
+            seed: used if the request has none.
+            sample: index from 0 to n - 1.
 
         Raises:
-            InvalidRequestError: it cannot be served as written, as `EngineCore.submit`.
+            InvalidRequestError: for the same requests as `EngineCore.submit`.
         """
         self._check.check(request)
-        _check_whole("seed", 0 if seed is None else seed, MAX_SEED)
+        _check_integer("seed", 0 if seed is None else seed, MAX_SEED)
         params = request.params
-        _check_whole("sample", sample, params.n - 1)
+        _check_integer("sample", sample, params.n - 1)
         stop = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop |= self._eos_token_ids
@@ -94,15 +100,15 @@ class ReferenceEngine:
         return _result(token_ids, logprobs, reason)
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """The log probability of each token but the first, after those before it.
+        """The log probability of each token except the first, given the preceding ones.
 
         Raises:
-            InvalidRequestError: they are no tokens of the model's, or more than fit.
+            InvalidRequestError: an id is not in the vocabulary, or there are too many.
         """
         ids = as_token_ids("prompt", token_ids)
         for token_id in ids:
-            _check_whole("a token id", token_id, self._model.vocab_size - 1)
-        _check_whole("the number of tokens", len(ids), self._max_model_len)
+            _check_integer("a token id", token_id, self._model.vocab_size - 1)
+        _check_integer("the number of tokens", len(ids), self._max_model_len)
         self._model.start()
         logprobs: list[float] = []
         for token_id, following in pairwise(ids):
@@ -112,7 +118,7 @@ class ReferenceEngine:
 
 
 def _limits_of(max_model_len: int) -> EngineLimits:
-    """One sequence at a time, in one piece."""
+    """Limits for one sequence in one page."""
     return EngineLimits(
         max_num_seqs=1,
         max_num_batched_tokens=1,
@@ -123,7 +129,7 @@ def _limits_of(max_model_len: int) -> EngineLimits:
     )
 
 
-def _check_whole(name: str, value: object, high: int) -> None:
+def _check_integer(name: str, value: object, high: int) -> None:
     if not is_integer(value) or not 0 <= cast(int, value) <= high:
         raise InvalidRequestError(
             f"{name} is {show(value)}; it must be a whole number from 0 to {high}", param=name
@@ -137,13 +143,50 @@ def _result(token_ids: list[int], logprobs: list[float], reason: FinishReason) -
 
 
 def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
-    """Natural-log probabilities [V]."""
+    """Log probabilities (natural log) [V] of logits [V]."""
     shifted = logits.astype(np.float64) - logits.max()
     return shifted - np.log(np.exp(shifted).sum())
 
 
+def ruled_logits(
+    logits: Logits, request: Request, generated: list[int], stop: AbstractSet[int]
+) -> Logits:
+    """Logits [V] after the request's rules, given the tokens generated so far; bans are -inf.
+
+    The rules in order: bans (allowed tokens, bad words, `stop` before `min_tokens`), biases, then
+    repetition, frequency and presence penalties.
+    """
+    params = request.params
+    ruled = logits.copy()
+    banned = _bad_word_ends(request, generated)
+    if len(generated) < params.min_tokens:
+        banned |= stop
+    if params.allowed_token_ids is not None:
+        banned |= set(range(len(logits))) - set(params.allowed_token_ids)
+    ruled[sorted(banned)] = -np.inf
+    for token_id, bias in params.biases:
+        ruled[token_id] += np.float32(bias)
+    repetition = np.float32(params.repetition_penalty)
+    for token_id in {*request.prompt_token_ids, *generated}:
+        value = ruled[token_id]
+        ruled[token_id] = value / repetition if value > 0 else value * repetition
+    for token_id, count in Counter(generated).items():
+        ruled[token_id] -= np.float32(params.frequency_penalty) * np.float32(count)
+        ruled[token_id] -= np.float32(params.presence_penalty)
+    return ruled
+
+
+def _bad_word_ends(request: Request, generated: list[int]) -> set[int]:
+    """The last tokens of bad words whose other tokens were generated just before."""
+    ends: set[int] = set()
+    for *start, end in request.bad_word_token_ids:
+        if generated[len(generated) - len(start) :] == start and len(start) <= len(generated):
+            ends.add(end)
+    return ends
+
+
 def choose_token(logits: Logits, params: SamplingParams, *, seed: int, position: int) -> int:
-    """The token that `params` choose from logits [V] at an absolute position."""
+    """The token sampled from logits [V] at an absolute position."""
     if params.is_greedy:
         return int(np.argmax(logits))
     scaled = logits / np.float32(params.temperature)
@@ -152,25 +195,26 @@ def choose_token(logits: Logits, params: SamplingParams, *, seed: int, position:
 
 
 def kept_tokens(scaled: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
-    """Which tokens top-n-sigma, min-p, then top-k, then top-p leave [V]; equal logits share their
-    fate.
+    """Mask [V] of the tokens that top-n-sigma, min-p, top-k and top-p keep, in that order.
+
+    Tokens with equal logits are kept or dropped together.
     """
-    falling = np.sort(scaled)[::-1]
+    descending = np.sort(scaled)[::-1]
     if params.top_n_sigma > 0.0:
-        deviation = np.std(falling[falling > -np.inf], dtype=np.float64)
-        falling = falling[falling >= falling[0] - params.top_n_sigma * deviation]
+        deviation = np.std(descending[descending > -np.inf], dtype=np.float64)
+        descending = descending[descending >= descending[0] - params.top_n_sigma * deviation]
     if params.min_p > 0.0:
-        falling = falling[falling >= falling[0] + np.log(np.float32(params.min_p))]
-    floor = falling[params.top_k - 1] if 0 < params.top_k <= len(falling) else falling[-1]
-    mass = np.where(falling >= floor, np.exp(falling - falling[0]), 0.0)
+        descending = descending[descending >= descending[0] + np.log(np.float32(params.min_p))]
+    floor = descending[params.top_k - 1] if 0 < params.top_k <= len(descending) else descending[-1]
+    mass = np.where(descending >= floor, np.exp(descending - descending[0]), 0.0)
     if params.top_p < 1.0:
         reached = np.cumsum(mass) >= params.top_p * mass.sum()
-        floor = max(floor, falling[np.argmax(reached)])
+        floor = max(floor, descending[np.argmax(reached)])
     return scaled >= floor
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> npt.NDArray[np.float32]:
-    """Gumbel noise [V] of one draw; the definition that the device's sampler must match."""
+    """Gumbel noise [V] of one draw, which the device's sampler must reproduce."""
     low, high = draw_keys(np.array([seed], np.uint64), np.array([position], np.int32))[0]
     bits = np.arange(vocab_size, dtype=np.uint32) * np.uint32(0x9E3779B9) ^ low
     bits = (bits ^ (bits >> np.uint32(17))) * np.uint32(0xED5AD4BB)
@@ -190,16 +234,16 @@ def build_reference(
     max_model_len: int,
     backends: Backends = BACKENDS,
 ) -> ReferenceEngine:
-    """The independent reference over the same checkpoint, in float32.
+    """A reference engine for a checkpoint, in float32.
 
     Raises:
-        CheckpointError: the model has fewer positions.
+        CheckpointError: `max_model_len` exceeds the model's positions.
         ConfigError: the chosen backend has no independent model.
     """
     if max_model_len > checkpoint.config.max_position_embeddings:
         raise CheckpointError(
-            f"the model has {checkpoint.config.max_position_embeddings} positions; "
-            f"{max_model_len} were asked for"
+            f"max_model_len {max_model_len} is above the model's "
+            f"{checkpoint.config.max_position_embeddings} positions; lower it"
         )
     backend = find_backend(config.backend, backends)
     witness = backend.load_witness(checkpoint.config, checkpoint.weights, max_model_len)

@@ -1,7 +1,7 @@
-"""From a model and options to a verdict: what `cadenza verify` runs.
+"""From a model and options to a verdict: `verify` and `self_test`.
 
-Builds one runner, whose unowned KV slots hold NaN, and plays every mode on it; the self-test builds
-one runner a fault.
+Builds one runner, whose unwritten KV slots hold NaN, and runs every mode on it; the self-test
+builds one runner per fault.
 """
 
 import tempfile
@@ -25,7 +25,7 @@ from cadenza.errors import ConfigError
 from cadenza.loading.build import build_runner, describe_backend, find_checkpoint, plan_model
 from cadenza.loading.plan import EnginePlan
 from cadenza.request import Request
-from cadenza.verification.gate import Gate, GateResult, ReferenceKind, Report, Witness
+from cadenza.verification.gate import Gate, GateResult, ReferenceKind, ReportProgress, Witness
 from cadenza.verification.modes import MakeCore
 from cadenza.verification.option_matrix import OptionMatrix
 from cadenza.verification.reference import build_reference
@@ -43,15 +43,15 @@ NAN = float("nan")
 RANDOM_SEED = 20
 
 MODEL_SAMPLED, RANDOM_SAMPLED = 0.5, 0.8
-"""Shares of sampled requests: random weights are played mostly at temperatures around 1."""
+"""Fractions of sampled requests: random weights are tested mostly at temperatures around 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """What `cadenza verify` was asked for; `shape` stands instead of `model`.
+    """The options of `cadenza verify`.
 
-    With a `matrix` of sampling options each of its rows is a request, whatever `num_requests`.
-    `config.backend` chooses among `backends`.
+    `shape` (random weights) takes precedence over `model`. With a `matrix` of sampling options each
+    of its rows is a request, and `num_requests` is ignored. `config.backend` is one of `backends`.
     """
 
     model: str | None = None
@@ -65,11 +65,11 @@ class VerifyOptions:
     backends: Backends = field(default_factory=lambda: BACKENDS)
 
 
-def verify(options: VerifyOptions, report: Report) -> tuple[GateResult, EnginePlan]:
-    """Plays the gate.
+def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, EnginePlan]:
+    """Runs the gate; also returns the plan of the engine under test.
 
     Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: nothing could be played.
+        CheckpointError, ConfigError, DeviceUnavailableError: the model cannot be loaded.
     """
     with _checkpoint(options) as checkpoint:
         plan, workload = _prepare(options, checkpoint)
@@ -82,14 +82,14 @@ def verify(options: VerifyOptions, report: Report) -> tuple[GateResult, EnginePl
                 return replace(gate, witness=witness, report=report).run(), plan
 
 
-def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
-    """Plays the gate soundly and with each known fault.
+def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
+    """Runs the gate without a fault and with each known fault of the op table.
 
-    Faults are injected into the op table that serves. Native kernels with faults are built apart;
-    where they are not, the reference table takes their place and the result says so.
+    Native kernels with faults are a separate build. Without it the reference table is used, and
+    `SelfTestResult.note` says so.
 
     Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: nothing could be played.
+        CheckpointError, ConfigError, DeviceUnavailableError: the model cannot be loaded.
     """
     options = replace(options, reference="solo")
     with _checkpoint(options) as checkpoint:
@@ -122,20 +122,20 @@ def self_test(options: VerifyOptions, report: Report) -> SelfTestResult:
 
 
 def _find_faults(options: VerifyOptions, checkpoint: Checkpoint) -> FaultSet:
-    """Those of the operations that serve. Raises ConfigError where the backend has none."""
+    """The faults for the configured op table. Raises ConfigError if the backend has none."""
     config = options.config
     ops = describe_backend(config, checkpoint.config, options.backends).ops
     found = find_backend(config.backend, options.backends).find_faults(ops)
     if found is None:
         raise ConfigError(
             f"the {resolve_backend(config.backend, options.backends)} backend has no known faults "
-            f"to inject; leave --self-test out"
+            f"to inject; leave out --self-test"
         )
     return found
 
 
 def _without_long_prompts(options: VerifyOptions, checkpoint: Checkpoint) -> VerifyOptions:
-    """A context with room for short prompts only, unless the user chose one."""
+    """Limits the context to short prompts, unless the user chose one."""
     context = options.config.max_model_len or min(
         LONGEST_SHORT_PROMPT + options.max_tokens, checkpoint.config.max_position_embeddings
     )
@@ -144,7 +144,7 @@ def _without_long_prompts(options: VerifyOptions, checkpoint: Checkpoint) -> Ver
 
 @contextmanager
 def _checkpoint(options: VerifyOptions) -> Generator[Checkpoint]:
-    """The named model, or a random one of the named shape in a folder that is removed again."""
+    """The named model, or random weights of the named shape in a temporary folder."""
     if options.shape is None:
         yield find_checkpoint(options.model, revision=options.config.revision)
         return
@@ -156,7 +156,7 @@ def _checkpoint(options: VerifyOptions) -> Generator[Checkpoint]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Workload:
-    """What is played, and how long its longest stream should be."""
+    """The workload; `wanted` is the length that its longest stream should have, in tokens."""
 
     arrivals: tuple[Arrival, ...]
     matrix: OptionMatrix | None
@@ -164,7 +164,7 @@ class _Workload:
 
 
 def _prepare(options: VerifyOptions, checkpoint: Checkpoint) -> tuple[EnginePlan, _Workload]:
-    """A plan whose queue holds every sample, and whose pool holds what can run at once."""
+    """The workload, and a plan whose queue fits all samples and whose pool fits a full batch."""
     plan = _plan(options, checkpoint)
     workload = _workload(options, checkpoint, plan.limits)
     requests = [arrival.request for arrival in workload.arrivals]
@@ -176,7 +176,7 @@ def _prepare(options: VerifyOptions, checkpoint: Checkpoint) -> tuple[EnginePlan
 
 
 def _pages_at_once(requests: Sequence[Request], limits: EngineLimits) -> int:
-    """What the largest samples need that the rows can hold: few prompts are long."""
+    """Pages for the largest `max_num_seqs` samples together; few prompts are long."""
     sizes = [
         -(-(len(each.prompt_token_ids) + (each.params.max_tokens or 0)) // limits.page_size)
         for each in requests
@@ -206,7 +206,7 @@ def _workload(options: VerifyOptions, checkpoint: Checkpoint, limits: EngineLimi
 
 
 def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
-    """The user's options, with the context cut to what the workload can use."""
+    """The plan of the user's options, with the context limited to the workload's needs."""
     plan = plan_model(checkpoint, options.config, options.backends)
     if options.config.max_model_len is not None:
         return plan
@@ -216,7 +216,7 @@ def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
 
 
 def _wanted_length(options: VerifyOptions, checkpoint: Checkpoint) -> int:
-    """Tokens of the longest stream, prompt and answer, where the context has room for it."""
+    """Tokens of the longest stream, prompt and output, if the context allows."""
     kinds = checkpoint.config.layer_kinds
     return longest_prompt(kind.window or 0 for kind in kinds) + options.max_tokens
 
@@ -225,7 +225,7 @@ def _wanted_length(options: VerifyOptions, checkpoint: Checkpoint) -> int:
 def _witness(
     options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan, make_core: MakeCore
 ) -> Generator[Witness | None]:
-    """The reference engine, and the float32 engines that are compared with it."""
+    """The reference engine, and the float32 engines to compare with it; None for solo only."""
     if options.reference == "solo":
         yield None
         return
@@ -264,7 +264,7 @@ def _gate(
 
 
 def _maker(runner: Runner, checkpoint: Checkpoint, plan: EnginePlan) -> MakeCore:
-    """Engines on a runner, with as many pages as the limits and the runner's own plan have."""
+    """Makes engines on `runner`, with at most the number of pages that it was loaded with."""
     eos = frozenset(checkpoint.eos_token_ids)
 
     def make_core(limits: EngineLimits, options: CoreOptions) -> EngineCore:

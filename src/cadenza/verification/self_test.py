@@ -1,7 +1,7 @@
-"""`verify --self-test`: does the gate catch errors that depend on the neighbours?
+"""`verify --self-test`: checks that the gate catches rows that depend on their neighbours.
 
-Builds the runner again with each faulty op table and plays the gate: it must pass with the sound
-table and fail with every other one. A fault that needs longer prompts than were played is skipped.
+Runs the gate with a correct runner, which must pass, and with each faulty one, which must fail.
+Faults that need longer prompts than the workload has are skipped by the caller.
 """
 
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from cadenza.verification.gate import GateResult
 
 RunWith = Callable[[str | None], GateResult]
-"""Plays the gate with the named fault, or with none."""
+"""Runs the gate with the named fault; None for no fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTestResult:
-    """Which faults the gate caught; `sound_passed` is the control without any.
+    """Which faults the gate caught; `sound_passed` is the control without a fault.
 
-    `ops` is the table that they were injected into; `note` says why it is not the one that serves.
+    `ops` is the op table with the faults; `note` says why, if it is not the one used for serving.
     `skipped` faults need longer prompts than the context allows.
     """
 
@@ -38,12 +38,12 @@ class SelfTestResult:
             skipped = f" skipped={len(self.skipped)}" if self.skipped else ""
             return f"SELF-TEST PASS caught={len(self.caught)}{skipped} ops={self.ops}"
         if not self.sound_passed:
-            return "SELF-TEST FAIL the gate is red without any fault"
+            return "SELF-TEST FAIL the gate fails without any fault"
         return f"SELF-TEST FAIL missed={', '.join(self.missed)}"
 
 
 def run_self_test(run_with: RunWith, faults: list[str], *, ops: str) -> SelfTestResult:
-    """Plays the gate on the table `ops`: once soundly and once for each fault."""
+    """Runs the gate on the op table `ops`: once without a fault and once with each."""
     sound = run_with(None)
     results = {fault: run_with(fault) for fault in faults}
     return SelfTestResult(

@@ -1,9 +1,9 @@
-"""What the gate plays: requests of staggered lengths and arrivals, half of them sampled.
+"""The gate's workload: requests of different lengths that arrive over time, greedy and sampled.
 
 A pure function of its parameters. Invariant: some prompts share a prefix of full pages, some cross
-an attention block, and there are more requests than rows. Where the context allows, three prompts
-are long: one starts with the first rows, one joins in mid-stream, and the last one shares most of
-the first one's tokens.
+an attention block, and there are more requests than rows. If the context allows, three prompts are
+long: one starts with the first rows, one joins mid-stream, and the last one shares most of the
+first one's tokens.
 """
 
 import random
@@ -18,26 +18,33 @@ LONGEST_SHORT_PROMPT = 224
 SHARED_PREFIX = 48
 
 LONGEST_PROMPT = 1239
-"""Beyond two spans of attention (512 tokens each), at the end of no span, block or page."""
+"""Longer than two attention spans (512 tokens each), and no multiple of a span, block or page."""
 
 BEYOND_WINDOW = 215
-"""Tokens of the longest prompt that a window no longer shows to its end."""
+"""Tokens by which the longest prompt exceeds the largest window."""
 
 
 def longest_prompt(windows: Iterable[int]) -> int:
-    """How long the longest prompt should be: beyond two spans and beyond each window."""
+    """Tokens of the longest prompt: more than two attention spans and more than each window."""
     return max(LONGEST_PROMPT, *(window + BEYOND_WINDOW for window in windows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadShape:
-    """What to play.
+    """The parameters of a workload.
 
     Args:
+        num_requests: more than `rows`.
         rows: `--max-num-seqs` of the batched runs.
-        context: the model's `max_model_len`; prompts and caps stay within.
-        longest: tokens of the longest prompt, where the context has room for it.
-        sampled_share: of the requests, the share that is sampled; the others are greedy.
+        max_tokens: longest output in tokens.
+        context: `max_model_len`; every prompt with its output fits.
+        vocab_size: prompt tokens are below it.
+        longest: tokens of the longest prompt, if the context allows.
+        sampled_share: fraction of the requests that are sampled; the others are greedy.
+        seed: of the workload.
+
+    Raises:
+        ConfigError: a parameter is out of bounds.
     """
 
     num_requests: int
@@ -55,7 +62,7 @@ class WorkloadShape:
         if self.num_requests <= self.rows:
             raise ConfigError(
                 f"--num-requests {self.num_requests} must be above --max-num-seqs {self.rows}, "
-                f"so that rows are used again"
+                f"so that rows are reused"
             )
         if self.max_tokens < 4 or self.context < 2 * self.max_tokens:
             raise ConfigError(
@@ -73,7 +80,7 @@ class Arrival:
 
 
 def make_workload(shape: WorkloadShape) -> tuple[Arrival, ...]:
-    """Arrivals in order of their steps: the first rows at once, the others in mid-stream."""
+    """Arrivals ordered by step: the first `rows` at step 0, the others over later steps."""
     rng = random.Random(shape.seed)  # noqa: S311  a workload, not a secret
     longest = min(LONGEST_SHORT_PROMPT, shape.context - shape.max_tokens)
     prefix = [rng.randrange(shape.vocab_size) for _ in range(min(SHARED_PREFIX, longest // 2))]
@@ -89,7 +96,7 @@ def make_workload(shape: WorkloadShape) -> tuple[Arrival, ...]:
 
 
 def _long_prompts(rng: random.Random, shape: WorkloadShape) -> dict[int, tuple[int, ...]]:
-    """Long prompts by the index of their request; none where the context has no room for them."""
+    """Long prompts by request index; empty if they do not fit the context."""
     longest = min(shape.longest, shape.context - shape.max_tokens)
     if longest <= LONGEST_SHORT_PROMPT:
         return {}
@@ -100,7 +107,7 @@ def _long_prompts(rng: random.Random, shape: WorkloadShape) -> dict[int, tuple[i
 
 
 def _with_prompt(arrival: Arrival, prompt: tuple[int, ...], max_tokens: int) -> Arrival:
-    """The arrival with another prompt, whose answer is as long as any."""
+    """The arrival with another prompt and exactly `max_tokens` output tokens."""
     params = replace(arrival.request.params, max_tokens=max_tokens, ignore_eos=True)
     request = replace(arrival.request, prompt_token_ids=prompt, params=params)
     return replace(arrival, request=request)
