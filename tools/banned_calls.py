@@ -1,7 +1,7 @@
-"""Fails on calls and imports that can run code hidden in data: no file may hold one.
+"""Fails if any file has a call or import that can execute code hidden in data.
 
-Owns the list. Works on the syntax tree and honours no suppression comment, unlike the linter's
-rules for the same things. Invariant: a file that does not parse is a fault, never passed over.
+Owns the list of banned names. Works on the syntax tree and ignores suppression comments, unlike the
+linter's rules for the same names. Invariant: a file that does not parse is a fault.
 """
 
 import ast
@@ -18,7 +18,7 @@ BANNED_FLAGS = frozenset({"allow_pickle", "trust_remote_code"})
 
 
 def main(arguments: list[str]) -> int:
-    """Looks through the tree at `arguments[0]`, or here; 0 when nothing is found."""
+    """Checks the tree at `arguments[0]`, or the current folder; returns 0 if nothing is found."""
     root = Path(arguments[0]) if arguments else Path()
     faults = [f"{path}:{line}: {what}" for path in _files(root) for line, what in banned_in(path)]
     for fault in faults:

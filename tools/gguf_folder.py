@@ -1,10 +1,10 @@
 """Turns a GGUF file into a folder in the Hugging Face layout, with its weights dequantised.
 
 Owns config.json, generation_config.json and model.safetensors for the architectures that
-`tools.real_models` has; `tools.gguf_tokenizer` writes the tokenizer's files. Knows nothing of
-downloads. A stopgap until Cadenza reads GGUF directly. Invariant: metadata of the architecture that
-is not understood is refused, each tensor of the file is written exactly once, and the weights are
-the float32 values that the file's blocks stand for, not rounded to a shorter type.
+`tools.real_models` uses; `tools.gguf_tokenizer` writes the tokenizer's files. Knows no downloads. A
+stopgap until Cadenza reads GGUF directly. Invariant: unknown metadata of the architecture is
+refused, each tensor of the file is written exactly once, and the weights are the exact float32
+values of the file's blocks.
 """
 
 import json
@@ -26,8 +26,8 @@ from tools.gguf_tokenizer import GGUFError, write_tokenizer
 Float32Array = npt.NDArray[np.float32]
 
 GEMMA3_FULL_EVERY = 6
-"""Layers 6, 12, … attend to the full context. The metadata has neither this nor the next number:
-llama.cpp has both in its source."""
+"""Layers 6, 12, … attend to the full context. The metadata has neither this number nor
+`GEMMA3_WINDOW_THETA`; llama.cpp has both in its source."""
 
 GEMMA3_WINDOW_THETA = 10_000.0
 
@@ -70,7 +70,7 @@ class GGUFFile:
         return str(self.metadata["general.architecture"])
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A number of the architecture's own; floats as the shortest decimal that names them."""
+        """A number of the architecture's metadata; a float32 as its shortest decimal."""
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise GGUFError(f"the file has no {self.architecture}.{key}")
@@ -82,10 +82,10 @@ class _Architecture:
     """How llama.cpp stores one architecture.
 
     Attributes:
-        config: what its config.json has beyond the common entries.
-        layer: names in a layer, from Hugging Face's to GGUF's.
-        keys: what its metadata may say beyond `_COMMON_KEYS`.
-        restore: undoes what llama.cpp did to a tensor.
+        config: its config.json entries beyond the common ones.
+        layer: Hugging Face name to GGUF name of a layer's tensors.
+        keys: metadata keys allowed beyond `_COMMON_KEYS`.
+        restore: reverts llama.cpp's transformation of a tensor.
     """
 
     config: Callable[[GGUFFile], dict[str, object]]
@@ -98,8 +98,8 @@ def write_folder(path: Path, folder: Path) -> None:
     """Writes the model of the GGUF file `path` into the new folder `folder`.
 
     Raises:
-        GGUFError: the file says something that is not understood.
-        OSError: it cannot be read, or the folder cannot be written.
+        GGUFError: the file has something that is not supported.
+        OSError: the file cannot be read, or the folder cannot be written.
     """
     file = _open(path)
     architecture = _known_architecture(file)
@@ -135,7 +135,7 @@ def _known_architecture(file: GGUFFile) -> _Architecture:
     head_dim = _head_dim(file)
     for key in ("attention.value_length", "rope.dimension_count"):
         if file.number(key, head_dim) != head_dim:
-            raise GGUFError(f"{prefix}{key} differs from the {head_dim} numbers of a query head")
+            raise GGUFError(f"{prefix}{key} differs from the head size {head_dim}")
     return known
 
 
@@ -152,7 +152,7 @@ _SPECIAL_IDS = {
 
 
 def _common_config(file: GGUFFile) -> dict[str, object]:
-    """`dtype` is what the model was trained in and what it is computed in by default."""
+    """The entries that all architectures share; `dtype` is the default for computing."""
     ids = {key: file.metadata[name] for key, name in _SPECIAL_IDS.items() if name in file.metadata}
     return {
         "dtype": "bfloat16",
@@ -213,7 +213,7 @@ def _plain_rope(theta: float) -> dict[str, object]:
 
 
 def _halves_from_pairs(array: Float32Array, spec: TensorSpec, config: ModelConfig) -> Float32Array:
-    """llama.cpp rotates adjacent elements of a head; Hugging Face rotates its two halves."""
+    """Reorders query and key rows: llama.cpp rotates adjacent pairs, Hugging Face two halves."""
     if not spec.name.endswith((".q_proj.weight", ".k_proj.weight")):
         return array
     pairs = array.reshape(-1, config.head_dim // 2, 2, spec.shape[1])  # [H, D / 2, 2, E]
@@ -221,7 +221,7 @@ def _halves_from_pairs(array: Float32Array, spec: TensorSpec, config: ModelConfi
 
 
 def _norms_without_one(array: Float32Array, spec: TensorSpec, _: ModelConfig) -> Float32Array:
-    """Gemma's norms multiply by 1 + weight; llama.cpp stores the sum."""
+    """Subtracts 1 from norms: Gemma multiplies by 1 + weight, and llama.cpp stores the sum."""
     return array - np.float32(1.0) if spec.kind == "norm" else array
 
 

@@ -1,8 +1,8 @@
 """Writes the tokenizer of a GGUF file's metadata as tokenizer.json and tokenizer_config.json.
 
-Owns the two kinds of vocabulary that `tools.real_models` has: byte-level BPE with merges (`gpt2`),
-and SentencePiece BPE, whose merges are derived from the scores (`llama`). Knows nothing of weights.
-Invariant: token ids are those of the file; a token type or pre-tokenizer that is not supported is
+Owns the two kinds of vocabulary that `tools.real_models` needs: byte-level BPE with merges
+(`gpt2`), and SentencePiece BPE, whose merges are derived from the scores (`llama`). Knows no
+weights. Invariant: token ids are those of the file; unsupported token types and pre-tokenizers are
 refused.
 """
 
@@ -25,7 +25,7 @@ _SPECIAL_TOKENS = {
 
 
 class GGUFError(Exception):
-    """A GGUF file says something that is not supported here; the message names it."""
+    """A GGUF file has something that is not supported; the message names it."""
 
 
 class _Kind(IntEnum):
@@ -40,10 +40,10 @@ class _Kind(IntEnum):
 
 
 def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
-    """Writes both files.
+    """Writes tokenizer.json and tokenizer_config.json.
 
     Raises:
-        GGUFError: the metadata says something that is not understood.
+        GGUFError: the metadata has something that is not supported.
     """
     tokens: list[str] = metadata[f"{_PREFIX}tokens"]
     kinds = [_Kind(kind) for kind in metadata[f"{_PREFIX}token_type"]]
@@ -97,7 +97,7 @@ def _single_digits_byte_level(tokens: Sequence[str], merges: Sequence[str]) -> d
 def _sentencepiece(
     tokens: Sequence[str], ranked: Sequence[int], unknown_id: int
 ) -> dict[str, object]:
-    """`ranked`: ids of normal tokens by falling score."""
+    """`ranked`: ids of normal tokens in descending order of score."""
     to_space = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     return {
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
@@ -115,11 +115,10 @@ def _sentencepiece(
 
 
 def _merges(pieces: Sequence[str]) -> Iterator[list[str]]:
-    """Each way to make a piece of two others, the better piece first.
+    """Every split of a piece into two other pieces, in the order of the pieces.
 
-    SentencePiece merges the adjacent pair whose piece has the highest score, and the leftmost of
-    equals. The ranks of merges give the same order, except between two splits of the same piece:
-    these have ranks of their own here.
+    SentencePiece merges the adjacent pair whose piece has the highest score, the leftmost if equal.
+    Merge ranks give the same order, except that two splits of one piece have different ranks.
     """
     known = set(pieces)
     for piece in pieces:
@@ -132,7 +131,7 @@ def _merges(pieces: Sequence[str]) -> Iterator[list[str]]:
 def _bpe(
     tokens: Sequence[str], merges: Sequence[Sequence[str]], *, unknown: str | None
 ) -> dict[str, object]:
-    """With an `unknown` token, characters that the vocabulary lacks become byte tokens."""
+    """A BPE model; with an `unknown` token, characters not in the vocabulary become byte tokens."""
     return {
         "type": "BPE",
         "dropout": None,
@@ -148,7 +147,7 @@ def _bpe(
 
 
 def _added_tokens(tokens: Sequence[str], kinds: Sequence[_Kind]) -> Iterator[dict[str, object]]:
-    """Control tokens are special; user-defined ones are split off before BPE but are not."""
+    """All tokens to split off before BPE; all except the user-defined ones are special."""
     for token_id, (content, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if kind in (_Kind.NORMAL, _Kind.BYTE):
             continue
@@ -181,7 +180,7 @@ def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str]) -> objec
 
 
 def _tokenizer_config(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, object]:
-    """`tokenizer_class`: the class in transformers that uses tokenizer.json unchanged."""
+    """The class is the one with which transformers uses tokenizer.json unchanged."""
     config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -1,8 +1,8 @@
-"""A contract type for import-linter: what some packages may import, and nothing else.
+"""A contract type for import-linter: an allowlist of the direct imports of some packages.
 
-Owns the check of direct imports against lists. Knows nothing of layers, which import-linter's own
-contracts cover. Invariant: a package that does not exist yet breaks nothing, and is held to its
-lists from the day it appears.
+Owns the check of direct imports against lists. Knows no layers, which import-linter's own contracts
+cover. Invariant: a contract may name packages that do not exist yet, and applies to them as soon as
+they do.
 """
 
 import sys
@@ -14,7 +14,7 @@ from importlinter import Contract, ContractCheck, fields, output
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a set of modules may import; `None` means no limit. An entry covers its subpackages."""
+    """Allowed and denied imports of some modules; `None` allows all. Entries cover subpackages."""
 
     root: str
     modules: frozenset[str]
@@ -52,10 +52,10 @@ def violations(graph: ImportGraph, rules: Rules) -> list[tuple[str, str]]:
 
 
 class AllowlistContract(Contract):
-    """`modules` import, directly, only what `internal` and `external` list, and nothing `denied`.
+    """`modules` may directly import only what `internal` and `external` list, and nothing `denied`.
 
-    The standard library needs no mention; a module of it can be denied by name. A list that is
-    left out sets no limit. The name of the root package stands for that one module alone.
+    The standard library is always allowed unless denied by name. A list that is left out allows
+    everything. The root package's name stands for that module alone, not for its subpackages.
     """
 
     type_name = "allowlist"

@@ -1,7 +1,7 @@
-"""Measures what `import cadenza` costs: the median of several fresh interpreters.
+"""Measures the time of `import cadenza`: the median over several fresh interpreters.
 
-Owns the measuring, by the interpreter's own `-X importtime`, so that the start of Python itself is
-left out. Prints one line; fails above the limit. Invariant: every run is a new process.
+Uses the interpreter's `-X importtime`, which excludes the start of Python itself. Prints one line;
+fails above the limit. Invariant: every run is a new process.
 """
 
 import re
@@ -16,7 +16,7 @@ _LINE = re.compile(r"^import time:\s*\d+ \|\s*(?P<cumulative_us>\d+) \| cadenza$
 
 
 def main() -> int:
-    """0 when the median is within the limit."""
+    """Returns 0 if the median is within the limit."""
     seconds = [import_seconds() for _ in range(NUM_RUNS)]
     median = statistics.median(seconds)
     print(
@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def import_seconds() -> float:
-    """Seconds one fresh interpreter spends in `import cadenza` and all that it imports."""
+    """Seconds that a fresh interpreter spends in `import cadenza`, including nested imports."""
     run = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", "import cadenza"],
         capture_output=True,

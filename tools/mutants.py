@@ -1,9 +1,9 @@
-"""Mutation run: applies each committed fault to a copy of the tree and runs the tests named for it.
+"""Mutation testing: applies each committed fault to a copy of the tree and runs its tests.
 
-Owns the table of `tests/mutants/mutants.toml`, the strict application of its patches and the
-verdicts. Knows nothing of what a mutant breaks. Invariants: the working tree is never changed; a
-mutant counts as caught only by a failing test that passes without the mutant; a patch that does not
-apply, a build that fails and tests that do not start are faults of the run, never a catch.
+Owns the table of `tests/mutants/mutants.toml`, the strict application of its patches, and the
+verdicts. Invariants: the working tree is never changed; a mutant counts as caught only by a failing
+test that passes without the mutant; patches that do not apply, failed builds and tests that do not
+start are errors of the run and never count as caught.
 """
 
 import argparse
@@ -41,12 +41,12 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::\S.*?)(?: - .*)?$", re.MULTILINE)
 
 
 class MutantsError(Exception):
-    """The table or a patch is not what it must be; says which, and why."""
+    """The table, a patch or a build is invalid; the message names it and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """One hunk: whole lines of a file, and what they become."""
+    """One hunk: complete lines of a file and their replacement."""
 
     path: str
     before: str
@@ -58,9 +58,9 @@ class Mutant:
     """A small fault and the tests that must catch it.
 
     `suites` are test files or node ids, the fastest first. `objects` are the object files below
-    csrc/build/native that have to be compiled again, `{isa}` standing for the ISA in use. An
-    `equivalent` mutant changes nothing that can be observed, and this is the argument; it must
-    survive. `may_hang` accepts a run that does not end as a catch.
+    csrc/build/native/csrc to compile again; `{isa}` is replaced by the ISA in use. `equivalent`
+    explains why a mutant changes nothing that can be observed; it must survive. With `may_hang` a
+    run that times out counts as caught.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Mutant:
 
 
 class Verdict(Enum):
-    """What became of a mutant, and whether that is as it should be."""
+    """The result of a mutant's tests; `is_fault` if it is not the expected one."""
 
     CAUGHT = "caught"
     EQUIVALENT = "equivalent"
@@ -88,7 +88,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A mutant's verdict; `detail` is the test that caught it, or what went wrong."""
+    """A mutant's verdict; `detail` is the test that caught it, or the error."""
 
     mutant: Mutant
     verdict: Verdict
@@ -98,7 +98,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteRun:
-    """How a run of pytest ended; `returncode` is None where it ran past its time."""
+    """The end of a subprocess; `returncode` is None if it timed out."""
 
     returncode: int | None
     output: str
@@ -115,8 +115,8 @@ def load_mutants(root: Path) -> list[Mutant]:
     """Every mutant of `root`, in the order of the table.
 
     Raises:
-        MutantsError: an entry lacks a field or has an unknown one, names a test file that is not
-            there, or has no patch; or a patch has no entry.
+        MutantsError: an entry has an unknown field, a missing test file or no patch, or a patch has
+            no entry.
     """
     folder = root / FOLDER
     table = cast(
@@ -132,7 +132,7 @@ def load_mutants(root: Path) -> list[Mutant]:
 def _read_mutant(root: Path, name: str, entry: dict[str, object]) -> Mutant:
     unknown = sorted(set(entry) - FIELDS)
     if unknown:
-        raise MutantsError(f"{name}: {', '.join(unknown)} is no field; {sorted(FIELDS)} are")
+        raise MutantsError(f"{name}: unknown field {', '.join(unknown)}; allowed: {sorted(FIELDS)}")
     suites = tuple(cast(list[str], entry.get("suites", [])))
     missing = [suite for suite in suites if not (root / suite.partition("::")[0]).is_file()]
     if missing or not suites:
@@ -152,7 +152,7 @@ def _read_mutant(root: Path, name: str, entry: dict[str, object]) -> Mutant:
 
 
 def parse_patch(text: str) -> tuple[Edit, ...]:
-    """The hunks of a unified diff. Raises MutantsError where it has none or is malformed."""
+    """The hunks of a unified diff. Raises MutantsError if it has none or is malformed."""
     edits: list[Edit] = []
     path, before, after = "", list[str](), list[str]()
 
@@ -174,7 +174,7 @@ def parse_patch(text: str) -> tuple[Edit, ...]:
             before += [] if line[0] == "+" else [content]
             after += [] if line[0] == "-" else [content]
         elif path:
-            raise MutantsError(f"{line.strip()!r} is no line of a unified diff")
+            raise MutantsError(f"{line.strip()!r} is not a line of a unified diff")
     end_hunk()
     if not edits:
         raise MutantsError("the patch changes nothing")
@@ -182,7 +182,7 @@ def parse_patch(text: str) -> tuple[Edit, ...]:
 
 
 def apply_edits(tree: Path, edits: Iterable[Edit]) -> None:
-    """Changes the files below `tree`; their modification times stay, so make rebuilds nothing.
+    """Changes the files below `tree`, but not their modification times, so make rebuilds nothing.
 
     Raises:
         MutantsError: a file lacks the lines that a hunk replaces, or has them more than once.
@@ -196,8 +196,8 @@ def apply_edits(tree: Path, edits: Iterable[Edit]) -> None:
         if count != 1:
             first = next((line for line in edit.before.splitlines() if line.strip()), "")
             raise MutantsError(
-                f"the patch does not apply: {edit.path} has the lines from {first.strip()!r} on "
-                f"{count} times, and must have them once"
+                f"the patch does not apply: {edit.path} contains the lines from {first.strip()!r} "
+                f"on {count} times; they must occur once"
             )
         changed = text.replace("\n" + edit.before, "\n" + edit.after)
         stat = path.stat()
@@ -210,7 +210,7 @@ def apply_edits(tree: Path, edits: Iterable[Edit]) -> None:
 
 @contextmanager
 def copy_of(root: Path) -> Generator[Path]:
-    """A throw-away copy of a tree, build products and modification times included."""
+    """A temporary copy of a tree, including build products and modification times."""
     with tempfile.TemporaryDirectory(prefix="cadenza-mutants-") as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(root, tree, ignore=NOT_COPIED, symlinks=True)
@@ -218,12 +218,12 @@ def copy_of(root: Path) -> Generator[Path]:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """In which `import cadenza` finds the package of `tree`, whatever is installed."""
+    """Environment variables with which `import cadenza` finds the package of `tree`."""
     return os.environ | {"PYTHONPATH": str(tree / "src"), "CADENZA_REQUIRE_NATIVE": "1"}
 
 
 def run(tree: Path, command: Sequence[str], timeout_s: float) -> SuiteRun:
-    """Runs a command in a tree; what it started ends with it."""
+    """Runs a command in a tree; on a timeout kills its process group."""
     with subprocess.Popen(
         command,
         cwd=tree,
@@ -246,7 +246,7 @@ def run(tree: Path, command: Sequence[str], timeout_s: float) -> SuiteRun:
 
 
 def run_tests(tree: Path, suites: Iterable[str], timeout_s: float) -> SuiteRun:
-    """Runs test files and node ids in a tree up to the first failure."""
+    """Runs test files and node ids in a tree, stopping at the first failure."""
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
     return run(tree, [*pytest, *suites], timeout_s)
 
@@ -260,7 +260,7 @@ def check_import(tree: Path) -> None:
 
 
 def build_native(tree: Path, objects: Iterable[str]) -> None:
-    """Compiles the named objects again, and links the library. Raises MutantsError."""
+    """Recompiles the named objects and links the library. Raises MutantsError."""
     for name in objects:
         path = tree / OBJECTS / name
         if not path.is_file():
@@ -285,7 +285,7 @@ def isa_in_use(tree: Path) -> str:
 
 
 def judge(mutant: Mutant, tests: SuiteRun) -> tuple[Verdict, str]:
-    """The verdict on a mutant after its tests, and its detail."""
+    """The verdict of a mutant from its test run, with the detail."""
     if tests.returncode is None:
         verdict = Verdict.CAUGHT if mutant.may_hang else Verdict.TIMED_OUT
         return verdict, "a hang, as expected" if mutant.may_hang else tests.tail
@@ -297,7 +297,7 @@ def judge(mutant: Mutant, tests: SuiteRun) -> tuple[Verdict, str]:
     if tests.returncode != 1 or failed is None:
         return Verdict.BROKEN, f"pytest ended with {tests.returncode}:\n{tests.tail}"
     if mutant.equivalent is not None:
-        return Verdict.BROKEN, f"argued to be equivalent, and yet caught by {failed[1]}"
+        return Verdict.BROKEN, f"declared equivalent, but caught by {failed[1]}"
     return Verdict.CAUGHT, failed[1]
 
 
@@ -318,10 +318,10 @@ def try_mutant(base: Path, mutant: Mutant, *, isa: str, timeout_s: float) -> Out
 
 
 def prepare(base: Path, mutants: Sequence[Mutant], timeout_s: float) -> str:
-    """Sees that every patch applies and every named test passes without it; returns the ISA.
+    """Checks that every patch applies and that the tests pass without mutants; returns the ISA.
 
     Raises:
-        MutantsError: otherwise.
+        MutantsError: a patch does not apply, or a test fails.
     """
     for mutant in mutants:
         with copy_of_sources(base, mutant) as sources:
@@ -342,7 +342,7 @@ def prepare(base: Path, mutants: Sequence[Mutant], timeout_s: float) -> str:
 
 @contextmanager
 def copy_of_sources(root: Path, mutant: Mutant) -> Generator[Path]:
-    """A folder with no more than the files that a mutant changes."""
+    """A temporary folder with only the files that a mutant changes."""
     with tempfile.TemporaryDirectory(prefix="cadenza-mutants-") as folder:
         for name in {edit.path for edit in mutant.edits}:
             target = Path(folder) / name
@@ -360,7 +360,7 @@ def run_all(
     jobs: int = 1,
     timeout_s: float = TIMEOUT_S,
 ) -> list[Outcome]:
-    """Runs the tests without any mutant, then each mutant's with it; tells each verdict at once.
+    """Runs the tests without mutants, then with each mutant; prints each verdict at once.
 
     Raises:
         MutantsError: a patch does not apply, or a test fails without any mutant.
@@ -379,7 +379,7 @@ def run_all(
 
 
 def report(outcomes: Sequence[Outcome], console: Console) -> None:
-    """A table of all, then in full what is at fault."""
+    """Prints a table of all outcomes, then the details of the unexpected ones."""
     by_column = Column("by", overflow="fold")
     table = Table("mutant", "breaks", "verdict", by_column, "s", title="mutation run")
     for outcome in outcomes:
@@ -395,7 +395,7 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
-    """Runs the mutants that are named, or all; 0 when each was caught."""
+    """Runs the named mutants, or all; returns 0 if every verdict is the expected one."""
     parser = argparse.ArgumentParser(prog="mutants", description="Run the mutation tests.")
     parser.add_argument("names", nargs="*", help="mutants to run; all without any")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default: 1)")
@@ -424,7 +424,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
 
 
 def _terminated(_number: int, _frame: object) -> None:
-    sys.exit(128 + signal.SIGTERM)  # so that copies are removed and what runs in them ends
+    sys.exit(128 + signal.SIGTERM)  # unwinds: removes the copies and kills running tests
 
 
 if __name__ == "__main__":

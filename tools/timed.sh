@@ -1,7 +1,7 @@
 #!/bin/sh
-# timed.sh MESSAGE COMMAND…: runs the command and says for how long it has been at it.
-# On a terminal the seconds count up in place; elsewhere there is a line now and then. What the
-# command prints is kept in a file and shown only if it fails.
+# timed.sh MESSAGE COMMAND…: runs the command and shows the elapsed time.
+# On a terminal the seconds are updated in place; elsewhere a line is printed every TIMED_EACH_S
+# seconds (default 15). The command's output is kept in a file and shown only if it fails.
 set -eu
 
 message=$1
@@ -17,14 +17,14 @@ trap 'kill "$!" 2>/dev/null; wait; exit 130' INT TERM HUP
 command=$!
 
 [ -t 1 ] || echo "$message …"
-told=0
+printed=0
 while kill -0 "$command" 2>/dev/null; do
   now=$(elapsed)
   if [ -t 1 ]; then
     printf '\r%s … %s s ' "$message" "$now"
-  elif [ $((now - told)) -ge "$each_s" ]; then
+  elif [ $((now - printed)) -ge "$each_s" ]; then
     echo "$message … $now s"
-    told=$now
+    printed=$now
   fi
   sleep 0.5
 done

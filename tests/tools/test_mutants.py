@@ -96,7 +96,7 @@ def test_an_equivalent_mutant_survives_and_one_that_is_caught_was_argued_wrongly
     failed = SuiteRun(returncode=1, output="FAILED tests/a.py::test_a - assert False\n")
     verdict, detail = mutants.judge(outcomes["equivalent"].mutant, failed)
     assert verdict is Verdict.BROKEN
-    assert detail == "argued to be equivalent, and yet caught by tests/a.py::test_a"
+    assert detail == "declared equivalent, but caught by tests/a.py::test_a"
 
 
 def test_tests_that_do_not_start_are_no_catch(outcomes: dict[str, Outcome]):
@@ -163,7 +163,7 @@ def test_a_patch_whose_lines_are_not_there_once_does_not_apply(
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"suite": "tests/test_half.py"}, "suite is no field"),
+        ({"suite": "tests/test_half.py"}, "unknown field suite"),
         ({"suites": ["tests/test_third.py"]}, "tests/test_third.py: no such test file"),
         ({"suites": []}, "no such test file"),
     ],
