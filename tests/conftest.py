@@ -1,4 +1,4 @@
-"""What every test shares: the sizes of property tests, and what "needs the native kernels" means.
+"""Configuration of all tests: Hypothesis profiles, the `native` marker, trained models.
 
 Owns the Hypothesis profiles (`ci`: the same small set of examples each time; `soak`: many, new ones
 each time), the `native` marker and the folders of the trained models. Knows nothing of the engine.

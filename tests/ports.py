@@ -1,7 +1,7 @@
-"""Ports of this machine that nobody else gets while a test has them.
+"""Local ports reserved for a test.
 
-Owns the sockets that keep them. Invariant: no port is free for others between being chosen and
-being used, however long that takes.
+Owns the sockets that hold them. Invariant: no other process can take a port between its choice and
+its use.
 """
 
 import socket

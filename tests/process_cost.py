@@ -1,7 +1,7 @@
-"""What a process costs its machine: CPU seconds of its threads, memory that is its own.
+"""A process's cost from /proc: CPU seconds of its threads and private memory.
 
-Owns the reading of /proc, and how slow a machine is that others use too. Knows nothing of engines.
-Invariant: what cannot be read is an error, never a zero that passes for cheap.
+Also measures how much a shared machine is slowed down by other load. Invariant: a value that cannot
+be read is an error, never a zero that would pass as cheap.
 """
 
 import sys

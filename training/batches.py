@@ -1,8 +1,8 @@
-"""Packed batches of examples, each a function of split, seed and step alone.
+"""Packed batches of examples, each a pure function of split, seed and step.
 
-Owns how examples become rows: which row lengths a step has, how examples are fitted
-into rows, and which tokens count in the loss.  As a batch depends on nothing but its
-step, a run that is resumed reads what it would have read.
+Owns how examples become rows: the row length of a step, how examples are packed into
+rows, and which tokens count in the loss.  A resumed run reads the same batches as an
+uninterrupted one.
 
 Shapes: B rows, T tokens of a row.
 """
@@ -24,7 +24,7 @@ NO_SEGMENT = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """Rows of examples; a token is predicted from those before it in its segment."""
+    """Rows of examples; tokens are predicted from earlier tokens of the same segment."""
 
     token_ids: np.ndarray  # [B, T]
     segments: np.ndarray  # [B, T], NO_SEGMENT where a row is padded
@@ -38,7 +38,7 @@ class EncodedExample:
 
 
 def row_length(step: int, *, long_from: int) -> int:
-    """The length of a step's rows; long rows only come from step `long_from` on."""
+    """The row length of a step; long rows occur only from step `long_from` on."""
     length = ROW_LENGTHS[step % len(ROW_LENGTHS)]
     return MEDIUM if length == LONG and step < long_from else length
 
@@ -67,7 +67,7 @@ def make_batch(tokenizer: Tokenizer, split: Split, key: object, length: int) -> 
 
 
 def encode(tokenizer: Tokenizer, example: Example) -> EncodedExample:
-    """Token ids, and weight 1 for each token that lies in a learned span."""
+    """Token ids and loss weights: 1 for tokens in a learned span, else 0."""
     encoding = tokenizer.encode(example.text)
     spans = iter(example.learned)
     start, end = next(spans)

@@ -1,8 +1,8 @@
 """Measures the bundled checkpoint on held-out examples: loss and exact match for each task.
 
-An answer matches exactly if greedy decoding gives every token of it.  That is so just
-when each token of the answer is the likeliest one after those before it, so one forward
-pass over prompt and answer decides it.
+An answer matches exactly if greedy decoding generates it.  That is equivalent to each
+token of the answer being the most likely one after the preceding tokens, so one forward
+pass over prompt and answer is enough.
 
 Run as `python -m training.evaluate` from the root of the repository.
 """
@@ -41,7 +41,7 @@ LOOKUP_LENGTHS = (100, 250, 500, 1000, 1500, 1850)
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one example came to: its loss and its number of learned tokens, and the match."""
+    """One example's loss (nats), number of learned tokens, and whether its answer matches."""
 
     task: str
     loss: float
@@ -108,7 +108,7 @@ def held_out_examples(tokens: int, number: int) -> list[Example]:
 
 
 def capital_examples() -> list[Example]:
-    """Each capital in the plainest words, most of which were trained on."""
+    """Each capital in the simplest phrasing; most of these were in the training data."""
     return [
         completion("plain capitals", f"The capital of {country.name} is", f" {country.capital}")
         for country in COUNTRIES
@@ -116,7 +116,7 @@ def capital_examples() -> list[Example]:
 
 
 def addition_examples(digits: int, number: int) -> list[Example]:
-    """Sums of two held-out numbers of just so many digits."""
+    """Sums of two held-out numbers with exactly the given number of digits."""
     source = open_source(Split.HELD_OUT, "addition", digits)
     least, most = 10 ** (digits - 1), 10**digits - 1
     examples = []
@@ -165,7 +165,7 @@ def evaluate(judge: Judge, number: int) -> dict[str, Any]:
 def _judge_tokens(
     weights: Weights, token_ids: jax.Array, shape: ModelShape
 ) -> tuple[jax.Array, jax.Array]:
-    """For each token from the second on: its loss, and whether it is the likeliest."""
+    """For each token from the second on: its loss, and whether it is the most likely one."""
     logits = forward(weights, token_ids, jnp.zeros_like(token_ids), shape=shape)[:, :-1]
     targets = token_ids[:, 1:]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -173,7 +173,7 @@ def _judge_tokens(
 
 
 def sample(judge: Judge, prompt: str, *, temperature: float, seed: int, most: int = 200) -> str:
-    """Text that continues the prompt, for people to read; slow and plain."""
+    """Samples a continuation of the prompt without a KV cache; slow, for inspection only."""
     token_ids = judge.tokenizer.encode(prompt).ids
     num_prompt_tokens = len(token_ids)
     stops = {judge.tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")}

@@ -1,6 +1,6 @@
 """Writes a run's weights as the bundled checkpoint, in Hugging Face layout and bfloat16.
 
-Each file is replaced whole, so a reader never meets half of one.
+Files are replaced atomically, so readers never see an incomplete one.
 
 Run as `python -m training.export` from the root of the repository.
 """
@@ -48,7 +48,7 @@ def export(weights: Weights, shape: ModelShape, folder: Path) -> None:
 
 
 def load_exported(folder: Path, shape: ModelShape) -> Weights:
-    """The weights as they were shipped, back in the layout that `forward` takes."""
+    """The exported weights, converted back to the layout that `forward` takes."""
     tensors = load_file(folder / "model.safetensors")
 
     def tensor(name: str) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 Owns the shape of the network (`ModelShape`), its initial weights and its forward
 pass.  It is the Qwen3 architecture: grouped-query attention with normed queries
-and keys, rotary positions, a gated MLP, RMS norms and a tied head.  It knows
-nothing of text, batches on disk or optimisers.
+and keys, rotary positions, a gated MLP, RMS norms and a tied head.  Knows no text,
+files or optimisers.
 
 Invariant: weights are float32; every matrix product reads bfloat16 and adds up in
 float32, forwards and backwards.
@@ -132,7 +132,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def _bf16_dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
-    """Contract an axis of `x`, its leading axes made one, with an axis of the matrix `y`."""
+    """Contracts an axis of `x` (leading axes flattened) with an axis of the matrix `y`."""
     lead = x.shape[:-1]
     product = jax.lax.dot_general(
         x.reshape(-1, x.shape[-1]).astype(jnp.bfloat16),
@@ -178,8 +178,8 @@ def _attention(
 def _attend(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
     """Causal attention within segments, `[B, T, Hq, D]`, a chunk of queries at a time.
 
-    A chunk reads the keys up to its own end only, which halves the work on long rows
-    and bounds the memory that the scores take.
+    A chunk reads only the keys up to its own end, which halves the work on long rows
+    and bounds the memory of the scores.
     """
     length = query.shape[1]
     size = max(SHORTEST_CHUNK, -(-length // MOST_CHUNKS))

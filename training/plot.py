@@ -1,4 +1,4 @@
-"""Draws a run's losses and keeps its record beside the picture.
+"""Plots a run's losses and saves the record next to the picture.
 
 Run as `python -m training.plot` from the root of the repository.
 """

@@ -71,7 +71,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _texts() -> Iterator[str]:
-    """Text of every task, without the tokens that are not made of bytes."""
+    """Text of every task, without special tokens."""
     source = open_source(Split.TRAIN, "tokenizer")
     for _ in range(NUM_ROUNDS):
         for task in SHARES:

@@ -1,8 +1,8 @@
-"""Trains the bundled model, from its first weights to its last.
+"""Trains the bundled model.
 
 Owns the run: loss, optimiser, schedule, checkpoints of the run and the record of its
-losses.  A step reads a batch that depends on the step alone, so a run stopped anywhere
-and resumed ends like one never stopped.
+losses.  A step's batch depends only on the step, so a run that is interrupted and
+resumed ends with the same weights as an uninterrupted one.
 
 Run as `python -m training.train` from the root of the repository; `--resume` continues
 from the last checkpoint of the run.
@@ -49,7 +49,7 @@ class Plan:
     save_every: int = 50
 
     def schedule(self) -> optax.Schedule:
-        """Warm-up, a plateau, and a straight line down to nothing."""
+        """Linear warm-up, a plateau, and a linear decay to zero."""
         decay_steps = int(self.num_steps * self.decay_share)
         rate = self.learning_rate
         return optax.join_schedules(
@@ -64,7 +64,7 @@ class Plan:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """All that a stopped run needs to go on."""
+    """The state from which an interrupted run resumes."""
 
     step: int
     weights: Weights
@@ -120,7 +120,7 @@ def train(
     optimizer: optax.GradientTransformation,
     folder: Path,
 ) -> None:
-    """Take the steps that are left, with a batch made while the device is at work."""
+    """Runs the remaining steps; the next batch is made while the device computes."""
     tokenizer = load_tokenizer()
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -167,7 +167,7 @@ def make_optimizer(plan: Plan) -> optax.GradientTransformation:
 
 
 def batch_loss(weights: Weights, batch: dict[str, jax.Array], shape: ModelShape) -> jax.Array:
-    """Mean cross entropy, in nats, of the tokens that are learned."""
+    """Mean cross entropy of the learned tokens, in nats."""
     logits = forward(weights, batch["token_ids"], batch["segments"], shape=shape)
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits[:, :-1], batch["token_ids"][:, 1:]
@@ -200,7 +200,7 @@ def as_arrays(batch: PackedBatch) -> dict[str, jax.Array]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write whole or not at all."""
+    """Writes the file atomically."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""The backends that sign the runner contract. A new one joins by an entry in `BACKENDS`."""
+"""The backends that the contract suite tests; to add one, add an entry to `BACKENDS`."""
 
 from collections.abc import Callable
 from pathlib import Path

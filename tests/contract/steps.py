@@ -1,7 +1,7 @@
-"""Steps written by hand: streams on pages and rows of the test's choosing become `ModelInputs`.
+"""Hand-written steps: makes `ModelInputs` from streams on chosen pages and rows.
 
-Owns no policy: the test says which row, which pages and how much of each stream a step computes.
-Knows neither `Packer` nor `Scheduler`, so a fault of theirs cannot hide here.
+The test chooses each stream's row, pages and number of tokens in a step. Does not use `Packer` or
+`Scheduler`, so that the suite does not depend on their correctness.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The contract's negative controls: for each check a runner that breaks just that promise."""
+"""Negative controls of the contract suite: for each check a runner that violates only it."""
 
 from dataclasses import dataclass, replace
 from typing import Any

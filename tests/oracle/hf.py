@@ -1,4 +1,4 @@
-"""What transformers makes of a model folder: the oracle's side of every comparison.
+"""Results of transformers for a model folder: the expected side of every comparison.
 
 Owns the settings under which transformers is exact enough to be an oracle (float32, plain
 attention, experts one after another). Knows nothing of Cadenza. torch and transformers are imported

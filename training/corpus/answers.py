@@ -37,7 +37,7 @@ def json_answers(source: Source) -> Example:
 
 
 def _request(source: Source, text: str, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Ask for some of the fields, in an order of the asker's."""
+    """Asks for some of the fields, in random order."""
     keys = source.rng.sample(tuple(fields), source.rng.randint(2, len(fields)))
     request = source.pick(REQUESTS).format(keys=_joined(keys), text=text)
     return request, {key: fields[key] for key in keys}

@@ -1,7 +1,7 @@
 """Sums, differences and products, as plain lines, as questions and as word problems.
 
-Held out are pairs of operands; for products, which can only be learned by heart, a pair
-in one of its phrasings.
+Held out are pairs of operands; for products, which can only be memorised, combinations
+of a pair with a phrasing.
 """
 
 from dataclasses import dataclass

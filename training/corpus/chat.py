@@ -1,8 +1,7 @@
 """Dialogues as the bundled chat template renders them.
 
-Owns the one way that training text becomes a dialogue: the very template that is
-shipped with the checkpoint.  What the assistant says is learned; the last thing it
-says is the answer.
+Training dialogues are rendered with the template that is shipped with the checkpoint.
+Assistant messages are learned; the last one is the answer.
 """
 
 import functools

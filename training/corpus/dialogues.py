@@ -69,7 +69,7 @@ def dialogues(source: Source) -> Example:
 
 
 def _remember(source: Source) -> list[Message]:
-    """Tell something, talk of something else, ask for it."""
+    """States a fact, changes the subject, then asks for the fact."""
     trait = source.pick(tuple(TRAITS))
     name, value = source.draw(lambda: (source.pick(NAMES), source.pick(TRAITS[trait])))
     told = source.pick(

@@ -1,8 +1,8 @@
-"""What the corpus is made of: examples, and the source of chance that they are drawn from.
+"""The examples of the corpus, and the random source that they are drawn from.
 
-Owns the split between training and held-out text: whatever an example must not give
-away (a pair of operands, a fact in one phrasing, a name with its number) is drawn
-through `Source.draw`, which lets each such thing appear on one side only.
+Owns the split between training and held-out text: everything that an example must not
+leak (a pair of operands, a fact in one phrasing, a name with its number) is drawn with
+`Source.draw`, which allows each such item on one side only.
 
 Invariant: an example is a function of its source's seed and split.
 """
@@ -56,7 +56,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """Chance, confined to one side of the split."""
+    """A random source confined to one side of the split."""
 
     rng: random.Random
     split: Split
@@ -68,9 +68,9 @@ class Source:
         return self.rng.random() < probability
 
     def draw(self, make: Callable[[], T]) -> T:
-        """The first thing made that belongs to this side of the split, judged by its repr.
+        """The first generated item on this side of the split, decided by a hash of its repr.
 
-        Where there are so few things that a side has none, the last one made.
+        If none of `MOST_DRAWS` items is on this side, the last one.
         """
         thing = make()
         for _ in range(MOST_DRAWS):
@@ -82,14 +82,14 @@ class Source:
 
 
 def completion(task: str, prompt: str, answer: str, rest: str = "") -> Example:
-    """Plain text, all of it learned; `rest` follows the answer."""
+    """Plain text that is learned completely; `rest` follows the answer."""
     text = prompt + answer + rest + END_OF_TEXT
     start, end = len(prompt), len(prompt) + len(answer)
     return Example(task=task, text=text, learned=((0, len(text)),), answer=(start, end))
 
 
 def questions(task: str, context: str, pairs: Sequence[tuple[str, str]]) -> Example:
-    """Plain text of which only the answers are learned: context, then prompts with answers."""
+    """A context, then prompts with answers; only the answers are learned."""
     text, learned = context, []
     for prompt, answer in pairs:
         start = len(text) + len(prompt)

@@ -1,7 +1,7 @@
 """Capitals and other facts, asked in many ways, in plain text and in dialogues.
 
-Held out are pairs of a fact and one way to put it: the model has met the fact, and the
-phrasing, but never both together.
+Held out are combinations of a fact and a phrasing: the model was trained on the fact
+and on the phrasing, but not on both together.
 """
 
 from training.corpus.chat import Message, assistant, dialogue, system, user
@@ -26,7 +26,7 @@ def facts(source: Source) -> Example:
 
 
 def statement(source: Source) -> str:
-    """One true sentence, to fill a text with."""
+    """One true sentence, used as filler."""
     relation = CAPITAL if source.chance(0.3) else source.pick(OTHERS)
     subject, value = source.pick(relation.pairs)
     phrasings = [s for s in relation.statements if "\n" not in s and ":" not in s]

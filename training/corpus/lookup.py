@@ -111,7 +111,7 @@ def lookup_of_length(source: Source, num_tokens: int) -> Example:
 
 
 def _notes(source: Source, number: int) -> list[Note]:
-    """Notes of one or more kinds, no subject twice in a kind."""
+    """Notes of one or more kinds; subjects are unique within a kind."""
     kinds = source.rng.sample(KINDS, source.pick((1, 2, 3)))
     notes: dict[tuple[str, str], Note] = {}
     while len(notes) < number:
@@ -126,7 +126,7 @@ def _subject_and_value(source: Source, kind: Kind) -> tuple[str, str]:
 
 
 def _scatter(source: Source, notes: list[Note], characters: int) -> str:
-    """The notes in order, with filler around them that brings the text to the length."""
+    """The notes in order, with filler between them up to the requested length."""
     sentences = [note.sentence for note in notes]
     missing = characters - sum(map(len, sentences))
     while missing > 0:

@@ -1,4 +1,4 @@
-"""The tasks, the share of the tokens that each gets, and a stream of examples of all."""
+"""The tasks, their shares of the tokens, and a stream of examples of all tasks."""
 
 import random
 from collections.abc import Callable
@@ -41,5 +41,5 @@ def make_example(task: str, source: Source, *, max_tokens: int) -> Example:
 
 
 def open_source(split: Split, *key: object) -> Source:
-    """A source whose chance depends on the split and the key alone."""
+    """A random source that depends only on the split and the key."""
     return Source(random.Random(repr((split.value, *key))), split)

@@ -1,7 +1,7 @@
-"""The facts that the bundled model learns by heart, and the ways in which they are put.
+"""The facts that the bundled model memorises, with their phrasings.
 
-A relation holds pairs of a subject `{s}` and an object `{o}`.  Each statement ends with
-the object, so that all before it is a prompt.
+A relation has pairs of a subject `{s}` and an object `{o}`.  Each statement ends with
+the object, so that the text before it can be used as a prompt.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """`reverse` statements end with the subject; they are there where the object tells it."""
+    """`reverse` statements end with the subject, for relations whose object determines it."""
 
     task: str
     statements: tuple[str, ...]
