@@ -19,9 +19,9 @@ from pathlib import Path
 
 from cadenza import LLM, SamplingParams
 from cadenza.bench.checkpoints import cached_checkpoint
-from cadenza.bench.serve import ServeOptions, measure_serving
+from cadenza.bench.serve import measure_serving
 from cadenza.bench.serve_figures import LoadFigures
-from cadenza.bench.serve_workload import ServeWorkload
+from cadenza.bench.workloads import ServeOptions
 from cadenza.loading.build import cache_folder
 
 MAX_MODEL_LEN = 1024
@@ -60,7 +60,7 @@ def served(folder: Path, concurrency: int, num_requests: int, seed: int) -> Load
 
 
 def offline_tok_s(folder: Path, concurrency: int, num_requests: int, seed: int) -> float:
-    planned = ServeWorkload(num_requests=num_requests, seed=seed, part=1).requests()
+    planned = ServeOptions(url="http://offline", seed=seed).requests(num_requests, part=1)
     params = [
         SamplingParams(max_tokens=each.max_tokens, temperature=0.0, ignore_eos=True)
         for each in planned

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cadenza.bench.bounds import ModelCost, Prompts, Roofline, Work
+from cadenza.bench.bounds import Cost, ModelCost, Prompts, Roofline
 from cadenza.checkpoint import named_shape
 
 LAYER_PARAMETERS = 30 * (576 * (9 + 3 + 3) * 64 + 9 * 64 * 576 + 3 * 576 * 1536)
@@ -96,14 +96,14 @@ def test_the_prefill_bound_counts_the_head_once_for_each_prompt(cost: ModelCost)
 
 def test_prefill_reads_the_weights_once_for_each_step_of_its_budget(cost: ModelCost):
     prompts = Prompts(count=3, length=500, token_budget=512)
-    assert (prompts.num_tokens, prompts.num_steps) == (1500, 3)
+    assert (prompts.num_tokens, len(prompts.step_sizes)) == (1500, 3)
     assert cost.prefill(prompts).read_bytes == 3 * 268_959_744 + 1500 * KV_BYTES
 
 
 def test_the_bound_is_the_longer_of_reading_and_multiplying():
     machine = Roofline(read_gb_s=2.0, gflop_s=10.0, dtype="float32", method="native")
-    assert Work(read_bytes=4e9, operations=1e9).bound_s(machine) == 2.0
-    assert Work(read_bytes=1e9, operations=30e9).bound_s(machine) == 3.0
+    assert Cost(read_bytes=4e9, operations=1e9).bound_s(machine) == 2.0
+    assert Cost(read_bytes=1e9, operations=30e9).bound_s(machine) == 3.0
 
 
 def test_each_rate_of_several_measurements_is_a_median_of_its_own():

@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 
 from cadenza import EngineConfig
-from cadenza.bench.load import Load, as_json, measure_load
-from cadenza.bench.load_probe import FileReader, MemoryWatch, largest_tensor_bytes
+from cadenza.bench.load import (
+    FileReader,
+    Load,
+    MemoryWatch,
+    largest_tensor_bytes,
+    measure_load,
+)
 from cadenza.checkpoint import open_checkpoint, write_random_checkpoint
 from cadenza.loading.build import load_runner, plan_model
 from cadenza.loading.memory import private_memory_bytes
@@ -73,7 +78,7 @@ def test_a_run_prints_what_was_read_how_fast_and_in_how_much_memory(folder: Path
     assert len(found.load_s) == len(found.read_s) == len(found.read_new_s) == 2
     if found.peak_private_bytes is not None:
         assert found.weight_bytes < found.peak_private_bytes < found.allowed_private_bytes
-    assert as_json(found)["load_gb_s"] == pytest.approx(found.file_bytes / sum(found.load_s) * 2e-9)
+    assert found.load_gb_s == pytest.approx(found.file_bytes / sum(found.load_s) * 2e-9)
 
 
 def test_shares_are_medians_of_runs_side_by_side():

@@ -7,8 +7,14 @@ import pytest
 from cadenza import EngineCore
 from cadenza.backends.base import OpTotals
 from cadenza.backends.fake import FakeRunner
-from cadenza.bench.profile import calls_of_a_step, step_profile
-from cadenza.bench.runs import DecodeTask, Timed, run_decode, run_prefill
+from cadenza.bench.runs import (
+    DecodeTask,
+    Timed,
+    calls_of_a_step,
+    run_decode,
+    run_prefill,
+    step_profile,
+)
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions
 from cadenza.errors import ConfigError

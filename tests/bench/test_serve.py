@@ -7,9 +7,9 @@ import json
 import httpx
 import pytest
 
-from cadenza.bench.serve import ServeClient, ServeOptions, ServerError, measure_serving
-from cadenza.bench.serve_figures import Answer, Failure
-from cadenza.bench.serve_workload import PlannedRequest, ServeWorkload
+from cadenza.bench.serve import ServeClient, ServerError, measure_serving
+from cadenza.bench.serve_figures import CompletedRequest, FailedRequest
+from cadenza.bench.workloads import PlannedRequest, ServeOptions
 from cadenza.cli import main
 from cadenza.errors import ConfigError
 from tests.bench.scripted_server import (
@@ -39,10 +39,7 @@ def test_a_closed_loop_keeps_its_clients_busy_and_counts_what_usage_says():
             url=server.url + "/v1/", concurrency=(1, 5), num_requests=15, **SMALL
         )  # type: ignore[arg-type]
         found = measure_serving(options, no_report)
-    plans = [
-        ServeWorkload(num_requests=15, part=part, **SMALL).requests()  # type: ignore[arg-type]
-        for part in (1, 2)
-    ]
+    plans = [requests for _, requests in options.loads()]
     assert (found.model, found.num_failures) == ("scripted", 0)
     assert [load.concurrency for load in found.loads] == [1, 5]
     assert server.most_open == 5
@@ -93,9 +90,9 @@ def test_what_goes_wrong_is_a_failure_with_its_reason(what: int, reason: str):
 
     with running(ScriptedServer()) as server:
         failed, answered = asyncio.run(play(server.url))
-    assert isinstance(failed, Failure)
+    assert isinstance(failed, FailedRequest)
     assert failed.reason == reason
-    assert isinstance(answered, Answer)
+    assert isinstance(answered, CompletedRequest)
 
 
 def test_times_are_the_clocks_at_the_arrival_of_each_piece():
@@ -108,7 +105,7 @@ def test_times_are_the_clocks_at_the_arrival_of_each_piece():
 
     with running(ScriptedServer()) as server:
         answer = asyncio.run(play(server.url))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, CompletedRequest)
     assert answer.sent_s == 0.0
     assert len(answer.content_s) == 3
     assert 0 < answer.content_s[0] <= answer.content_s[1] <= answer.content_s[2] < answer.end_s
@@ -164,12 +161,12 @@ def test_a_server_that_is_not_there_or_serves_nothing_is_named():
     ("flags", "named"),
     [
         (("--concurrency", "0"), "--concurrency 0"),
-        (("--concurrency", "x"), "--concurrency 'x'"),
+        (("--concurrency", "x"), "'--concurrency': 'x'"),
         (("--input-len", "5:2"), "--input-len 5:2"),
-        (("--output-len", "a:b"), "--output-len 'a:b'"),
+        (("--output-len", "a:b"), "'--output-len': 'a:b'"),
         (("--request-rate", "0"), "--request-rate 0"),
         (("--vocab-size", "3"), "--vocab-size 3"),
-        (("--num-requests", "0"), "0 requests"),
+        (("--num-requests", "0"), "--num-requests 0"),
     ],
 )
 def test_flags_that_cannot_work_are_refused_before_anything_is_sent(
@@ -180,5 +177,5 @@ def test_flags_that_cannot_work_are_refused_before_anything_is_sent(
 
 
 def test_a_text_that_is_no_url_is_refused():
-    with pytest.raises(ConfigError, match="is no URL"):
+    with pytest.raises(ConfigError, match="is not a URL"):
         ServeOptions(url="127.0.0.1:8000")

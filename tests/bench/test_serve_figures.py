@@ -5,32 +5,36 @@ from itertools import pairwise
 import pytest
 
 from cadenza.bench.serve_figures import (
-    Answer,
+    CompletedRequest,
     CpuTimes,
-    Failure,
+    FailedRequest,
     Spread,
     figures_of,
-    percentile,
     spread_of,
 )
-from cadenza.bench.serve_workload import FIRST_TOKEN_ID, ServeWorkload
+from cadenza.bench.workloads import FIRST_TOKEN_ID, ServeOptions
 
+URL = "http://127.0.0.1:8000"
 CPU = CpuTimes(client_s=0.0012, server_s=0.012)
 ANSWERS = (
-    Answer(
+    CompletedRequest(
         sent_s=10.0,
         content_s=(10.5, 10.75, 11.5),
         end_s=12.5,
         num_prompt_tokens=100,
         num_output_tokens=5,
     ),
-    Answer(sent_s=11.0, content_s=(12.0,), end_s=12.0, num_prompt_tokens=20, num_output_tokens=1),
-    Answer(sent_s=11.0, content_s=(), end_s=14.0, num_prompt_tokens=30, num_output_tokens=6),
+    CompletedRequest(
+        sent_s=11.0, content_s=(12.0,), end_s=12.0, num_prompt_tokens=20, num_output_tokens=1
+    ),
+    CompletedRequest(
+        sent_s=11.0, content_s=(), end_s=14.0, num_prompt_tokens=30, num_output_tokens=6
+    ),
 )
 FAILURES = (
-    Failure(sent_s=9.5, end_s=9.6, reason="429"),
-    Failure(sent_s=12.0, end_s=15.5, reason="429"),
-    Failure(sent_s=12.0, end_s=13.0, reason="timeout"),
+    FailedRequest(sent_s=9.5, end_s=9.6, reason="429"),
+    FailedRequest(sent_s=12.0, end_s=15.5, reason="429"),
+    FailedRequest(sent_s=12.0, end_s=13.0, reason="timeout"),
 )
 
 
@@ -65,11 +69,11 @@ def test_a_load_that_failed_altogether_has_counts_and_no_times():
     assert found.client_us_per_token is found.server_us_per_token is None
 
 
-@pytest.mark.parametrize(
-    ("percent", "expected"), [(0, 1.0), (50, 3.0), (95, 4.8), (99, 4.96), (100, 5.0), (25, 2.0)]
-)
-def test_a_percentile_lies_between_the_two_nearest_values(percent: float, expected: float):
-    assert percentile([1.0, 2.0, 3.0, 4.0, 5.0], percent) == pytest.approx(expected)
+def test_a_percentile_lies_between_the_two_nearest_values():
+    found = spread_of([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert found is not None
+    assert (found.p50_s, found.max_s) == (3.0, 5.0)
+    assert (found.p95_s, found.p99_s) == (pytest.approx(4.8), pytest.approx(4.96))
 
 
 def test_one_value_is_its_own_spread_and_no_values_have_none():
@@ -79,11 +83,11 @@ def test_one_value_is_its_own_spread_and_no_values_have_none():
 
 
 def test_a_workload_is_a_function_of_its_seed_and_keeps_its_bounds():
-    workload = ServeWorkload(num_requests=300, seed=4)
-    requests = workload.requests()
-    assert requests == workload.requests()
-    assert requests != ServeWorkload(num_requests=300, seed=5).requests()
-    assert requests[:10] == ServeWorkload(num_requests=10, seed=4).requests()
+    options = ServeOptions(url=URL, seed=4)
+    requests = options.requests(300)
+    assert requests == options.requests(300)
+    assert requests != ServeOptions(url=URL, seed=5).requests(300)
+    assert requests[:10] == options.requests(10)
     lengths = [len(each.prompt_token_ids) for each in requests]
     assert (min(lengths) >= 16, max(lengths) <= 512) == (True, True)
     assert (min(lengths) < 40, max(lengths) > 480) == (True, True)
@@ -95,7 +99,7 @@ def test_a_workload_is_a_function_of_its_seed_and_keeps_its_bounds():
 
 
 def test_arrivals_come_at_the_rate_in_the_mean_and_not_evenly():
-    requests = ServeWorkload(num_requests=4000, request_rate=50.0).requests()
+    requests = ServeOptions(url=URL, request_rate=50.0).requests(4000)
     times = [each.after_s for each in requests]
     assert times == sorted(times)
     assert times[-1] == pytest.approx(80.0, rel=0.1)

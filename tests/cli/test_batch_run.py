@@ -12,14 +12,14 @@ from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.checkpoint import open_checkpoint
 from cadenza.cli.batch_run import BatchRun, Question
 from cadenza.cli.generate import report_failures, run_as_json, run_as_text
+from cadenza.cli.generate_report import json_lines
 from cadenza.cli.interrupts import Interrupts
 from cadenza.cli.live_view import frame, live_view, print_result
-from cadenza.cli.reports import json_lines
 from cadenza.config import EngineLimits
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError, RunnerError
-from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.request import Request, SamplingParams
 
 STEP_S = 0.5
@@ -75,7 +75,8 @@ def ask(index: int, max_tokens: int = 5, size: int = 3, shown: str = "") -> Ques
     request = Request(
         prompt_token_ids=ids, params=SamplingParams(max_tokens=max_tokens, temperature=0.0)
     )
-    return Question(shown=shown or f"prompt {index}", sent_text=None, request=request)
+    prepared = PreparedRequest(text=None, request=request)
+    return Question(shown=shown or f"prompt {index}", prepared=prepared)
 
 
 def finish(run: BatchRun, clock: Ticking) -> None:

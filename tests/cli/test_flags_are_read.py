@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from cadenza.cli.bench import LoadFlags, WorkloadFlags
 from cadenza.cli.chat import ChatFlags
 from cadenza.cli.generate import GenerateFlags
 from cadenza.cli.serve import ServeFlags
@@ -24,17 +23,14 @@ from tests.cli.test_options import VALUES
 
 NOWHERE = "http://127.0.0.1:1"
 
-bench, chat, generate, serve, verify = (
-    import_module(f"cadenza.cli.{name}")
-    for name in ("bench", "chat", "generate", "serve", "verify")
+chat, generate, serve, verify = (
+    import_module(f"cadenza.cli.{name}") for name in ("chat", "generate", "serve", "verify")
 )
 GROUPS: dict[str, tuple[type[Any], ModuleType]] = {
     "serve": (ServeFlags, serve),
     "generate": (GenerateFlags, generate),
     "chat": (ChatFlags, chat),
     "verify": (GateFlags, verify),
-    "throughput": (WorkloadFlags, bench),
-    "load": (LoadFlags, bench),
 }
 
 

@@ -224,7 +224,7 @@ def test_a_misspelt_variable_is_told_with_the_one_that_was_meant(
     ran = cadenza("--version")
     assert (ran.code, ran.out) == (0, f"cadenza {package.__version__}\n")
     assert ran.err.splitlines() == [
-        f"cadenza: warning: {given} is set, which nothing reads; did you mean {meant}?"
+        f"cadenza: warning: {given} is set, but nothing reads it; did you mean {meant}?"
         for given, meant in (
             ("CADENZA_GENERATION_CONFG", "CADENZA_GENERATION_CONFIG"),
             ("CADENZA_MAX_SEQS", "CADENZA_MAX_NUM_SEQS"),

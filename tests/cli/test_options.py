@@ -1,13 +1,15 @@
 """Flags: each field of `EngineConfig` is one, aliases work, a flag goes before the environment."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated
+from typing import Literal
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from cadenza.cli.options import ENGINE_FLAGS, flags_of, with_flags
+from cadenza.bench.workloads import ServeOptions, Workload
+from cadenza.cli.bench import SERVE_FLAGS, WORKLOAD_FLAGS
+from cadenza.cli.options import ENGINE_FLAGS, EngineFlags, flag, flags_of, with_flags
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
@@ -17,14 +19,15 @@ DEFAULT = EngineConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    size: Annotated[int, typer.Option(help="A flag of the command's own.")] = 3
+    size: int = flag(3, "A flag of the command's own.")
+    kind: Literal["a", "b"] = flag("a", "One with choices.")
 
 
 def parse(*arguments: str, env: dict[str, str] | None = None) -> tuple[EngineConfig, SamplingFlags]:
     """What a command sees of `arguments`. Raises what it raises."""
     seen: list[tuple[EngineConfig, SamplingFlags]] = []
 
-    def command(own: Own, sampling: SamplingFlags, config: EngineConfig) -> None:
+    def command(own: Own, sampling: SamplingFlags, config: EngineFlags) -> None:
         assert own.size == 3
         seen.append((config, sampling))
 
@@ -69,6 +72,12 @@ def test_every_field_of_engine_config_is_described_and_tested():
     names = {field.name for field in fields(EngineConfig)}
     assert set(ENGINE_FLAGS) == names
     assert set(VALUES) | {"enable_prefix_caching"} == names
+
+
+def test_the_flags_of_bench_describe_fields_that_there_are():
+    assert set(WORKLOAD_FLAGS) == {field.name for field in fields(Workload)}
+    assert {field.name for field in fields(ServeOptions)} - set(SERVE_FLAGS) == {"timeout_s"}
+    assert set(SERVE_FLAGS) < {field.name for field in fields(ServeOptions)}
 
 
 def test_nothing_given_is_engine_configs_own_default():
@@ -127,6 +136,7 @@ def test_the_fields_known_aliases_are_there():
         (("--max-num-seqs", "0"), "--max-num-seqs 0"),
         (("--page-size", "20"), "not a multiple of 16"),
         (("--seed", "-1"), "--seed -1"),
+        (("--kind", "c"), "--kind 'c' is not one of a, b"),
     ],
 )
 def test_a_value_out_of_bounds_is_a_config_error_that_names_the_flag(arguments, said):
@@ -159,4 +169,4 @@ def test_one_seed_is_the_requests_and_the_engines():
 
 
 def test_a_group_of_a_commands_own_becomes_flags():
-    assert [flag.name for flag in flags_of(Own)] == ["size"]
+    assert [each.name for each in flags_of(Own, {})] == ["size", "kind"]

@@ -4,24 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.cli.prompts import Asked, only_model, read_prompts_file, read_words
+from cadenza.cli.prompts import only_model, read_prompts_file, read_words
 from cadenza.errors import ConfigError, InvalidRequestError
 
 
 def test_words_are_prompts_for_the_bundled_model():
-    assert read_words(["The capital of France is", "and"], None) == Asked(
-        model=None, prompts=("The capital of France is", "and")
-    )
+    words = ("The capital of France is", "and")
+    assert read_words(words, None) == (None, words)
 
 
 def test_a_first_word_that_is_a_model_folder_is_the_model(model: Path):
-    assert read_words([str(model), "a", str(model)], None) == Asked(
-        model=str(model), prompts=("a", str(model))
-    )
+    folder = str(model)
+    assert read_words([folder, "a", folder], None) == (folder, ("a", folder))
 
 
 def test_with_the_model_flag_every_word_is_a_prompt(model: Path):
-    assert read_words([str(model), "a"], "other").prompts == (str(model), "a")
+    assert read_words([str(model), "a"], "other") == ("other", (str(model), "a"))
 
 
 def test_a_folder_without_config_is_refused_rather_than_taken_as_a_prompt(tmp_path: Path):
@@ -37,7 +35,7 @@ def test_a_first_word_written_like_a_model_is_refused(word: str):
 
 @pytest.mark.parametrize("word", ["and/or what?", "1 / 2", "a", "", "x" * 5000, "nul\0", "// is"])
 def test_other_first_words_are_prompts(word: str):
-    assert read_words([word], None).prompts == (word,)
+    assert read_words([word], None) == (None, (word,))
 
 
 def test_a_model_named_twice_is_refused():
@@ -81,7 +79,7 @@ def test_a_json_line_that_is_no_prompt_is_refused_with_its_number(tmp_path: Path
 
 @pytest.mark.parametrize("content", ["", " \n\n"])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str):
-    with pytest.raises(ConfigError, match="no prompt"):
+    with pytest.raises(ConfigError, match="no prompts"):
         read(tmp_path, "p.txt", content)
 
 

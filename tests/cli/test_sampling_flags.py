@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from cadenza import SamplingParams
 from cadenza.checkpoint import open_checkpoint
-from cadenza.cli.batch_run import Stream
+from cadenza.cli.batch_run import BatchStream, Question
 from cadenza.cli.generate import GenerateFlags
+from cadenza.cli.generate_report import block
 from cadenza.cli.options import with_flags
-from cadenza.cli.reports import block
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.text_frontend import TextFrontend
@@ -118,7 +118,7 @@ def test_generation_config_none_leaves_the_models_sampling_aside(
 def test_several_samples_are_printed_with_their_numbers(model: Path):
     text = TextFrontend(open_checkpoint(model))
     prepared = text.prepare("the", {"n": 2})
-    stream = Stream(index=2, shown="the", sent_text="the", request=prepared.request)
+    stream = BatchStream(index=2, question=Question(shown="the", prepared=prepared))
     stream.processor = OutputProcessor(0, prepared, text)
     for sample, written in enumerate(("fox", "dog")):
         for index, token_id in enumerate(text.encode(written)):

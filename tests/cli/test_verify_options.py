@@ -23,7 +23,7 @@ def test_the_command_plays_the_matrix(cadenza: Callable[..., Ran], model: Path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--options", "some"), "--options 'some' is not none or all"),
+        (("--options", "some"), "--options 'some' is not one of none, all"),
         (("--options", "all", "--num-requests", 9), "leave --num-requests out"),
         (("--options", "all", "--url", "http://127.0.0.1:1"), "give no model"),
     ],

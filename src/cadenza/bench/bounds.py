@@ -1,14 +1,14 @@
-"""The bound of a figure: what a step must read and multiply, over what the machine can do.
+"""The bound of a rate: what a step must read and multiply, over the machine's roofline.
 
 Pure arithmetic over a model's shape. Knows no engine and measures nothing. Counted are the matrix
 products' weights, once for each step, the KV of the rows' contexts, and the operations of both (a
-multiplication and its sum are two). Not counted are norms, biases, activations and the embedding
-rows, which are below one per cent; so the bound is a little generous and a share a little low.
+multiplication and its sum are two). Norms, biases, activations and the embedding rows, below one
+per cent together, are not counted; so the bound is slightly high and a share of it slightly low.
 
-Of a mixture, a token is multiplied with its own experts only, and a step reads each expert at most
-once. Which ones the tokens choose is not known beforehand: counted are the most that a step of T
-tokens can need, min(X, T A) of X experts in each layer where a token chooses A. Tokens that choose
-the same experts let a step read less than that, so a share can pass 100 %.
+In a mixture a token is multiplied with its own experts only, and a step reads each expert at most
+once. Which ones the tokens choose is not known beforehand, so the most that a step of T
+tokens can need is counted: min(X, T A) of X experts in each layer where a token chooses A. Where
+tokens choose the same experts a step reads less, so a share can exceed 100 %.
 """
 
 import statistics
@@ -25,7 +25,7 @@ Limit = Literal["read", "multiply"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """What the machine can do at most, and how that was found."""
+    """The machine's highest rates, and how they were measured (`native` or `numpy`)."""
 
     read_gb_s: float
     gflop_s: float
@@ -34,7 +34,7 @@ class Roofline:
 
     @classmethod
     def median_of(cls, found: Sequence["Roofline"]) -> Self:
-        """Of measurements of one machine, each rate on its own."""
+        """The median of several measurements, of each rate on its own."""
         return cls(
             read_gb_s=statistics.median(each.read_gb_s for each in found),
             gflop_s=statistics.median(each.gflop_s for each in found),
@@ -44,8 +44,8 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Bytes to be read and operations to be done."""
+class Cost:
+    """Bytes that have to be read, and operations."""
 
     read_bytes: float
     operations: float
@@ -55,7 +55,7 @@ class Work:
         return max(self._read_s(roofline), self._multiply_s(roofline))
 
     def limit(self, roofline: Roofline) -> Limit:
-        """Which of the two takes longer."""
+        """Whether reading or multiplying takes longer."""
         return "read" if self._read_s(roofline) >= self._multiply_s(roofline) else "multiply"
 
     def _read_s(self, roofline: Roofline) -> float:
@@ -67,7 +67,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Prompts of one length that go through in steps of a token budget."""
+    """Prompts of one length, computed in steps of a token budget."""
 
     count: int
     length: int
@@ -78,10 +78,6 @@ class Prompts:
         return self.count * self.length
 
     @property
-    def num_steps(self) -> int:
-        return -(-self.num_tokens // self.token_budget)
-
-    @property
     def step_sizes(self) -> list[int]:
         """Tokens of each step."""
         whole, rest = divmod(self.num_tokens, self.token_budget)
@@ -90,7 +86,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsCost:
-    """The experts' part in a model's cost; `parameters` are of one expert in all layers."""
+    """The experts' part of a model's cost; `parameters` of one expert in all its layers."""
 
     parameters: int
     num_experts: int
@@ -98,7 +94,7 @@ class ExpertsCost:
 
     @property
     def token_parameters(self) -> int:
-        """What one token is multiplied with."""
+        """Parameters that one token is multiplied with."""
         return self.num_chosen * self.parameters
 
     def most_read_by(self, num_tokens: int) -> int:
@@ -108,14 +104,14 @@ class ExpertsCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """A model's part in the bound.
+    """A model's part of the bound.
 
     Args:
-        layer_parameters: of all layers' matrix products but the experts'.
-        head_parameters: of the vocabulary head, the embedding where they are tied.
-        pair_operations: of attention for one query and one token of its context, in all layers.
-        item_bytes: of a weight.
-        kv_bytes_per_token: of one token's keys and values in all layers.
+        layer_parameters: of all layers' matrix products, without the experts'.
+        head_parameters: of the vocabulary head, or of the embedding that is tied to it.
+        pair_operations: attention of one query and one token of its context, in all layers.
+        item_bytes: bytes of one weight.
+        kv_bytes_per_token: one token's keys and values in all layers.
     """
 
     layer_parameters: int
@@ -127,7 +123,7 @@ class ModelCost:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: WeightDType) -> Self:
-        """Of a shape whose weights and KV are `dtype`."""
+        """The cost of a shape with weights and KV in `dtype`."""
         experts = _experts_cost(config)
         all_experts = experts.most_read_by(experts.num_experts) if experts else 0
         return cls(
@@ -145,27 +141,27 @@ class ModelCost:
         )
 
     def weight_bytes(self, num_tokens: int) -> int:
-        """The most that a step of so many tokens reads."""
+        """The most bytes of weights that a step of so many tokens reads."""
         experts = self.experts.most_read_by(num_tokens) if self.experts else 0
         return (self.layer_parameters + experts + self.head_parameters) * self.item_bytes
 
     @property
     def token_parameters(self) -> int:
-        """What one token is multiplied with in all layers."""
+        """Parameters of the layers that one token is multiplied with."""
         return self.layer_parameters + (self.experts.token_parameters if self.experts else 0)
 
-    def decode_step(self, rows: int, context: float) -> Work:
+    def decode_step(self, rows: int, context: float) -> Cost:
         """One token for each row; `context` is a row's average KV length, its own included."""
         parameters = self.token_parameters + self.head_parameters
-        return Work(
+        return Cost(
             read_bytes=self.weight_bytes(rows) + rows * context * self.kv_bytes_per_token,
             operations=rows * (2 * parameters + context * self.pair_operations),
         )
 
-    def prefill(self, prompts: Prompts) -> Work:
-        """All steps together; the head works once for each prompt, and is read once each step."""
+    def prefill(self, prompts: Prompts) -> Cost:
+        """All steps together; the head is applied once a prompt and read once a step."""
         pairs = prompts.count * prompts.length * (prompts.length + 1) // 2
-        return Work(
+        return Cost(
             read_bytes=sum(map(self.weight_bytes, prompts.step_sizes))
             + prompts.num_tokens * self.kv_bytes_per_token,
             operations=2 * self.token_parameters * prompts.num_tokens

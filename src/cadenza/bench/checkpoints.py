@@ -1,39 +1,37 @@
-"""Checkpoints to measure with: random weights of a shape, made once and kept in the cache folder.
+"""Checkpoints to measure with: random weights of a shape and a tokenizer, kept in the cache folder.
 
-Owns their names and the watching of their making; the weights are `checkpoint`'s. Invariant: a
-folder in the cache is whole, because it gets its name only when everything is written.
+Owns their names, their tokenizers and the reports of progress; the weights are `checkpoint`'s.
+Invariants: a folder in the cache is complete, because it is renamed into place when everything is
+written. Every token of a random tokenizer has a text of its own, and with at least 256 tokens any
+text can be encoded: the first tokens stand for single bytes, the others for made-up words that no
+text is encoded to.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotDone
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cadenza.bench.random_tokenizer import write_random_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cadenza.bench import OnStatus
 from cadenza.checkpoint import ModelConfig, count_parameters, named_shape, write_random_checkpoint
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.checkpoint.tokenizer_files import TOKENIZER_FILE
 from cadenza.errors import CheckpointError
 
-OnProgress = Callable[[int, int], None]
-"""Told the bytes written so far and in all."""
-
 _POLL_S = 0.2
 _DIGEST_DIGITS = 12
-
-
-def _unwatched(num_written: int, num_bytes: int) -> None:
-    """Nobody is told."""
+_SPACE = "Ġ"
+_LETTERS = "etaoinshrdlucmfwygpbvkxqjz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomWeights:
-    """What a random checkpoint follows from."""
+    """What determines a random checkpoint."""
 
     shape: ModelConfig
     dtype: WeightDType
@@ -45,67 +43,65 @@ class RandomWeights:
 
     @property
     def digest(self) -> str:
-        """Changes with every number of the shape, the format and the seed."""
+        """Differs for every other shape, type or seed."""
         facts = json.dumps([asdict(self.shape), self.dtype, self.seed], sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()[:_DIGEST_DIGITS]
 
 
 def random_weights(name_or_file: str, dtype: WeightDType | None = None) -> RandomWeights:
-    """Of a known shape or a config.json, in its own type unless told. Raises CheckpointError."""
+    """Of a shape's name or a config.json, in its own type by default. Raises CheckpointError."""
     shape = named_shape(name_or_file)
     return RandomWeights(shape=shape, dtype=dtype or shape.dtype)
 
 
-def make_checkpoint(weights: RandomWeights, folder: Path, on_progress: OnProgress) -> None:
-    """Writes weights and a tokenizer into a new or empty folder while `on_progress` is told.
-
-    Raises CheckpointError.
-    """
+def make_checkpoint(weights: RandomWeights, folder: Path, report: OnStatus) -> None:
+    """Writes weights and a tokenizer into a new or empty folder. Raises CheckpointError."""
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(
+        writing = pool.submit(
             write_random_checkpoint,
             weights.shape,
             folder,
             seed=weights.seed,
             dtype=weights.dtype,
         )
-        while not _is_done(done):
-            on_progress(min(_bytes_in(folder), weights.num_bytes), weights.num_bytes)
-        done.result()
+        tenths = 0
+        while wait([writing], timeout=_POLL_S).not_done:
+            written = min(10, 10 * _bytes_in(folder) // weights.num_bytes)
+            if written > tenths:
+                tenths = written
+                report(f"writing random weights: {10 * tenths} %")
+        writing.result()
     write_random_tokenizer(folder / TOKENIZER_FILE, weights.shape.vocab_size)
-    on_progress(weights.num_bytes, weights.num_bytes)
+    report("writing random weights: 100 %")
 
 
-def cached_checkpoint(shape: str, cache: Path, on_progress: OnProgress = _unwatched) -> Path:
-    """Random weights of a known shape or a config.json, made now if need be.
-
-    Raises CheckpointError.
-    """
+def cached_checkpoint(shape: str, cache: Path, report: OnStatus = lambda _: None) -> Path:
+    """The folder of a shape's random weights, written now if need be. Raises CheckpointError."""
     weights = random_weights(shape)
     folder = cached_folder(weights, shape, cache)
-    ensure_checkpoint(weights, folder, on_progress)
+    ensure_checkpoint(weights, folder, report)
     return folder
 
 
 def cached_folder(weights: RandomWeights, label: str, cache: Path) -> Path:
-    """Where the checkpoint is, or will be."""
+    """The folder of a cached checkpoint, which may not exist yet."""
     name = Path(label).name.removesuffix(".json")
     return cache / "bench" / f"{name}-{weights.dtype}-{weights.digest}"
 
 
-def ensure_checkpoint(weights: RandomWeights, folder: Path, on_progress: OnProgress) -> None:
-    """Makes the checkpoint unless it is there. Raises CheckpointError."""
-    if _is_whole(folder):
+def ensure_checkpoint(weights: RandomWeights, folder: Path, report: OnStatus) -> None:
+    """Writes the checkpoint unless it is there. Raises CheckpointError."""
+    if _is_complete(folder):
         return
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     try:
-        make_checkpoint(weights, partial, on_progress)
-        if not _is_whole(folder):  # of an earlier version, which wrote less
+        make_checkpoint(weights, partial, report)
+        if not _is_complete(folder):  # an earlier version wrote fewer files
             shutil.rmtree(folder, ignore_errors=True)
         partial.replace(folder)
     except OSError as error:
-        # Another process may have been faster; then its folder is as good as ours.
-        if not _is_whole(folder):
+        # Another process may have written it first; its folder is equal to ours.
+        if not _is_complete(folder):
             raise CheckpointError(
                 f"the random checkpoint {folder.name} cannot be kept: {error.strerror}"
             ) from error
@@ -113,17 +109,30 @@ def ensure_checkpoint(weights: RandomWeights, folder: Path, on_progress: OnProgr
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / TOKENIZER_FILE).is_file()
-
-
-def _is_done(future: "Future[None]") -> bool:
-    try:
-        future.exception(timeout=_POLL_S)
-    except NotDone:
-        return False
-    return True
 
 
 def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def write_random_tokenizer(path: Path, vocab_size: int) -> None:
+    """Writes a byte-level tokenizer.json of `vocab_size` tokens."""
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
+    names += [_SPACE + _word(number) for number in range(vocab_size - len(names))]
+    vocab = {name: token_id for token_id, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path))
+
+
+def _word(number: int) -> str:
+    """Two letters or more, another word for each number."""
+    letters = ""
+    number += len(_LETTERS)
+    while number:
+        number, letter = divmod(number, len(_LETTERS))
+        letters += _LETTERS[letter]
+    return letters

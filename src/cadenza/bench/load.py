@@ -1,41 +1,53 @@
 """How fast a checkpoint's weights are loaded, beside how fast the page cache gives their bytes.
 
-Owns the runs and their figures; a run is `load_probe`'s, in a process of its own. Invariant: the
-page cache is warm, and every load has readings of the same files right before it.
+Owns the measurement and its figures. It runs in a fresh process, as `python -m cadenza.bench.load
+JSON`, so that the first load's memory is watched before anything else has taken any. Invariant: the
+page cache is warm, and every timed load has readings of the same files right before it.
 """
 
 import json
+import os
 import statistics
-from collections.abc import Callable
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cadenza import EngineConfig
-from cadenza.bench.probe import run_probe
-from cadenza.errors import ConfigError
-from cadenza.loading.build import find_checkpoint
+import numpy as np
 
-MAX_REPEATS = 1000
+from cadenza import EngineConfig
+from cadenza.backends import find_backend
+from cadenza.bench import OnStatus
+from cadenza.bench.machine import num_usable_cores, run_in_fresh_process
+from cadenza.bench.workloads import check_repeats
+from cadenza.checkpoint import Checkpoint
+from cadenza.loading.build import find_checkpoint, load_runner, plan_model
+from cadenza.loading.memory import private_memory_bytes
+
 ALLOWED_BYTES = 500_000_000
-"""What a process may hold while it loads, beside the weights and the largest tensor."""
+"""Private memory that loading may take beside the weights and the largest tensor."""
 
 _TIMEOUT_S = 3600.0
-_PROBE = "cadenza.bench.load_probe"
+_BLOCK_BYTES = 64 << 20
+"""Memory that is read into again and again: larger than a core's caches."""
 
-Report = Callable[[str], None]
+_SAMPLE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a probe found; seconds of each run."""
+    """The measured loads and readings; seconds of each run."""
 
     file_bytes: int
     weight_bytes: int
     largest_tensor_bytes: int
     num_threads: int
-    load_s: tuple[float, ...]
-    read_s: tuple[float, ...]  # into memory that is there
-    read_new_s: tuple[float, ...]  # into memory that the system has yet to give
+    load_s: Sequence[float]
+    read_s: Sequence[float]  # into memory that is already resident
+    read_new_s: Sequence[float]  # into memory that the system has yet to provide
     peak_private_bytes: int | None
 
     @property
@@ -52,55 +64,160 @@ class Load:
 
     @property
     def share_of_read(self) -> float:
-        return _median_ratio(self.read_s, self.load_s)
+        return self._load_share_of(self.read_s)
 
     @property
     def share_of_read_new(self) -> float:
-        return _median_ratio(self.read_new_s, self.load_s)
+        return self._load_share_of(self.read_new_s)
 
     @property
     def allowed_private_bytes(self) -> int:
         return self.weight_bytes + self.largest_tensor_bytes + ALLOWED_BYTES
 
-    def _gb_s(self, runs_s: tuple[float, ...]) -> float:
+    def _gb_s(self, runs_s: Sequence[float]) -> float:
         return self.file_bytes / statistics.median(runs_s) / 1e9
+
+    def _load_share_of(self, readings_s: Sequence[float]) -> float:
+        """Loading's rate over reading's: the median over neighbouring runs."""
+        pairs = zip(readings_s, self.load_s, strict=True)
+        return statistics.median(read_s / load_s for read_s, load_s in pairs)
 
 
 def measure_load(
-    model: str | Path | None, config: EngineConfig, *, repeats: int, report: Report
+    model: str | Path | None, config: EngineConfig, *, repeats: int, report: OnStatus
 ) -> Load:
-    """One load to warm the page cache and to watch its memory, then `repeats` that are timed.
+    """One load that warms the page cache and whose memory is watched, then `repeats` timed ones.
 
     Raises:
         CheckpointError, ConfigError: the model cannot be found, or `repeats` is out of bounds.
         RunnerError: the loading process failed.
     """
-    if not 1 <= repeats <= MAX_REPEATS:
-        raise ConfigError(f"--repeats {repeats} must be a whole number from 1 to {MAX_REPEATS}")
+    check_repeats(repeats)
     find_checkpoint(model, revision=config.revision)
     report(f"loading {repeats + 1} times")
     name = None if model is None else str(model)
-    asked = json.dumps({"model": name, "config": asdict(config), "repeats": repeats})
-    found = run_probe(_PROBE, asked, what="loading", timeout_s=_TIMEOUT_S)
-    for name in ("load_s", "read_s", "read_new_s"):
-        found[name] = tuple(found[name])
+    argument = json.dumps({"model": name, "config": asdict(config), "repeats": repeats})
+    found = run_in_fresh_process(
+        "cadenza.bench.load", argument, what="loading", timeout_s=_TIMEOUT_S
+    )
     return Load(**found)
 
 
-def as_json(found: Load) -> dict[str, object]:
-    """Of `results`: what was counted, medians, and every run."""
-    return {
-        **asdict(found),
-        "load_gb_s": found.load_gb_s,
-        "read_gb_s": found.read_gb_s,
-        "read_new_gb_s": found.read_new_gb_s,
-        "share_of_read": found.share_of_read,
-        "share_of_read_new": found.share_of_read_new,
-        "allowed_private_bytes": found.allowed_private_bytes,
-    }
+class FileReader:
+    """Reads files with several threads, each its own part of every file."""
+
+    def __init__(self, paths: Sequence[Path], num_threads: int) -> None:
+        self._paths = paths
+        self._num_threads = num_threads
+        self.num_bytes = sum(path.stat().st_size for path in paths)
+        self._buffers = [np.ones(_BLOCK_BYTES, np.uint8) for _ in range(num_threads)]
+
+    def read(self) -> None:
+        """Into resident memory, a block at a time."""
+        self._in_threads(self._read_resident)
+
+    def read_new(self) -> None:
+        """Into new memory of the files' size."""
+        self._in_threads(self._read_new)
+
+    def _in_threads(self, action: Callable[[int], None]) -> None:
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            list(pool.map(action, range(self._num_threads)))
+
+    def _read_resident(self, index: int) -> None:
+        for path in self._paths:
+            with path.open("rb", buffering=0) as file:
+                begin, end = self._part(file.fileno(), index)
+                while begin < end:
+                    memory = self._buffers[index].data[: end - begin]
+                    begin += os.preadv(file.fileno(), [memory], begin)
+
+    def _read_new(self, index: int) -> None:
+        for path in self._paths:
+            with path.open("rb", buffering=0) as file:
+                begin, end = self._part(file.fileno(), index)
+                memory = np.empty(end - begin, np.uint8).data
+                while memory:
+                    count = os.preadv(file.fileno(), [memory], begin)
+                    begin, memory = begin + count, memory[count:]
+
+    def _part(self, descriptor: int, index: int) -> tuple[int, int]:
+        """The bytes of a file that thread `index` reads."""
+        size = os.fstat(descriptor).st_size
+        return size * index // self._num_threads, size * (index + 1) // self._num_threads
 
 
-def _median_ratio(above_s: tuple[float, ...], below_s: tuple[float, ...]) -> float:
-    """Of runs that were measured side by side."""
-    pairs = zip(above_s, below_s, strict=True)
-    return statistics.median(above / below for above, below in pairs)
+class MemoryWatch:
+    """The most private memory that the process held between entering and leaving."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = private_memory_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> "MemoryWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._take()
+
+    def _sample(self) -> None:
+        while not self._done.wait(_SAMPLE_S):
+            self._take()
+
+    def _take(self) -> None:
+        now = private_memory_bytes()
+        if now is not None and self.peak_bytes is not None:
+            self.peak_bytes = max(self.peak_bytes, now)
+
+
+def largest_tensor_bytes(checkpoint: Checkpoint) -> int:
+    """Of the tensors as they are stored."""
+    return max(checkpoint.weights.entry(name).num_bytes for name in checkpoint.weights)
+
+
+def _measure(argument: str) -> Load:
+    """Loads and reads in this process. `argument` is JSON: `{"model", "config", "repeats"}`."""
+    asked = json.loads(argument)
+    config = EngineConfig(**asked["config"])
+    checkpoint = find_checkpoint(asked["model"], revision=config.revision)
+    plan = plan_model(checkpoint, config)
+
+    def load() -> None:
+        load_runner(checkpoint, plan, config).close()
+
+    with MemoryWatch() as watch:
+        load()
+    instruments = find_backend(config.backend).open_instruments()
+    num_threads = num_usable_cores() if instruments is None else instruments.num_threads
+    paths = [checkpoint.folder / file.name for file in checkpoint.weights.files]
+    reader = FileReader(paths, num_threads)
+    reader.read()
+    runs = [
+        [_timed(each) for each in (reader.read, reader.read_new, load)]
+        for _ in range(asked["repeats"])
+    ]
+    read_s, read_new_s, load_s = zip(*runs, strict=True)
+    return Load(
+        file_bytes=reader.num_bytes,
+        weight_bytes=plan.weight_bytes,
+        largest_tensor_bytes=largest_tensor_bytes(checkpoint),
+        num_threads=num_threads,
+        load_s=load_s,
+        read_s=read_s,
+        read_new_s=read_new_s,
+        peak_private_bytes=watch.peak_bytes,
+    )
+
+
+def _timed(action: Callable[[], None]) -> float:
+    start_s = time.perf_counter()
+    action()
+    return time.perf_counter() - start_s
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_measure(sys.argv[1]))), flush=True)

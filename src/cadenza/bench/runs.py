@@ -1,23 +1,29 @@
-"""One run of an engine, timed: `run_decode` and `run_prefill`.
+"""One timed run of an engine, `run_decode` or `run_prefill`, and the profile of its steps.
 
 Owns where the clock starts and stops. Knows `EngineCore` and nothing below it. Invariant: the
-engine is idle before and after a run, and a figure covers exactly the steps that it names.
+engine is idle before and after a run, and a rate covers exactly the steps named here.
 
-Decode: all requests are sent at once. The clock starts when the last of them has its first token
-and stops when that one has `output_len`; so every step in between gave each row one token, and the
-steps in which prompts were still computed are left out. Rows that started sooner go on until then.
+Decode: all requests are submitted at once. The clock starts when the last of them has its first
+token and stops when that one has `output_len`, so each step in between gives each row one token and
+steps that compute prompts are left out. Rows that started sooner go on until then.
 
-Prefill: all prompts are sent at once and want one token each. The clock starts before the first
+Prefill: all prompts are submitted at once for one token each. The clock starts before the first
 step and stops when the last prompt's token has been read.
+
+Profile: every step is the same program, so a run from idle to idle (`calls_of_a_step`) shows how
+often a step calls each operation, in proportion to `next_token`, which it calls once. An operation
+takes, in a step of another run, its mean time for a call times those calls, so that steps which the
+run covers in part do not distort it.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cadenza import EngineCore, Finished, Request, SamplingParams, Token
 from cadenza.backends.base import OpTotals
+from cadenza.bench import Clock
 from cadenza.errors import ConfigError, RunnerError
 
 SAMPLED: dict[str, Any] = {
@@ -27,9 +33,10 @@ SAMPLED: dict[str, Any] = {
     "frequency_penalty": 0.5,
     "repetition_penalty": 1.1,
 }
-"""How a row that is not greedy chooses its tokens."""
+"""The sampling of a row that is not greedy."""
 
-Clock = Callable[[], float]
+STEP_OP = "next_token"
+
 Prompt = tuple[int, ...]
 
 
@@ -43,7 +50,7 @@ class Profiler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """What happened while the clock ran. `context` is a row's average KV length in a step."""
+    """A run between the clock's start and stop; `context` is a row's average KV length."""
 
     elapsed_s: float
     num_tokens: int
@@ -56,23 +63,8 @@ class Timed:
         return self.num_tokens / self.elapsed_s
 
 
-class _Window:
-    """The clock, and the profiler where there is one."""
-
-    def __init__(self, clock: Clock, profiler: Profiler | None) -> None:
-        self._clock = clock
-        self._profiler = profiler
-        if profiler is not None:
-            profiler.start_profile()
-        self._start_s = clock()
-
-    def close(self) -> tuple[float, tuple[OpTotals, ...]]:
-        elapsed_s = self._clock() - self._start_s
-        return elapsed_s, () if self._profiler is None else self._profiler.stop_profile()
-
-
-class _Players:
-    """The requests of one run, sent as the engine's queue has room, and their tokens so far."""
+class _Requests:
+    """The requests of one run, submitted as the queue has room, and their tokens so far."""
 
     def __init__(
         self, core: EngineCore, prompts: Sequence[Prompt], max_tokens: int, num_sampled: int = 0
@@ -90,7 +82,7 @@ class _Players:
 
     @property
     def fewest_tokens(self) -> int:
-        """Of any request; 0 while one is still to be sent."""
+        """Of any request; 0 while one is not submitted yet."""
         return 0 if self._unsent else min(self._counts.values())
 
     @property
@@ -107,7 +99,7 @@ class _Players:
         return self._num_finished == self._num_requests
 
     def step(self) -> int:
-        """Sends what the queue takes, advances the engine once; how many tokens came back."""
+        """Submits what the queue takes and runs one step; returns the number of tokens read."""
         while self._unsent and self._core.num_queue_slots:
             self._counts[self._core.submit(self._unsent.popleft())] = 0
         num_tokens = 0
@@ -120,7 +112,7 @@ class _Players:
         return num_tokens
 
     def cancel(self) -> None:
-        """Ends what still runs and reads what is in flight."""
+        """Cancels what still runs, and steps until the engine is idle."""
         for request_id in self._counts:
             self._core.cancel(request_id)
         while not self._core.is_idle:
@@ -134,8 +126,11 @@ class _Players:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTask:
-    """`max_tokens` bounds the rows that start sooner than the last one; `num_sampled` rows are
-    sampled with penalties (`SAMPLED`), the others are greedy.
+    """The requests of a decode run.
+
+    Args:
+        max_tokens: of each request, enough for rows that start sooner than the last one.
+        num_sampled: how many rows are sampled as `SAMPLED` says; the others are greedy.
     """
 
     prompts: Sequence[Prompt]
@@ -147,30 +142,30 @@ class DecodeTask:
 def run_decode(
     core: EngineCore, task: DecodeTask, clock: Clock, profiler: Profiler | None = None
 ) -> Timed:
-    """Steps in which every row decodes.
+    """Times the steps in which every row decodes.
 
     Raises:
         ConfigError: the engine did not keep all rows running at the same time.
         RunnerError: a request failed.
     """
     rows = len(task.prompts)
-    players = _Players(core, task.prompts, task.max_tokens, task.num_sampled)
-    while players.fewest_tokens < 1 and not players.has_finished:
-        players.step()
-    first_context = players.num_tokens / rows + sum(map(len, task.prompts)) / rows
-    window = _Window(clock, profiler)
+    requests = _Requests(core, task.prompts, task.max_tokens, task.num_sampled)
+    while requests.fewest_tokens < 1 and not requests.has_finished:
+        requests.step()
+    first_context = requests.num_tokens / rows + sum(map(len, task.prompts)) / rows
+    start_s = _start(clock, profiler)
     num_tokens = num_steps = 0
-    while players.fewest_tokens < task.output_len and not players.has_finished:
-        read = players.step()
+    while requests.fewest_tokens < task.output_len and not requests.has_finished:
+        read = requests.step()
         num_tokens += read
         num_steps += read > 0
-    elapsed_s, ops = window.close()
-    players.cancel()
+    elapsed_s = clock() - start_s
+    ops = () if profiler is None else profiler.stop_profile()
+    requests.cancel()
     if num_tokens != rows * num_steps or num_steps != task.output_len - 1:
         raise ConfigError(
-            f"the KV pool did not hold {rows} requests at the same time, so there were not enough "
-            f"steps in which all of them decoded; give it more --kv-cache-memory-bytes or "
-            f"--num-pages, or lower --concurrency"
+            f"the KV pool is too small for {rows} requests at the same time; raise "
+            f"--kv-cache-memory-bytes or --num-pages, or lower --concurrency"
         )
     return Timed(
         elapsed_s=elapsed_s,
@@ -184,14 +179,15 @@ def run_decode(
 def run_prefill(
     core: EngineCore, prompts: Sequence[Prompt], clock: Clock, profiler: Profiler | None = None
 ) -> Timed:
-    """All prompts, one token each; `num_tokens` counts the prompts'. Raises RunnerError."""
-    players = _Players(core, prompts, 1)
-    window = _Window(clock, profiler)
+    """Times all prompts; `num_tokens` counts their tokens. Raises RunnerError."""
+    requests = _Requests(core, prompts, 1)
+    start_s = _start(clock, profiler)
     num_steps = 0
-    while not players.all_finished:
-        num_steps += players.step() > 0
-    elapsed_s, ops = window.close()
-    players.cancel()
+    while not requests.all_finished:
+        num_steps += requests.step() > 0
+    elapsed_s = clock() - start_s
+    ops = () if profiler is None else profiler.stop_profile()
+    requests.cancel()
     num_tokens = sum(map(len, prompts))
     return Timed(
         elapsed_s=elapsed_s,
@@ -199,4 +195,69 @@ def run_prefill(
         num_steps=num_steps,
         context=num_tokens / len(prompts),
         ops=ops,
+    )
+
+
+def _start(clock: Clock, profiler: Profiler | None) -> float:
+    if profiler is not None:
+        profiler.start_profile()
+    return clock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpShare:
+    """One operation's share of a step."""
+
+    op: str
+    calls: int
+    ms: float
+    read_bytes: int
+
+    @property
+    def read_gb_s(self) -> float:
+        return self.read_bytes / self.ms / 1e6 if self.ms else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """The average step; `ops` in descending order of time, empty where no step was counted."""
+
+    step_ms: float
+    ops: tuple[OpShare, ...]
+
+    @property
+    def kernels_ms(self) -> float:
+        return sum(share.ms for share in self.ops)
+
+    @property
+    def rest_ms(self) -> float:
+        """Time outside the kernels: in XLA, in the runner, and on the host where not overlapped."""
+        return self.step_ms - self.kernels_ms
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(share.read_bytes for share in self.ops)
+
+
+def calls_of_a_step(ops: Sequence[OpTotals]) -> dict[str, int]:
+    """How often a step calls each operation, from the totals of complete steps."""
+    num_steps = next((op.num_calls for op in ops if op.name == STEP_OP), 0)
+    return {op.name: op.num_calls // num_steps for op in ops if op.num_calls and num_steps}
+
+
+def step_profile(timed: Timed, calls: Mapping[str, int]) -> StepProfile:
+    """The average step of a profiled run; `calls` from `calls_of_a_step`."""
+    shares = [_share(op, calls.get(op.name, 0)) for op in timed.ops if op.num_calls]
+    return StepProfile(
+        step_ms=1e3 * timed.elapsed_s / max(1, timed.num_steps),
+        ops=tuple(sorted(shares, key=lambda share: -share.ms)),
+    )
+
+
+def _share(op: OpTotals, calls: int) -> OpShare:
+    return OpShare(
+        op=op.name,
+        calls=calls,
+        ms=1e3 * op.elapsed_s / op.num_calls * calls,
+        read_bytes=round(op.read_bytes / op.num_calls * calls),
     )

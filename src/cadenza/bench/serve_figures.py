@@ -1,8 +1,8 @@
 """The figures of a served load, from the times of its requests.
 
 Pure arithmetic. TTFT: sent to first content. ITL: gaps between content chunks, all pooled. TPOT:
-(end - first content) / (output tokens - 1), one for each request. Tokens per second are of usage
-counts over the time from the first request to the last answer, never of chunks.
+(end - first content) / (output tokens - 1), one for each request. Tokens per second are the usage
+counts, never chunks, over the time from the first request to the end of the last answer.
 """
 
 import math
@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A request that was answered in full; `content_s` are the times of its content chunks."""
+class CompletedRequest:
+    """A request whose stream ended well; `content_s` are the arrivals of its content chunks."""
 
     sent_s: float
     content_s: tuple[float, ...]
@@ -24,20 +26,20 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """A request that was not: an HTTP status, or what went wrong, in a word or two."""
+class FailedRequest:
+    """A request that failed; `reason` is an HTTP status, or a cause in a word or two."""
 
     sent_s: float
     end_s: float
     reason: str
 
 
-Outcome = Answer | Failure
+Outcome = CompletedRequest | FailedRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Seconds, over `count` values."""
+    """Statistics of `count` values, in seconds."""
 
     count: int
     mean_s: float
@@ -49,7 +51,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuTimes:
-    """Seconds of computing during a load; the server's is None where it does not tell."""
+    """Processor time during a load; the server's is None where its metrics lack it."""
 
     client_s: float
     server_s: float | None
@@ -57,7 +59,7 @@ class CpuTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFigures:
-    """One load. `concurrency` is None for arrivals at a rate."""
+    """The measured load; `concurrency` is None for arrivals at a rate."""
 
     concurrency: int | None
     num_answers: int
@@ -98,7 +100,7 @@ class LoadFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFigures:
-    """All loads on one server."""
+    """The figures of all loads on one server."""
 
     url: str
     model: str
@@ -113,13 +115,13 @@ def figures_of(
     outcomes: Sequence[Outcome], cpu: CpuTimes, *, concurrency: int | None
 ) -> LoadFigures:
     """The figures of one load; of at least one request."""
-    answers = [each for each in outcomes if isinstance(each, Answer)]
+    answers = [each for each in outcomes if isinstance(each, CompletedRequest)]
     shown = [each for each in answers if each.content_s]
     start_s = min(each.sent_s for each in outcomes)
     return LoadFigures(
         concurrency=concurrency,
         num_answers=len(answers),
-        errors=dict(Counter(each.reason for each in outcomes if isinstance(each, Failure))),
+        errors=dict(Counter(each.reason for each in outcomes if isinstance(each, FailedRequest))),
         duration_s=max(each.end_s for each in outcomes) - start_s,
         num_prompt_tokens=sum(each.num_prompt_tokens for each in answers),
         num_output_tokens=sum(each.num_output_tokens for each in answers),
@@ -138,23 +140,15 @@ def figures_of(
 
 
 def spread_of(values_s: Sequence[float]) -> Spread | None:
-    """None of no values."""
+    """None without values. Percentiles are interpolated between the two nearest values."""
     if not values_s:
         return None
-    ordered = sorted(values_s)
+    p50, p95, p99 = np.percentile(values_s, [50, 95, 99]).tolist()
     return Spread(
-        count=len(ordered),
-        mean_s=math.fsum(ordered) / len(ordered),
-        p50_s=percentile(ordered, 50),
-        p95_s=percentile(ordered, 95),
-        p99_s=percentile(ordered, 99),
-        max_s=ordered[-1],
+        count=len(values_s),
+        mean_s=math.fsum(values_s) / len(values_s),
+        p50_s=p50,
+        p95_s=p95,
+        p99_s=p99,
+        max_s=max(values_s),
     )
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values, between the two nearest ones in proportion."""
-    at = (len(ordered) - 1) * percent / 100
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)

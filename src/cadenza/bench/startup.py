@@ -2,13 +2,12 @@
 
 Owns the processes and the phases. Cold means an empty CADENZA_CACHE_DIR, so that every program is
 compiled; Python's own byte code and the system's page cache are warm in both. Invariant: each start
-is a process of its own, and the one that fills the warm cache is not counted.
+is a process of its own (`startup_probe`), and the one that fills the warm cache is not counted.
 """
 
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,24 +15,21 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from cadenza import EngineConfig
-from cadenza.bench.probe import run_probe
-from cadenza.errors import ConfigError
+from cadenza.bench import OnStatus
+from cadenza.bench.machine import run_in_fresh_process
+from cadenza.bench.workloads import check_repeats
 from cadenza.loading.build import find_checkpoint
 
 Caches = Literal["cold", "warm"]
 PHASES = ("python", "imports", "load", "compile", "first_token")
-"""Each ends where it is named: the interpreter runs · libraries are imported and the device is
-there · the weights are in place · the programs are warm · the first token is read."""
+"""Each ends when: the interpreter runs · libraries are imported and the device is found · the
+weights are in place · the programs are compiled · the first token is read."""
 
-MAX_REPEATS = 1000
 _TIMEOUT_S = 600.0
-_PROBE = "cadenza.bench.startup_probe"
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartTimes:
     """Seconds of each of `PHASES`, in their order."""
 
     phases_s: tuple[float, ...]
@@ -48,19 +44,25 @@ class Startup:
     """All starts with one kind of cache."""
 
     caches: Caches
-    starts: tuple[Start, ...]
+    starts: tuple[StartTimes, ...]
 
     @property
-    def median_s(self) -> float:
-        return statistics.median(start.total_s for start in self.starts)
+    def total_s(self) -> float:
+        return statistics.median(self.total_s_runs)
 
-    def phase_median_s(self, phase: str) -> float:
-        index = PHASES.index(phase)
-        return statistics.median(start.phases_s[index] for start in self.starts)
+    @property
+    def total_s_runs(self) -> list[float]:
+        return [start.total_s for start in self.starts]
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """The median of each phase."""
+        runs = zip(*(start.phases_s for start in self.starts), strict=True)
+        return dict(zip(PHASES, map(statistics.median, runs), strict=True))
 
 
 def measure_startup(
-    model: str | None, config: EngineConfig, *, repeats: int, report: Report
+    model: str | None, config: EngineConfig, *, repeats: int, report: OnStatus
 ) -> tuple[Startup, ...]:
     """Cold starts, then warm ones.
 
@@ -68,45 +70,36 @@ def measure_startup(
         CheckpointError, ConfigError: the model cannot be found, or `repeats` is out of bounds.
         RunnerError: a start failed.
     """
-    if not 1 <= repeats <= MAX_REPEATS:
-        raise ConfigError(f"--repeats {repeats} must be a whole number from 1 to {MAX_REPEATS}")
+    check_repeats(repeats)
     find_checkpoint(model, revision=config.revision)
-    asked = json.dumps({"model": model, "config": asdict(config)})
-    cold: list[Start] = []
+    argument = json.dumps({"model": model, "config": asdict(config)})
+    cold: list[StartTimes] = []
+    warm: list[StartTimes] = []
     with TemporaryDirectory() as folder:
         for repeat in range(repeats):
             report(f"cold start {repeat + 1} of {repeats}")
-            cold.append(start_once(asked, Path(folder) / str(repeat)))
-    warm: list[Start] = []
+            cold.append(start_once(argument, Path(folder) / str(repeat)))
     with TemporaryDirectory() as folder:
         report("filling the cache")
-        start_once(asked, Path(folder))
+        start_once(argument, Path(folder))
         for repeat in range(repeats):
             report(f"warm start {repeat + 1} of {repeats}")
-            warm.append(start_once(asked, Path(folder)))
+            warm.append(start_once(argument, Path(folder)))
     return (
         Startup(caches="cold", starts=tuple(cold)),
         Startup(caches="warm", starts=tuple(warm)),
     )
 
 
-def start_once(asked: str, cache: Path) -> Start:
-    """One fresh process. Raises RunnerError when it fails, with its last line."""
+def start_once(argument: str, cache: Path) -> StartTimes:
+    """One start in a fresh process. Raises RunnerError when it fails."""
     start_s = time.monotonic()
-    env = {"CADENZA_CACHE_DIR": str(cache)}
-    at_s = run_probe(_PROBE, asked, what="a start", timeout_s=_TIMEOUT_S, env=env)
+    at_s = run_in_fresh_process(
+        "cadenza.bench.startup_probe",
+        argument,
+        what="a start",
+        timeout_s=_TIMEOUT_S,
+        env={"CADENZA_CACHE_DIR": str(cache)},
+    )
     ends = [start_s, *(at_s[phase] for phase in PHASES)]
-    return Start(phases_s=tuple(end - begin for begin, end in pairwise(ends)))
-
-
-def as_json(found: tuple[Startup, ...]) -> list[dict[str, object]]:
-    """Of `results`: medians, and every start."""
-    return [
-        {
-            "caches": each.caches,
-            "total_s": each.median_s,
-            "phases_s": {phase: each.phase_median_s(phase) for phase in PHASES},
-            "total_s_runs": [start.total_s for start in each.starts],
-        }
-        for each in found
-    ]
+    return StartTimes(phases_s=tuple(end - begin for begin, end in pairwise(ends)))

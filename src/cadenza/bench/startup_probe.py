@@ -1,32 +1,26 @@
-"""Run in a process of its own: starts an engine, makes one token, prints when what was done.
+"""A program that starts an engine, generates one token, and prints when each phase ended.
 
-`python -m cadenza.bench.startup_probe JSON` with `{"model", "config"}`; the answer is one JSON line
-of readings of the monotonic clock, which all processes of a machine share.
+`python -m cadenza.bench.startup_probe JSON` with `{"model", "config"}`. It prints one line of JSON:
+readings of the monotonic clock, which all processes of a machine share, by phase. A module apart
+from `startup`, whose imports would count as the start of Python.
 """
 
 import json
 import sys
 import time
-from dataclasses import dataclass, field
 
 PROMPT = "The capital of France is"
 
 
-@dataclass(slots=True, eq=False)
-class _Times:
-    """Readings of the clock by the name of what was done then."""
+def measure_start(argument: str) -> dict[str, float]:
+    """Seconds at the end of `startup.PHASES`."""
+    at_s: dict[str, float] = {}
 
-    at_s: dict[str, float] = field(default_factory=dict[str, float])
+    def mark(phase: str) -> None:
+        at_s[phase] = time.monotonic()
 
-    def mark(self, name: str) -> None:
-        self.at_s[name] = time.monotonic()
-
-
-def main(text: str) -> None:
-    """Prints `{"python", "imports", "load", "compile", "first_token"}`, each in seconds."""
-    times = _Times()
-    times.mark("python")
-    asked = json.loads(text)
+    mark("python")
+    asked = json.loads(argument)
     from cadenza import EngineConfig, Request, SamplingParams, Token
     from cadenza.frontend.loaded_model import load_model
     from cadenza.loading.build import describe_backend, find_checkpoint
@@ -34,18 +28,18 @@ def main(text: str) -> None:
     config = EngineConfig(**asked["config"])
     # Loads the array library and finds the device.
     describe_backend(config, find_checkpoint(asked["model"], revision=config.revision).config)
-    times.mark("imports")
-    loaded = load_model(asked["model"], config, times.mark)
+    mark("imports")
+    loaded = load_model(asked["model"], config, mark)
     has_text = loaded.checkpoint.tokenizer_path is not None
     prompt = loaded.text.encode(PROMPT if has_text else (0, 1, 2, 3))
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     loaded.core.submit(Request(prompt_token_ids=prompt, params=params))
     while not any(isinstance(event, Token) for event in loaded.core.step()):
         pass
-    times.mark("first_token")
-    print(json.dumps(times.at_s), flush=True)
+    mark("first_token")
     loaded.close()
+    return at_s
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print(json.dumps(measure_start(sys.argv[1])), flush=True)

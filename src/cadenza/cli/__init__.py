@@ -1,7 +1,7 @@
 """The command line. `main` is the `cadenza` command: it runs a subcommand and gives its exit code.
 
 Owns the exit codes (0 done, 1 a check or a request failed, 2 wrong use, 3 could not load, 130
-Ctrl-C, 141 the reader of the output went away) and the wording of errors as one line on stderr.
+Ctrl-C, 141 the reader of the output went away) and the form of errors, one line on stderr.
 Knows nothing of what the subcommands do. Invariant: neither jax nor tokenizers is loaded before a
 subcommand's body runs, and a Python traceback is shown only with CADENZA_TRACEBACK=1 or for a bug.
 """
@@ -54,14 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class OutputError(OSError):
-    """stdout or stderr takes no more, say because a disk is full."""
+    """stdout or stderr cannot be written, say because a disk is full."""
 
 
 class _Output(io.FileIO):
-    """A file whose failures are told from those of all other files.
+    """A file whose failures are `OutputError`s, unlike those of other files.
 
-    `is_discarding` once the command is over: since Python 3.13 a text stream that is collected with
-    something left in its buffers reports that it could not be written.
+    It discards what is written once the command is over: since Python 3.13 a text stream that is
+    collected with unwritten buffers reports an error.
     """
 
     is_discarding = False
@@ -79,9 +79,9 @@ class _Output(io.FileIO):
 
 @contextmanager
 def _usable_streams() -> Generator[None]:
-    """stdin, stdout and stderr are there and take any character, and their failures are told.
+    """stdin, stdout and stderr are open, take any character, and raise OutputError.
 
-    What they did not take is dropped at the end, so that it is not tried again at exit.
+    What could not be written is dropped at the end, so that the interpreter does not try again.
     """
     streams = sys.stdin, sys.stdout, sys.stderr
     with ExitStack() as stack:
@@ -91,7 +91,7 @@ def _usable_streams() -> Generator[None]:
         sys.stderr = sys.stderr or stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         sys.stdout, sys.stderr = _guarded(sys.stdout), _guarded(sys.stderr)
         for stream in (sys.stdout, sys.stderr):
-            # A model may write any character; a terminal that has no such one shows "?".
+            # A model may write any character; "?" replaces those that the encoding lacks.
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
         try:
@@ -106,7 +106,7 @@ def _usable_streams() -> Generator[None]:
 
 
 def _guarded(stream: TextIO) -> TextIO:
-    """The same file under the same settings, as an `_Output`; another kind of stream is kept."""
+    """The same file with the same settings as an `_Output`; other streams are returned as is."""
     wrapper: Any = stream
     buffer: Any = getattr(stream, "buffer", None)
     raw: object = getattr(buffer, "raw", buffer)
@@ -130,7 +130,9 @@ def _run(arguments: Sequence[str]) -> int:
 
     command = get_command(build_app())
     for given, meant in misspelt_variables(command, os.environ).items():
-        _print_line(f"cadenza: warning: {given} is set, which nothing reads; did you mean {meant}?")
+        _print_line(
+            f"cadenza: warning: {given} is set, but nothing reads it; did you mean {meant}?"
+        )
     try:
         with command.make_context("cadenza", list(arguments)) as context:
             result = command.invoke(context)
@@ -155,7 +157,7 @@ def _parser_errors() -> tuple[type[Exception], ...]:
 
 
 def _report_usage(fault: Exception) -> int:
-    """One line that says what was wrong and where help is."""
+    """Prints one line with the error and the command that shows help."""
     shown = cast(Any, fault)
     path: str = getattr(shown.ctx, "command_path", "cadenza")
     parameter = getattr(shown, "param", None)
@@ -175,6 +177,6 @@ def _print_error(where: str, message: str) -> None:
 
 
 def _print_line(line: str) -> None:
-    """On stderr; the command's exit code does not depend on whether that takes anything."""
+    """Prints on stderr; a failure to do so does not change the exit code."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)

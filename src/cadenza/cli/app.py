@@ -1,9 +1,8 @@
-"""Which subcommands there are. One line each in `build_app`.
+"""The `cadenza` command and its subcommands.
 
 Knows only their functions. Invariant: building the app imports nothing heavy.
 """
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -15,7 +14,7 @@ from cadenza.cli.generate import generate
 from cadenza.cli.info import info
 from cadenza.cli.options import with_flags
 from cadenza.cli.serve import serve
-from cadenza.cli.verify import verify
+from cadenza.cli.verify import verify_command
 
 EPILOG = (
     "Engine flags can also be set in the environment: --max-num-seqs as CADENZA_MAX_NUM_SEQS, and "
@@ -34,18 +33,12 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(epilog=EPILOG, invoke_without_command=True)(_cadenza)
-    _add(app, serve)
-    _add(app, generate)
-    _add(app, chat)
-    _add(app, info)
-    _add(app, verify)
+    for command in (serve, generate, chat, info, verify_command):
+        name = command.__name__.removesuffix("_command")
+        app.command(name, epilog=EPILOG)(with_flags(command))
     app.add_typer(build_bench(EPILOG), name="bench")
     app.command("version")(_version)
     return app
-
-
-def _add(app: typer.Typer, command: Callable[..., object]) -> None:
-    app.command(command.__name__, epilog=EPILOG)(with_flags(command))
 
 
 def _version() -> None:

@@ -1,20 +1,21 @@
 """`BatchRun`: prompts go through one engine together, step by step, with their times taken.
 
-Owns who was sent when and what has come back; no word of it reaches a screen here. Knows the
-engine through `EngineCore`, text through `TextFrontend`, time through the clock it is given.
-Invariant: every stream that was sent is cancelled or finished when the run is closed.
+Owns the submitting of requests and the routing of their outputs; prints nothing. Knows the engine
+through `EngineCore`, text through `TextFrontend`, time through the clock it is given. Invariant:
+every submitted stream is cancelled or finished when the run is closed.
 
-Times: a stream's TTFT is from the start of the run (all prompts are sent at once; those that wait
-for a row wait) to its first token; its tokens per second are those after the first one.
+Times: a stream's TTFT is from the start of the run, waiting for a row included, to its first token;
+its tokens per second are those after the first one.
 """
 
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from cadenza.cli.report import NOTHING, status_line
 from cadenza.engine.core import EngineCore
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
@@ -32,24 +33,35 @@ State = Literal["waiting", "reading", "writing", "preempted", "done", "failed"]
 
 
 @contextmanager
-def opened_model(model: str | None, config: "EngineConfig") -> "Generator[LoadedModel, None, None]":
+def opened_model(
+    model: str | None, config: "EngineConfig", *, shows_status: bool
+) -> "Generator[LoadedModel, None, None]":
     """A warm engine, closed at the end. Raises as `load_model`."""
     from cadenza.frontend.loaded_model import load_model
 
-    loaded = load_model(model, config)
+    with status_line("loading the model") if shows_status else nullcontext():
+        loaded = load_model(model, config)
     with closing(loaded):
         yield loaded
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A prompt on its way to the engine, and how it is shown."""
+
+    shown: str
+    prepared: PreparedRequest
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
-class Stream:
-    """One prompt and its answer so far; `sent_text` is what the model reads, `shown` what the user
-    wrote. `row` is where it runs or ran last; `num_read` of its tokens have been computed."""
+class BatchStream:
+    """One prompt and its answer so far.
+
+    `row` is where it runs or ran last; `num_read` of its prompt's tokens have been computed.
+    """
 
     index: int
-    shown: str
-    sent_text: str | None
-    request: Request
+    question: Question
     state: State = "waiting"
     row: int | None = None
     num_read: int = 0
@@ -59,13 +71,30 @@ class Stream:
     processor: OutputProcessor | None = field(default=None, repr=False)
 
     @property
+    def shown(self) -> str:
+        return self.question.shown
+
+    @property
+    def request(self) -> Request:
+        return self.question.prepared.request
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
     def output(self) -> RequestOutput | None:
-        """What has come back; None before it was sent."""
+        """The output so far; None before the request is submitted."""
         return None if self.processor is None else self.processor.output()
 
     @property
+    def num_cached_tokens(self) -> int:
+        output = self.output
+        return 0 if output is None else output.num_cached_tokens
+
+    @property
     def completions(self) -> tuple[CompletionOutput, ...]:
-        """Its samples; none before it was sent."""
+        """Its samples; none before the request is submitted."""
         output = self.output
         return () if output is None else output.outputs
 
@@ -75,24 +104,21 @@ class Stream:
         return self.completions[0].text if self.completions else ""
 
     @property
+    def finish_reasons(self) -> str | None:
+        """Those of its samples, each once."""
+        reasons = [each.finish_reason for each in self.completions]
+        return ", ".join(dict.fromkeys(each or NOTHING for each in reasons)) or None
+
+    @property
     def is_finished(self) -> bool:
         return self.processor is not None and self.processor.is_finished
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the tokens after the first; None with less than two."""
+        """Of the tokens after the first; None with fewer than two."""
         if self.ttft_s is None or self.elapsed_s is None:
             return None
         return rate(self.num_tokens - 1, self.elapsed_s - self.ttft_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A prompt on its way to the engine."""
-
-    shown: str
-    sent_text: str | None
-    request: Request
 
 
 class BatchRun:
@@ -110,19 +136,18 @@ class BatchRun:
         clock: Clock,
     ) -> None:
         for question in questions:
-            core.check(question.request)
+            core.check(question.prepared.request)
         self.core = core
         self.num_steps = 0
         self.streams = [
-            Stream(index=index, shown=each.shown, sent_text=each.sent_text, request=each.request)
-            for index, each in enumerate(questions)
+            BatchStream(index=index, question=each) for index, each in enumerate(questions)
         ]
         self._text = text
         self._clock = clock
         self._started_s = clock()
         self._ended_s: float | None = None
         self._unsent = deque(self.streams)
-        self._open: dict[int, Stream] = {}
+        self._open: dict[int, BatchStream] = {}
         self._router = OutputRouter(core.cancel)
 
     @property
@@ -131,8 +156,20 @@ class BatchRun:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the start, until the last stream ended."""
+        """From the start until the last stream ended, or until now."""
         return (self._clock() if self._ended_s is None else self._ended_s) - self._started_s
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.streams)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(stream.num_prompt_tokens for stream in self.streams)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(stream.num_cached_tokens for stream in self.streams)
 
     @property
     def num_tokens(self) -> int:
@@ -140,11 +177,11 @@ class BatchRun:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all tokens, over all of the time."""
+        """Of all tokens, over `elapsed_s`."""
         return rate(self.num_tokens, self.elapsed_s)
 
-    def step(self) -> list[Stream]:
-        """Advances the batch once; the streams that have something new, in their order."""
+    def step(self) -> list[BatchStream]:
+        """Runs one step; returns the streams that have something new, in their order."""
         self._send()
         processors = self._router.push(self.core.step())
         self.num_steps += 1
@@ -156,7 +193,7 @@ class BatchRun:
         return sorted(news, key=lambda stream: stream.index)
 
     def close(self) -> None:
-        """Cancels what still runs; what has come back stays."""
+        """Cancels what still runs; the output so far is kept."""
         for request_id, stream in self._open.items():
             self.core.cancel(request_id)
             self._router.remove(request_id)
@@ -169,12 +206,11 @@ class BatchRun:
         while self._unsent and self.core.num_queue_slots:
             stream = self._unsent.popleft()
             request_id = self.core.submit(stream.request)
-            prepared = PreparedRequest(text=stream.sent_text, request=stream.request)
-            stream.processor = OutputProcessor(request_id, prepared, self._text)
+            stream.processor = OutputProcessor(request_id, stream.question.prepared, self._text)
             self._router.add(stream.processor)
             self._open[request_id] = stream
 
-    def _take(self, processor: OutputProcessor, now_s: float) -> Stream:
+    def _take(self, processor: OutputProcessor, now_s: float) -> BatchStream:
         stream = self._open[processor.request_id]
         stream.elapsed_s = now_s
         stream.num_tokens = processor.num_tokens
@@ -187,7 +223,7 @@ class BatchRun:
         return stream
 
     def _observe(self) -> None:
-        """Takes rows and progress over from the scheduler, for those who watch."""
+        """Copies rows and progress from the scheduler, for the live view."""
         scheduler = self.core.scheduler
         for sequence in scheduler.waiting:
             stream = self._open.get(sequence.request_id)

@@ -1,9 +1,8 @@
 """`cadenza chat`: a conversation through the model's chat template.
 
-Owns the history, the reading of input and the commands that begin with a slash; answers stream.
-With stdin piped, each line is answered and nothing else is printed. Invariant: the history holds
-only what was asked and answered; a turn that failed or was stopped before its first word is not in
-it.
+Owns the history, the reading of input and the slash commands; answers stream. With stdin piped,
+each line is answered and nothing else is printed. Invariant: the history holds only questions with
+their answers; a turn that failed, or was stopped before its first token, is not in it.
 """
 
 import sys
@@ -12,20 +11,16 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from cadenza.cli.generate import loading
 from cadenza.cli.interrupts import Interrupts
-from cadenza.cli.options import ModelFlag, whole_or_auto
+from cadenza.cli.options import EngineFlags, ModelArgument, ModelFlag, flag, whole_or_auto
 from cadenza.cli.prompts import only_model
 from cadenza.cli.sampling_flags import SamplingFlags
-from cadenza.config import EngineConfig
 from cadenza.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from cadenza.cli.batch_run import BatchRun, Stream
+    from cadenza.cli.batch_run import BatchRun, BatchStream
     from cadenza.frontend.loaded_model import LoadedModel
 
 FAILED = 1
@@ -49,40 +44,29 @@ BUNDLED = (
 SAME_ANSWER = "(the same again: with greedy decoding or a fixed --seed an answer does not change)"
 OTHER = "{name}: {family}, {size} parameters in {dtype}, context of {context:,} tokens."
 
-Folder = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL", show_default=False, help="The model's folder; without, the bundled one."
-    ),
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFlags:
     """The flags of this command alone."""
 
     model: ModelFlag = None
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="A system message before the conversation.")
-    ] = None
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N|auto",
-            parser=whole_or_auto,
-            help="Most tokens of an answer (default: auto, the rest of the context).",
-        ),
-    ] = None
-    verbose: Annotated[
-        bool,
-        typer.Option(
-            "--verbose", help="After each answer, its times and prefix-cache reuse on stderr."
-        ),
-    ] = False
+    system: str | None = flag(None, "A system message before the conversation.", metavar="TEXT")
+    max_tokens: int | None = flag(
+        None,
+        "Most tokens of an answer (default: auto, the rest of the context).",
+        parser=whole_or_auto,
+    )
+    verbose: bool = flag(
+        False, "After each answer, print its times and prefix-cache reuse on stderr."
+    )
 
 
 def chat(
-    folder: Folder = None, *, flags: ChatFlags, sampling: SamplingFlags, config: EngineConfig
+    folder: ModelArgument = None,
+    *,
+    flags: ChatFlags,
+    sampling: SamplingFlags,
+    config: EngineFlags,
 ) -> int:
     """Talk with a model. /help lists the commands, /bye ends.
 
@@ -93,14 +77,13 @@ def chat(
 
     is_person = sys.stdin.isatty() and sys.stdout.isatty()
     with ExitStack() as stack:
-        with loading(is_person):
-            loaded = stack.enter_context(opened_model(model, config))
+        loaded = stack.enter_context(opened_model(model, config, shows_status=is_person))
         if not loaded.text.has_chat_template:
             raise InvalidRequestError(
                 "this model has no chat template; use `cadenza generate` with a plain prompt"
             )
         params = {**sampling.changes(), "max_tokens": flags.max_tokens}
-        loaded.text.default_params(**params)  # what cannot work is said before the first question
+        loaded.text.default_params(**params)  # refuses what cannot work, before the first question
         interrupts = stack.enter_context(Interrupts())
         talk = Conversation(loaded=loaded, params=params, flags=flags, interrupts=interrupts)
         if not is_person:
@@ -110,9 +93,9 @@ def chat(
 
 
 def introduction(model: str | None, loaded: "LoadedModel") -> str:
-    """What the model is, for somebody about to talk with it, and what to ask the bundled one."""
+    """A line on the model; for the bundled one also what to ask it."""
     from cadenza.checkpoint import count_parameters
-    from cadenza.cli.words import magnitude_text
+    from cadenza.cli.report import magnitude_text
 
     shape = loaded.checkpoint.config
     size = magnitude_text(count_parameters(shape))
@@ -131,7 +114,7 @@ def introduction(model: str | None, loaded: "LoadedModel") -> str:
 class Conversation:
     """The system message, the turns so far, and the engine that answers.
 
-    `last_question` is what was asked last, also where its answer failed; None when nothing was.
+    `last_question` is kept also where its answer failed; None before the first one.
     """
 
     loaded: "LoadedModel"
@@ -148,14 +131,14 @@ class Conversation:
         self.system = self.flags.system
 
     def reset(self) -> None:
-        """Forgets all but the system message."""
+        """Drops everything but the system message."""
         self.turns, self.last_question = [], None
 
-    def ask(self, text: str, write: Callable[[str], object]) -> "Stream":
-        """Sends `text` and gives the answer to `write` as it comes, until it ends or Ctrl-C.
+    def ask(self, text: str, write: Callable[[str], object]) -> "BatchStream":
+        """Submits `text` and streams the answer to `write`, until it ends or Ctrl-C.
 
         Raises:
-            InvalidRequestError: the conversation does not fit the context any more.
+            InvalidRequestError: the conversation no longer fits the context.
         """
         from cadenza.cli.batch_run import BatchRun, Question
 
@@ -163,7 +146,7 @@ class Conversation:
         turns = [*self.turns, {"role": "user", "content": text}]
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         prepared = self.loaded.text.prepare_chat([*system, *turns], self.params)
-        question = Question(shown=text, sent_text=prepared.text, request=prepared.request)
+        question = Question(shown=text, prepared=prepared)
         run = BatchRun(self.loaded.core, self.loaded.text, [question], self.clock)
         self._follow(run, write)
         stream = run.streams[0]
@@ -172,7 +155,7 @@ class Conversation:
         return stream
 
     def take_back(self) -> str | None:
-        """Forgets the last question and its answer; the question, to be asked again."""
+        """Drops the last question with its answer, and returns it to be asked again."""
         question = self.last_question
         if question is not None:
             del self.turns[self._num_turns_before :]
@@ -190,7 +173,7 @@ class Conversation:
 
 
 def _obey(talk: Conversation, line: str) -> str | None:
-    """Carries out a command; what a person is told of it. None: `line` is no such command."""
+    """Carries out a slash command and returns its reply; None where `line` is no such command."""
     name, _, rest = line.partition(" ")
     match name:
         case "/help" | "/?":
@@ -200,17 +183,19 @@ def _obey(talk: Conversation, line: str) -> str | None:
             return "The conversation is forgotten."
         case "/system":
             talk.system = rest.strip() or None
-            return "There is no system message." if talk.system is None else "It is set."
+            return "The system message is removed." if talk.system is None else "It is set."
         case _:
             return None
 
 
 def _answer_lines(talk: Conversation) -> int:
-    """Answers the lines of stdin; ends with them, or with the first that cannot be answered."""
-    while line := _next_line(talk):
+    """Answers the lines of stdin, up to one that cannot be answered; returns the exit code."""
+    while True:
+        with talk.interrupts.raised():
+            line = sys.stdin.readline()
         text = line.strip()
-        if text in ENDS:
-            break
+        if not line or text in ENDS:
+            return 0
         if _obey(talk, text) is not None:
             continue
         question = talk.take_back() if text == "/retry" else text
@@ -218,18 +203,11 @@ def _answer_lines(talk: Conversation) -> int:
             continue
         stream = talk.ask(question, _write)
         _write("\n")
-        _tell_times(talk, stream)
+        _print_times(talk, stream)
         if talk.interrupts.is_set:
             raise KeyboardInterrupt
-        if _tell_failure(stream):
+        if _print_failure(stream):
             return FAILED
-    return 0
-
-
-def _next_line(talk: Conversation) -> str:
-    """The next line of stdin; "" at its end."""
-    with talk.interrupts.raised():
-        return sys.stdin.readline()
 
 
 def _talk_with_person(talk: Conversation) -> int:
@@ -239,11 +217,11 @@ def _talk_with_person(talk: Conversation) -> int:
         text = message.strip()
         if text in ENDS:
             break
-        told = _obey(talk, text)
+        reply = _obey(talk, text)
         if text == "/retry":
             _retry(talk)
-        elif told is not None:
-            print(told)
+        elif reply is not None:
+            print(reply)
         elif text.startswith("/") and " " not in text and "\n" not in text:
             print(f"There is no command {text}.\n{HELP}")
         elif text:
@@ -252,7 +230,7 @@ def _talk_with_person(talk: Conversation) -> int:
 
 
 def _retry(talk: Conversation) -> None:
-    """Answers the last question again, and says why the answer is the same where it is."""
+    """Answers the last question again; explains an answer that is the same as before."""
     before = talk.turns[-1:]
     question = talk.take_back()
     if question is None:
@@ -264,7 +242,7 @@ def _retry(talk: Conversation) -> None:
 
 
 def _answer_person(talk: Conversation, text: str) -> None:
-    from cadenza.cli.words import harmless
+    from cadenza.cli.report import harmless
 
     try:
         stream = talk.ask(text, lambda part: _write(harmless(part)))
@@ -272,8 +250,8 @@ def _answer_person(talk: Conversation, text: str) -> None:
         print(f"error: {error} (/reset starts over)", file=sys.stderr)
         return
     _write(" [stopped]\n\n" if talk.interrupts.is_set else "\n\n")
-    _tell_times(talk, stream)
-    _tell_failure(stream)
+    _print_times(talk, stream)
+    _print_failure(stream)
 
 
 def _prepare_editing() -> None:
@@ -285,7 +263,7 @@ def _prepare_editing() -> None:
 
 
 def _read_message(talk: Conversation) -> str | None:
-    """What a person asks; "" after Ctrl-C, which drops what was typed; None at the end."""
+    """The next message; "" after Ctrl-C, which drops what was typed; None at the end of input."""
     try:
         with talk.interrupts.raised():
             return _read_lines()
@@ -313,24 +291,24 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _tell_times(talk: Conversation, stream: "Stream") -> None:
-    if not talk.flags.verbose or stream.output is None:
+def _print_times(talk: Conversation, stream: "BatchStream") -> None:
+    if not talk.flags.verbose:
         return
-    from cadenza.cli.words import rate_text, seconds_text
+    from cadenza.cli.report import rate_text, seconds_text
 
     print(
-        f"({len(stream.request.prompt_token_ids)} prompt tokens, "
-        f"{stream.output.num_cached_tokens} of them from the prefix cache; "
+        f"({stream.num_prompt_tokens} prompt tokens, "
+        f"{stream.num_cached_tokens} of them from the prefix cache; "
         f"TTFT {seconds_text(stream.ttft_s)}; {stream.num_tokens} tokens, "
         f"{rate_text(stream.tokens_per_s)} tok/s)",
         file=sys.stderr,
     )
 
 
-def _tell_failure(stream: "Stream") -> bool:
-    from cadenza.cli.reports import failure
+def _print_failure(stream: "BatchStream") -> bool:
+    from cadenza.cli.generate_report import failure
 
-    said = failure(stream)
-    if said is not None:
-        print(f"cadenza chat: error: {said}", file=sys.stderr)
-    return said is not None
+    text = failure(stream)
+    if text is not None:
+        print(f"cadenza chat: error: {text}", file=sys.stderr)
+    return text is not None

@@ -1,9 +1,8 @@
-"""Signals that end a command: Ctrl-C as a question between two steps, SIGTERM and SIGHUP as a way
-out.
+"""Signals that end a command: Ctrl-C between two steps, SIGTERM and SIGHUP at once.
 
-Owns the process's handlers of them while it is entered. Invariants: no step is cut in its middle,
-and a second Ctrl-C before the first was answered raises KeyboardInterrupt at once; a command that
-SIGTERM or SIGHUP ends leaves its contexts, and with them what it has made.
+Owns the process's handlers while it is entered. Invariants: Ctrl-C interrupts no step, but a second
+one before the first was handled raises KeyboardInterrupt at once; a command that SIGTERM or SIGHUP
+ends exits its contexts, which remove what it made.
 """
 
 import signal
@@ -16,7 +15,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 class Interrupts:
-    """`is_set` tells whether Ctrl-C was pressed since it was entered, or last raised."""
+    """`is_set` after Ctrl-C, until `raised` is entered."""
 
     __slots__ = ("_is_raised", "_previous", "is_set")
 
@@ -35,7 +34,7 @@ class Interrupts:
 
     @contextmanager
     def raised(self) -> Generator[None, None, None]:
-        """Within this block Ctrl-C raises KeyboardInterrupt, as is right where a user types."""
+        """Within this block Ctrl-C raises KeyboardInterrupt at once, for reading input."""
         self.is_set, self._is_raised = False, True
         try:
             yield
@@ -50,8 +49,8 @@ class Interrupts:
 
 @contextmanager
 def terminable() -> Generator[None]:
-    """Within this block SIGTERM leaves it, as Ctrl-C does, and ends the command with its code; so
-    does SIGHUP, where the command was not started to ignore it.
+    """Within this block SIGTERM raises SystemExit with its exit code; so does SIGHUP, unless the
+    command was started with SIGHUP ignored.
     """
 
     def leave(number: int, _frame: FrameType | None) -> NoReturn:

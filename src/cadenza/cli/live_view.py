@@ -1,7 +1,7 @@
-"""The running batch on a terminal: every stream beside the others, and one line on the whole.
+"""The running batch on a terminal: the streams side by side, and a status line.
 
-Owns how much is shown in the space there is. Knows streams, not the engine. Invariant: a frame is
-never taller than the terminal, and two frames are at least `FRAME_S` apart.
+Owns the layout. Knows streams, not the engine. Invariant: a frame is never taller than the
+terminal, and two frames are at least `FRAME_S` apart.
 """
 
 import math
@@ -17,9 +17,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cadenza.cli.batch_run import BatchRun, Stream
-from cadenza.cli.reports import closing_line, table
-from cadenza.cli.words import harmless, on_one_line, rate_text
+from cadenza.cli.batch_run import BatchRun, BatchStream
+from cadenza.cli.generate_report import closing_line, table
+from cadenza.cli.report import harmless, on_one_line, rate_text
 
 FRAME_S = 0.08
 PANEL_WIDTH = 38
@@ -28,7 +28,7 @@ BORDER = 2
 STATUS_LINES = 2
 MAX_ROW_MARKS = 32
 TAIL = 4000
-"""Characters of an answer that a frame looks at, from its end."""
+"""Characters at the end of an answer that are laid out for a frame."""
 
 _STYLES = {
     "waiting": "dim",
@@ -44,7 +44,7 @@ _STYLES = {
 def live_view(
     run: BatchRun, console: Console, clock: Callable[[], float]
 ) -> Generator["Frames", None, None]:
-    """Shows the run until the end of the block, and then leaves no trace."""
+    """Shows the run until the end of the block, and then erases it."""
     live = Live(
         console=console, auto_refresh=False, transient=True, vertical_overflow="crop", screen=False
     )
@@ -80,11 +80,11 @@ def frame(run: BatchRun, console: Console) -> RenderableType:
         body = _panels(streams, console, num_columns, lines)
     else:
         body = _lines(streams, width, height - STATUS_LINES)
-    return Group(body, Text(), status_line(run, width))
+    return Group(body, Text(), _batch_status(run, width))
 
 
-def status_line(run: BatchRun, width: int) -> Text:
-    """What runs and what waits, and how fast."""
+def _batch_status(run: BatchRun, width: int) -> Text:
+    """Rows in use, streams that wait and are done, and the speed."""
     rows = {stream.row for stream in run.streams if stream.state in ("reading", "writing")}
     num_ended = sum(stream.state in ("done", "failed") for stream in run.streams)
     num_waiting = len(run.streams) - num_ended - len(rows)
@@ -104,7 +104,7 @@ def status_line(run: BatchRun, width: int) -> Text:
 
 
 def print_result(run: BatchRun, console: Console) -> None:
-    """Every prompt with its whole answer, and the table of times."""
+    """Every prompt with its answer, and the table of times."""
     for stream in run.streams:
         console.print(Text(f"{stream.index + 1} ", "bold").append(harmless(stream.shown), "dim"))
         console.print(Text(harmless(stream.text).strip("\n")))
@@ -113,7 +113,7 @@ def print_result(run: BatchRun, console: Console) -> None:
     console.print(closing_line(run))
 
 
-def _panels(streams: list[Stream], console: Console, num_columns: int, lines: int) -> Table:
+def _panels(streams: list[BatchStream], console: Console, num_columns: int, lines: int) -> Table:
     """A grid; a row of it is as high as its longest text, up to `lines`."""
     grid = Table.grid(expand=True)
     for _ in range(num_columns):
@@ -128,7 +128,7 @@ def _panels(streams: list[Stream], console: Console, num_columns: int, lines: in
     return grid
 
 
-def _panel(stream: Stream, lines: list[Text], width: int) -> Panel:
+def _panel(stream: BatchStream, lines: list[Text], width: int) -> Panel:
     style = _STYLES[stream.state]
     number = f"{stream.index + 1} "
     prompt = Text(on_one_line(stream.shown), "bold not dim")
@@ -144,7 +144,7 @@ def _panel(stream: Stream, lines: list[Text], width: int) -> Panel:
     )
 
 
-def _wrapped(stream: Stream, console: Console, width: int, lines: int) -> list[Text]:
+def _wrapped(stream: BatchStream, console: Console, width: int, lines: int) -> list[Text]:
     """The answer's last `lines` lines."""
     text = Text(harmless(stream.text[-TAIL:].strip()))
     wrapped = list(text.wrap(console, max(1, width)))
@@ -154,10 +154,10 @@ def _wrapped(stream: Stream, console: Console, width: int, lines: int) -> list[T
     return wrapped
 
 
-def _describe(stream: Stream) -> str:
-    """Say `row 3 · writing · 12 tokens`."""
+def _describe(stream: BatchStream) -> str:
+    """Say `row 3 · 12 tokens`."""
     if stream.state == "reading":
-        size = len(stream.request.prompt_token_ids)
+        size = stream.num_prompt_tokens
         return f"row {stream.row} · reading {min(stream.num_read, size)}/{size}"
     if stream.state == "writing":
         return f"row {stream.row} · {stream.num_tokens} tokens"
@@ -166,7 +166,7 @@ def _describe(stream: Stream) -> str:
     return stream.state
 
 
-def _lines(streams: list[Stream], width: int, height: int) -> Table:
+def _lines(streams: list[BatchStream], width: int, height: int) -> Table:
     """One line for each stream; where they are too many, those that run come first."""
     chosen = _most_alive(streams, height if len(streams) <= height else height - 1)
     found = Table.grid(padding=(0, 2, 0, 0))
@@ -188,7 +188,7 @@ def _lines(streams: list[Stream], width: int, height: int) -> Table:
     return found
 
 
-def _most_alive(streams: list[Stream], count: int) -> list[Stream]:
+def _most_alive(streams: list[BatchStream], count: int) -> list[BatchStream]:
     order = {"reading": 0, "writing": 0, "failed": 1, "preempted": 2, "waiting": 3, "done": 4}
     chosen = sorted(streams, key=lambda stream: order[stream.state])[: max(1, count)]
     return sorted(chosen, key=lambda stream: stream.index)

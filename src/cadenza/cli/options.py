@@ -1,22 +1,26 @@
-"""The flags that several subcommands share, each declared once.
+"""How flags are declared, and those that several subcommands share.
 
-Owns names, aliases, help and environment variables of the flags, and `with_flags`, through which a
-subcommand takes whole groups of them as one value: `EngineConfig`, or a dataclass of flags. Knows
-no command. Invariant: every field of `EngineConfig` is a flag with its own name, and what is not
-given on the command line or in the environment keeps `EngineConfig`'s default.
+Through `with_flags` a subcommand takes a group of flags as one value: a dataclass whose fields are
+flags, each described by a `Flag` where it is declared (`flag`) or, for a dataclass of a
+lower layer, in a table beside it: `Annotated[EngineConfig, ENGINE_FLAGS]`. Names, types, defaults
+and choices follow from the field. Knows no command. Invariant: a flag that is given neither on the
+command line nor in the environment leaves its field's default.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import wraps
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import typer
 
 from cadenza.backends import BACKENDS, resolve_backend
 from cadenza.config import EngineConfig
+from cadenza.errors import ConfigError
 
 Result = TypeVar("Result")
 
@@ -27,75 +31,101 @@ VARIABLES_WITHOUT_FLAG = frozenset(
 )
 """Variables that are read elsewhere than by a flag."""
 
-LEAST_LIKENESS = 0.7
-"""Of a misspelt variable to the one that was meant; others may be somebody else's."""
-
-ModelFlag = Annotated[
-    str | None,
-    typer.Option(
-        "--model", metavar="MODEL", help="A model's folder or hub id (default: the bundled one)."
-    ),
-]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+MIN_LIKENESS = 0.7
+"""Of a misspelt variable to the one that was meant; others may belong to other programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """What people read about a flag, and its other names."""
+    """What does not follow from the flag's field.
+
+    Args:
+        names: in place of the field's own name.
+        aliases: further names.
+        has_variable: can also be set by an environment variable, whose name has the prefix.
+        settings: keyword arguments of `typer.Option`, say `metavar` or `parser`.
+    """
 
     help: str
+    names: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    metavar: str | None = None
+    has_variable: bool = False
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+
+def flag(default: Any, help: str, *names: str, has_variable: bool = False, **settings: Any) -> Any:
+    """A dataclass field that is a flag; the arguments are `Flag`'s."""
+    described = Flag(help=help, names=names, has_variable=has_variable, settings=settings)
+    return dataclasses.field(default=default, metadata={"flag": described})
+
+
+def whole_or_auto(text: str) -> int | None:
+    """A whole number; None for "auto"."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor auto") from None
+
+
+_MODEL_HELP = "A model's folder or hub id (default: the bundled model)."
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+ModelFlag = Annotated[str | None, typer.Option("--model", metavar="MODEL", help=_MODEL_HELP)]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def _engine(help: str, *aliases: str, **settings: Any) -> Flag:
+    return Flag(help=help, aliases=aliases, has_variable=True, settings=settings)
+
+
+def _number(help: str, *aliases: str) -> Flag:
+    return _engine(help, *aliases, parser=whole_or_auto)
 
 
 ENGINE_FLAGS: Mapping[str, Flag] = {
-    "backend": Flag(help="What computes.", metavar="|".join(("auto", *BACKENDS))),
-    "device": Flag(help="Where it computes.", metavar="auto|cpu|cuda[:n]|tpu[:n]"),
-    "ops": Flag(help="Which implementations of the model's operations."),
-    "revision": Flag(
-        help="Branch, tag or commit of a hub model; every file is taken of that one commit.",
+    "backend": _engine("What computes.", metavar="|".join(("auto", *BACKENDS))),
+    "device": _engine("Where it computes.", metavar="auto|cpu|cuda[:n]|tpu[:n]"),
+    "ops": _engine("The implementation of the model's operations."),
+    "revision": _engine(
+        "Branch, tag or commit of a hub model; all files are read at that one commit "
+        "(default: main).",
         metavar="NAME",
     ),
-    "dtype": Flag(help="Type of weights and KV."),
-    "max_model_len": Flag(
-        help="Most tokens of a request, prompt and answer together; auto fits the memory.",
-        aliases=("--ctx-size", "-c", "--context-length"),
+    "dtype": _engine("Type of weights and KV."),
+    "max_model_len": _number(
+        "Most tokens of a request, prompt and answer together; auto fits the memory.",
+        *("--ctx-size", "-c", "--context-length"),
     ),
-    "max_num_seqs": Flag(
-        help="Requests that run at the same time: the rows of the batch.",
-        aliases=(
-            "--parallel",
-            "-np",
-            "--max-running-requests",
-            "--decode-concurrency",
-            "--max-batch-size",
-        ),
+    "max_num_seqs": _number(
+        "Requests that run at the same time: the rows of the batch.",
+        *("--parallel", "-np", "--max-running-requests", "--decode-concurrency"),
+        "--max-batch-size",
     ),
-    "max_num_batched_tokens": Flag(
-        help="Tokens computed in one step.", aliases=("--prefill-step-size",)
+    "max_num_batched_tokens": _number("Tokens computed in one step.", "--prefill-step-size"),
+    "kv_cache_memory_bytes": _number("Bytes of memory for KV pages."),
+    "num_pages": _number("KV pages, in place of --kv-cache-memory-bytes."),
+    "kv_layout": _engine("KV in pages, or in one block for each row."),
+    "page_size": _number("Tokens of a KV page, a multiple of 16."),
+    "enable_prefix_caching": _engine("Reuse the KV of prompts that begin alike."),
+    "scheduler": _engine("Whether a step is launched before the previous one is read."),
+    "max_num_queued_reqs": _number("Requests that may wait."),
+    "max_num_queued_tokens": _number(
+        "Prompt tokens that may wait; auto is a full context for each row."
     ),
-    "kv_cache_memory_bytes": Flag(help="Memory for KV pages."),
-    "num_pages": Flag(help="KV pages, in place of --kv-cache-memory-bytes."),
-    "kv_layout": Flag(help="Pages, or one block for each row."),
-    "page_size": Flag(help="Tokens of a KV page, a multiple of 16."),
-    "enable_prefix_caching": Flag(help="Reuse the KV of prompts that begin alike."),
-    "scheduler": Flag(help="Launch a step before the last one is read, or not."),
-    "max_num_queued_reqs": Flag(help="Requests that may wait."),
-    "max_num_queued_tokens": Flag(
-        help="Prompt tokens that may wait; auto is a full context for each row."
+    "max_consecutive_step_errors": _number(
+        "Failed steps in a row after which a server restarts its engine."
     ),
-    "max_consecutive_step_errors": Flag(
-        help="Failed steps in a row after which a server's engine is started anew."
-    ),
-    "seed": Flag(help="Seed of the requests that have none of their own."),
-    "generation_config": Flag(
-        help="Sampling that is not asked for is as generation_config.json recommends, or not."
+    "seed": _number("Seed of requests that set none."),
+    "generation_config": _engine(
+        "Whether generation_config.json sets the sampling parameters that are not given."
     ),
 }
+EngineFlags = Annotated[EngineConfig, ENGINE_FLAGS]
 
 
 def misspelt_variables(command: object, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that nothing reads and whose names are close to one of ours, with that one.
+    """Variables that nothing reads, each with the known variable that its name resembles.
 
     Args:
         command: the parser of all commands, which knows the variable of each flag.
@@ -107,107 +137,130 @@ def misspelt_variables(command: object, environment: Mapping[str, str]) -> dict[
         part = name.upper().removeprefix(ENVIRONMENT_PREFIX)
         if name in known or part == name.upper():
             continue
-        for meant in get_close_matches(part, parts, n=1, cutoff=LEAST_LIKENESS):
+        for meant in get_close_matches(part, parts, n=1, cutoff=MIN_LIKENESS):
             found[name] = ENVIRONMENT_PREFIX + meant
     return found
 
 
 def variables_of(command: Any) -> frozenset[str]:
-    """The environment variables of a command's flags and of those of its subcommands."""
+    """The environment variables of the flags of a command and of its subcommands."""
     own = {each.envvar for each in command.params if isinstance(each.envvar, str)}
     return frozenset(own).union(*map(variables_of, getattr(command, "commands", {}).values()))
-
-
-def whole_or_auto(text: str) -> int | None:
-    """A whole number, or "auto": choose for me."""
-    if text == "auto":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
 def with_flags(command: Callable[..., Result]) -> Callable[..., Result]:
     """`command` with each parameter that is a dataclass replaced by one flag for each field.
 
-    Raises what the dataclass raises when its values cannot work (`ConfigError`).
+    Where two groups have a flag in common (`--seed`), the first one describes it and both get its
+    value. Raises what the dataclass raises when its values cannot work (`ConfigError`).
     """
     own = inspect.signature(command, eval_str=True).parameters
-    groups = {name: kind for name, each in own.items() if (kind := _group(each)) is not None}
+    groups = {
+        name: group
+        for name, parameter in own.items()
+        if (group := _group(parameter.annotation)) is not None
+    }
     flags: dict[str, inspect.Parameter] = {}
     for name, parameter in own.items():
-        group = groups.get(name)
-        for flag in [parameter] if group is None else flags_of(group):
-            if group is not EngineConfig or flag.name not in flags:
-                flags[flag.name] = flag.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for each in flags_of(*groups[name]) if name in groups else [parameter]:
+            flags.setdefault(each.name, each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
     def run(**given: Any) -> Result:
-        taken = {name: build(group, given) for name, group in groups.items()}
+        taken = {name: build(group, given) for name, (group, _) in groups.items()}
         plain = {name: given[name] for name in own if name not in groups}
         return command(**plain, **taken)
 
     vars(run)["__signature__"] = inspect.Signature(list(flags.values()))
-    run.__annotations__ = {name: flag.annotation for name, flag in flags.items()}
+    run.__annotations__ = {name: each.annotation for name, each in flags.items()}
     return run
 
 
-def _group(parameter: inspect.Parameter) -> type | None:
-    kind = parameter.annotation
-    return kind if isinstance(kind, type) and is_dataclass(kind) else None
+def _group(annotation: object) -> tuple[type, Mapping[str, Any]] | None:
+    """The dataclass that stands for a group of flags, and their table; None for another type."""
+    is_annotated = get_origin(annotation) is Annotated
+    kind, *extra = get_args(annotation) if is_annotated else (annotation,)
+    if not isinstance(kind, type) or not is_dataclass(kind):
+        return None
+    return kind, cast("Mapping[str, Any]", extra[0] if extra else {})
 
 
-def flags_of(group: type) -> list[inspect.Parameter]:
-    """The flags that a dataclass stands for."""
-    if group is EngineConfig:
-        return [_engine_flag(name) for name in (field.name for field in fields(EngineConfig))]
+def flags_of(group: type, table: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """The flags of a dataclass: the fields with a `Flag`, and those described for typer itself."""
     hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(group)
-    ]
+    found: list[inspect.Parameter] = []
+    for field in fields(group):
+        hint = hints[field.name]
+        described = field.metadata.get("flag", table.get(field.name))
+        default = None
+        if isinstance(described, Flag):
+            hint = _annotation(field, hint, described)
+        else:
+            hint = hint if described is None else Annotated[hint, described]
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+        if get_origin(hint) is not Annotated:
+            continue
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        found.append(inspect.Parameter(field.name, keyword, default=default, annotation=hint))
+    return found
 
 
 def build(group: type, given: Mapping[str, Any]) -> Any:
-    """The group's value out of the parsed flags; an engine flag that is None was not given."""
-    values = {field.name: given[field.name] for field in fields(group)}
+    """The group's value from the parsed flags, of which those that were not given are None.
+
+    Raises ConfigError where a flag with choices has none of them.
+    """
+    names = [field.name for field in fields(group) if field.name in given]
+    values = {name: given[name] for name in names if given[name] not in (None, [])}
+    for name, hint in get_type_hints(group).items():
+        allowed = _choices(hint)
+        if allowed and name in values and values[name] not in allowed:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {values[name]!r} is not one of {', '.join(allowed)}"
+            )
     if group is EngineConfig:
-        values = {name: value for name, value in values.items() if value is not None}
         resolve_backend(values.get("backend", "auto"))
     return group(**values)
 
 
-def _engine_flag(name: str) -> inspect.Parameter:
-    described = ENGINE_FLAGS.get(name, Flag(help=""))
-    kind = get_type_hints(EngineConfig)[name]
-    default = next(field.default for field in fields(EngineConfig) if field.name == name)
-    long_name = "--" + name.replace("_", "-")
-    names = (long_name, *described.aliases)
-    parser: Callable[[str], int | None] | None = None
-    metavar = described.metavar
-    if kind is bool:
-        kind, names = bool | None, (f"{long_name}/--no-{long_name[2:]}",)
-        shown = "on" if default else "off"
-    elif kind is int or int in get_args(kind):
-        shown = "auto" if default is None else str(default)
-        metavar, parser, kind = "N" if default is not None else "N|auto", whole_or_auto, int | None
-    else:
-        metavar = metavar or "|".join(map(str, get_args(kind)))
-        kind, shown = str | None, "main" if name == "revision" else str(default)
+def _choices(hint: object) -> tuple[str, ...]:
+    """The values of a Literal, also of one that may be None."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    for each in get_args(hint):
+        if get_origin(each) is Literal:
+            return get_args(each)
+    return ()
+
+
+def _annotation(field: "dataclasses.Field[Any]", hint: Any, described: Flag) -> Any:
+    """The type and the option by which typer parses a flag; every flag is optional."""
+    kinds = {hint, *get_args(hint)} - {NoneType}
+    kind = next((each for each in (bool, int, float) if each in kinds), str)
+    name = "--" + field.name.replace("_", "-")
+    if kind is bool and field.default is not False:
+        name = f"{name}/--no-{name[2:]}"
+    settings = dict(described.settings)
+    if _choices(hint):
+        settings.setdefault("metavar", "|".join(_choices(hint)))
+    if settings.get("parser") is whole_or_auto:
+        settings["metavar"] = "N|auto" if field.default is None else "N"
     option = typer.Option(
-        *names,
-        envvar=ENVIRONMENT_PREFIX + name.upper(),
+        *(described.names or (name,)),
+        *described.aliases,
+        envvar=ENVIRONMENT_PREFIX + field.name.upper() if described.has_variable else None,
         show_envvar=False,
-        help=f"{described.help} (default: {shown})".strip(),
-        metavar=metavar,
-        parser=parser,
+        help=_with_default(described, field.default),
+        **settings,
     )
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
-    )
+    return Annotated[list[str] | None if list[str] in kinds else kind | None, option]
+
+
+def _with_default(described: Flag, default: object) -> str:
+    """The flag's help, with its default if it has one."""
+    if default is MISSING or default is False or "(default: " in described.help:
+        return described.help
+    if default is None:
+        is_auto = described.settings.get("parser") is whole_or_auto
+        return f"{described.help} (default: auto)" if is_auto else described.help
+    return f"{described.help} (default: {'on' if default is True else default})"

@@ -1,15 +1,14 @@
-"""Which model is meant and what it is asked: positional words, `--model` and prompt files.
+"""The model and the prompts of a command: positional words, `--model`, stdin and prompt files.
 
-Owns how words are told apart and how prompt files are read. Knows no tokenizer. Invariant: a word
-is the model only when it is the first one, `--model` is not given, and it is a folder with a
-config.json; a first word that only looks like a model is refused, never taken as a prompt.
+Owns the rule that tells a model from prompts, and the formats of prompt files. Knows no tokenizer.
+Invariant: a word is the model only when it is the first one, `--model` is not given, and it is a
+folder with a config.json; a first word that only looks like a model is refused.
 """
 
 import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO, cast
 
@@ -23,35 +22,27 @@ _HUB_ID_LIKE = re.compile(r"[\w.-]+/[\w.-]+")
 _JSON_KEYS = ("prompt", "prompt_token_ids")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A model's folder (None: the bundled model) and the prompts of the command line."""
-
-    model: str | None
-    prompts: tuple[str, ...]
-
-
-def read_words(words: Sequence[str], model: str | None) -> Asked:
-    """Tells the model from the prompts.
+def read_words(words: Sequence[str], model: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """Tells the model's folder (None: the bundled model) from the prompts among `words`.
 
     Raises:
         ConfigError: the first word looks like a model and is none.
     """
     if model is not None or not words:
-        return Asked(model=model, prompts=tuple(words))
+        return model, tuple(words)
     first = words[0]
     if is_model_folder(first):
-        return Asked(model=first, prompts=tuple(words[1:]))
+        return first, tuple(words[1:])
     if looks_like_model(first):
         raise ConfigError(
-            f"{first!r} looks like a model, but is no folder with a config.json; name the model's "
-            f"folder, or pass a prompt of this form by --prompts-file"
+            f"{first!r} looks like a model, but is not a folder with a config.json; name the "
+            f"model's folder, or pass a prompt of this form by --prompts-file"
         )
-    return Asked(model=None, prompts=tuple(words))
+    return None, tuple(words)
 
 
 def only_model(word: str | None, model: str | None) -> str | None:
-    """The model of a command that takes no prompts. Raises ConfigError when it is named twice."""
+    """The model of a command without prompts. Raises ConfigError when it is named twice."""
     if word is not None and model is not None:
         raise ConfigError(f"the model is named twice, as {word!r} and by --model; leave one out")
     return model if word is None else word
@@ -75,14 +66,14 @@ def looks_like_model(word: str) -> bool:
 
 
 def read_prompts_file(name: str, format: PromptsFormat | None) -> list[Prompt]:
-    """The prompts of a file, or of stdin as `-`: one a line, blank lines left out.
+    """The prompts of a file, or of stdin as `-`: one a line, without blank lines.
 
     Args:
-        format: text, or JSON lines; None goes by the name's ending (.jsonl, .ndjson).
+        format: None decides by the ending of the name (.jsonl, .ndjson).
 
     Raises:
         ConfigError: the file cannot be read, or has no prompt.
-        InvalidRequestError: a line is no prompt.
+        InvalidRequestError: a line is not a prompt.
     """
     by_name = "jsonl" if name.endswith((".jsonl", ".ndjson")) else "text"
     try:
@@ -96,21 +87,21 @@ def read_prompts_file(name: str, format: PromptsFormat | None) -> list[Prompt]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompts-file {name!r} is not UTF-8; convert it") from error
     if not lines:
-        raise ConfigError(f"--prompts-file {name!r} has no prompt; write one a line")
+        raise ConfigError(f"--prompts-file {name!r} has no prompts; write one a line")
     if (format or by_name) == "text":
         return [line for _, line in lines]
     return [parse_json_prompt(line, f"{name}, line {number}") for number, line in lines]
 
 
 def read_piped_prompt(file: TextIO) -> str | None:
-    """All that is piped in as one prompt, without the line end that `echo` adds; None for nothing.
+    """All of stdin as one prompt, without the line end that `echo` adds; None when it is blank.
 
     Raises:
         ConfigError: it is not UTF-8.
     """
     try:
         text = file.read().rstrip("\r\n")
-        text.encode()  # Python's C locale reads bytes that are no UTF-8 as lone surrogates
+        text.encode()  # in the C locale Python reads bytes that are not UTF-8 as lone surrogates
     except UnicodeError as error:
         raise ConfigError("the prompt on stdin is not UTF-8; convert it") from error
     return text if text.strip() else None
@@ -131,13 +122,13 @@ def parse_json_prompt(line: str, where: str) -> Prompt:
     if isinstance(value, str):
         return value
     ids = cast(list[object], value) if isinstance(value, list) else []
-    whole = tuple(each for each in ids if isinstance(each, int) and not isinstance(each, bool))
-    if not whole or len(whole) != len(ids):
+    token_ids = tuple(each for each in ids if isinstance(each, int) and not isinstance(each, bool))
+    if not token_ids or len(token_ids) != len(ids):
         raise InvalidRequestError(
             f'{where}: a prompt is a string or a list of token ids, or {{"prompt": …}} with one',
             param="prompt",
         )
-    return whole
+    return token_ids
 
 
 def _only_value(found: dict[str, object], where: str) -> object:

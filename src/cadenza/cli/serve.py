@@ -1,7 +1,7 @@
 """`cadenza serve`: the OpenAI-compatible server, its engine in a process of its own.
 
 Owns the command's flags and the order of starting. Knows the server through `Service` and
-`run_server`. Invariant: what cannot work is said before a port is open; a model that cannot be
+`run_server`. Invariant: what cannot work is refused before a port is open; a model that cannot be
 loaded ends the command with exit code 3.
 """
 
@@ -11,14 +11,13 @@ import os
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from cadenza import __version__
-from cadenza.cli.options import ENVIRONMENT_PREFIX, ModelFlag
+from cadenza.cli.options import EngineFlags, ModelArgument, ModelFlag, flag
 from cadenza.cli.prompts import only_model
-from cadenza.cli.unbuilt import UnbuiltFlags
 from cadenza.config import EngineConfig
 from cadenza.errors import CadenzaError, ConfigError
 
@@ -31,14 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOAD_S = 24 * 3600.0
-LOG_LEVELS = ("debug", "info", "warning", "error")
 SOCKET_MODE_DIGITS = 3
 
+LogLevel = Literal["debug", "info", "warning", "error"]
 
-def _option(*names: str, environment: str, **settings: Any) -> Any:
-    return typer.Option(
-        *names, envvar=ENVIRONMENT_PREFIX + environment, show_envvar=False, **settings
-    )
+
+def _flag(default: Any, help: str, **settings: Any) -> Any:
+    return flag(default, help, has_variable=True, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,168 +44,106 @@ class ServeFlags:
     """The flags of this command alone."""
 
     model: ModelFlag = None
-    host: Annotated[str, _option("--host", environment="HOST", help="Address to listen at.")] = (
-        "127.0.0.1"
+    host: str = _flag("127.0.0.1", "Address to listen at.")
+    port: int = _flag(8000, "Port; 0 takes a free one.", min=0, max=65535)
+    uds: str | None = _flag(
+        None, "A Unix socket in place of a port; --uds-mode sets who may connect.", metavar="PATH"
     )
-    port: Annotated[
-        int,
-        _option("--port", environment="PORT", min=0, max=65535, help="Port; 0 takes a free one."),
-    ] = 8000
-    uds: Annotated[
-        str | None,
-        _option(
-            "--uds",
-            environment="UDS",
-            metavar="PATH",
-            help="A Unix socket in place of a port; --uds-mode says for whom.",
-        ),
-    ] = None
-    uds_mode: Annotated[
-        str,
-        _option(
-            "--uds-mode",
-            environment="UDS_MODE",
-            metavar="OCTAL",
-            help="The socket's permissions: 600 is its owner only, 660 its group too.",
-        ),
-    ] = "600"
-    served_model_name: Annotated[
-        list[str] | None,
-        _option(
-            "--served-model-name",
-            environment="SERVED_MODEL_NAME",
-            help="What clients call the model; may be repeated (default: a folder's last part, or "
-            "the name as it was given).",
-        ),
-    ] = None
-    api_key: Annotated[
-        list[str] | None,
-        _option(
-            "--api-key",
-            environment="API_KEY",
-            metavar="KEY",
-            help="A key that clients must send; may be repeated. Safer in the environment.",
-        ),
-    ] = None
-    api_key_file: Annotated[
-        str | None,
-        _option(
-            "--api-key-file", environment="API_KEY_FILE", metavar="FILE", help="Keys, one a line."
-        ),
-    ] = None
-    allowed_origins: Annotated[
-        list[str] | None,
-        _option(
-            "--allowed-origins",
-            environment="ALLOWED_ORIGINS",
-            metavar="ORIGIN",
-            help="Origins of web pages that may call this server, as scheme://host:port, or * for "
-            "any; may be repeated (default: none).",
-        ),
-    ] = None
-    ignore_unknown_fields: Annotated[
-        bool,
-        _option(
-            "--ignore-unknown-fields",
-            environment="IGNORE_UNKNOWN_FIELDS",
-            help="Ignore fields of a request's body that this server does not know, which are "
-            "refused otherwise; for gateways that add their own.",
-        ),
-    ] = False
-    ssl_certfile: Annotated[
-        str | None,
-        _option("--ssl-certfile", environment="SSL_CERTFILE", metavar="FILE", help="TLS, in PEM."),
-    ] = None
-    ssl_keyfile: Annotated[
-        str | None,
-        _option("--ssl-keyfile", environment="SSL_KEYFILE", metavar="FILE", help="Its key."),
-    ] = None
-    queue_timeout: Annotated[
-        float,
-        _option(
-            "--queue-timeout",
-            environment="QUEUE_TIMEOUT",
-            help="Seconds a request may wait for its first step.",
-        ),
-    ] = 60.0
-    request_timeout: Annotated[
-        float,
-        _option(
-            "--request-timeout", environment="REQUEST_TIMEOUT", help="Seconds a request may take."
-        ),
-    ] = 600.0
-    shutdown_timeout: Annotated[
-        float,
-        _option(
-            "--shutdown-timeout",
-            environment="SHUTDOWN_TIMEOUT",
-            help="Seconds that open requests get when the server is told to end.",
-        ),
-    ] = 30.0
-    sse_keep_alive_interval: Annotated[
-        float,
-        _option(
-            "--sse-keep-alive-interval",
-            environment="SSE_KEEP_ALIVE_INTERVAL",
-            help="Seconds of silence in a stream before a comment is sent.",
-        ),
-    ] = 15.0
-    max_logprobs: Annotated[
-        int,
-        _option(
-            "--max-logprobs", environment="MAX_LOGPROBS", help="Most likeliest tokens told of."
-        ),
-    ] = 20
-    max_bodies_bytes: Annotated[
-        int,
-        _option(
-            "--max-bodies-bytes",
-            environment="MAX_BODIES_BYTES",
-            help="Bytes of all bodies that are being read at once.",
-        ),
-    ] = 256 << 20
-    log_format: Annotated[
-        str, _option("--log-format", environment="LOG_FORMAT", metavar="text|json", help="Lines.")
-    ] = "text"
-    log_level: Annotated[
-        str,
-        _option(
-            "--log-level",
-            environment="LOG_LEVEL",
-            metavar="|".join(LOG_LEVELS),
-            help="Least level of a line that is logged; debug has the resolved configuration.",
-        ),
-    ] = "info"
-    disable_log_requests: Annotated[
-        bool,
-        _option(
-            "--disable-log-requests",
-            environment="DISABLE_LOG_REQUESTS",
-            help="No line for each request.",
-        ),
-    ] = False
+    uds_mode: str = _flag(
+        "600",
+        "The socket's permissions: 600 is its owner only, 660 its group too.",
+        metavar="OCTAL",
+    )
+    served_model_name: list[str] | None = _flag(
+        None,
+        "The model's name in the API; may be repeated (default: a folder's last part, or the name "
+        "as it was given).",
+    )
+    api_key: list[str] | None = _flag(
+        None,
+        "A key that clients must send; may be repeated. Safer in the environment.",
+        metavar="KEY",
+    )
+    api_key_file: str | None = _flag(None, "Keys, one a line.", metavar="FILE")
+    allowed_origins: list[str] | None = _flag(
+        None,
+        "Origins of web pages that may call this server, as scheme://host:port, or * for any; may "
+        "be repeated (default: none).",
+        metavar="ORIGIN",
+    )
+    ignore_unknown_fields: bool = _flag(
+        False,
+        "Ignore unknown fields of a request's body, which are refused otherwise; for gateways that "
+        "add their own.",
+    )
+    ssl_certfile: str | None = _flag(None, "The TLS certificate, in PEM.", metavar="FILE")
+    ssl_keyfile: str | None = _flag(None, "The certificate's key.", metavar="FILE")
+    queue_timeout: float = _flag(60.0, "Seconds a request may wait for its first step.")
+    request_timeout: float = _flag(600.0, "Seconds a request may take.")
+    shutdown_timeout: float = _flag(
+        30.0, "Seconds that open requests have to finish after the signal to shut down."
+    )
+    sse_keep_alive_interval: float = _flag(
+        15.0, "Seconds without an event after which a stream sends a comment."
+    )
+    max_logprobs: int = _flag(20, "Most logprobs for each token that a request may ask for.")
+    max_bodies_bytes: int = _flag(256 << 20, "Bytes of all bodies that are being read at once.")
+    log_format: Literal["text", "json"] = _flag("text", "The format of log lines.")
+    log_level: LogLevel = _flag(
+        "info", "The lowest level that is logged; debug includes the resolved configuration."
+    )
+    disable_log_requests: bool = _flag(False, "Log no line for each request.")
+
+
+def _unbuilt(what: str, *names: str, given: str | None = None, kind: type = str) -> Any:
+    """A flag of other servers. It is refused, unless its value is `given`, which asks for what
+    Cadenza does anyway."""
+
+    def refuse(value: str | bool | None) -> None:
+        if value not in (None, False, given):
+            also = "" if given is None else f" (there is {given})"
+            raise typer.BadParameter(f"{what}: not built yet{also}; leave the flag out")
+
+    default = False if kind is bool else None
+    return flag(default, "", *names, has_variable=True, hidden=True, callback=refuse)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnbuiltFlags:
+    """Flags that other servers have and Cadenza lacks; none is accepted and ignored."""
+
+    quantization: str | None = _unbuilt("quantisation", given="none")
+    gpu_memory_utilization: str | None = _unbuilt("a share of a GPU; use --kv-cache-memory-bytes")
+    batching: str | None = _unbuilt("static batching", given="continuous")
+    scheduling_policy: str | None = _unbuilt(
+        "another policy than fcfs", "--scheduling-policy", "--scheduler-policy", given="fcfs"
+    )
+    admission: str | None = _unbuilt("another admission than balanced", given="balanced")
+    scheduler_headroom_gb: str | None = _unbuilt("a headroom of memory")
+    starvation_guard: str | None = _unbuilt("a guard against starvation; fcfs needs none")
+    max_itl_ms: str | None = _unbuilt("a bound between tokens")
+    prefix_cache_memory_share: str | None = _unbuilt("a share of memory for prefixes")
+    chat_template: str | None = _unbuilt("another chat template than the model's")
+    no_chat_template: bool = _unbuilt("serving without the model's template", kind=bool)
+    speculative_config: str | None = _unbuilt("speculative decoding")
+    enable_auto_tool_choice: bool = _unbuilt("calling tools", kind=bool)
+    tool_call_parser: str | None = _unbuilt("calling tools")
+    reasoning_parser: str | None = _unbuilt("parsing of reasoning")
 
 
 def serve(
-    folder: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            show_default=False,
-            help="A model's folder or hub id; without, the bundled one.",
-        ),
-    ] = None,
+    folder: ModelArgument = None,
     *,
     flags: ServeFlags,
-    config: EngineConfig,
+    config: EngineFlags,
     unbuilt: UnbuiltFlags,
 ) -> None:
     """Serve a model over HTTP, with the API of OpenAI.
 
-    The engine runs in a process of its own, which is started again when it fails. Ctrl-C or SIGTERM
-    lets open requests finish; a second one ends at once. SIGHUP lets them finish, too.
+    The engine runs in a process of its own, which is restarted when it fails. Ctrl-C, SIGTERM and
+    SIGHUP let open requests finish; a second Ctrl-C or SIGTERM ends them at once.
     """
-    del unbuilt  # each of them has refused itself
+    del unbuilt  # each of its flags was refused by its own callback
     from cadenza.cli.interrupts import terminable
     from cadenza.server.listening import listening, raise_descriptor_limit
     from cadenza.server.log_output import set_up_logging
@@ -215,15 +151,11 @@ def serve(
     raise_descriptor_limit()
     name = only_model(folder, flags.model)
     options, address = _options(name, flags), _address(flags)
-    if flags.log_format not in ("text", "json"):
-        raise ConfigError(f"--log-format {flags.log_format!r} is not one of text, json")
-    if flags.log_level not in LOG_LEVELS:
-        raise ConfigError(f"--log-level {flags.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
     level = logging.getLevelNamesMapping()[flags.log_level.upper()]
-    lines = set_up_logging("json" if flags.log_format == "json" else "text", level)
+    lines = set_up_logging(flags.log_format, level)
     options = replace(options, num_dropped_log_lines=lambda: lines.num_dropped)
     engine, service = _make(name, flags, config, options)
-    logger.debug("resolved configuration: %s %s", config, _told(flags))
+    logger.debug("resolved configuration: %s %s", config, _without_keys(flags))
     if flags.ignore_unknown_fields:
         logger.warning("--ignore-unknown-fields: unknown fields of requests have no effect")
     with terminable(), listening(address) as bound:
@@ -234,7 +166,7 @@ def serve(
 
 
 async def _run(engine: "EngineProcess", service: "Service", address: "Address", bound: Any) -> None:
-    """Raises what kept the model from being loaded."""
+    """Serves until the server is shut down. Raises the error when the model cannot be loaded."""
     from cadenza.server.run import run_server, shut_down_on_signals
 
     loop = asyncio.get_running_loop()
@@ -271,7 +203,7 @@ def _make(
 
     checkpoint = find_checkpoint(name, revision=config.revision)
     text = open_text(checkpoint, config)
-    # The engine process opens the same commit, now and at each restart, wherever a branch moves.
+    # The engine process opens the same commit now and at each restart, even if a branch moves.
     config = replace(config, revision=checkpoint.revision)
     timeouts = RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout)
     engine = EngineProcess(name, config, ProcessOptions(timeouts=timeouts))
@@ -303,10 +235,10 @@ def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
 
 
 def _names(name: str | None, asked: list[str] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What clients are told the model is called, and what they may call it besides.
+    """The model's names in the API's answers, and the aliases that requests may also use.
 
-    Of a folder its last part is told: where it lies on this machine is not for everybody to know.
-    Who knows, and names the model as this command did, is understood.
+    A folder is named by its last part, so that answers do not disclose its path; the path, as given
+    to this command, is an alias.
     """
     if asked:
         return tuple(asked), ()
@@ -314,8 +246,7 @@ def _names(name: str | None, asked: list[str] | None) -> tuple[tuple[str, ...], 
         return ("bundled",), ()
     if not Path(name).exists():
         return (name,), ()
-    told = os.path.basename(os.path.abspath(name)) or "model"
-    return (told,), (name,)
+    return (os.path.basename(os.path.abspath(name)) or "model",), (name,)
 
 
 def _address(flags: ServeFlags) -> "Address":
@@ -335,7 +266,7 @@ def _address(flags: ServeFlags) -> "Address":
 
 
 def _socket_mode(text: str) -> int:
-    """Raises ConfigError where `text` is no mode."""
+    """Raises ConfigError when `text` is not a mode."""
     digits = text.removeprefix("0o").removeprefix("0")
     if len(digits) != SOCKET_MODE_DIGITS or not set(digits) <= set("01234567"):
         raise ConfigError(
@@ -345,8 +276,8 @@ def _socket_mode(text: str) -> int:
     return int(digits, 8)
 
 
-def _told(flags: ServeFlags) -> str:
-    """The flags as the log has them: keys are counted, not shown."""
+def _without_keys(flags: ServeFlags) -> str:
+    """The flags for the log, with the number of API keys in place of the keys."""
     shown = {name: getattr(flags, name) for name in ServeFlags.__dataclass_fields__}
     shown["api_key"] = len(flags.api_key or ())
     return " ".join(f"{name}={value!r}" for name, value in shown.items())

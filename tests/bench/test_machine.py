@@ -1,16 +1,19 @@
-"""The roofline and its surroundings: the buffer, the caches, the numpy way, the machine."""
+"""The machine: its roofline with and without kernels, its description, fresh processes on it."""
 
 from pathlib import Path
 
 import pytest
 
-from cadenza.bench.machine import cpu_name, describe_machine
-from cadenza.bench.roofline import (
+from cadenza.bench.machine import (
     MIN_BUFFER_BYTES,
     RooflineProbe,
     buffer_bytes,
+    cpu_name,
+    describe_machine,
     largest_cache_bytes,
+    run_in_fresh_process,
 )
+from cadenza.errors import RunnerError
 
 
 def test_without_native_kernels_numpy_measures_and_says_so():
@@ -49,3 +52,13 @@ def test_the_machine_is_described_without_native_kernels():
     facts = describe_machine(None)
     assert (facts["isa"], facts["threads"]) == (None, None)
     assert isinstance(facts["cores"], int)
+
+
+def test_a_measurement_that_fails_is_reported_with_its_last_line():
+    with pytest.raises(RunnerError, match=r"a look failed with exit code 1: .*JSONDecodeError"):
+        run_in_fresh_process("cadenza.bench.load", "no json", what="a look", timeout_s=60.0)
+
+
+def test_a_measurement_that_does_not_end_is_killed():
+    with pytest.raises(RunnerError, match=r"a look took more than 0 s"):
+        run_in_fresh_process("tests.bench.endless", "{}", what="a look", timeout_s=0.01)

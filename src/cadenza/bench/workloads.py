@@ -1,0 +1,188 @@
+"""What the benchmarks play: `Workload` on an engine, `ServeOptions` on a server; their bounds.
+
+Pure functions of a seed; imports nothing heavy, because the command line's flags follow from these
+classes. Invariant: the same settings give the same requests in the same order, however many clients
+send them.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from cadenza.config import MAX_NUM_SEQS_BOUND
+from cadenza.errors import ConfigError
+
+PREFILL_STEPS = 4
+"""A prefill run has prompts for at least this many full steps."""
+
+MAX_REPEATS = 1000
+MAX_CONCURRENCIES = 64
+MAX_CLIENTS = 1024
+MAX_NUM_REQUESTS = 1_000_000
+MAX_LEN = 1 << 24
+REQUESTS_PER_CLIENT = 6
+LEAST_REQUESTS = 12
+REQUESTS_AT_A_RATE = 192
+FIRST_TOKEN_ID = 3
+"""The lowest ids are often begin, end and padding."""
+
+SampledRows = Literal["none", "one", "all"]
+
+
+def check_whole(flag: str, value: int, low: int, high: int) -> None:
+    """Raises ConfigError when a flag's value is out of bounds."""
+    if not low <= value <= high:
+        raise ConfigError(f"--{flag} {value} must be a whole number from {low} to {high}")
+
+
+def check_repeats(repeats: int) -> None:
+    """Raises ConfigError when `--repeats` is out of bounds."""
+    check_whole("repeats", repeats, 1, MAX_REPEATS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The runs of `cadenza bench throughput`.
+
+    Raises:
+        ConfigError: a number is out of bounds.
+    """
+
+    input_len: int = 128
+    output_len: int = 64
+    concurrency: tuple[int, ...] = (1, 4, 8, 32, 64)
+    repeats: int = 5
+    profile: bool = False
+    sampling: SampledRows = "none"
+
+    def __post_init__(self) -> None:
+        check_whole("input-len", self.input_len, 1, MAX_LEN)
+        check_whole("output-len", self.output_len, 2, MAX_LEN)
+        check_repeats(self.repeats)
+        check_whole("concurrency (how many values)", len(self.concurrency), 1, MAX_CONCURRENCIES)
+        for rows in self.concurrency:
+            check_whole("concurrency", rows, 1, MAX_NUM_SEQS_BOUND)
+
+    def num_sampled(self, rows: int) -> int:
+        """How many of `rows` are sampled with top-p and penalties."""
+        return {"none": 0, "one": 1, "all": rows}[self.sampling]
+
+    @property
+    def most_rows(self) -> int:
+        return max(self.concurrency)
+
+    def num_prefill_prompts(self, rows: int, token_budget: int) -> int:
+        return max(rows, -(-PREFILL_STEPS * token_budget // self.input_len))
+
+    def most_tokens(self, rows: int, token_budget: int) -> int:
+        """Output tokens of the row that starts first, until the last one has its output.
+
+        While a prompt is computed, at most `rows` - 1 rows decode beside it.
+        """
+        for_prompts = max(1, token_budget - rows + 1)
+        return self.output_len + -(-rows * self.input_len // for_prompts) + 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRequest:
+    """One prompt and the length of its answer; `after_s` is its arrival, 0 without a rate."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """How `cadenza bench serve` loads a server. Lengths are drawn evenly, both bounds included.
+
+    Args:
+        url: with or without `/v1`.
+        model: its name there; None takes the first that the server lists.
+        concurrency: clients at the same time, one load for each number.
+        num_requests: of each load; None is six for each client and at least twelve, 192 at a rate.
+        request_rate: arrivals a second, at exponential intervals; None sends the next request when
+            a client's last one is done.
+        vocab_size: prompts are of random token ids below.
+        ignore_eos: ask for answers of the full length.
+        timeout_s: for the next piece of an answer.
+
+    Raises:
+        ConfigError: a value is out of bounds.
+    """
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    concurrency: tuple[int, ...] = (1, 8, 32)
+    num_requests: int | None = None
+    request_rate: float | None = None
+    prompt_lens: tuple[int, int] = (16, 512)
+    output_lens: tuple[int, int] = (16, 128)
+    vocab_size: int = 1000
+    seed: int = 0
+    ignore_eos: bool = True
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not re.match(r"https?://[^/]", self.url):
+            raise ConfigError(f"{self.url!r} is not a URL; give one such as http://127.0.0.1:8000")
+        check_whole("concurrency (how many values)", len(self.concurrency), 1, MAX_CONCURRENCIES)
+        for clients in self.concurrency:
+            check_whole("concurrency", clients, 1, MAX_CLIENTS)
+        if self.num_requests is not None:
+            check_whole("num-requests", self.num_requests, 1, MAX_NUM_REQUESTS)
+        for flag, (low, high) in (
+            ("input-len", self.prompt_lens),
+            ("output-len", self.output_lens),
+        ):
+            if not 1 <= low <= high <= 1 << 20:
+                raise ConfigError(
+                    f"--{flag} {low}:{high} must be two whole numbers from 1 to {1 << 20}, the "
+                    f"second not below the first"
+                )
+        if self.vocab_size <= FIRST_TOKEN_ID:
+            raise ConfigError(f"--vocab-size {self.vocab_size} must be above {FIRST_TOKEN_ID}")
+        if self.request_rate is not None and not 0 < self.request_rate < 1e6:
+            raise ConfigError(f"--request-rate {self.request_rate} must be above 0 and below 1e6")
+
+    @property
+    def base_url(self) -> str:
+        return self.url.rstrip("/").removesuffix("/v1")
+
+    def loads(self) -> list[tuple[int | None, tuple[PlannedRequest, ...]]]:
+        """(clients, requests) of each load; one load without clients where there is a rate."""
+        if self.request_rate is not None:
+            return [(None, self.requests(self.num_requests or REQUESTS_AT_A_RATE, part=1))]
+        sizes = [
+            self.num_requests or max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * clients)
+            for clients in self.concurrency
+        ]
+        return [
+            (clients, self.requests(size, part=part))
+            for part, (clients, size) in enumerate(zip(self.concurrency, sizes, strict=True), 1)
+        ]
+
+    def warm_up(self) -> PlannedRequest:
+        """One request of the same kind that is in no load."""
+        return self.requests(1, part=0)[0]
+
+    def requests(self, count: int, *, part: int = 0) -> tuple[PlannedRequest, ...]:
+        """In the order of arrival. Different parts share no prompt, which a server might cache."""
+        rng = random.Random(f"bench serve {self.seed} {part}")  # noqa: S311 - a workload, no secret
+        ids = range(FIRST_TOKEN_ID, self.vocab_size)
+        arrival_s = 0.0
+        planned: list[PlannedRequest] = []
+        for _ in range(count):
+            length = rng.randint(*self.prompt_lens)
+            planned.append(
+                PlannedRequest(
+                    prompt_token_ids=tuple(rng.choices(ids, k=length)),
+                    max_tokens=rng.randint(*self.output_lens),
+                    after_s=arrival_s,
+                )
+            )
+            if self.request_rate is not None:
+                arrival_s += rng.expovariate(self.request_rate)
+        return tuple(planned)

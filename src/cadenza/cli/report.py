@@ -1,0 +1,200 @@
+"""How results are written: one description of a result gives its JSON and its text.
+
+A table has a `Column` for each value, which says where the value is read, its key in JSON and its
+heading; a key's ending is the value's unit, from which its form follows. Knows no command.
+Invariants: text that a model or a file wrote cannot move the cursor, change colours or ring the
+bell; JSON has no number that is not finite.
+"""
+
+import json
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NOTHING = "–"
+
+_CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
+_KEPT = {ord("\n"): "\n", ord("\t"): "    "}
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_UNIT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One value of a result.
+
+    Args:
+        key: in the JSON object; None leaves it out there.
+        heading: in the table; None leaves it out there.
+        read: where the value is, as a path of attributes (`key` by default) or a function.
+        show: the text of a value that is not None; by default it follows from the key.
+        absent: the text of None.
+        footer: the text below the table's column.
+    """
+
+    key: str | None
+    heading: str | None = None
+    read: str | Callable[[Any], object] | None = None
+    show: Callable[[Any], str] | None = None
+    absent: str = NOTHING
+    footer: str = ""
+
+    def value(self, result: object) -> Any:
+        read = self.read or self.key or ""
+        return attrgetter(read)(result) if isinstance(read, str) else read(result)
+
+    def text(self, result: object) -> str:
+        value = self.value(result)
+        if value is None:
+            return self.absent
+        return value_text(self.key or "", value) if self.show is None else self.show(value)
+
+
+Columns = Sequence[Column]
+
+
+def keys(*names: str) -> list[Column]:
+    """Attributes that are in the JSON object only."""
+    return [Column(name) for name in names]
+
+
+def as_object(columns: Columns, result: object) -> dict[str, Any]:
+    """The JSON object of a result."""
+    return {each.key: each.value(result) for each in columns if each.key is not None}
+
+
+def json_line(found: object) -> str:
+    """One line of JSON, in which dataclasses are objects."""
+    return json.dumps(found, allow_nan=False, default=asdict)
+
+
+def as_table(columns: Columns, results: Iterable[object]) -> "Table":
+    """A row for each result. The first column is aligned left, the others right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    shown = [each for each in columns if each.heading is not None]
+    has_footer = any(each.footer for each in shown)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_footer=has_footer, footer_style="bold")
+    for index, each in enumerate(shown):
+        justify = "right" if index else "left"
+        table.add_column(each.heading or "", each.footer, justify=justify, no_wrap=True)
+    for result in results:
+        table.add_row(*(each.text(result) for each in shown))
+    return table
+
+
+def print_table(columns: Columns, results: Iterable[object]) -> None:
+    from rich.console import Console
+
+    Console().print(as_table(columns, results))
+
+
+def section_text(title: str, facts: Mapping[str, Any], width: int = 0) -> str:
+    """The facts of a JSON object in lines below a title; keys take at least `width` characters."""
+    width = max([width, *map(len, facts)])
+    lines = (f"  {key:<{width}}  {value_text(key, value)}" for key, value in facts.items())
+    return "\n".join([title, *lines])
+
+
+def value_text(key: str, value: Any) -> str:
+    """A value in the form of its unit, which is the key's ending."""
+    match value:
+        case None:
+            return NOTHING
+        case bool():
+            return "yes" if value else "no"
+        case str():
+            return harmless(value)
+        case Mapping():
+            pairs = cast(Mapping[str, object], value).items()
+            return ", ".join(f"{name}: {value_text('', each)}" for name, each in pairs) or NOTHING
+        case list() | tuple():
+            each = cast(Sequence[object], value)
+            return ", ".join(value_text(key, one) for one in each) or NOTHING
+        case _:
+            return _number_text(key, value)
+
+
+def _number_text(key: str, value: float) -> str:
+    for ending, form in (
+        ("_gb_s", "{:.1f} GB/s"),
+        ("tok_s", "{:.0f}"),
+        ("_us_per_token", "{:.0f}"),
+        ("ms", "{:.3f}"),
+        ("_s", "{:.2f} s"),
+    ):
+        if key.endswith(ending):
+            return form.format(value)
+    if "_bytes" in key:
+        return bytes_text(int(value))
+    if "share_of" in key:
+        return f"{value:.0%}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+@contextmanager
+def status_line(
+    first: str, elsewhere: Callable[[str], None] = lambda _: None
+) -> Generator[Callable[[str], None]]:
+    """Shows what is being done, as a live line where stderr is a terminal.
+
+    Elsewhere the lines go to `elsewhere`, which by default drops them.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield elsewhere
+        return
+    with console.status(first) as status:
+        yield status.update
+
+
+def harmless(text: str) -> str:
+    """`text` without control characters other than line ends."""
+    return text.replace("\r\n", "\n").translate(_CONTROLS | _KEPT)
+
+
+def on_one_line(text: str) -> str:
+    """`text` with its line ends and runs of blanks as single blanks."""
+    return harmless(" ".join(text.split()))
+
+
+def clipped(text: str, width: int) -> str:
+    """The start of `text` in at most `width` characters."""
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def bytes_text(count: int) -> str:
+    """Say 12.5 MiB."""
+    amount, unit = float(count), 0
+    while amount >= _UNIT and unit < len(_UNITS) - 1:
+        amount, unit = amount / _UNIT, unit + 1
+    return f"{amount:.1f} {_UNITS[unit]}" if unit else f"{count} bytes"
+
+
+def magnitude_text(count: int) -> str:
+    """Say 3.4 M, 1.2 B."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.1f} {letter}"
+    return str(count)
+
+
+def seconds_text(seconds: float | None) -> str:
+    return NOTHING if seconds is None else f"{seconds:.3f} s"
+
+
+def rate_text(per_s: float | None) -> str:
+    return NOTHING if per_s is None else f"{per_s:.1f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Say 1 prompt, 2 prompts."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
