@@ -39,11 +39,12 @@ run: .venv/.has-cadenza ## answer eight prompts at once with the bundled model
 test: .venv/.has-tools ## run the tests, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, banned calls
+lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, banned calls, names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/size_gate.py
 	$(BIN)/python tools/banned_calls.py
+	$(BIN)/python tools/duplicate_names.py
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright --warnings
 	$(BIN)/pyright -p tests --warnings
