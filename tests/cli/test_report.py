@@ -14,6 +14,7 @@ from cadenza.cli.report import (
     as_table,
     json_line,
     keys,
+    print_table,
     section_text,
     value_text,
 )
@@ -62,6 +63,14 @@ def test_the_table_has_the_columns_with_a_heading_in_the_form_of_their_units():
         ["broken", NOTHING, "0", "0", "tokens"],
         ["all"],
     ]
+
+
+def test_a_table_wider_than_the_terminal_is_printed_in_full(capsys: pytest.CaptureFixture[str]):
+    wide = tuple(Column(None, f"a heading of column {index}", "name") for index in range(9))
+    print_table(as_table(wide, [FAST]))
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert all(f"a heading of column {index}" in shown for index in range(9))
 
 
 @pytest.mark.parametrize(

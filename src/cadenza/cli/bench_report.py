@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
 from cadenza.bench.bounds import Roofline
 from cadenza.bench.load import Load
 from cadenza.bench.runs import StepProfile
@@ -115,7 +113,7 @@ def print_throughput(found: Throughput, *, as_json: bool) -> None:
         f"{setting['input_len']} prompt tokens, {setting['output_len']} new ones; "
         f"medians of {setting['repeats']}"
     )
-    print_table(_THROUGHPUT, found.results)
+    print_table(as_table(_THROUGHPUT, found.results))
     print("tokens per second, their share of the bound, and whether reading or multiplying sets it")
     for each in found.results:
         for kind, profile in each.profiles.items():
@@ -139,7 +137,7 @@ def _print_profile(title: str, profile: StepProfile) -> None:
     table.add_row("left in XLA and host", "", value_text("ms", rest), "", "", share(rest))
     table.add_row("step", "", value_text("ms", profile.step_ms), read, "", "")
     print(f"{title}:")
-    Console().print(table)
+    print_table(table)
 
 
 def print_serving(found: ServeFigures, options: ServeOptions, *, as_json: bool) -> None:
@@ -151,7 +149,7 @@ def print_serving(found: ServeFigures, options: ServeOptions, *, as_json: bool) 
         print(json_line(facts | {"results": results}))
         return
     print(f"{found.url}: {found.model}")
-    print_table(_SERVED_LOAD, found.loads)
+    print_table(as_table(_SERVED_LOAD, found.loads))
     print("tok/s: output tokens by usage; ms: p50 and p99; µs: processor time for each token")
     for load in found.loads:
         where = "at a rate" if load.concurrency is None else f"{load.concurrency} clients"
@@ -185,7 +183,7 @@ def print_startup(machine: Machine, found: Sequence[Startup], *, as_json: bool) 
         return
     phases = [_phase(name) for name in PHASES]
     worst = Column("worst_s", "worst", lambda startup: max(startup.total_s_runs))
-    print_table((_STARTUP[0], *phases, *_STARTUP[1:], worst), found)
+    print_table(as_table((_STARTUP[0], *phases, *_STARTUP[1:], worst), found))
     starts = counted(len(found[0].starts), "start")
     print(f"medians of {starts}; total: process start to the first token")
 

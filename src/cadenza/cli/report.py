@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOTHING = "–"
+MAX_TABLE_WIDTH = 1000
 
 _CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
 _KEPT = {ord("\n"): "\n", ord("\t"): "    "}
@@ -89,10 +90,12 @@ def as_table(columns: Columns, results: Iterable[object]) -> "Table":
     return table
 
 
-def print_table(columns: Columns, results: Iterable[object]) -> None:
+def print_table(table: "Table") -> None:
+    """Prints a table in its full width, also where the terminal is narrower, or there is none."""
     from rich.console import Console
 
-    Console().print(as_table(columns, results))
+    needed = Console(width=MAX_TABLE_WIDTH).measure(table).maximum
+    Console(width=max(needed, Console().width)).print(table)
 
 
 def section_text(title: str, facts: Mapping[str, Any], width: int = 0) -> str:

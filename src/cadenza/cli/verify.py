@@ -13,6 +13,7 @@ from cadenza.cli.report import (
     Column,
     Columns,
     as_object,
+    as_table,
     json_line,
     keys,
     print_table,
@@ -132,7 +133,7 @@ def _verify(options: "VerifyOptions", *, as_json: bool) -> bool:
         backend = {"backend": plan.traits.name, "ops": plan.traits.ops, "dtype": plan.dtype}
         print(json_line(as_object(_RESULT, result) | backend))
         return result.passed
-    print_table(_MODE, result.modes)
+    print_table(as_table(_MODE, result.modes))
     print("joined: in mid-stream; reused: rows; hits: prompts with a cached prefix")
     print(f"backend: {plan.traits.name}, {plan.traits.ops} ops, {plan.dtype}")
     _print_closing_lines(result)
