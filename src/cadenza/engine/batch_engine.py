@@ -1,19 +1,23 @@
-"""`BatchEngine`: the engine-level seam that servers and async faces talk to.
+"""`BatchEngine`: the interface of an engine to servers and async faces; `run_steps`: the loop.
 
-One thread serves; any thread submits and cancels. `CoreService` is the first implementation,
-over `EngineCore`; another process or another engine may stand behind the same calls.
+One thread serves; any thread submits and cancels. `CoreService` implements it over an `EngineCore`
+in this process, `engine.process.EngineProcess` over one in another. `run_steps` is the only
+receive-step-deliver loop: `CoreService`, the engine process's `Worker` and `LLM` each give it where
+their commands come from, and take its events. Knows no text.
 """
 
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
+
+import msgspec
 
 from cadenza.engine.core import EngineCore
 from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
+from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats, StepMeter
 from cadenza.engine.status import EngineState, EngineStatus
 from cadenza.errors import (
@@ -33,7 +37,7 @@ Clock = Callable[[], float]
 """Seconds, monotonic."""
 
 WAKE_S = 60.0
-"""The longest an idle engine sleeps before it looks up; submitting wakes it at once."""
+"""The longest wait of an idle engine for a command; a command ends the wait at once."""
 
 SHUT_DOWN = "the engine was shut down"
 STOPPED = "the engine stopped on an error; its log has the cause"
@@ -43,23 +47,27 @@ DRAINING = "the server is shutting down and takes no new requests; send it elsew
 class BatchEngine(Protocol):
     """Requests in from any thread, events out of one."""
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
         """The accepted request's id.
+
+        Args:
+            passed: a check that the request has passed; it is not checked again where that is the
+                engine's own.
 
         Raises InvalidRequestError, QueueFullError, EngineUnavailableError, EngineClosedError.
         """
         ...
 
     def cancel(self, request_id: int, sample: int | None = None) -> None:
-        """Ends a request, or one of its samples, soon; events under way may still follow."""
+        """Ends a request, or one of its samples; events that are already on their way still come."""
         ...
 
     def serve(self, emit: Emit) -> None:
-        """Runs until `drain` or `shutdown` is done; what is open then ends with an error."""
+        """Runs until `drain` or `shutdown` is done; requests still open then end with an error."""
         ...
 
     def drain(self, within_s: float) -> None:
-        """Refuses new requests and makes `serve` return when the open ones have ended, or then."""
+        """Refuses new requests; `serve` returns when the open ones have ended, or after this time."""
         ...
 
     def shutdown(self) -> None:
@@ -77,26 +85,49 @@ def check_step_errors(core: EngineCore) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Submitted:
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """A checked request, under an id above all earlier ones."""
+
     request_id: int
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
-class _Cancelled:
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Ends a request, or one of its samples, without further events."""
+
     request_id: int
     sample: int | None
 
 
-_Message = _Submitted | _Cancelled | None
+Command = Submit | Cancel
+
+
+def run_steps(
+    core: EngineCore,
+    receive: Callable[[], Sequence[Command] | None],
+    step: Callable[[], list[Event]],
+) -> Iterator[list[Event]]:
+    """Applies the commands that have arrived, advances the batch, yields the events; and again.
+
+    Args:
+        receive: the commands since its last call; it may wait while the core is idle. None ends
+            the loop.
+        step: advances `core` once.
+    """
+    while (commands := receive()) is not None:
+        for command in commands:
+            if isinstance(command, Submit):
+                core.enqueue(command.request_id, command.request)
+            else:
+                core.cancel(command.request_id, command.sample)
+        yield step()
 
 
 class CoreService:
     """`BatchEngine` over an `EngineCore` in this process, which only the serving thread touches.
 
-    Submitted requests pass through an inbox that the queue's bounds keep finite; the engine sleeps
-    while there is nothing to do.
+    Commands pass through an inbox that the queue's bounds keep finite; the serving thread sleeps
+    while the core is idle.
     """
 
     def __init__(
@@ -110,7 +141,7 @@ class CoreService:
         self._meter = StepMeter(core, clock)
         self._stats = self._meter.stats()
         self._requests = OpenRequests(timeouts or RequestTimeouts(), clock)
-        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._state: EngineState = "ready"
         self._error: str | None = None
@@ -121,8 +152,9 @@ class CoreService:
     def timeouts(self) -> RequestTimeouts:
         return self._requests.timeouts
 
-    def submit(self, request: Request) -> int:
-        self._core.request_check.check(request)
+    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
+        if passed is not self._core.request_check:
+            self._core.request_check.check(request)
         with self._lock:
             if self._state == "dead":
                 raise EngineClosedError(self._error or SHUT_DOWN)
@@ -130,12 +162,12 @@ class CoreService:
                 self._requests.count_rejection("unavailable")
                 raise EngineUnavailableError(DRAINING)
             request_id = self._requests.accept(request, self._core.limits)
-            self._inbox.put(_Submitted(request_id, request))
+            self._inbox.put(Submit(request_id, request))
         return request_id
 
     def cancel(self, request_id: int, sample: int | None = None) -> None:
         if self._requests.cancel(request_id, sample):
-            self._inbox.put(_Cancelled(request_id, sample))
+            self._inbox.put(Cancel(request_id, sample))
 
     def drain(self, within_s: float) -> None:
         with self._lock:
@@ -151,8 +183,9 @@ class CoreService:
 
     def serve(self, emit: Emit) -> None:
         try:
-            while self._take_messages():
-                self._step(emit)
+            for events in run_steps(self._core, self._receive, self._meter.step):
+                self._deliver(events, emit)
+                check_step_errors(self._core)
         except Exception as error:
             logger.exception("the engine stopped")
             self._error = str(error) if isinstance(error, CadenzaError) else STOPPED
@@ -177,32 +210,31 @@ class CoreService:
     def request_stats(self) -> RequestStats:
         return self._requests.stats()
 
-    def _step(self, emit: Emit) -> None:
-        events = self._requests.pass_on(self._meter.step())
+    def _deliver(self, events: list[Event], emit: Emit) -> None:
+        passed = self._requests.pass_on(events)
         overdue = self._requests.end_overdue()
         for finished in overdue:
             self._core.cancel(finished.request_id)
         self._stats = self._meter.stats()
         self._beat_s = self._clock()
-        if events or overdue:
-            emit([*events, *overdue])
-        check_step_errors(self._core)
+        if passed or overdue:
+            emit([*passed, *overdue])
 
-    def _take_messages(self) -> bool:
-        """Handles what has arrived, sleeping when there is nothing else to do; False to stop."""
+    def _receive(self) -> list[Command] | None:
+        """The commands that have arrived; waits for one while the core is idle. None to stop."""
+        commands: list[Command] = []
         while not self._is_done():
+            is_waiting = not commands and self._core.is_idle
             try:
-                message = self._inbox.get(block=self._core.is_idle, timeout=WAKE_S)
+                command = self._inbox.get(block=is_waiting, timeout=WAKE_S)
             except queue.Empty:
-                if self._core.is_idle:
-                    self._beat_s = self._clock()
-                    continue
-                return True
-            if isinstance(message, _Submitted):
-                self._core.enqueue(message.request_id, message.request)
-            elif isinstance(message, _Cancelled):
-                self._core.cancel(message.request_id, message.sample)
-        return False
+                if not is_waiting:
+                    return commands
+                self._beat_s = self._clock()
+                continue
+            if command is not None:
+                commands.append(command)
+        return None
 
     def _is_done(self) -> bool:
         if self._state != "draining":
@@ -211,7 +243,7 @@ class CoreService:
         return not self._requests.num_open or self._clock() >= self._drained_by_s
 
     def _end(self, emit: Emit) -> None:
-        """One error for each open request, whether it had reached the core or not."""
+        """Ends each open request with an error, whether it had reached the core or not."""
         with self._lock:
             self._state = "dead"
         ended = self._requests.end_all("engine_closed", self._error or SHUT_DOWN)

@@ -1,7 +1,7 @@
-"""`OpenRequests`: the books of a front end: who is open, since when, and how they ended.
+"""`OpenRequests`: the requests that are open, since when, and how requests ended.
 
 Owns the ids, the queue's bounds, the deadlines and the times of requests. Knows no engine and no
-process; any thread may call. Invariants: ids only grow; each sample of what is accepted ends
+process; any thread may call. Invariants: ids only grow; each sample of an accepted request ends
 exactly once, by a `Finished` that passed, by `cancel`, by its deadline or by `end_all`; then none
 of its events pass.
 """
@@ -21,7 +21,6 @@ from cadenza.request import (
     Event,
     Finished,
     FinishReason,
-    PromptLogprobs,
     Request,
     Started,
     Token,
@@ -61,7 +60,7 @@ class RequestTimeouts:
 class EngineLoad:
     """Requests open now, and the tokens of the prompts that wait for their first step.
 
-    Whoever admits requests asks this one, whatever its own bounds are.
+    Every admission bound is checked against it: the queue's, and the server's narrower ones.
     """
 
     num_open: int
@@ -72,14 +71,14 @@ class EngineLoad:
         return self.num_open < max_num_open
 
     def has_tokens(self, num_tokens: int, max_num_queued: int) -> bool:
-        """Whether so many prompt tokens more may wait; where none wait, any prompt may."""
+        """Whether a prompt of so many tokens may join the queue; an empty queue takes any prompt."""
         queued = self.num_queued_tokens
         return not queued or queued + num_tokens <= max_num_queued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStats:
-    """A snapshot of what became of requests (`ends` counts samples).
+    """A snapshot of how requests were accepted, refused and ended (`ends` counts samples).
 
     `queue_seconds` is from acceptance to the first step with it, `prefill_seconds` from there to
     the first token, `decode_seconds` from there to the end.
@@ -95,10 +94,10 @@ class RequestStats:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _OpenRequest:
-    """One accepted request; times are of the clock.
+    """One accepted request; times are readings of the clock.
 
-    `num_generated_tokens` has the samples that have not ended, each with the count that its newest
-    `Token` told.
+    `num_generated_tokens` holds the samples that have not ended, each with its number of tokens so
+    far.
     """
 
     request_id: int
@@ -122,7 +121,7 @@ class OpenRequests:
     def __init__(self, timeouts: RequestTimeouts, clock: Callable[[], float]) -> None:
         self._timeouts = timeouts
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._open: dict[int, _OpenRequest] = {}
         self._queued: dict[int, _OpenRequest] = {}
         self._num_queued_tokens = 0
@@ -140,7 +139,7 @@ class OpenRequests:
         return self._timeouts
 
     def accept(self, request: Request, limits: EngineLimits) -> int:
-        """The new request's id. Raises QueueFullError; then nothing has changed but a count."""
+        """The new request's id. Raises QueueFullError, which only counts the rejection."""
         num_tokens = len(request.prompt_token_ids)
         with self._lock:
             self._check_room(num_tokens, limits)
@@ -161,7 +160,10 @@ class OpenRequests:
             self._rejections[reason] += 1
 
     def pass_on(self, events: Iterable[Event]) -> list[Event]:
-        """The events that requests which are open have output of; `Started` is for the books."""
+        """Records the events of open requests; returns those that become output, so no `Started`.
+
+        Events of samples that have ended are dropped.
+        """
         passed: list[Event] = []
         with self._lock:
             now_s = self._clock()
@@ -169,10 +171,20 @@ class OpenRequests:
                 entry = self._open.get(event.request_id)
                 if entry is None:
                     continue
-                if isinstance(event, Started):
+                if isinstance(event, Token):
+                    if event.sample not in entry.num_generated_tokens:
+                        continue
+                    entry.num_generated_tokens[event.sample] = event.index + 1
+                    if entry.first_token_s is None:
+                        self._take_first_token(entry, now_s)
+                elif isinstance(event, Started):
                     self._start(entry, now_s)
-                elif isinstance(event, PromptLogprobs) or self._take(entry, event, now_s):
-                    passed.append(event)
+                    continue
+                elif isinstance(event, Finished):
+                    if event.sample not in entry.num_generated_tokens:
+                        continue
+                    self._end(entry, event.sample, event.finish_reason, now_s)
+                passed.append(event)
         return passed
 
     def cancel(self, request_id: int, sample: int | None = None) -> bool:
@@ -189,7 +201,7 @@ class OpenRequests:
         """Ends the requests past a deadline, with an error each."""
         with self._lock:
             now_s, timeouts = self._clock(), self._timeouts
-            deadline_s = self._next_deadline_s()
+            deadline_s = self.next_deadline_s()
             if deadline_s is None or now_s < deadline_s:
                 return []
             late = _older(self._open, now_s - timeouts.total_s)
@@ -211,13 +223,21 @@ class OpenRequests:
             return self._fail_each(list(self._open.values()), kind, error, now_s)
 
     def next_deadline_s(self) -> float | None:
-        """The clock's reading at which `end_overdue` may have something to do."""
+        """The clock's reading at which `end_overdue` may end a request; None without any open."""
         with self._lock:
-            return self._next_deadline_s()
+            deadlines = [
+                next(iter(entries.values())).accepted_s + timeout_s
+                for entries, timeout_s in (
+                    (self._open, self._timeouts.total_s),
+                    (self._queued, self._timeouts.queue_s),
+                )
+                if entries
+            ]
+        return min(deadlines, default=None)
 
     def load(self) -> EngineLoad:
         with self._lock:
-            return self._load()
+            return EngineLoad(num_open=len(self._open), num_queued_tokens=self._num_queued_tokens)
 
     def stats(self) -> RequestStats:
         with self._lock:
@@ -230,22 +250,8 @@ class OpenRequests:
                 decode_seconds=self._times.decode.snapshot(),
             )
 
-    def _next_deadline_s(self) -> float | None:
-        deadlines = [
-            next(iter(entries.values())).accepted_s + timeout_s
-            for entries, timeout_s in (
-                (self._open, self._timeouts.total_s),
-                (self._queued, self._timeouts.queue_s),
-            )
-            if entries
-        ]
-        return min(deadlines, default=None)
-
-    def _load(self) -> EngineLoad:
-        return EngineLoad(num_open=len(self._open), num_queued_tokens=self._num_queued_tokens)
-
     def _check_room(self, num_tokens: int, limits: EngineLimits) -> None:
-        load = self._load()
+        load = self.load()
         if not load.has_place(limits.max_num_open_reqs):
             self._rejections["queue_full"] += 1
             raise QueueFullError(
@@ -260,18 +266,6 @@ class OpenRequests:
                 f"sent; --max-num-queued-tokens allows {limits.max_num_queued_tokens}; try again "
                 f"when some have been read"
             )
-
-    def _take(self, entry: _OpenRequest, event: Token | Finished, now_s: float) -> bool:
-        """Books an event of an open request; False where its sample has ended."""
-        if event.sample not in entry.num_generated_tokens:
-            return False
-        if isinstance(event, Finished):
-            self._end(entry, event.sample, event.finish_reason, now_s)
-            return True
-        entry.num_generated_tokens[event.sample] = event.index + 1
-        if entry.first_token_s is None:
-            self._take_first_token(entry, now_s)
-        return True
 
     def _start(self, entry: _OpenRequest, now_s: float) -> None:
         if self._queued.pop(entry.request_id, None) is not None:
@@ -320,5 +314,5 @@ class OpenRequests:
 
 
 def _older(entries: dict[int, _OpenRequest], accepted_s: float) -> list[_OpenRequest]:
-    """Those accepted by then. They are in the order of their acceptance."""
+    """Those accepted by then; entries are in the order of their acceptance."""
     return list(takewhile(lambda entry: entry.accepted_s <= accepted_s, entries.values()))

@@ -1,6 +1,6 @@
 """`LLM`: the offline face. Texts in, texts out, all prompts in one running batch.
 
-Owns the feeding of the engine's bounded queue; runs the engine on the caller's thread.
+Owns the filling of the engine's bounded queue; runs the step loop on the caller's thread.
 """
 
 from collections import deque
@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from cadenza.config import config_from_options, is_integer
+from cadenza.engine.batch_engine import Submit, run_steps
 from cadenza.errors import InvalidRequestError, show
 from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
 from cadenza.frontend.text_frontend import Message, Params, PreparedRequest, Prompt
 from cadenza.outputs import OutputKind, RequestOutput
-from cadenza.request import SamplingParams, sequence_of
+from cadenza.request import Event, SamplingParams, sequence_of
 
 ParamsOfMany = Params | SequenceOf[Params]
 """One for all prompts, or one for each."""
 _News = dict[int, OutputProcessor]
-"""The requests of one call that have something new, by id."""
+"""The requests of one call that have new output, by id."""
 
 
 class LLM:
@@ -48,7 +49,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Gives back the memory; idempotent."""
+        """Frees the memory; idempotent."""
         self._loaded.close()
 
     @property
@@ -161,19 +162,30 @@ class LLM:
         return self._pump(deque(prepared))
 
     def _pump(self, waiting: deque[PreparedRequest]) -> Iterator[OutputProcessor]:
-        """Keeps the engine's queue filled and steps it; yields whoever has something new.
+        """Fills the engine's queue and steps it; yields the requests that have new output.
 
-        Several streams may be read in turns: each step's events reach their own stream.
+        Several streams may be read in turns: a step of any of them may bring news of the others,
+        which those yield before they step themselves.
         """
         news: _News = {}
         open_ids: set[int] = set()
+
+        def receive() -> list[Submit] | None:
+            if not waiting and not open_ids:
+                return None
+            commands: list[Submit] = []
+            num_slots = self.core.num_queue_slots
+            while waiting and num_slots > 0:
+                num_slots -= waiting[0].request.params.n
+                commands.append(self._submit(waiting.popleft(), news))
+                open_ids.add(commands[-1].request_id)
+            return commands
+
         try:
-            while waiting or open_ids:
-                while waiting and self.core.num_queue_slots:
-                    open_ids.add(self._submit(waiting.popleft(), news))
-                if not news:
-                    self._step()
-                for request_id in list(news):
+            for events in run_steps(self.core, receive, self.core.step):
+                self._deliver(events)
+                while news:
+                    request_id = next(iter(news))
                     processor = news.pop(request_id)
                     if processor.is_finished:
                         open_ids.discard(request_id)
@@ -184,14 +196,14 @@ class LLM:
                 if self._router.remove(request_id):
                     self.core.cancel(request_id)
 
-    def _submit(self, prepared: PreparedRequest, news: _News) -> int:
-        request_id = self.core.submit(prepared.request)
+    def _submit(self, prepared: PreparedRequest, news: _News) -> Submit:
+        request_id = self.core.new_request_id()
         self._router.add(OutputProcessor(request_id, prepared, self._loaded.text))
         self._news[request_id] = news
-        return request_id
+        return Submit(request_id, prepared.request)
 
-    def _step(self) -> None:
-        for processor in self._router.push(self.core.step()):
+    def _deliver(self, events: list[Event]) -> None:
+        for processor in self._router.push(events):
             request_id = processor.request_id
             self._news[request_id][request_id] = processor
             if processor.is_finished:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from cadenza.engine.process.child_process import ChildProcess
-from cadenza.engine.process.engine_process import TELL_EVERY_S, WANTING
-from cadenza.engine.process.log_lines import FOREIGN
+from cadenza.engine.process.engine_process import LOG_EVERY_S, SHORTAGE
+from cadenza.engine.process.messages import OUTPUT_LOGGER
 from cadenza.errors import EngineUnavailableError
 from tests.engine.process.conftest import QUICK, TIMEOUT_S, HandClock, OpenFront, request
 from tests.engine.process.scripted_child import KILL
@@ -42,7 +42,7 @@ class Follow(logging.Handler):
 
 def test_a_process_that_prints_without_end_does_not_keep_its_front_end() -> None:
     child = ChildProcess((sys.executable, "-c", PRINTING))
-    logger = logging.getLogger(FOREIGN)
+    logger = logging.getLogger(OUTPUT_LOGGER)
     with selectors.DefaultSelector() as selector:
         child.register(selector)
         follow = Follow(selector)
@@ -122,10 +122,10 @@ def test_an_engine_killed_without_room_for_another_is_started_when_there_is_some
     front.engine.submit(request(KILL))
     front.wait_ends(1)
     begin_s = clock()
-    clock.let_pass_until(lambda: wanting.num_refused >= 20, step_s=TELL_EVERY_S / 8)
+    clock.let_pass_until(lambda: wanting.num_refused >= 20, step_s=LOG_EVERY_S / 8)
     assert front.engine.status().state == "restarting"
-    assert front.engine.status().cause == WANTING
-    assert 2 <= caplog.text.count(WANTING) <= 1 + (clock() - begin_s) / TELL_EVERY_S
+    assert front.engine.status().cause == SHORTAGE
+    assert 2 <= caplog.text.count(SHORTAGE) <= 1 + (clock() - begin_s) / LOG_EVERY_S
     wanting.number = None
     clock.let_pass_until(lambda: front.engine.status().num_restarts)
     front.wait_state("ready")
@@ -150,8 +150,8 @@ def test_a_load_without_descriptors_is_tried_until_it_has_some(
     front = open_front(patience=patience, room=room)
     front.wait_restarts(3)
     status = front.engine.status()
-    assert (status.state, status.cause) == ("loading", WANTING)
+    assert (status.state, status.cause) == ("loading", SHORTAGE)
     room.touch()
     front.engine.wait_ready(TIMEOUT_S)
-    assert caplog.text.count(WANTING) == 1
+    assert caplog.text.count(SHORTAGE) == 1
     assert "config.json cannot be read" in caplog.text

@@ -17,7 +17,7 @@ from cadenza.engine.batch_engine import CoreService
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
 from cadenza.engine.process.supervision import Patience
-from cadenza.engine.process.work import work_of
+from cadenza.engine.process.supervision import usage_of
 from cadenza.errors import (
     CheckpointError,
     ConfigError,
@@ -339,7 +339,7 @@ def test_a_slow_load_that_goes_on_is_left_alone(open_front: OpenFront, tmp_path:
 
 
 def num_bytes_read(pid: int) -> int:
-    work = work_of(pid)
+    work = usage_of(pid)
     assert work is not None, "it is gone"
     return work.read_bytes
 

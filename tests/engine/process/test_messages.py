@@ -15,7 +15,7 @@ from cadenza.engine.process.messages import (
     FromEngine,
     Loading,
     Ready,
-    Report,
+    EngineOutputs,
     Start,
     Stop,
     Submit,
@@ -113,7 +113,7 @@ CHECK = RequestCheck(
     backend="fake",
     capabilities=frozenset({"logprobs"}),
 )
-REPORT = Report(
+OUTPUTS = EngineOutputs(
     num_steps=1,
     is_idle=False,
     predicted_s=0.5,
@@ -134,8 +134,8 @@ FROM_ENGINE: list[FromEngine] = [
     Loading("load"),
     Ready(request_check=CHECK, startup_s={"load": 0.5}, stats=STATS),
     Failed("ConfigError", "no"),
-    REPORT,
-    Report(num_steps=1, is_idle=True, predicted_s=0.0),
+    OUTPUTS,
+    EngineOutputs(num_steps=1, is_idle=True, predicted_s=0.0),
 ]
 
 
@@ -163,7 +163,7 @@ def test_every_option_of_a_request_was_sent_with_another_value_than_its_default(
 
 
 def test_every_kind_of_event_has_its_place_in_a_report():
-    assert {type(event) for event in REPORT.events} == set(get_args(Event))
+    assert {type(event) for event in OUTPUTS.events} == set(get_args(Event))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -9,10 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.engine.process.forecast import UNMEASURED_STEP_S, StepForecast
-from cadenza.engine.process.log_lines import FOREIGN, MAX_LINE_BYTES, LineFormatter, LogLines
-from cadenza.engine.process.supervision import Patience, Supervision
-from cadenza.engine.process.work import IDLE_S, Work, work_of
+from cadenza.engine.process.messages import (
+    MAX_LOG_LINE_BYTES,
+    OUTPUT_LOGGER,
+    LineFormatter,
+    LogLines,
+)
+from cadenza.engine.process.supervision import (
+    IDLE_CPU_S,
+    Patience,
+    ProcessUsage,
+    Supervision,
+    usage_of,
+)
+from cadenza.engine.process.worker import UNMEASURED_STEP_S, StepForecast
 
 PATIENCE = Patience(
     hung_after_s=5,
@@ -83,15 +93,15 @@ def test_a_slow_step_that_is_announced_gets_its_own_time():
     assert supervision.is_hung(134.0)
 
 
-def work(cpu_s: float = 0.0, read_bytes: int = 0, num_major_faults: int = 0) -> Work:
-    return Work(cpu_s=cpu_s, read_bytes=read_bytes, num_major_faults=num_major_faults)
+def usage(cpu_s: float = 0.0, read_bytes: int = 0, num_major_faults: int = 0) -> ProcessUsage:
+    return ProcessUsage(cpu_s=cpu_s, read_bytes=read_bytes, num_major_faults=num_major_faults)
 
 
 def loading() -> Supervision:
     supervision = Supervision(PATIENCE, 0.0)
     supervision.started(0.0)
     assert supervision.look_at_s() == 2.5
-    supervision.looked(2.5, work())
+    supervision.looked(2.5, usage())
     return supervision
 
 
@@ -99,7 +109,7 @@ def test_a_load_without_work_is_a_hang_and_says_where():
     supervision = loading()
     supervision.entered(10.0, "compile")
     for seconds in (12.5, 25.0, 29.0):
-        supervision.looked(seconds, work(cpu_s=IDLE_S / 2))
+        supervision.looked(seconds, usage(cpu_s=IDLE_CPU_S / 2))
         assert not supervision.is_hung(seconds)
     assert supervision.hung_at_s() == 30.0
     assert supervision.is_hung(30.0)
@@ -107,12 +117,12 @@ def test_a_load_without_work_is_a_hang_and_says_where():
 
 
 @pytest.mark.parametrize(
-    "step", [work(cpu_s=IDLE_S), work(read_bytes=1), work(num_major_faults=1)], ids=str
+    "step", [usage(cpu_s=IDLE_CPU_S), usage(read_bytes=1), usage(num_major_faults=1)], ids=str
 )
-def test_a_load_takes_as_long_as_it_works(step: Work):
+def test_a_load_takes_as_long_as_it_works(step: ProcessUsage):
     supervision = loading()
     for turn in range(1, 100):
-        done = work(turn * step.cpu_s, turn * step.read_bytes, turn * step.num_major_faults)
+        done = usage(turn * step.cpu_s, turn * step.read_bytes, turn * step.num_major_faults)
         supervision.looked(19.0 * turn, done)
         assert not supervision.is_hung(19.0 * turn)
 
@@ -120,7 +130,7 @@ def test_a_load_takes_as_long_as_it_works(step: Work):
 def test_slow_computing_adds_up_to_work():
     supervision = loading()
     for second in range(3, 200):
-        supervision.looked(float(second), work(cpu_s=second * IDLE_S / 10))
+        supervision.looked(float(second), usage(cpu_s=second * IDLE_CPU_S / 10))
         assert not supervision.is_hung(float(second))
 
 
@@ -165,7 +175,7 @@ def test_where_work_cannot_be_told_no_load_is_a_hang():
     supervision.started(0.0)
     supervision.looked(2.5, None)
     assert supervision.hung_at_s() is None
-    supervision.looked(5.0, work())
+    supervision.looked(5.0, usage())
     supervision.looked(7.5, None)
     assert not supervision.is_hung(1e9)
 
@@ -178,19 +188,19 @@ def test_a_process_that_serves_is_not_judged_by_its_work():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counts of work")
 def test_computing_and_reading_are_work_and_waiting_is_none():
-    before = work_of(os.getpid())
+    before = usage_of(os.getpid())
     assert before is not None
     with open("/dev/zero", "rb", buffering=0) as file:
         file.read(10)
-    read = work_of(os.getpid())
+    read = usage_of(os.getpid())
     assert read is not None
     assert read.is_beyond(before)
-    end_s = time.process_time() + 2 * IDLE_S
+    end_s = time.process_time() + 2 * IDLE_CPU_S
     while time.process_time() < end_s:
         pass
-    computed = work_of(os.getpid())
+    computed = usage_of(os.getpid())
     assert computed is not None
-    assert computed.cpu_s >= read.cpu_s + IDLE_S
+    assert computed.cpu_s >= read.cpu_s + IDLE_CPU_S
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -200,14 +210,14 @@ def test_computing_and_reading_are_work_and_waiting_is_none():
         asleep = waits(process.pid)
         assert not waits(process.pid).is_beyond(asleep)
         process.kill()
-    assert work_of(process.pid) is None
+    assert usage_of(process.pid) is None
 
 
-def waits(pid: int) -> Work:
+def waits(pid: int) -> ProcessUsage:
     """Its work once it sleeps."""
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
         os.sched_yield()
-    found = work_of(pid)
+    found = usage_of(pid)
     assert found is not None
     return found
 
@@ -246,7 +256,7 @@ def test_each_further_process_is_judged_as_the_first_was():
         supervision.crashed(crashed_s, "it died")
         assert supervision.hung_at_s() is None
         supervision.started(crashed_s + 1)
-        supervision.looked(crashed_s + 2, work())
+        supervision.looked(crashed_s + 2, usage())
         assert supervision.hung_at_s() == crashed_s + 22
         supervision.ready(crashed_s + 5, {})
         assert supervision.hung_at_s() == crashed_s + 10
@@ -297,8 +307,8 @@ def test_log_records_come_out_as_they_went_in_whatever_the_pieces():
     expected = [
         (logging.INFO, "a.b", "two\nlines \u00fc"),
         (logging.ERROR, "c", ""),
-        (logging.WARNING, FOREIGN, "Fatal: core \ufffd dumped"),
-        (logging.WARNING, FOREIGN, "unfinished"),
+        (logging.WARNING, OUTPUT_LOGGER, "Fatal: core \ufffd dumped"),
+        (logging.WARNING, OUTPUT_LOGGER, "unfinished"),
     ]
     for size in (1, 3, 1000):
         reader = LogLines()
@@ -312,6 +322,6 @@ def test_log_records_come_out_as_they_went_in_whatever_the_pieces():
 
 def test_a_line_without_an_end_is_cut():
     reader = LogLines()
-    (record,) = reader.feed(b"x" * (MAX_LINE_BYTES + 1))
-    assert len(record[2]) == MAX_LINE_BYTES + 1
+    (record,) = reader.feed(b"x" * (MAX_LOG_LINE_BYTES + 1))
+    assert len(record[2]) == MAX_LOG_LINE_BYTES + 1
     assert list(reader.flush()) == []

@@ -13,7 +13,7 @@ from cadenza.engine.process.messages import (
     Cancel,
     FromEngine,
     Loading,
-    Report,
+    EngineOutputs,
     Start,
     Submit,
     ToEngine,
@@ -47,7 +47,7 @@ class Bench:
 
         self.now_s = 0.0
         self.turns = list(turns)
-        self.sent: list[tuple[float, Report]] = []
+        self.sent: list[tuple[float, EngineOutputs]] = []
         runner = Runner(
             max_num_seqs=LIMITS.max_num_seqs,
             max_num_batched_tokens=LIMITS.max_num_batched_tokens,
@@ -67,10 +67,10 @@ class Bench:
         return messages
 
     def send(self, message: FromEngine) -> None:
-        assert isinstance(message, Report)
+        assert isinstance(message, EngineOutputs)
         self.sent.append((self.now_s, message))
 
-    def play(self) -> list[Report]:
+    def play(self) -> list[EngineOutputs]:
         self.worker.serve()
         return [report for _, report in self.sent]
 

@@ -1,8 +1,8 @@
-"""The engine process from its first line to its last: `run_child` is what the exec'd program does.
+"""The engine process's program: `run_child`.
 
-Owns the process's end: it exits when the front end does, whatever it is doing, and ignores the
-terminal's and the service manager's signals, which are for the front end. Invariant: nothing but
-frames goes to the socket; everything printed goes to the pipe that the front end logs.
+Owns the process's exit: it exits when the front end does, whatever it is doing, and ignores the
+signals of the terminal and the service manager, which are for the front end. Invariant: only frames
+are written to the socket; everything printed goes to the pipe that the front end logs.
 """
 
 import ctypes
@@ -21,11 +21,11 @@ from typing import Protocol
 
 from cadenza.engine.batch_engine import STOPPED
 from cadenza.engine.core import EngineCore
-from cadenza.engine.process.log_lines import LineFormatter
 from cadenza.engine.process.messages import (
     Failed,
     FrameBuffer,
     FromEngine,
+    LineFormatter,
     Loading,
     Ready,
     Start,
@@ -35,7 +35,7 @@ from cadenza.engine.process.messages import (
     decode_to_engine,
     encode,
 )
-from cadenza.engine.process.shortage import is_for_want_of_descriptors
+from cadenza.engine.process.supervision import is_descriptor_shortage
 from cadenza.engine.process.worker import Worker
 from cadenza.errors import CadenzaError
 
@@ -50,14 +50,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class OnPhase(Protocol):
-    """Told when a phase of the start begins."""
+    """Called when a phase of the start begins."""
 
     def __call__(self, phase: str, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """A warm core, and how many programs were compiled since it was warm."""
+    """A warm core, and the number of programs compiled since warm-up."""
 
     core: EngineCore
     count_compiles: Callable[[], int] = lambda: 0
@@ -71,7 +71,7 @@ class FrontEndGone(Exception):
 
 
 class SocketLink:
-    """The engine's end of the socket pair. Sending waits for a front end that is slow."""
+    """The engine's end of the socket pair. Sending blocks while the socket is full."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -87,10 +87,10 @@ class SocketLink:
         self._read()
         messages = list(self._messages)
         self._messages.clear()
-        return None if any(isinstance(message, Stop) for message in messages) else messages
+        return None if Stop in map(type, messages) else messages
 
     def receive_one(self) -> ToEngine:
-        """The next message, however long it takes. Raises FrontEndGone."""
+        """Waits for the next message, without a limit. Raises FrontEndGone."""
         while not self._messages:
             self._poll.poll()
             self._read()
@@ -117,7 +117,7 @@ class SocketLink:
 
 @dataclass(slots=True, eq=False)
 class _Startup:
-    """Announces each phase as it begins and keeps its seconds."""
+    """Sends `Loading` as each phase begins, and measures the phases."""
 
     link: SocketLink
     clock: Callable[[], float]
@@ -147,12 +147,12 @@ def run_child(arguments: list[str], load: Load) -> None:
     except FrontEndGone:
         code = FRONT_END_GONE
     except BaseException:
-        logger.exception("the engine process ends")
+        logger.exception("the engine process exits on an error")
     finally:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        # The interpreter's own way out would wait for threads that native code may hold.
+        # A normal exit would wait for threads that may be in native code.
         os._exit(code)
 
 
@@ -165,12 +165,12 @@ def _serve(link: SocketLink, load: Load) -> int:
     try:
         serving = load(start, startup.begin)
     except Exception as error:
-        is_for_want = is_for_want_of_descriptors(error)
-        if not is_for_want and not isinstance(error, CadenzaError):
+        is_shortage = is_descriptor_shortage(error)
+        if not is_shortage and not isinstance(error, CadenzaError):
             raise
-        if not is_for_want:
+        if not is_shortage:
             logger.info("could not load", exc_info=True)
-        link.send(Failed(type(error).__name__, str(error), is_for_want))
+        link.send(Failed(type(error).__name__, str(error), is_shortage))
         return COULD_NOT_LOAD
     startup.end()
     worker = Worker(serving.core, link, count_compiles=serving.count_compiles)
@@ -202,10 +202,10 @@ def _log_to_stderr(level: int) -> None:
 
 
 def _follow_front_end(lifeline_fd: int, parent_pid: int) -> None:
-    """Ends this process with the front end: by a thread, and on Linux by the kernel too.
+    """Makes this process exit with the front end: by a thread, and on Linux also by the kernel.
 
-    The thread sees the lifeline close even while native code computes; the kernel's signal comes
-    even while native code holds the interpreter's lock.
+    The thread sees the lifeline close even while native code computes; the kernel's signal arrives
+    even while native code holds the GIL.
     """
 
     def watch() -> None:
@@ -215,6 +215,6 @@ def _follow_front_end(lifeline_fd: int, parent_pid: int) -> None:
     threading.Thread(target=watch, name="cadenza-lifeline", daemon=True).start()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The front end may have died before the signal was asked for.
+        # The front end may have exited before the prctl call.
         if os.getppid() != parent_pid:
             os._exit(FRONT_END_GONE)

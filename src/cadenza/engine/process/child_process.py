@@ -1,8 +1,7 @@
 """`ChildProcess`: the front end's handle on one engine process.
 
-Owns its three descriptors (socket, lifeline, output), starts it, and ends it. Nothing here blocks
-but `close`, and that for a stated time. Invariant: after `close` no process, descriptor or thread
-of it is left.
+Owns its three descriptors (socket, lifeline, output), starts it and ends it. Only `close` blocks,
+for a stated time. Invariant: `close` leaves no process, descriptor or thread.
 """
 
 import logging
@@ -17,17 +16,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Protocol
 
-from cadenza.engine.process.log_lines import LogLines
-from cadenza.engine.process.messages import FrameBuffer, FromEngine, decode_from_engine
+from cadenza.engine.process.messages import (
+    FrameBuffer,
+    FromEngine,
+    LogLines,
+    decode_from_engine,
+)
 
 COMMAND = (sys.executable, "-P", "-X", "faulthandler", "-m", "cadenza.loading.engine_program")
 _RECEIVE_BYTES = 1 << 18
 _LAST_READS = 16
-"""A pipe is read whole in one; the end comes later where what the process started still prints."""
+"""Reads of the pipe after the exit. One empties it; more are needed while the process's own
+children still print."""
 
 
 class Program(Protocol):
-    """The part of `subprocess.Popen` that is needed."""
+    """The part of `subprocess.Popen` that is used."""
 
     @property
     def pid(self) -> int: ...
@@ -55,9 +59,9 @@ Execute = Callable[[Sequence[str], Sequence[int], int], Program]
 
 
 class ChildProcess:
-    """Starts `command` with the numbers of its descriptors and this process's id behind it.
+    """Starts `command`, with the numbers of its descriptors and this process's id as arguments.
 
-    Raises OSError where that cannot be done; then nothing of it is left.
+    Raises OSError where it cannot be started; then everything that was opened is closed.
     """
 
     def __init__(self, command: Sequence[str] = COMMAND, execute: Execute = execute) -> None:
@@ -66,6 +70,7 @@ class ChildProcess:
         self._outbox: deque[memoryview] = deque()
         self.num_unsent_bytes = 0
         self.has_hung_up = False
+        self._watched_events = 0
         with ExitStack() as theirs, ExitStack() as ours:
             self._socket, their_socket = socket.socketpair()
             theirs.callback(their_socket.close)
@@ -88,37 +93,41 @@ class ChildProcess:
         return self._process.pid
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Wakes `selector` when there is something to read, or room to write what is left."""
-        writes = selectors.EVENT_WRITE if self._outbox else 0
-        for fd, events in (
-            (self._socket.fileno(), selectors.EVENT_READ | writes),
-            (self._output, selectors.EVENT_READ),
-        ):
-            if fd in selector.get_map():
-                selector.modify(fd, events)
-            else:
-                selector.register(fd, events)
+        """Makes `selector` wait for messages, for output, and for room to write what is unsent.
+
+        The data of the keys are "messages" and "output". To be called again before each wait.
+        """
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
+        if events == self._watched_events:
+            return
+        if self._watched_events:
+            selector.modify(self._socket, events, "messages")
+        else:
+            selector.register(self._socket, events, "messages")
+            selector.register(self._output, selectors.EVENT_READ, "output")
+        self._watched_events = events
 
     def unregister(self, selector: selectors.BaseSelector) -> None:
-        for fd in (self._socket.fileno(), self._output):
-            if fd in selector.get_map():
-                selector.unregister(fd)
+        if self._watched_events:
+            selector.unregister(self._socket)
+            selector.unregister(self._output)
+            self._watched_events = 0
 
     def send(self, frame: bytes) -> None:
-        """Sends now what the socket takes, and the rest from `flush`."""
+        """Sends as much as the socket takes now; `flush` sends the rest."""
         self._outbox.append(memoryview(frame))
         self.num_unsent_bytes += len(frame)
         self.flush()
 
     def flush(self) -> None:
-        """Sends what the socket takes of what is left."""
+        """Sends as much of the rest as the socket takes."""
         while self._outbox:
             try:
                 sent = self._socket.send(self._outbox[0])
             except BlockingIOError:
                 return
             except OSError:
-                # Its end is seen by `receive`.
+                # `receive` sees that the process has exited.
                 self._outbox.clear()
                 self.num_unsent_bytes = 0
                 return
@@ -128,7 +137,7 @@ class ChildProcess:
                 self._outbox.popleft()
 
     def receive(self) -> Iterator[FromEngine]:
-        """The messages that have arrived. Sets `has_hung_up` at the end. Raises WireError."""
+        """The messages that have arrived. Sets `has_hung_up` at end of file. Raises WireError."""
         try:
             received = self._socket.recv(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -141,9 +150,9 @@ class ChildProcess:
         yield from map(decode_from_engine, self._frames.feed(received))
 
     def log_output(self) -> bool:
-        """Passes on some of what the process has printed or logged; whether there was any.
+        """Logs some of what the process has printed or logged; whether there was any.
 
-        A process that prints without end must not keep its front end from anything else.
+        One read only: a process that prints without end must not occupy the front end.
         """
         try:
             received = os.read(self._output, _RECEIVE_BYTES)
@@ -155,14 +164,14 @@ class ChildProcess:
         return bool(received)
 
     def signal(self, number: signal.Signals) -> None:
-        """For tests and the last resort."""
+        """Sends a signal, if the process still runs."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def close(self, *, within_s: float) -> int:
-        """Waits so long for it to exit by itself, then kills it; its exit status, reaped.
+        """Waits up to `within_s` for it to exit, then kills it; returns its exit status.
 
-        A status below zero is the negative number of the signal that killed it.
+        A status below zero is the negative number of the signal that ended it.
         """
         try:
             code = self._process.wait(within_s)

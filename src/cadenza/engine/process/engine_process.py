@@ -1,9 +1,10 @@
-"""`EngineProcess`: a `BatchEngine` whose engine is another process, watched and started anew.
+"""`EngineProcess`: a `BatchEngine` over an engine in another process, watched and restarted.
 
-Owns the engine process, the requests' books and the outbox; everything happens on the thread that
-serves, and all other threads only put into the outbox. Knows no HTTP and no text. Invariants: each
-accepted request ends exactly once whatever happens to the process; `submit` and `cancel` never
-wait for it.
+Owns the engine process, the open requests and the outbox. The serving thread does all the work;
+other threads only append to the outbox and wake it. A turn of its loop handles only what the
+selector says is ready, and looks at deadlines and at progress only when the earliest of them is
+due. Knows no HTTP and no text. Invariants: each accepted request ends exactly once, whatever
+happens to the process; `submit` and `cancel` never wait for it.
 """
 
 import logging
@@ -18,25 +19,27 @@ from pathlib import Path
 
 from cadenza import errors
 from cadenza.config import EngineConfig
-from cadenza.engine.batch_engine import DRAINING, SHUT_DOWN, Clock, Emit
+from cadenza.engine.batch_engine import DRAINING, SHUT_DOWN, Cancel, Clock, Command, Emit, Submit
 from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
 from cadenza.engine.process.child_process import COMMAND, ChildProcess
 from cadenza.engine.process.messages import (
-    Cancel,
+    EngineOutputs,
     Failed,
     FromEngine,
     Loading,
     Ready,
-    Report,
     Start,
     Stop,
-    Submit,
     WireError,
     encode,
 )
-from cadenza.engine.process.shortage import CANNOT_START
-from cadenza.engine.process.supervision import STANDSTILL_S, Patience, Supervision
-from cadenza.engine.process.work import work_of
+from cadenza.engine.process.supervision import (
+    STANDSTILL_S,
+    START_SHORTAGES,
+    Patience,
+    Supervision,
+    usage_of,
+)
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineStatus
@@ -52,19 +55,19 @@ UNAVAILABLE = {
     "draining": DRAINING,
     "dead": "the engine has failed too often and is not started again; send the request elsewhere",
 }
-WANTING = "the engine process cannot be started for want of file descriptors, processes or memory"
-TELL_EVERY_S = 60.0
+SHORTAGE = "the engine process cannot be started for want of file descriptors, processes or memory"
+LOG_EVERY_S = 60.0
 _EXIT_S = 0.5
 _LONGEST_SLEEP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOptions:
-    """How requests and the process are dealt with.
+    """Deadlines of requests, and how the process is started and watched.
 
     Args:
-        command: starts one; `open_child` is what executes it.
-        max_unsent_bytes: what may wait for a process that does not read; then the queue is full.
+        command: the engine process's program; `open_child` executes it.
+        max_unsent_bytes: of messages that the process has not read; above it the queue is full.
     """
 
     timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)
@@ -76,7 +79,7 @@ class ProcessOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """Why a process is given up: for the log, and in words for everybody."""
+    """Why a process is given up: for the log, and in words for clients."""
 
     error: str
     cause: str
@@ -111,7 +114,7 @@ class EngineProcess:
     """`BatchEngine` and `EngineMonitor` over a process that `serve` starts and ends.
 
     Args:
-        model: as for `load_model`; it is opened by the process.
+        model: as for `load_model`; the process opens it.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class EngineProcess:
         self._wakeup: _Wakeup | None = None
         self._settled = threading.Event()
         self._drained_by_s: float | None = None
-        self._tell_at_s = clock()
+        self._log_at_s = clock()
         self._is_shut_down = False
 
     @property
@@ -152,14 +155,18 @@ class EngineProcess:
     def timeouts(self) -> RequestTimeouts:
         return self._requests.timeouts
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
         """As `BatchEngine`; the request is checked here, before it is sent."""
+        if passed is None or passed is not self._check:
+            with self._lock:
+                check = self._checked_state()
+            check.check(request)
         with self._lock:
             check = self._checked_state()
-        check.check(request)
-        with self._lock:
-            self._checked_state()
-            if self._num_unsent_bytes() > self._options.max_unsent_bytes:
+            num_unsent_bytes = len(self._outbox)
+            if self._child is not None:
+                num_unsent_bytes += self._child.num_unsent_bytes
+            if num_unsent_bytes > self._options.max_unsent_bytes:
                 self._requests.count_rejection("queue_full")
                 raise errors.QueueFullError("the engine does not take what it was sent; try later")
             request_id = self._requests.accept(request, check.limits)
@@ -185,11 +192,11 @@ class EngineProcess:
             self._wake()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Waits until it serves.
+        """Waits until it is ready.
 
         Raises:
             CheckpointError, ConfigError, DeviceUnavailableError, RunnerError: it could not load.
-            EngineUnavailableError: it is not ready by then, or died.
+            EngineUnavailableError: it is not ready within `timeout_s`, or is dead.
         """
         self._settled.wait(timeout_s)
         status = self.status()
@@ -224,7 +231,7 @@ class EngineProcess:
         return self._requests.stats()
 
     def serve(self, emit: Emit) -> None:
-        """As `BatchEngine`. A load that fails leaves it dead and serving refusals."""
+        """As `BatchEngine`. After a load that failed it is dead, and refuses requests."""
         with selectors.DefaultSelector() as selector, self._waking(selector):
             try:
                 while not self._is_done():
@@ -233,24 +240,34 @@ class EngineProcess:
                 self._finish(emit)
 
     def _turn(self, selector: selectors.BaseSelector, emit: Emit) -> None:
-        """Waits for the next thing to happen, and deals with it."""
+        """Waits for messages, output, a wakeup or the next due time, and handles them."""
         if self._child is None and self._supervision.may_start(self._clock()):
             self._start()
         child = self._child
         if child is not None:
-            self._send_outbox(child)
+            if self._outbox:
+                self._send_outbox(child)
             child.register(selector)
-        sleep_s, start_s = self._sleep_s(), self._clock()
-        selector.select(sleep_s)
-        self._supervision.overslept(self._clock() - start_s - sleep_s)
-        assert self._wakeup is not None
-        self._wakeup.clear()
-        self._end_overdue(emit)
+        start_s = self._clock()
+        due_s = max(start_s, self._due_s(start_s))
+        ready = {key.data for key, _ in selector.select(due_s - start_s)}
+        now_s = self._clock()
+        if now_s - due_s >= STANDSTILL_S:
+            self._supervision.overslept(now_s - due_s)
+        if "wakeup" in ready:
+            assert self._wakeup is not None
+            self._wakeup.clear()
+        if now_s >= due_s:
+            self._end_overdue(emit)
         if child is None:
             return
-        child.flush()
-        child.log_output()
-        loss = self._receive(child, emit)
+        if child.num_unsent_bytes:
+            child.flush()
+        if "output" in ready:
+            child.log_output()
+        loss = self._receive(child, emit) if "messages" in ready else None
+        if loss is None and now_s >= due_s:
+            loss = self._look_for_hang(child)
         if loss is not None:
             child.unregister(selector)
             self._lose(child, loss, emit)
@@ -260,7 +277,7 @@ class EngineProcess:
         try:
             child = self._options.open_child(self._options.command)
         except OSError as error:
-            if error.errno in CANNOT_START:
+            if error.errno in START_SHORTAGES:
                 self._postpone(str(error))
                 return
             logger.error("the engine process cannot be started: %s", error)
@@ -278,35 +295,33 @@ class EngineProcess:
     def _postpone(self, error: str) -> None:
         now_s = self._clock()
         with self._lock:
-            self._supervision.postponed(now_s, WANTING)
-        if now_s >= self._tell_at_s:
-            self._tell_at_s = now_s + TELL_EVERY_S
-            logger.error("%s: %s; it is tried again until it can be", WANTING, error)
+            self._supervision.postponed(now_s, SHORTAGE)
+        if now_s >= self._log_at_s:
+            self._log_at_s = now_s + LOG_EVERY_S
+            logger.error("%s: %s; starts are tried again until one succeeds", SHORTAGE, error)
         self._settle_if_dead()
 
     def _send_outbox(self, child: ChildProcess) -> None:
         with self._lock:
             frames, self._outbox = self._outbox, bytearray()
-            if frames:
-                child.send(bytes(frames))
+            child.send(bytes(frames))
 
-    def _sleep_s(self) -> float:
-        hung_at_s, now_s = self._supervision.hung_at_s(), self._clock()
-        moments_s = (
+    def _due_s(self, now_s: float) -> float:
+        """The next time at which there is something to do without a message."""
+        hung_at_s = self._supervision.hung_at_s()
+        times_s = [
             self._requests.next_deadline_s(),
-            # What is slept in one piece is the most of a standstill that goes unseen.
+            # A pause of the machine is seen only where it is longer than the sleep that it is in.
             None if hung_at_s is None else min(hung_at_s, now_s + STANDSTILL_S),
             self._supervision.look_at_s(),
             self._supervision.start_at_s,
             self._drained_by_s,
-        )
-        soonest_s = min((each for each in moments_s if each is not None), default=None)
-        if soonest_s is None:
-            return _LONGEST_SLEEP_S
-        return min(_LONGEST_SLEEP_S, max(0.0, soonest_s - now_s))
+            now_s + _LONGEST_SLEEP_S,
+        ]
+        return min([each for each in times_s if each is not None])
 
     def _receive(self, child: ChildProcess, emit: Emit) -> _Loss | None:
-        """Takes what has arrived; says why the process must be given up, if it must."""
+        """Handles the messages that have arrived; why the process must be given up, if it must."""
         try:
             for message in child.receive():
                 self._take(message, emit)
@@ -317,10 +332,13 @@ class EngineProcess:
             if self._failed is None:
                 return _Loss(ended, ended)
             return _Loss(self._failed.message, f"{ended} with an error that its log has")
+        return None
+
+    def _look_for_hang(self, child: ChildProcess) -> _Loss | None:
         now_s = self._clock()
         look_at_s = self._supervision.look_at_s()
         if look_at_s is not None and now_s >= look_at_s:
-            self._supervision.looked(now_s, work_of(child.pid))
+            self._supervision.looked(now_s, usage_of(child.pid))
         if self._supervision.is_hung(now_s):
             hang = self._supervision.describe_hang(now_s)
             return _Loss(hang, hang)
@@ -328,7 +346,7 @@ class EngineProcess:
 
     def _take(self, message: FromEngine, emit: Emit) -> None:
         now_s = self._clock()
-        if isinstance(message, Report):
+        if isinstance(message, EngineOutputs):
             if message.stats is not None:
                 self._stats = message.stats
             self._supervision.beat(
@@ -358,9 +376,9 @@ class EngineProcess:
             emit([*overdue])
 
     def _lose(self, child: ChildProcess, loss: _Loss, emit: Emit) -> None:
-        """The process is of no use any more: everybody is told first, then it is cleared away."""
+        """Ends all open requests with an error, then closes the process."""
         failed = self._failed
-        is_postponed = failed is not None and failed.is_for_want
+        is_postponed = failed is not None and failed.is_shortage
         could_not_load = failed is not None and self._check is None and not is_postponed
         with self._lock:
             self._child = self._stats = None
@@ -408,7 +426,7 @@ class EngineProcess:
         return not self._requests.num_open or self._clock() >= self._drained_by_s
 
     def _checked_state(self) -> RequestCheck:
-        """Raises where no request can be taken now."""
+        """Raises where no request can be accepted now."""
         if self._is_shut_down:
             raise EngineClosedError(SHUT_DOWN)
         state = self._supervision.state
@@ -423,7 +441,7 @@ class EngineProcess:
     @contextmanager
     def _waking(self, selector: selectors.BaseSelector) -> Generator[None]:
         wakeup = _Wakeup()
-        selector.register(wakeup.reader, selectors.EVENT_READ)
+        selector.register(wakeup.reader, selectors.EVENT_READ, "wakeup")
         with self._lock:
             self._wakeup = wakeup
         try:
@@ -433,14 +451,10 @@ class EngineProcess:
                 self._wakeup = None
             wakeup.close()
 
-    def _put(self, message: Submit | Cancel) -> None:
-        """Under the lock: leaves a message for the serving thread to send."""
-        self._outbox += encode(message)
+    def _put(self, command: Command) -> None:
+        """Under the lock: leaves a command for the serving thread to send."""
+        self._outbox += encode(command)
         self._wake()
-
-    def _num_unsent_bytes(self) -> int:
-        child = self._child
-        return len(self._outbox) + (0 if child is None else child.num_unsent_bytes)
 
     def _wake(self) -> None:
         if self._wakeup is not None:
@@ -448,13 +462,13 @@ class EngineProcess:
 
 
 def _phases(startup_s: Mapping[str, float]) -> str:
-    """Say 1.0 s (imports 0.4, load 0.6)."""
+    """Such as `1.0 s (imports 0.4, load 0.6)`."""
     parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in startup_s.items())
     return f"{sum(startup_s.values()):.1f} s ({parts})"
 
 
 def _exception_of(failed: Failed) -> CadenzaError:
-    """The engine's exception as it was raised there."""
+    """The exception that was raised in the engine process."""
     kind = getattr(errors, failed.kind, None)
     if isinstance(kind, type) and issubclass(kind, CadenzaError):
         return kind(failed.message)

@@ -1,49 +1,44 @@
-"""What the two processes say to each other, as typed messages in length-prefixed frames.
+"""The protocol between the two processes: typed messages in frames, and log records as lines.
 
-Owns the messages, their encoding (MessagePack, never pickle) and the frames' cap. Requests, events
-and configurations travel as the dataclasses they are. Invariant: what does not decode to exactly
-one of these types is a `WireError`, never a half-read message.
+Owns the messages, their encoding (MessagePack, never pickle), the frames' cap, and the form of a
+log line on the engine process's stderr. Requests, events and configurations are sent as the
+dataclasses they are. Invariants: bytes that do not decode to exactly one of these types are a
+`WireError`, never a half-read message; one log record is one line, and none is kept beyond a cap.
 """
 
+import json
+import logging
 import struct
 from collections.abc import Iterator
 
 import msgspec
 
 from cadenza.config import EngineConfig
+from cadenza.engine.batch_engine import Cancel, Submit
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.errors import CadenzaError
-from cadenza.request import Event, Finished, PromptLogprobs, Request, Started, Token
+from cadenza.request import Event, Finished, PromptLogprobs, Started, Token
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
 
+LOG_MARK = "\x1e"
+MAX_LOG_LINE_BYTES = 1 << 16
+OUTPUT_LOGGER = "cadenza.engine.process.output"
+"""The logger of lines that are no log record: a library's warning, a crash's last output."""
+
 
 class WireError(CadenzaError):
-    """The other side did not keep to the protocol."""
+    """The other process broke the protocol."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """First of all: what to load. `log_level` is of the records worth sending."""
+    """The first message: what to load. Log records below `log_level` are not sent."""
 
     model: str | None
     config: EngineConfig
     log_level: int
-
-
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A checked request under an id that grows."""
-
-    request_id: int
-    request: Request
-
-
-class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """The request, or one of its samples, is wanted no more."""
-
-    request_id: int
-    sample: int | None
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -65,24 +60,24 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start or go on; it exits. `kind` is the exception's class.
+    """The engine cannot start or continue; it exits. `kind` is the exception's class.
 
-    `is_for_want`: it lacked file descriptors, so that another start may succeed.
+    `is_shortage`: it lacked file descriptors, so that a later start may succeed.
     """
 
     kind: str
     message: str
-    is_for_want: bool = False
+    is_shortage: bool = False
 
 
-class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
-    """A step's events, and at the same time the step loop's sign of life.
+class EngineOutputs(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+    """A step's events, and the step loop's heartbeat.
 
     Args:
         num_steps: scheduled so far.
-        is_idle: nothing is open.
-        predicted_s: how long the next step may take.
-        stats: left out of most frames.
+        is_idle: no request is open.
+        predicted_s: the forecast of the next step's time.
+        stats: in some of them only.
     """
 
     num_steps: int
@@ -96,12 +91,12 @@ class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=
 
     @property
     def events(self) -> list[Event]:
-        """Each sample's in their order."""
+        """Each sample's are in their order."""
         return [*self.started, *self.prompt_logprobs, *self.tokens, *self.finished]
 
 
 ToEngine = Start | Submit | Cancel | Stop
-FromEngine = Loading | Ready | Failed | Report
+FromEngine = Loading | Ready | Failed | EngineOutputs
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -133,14 +128,14 @@ def decode_from_engine(payload: bytes) -> FromEngine:
 
 
 class FrameBuffer:
-    """Bytes in, in pieces of any size; whole payloads out."""
+    """Cuts received bytes, in pieces of any size, into payloads."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._bytes = bytearray()
         self._max_bytes = max_bytes
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """The payloads that are now whole. Raises WireError at a length above the cap."""
+        """The payloads that are complete now. Raises WireError at a length above the cap."""
         self._bytes += received
         start = 0
         try:
@@ -156,3 +151,45 @@ class FrameBuffer:
                 yield payload
         finally:
             del self._bytes[:start]
+
+
+class LineFormatter(logging.Formatter):
+    """A record's level, logger and message as one marked line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return LOG_MARK + json.dumps([record.levelno, record.name, text])
+
+
+class LogLines:
+    """Cuts bytes of the pipe into (level, logger, message)."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, received: bytes) -> Iterator[tuple[int, str, str]]:
+        """The lines that are complete now; a line above the cap is cut."""
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        if len(self._rest) > MAX_LOG_LINE_BYTES:
+            lines, self._rest = [*lines, self._rest], b""
+        for line in lines:
+            yield from _record_of(line)
+
+    def flush(self) -> Iterator[tuple[int, str, str]]:
+        """The last line, which came without a newline."""
+        rest, self._rest = self._rest, b""
+        yield from _record_of(rest)
+
+
+def _record_of(line: bytes) -> Iterator[tuple[int, str, str]]:
+    text = line.decode(errors="replace").rstrip()
+    if not text:
+        return
+    if text.startswith(LOG_MARK):
+        try:
+            level, name, message = json.loads(text[len(LOG_MARK) :])
+            yield int(level), str(name), str(message)
+            return
+        except (ValueError, TypeError):
+            pass
+    yield logging.WARNING, OUTPUT_LOGGER, text

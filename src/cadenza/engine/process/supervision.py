@@ -1,21 +1,82 @@
-"""`Supervision`: is the engine process well, and when is it started again?
+"""`Supervision`: the engine process's state: loading, ready, hung, to be restarted, or dead.
 
-A pure state machine: every method is told the time. Knows no process. Invariants: `ready` means
-that a sign of progress came within the patience; a load may take as long as it works; after too
-many crashes in the window it is dead and stays so; a start that the machine had no room for is no
-crash.
+A state machine without a clock or a process: the time and what was seen are passed in. Also here:
+what it judges by (`ProcessUsage`, which tells a slow load from one that hangs) and which errors of
+a start are a shortage of the machine. Invariants: `ready` means that progress was seen within the
+patience; a load may take any time while it computes or reads; after too many crashes in the window
+the state is `dead` for good; a start that failed for a shortage is no crash.
 """
 
+import errno
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from cadenza.engine.process.work import Work
 from cadenza.engine.status import EngineState
 
-LOOKS = 8
-"""How often in the patience with a load one looks whether it works."""
+NUM_LOOKS = 8
+"""How often the usage of a loading process is read in the time after which it counts as hung."""
 
 STANDSTILL_S = 1.0
-"""Who watches looks at least so often, and counts it as a pause of the machine to wake so late."""
+"""The longest sleep of the watching thread. Waking later than that counts as a pause of the whole
+machine."""
+
+IDLE_CPU_S = 0.25
+"""Less CPU time than this may be a sleeping library's housekeeping."""
+
+_MAJOR_FAULTS, _USER_TICKS, _SYSTEM_TICKS = 9, 11, 12
+"""Fields of /proc/PID/stat, behind the command's name."""
+
+START_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
+"""Errors of making a process that may pass: descriptors, processes, memory to fork."""
+_DESCRIPTOR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE})
+
+
+def is_descriptor_shortage(error: BaseException) -> bool:
+    """Whether a file or a socket that could not be opened for want of a descriptor is the cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _DESCRIPTOR_SHORTAGES:
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessUsage:
+    """The kernel's counts of a process, all threads: CPU time, bytes read, pages read from disk.
+
+    A stopped process, or one that waits for something that never comes, does not advance.
+    """
+
+    cpu_s: float
+    read_bytes: int
+    num_major_faults: int
+
+    def is_beyond(self, earlier: "ProcessUsage") -> bool:
+        """Whether the process has computed or read since."""
+        return (
+            self.cpu_s >= earlier.cpu_s + IDLE_CPU_S
+            or self.read_bytes > earlier.read_bytes
+            or self.num_major_faults > earlier.num_major_faults
+        )
+
+
+def usage_of(pid: int) -> ProcessUsage | None:
+    """None where the kernel has no such counts: the process is gone, or this is not Linux."""
+    folder = Path("/proc") / str(pid)
+    try:
+        counts = (folder / "stat").read_text().rpartition(")")[2].split()
+        reads = (folder / "io").read_text().splitlines()
+    except OSError:
+        return None
+    read_bytes = dict(line.split(": ") for line in reads)["rchar"]
+    ticks = int(counts[_USER_TICKS]) + int(counts[_SYSTEM_TICKS])
+    return ProcessUsage(
+        cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
+        read_bytes=int(read_bytes),
+        num_major_faults=int(counts[_MAJOR_FAULTS]),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +84,14 @@ class Patience:
     """When a process counts as hung, and how often and how soon another one is started.
 
     Args:
-        hung_after_s: without progress, at least so long.
-        hung_after_steps: and at least this many predicted steps.
-        load_hung_after_s: while it loads, without any work; no disk that answers is so slow.
-        max_crashes: this many in `crash_window_s` and there is no further start.
-        backoff_s: before the first restart in the window; each further one waits four times that.
-        max_postponed_s: the longest wait before a start that was postponed is tried again.
-        stop_s: for an engine to exit that was told to.
+        hung_after_s: least time without progress.
+        hung_after_steps: least number of predicted steps without progress.
+        load_hung_after_s: time without computing or reading while it loads; any working disk is
+            faster.
+        max_crashes: after so many in `crash_window_s` there is no further start.
+        backoff_s: before the first restart in the window; each further one waits four times longer.
+        max_postponed_s: the longest wait before a postponed start is tried again.
+        stop_s: time to exit after `Stop`, before it is killed.
     """
 
     hung_after_s: float = 5.0
@@ -61,7 +123,7 @@ class Supervision:
     _load_s: float | None = None
     _beat_s: float | None = None
     _progress_s: float = 0.0
-    _work: Work | None = None
+    _usage: ProcessUsage | None = None
     _looked_s: float = 0.0
     _num_steps: int = -1
     _predicted_s: float = 0.0
@@ -78,27 +140,27 @@ class Supervision:
         self.start_at_s = None
         self._started_at_s = now_s
         self._beat_s = None
-        self._work, self._looked_s = None, now_s
+        self._usage, self._looked_s = None, now_s
         self.entered(now_s, "python")
 
     def entered(self, now_s: float, phase: str) -> None:
-        """Another phase of its start has begun."""
+        """The next phase of its start has begun."""
         self.phase, self._progress_s = phase, now_s
 
     def look_at_s(self) -> float | None:
-        """When to look at its work again; None while it does not load."""
+        """When to read its usage again; None unless it is loading."""
         if self.phase is None:
             return None
-        return self._looked_s + self.patience.load_hung_after_s / LOOKS
+        return self._looked_s + self.patience.load_hung_after_s / NUM_LOOKS
 
-    def looked(self, now_s: float, work: Work | None) -> None:
-        """What it has done so far; None where that cannot be told."""
+    def looked(self, now_s: float, usage: ProcessUsage | None) -> None:
+        """Its usage was read; None where the kernel has no counts of it."""
         self._looked_s = now_s
-        if work is None or self._work is None or work.is_beyond(self._work):
-            self._work, self._progress_s = work, now_s
+        if usage is None or self._usage is None or usage.is_beyond(self._usage):
+            self._usage, self._progress_s = usage, now_s
 
     def ready(self, now_s: float, startup_s: dict[str, float]) -> None:
-        """It serves. A state other than loading or restarting stays as it is."""
+        """It serves. States other than loading and restarting do not change."""
         self._load_s = now_s - self._started_at_s
         rest_s = max(0.0, self._load_s - sum(startup_s.values()))
         self.startup_s = {"python": rest_s, **startup_s}
@@ -110,26 +172,24 @@ class Supervision:
             self.state, self.error, self.cause = "ready", None, None
 
     def beat(self, now_s: float, num_steps: int, predicted_s: float, *, is_idle: bool) -> None:
-        """A sign of life; it is progress when a step was made, or there is none to make."""
+        """A heartbeat; it is progress where a step was made, or the engine is idle."""
         self._beat_s = now_s
-        # A slower step that is announced has not begun yet.
+        # A slow step is announced before it begins.
         if is_idle or num_steps != self._num_steps or predicted_s > self._predicted_s:
             self._progress_s = now_s
         self._num_steps, self._predicted_s = num_steps, predicted_s
 
     def overslept(self, seconds: float) -> None:
-        """Who watches woke so much too late. The engine may have stood still with it, as all do on
-        a machine that was paused, so the time is not held against it.
+        """The watching thread woke this much too late. On a machine that was paused the engine was
+        paused, too, so the time does not count as time without progress.
         """
         if seconds >= STANDSTILL_S:
             self._progress_s += seconds
 
     def hung_at_s(self) -> float | None:
-        """When it will count as hung unless it makes progress; None where there is nothing to
-        judge it by.
-        """
+        """When it counts as hung unless it makes progress; None where progress cannot be seen."""
         patience = self.patience
-        if self.phase is not None and self._work is not None:
+        if self.phase is not None and self._usage is not None:
             return self._progress_s + patience.load_hung_after_s
         if self._beat_s is None:
             return None
@@ -142,17 +202,17 @@ class Supervision:
         return hung_at_s is not None and now_s >= hung_at_s
 
     def describe_hang(self, now_s: float) -> str:
-        """What there is to say of one that is hung."""
+        """A hang in words, for the log."""
         where = "" if self.phase is None else f" in its start, at {self.phase!r},"
         seconds = now_s - self._progress_s
         return f"the engine process made no progress{where} for {seconds:.0f} seconds"
 
     def crashed(self, now_s: float, error: str, cause: str | None = None) -> None:
-        """The process is gone. Sets when the next one starts, if one does.
+        """The process is gone. Sets the time of the next start, if there is one.
 
         Args:
-            error: why, for the log and the operator.
-            cause: why, in words for everybody, where `error` is not.
+            error: the reason, for the log and the operator.
+            cause: the reason in words for clients, where `error` is not fit for them.
         """
         self._beat_s = self.phase = None
         self.error, self.cause = error, cause or error
@@ -172,7 +232,7 @@ class Supervision:
         self.start_at_s = now_s + self.patience.backoff_s * 4.0 ** (len(self._crashes_s) - 1)
 
     def postponed(self, now_s: float, error: str) -> None:
-        """A start failed for want of something that the machine may have later."""
+        """A start failed for a shortage, which may pass."""
         self._beat_s = self.phase = None
         self.error = self.cause = error
         if self.state in {"draining", "dead"}:
@@ -186,7 +246,7 @@ class Supervision:
         self.start_at_s = now_s + wait_s
 
     def died(self, error: str | None) -> None:
-        """There will be no other process."""
+        """There will be no further process."""
         self.state, self.error, self.start_at_s, self.phase = "dead", error, None, None
         self._beat_s = None
 
@@ -194,7 +254,7 @@ class Supervision:
         return None if self._beat_s is None else now_s - self._beat_s
 
     def retry_after_s(self, now_s: float) -> float | None:
-        """When it may serve, by how long the last start took; None where that is not in sight."""
+        """Seconds until it may serve, estimated from the last start; None unless one is to come."""
         if self.state not in {"loading", "restarting"}:
             return None
         begin_s = self._started_at_s if self.start_at_s is None else self.start_at_s

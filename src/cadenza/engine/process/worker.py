@@ -1,19 +1,19 @@
-"""The step loop of the engine process: messages in, a report out after each step.
+"""The step loop of the engine process: commands in, `EngineOutputs` out after each step.
 
-Owns when a report is due. Knows a core and a link, no process and no signal. Invariants: events
-leave in the frame of the step that made them; an engine that has work reports at least every
-`BEAT_EVERY_S` between two steps, an idle one every `IDLE_BEAT_S`.
+Owns when outputs are due, and the forecast of the next step's time that they carry. Knows a core
+and a link, no process and no signal. Invariants: events leave with the step that made them; an
+engine that has work sends outputs at least every `BEAT_EVERY_S` between two steps, an idle one
+every `IDLE_BEAT_S`.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Protocol
 
-from cadenza.engine.batch_engine import check_step_errors
+from cadenza.engine.batch_engine import Cancel, Command, Submit, check_step_errors, run_steps
 from cadenza.engine.core import EngineCore
-from cadenza.engine.process.forecast import StepForecast
-from cadenza.engine.process.messages import Cancel, FromEngine, Report, Submit, ToEngine, WireError
+from cadenza.engine.process.messages import EngineOutputs, FromEngine, ToEngine, WireError
 from cadenza.engine.stats import StepMeter
 from cadenza.request import Event, Finished, PromptLogprobs, Started, Token
 
@@ -21,21 +21,52 @@ BEAT_EVERY_S = 0.25
 IDLE_BEAT_S = 1.0
 STATS_EVERY_S = 0.1
 SLOW_STEP_S = 0.4
-"""A step forecast to be slower is announced before it runs, so that nobody takes it for a hang."""
+"""A step with a longer forecast is announced before it runs, so that it is not taken for a hang."""
+
+UNMEASURED_STEP_S = 6.0
+"""The forecast before the first step was measured."""
+FADING = 0.98
+"""A slow step's share of the forecast after each faster one of its size."""
 
 
 class EngineLink(Protocol):
     """The engine's end of the connection."""
 
     def receive(self, timeout_s: float) -> list[ToEngine] | None:
-        """What has arrived, waiting at most so long for a first message; None to stop."""
+        """The messages that have arrived; waits up to `timeout_s` for one. None to stop."""
         ...
 
     def send(self, message: FromEngine) -> None: ...
 
 
+class StepForecast:
+    """How long the next step may take: the slowest recent step for each power of two of tokens.
+
+    Never below what a recent step of that size or a smaller one took.
+    """
+
+    def __init__(self) -> None:
+        self._slowest_s: dict[int, float] = {}
+
+    def record(self, num_tokens: int, seconds: float) -> None:
+        """A step of `num_tokens` took `seconds`."""
+        size = num_tokens.bit_length()
+        self._slowest_s[size] = max(seconds, FADING * self._slowest_s.get(size, 0.0))
+
+    def predict_s(self, num_tokens: int) -> float:
+        """Above the largest measured size the time is taken to grow with the tokens."""
+        if not num_tokens:
+            return 0.0
+        if not self._slowest_s:
+            return UNMEASURED_STEP_S
+        size, largest = num_tokens.bit_length(), max(self._slowest_s)
+        known = [seconds for each, seconds in self._slowest_s.items() if each <= size]
+        slowest_s = max(known or self._slowest_s.values())
+        return slowest_s * max(1, 1 << (size - largest)) if size > largest else slowest_s
+
+
 class Worker:
-    """Serves `core` over `link` until it is told to stop."""
+    """Serves `core` over `link` until it receives `Stop`."""
 
     def __init__(
         self,
@@ -51,71 +82,70 @@ class Worker:
         self._forecast = StepForecast()
         self._last_launched = 0
         self._announced_s = 0.0
-        self._reported_at_s = clock()
+        self._sent_at_s = clock()
         self._stats_at_s = clock()
-        self._has_news = False
+        self._is_idle = True
+        self._has_changed = False
+        """A command or a step came after the newest outputs were sent."""
         self.meter = StepMeter(core, clock, count_compiles)
 
     def serve(self) -> None:
-        """Returns when told to stop. Raises RunnerError after too many failed steps in a row."""
-        while True:
-            timeout_s = IDLE_BEAT_S if self._core.is_idle else 0.0
-            messages = self._link.receive(timeout_s)
-            if messages is None:
-                return
-            for message in messages:
-                self._handle(message)
-            if self._core.is_idle:
-                self._report(())
-                continue
-            if self._has_news:  # otherwise the newest report has the forecast of this step
-                self._announce_slow_step()
-            self._step()
+        """Returns after `Stop`. Raises RunnerError after too many failed steps in a row."""
+        for events in run_steps(self._core, self._receive, self._step):
+            self._is_idle = self._core.is_idle
+            is_due = self._clock() - self._sent_at_s >= BEAT_EVERY_S
+            if events or self._is_idle or is_due:
+                self._send(events)
             check_step_errors(self._core)
 
-    def _handle(self, message: ToEngine) -> None:
-        self._has_news = True
-        if isinstance(message, Submit):
-            self._core.enqueue(message.request_id, message.request)
-        elif isinstance(message, Cancel):
-            self._core.cancel(message.request_id, message.sample)
-        else:
-            raise WireError(f"a {type(message).__name__} came to an engine that serves")
+    def _receive(self) -> list[Command] | None:
+        messages = self._link.receive(IDLE_BEAT_S if self._is_idle else 0.0)
+        if not messages:
+            return None if messages is None else []
+        commands: list[Command] = []
+        for message in messages:
+            if not isinstance(message, Submit | Cancel):
+                raise WireError(f"a {type(message).__name__} came to an engine that serves")
+            commands.append(message)
+        self._has_changed = True
+        return commands
 
-    def _step(self) -> None:
+    def _step(self) -> list[Event]:
+        if self._is_idle and self._core.is_idle:
+            return []
+        self._is_idle = False
+        if self._has_changed:  # otherwise the newest outputs hold the forecast of this step
+            self._announce_slow_step()
         scheduler = self._core.scheduler
         before, start_s = scheduler.num_scheduled_tokens, self._clock()
         events = self.meter.step()
-        now_s = self._clock()
         launched = scheduler.num_scheduled_tokens - before
         # An overlapped step is waited for in the call after the one that launched it.
         if launched + self._last_launched:
-            self._forecast.record(launched + self._last_launched, now_s - start_s)
+            self._forecast.record(launched + self._last_launched, self._clock() - start_s)
         self._last_launched = launched
-        self._has_news = True
-        is_due = now_s - self._reported_at_s >= BEAT_EVERY_S
-        if events or is_due or self._core.is_idle:
-            self._report(events)
+        self._has_changed = True
+        return events
 
     def _announce_slow_step(self) -> None:
         predicted_s = self._predicted_s()
         if predicted_s > SLOW_STEP_S and predicted_s > self._announced_s:
-            self._report(())
+            self._send(())
 
     def _predicted_s(self) -> float:
-        """Of the next step: it takes what runs, and of what waits as many as there are rows."""
+        """Of the next step: all running sequences, and as many waiting ones as there are rows."""
         scheduler, limits = self._core.scheduler, self._core.limits
+        candidates = [*scheduler.running, *islice(scheduler.waiting, limits.max_num_seqs)]
+        wanted = sum([sequence.num_uncomputed_tokens for sequence in candidates])
         budget = limits.max_num_batched_tokens
-        candidates = chain(scheduler.running, islice(scheduler.waiting, limits.max_num_seqs))
-        wanted = sum(sequence.num_uncomputed_tokens for sequence in candidates)
         return self._forecast.predict_s(min(budget, wanted) + self._last_launched)
 
-    def _report(self, events: Sequence[Event]) -> None:
-        now_s, is_idle = self._clock(), self._core.is_idle
-        has_stats = (is_idle and self._has_news) or now_s - self._stats_at_s >= STATS_EVERY_S
+    def _send(self, events: Sequence[Event]) -> None:
+        now_s, is_idle = self._clock(), self._is_idle
+        has_stats = (is_idle and self._has_changed) or now_s - self._stats_at_s >= STATS_EVERY_S
         self._announced_s = 0.0 if is_idle else self._predicted_s()
         self._link.send(
-            Report(
+            EngineOutputs(
                 num_steps=self._core.num_steps,
                 is_idle=is_idle,
                 predicted_s=self._announced_s,
@@ -128,7 +158,7 @@ class Worker:
                 stats=self.meter.stats() if has_stats else None,
             )
         )
-        self._reported_at_s = now_s
+        self._sent_at_s = now_s
         if has_stats:
             self._stats_at_s = now_s
-        self._has_news = False
+        self._has_changed = False
