@@ -18,15 +18,27 @@ class Logprob:
     decoded_token: str | None
 
 
+PartKind = Literal["content", "reasoning"]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPart:
+    """A piece of a continuation's text, and what it is part of."""
+
+    kind: PartKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
     """One continuation so far; `finish_reason` is None while it runs.
 
-    `logprobs` has one dict per token, from token id to `Logprob`: the chosen token and the most
-    likely ones. `stop_reason` is the entry of `stop` or `stop_token_ids` that ended the
-    continuation. `num_generated_tokens` is the number reported as usage: it includes the stopping
-    token and excludes tokens after a stop string. In a delta, `cumulative_logprob` and
-    `num_generated_tokens` still cover all tokens so far.
+    `logprobs` holds for each token a dict from token id to `Logprob`: the chosen token and the
+    likeliest ones. `stop_reason` is the token or the stop string of the request's own that ended
+    it. `num_generated_tokens` is what usage counts: the stopping token is in it, what the model
+    wrote after a stop string is not. `cumulative_logprob` and `num_generated_tokens` are of all
+    tokens in a delta, too. `parts` is the text split by the request's output parser, without what
+    only marks the parts; None without a parser, where all of it is content.
     """
 
     index: int
@@ -39,6 +51,7 @@ class CompletionOutput:
     num_generated_tokens: int = 0
     error: str | None = None
     error_kind: ErrorKind | None = None
+    parts: tuple[OutputPart, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from cadenza import SamplingParams
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.text import IncrementalDetokenizer, StopMatcher
+from cadenza.text.output_parser import MakeParser
 
 Fault = Literal["detokenizer", "flush", "stop strings", "log probabilities"]
 
@@ -66,10 +67,12 @@ class FaultyOutput:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._text, name)
 
-    def sample_output(self, params: SamplingParams, sample: int) -> SampleOutput:
+    def sample_output(
+        self, params: SamplingParams, sample: int, make_parser: MakeParser | None = None
+    ) -> SampleOutput:
         self._num_requests += 1
         if self._num_requests - 1 != self._victim:
-            return self._text.sample_output(params, sample)
+            return self._text.sample_output(params, sample, make_parser)
         return _Untakeable(sample, None)
 
 
@@ -86,11 +89,13 @@ class FaultyText:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._text, name)
 
-    def sample_output(self, params: SamplingParams, sample: int) -> SampleOutput:
+    def sample_output(
+        self, params: SamplingParams, sample: int, make_parser: MakeParser | None = None
+    ) -> SampleOutput:
         tokenizer = self._text.tokenizer
         assert tokenizer is not None
         if FAULTY_STOP not in params.stop:
-            return self._text.sample_output(params, sample)
+            return self._text.sample_output(params, sample, make_parser)
         detokenizer: Any = _Detokenizer(IncrementalDetokenizer(tokenizer), self._fault)
         is_matcher = self._fault == "stop strings"
         return SampleOutput(sample, detokenizer, _Matcher(params.stop) if is_matcher else None)

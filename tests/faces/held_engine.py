@@ -7,6 +7,7 @@ and the first cancelling or shutting down no step is made.
 import threading
 
 from cadenza.engine.batch_engine import BatchEngine, Emit
+from cadenza.engine.request_check import RequestCheck
 from cadenza.request import Event, Request
 
 TIMEOUT_S = 60.0
@@ -19,8 +20,8 @@ class HeldEngine:
         self._engine = engine
         self._may_go = threading.Event()
 
-    def submit(self, request: Request) -> int:
-        return self._engine.submit(request)
+    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
+        return self._engine.submit(request, passed)
 
     def cancel(self, request_id: int, sample: int | None = None) -> None:
         self._engine.cancel(request_id, sample)

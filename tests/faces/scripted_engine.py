@@ -4,6 +4,7 @@ import queue
 from collections.abc import Sequence
 
 from cadenza.engine.batch_engine import Emit
+from cadenza.engine.request_check import RequestCheck
 from cadenza.request import Event, Finished, FinishReason, Request, Token
 
 
@@ -15,7 +16,7 @@ class ScriptedEngine:
         self.cancelled: list[tuple[int, int | None]] = []
         self._steps: queue.SimpleQueue[list[Event] | Exception | None] = queue.SimpleQueue()
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
         self.submitted.append(request)
         return len(self.submitted) - 1
 

@@ -104,7 +104,7 @@ class ScriptedEngine:
     def timeouts(self) -> RequestTimeouts:
         return self._requests.timeouts
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
         if self._is_shut_down:
             raise EngineClosedError("the engine was shut down")
         if self.state != "ready":

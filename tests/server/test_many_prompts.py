@@ -4,13 +4,14 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
-from cadenza.outputs import RequestOutput
+from cadenza.outputs import CompletionOutput
 from cadenza.request import Request
 from cadenza.server.job import Job
 from cadenza.server.limits import ServerLimits
@@ -19,14 +20,14 @@ from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_completions import finish_reasons, joined
 from tests.server.test_streams import wait_until
 
-OUTPUT = RequestOutput(
-    request_id=0,
-    prompt=None,
-    prompt_token_ids=(1,),
-    prompt_logprobs=None,
-    num_cached_tokens=0,
-    outputs=(),
-    finished=False,
+OUTPUT = CompletionOutput(
+    index=0,
+    text="",
+    token_ids=(),
+    logprobs=None,
+    cumulative_logprob=None,
+    finish_reason=None,
+    stop_reason=None,
 )
 NUM_PLACES = 68
 """Of a scripted engine: 4 rows, and 64 requests that wait."""
@@ -34,18 +35,22 @@ PROMPTS = [[5 + place % 200] * (1 + place % 7) for place in range(100)]
 
 
 class SpokenStream:
-    """The part of `OutputStream` that a job uses; says `news` once each."""
+    """The part of `OutputStream`, and of its processor, that a job uses; says `news` once each."""
 
-    def __init__(self, news: asyncio.Event) -> None:
-        self._news = news
-        self._outputs: list[RequestOutput] = []
+    is_finished = False
+
+    def __init__(self, on_news: Callable[[], None]) -> None:
+        self.processor = self
+        self._on_news = on_news
+        self._outputs: list[CompletionOutput] = []
 
     def say(self) -> None:
         self._outputs.append(OUTPUT)
-        self._news.set()
+        self._on_news()
 
-    def take(self) -> RequestOutput | None:
-        return self._outputs.pop() if self._outputs else None
+    def take(self) -> list[CompletionOutput]:
+        taken, self._outputs = self._outputs, []
+        return taken
 
     def close(self) -> None:
         """Nothing runs behind it."""
@@ -57,12 +62,13 @@ def test_a_silence_is_told_after_news_and_after_a_silence() -> None:
     async def listen() -> list[int]:
         streams: list[SpokenStream] = []
 
-        def submit(_: PreparedRequest, news: asyncio.Event) -> Any:
-            streams.append(SpokenStream(news))
+        def submit(_: PreparedRequest, on_news: Callable[[], None]) -> Any:
+            streams.append(SpokenStream(on_news))
             return streams[-1]
 
         prepared = PreparedRequest(text=None, request=Request(prompt_token_ids=(1,)))
-        job = Job([prepared], submit, on_news=lambda: None, timeout_s=60.0)
+        no_queue: Any = SimpleNamespace(jobs=())
+        job = Job([prepared], submit, queue=no_queue, timeout_s=60.0)
         job.submit_next()
         found: list[int] = []
         async with job:

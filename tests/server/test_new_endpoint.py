@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
-from cadenza.outputs import RequestOutput
+from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.request import SamplingParams
 from cadenza.server.endpoints.generating import GeneratingEndpoint, GenerationRequest
 from cadenza.server.errors import ApiError, invalid_value
@@ -18,7 +18,7 @@ from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, describe_api, o
 from cadenza.server.schemas.body import optional, required
 from cadenza.server.schemas.field_types import OneOf, String
 from cadenza.server.service import Service
-from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+from cadenza.server.sse import AnswerEncoder, AnswerHead, PromptInfo, Usage
 from tests.server.harness import TIMEOUT_S, options
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -63,9 +63,9 @@ class EventEncoder:
     def opening(self) -> bytes:
         return b"event: start\ndata: {}\n\n"
 
-    def take(self, prompt: int, news: RequestOutput) -> bytes:
+    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
         return b"".join(
-            b"event: delta\ndata: " + self._shown(output.text) + b"\n\n" for output in news.outputs
+            b"event: delta\ndata: " + self._shown(output.text) + b"\n\n" for output in outputs
         )
 
     def closing(self) -> bytes:

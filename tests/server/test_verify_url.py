@@ -2,6 +2,7 @@
 
 import pytest
 
+from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import Request
@@ -16,10 +17,10 @@ OPTIONS = {"num_requests": 12, "max_tokens": 12}
 class CrowdedEngine(ScriptedEngine):
     """Says something else to whoever is not alone: what the gate is there to find."""
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
         if self.num_open:
             self.script = (*self.script[1:], self.script[0])
-        return super().submit(request)
+        return super().submit(request, passed)
 
 
 def test_the_bundled_models_server_passes(bundled: RunningServer) -> None:

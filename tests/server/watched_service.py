@@ -8,6 +8,7 @@ import threading
 
 from cadenza.engine.batch_engine import CoreService, Emit
 from cadenza.engine.core import EngineCore
+from cadenza.engine.request_check import RequestCheck
 from cadenza.request import Event, Request
 from tests.server.harness import TIMEOUT_S
 
@@ -27,8 +28,8 @@ class WatchedService(CoreService):
         self.most_running, self._num_missing = 0, num_requests
         self._all_came.clear()
 
-    def submit(self, request: Request) -> int:
-        request_id = super().submit(request)
+    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
+        request_id = super().submit(request, passed)
         self._num_missing -= 1
         if self._num_missing <= 0:
             self._all_came.set()

@@ -59,7 +59,7 @@ class BatchEngine(Protocol):
         ...
 
     def cancel(self, request_id: int, sample: int | None = None) -> None:
-        """Ends a request, or one of its samples; events that are already on their way still come."""
+        """Ends a request, or one of its samples; events already on their way still come."""
         ...
 
     def serve(self, emit: Emit) -> None:
@@ -67,7 +67,7 @@ class BatchEngine(Protocol):
         ...
 
     def drain(self, within_s: float) -> None:
-        """Refuses new requests; `serve` returns when the open ones have ended, or after this time."""
+        """Refuses new requests; `serve` returns once the open ones have ended, or this time has."""
         ...
 
     def shutdown(self) -> None:

@@ -71,7 +71,7 @@ class EngineLoad:
         return self.num_open < max_num_open
 
     def has_tokens(self, num_tokens: int, max_num_queued: int) -> bool:
-        """Whether a prompt of so many tokens may join the queue; an empty queue takes any prompt."""
+        """Whether a prompt of so many tokens may be queued; an empty queue takes any prompt."""
         queued = self.num_queued_tokens
         return not queued or queued + num_tokens <= max_num_queued
 

@@ -1,9 +1,10 @@
 """`AsyncEngine`: the asyncio face. Each request is an async iterator over one running batch.
 
-Owns the serving thread and the passing of events to the event loop. Knows text through
-`TextFrontend` and the engine through `BatchEngine`, whichever it is. Invariants: leaving an
-iterator cancels its request; what waits for a slow reader is one request's output so far, never a
-queue of outputs.
+Owns the serving thread and the transfer of events to the event loop: once a step, in one call,
+which makes text of all events and then calls the listener of each request that has new output.
+Knows text through `TextFrontend` and the engine through `BatchEngine`. Invariants: leaving an
+iterator cancels its request; for a slow reader one request's output accumulates, never a queue of
+outputs.
 """
 
 import asyncio
@@ -32,12 +33,11 @@ LONG_TEXT = 2048
 class AsyncEngine:
     """Serves many callers of one event loop.
 
-    A step's events reach the event loop by one call, which makes text of all of them; steps that
-    the event loop has no time for are taken together.
+    Steps that come faster than the event loop runs are delivered together.
 
     Args:
-        engine: what computes; it is served on a thread of this object's own.
-        text: the model's text side.
+        engine: its `serve` runs on a thread of this object.
+        text: the model's text front end.
     """
 
     def __init__(self, engine: BatchEngine, text: TextFrontend) -> None:
@@ -45,7 +45,7 @@ class AsyncEngine:
         self._text = text
         self._loop: asyncio.AbstractEventLoop | None = None
         self._router = OutputRouter(engine.cancel)
-        self._streams: dict[int, OutputStream] = {}
+        self._listeners: dict[int, Callable[[], object]] = {}
         self._arrived: list[Event] = []
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="cadenza-engine", daemon=True)
@@ -62,8 +62,9 @@ class AsyncEngine:
         """Loads a model as `LLM` does.
 
         Args:
-            queue_timeout: seconds that a request may wait for its first step.
-            request_timeout: seconds that it may take in all. Past either it ends with an error.
+            queue_timeout: the most seconds that a request waits for its first step.
+            request_timeout: the most seconds that it takes in all. After either it ends with an
+                error.
         """
         timeouts = RequestTimeouts(queue_s=queue_timeout, total_s=request_timeout)
         loaded = load_model(model, config_from_options(options))
@@ -101,36 +102,36 @@ class AsyncEngine:
             InvalidRequestError, QueueFullError, EngineClosedError: as `submit`.
         """
         prepared = await self._prepare(request, params)
-        with self.submit(prepared.request, prepared.text, kind=kind) as stream:
+        with self.submit(prepared, kind=kind) as stream:
             async for output in stream:
                 yield output
 
     def submit(
         self,
-        request: Request,
-        prompt: str | None = None,
+        request: Request | PreparedRequest,
         *,
         kind: OutputKind = "cumulative",
-        news: asyncio.Event | None = None,
+        on_news: Callable[[], object] | None = None,
     ) -> "OutputStream":
         """Starts a request at once; its outputs come through the stream. On the event loop only.
 
         Args:
-            request: its text options are resolved here; `TextFrontend.prepare` does it elsewhere.
-            prompt: the text it was made of, for the outputs.
-            news: set whenever there is something new; streams that share one are read by `take`.
+            request: a `Request` is resolved here, which takes time on the event loop; one of
+                `TextFrontend.prepare` already is.
+            on_news: called after each step that brought new output, which `take` then returns;
+                the stream cannot be iterated.
 
         Raises:
             InvalidRequestError, QueueFullError, EngineClosedError: as `BatchEngine.submit`.
         """
         check_kind(kind)
-        request = self._text.resolve(request)
-        request_id = self._engine.submit(request)
-        prepared = PreparedRequest(text=prompt, request=request)
-        processor = OutputProcessor(request_id, prepared, self._text)
-        stream = OutputStream(processor, kind, self._leave, news)
+        if not isinstance(request, PreparedRequest):
+            request = PreparedRequest(text=None, request=self._text.resolve(request))
+        request_id = self._engine.submit(request.request, request.passed)
+        processor = OutputProcessor(request_id, request, self._text)
+        stream = OutputStream(processor, kind, self._leave, on_news)
         self._router.add(processor)
-        self._streams[request_id] = stream
+        self._listeners[request_id] = stream.on_news
         return stream
 
     async def _prepare(self, request: Request | Prompt, params: Params) -> PreparedRequest:
@@ -141,13 +142,13 @@ class AsyncEngine:
                     f"params, or a Request alone",
                     param="params",
                 )
-            return PreparedRequest(text=None, request=request)
+            return PreparedRequest(text=None, request=self._text.resolve(request))
         if isinstance(request, str) and len(request) > LONG_TEXT:
             return await asyncio.to_thread(self._text.prepare, request, params)
         return self._text.prepare(request, params)
 
     def _leave(self, request_id: int) -> None:
-        self._streams.pop(request_id, None)
+        self._listeners.pop(request_id, None)
         if self._router.remove(request_id):
             self._engine.cancel(request_id)
 
@@ -167,42 +168,41 @@ class AsyncEngine:
 
     def _call(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None, "start() binds the loop before it starts the thread"
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+        with suppress(RuntimeError):  # the loop is closed, so nothing can be delivered
             self._loop.call_soon_threadsafe(callback)
 
     def _deliver(self) -> None:
-        """On the event loop: text out of all that has arrived, and its readers woken."""
+        """On the event loop: makes text of the events that have arrived and calls the listeners."""
         with self._lock:
             events, self._arrived = self._arrived, []
-        self._wake(self._router.push(events))
+        for processor in self._router.push(events):
+            self._listeners[processor.request_id]()
 
     def _fail_rest(self) -> None:
-        """On the event loop, after the last events: no stream may wait for an engine that ended."""
-        self._wake(self._router.fail_all("the engine has ended"))
-
-    def _wake(self, processors: list[OutputProcessor]) -> None:
-        for processor in processors:
-            stream = self._streams.get(processor.request_id)
-            if stream is not None:
-                stream.wake()
+        """On the event loop, after the last events: ends the streams that are still open."""
+        for processor in self._router.fail_all("the engine has ended"):
+            self._listeners[processor.request_id]()
 
 
 class OutputStream:
-    """One submitted request's outputs as they come, an async iterator. Whoever holds it closes it,
-    or enters it as a context, which closes it.
+    """One submitted request's outputs as they come, an async iterator. To be closed by its holder,
+    or used as a context manager, which closes it.
     """
+
+    __slots__ = ("_event", "_is_finished", "_kind", "_leave", "on_news", "processor")
 
     def __init__(
         self,
         processor: OutputProcessor,
         kind: OutputKind,
         leave: Callable[[int], None],
-        news: asyncio.Event | None = None,
+        on_news: Callable[[], object] | None = None,
     ) -> None:
-        self._processor = processor
+        self.processor = processor
         self._kind: OutputKind = kind
         self._leave = leave
-        self._news = news or asyncio.Event()
+        self._event = asyncio.Event()
+        self.on_news = self._event.set if on_news is None else on_news
         self._is_finished = False
 
     def __enter__(self) -> Self:
@@ -221,42 +221,35 @@ class OutputStream:
 
     @property
     def request_id(self) -> int:
-        return self._processor.request_id
+        return self.processor.request_id
 
     @property
     def is_finished(self) -> bool:
-        """The last output was handed out."""
+        """The last output was taken."""
         return self._is_finished
 
     async def next(self) -> RequestOutput:
-        """Waits for news and returns the next output; being cancelled meanwhile loses nothing.
-
-        Everything that had arrived is in it, however long nobody had asked.
-        """
+        """Waits for the next output, which holds all that is new; cancelling it loses nothing."""
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._event.wait()
+            self._event.clear()
             output = self.take()
             if output is not None:
                 return output
 
     def take(self) -> RequestOutput | None:
         """The next output if there is one, without waiting."""
-        output = self._processor.make_output(self._kind)
+        output = self.processor.make_output(self._kind)
         if output is not None:
             self._is_finished = output.finished
         return output
 
-    def wake(self) -> None:
-        """There is something new."""
-        self._news.set()
-
     def abort(self) -> None:
-        """Ends the request where it is; its last output, still to be taken, says so."""
-        if not self._processor.is_finished:
-            self._processor.abort()
+        """Ends the request where it is; its last output, with the reason `abort`, is then there."""
+        if not self.processor.is_finished:
+            self.processor.abort()
             self._leave(self.request_id)
-            self.wake()
+            self.on_news()
 
     def close(self) -> None:
         """Cancels the request unless it has finished. Idempotent."""

@@ -1,8 +1,10 @@
 """Events become outputs: `OutputProcessor` for one request, `OutputRouter` for all that run.
 
-Knows no engine and no scheduler; the text of each sample is `SampleOutput`'s. Invariants: outputs
-only ever grow, and deltas put together are the cumulative output; text that cannot be made costs
-its own request an error, and nobody else anything.
+A token's way: `OutputRouter.push` finds the processor of the event's request, whose `push` gives
+it to its `SampleOutput`; a reader then calls `take` for what is new of each sample, or `output` for
+all so far. Knows no engine and no scheduler. Invariants: outputs only ever grow, and the deltas
+joined are the cumulative output; a failure to make text ends its own request with an error and
+affects no other.
 """
 
 import logging
@@ -26,13 +28,13 @@ from cadenza.request import (
 logger = logging.getLogger(__name__)
 
 CancelSample = Callable[[int, int | None], object]
-"""Ends one sample of a request in the engine; None ends all of them."""
+"""Ends one sample of a request in the engine; None means all of them."""
 
 TEXT_FAILED = "the answer's text could not be made; the log has the cause"
 
 
 def check_kind(kind: object) -> None:
-    """Raises InvalidRequestError for what is no `OutputKind`."""
+    """Raises InvalidRequestError unless it is an `OutputKind`."""
     if not isinstance(kind, str) or kind not in get_args(OutputKind):
         raise InvalidRequestError(
             f"kind is {show(kind)}; it must be one of {', '.join(get_args(OutputKind))}",
@@ -41,17 +43,45 @@ def check_kind(kind: object) -> None:
 
 
 class OutputProcessor:
-    """Collects the events of `request_id`, which `prepared` was submitted as."""
+    """Collects the events of `request_id`, under which `prepared` was submitted.
+
+    `num_cached_tokens`, and the properties of the prompt, are as in `RequestOutput`.
+    """
+
+    __slots__ = (
+        "_prepared",
+        "_prompt_logprobs",
+        "_running",
+        "_samples",
+        "_text",
+        "num_cached_tokens",
+        "request_id",
+    )
 
     def __init__(self, request_id: int, prepared: PreparedRequest, text: TextFrontend) -> None:
         self.request_id = request_id
         self._prepared = prepared
         self._text = text
-        params = prepared.request.params
-        self._samples = [text.sample_output(params, sample) for sample in range(params.n)]
+        params, make_parser = prepared.request.params, prepared.make_parser
+        self._samples = [
+            text.sample_output(params, sample, make_parser) for sample in range(params.n)
+        ]
         self._running = dict(enumerate(self._samples))
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
-        self._num_cached_tokens = 0
+        self.num_cached_tokens = 0
+
+    @property
+    def prompt(self) -> str | None:
+        return self._prepared.text
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return self._prepared.request.prompt_token_ids
+
+    @property
+    def prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
+        is_asked = self._prepared.request.params.prompt_logprobs is not None
+        return tuple(self._prompt_logprobs) if is_asked else None
 
     @property
     def is_finished(self) -> bool:
@@ -63,9 +93,9 @@ class OutputProcessor:
         return sum(each.num_shown_tokens for each in self._samples)
 
     def push(self, event: Token | PromptLogprobs | Finished) -> int | None:
-        """Takes the next event; the sample that its text ended and that the engine goes on with.
+        """Takes the next event; the sample that a stop string has ended with it, if one has.
 
-        What the text side raises comes through; the output can then only `fail`.
+        Exceptions of detokenising come through; the request must then be ended by `fail`.
         """
         if isinstance(event, PromptLogprobs):
             self._push_prompt_logprobs(event)
@@ -74,7 +104,7 @@ class OutputProcessor:
         if output is None:
             return None
         if event.sample == 0 and event.num_cached_tokens is not None:
-            self._num_cached_tokens = event.num_cached_tokens  # the others share its prompt
+            self.num_cached_tokens = event.num_cached_tokens  # all samples share one prompt
         if isinstance(event, Finished):
             output.finish(event)
             del self._running[event.sample]
@@ -89,7 +119,7 @@ class OutputProcessor:
         return event.sample
 
     def abort(self) -> None:
-        """The caller gave up: the output ends where it is."""
+        """Ends the output where it is, with the reason `abort`."""
         try:
             while self._running:
                 next(iter(self._running.values())).abort()
@@ -98,19 +128,23 @@ class OutputProcessor:
             self.fail_text(error)
 
     def fail(self, kind: ErrorKind, error: str) -> None:
-        """The output ends where it is, with an error."""
+        """Ends the output where it is, with an error."""
         for each in self._running.values():
             each.fail(kind, error)
         self._running.clear()
 
     def fail_text(self, error: Exception) -> None:
-        """Ends it because of what `push` raised."""
+        """Ends the output with an error, because `push` raised `error`."""
         logger.error("no text of request %d: %s", self.request_id, describe_fault(error))
         self.fail("text_failed", TEXT_FAILED)
 
     def output(self) -> RequestOutput:
         """The request so far."""
-        return self._make_output(each.output() for each in self._samples)
+        return self._make_output([each.output() for each in self._samples])
+
+    def take(self) -> list[CompletionOutput]:
+        """What is new of each sample since the last call; without samples that have nothing new."""
+        return [new for each in self._samples if (new := each.take()) is not None]
 
     def make_output(self, kind: OutputKind) -> RequestOutput | None:
         """The next output for a reader who wants this kind; None when there is none for it yet.
@@ -118,19 +152,17 @@ class OutputProcessor:
         A delta is what is new since the last one that was made.
         """
         if kind == "delta":
-            taken = [new for each in self._samples if (new := each.take()) is not None]
+            taken = self.take()
             return self._make_output(taken) if taken else None
         return None if kind == "final" and not self.is_finished else self.output()
 
-    def _make_output(self, outputs: Iterable[CompletionOutput]) -> RequestOutput:
-        request = self._prepared.request
-        is_scored = request.params.prompt_logprobs is not None
+    def _make_output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self._prepared.text,
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=tuple(self._prompt_logprobs) if is_scored else None,
-            num_cached_tokens=self._num_cached_tokens,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
             outputs=tuple(outputs),
             finished=not self._running,
         )
@@ -153,10 +185,10 @@ class OutputProcessor:
 
 
 class OutputRouter:
-    """The requests that run, and whose events are whose.
+    """Passes each event to the processor of its request.
 
     Args:
-        cancel: ends in the engine what has ended here.
+        cancel: ends in the engine a sample that has ended here, at a stop string or by a failure.
     """
 
     def __init__(self, cancel: CancelSample) -> None:
@@ -167,13 +199,13 @@ class OutputRouter:
         self._open[processor.request_id] = processor
 
     def remove(self, request_id: int) -> bool:
-        """Forgets a request; False when it had finished or was not known."""
+        """Removes a request; False when it had finished or was not there."""
         return self._open.pop(request_id, None) is not None
 
     def push(self, events: Iterable[Event]) -> list[OutputProcessor]:
-        """Passes a step's events on; whoever got some, each once. Finished requests are forgotten.
+        """Passes on a step's events; the processors that received any, each once.
 
-        Events of requests that were removed are dropped.
+        Finished requests are removed. Events of requests that are not there are dropped.
         """
         news: dict[int, OutputProcessor] = {}
         for event in events:
@@ -184,7 +216,7 @@ class OutputRouter:
             stopped = None
             try:
                 stopped = processor.push(event)
-            except Exception as error:  # noqa: BLE001  the others' events are still passed on
+            except Exception as error:  # noqa: BLE001  the other requests' events are passed on
                 processor.fail_text(error)
                 self._cancel(event.request_id, None)
             if stopped is not None:
@@ -203,7 +235,7 @@ class OutputRouter:
 
 
 def describe_fault(error: BaseException) -> str:
-    """What was raised and where, without its message: that may hold what a user wrote."""
+    """An exception's type and place, without its message, which may hold a user's text."""
     places = traceback.extract_tb(error.__traceback__)[-4:]
     shown = " < ".join(f"{place.name}:{place.lineno}" for place in reversed(places))
     return f"{type(error).__name__} in {shown}"

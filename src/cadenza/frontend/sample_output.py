@@ -1,21 +1,23 @@
-"""`SampleOutput`: one sample of a request as it grows, out of its tokens.
+"""`SampleOutput`: the output of one sample, made of its tokens as they come.
 
-Owns the text of one stream: detokenising, stop strings, and which tokens lie past one. Knows no
-engine. Invariants: what was shown stays; the text is at the end what decoding all tokens at once
-and cutting at the earliest stop string would give; tokens past a stop string are never shown.
+Owns the text of one stream: detokenising, then cutting at stop strings (and which tokens lie past
+one), then splitting into parts, where a parser was chosen. Knows no engine. Invariants: shown text
+never changes; the final text is that of all tokens decoded at once and cut at the earliest stop
+string; tokens past a stop string are never shown; a parser sees exactly the text that is shown.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from cadenza.outputs import CompletionOutput, Logprob
+from cadenza.outputs import CompletionOutput, Logprob, OutputPart
 from cadenza.request import ErrorKind, Finished, FinishReason
 from cadenza.text import IncrementalDetokenizer, StopMatcher
+from cadenza.text.output_parser import OutputParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a continuation ended; `num_generated_tokens` is what usage counts."""
+    """How a sample ended; `num_generated_tokens` is the number for usage."""
 
     finish_reason: FinishReason
     stop_reason: int | str | None
@@ -30,7 +32,9 @@ class SampleOutput:
     Args:
         detokenizer: a fresh one; None shows token ids only.
         matcher: of the request's stop strings; None when it has none.
-        num_unsearched: so many first tokens' text is not searched for stop strings (`min_tokens`).
+        num_unsearched: text of so many first tokens is not searched for stop strings
+            (`min_tokens`).
+        parser: a fresh one, which splits the text into parts; None leaves it whole.
     """
 
     __slots__ = (
@@ -42,10 +46,13 @@ class SampleOutput:
         "_matcher",
         "_num_searched",
         "_num_taken_parts",
+        "_num_taken_texts",
         "_num_taken_tokens",
         "_num_unsearched",
+        "_parser",
         "_parts",
         "_sums",
+        "_texts",
         "_token_ids",
         "index",
     )
@@ -56,12 +63,15 @@ class SampleOutput:
         detokenizer: IncrementalDetokenizer | None,
         matcher: StopMatcher | None = None,
         num_unsearched: int = 0,
+        parser: OutputParser | None = None,
     ) -> None:
         self.index = index
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._num_unsearched = num_unsearched
-        self._parts: list[str] = []
+        self._parser = parser
+        self._texts: list[str] = []
+        self._parts: list[OutputPart] = []
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
         self._sums: list[float] = []
@@ -69,6 +79,7 @@ class SampleOutput:
         # Characters given to the matcher up to the end of each token, where there is a matcher.
         self._ends: list[int] = []
         self._num_searched = 0
+        self._num_taken_texts = 0
         self._num_taken_parts = 0
         self._num_taken_tokens = 0
         self._is_ending_taken = False
@@ -85,9 +96,9 @@ class SampleOutput:
         return count if end is None else min(count, bisect_left(self._ends, end) + 1)
 
     def push(self, token_id: int, logprobs: dict[int, Logprob] | None) -> bool:
-        """Takes the next token; whether a stop string has ended the continuation with it.
+        """Takes the next token; whether a stop string has ended the sample with it.
 
-        What the text side raises comes through; the continuation can then only `fail`.
+        Exceptions of detokenising come through; the sample must then be ended by `fail`.
         """
         self._token_ids.append(token_id)
         if logprobs is not None:
@@ -97,7 +108,7 @@ class SampleOutput:
         text = "" if self._detokenizer is None else self._detokenizer.push(token_id)
         if self._matcher is None:
             if text:
-                self._parts.append(text)
+                self._show(text)
             return False
         self._add_text(text)
         self._ends.append(self._num_searched)
@@ -105,7 +116,7 @@ class SampleOutput:
         return self._ending is not None
 
     def finish(self, event: Finished) -> None:
-        """The engine ended it; text that was kept back comes out."""
+        """Ends it as the engine did; text that was held back is shown."""
         self._end(
             Ending(
                 finish_reason=event.finish_reason,
@@ -117,7 +128,7 @@ class SampleOutput:
         )
 
     def abort(self) -> None:
-        """Its reader gave up; text that was kept back comes out."""
+        """Ends it for its reader; text that was held back is shown."""
         self._end(
             Ending(
                 finish_reason="abort",
@@ -127,7 +138,7 @@ class SampleOutput:
         )
 
     def fail(self, kind: ErrorKind, error: str) -> None:
-        """It ends without a word from the engine, and no more text is made."""
+        """Ends it with an error; text that was held back is dropped."""
         self._ending = Ending(
             finish_reason="error",
             stop_reason=None,
@@ -138,18 +149,23 @@ class SampleOutput:
 
     def output(self) -> CompletionOutput:
         """All so far."""
-        return self._describe(0, 0, self.num_shown_tokens)
+        return self._describe(0, 0, 0, self.num_shown_tokens)
 
     def take(self) -> CompletionOutput | None:
         """What is new since the last call; None when nothing is."""
-        num_tokens, num_parts = self.num_shown_tokens, len(self._parts)
-        has_ended = self._ending is not None
-        first_token, first_part = self._num_taken_tokens, self._num_taken_parts
-        if (num_tokens, num_parts, has_ended) == (first_token, first_part, self._is_ending_taken):
+        num_tokens, num_texts = self.num_shown_tokens, len(self._texts)
+        first_token, first_text = self._num_taken_tokens, self._num_taken_texts
+        first_part, has_ended = self._num_taken_parts, self._ending is not None
+        if (
+            num_tokens == first_token
+            and num_texts == first_text
+            and has_ended == self._is_ending_taken
+        ):
             return None
-        self._num_taken_tokens, self._num_taken_parts = num_tokens, num_parts
+        self._num_taken_tokens, self._num_taken_texts = num_tokens, num_texts
+        self._num_taken_parts = len(self._parts)
         self._is_ending_taken = has_ended
-        return self._describe(first_token, first_part, num_tokens)
+        return self._describe(first_token, first_text, first_part, num_tokens)
 
     def _end(self, ending: Ending) -> None:
         if self._detokenizer is not None:
@@ -158,6 +174,7 @@ class SampleOutput:
             self._show(self._matcher.flush())
             self._end_if_matched()
         if self._ending is None:
+            self._flush_parser()
             self._ending = ending
 
     def _add_text(self, text: str) -> None:
@@ -169,23 +186,32 @@ class SampleOutput:
 
     def _show(self, text: str) -> None:
         if text:
-            self._parts.append(text)
+            self._texts.append(text)
+            if self._parser is not None:
+                self._parts += self._parser.push(text)
+
+    def _flush_parser(self) -> None:
+        if self._parser is not None:
+            self._parts += self._parser.flush()
 
     def _end_if_matched(self) -> None:
         match = None if self._matcher is None else self._matcher.match
-        if match is not None:
+        if match is not None and self._ending is None:
+            self._flush_parser()
             self._ending = Ending(
                 finish_reason="stop",
                 stop_reason=match.stop,
                 num_generated_tokens=self.num_shown_tokens,
             )
 
-    def _describe(self, first_token: int, first_part: int, count: int) -> CompletionOutput:
+    def _describe(
+        self, first_token: int, first_text: int, first_part: int, count: int
+    ) -> CompletionOutput:
         """From these on, up to the `count`-th token."""
         ending = self._ending
         return CompletionOutput(
             index=self.index,
-            text="".join(self._parts[first_part:]),
+            text="".join(self._texts[first_text:]),
             token_ids=tuple(self._token_ids[first_token:count]),
             logprobs=tuple(self._logprobs[first_token:count]) if self._logprobs else None,
             cumulative_logprob=self._sums[count - 1] if self._sums else None,
@@ -194,4 +220,5 @@ class SampleOutput:
             num_generated_tokens=count if ending is None else ending.num_generated_tokens,
             error=None if ending is None else ending.error,
             error_kind=None if ending is None else ending.error_kind,
+            parts=None if self._parser is None else tuple(self._parts[first_part:]),
         )

@@ -1,7 +1,7 @@
 """`TextFrontend`: prompts in and text out, for one checkpoint.
 
-Knows no engine. Invariant: a checkpoint without tokenizer.json serves token ids all the same, and
-says so when it is asked for text.
+Knows no running engine. Invariant: a checkpoint without tokenizer.json serves token ids, and
+refuses text with an error that says so.
 """
 
 import logging
@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import GenerationConfig, is_integer
+from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import InvalidRequestError, show
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
@@ -26,6 +27,7 @@ from cadenza.text import (
     bad_word_token_ids,
     plan_decoder,
 )
+from cadenza.text.output_parser import MakeParser
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +40,26 @@ fields, and the others, like all of None's, are as the checkpoint recommends."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request, and the text it was made of where there was one."""
+    """A resolved request (`TextFrontend.resolve`), and how its output is made.
+
+    Args:
+        text: the prompt's text, where it was given as text.
+        make_parser: of its samples' parsers; None leaves the text whole.
+        passed: the check that it has passed, if it has.
+    """
 
     text: str | None
     request: Request
+    make_parser: MakeParser | None = None
+    passed: RequestCheck | None = None
 
 
 class TextFrontend:
     """Tokenizer, chat template and sampling defaults of a checkpoint.
 
     Args:
-        generation_config: "none" leaves the checkpoint's recommended sampling aside.
-        max_model_len: the context, where it is known; a recommended length gives way to it.
+        generation_config: "none" ignores the checkpoint's recommended sampling.
+        max_model_len: the context length, where it is known; bounds a recommended length.
     """
 
     def __init__(
@@ -93,7 +103,7 @@ class TextFrontend:
     def prepare(
         self, prompt: Prompt, params: Params = None, *, max_num_tokens: int | None = None
     ) -> PreparedRequest:
-        """A prompt on its way to the engine. Thread-safe, and slow for long texts.
+        """Makes a request of a prompt. Thread-safe; slow for long texts.
 
         Raises:
             TextTooLongError: a text has more tokens than `max_num_tokens`.
@@ -111,16 +121,17 @@ class TextFrontend:
         template_kwargs: Mapping[str, Any] | None = None,
         max_num_tokens: int | None = None,
     ) -> PreparedRequest:
-        """A conversation on its way to the engine, as `prepare`."""
+        """Makes a request of a conversation, as `prepare`."""
         text = self._render(messages, tools, template_kwargs)
         return self._prepare(text, self._encode_rendered(text, max_num_tokens), params)
 
     def resolve(self, request: Request) -> Request:
-        """The request with what its text options mean in tokens: the prompt is cut to
-        `truncate_prompt_tokens`, `bad_words` are spelt out. Resolving twice changes nothing.
+        """The request with its text options as tokens: the prompt is cut to
+        `truncate_prompt_tokens`, `bad_words` become token ids. Resolving twice changes nothing.
 
         Raises:
-            InvalidRequestError: it is no request, or an option needs a tokenizer and there is none.
+            InvalidRequestError: it is no `Request`, or an option needs a tokenizer.json that is
+                not there.
         """
         if not isinstance(request, Request):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidRequestError(
@@ -180,8 +191,8 @@ class TextFrontend:
         """The prompt's text and ids, up to where the assistant answers. Raises as `prepare`.
 
         Args:
-            add_special_tokens: put around them what the tokenizer puts around texts, too; most
-                templates write that themselves.
+            add_special_tokens: also add the tokenizer's special tokens; most templates write
+                theirs themselves.
         """
         text = self._render(messages, tools, template_kwargs)
         return text, self.encode(
@@ -199,24 +210,25 @@ class TextFrontend:
                 "this model has no chat template; give a plain prompt instead", param="messages"
             )
         given: object = {} if template_kwargs is None else template_kwargs
-        if not isinstance(given, Mapping) or not all(
-            isinstance(name, str) and name not in ("messages", "tools")
-            for name in cast(Mapping[object, object], given)
-        ):
+        names = [*cast(Mapping[object, object], given)] if isinstance(given, Mapping) else [None]
+        if [name for name in names if not isinstance(name, str) or name in ("messages", "tools")]:
             raise InvalidRequestError(
                 f"chat_template_kwargs is {show(given)}; it must be a mapping of the chat "
                 f"template's own options",
                 param="chat_template_kwargs",
             )
-        return self._template.render(messages, tools, **dict(given))
+        return self._template.render(messages, tools, **cast(Mapping[str, Any], given))
 
     def _encode_rendered(self, text: str, max_num_tokens: int | None) -> tuple[int, ...]:
         """The template writes its own special tokens."""
         encode = self._need_tokenizer().encode
         return tuple(encode(text, add_special_tokens=False, max_num_tokens=max_num_tokens))
 
-    def sample_output(self, params: SamplingParams, sample: int) -> SampleOutput:
-        """A fresh one for one sample's stream; it has no text without tokenizer.json."""
+    def sample_output(
+        self, params: SamplingParams, sample: int, make_parser: MakeParser | None = None
+    ) -> SampleOutput:
+        """Of one sample, with a fresh detokenizer, stop matcher and parser as it needs them; it has
+        no text without tokenizer.json."""
         tokenizer, plan = self._tokenizer, self._decoder_plan
         if tokenizer is None:
             return SampleOutput(sample, None)
@@ -226,14 +238,17 @@ class TextFrontend:
         matcher = None
         if params.stop:
             matcher = StopMatcher(params.stop, is_included=params.include_stop_str_in_output)
-        return SampleOutput(sample, detokenizer, matcher, num_unsearched=params.min_tokens)
+        parser = None if make_parser is None else make_parser()
+        return SampleOutput(
+            sample, detokenizer, matcher, num_unsearched=params.min_tokens, parser=parser
+        )
 
     def decode(self, token_ids: SequenceOf[int]) -> str:
         """The text of token ids, special tokens shown. Raises InvalidRequestError."""
         return self._need_tokenizer().decode(token_ids, skip_special_tokens=False)
 
     def text_of(self, token_id: int) -> str | None:
-        """One token's text, for people."""
+        """One token's text, for display."""
         if self._tokenizer is None:
             return None
         text = self._texts.get(token_id)
@@ -253,11 +268,11 @@ class TextFrontend:
         return self._need_tokenizer().token_of(token_id)
 
     def describe_tokenizer(self) -> dict[str, Any]:
-        """What tokenizer_config.json would say, as far as it is known here: special tokens by
-        name, each with its id, and the chat template."""
+        """The members of tokenizer_config.json that are known: special tokens by name, each with
+        its id, and the chat template."""
         tokenizer = self._need_tokenizer()
         described: dict[str, Any] = {
-            # What a tokenizer.json is loaded as.
+            # The class that transformers loads a tokenizer.json as.
             "tokenizer_class": "PreTrainedTokenizerFast",
             "vocab_size": tokenizer.vocab_size,
             "model_max_length": self._max_model_len,

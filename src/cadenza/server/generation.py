@@ -1,23 +1,24 @@
-"""What an endpoint that generates does: from a body to an answer or a stream.
+"""The handler of every endpoint that generates: from a request's body to its answer or stream.
 
-Owns the order of things: ready, body, model, tokenise, submit, answer. Invariant: whatever happens
-a request's record ends once, a stream ends with `[DONE]`, and nothing is left in the engine.
+Owns the order: readiness, body, model, tokenising, submitting, answering. A token's way through a
+stream is `Job.news` (what is new of the call's requests), `RequestRecord.take` (count, times, end),
+`AnswerEncoder.take` (SSE bytes), `Exchange.stream`. Invariant: however a request ends, its record
+ends once, its stream ends with the encoder's last events, and nothing of it is left in the engine.
 """
 
 import asyncio
 import logging
-from dataclasses import dataclass
 
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.status import EngineMonitor
 from cadenza.errors import CadenzaError
-from cadenza.frontend.output_processor import describe_fault
+from cadenza.frontend.output_processor import OutputProcessor, describe_fault
 from cadenza.outputs import RequestOutput
 from cadenza.request import FinishReason
 from cadenza.server.endpoints.generating import GeneratingEndpoint, GenerationRequest
 from cadenza.server.errors import ApiError, error_of, error_of_end, server_error
 from cadenza.server.http_exchange import ClientLeftError, Exchange, Response
-from cadenza.server.job import Job, Whole
+from cadenza.server.job import Job
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.service import Service
 from cadenza.server.sse import KEEP_ALIVE, AnswerEncoder, AnswerHead
@@ -25,7 +26,8 @@ from cadenza.server.sse import KEEP_ALIVE, AnswerEncoder, AnswerHead
 logger = logging.getLogger("cadenza.server")
 
 INLINE_BYTES = 16 << 10
-"""Larger bodies are read on another thread than the event loop's, as all are tokenised there."""
+"""Larger bodies are decoded on a thread, where all prompts are tokenised, instead of on the event
+loop."""
 
 
 class Generation:
@@ -68,14 +70,12 @@ class Generation:
             record.end(num_choices, rest)
 
     async def _read(self, body: bytes) -> GenerationRequest:
-        options = self._service.options
-
-        def read() -> GenerationRequest:
-            return self._endpoint.read(body, options.limits, options.unknown_fields)
-
+        options, read = self._service.options, self._endpoint.read
         if len(body) <= INLINE_BYTES:
-            return read()
-        return await self._service.work.do("generate", len(body), read)
+            return read(body, options.limits, options.unknown_fields)
+        return await self._service.work.do(
+            "generate", len(body), lambda: read(body, options.limits, options.unknown_fields)
+        )
 
     def _take_identity(
         self, exchange: Exchange, request: GenerationRequest, record: RequestRecord
@@ -110,76 +110,66 @@ class Generation:
             request_id=exchange.request_id, created=int(service.options.now()), model=model
         )
         encoder = request.encoder(head, record.usage, service.text)
-        watch = _Watch(record, service.monitor)
         with service.opened(exchange.request_id, exchange.tenant, job):
             async with job:
                 if request.stream:
-                    await _stream(exchange, job, encoder, watch)
+                    await _stream(exchange, job, encoder, record, service.monitor)
                 else:
-                    await _answer(exchange, job, encoder, watch)
+                    await _answer(exchange, job, encoder, record, service.monitor)
 
 
-@dataclass(frozen=True, slots=True)
-class _Watch:
-    """The record of a call, and the monitor that knows why an engine's request has failed."""
-
-    record: RequestRecord
-    monitor: EngineMonitor
-
-    def take(self, prompt: int, news: RequestOutput) -> None:
-        """Counts a prompt's news. Raises ApiError where an output of it has failed."""
-        failed = self.record.take(prompt, news)
-        if failed is not None:
-            raise error_of_end(failed.error_kind, self.monitor)
-
-
-async def _answer(exchange: Exchange, job: Job, encoder: AnswerEncoder, watch: _Watch) -> None:
-    wholes = [Whole() for _ in encoder.usage.prompt]
-    while not job.is_finished:
-        for prompt, news in await job.news():
-            watch.take(prompt, news)
-            wholes[prompt].take(news)
-    await exchange.answer(Response(body=encoder.whole(whole.output() for whole in wholes)))
+async def _answer(
+    exchange: Exchange,
+    job: Job,
+    encoder: AnswerEncoder,
+    record: RequestRecord,
+    monitor: EngineMonitor,
+) -> None:
+    found: dict[int, OutputProcessor | RequestOutput] = {}
+    while job.num_unfinished:
+        for place, request, outputs in await job.news():
+            failed = record.take(place, request.num_cached_tokens, outputs)
+            if failed is not None:
+                raise error_of_end(failed.error_kind, monitor)
+            found[place] = request
+    wholes = [found[place] for place in sorted(found)]
+    outputs = [each.output() if isinstance(each, OutputProcessor) else each for each in wholes]
+    await exchange.answer(Response(body=encoder.whole(outputs)))
 
 
-async def _stream(exchange: Exchange, job: Job, encoder: AnswerEncoder, watch: _Watch) -> None:
+async def _stream(
+    exchange: Exchange,
+    job: Job,
+    encoder: AnswerEncoder,
+    record: RequestRecord,
+    monitor: EngineMonitor,
+) -> None:
     await exchange.start_stream()
     opening = encoder.opening()
     if opening:
         await exchange.stream(opening)
-    waiting: list[bytes] = []
+    events = b""
     try:
-        while not job.is_finished:
-            waiting = await _next_events(exchange, job, encoder, watch)
-            if not job.is_finished and waiting:
-                await exchange.stream(b"".join(waiting))
-        ending = encoder.closing()
+        while job.num_unfinished:
+            news = await job.news(exchange.limits.keep_alive_s)
+            made: list[bytes] = [] if news else [KEEP_ALIVE]
+            for place, request, outputs in news:
+                failed = record.take(place, request.num_cached_tokens, outputs)
+                if failed is not None:
+                    raise error_of_end(failed.error_kind, monitor)
+                made.append(encoder.take(place, request, outputs))
+            events = b"".join(made)
+            if events and job.num_unfinished:
+                await exchange.stream(events)
+        events += encoder.closing()
     except ApiError as error:
-        watch.record.status = error.status
-        waiting, ending = [], encoder.failure(error)
+        record.status, events = error.status, encoder.failure(error)
     except Exception as error:  # noqa: BLE001  logged without what the client sent
         log_unexpected(error)
-        watch.record.status = 500
-        waiting, ending = [], encoder.failure(server_error())
-    await exchange.end_stream(b"".join(waiting) + ending)
-
-
-async def _next_events(
-    exchange: Exchange, job: Job, encoder: AnswerEncoder, watch: _Watch
-) -> list[bytes]:
-    """Events of the next news, or a comment after a silence."""
-    found = await job.news(exchange.limits.keep_alive_s)
-    if not found:
-        return [KEEP_ALIVE]
-    made: list[bytes] = []
-    for prompt, news in found:
-        watch.take(prompt, news)
-        events = encoder.take(prompt, news)
-        if events:
-            made.append(events)
-    return made
+        record.status, events = 500, encoder.failure(server_error())
+    await exchange.end_stream(events)
 
 
 def log_unexpected(error: Exception) -> None:
-    """A fault of the server's own: where it was, without what the client sent."""
-    logger.error("in the server: %s", describe_fault(error))
+    """Logs an exception's type and place, without what the client sent."""
+    logger.error("unexpected error in the server: %s", describe_fault(error))

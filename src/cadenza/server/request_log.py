@@ -1,17 +1,17 @@
-"""What is kept of a request: its tokens (`Usage`), and its times and end (`RequestRecord`).
+"""The record of a call: its tokens (`Usage`), and its times and end (`RequestRecord`).
 
-Owns the one count of a call's tokens, which its answer, its line in the log and the metrics are
-made of, the times of its tokens, and the line's fields. Never sees a prompt's text. Invariants: a
-token is counted once, in `Usage.take`; a record ends once, with one line, whether the request
-finished, was left, or failed.
+Owns the one count of a call's tokens, from which its answer, its line in the log and the metrics
+are made, the times of its tokens, and the line's fields. Never sees a prompt's text. Invariants: a
+token is counted once, in `RequestRecord.take`; a record ends once, with one line, whether the
+request finished, was left, or failed.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.outputs import CompletionOutput
 from cadenza.request import FinishReason
 from cadenza.server.metrics import ServedCounts
 
@@ -34,13 +34,6 @@ class Usage:
     def completion_tokens(self) -> int:
         return sum(self.generated.values())
 
-    def take(self, prompt: int, index: int, output: CompletionOutput, of: RequestOutput) -> int:
-        """Takes over the counts that a choice's newest output tells; how many tokens are new."""
-        self.cached[prompt] = of.num_cached_tokens
-        num_known = self.generated.get(index, 0)
-        self.generated[index] = output.num_generated_tokens
-        return output.num_generated_tokens - num_known
-
     def as_object(self) -> dict[str, Any]:
         """The `usage` of an answer."""
         return {
@@ -54,7 +47,7 @@ class Usage:
 
 @dataclass(slots=True, eq=False)
 class PromptTimes:
-    """When a prompt's first and last tokens came; seconds of the clock."""
+    """The times of a prompt's first and newest output tokens; seconds of the clock."""
 
     first_s: float | None = None
     last_s: float = 0.0
@@ -62,7 +55,7 @@ class PromptTimes:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestRecord:
-    """One HTTP request for tokens."""
+    """One HTTP request that generates tokens."""
 
     request_id: str
     endpoint: str
@@ -88,22 +81,28 @@ class RequestRecord:
             self.usage.prompt[place] = count
             self.counts.request_prompt_tokens.add(count)
 
-    def take(self, prompt: int, news: RequestOutput) -> CompletionOutput | None:
-        """Counts a prompt's news; the first output of it that failed."""
-        num_new = 0
-        for output in news.outputs:
-            num_new += self.usage.take(prompt, prompt * self.n + output.index, output, news)
-        if num_new:
-            self._take_time(self.prompts[prompt], num_new)
-        failed = None
-        for output in news.outputs:
+    def take(
+        self, prompt: int, num_cached_tokens: int, outputs: Sequence[CompletionOutput]
+    ) -> CompletionOutput | None:
+        """Counts what is new of a prompt's samples; returns the first output that has failed."""
+        usage, num_new, failed = self.usage, 0, None
+        usage.cached[prompt] = num_cached_tokens
+        for output in outputs:
+            index, num_generated_tokens = (
+                prompt * self.n + output.index,
+                output.num_generated_tokens,
+            )
+            num_new += num_generated_tokens - usage.generated.get(index, 0)
+            usage.generated[index] = num_generated_tokens
             if output.finish_reason is not None and failed is None:
-                self.end_choice(prompt * self.n + output.index, output.finish_reason)
+                self.end_choice(index, output.finish_reason)
                 failed = output if output.finish_reason == "error" else None
+        if num_new:
+            self._measure(self.prompts[prompt], num_new)
         return failed
 
-    def _take_time(self, times: PromptTimes, num_new_tokens: int) -> None:
-        """Tokens of a prompt's answers have come, in one step."""
+    def _measure(self, times: PromptTimes, num_new_tokens: int) -> None:
+        """The tokens came in one step, just now."""
         now_s = self.clock()
         if times.first_s is None:
             times.first_s = now_s
@@ -115,13 +114,13 @@ class RequestRecord:
         self.counts.generation_tokens += num_new_tokens
 
     def end_choice(self, index: int, reason: FinishReason) -> None:
-        """Each choice ends once; a later call for the same one changes nothing."""
+        """Counts a choice's end; a later call for the same one changes nothing."""
         if index not in self.ends:
             self.ends[index] = reason
             self.counts.ends[reason] += 1
 
     def end(self, num_choices: int, rest: FinishReason) -> None:
-        """It is over; choices that have no reason yet get `rest`."""
+        """Ends the record; choices that have not ended get the reason `rest`."""
         for index in range(num_choices if self.prompts else 0):
             self.end_choice(index, rest)
         now_s = self.clock()

@@ -1,10 +1,9 @@
-"""The server's state and its rules for who is served: `Service`.
+"""`Service`: the server's state, and admission of calls.
 
-Owns the engine's face, the text side, open calls, and the counts behind logs and metrics. Knows no
+Owns the engine, the text front end, open calls, and the counts behind logs and metrics. Knows no
 HTTP. Invariant: a call is admitted, or refused with an `ApiError`, before anything is tokenised.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -46,13 +45,13 @@ class ServedEngine(BatchEngine, EngineMonitor, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """How a server is.
+    """A server's options.
 
     Args:
-        model_names: what clients may call the model; the first is told.
-        model_aliases: what they may call it, too, and what nobody is told.
-        secret: keys what separates tenants in the prefix cache.
-        num_dropped_log_lines: so far.
+        model_names: the model's names; answers have the first one.
+        model_aliases: further names that requests may use, which are not listed.
+        secret: the key of the hash that separates tenants in the prefix cache.
+        num_dropped_log_lines: counts them, for the metrics.
         clock: seconds, monotonic.
         now: seconds since 1970.
     """
@@ -72,14 +71,14 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class OpenCall:
-    """A call that runs, and whose it is."""
+    """A call in progress, and its tenant."""
 
     tenant: str
     job: Job
 
 
 class Service:
-    """One model, served. Use it on one event loop."""
+    """Serves one model, on one event loop."""
 
     def __init__(self, engine: ServedEngine, text: TextFrontend, options: ServerOptions) -> None:
         self.options = options
@@ -99,6 +98,7 @@ class Service:
         self._engine = AsyncEngine(engine, text)
         self._open: dict[str, OpenCall] = {}
         self._waiting = PromptQueue(self._room, self._error_of)
+        self._request_timeout_s = engine.timeouts.total_s
         self._num_preparing = 0
         self._num_tokenizing = 0
         self._is_draining = False
@@ -108,14 +108,14 @@ class Service:
         self._engine.start()
 
     async def stop(self) -> None:
-        """Ends what still runs, with an error each."""
+        """Ends the open calls, each with an error."""
         self._is_draining = True
         self.work.close()
         self._waiting.fail_all(unavailable("draining"))
         await self._engine.stop()
 
     def drain(self) -> None:
-        """From now on new calls are refused; those that run go on."""
+        """Refuses new calls from now on; open calls continue."""
         self._is_draining = True
 
     @property
@@ -127,13 +127,13 @@ class Service:
         return len(self._open) + self._num_preparing + self._num_tokenizing
 
     def check_connections(self) -> None:
-        """Raises ApiError (429) where only probes are answered, for want of descriptors."""
+        """Raises ApiError (429) where the last file descriptors are reserved for probes."""
         if self.connections.is_crowded:
             self.connections.refuse()
             raise connections_full()
 
     def check_ready(self) -> RequestCheck:
-        """What requests are held against now. Raises ApiError (503) where none is served."""
+        """The engine's check of requests. Raises ApiError (503) where it is not ready."""
         status = self.monitor.status()
         if self._is_draining:
             self.counts.reject("unavailable")
@@ -145,7 +145,7 @@ class Service:
         return status.request_check
 
     def check_model(self, model: str | None) -> str:
-        """The name that the answer tells. Raises ApiError (404)."""
+        """The model's name in the answer. Raises ApiError (404)."""
         names = self.options.model_names
         if model is not None and model not in (*names, *self.options.model_aliases):
             raise model_not_found(model, names)
@@ -157,7 +157,7 @@ class Service:
         return None if check is None else check.limits
 
     def check_room(self, limits: EngineLimits) -> None:
-        """Raises ApiError (429) where as many requests are open as may be."""
+        """Raises ApiError (429) where as many requests are open as are allowed."""
         room = limits.max_num_open_reqs
         if not self.monitor.load().has_place(room - self._num_preparing):
             self.counts.reject("queue_full")
@@ -178,7 +178,7 @@ class Service:
 
     @contextmanager
     def tokenizing(self) -> Generator[None]:
-        """Counts a call that generates nothing, apart from those that do. Raises ApiError (429)."""
+        """Counts a call that only tokenises or detokenises. Raises ApiError (429)."""
         limits = self.engine_limits()
         room = 1 if limits is None else limits.max_num_open_reqs
         if self._num_tokenizing >= room:
@@ -196,7 +196,7 @@ class Service:
     def prepare(
         self, call: GenerationRequest, tenant: str, check: RequestCheck
     ) -> list[PreparedRequest]:
-        """Prompts on their way to the engine; slow, and safe on any thread.
+        """Makes a checked request of each of the call's prompts. Slow; safe on any thread.
 
         Raises InvalidRequestError.
         """
@@ -214,21 +214,20 @@ class Service:
                 is_prompt_alone=True,
             ) from None
         salt = self._salt(tenant, call.cache_salt or "")
-        if salt:
-            prepared = [
-                replace(each, request=replace(each.request, cache_salt=salt)) for each in prepared
-            ]
+        found: list[PreparedRequest] = []
         for each in prepared:
-            check.check(each.request)
-        return prepared
+            request = replace(each.request, cache_salt=salt) if salt else each.request
+            check.check(request)
+            found.append(replace(each, request=request, make_parser=call.make_parser, passed=check))
+        return found
 
     def submit(self, prepared: list[PreparedRequest], record: RequestRecord) -> Job:
-        """Starts the first of them; the others start in `opened`. Raises ApiError."""
+        """Submits the first prompt; `opened` submits the others. Raises ApiError."""
         job = Job(
             prepared,
             self._submit_one,
-            on_news=self._waiting.fill,
-            timeout_s=self.monitor.timeouts.total_s,
+            queue=self._waiting,
+            timeout_s=self._request_timeout_s,
         )
         try:
             job.submit_next()
@@ -240,7 +239,7 @@ class Service:
 
     @contextmanager
     def opened(self, request_id: str, tenant: str, job: Job) -> Generator[None]:
-        """While it runs a call can be found by its id, and its prompts get their turns."""
+        """Registers the call under its id, and submits its further prompts in turns."""
         self._open[request_id] = OpenCall(tenant, job)
         try:
             self._waiting.add(job)
@@ -249,8 +248,8 @@ class Service:
             del self._open[request_id]
             self._waiting.discard(job)
 
-    def _submit_one(self, prepared: PreparedRequest, news: asyncio.Event) -> OutputStream:
-        return self._engine.submit(prepared.request, prepared.text, kind="delta", news=news)
+    def _submit_one(self, prepared: PreparedRequest, on_news: Callable[[], None]) -> OutputStream:
+        return self._engine.submit(prepared, kind="delta", on_news=on_news)
 
     def _room(self) -> Room:
         limits = self.engine_limits()
@@ -279,7 +278,7 @@ class Service:
         found.job.abort()
 
     def _salt(self, tenant: str, cache_salt: str) -> str:
-        """Tenants and salts share no cached prefix, and cannot guess one another's."""
+        """Tenants and salts share no cached prefix, and cannot guess each other's salt."""
         if not tenant and not cache_salt:
             return ""
         text = f"{tenant}\0{cache_salt}".encode()

@@ -1,16 +1,18 @@
-"""Bytes of generated answers: whole JSON objects, and server-sent events (SSE) in chunks.
+"""Bytes of generated answers: whole JSON objects, and streams of server-sent events (SSE).
 
-Owns what is around the choices: ids, times, usage. Invariant: a stream is role or text chunks, one
-finish reason for each choice, usage if asked for, and `[DONE]`, whatever happens.
+Owns what surrounds the choices: ids, times, usage. The bytes that all events of a stream share are
+encoded once, so that a token's event is these and one encoded choice. Invariant: a stream is role
+or text chunks, one finish reason for each choice, usage if asked for, and `[DONE]`, however it
+ends.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
-from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import Usage
 
@@ -24,7 +26,7 @@ ChoiceObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What every chunk of an answer repeats."""
+    """The fields that every chunk of an answer has."""
 
     request_id: str
     created: int
@@ -36,45 +38,56 @@ class AnswerHead:
             "object": object_name,
             "created": self.created,
             "model": self.model,
-            # Null until it names all that decides an answer's tokens.
+            # Null until it identifies everything that an answer's tokens depend on.
             "system_fingerprint": None,
         }
 
 
-class AnswerEncoder(Protocol):
-    """Makes one answer's bytes, whole or as the events of a stream; told of news in order.
+class PromptInfo(Protocol):
+    """A prompt, and what is known of it: a `RequestOutput`, or the `OutputProcessor` of a request
+    that runs."""
 
-    `usage` has counted what it is told of.
+    @property
+    def prompt(self) -> str | None: ...
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None: ...
+
+
+class AnswerEncoder(Protocol):
+    """Makes one answer's bytes, whole or as the events of a stream.
+
+    `usage` already counts the outputs that it is given.
     """
 
     usage: Usage
 
     def opening(self) -> bytes:
-        """What a stream begins with, at once."""
+        """The events that a stream begins with, before there is any token."""
         ...
 
-    def take(self, prompt: int, news: RequestOutput) -> bytes:
-        """Events of what is new of a prompt."""
+    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
+        """The events of new outputs of the prompt at `place` in the call."""
         ...
 
     def closing(self) -> bytes:
-        """What a stream ends with."""
+        """The events that a stream ends with."""
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """What a stream ends with that has failed."""
+        """The events that a failed stream ends with."""
         ...
 
     def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        """The answer that is no stream."""
+        """The whole answer, for a call that is not streamed."""
         ...
 
 
 class Choices(Protocol):
-    """Makes choices; one object for one answer, told of each choice's parts in order.
+    """Makes the choices of one answer; the parts of a choice are asked for in their order.
 
-    Invariant: a whole choice is made by the same code as a stream's parts, so that the parts put
-    together are the whole.
+    Invariant: the parts of a streamed choice put together are the whole choice.
     """
 
     id_prefix: str
@@ -82,34 +95,34 @@ class Choices(Protocol):
     chunk_name: str
 
     def opening(self, index: int) -> ChoiceObject | None:
-        """A stream's first part of a choice, before there is any token."""
+        """The first part of a streamed choice, before there is any token."""
         ...
 
     def part(
-        self, index: int, output: CompletionOutput, request: RequestOutput
+        self, index: int, output: CompletionOutput, request: PromptInfo
     ) -> ChoiceObject | None:
-        """A stream's next part; None when there is nothing to show."""
+        """The next part of a streamed choice; None when there is nothing to show."""
         ...
 
     def whole(
         self, index: int, output: CompletionOutput, request: RequestOutput
     ) -> ChoiceObject: ...
 
-    def about_prompt(self, request: RequestOutput | None) -> dict[str, Any] | None:
-        """What an answer or a chunk holds beside its choices; None where it is not all there yet.
+    def about_prompt(self, request: PromptInfo | None) -> dict[str, Any] | None:
+        """The fields beside the choices; None while they are not all known.
 
-        Without a request it is what chunks hold that tell nothing of the prompt.
+        Without a request: the same fields without their values, for all chunks but one.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOptions:
-    """What a client asked for of the chunks.
+    """The client's options for the chunks.
 
     Args:
         n: choices of each prompt.
-        include_usage: whether a last chunk tells it; `continuous_usage`: every other one, too.
+        include_usage: whether a last chunk has the usage; `continuous_usage`: all others, too.
     """
 
     num_prompts: int
@@ -130,21 +143,28 @@ class ChunkEncoder:
         self._head = head
         chunk = _encode(head.fields(choices.id_prefix, choices.chunk_name))
         self._before = b"data: " + chunk[:-1] + b',"choices":['
-        self._is_prompt_told = False
         self._after = self._make_after(None)
+        # Until a chunk has the prompt's fields, or always where all have the usage.
+        self._is_prompt_due = True
+        self._is_after_fixed = False
 
     def opening(self) -> bytes:
-        opened = map(self._choices.opening, range(self._options.num_prompts * self._options.n))
-        return self._chunks(choice for choice in opened if choice is not None)
-
-    def take(self, prompt: int, news: RequestOutput) -> bytes:
-        parts: list[ChoiceObject] = []
-        for output in news.outputs:
-            index = prompt * self._options.n + output.index
-            part = self._choices.part(index, output, news)
+        made: list[bytes] = []
+        for index in range(self._options.num_prompts * self._options.n):
+            part = self._choices.opening(index)
             if part is not None:
-                parts.append(part)
-        return self._chunks(parts, news)
+                after = self._make_after(None) if self._options.continuous_usage else self._after
+                made += [self._before, _encode(part), after]
+        return b"".join(made)
+
+    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
+        made: list[bytes] = []
+        for output in outputs:
+            part = self._choices.part(place * self._options.n + output.index, output, request)
+            if part is not None:
+                after = self._after if self._is_after_fixed else self._next_after(request)
+                made += (self._before, _encode(part), after)
+        return b"".join(made)
 
     def closing(self) -> bytes:
         if not self._options.include_usage:
@@ -169,29 +189,18 @@ class ChunkEncoder:
         answer = {**fields, "choices": choices, "usage": self.usage.as_object(), **about_prompt}
         return _encode(answer)
 
-    def _chunks(self, parts: Iterable[ChoiceObject], news: RequestOutput | None = None) -> bytes:
-        """One chunk for each part; the first that can tells of the prompt."""
-        made: list[bytes] = []
-        for part in parts:
-            about_prompt = self._untold(news)
-            after = self._after
-            if about_prompt is not None or self._options.continuous_usage:
-                after = self._make_after(about_prompt)
-            made += [self._before, _encode(part), after]
-        return b"".join(made)
-
     def _make_after(self, about_prompt: dict[str, Any] | None) -> bytes:
-        """What follows a chunk's choices."""
+        """What follows the choices in a chunk."""
         rest: dict[str, Any] = {}
         if self._options.include_usage:
             rest["usage"] = self.usage.as_object() if self._options.continuous_usage else None
         rest |= about_prompt or self._choices.about_prompt(None) or {}
         return (b"]," + _encode(rest)[1:] if rest else b"]}") + b"\n\n"
 
-    def _untold(self, news: RequestOutput | None) -> dict[str, Any] | None:
-        """What is to be told of the prompt, once, as soon as it is known."""
-        if news is None or self._is_prompt_told:
-            return None
-        found = self._choices.about_prompt(news)
-        self._is_prompt_told = found is not None
-        return found
+    def _next_after(self, request: PromptInfo) -> bytes:
+        """What follows the choices of a chunk that has the prompt's fields or the usage."""
+        about_prompt = self._choices.about_prompt(request) if self._is_prompt_due else None
+        if about_prompt is not None:
+            self._is_prompt_due = False
+            self._is_after_fixed = not self._options.continuous_usage
+        return self._make_after(about_prompt)

@@ -16,8 +16,7 @@ from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import CoreService
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
-from cadenza.engine.process.supervision import Patience
-from cadenza.engine.process.supervision import usage_of
+from cadenza.engine.process.supervision import Patience, usage_of
 from cadenza.errors import (
     CheckpointError,
     ConfigError,

@@ -10,12 +10,12 @@ import pytest
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.process.messages import (
     Cancel,
+    EngineOutputs,
     Failed,
     FrameBuffer,
     FromEngine,
     Loading,
     Ready,
-    EngineOutputs,
     Start,
     Stop,
     Submit,

@@ -11,9 +11,9 @@ from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import EngineCore
 from cadenza.engine.process.messages import (
     Cancel,
+    EngineOutputs,
     FromEngine,
     Loading,
-    EngineOutputs,
     Start,
     Submit,
     ToEngine,

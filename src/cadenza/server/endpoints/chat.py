@@ -1,13 +1,14 @@
-"""/v1/chat/completions: a conversation that is answered.
+"""/v1/chat/completions: answers a conversation.
 
-Owns its body, its prompt, and the shapes of its choices. Knows no HTTP. Invariant: there is one
-prompt, of which the answer tells beside its choices.
+Owns its body, its prompt, and the form of its choices. Knows no HTTP. Invariant: there is one
+prompt, whose fields are beside the choices.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
-from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
+from cadenza.outputs import CompletionOutput, Logprob, OutputPart, PartKind, RequestOutput
 from cadenza.request import SamplingParams
 from cadenza.server.endpoints.generating import (
     GENERATION_STATUSES,
@@ -18,7 +19,6 @@ from cadenza.server.endpoints.generating import (
     answer_schema,
     choices_schema,
     finite,
-    has_something,
     shown_prompt,
     shown_token,
     token_name,
@@ -29,7 +29,7 @@ from cadenza.server.schemas.body import label, optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean, Unsupported, or_null
 from cadenza.server.schemas.generation import LOGPROBS, sampling_type
 from cadenza.server.schemas.messages import ConversationBody, Messages
-from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, Usage
+from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, PromptInfo, Usage
 
 NO_THINKING = {"enable_thinking": False}
 
@@ -95,9 +95,10 @@ class ChatRequest(ConversationBody, GenerationRequest):
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
-        # `reasoning_effort: "none"` is one more switch, where the template has it.
-        has_switch = NO_THINKING.keys() <= text.chat_template_options
-        switches = NO_THINKING if self.reasoning_effort == "none" and has_switch else {}
+        switches: dict[str, bool] = {}
+        # `reasoning_effort: "none"` stands for a switch of the template, where it has one.
+        if self.reasoning_effort == "none" and NO_THINKING.keys() <= text.chat_template_options:
+            switches = NO_THINKING
         prepared = text.prepare_chat(
             self.messages,
             params,
@@ -107,7 +108,7 @@ class ChatRequest(ConversationBody, GenerationRequest):
         return [prepared]
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
-        del text  # its prompt is not part of the answer
+        del text  # the answer does not contain the prompt's text
         return self.chunk_encoder(head, usage, ChatChoices(self))
 
 
@@ -120,7 +121,7 @@ class ChatChoices:
 
     def __init__(self, request: ChatRequest) -> None:
         self._request = request
-        # Read for every token.
+        # Copies of what is read for every token.
         self._num_top_logprobs = request.num_top_logprobs
         self._shows_tokens = request.shows_tokens
         self._shows_ids = request.return_token_ids
@@ -131,34 +132,46 @@ class ChatChoices:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def part(
-        self, index: int, output: CompletionOutput, request: RequestOutput
+        self, index: int, output: CompletionOutput, request: PromptInfo
     ) -> ChoiceObject | None:
-        del request  # `about_prompt` tells of it
-        is_first = index not in self._begun
-        if not is_first and not has_something(output, self._shows_tokens):
+        del request  # `about_prompt` has its fields
+        if output.parts is not None:
+            delta = _joined_parts(output.parts)
+        else:
+            delta = {"content": output.text} if output.text else {}
+        shows_something = (
+            delta or output.finish_reason is not None or (self._shows_tokens and output.token_ids)
+        )
+        if index not in self._begun:
+            self._begun.add(index)
+        elif not shows_something:
             return None
-        self._begun.add(index)
         choice: ChoiceObject = {
             "index": index,
-            "delta": {"content": output.text} if output.text else {},
-            "logprobs": self._logprobs(output),
+            "delta": delta,
+            "logprobs": None if self._num_top_logprobs is None else self._logprobs(output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
-        return choice | ({"token_ids": output.token_ids} if self._shows_ids else {})
+        if self._shows_ids:
+            choice["token_ids"] = output.token_ids
+        return choice
 
     def whole(self, index: int, output: CompletionOutput, request: RequestOutput) -> ChoiceObject:
         del request  # as in `part`
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        if output.parts is not None:
+            message |= {"content": "", **_joined_parts(output.parts)}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
-            "logprobs": self._logprobs(output),
+            "message": message,
+            "logprobs": None if self._num_top_logprobs is None else self._logprobs(output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids if self._shows_ids else None,
         }
 
-    def about_prompt(self, request: RequestOutput | None) -> dict[str, Any] | None:
+    def about_prompt(self, request: PromptInfo | None) -> dict[str, Any] | None:
         found: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
         if request is None:
             return found
@@ -170,12 +183,27 @@ class ChatChoices:
             found["prompt_token_ids"] = request.prompt_token_ids
         return found
 
-    def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
-        if self._num_top_logprobs is None:
-            return None
+    def _logprobs(self, output: CompletionOutput) -> dict[str, Any]:
         entries = zip(output.token_ids, output.logprobs or (), strict=True)
         content = [_chat_logprob(token_id, entry, self._request) for token_id, entry in entries]
         return {"content": content, "refusal": None}
+
+
+PART_FIELDS: dict[PartKind, tuple[str, ...]] = {
+    "content": ("content",),
+    "reasoning": ("reasoning", "reasoning_content"),
+}
+"""The fields of a message and of a delta, for each kind of part; clients read either name."""
+
+
+def _joined_parts(parts: Sequence[OutputPart]) -> dict[str, str]:
+    """The text of each field that has any."""
+    found: dict[str, str] = {}
+    for part in parts:
+        if part.text:
+            for name in PART_FIELDS[part.kind]:
+                found[name] = found.get(name, "") + part.text
+    return found
 
 
 def _chat_logprob(token_id: int, entry: LogprobEntry, request: ChatRequest) -> dict[str, Any]:
@@ -193,7 +221,7 @@ def _chat_logprob(token_id: int, entry: LogprobEntry, request: ChatRequest) -> d
 
 def _described(token_id: int, found: Logprob, request: ChatRequest) -> dict[str, Any]:
     text = shown_token(token_id, found)
-    # A token that is part of a character has no text of its own, and so no bytes of it.
+    # A token that is part of a character has no text of its own, so its bytes are not known.
     raw = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
     token = token_name(token_id) if request.return_tokens_as_token_ids else text
     return {"token": token, "logprob": finite(found), "bytes": raw}

@@ -1,7 +1,7 @@
-"""/v1/completions: prompts that are continued.
+"""/v1/completions: continues prompts.
 
-Owns its body, its prompts, and the shapes of its choices. Knows no HTTP. Invariant: each prompt has
-its own choices, whose first part tells of it.
+Owns its body, its prompts, and the form of its choices. Knows no HTTP. Invariant: each prompt has
+its own choices, and its fields are in the first part of each.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ from cadenza.server.endpoints.generating import (
     answer_schema,
     choices_schema,
     finite,
-    has_something,
     prompt_entries,
     shown_prompt,
     shown_token,
@@ -31,7 +30,7 @@ from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean, Schema, String, TokenIds, refuse
 from cadenza.server.schemas.generation import LOGPROBS, MAX_CHOICES
-from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, Usage
+from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, PromptInfo, Usage
 
 COMPLETION_MAX_TOKENS = 16
 MAX_PROMPT_TOKENS = 1 << 24
@@ -45,7 +44,7 @@ _IDS = TokenIds(MAX_PROMPT_TOKENS, min_items=1)
 
 @dataclass(frozen=True, slots=True)
 class CompletionPrompts:
-    """A text, token ids, or a list of either; always a tuple of prompts afterwards."""
+    """A text, token ids, or a list of either; checked into a tuple of prompts."""
 
     def check(self, name: str, value: object) -> tuple[CompletionPrompt, ...]:
         if not isinstance(value, list):
@@ -102,7 +101,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     def check_fields(self) -> None:
-        """They all go together."""
+        """None of them excludes another."""
 
     def sampling(self, text: TextFrontend) -> SamplingParams:
         changes = {"max_tokens": COMPLETION_MAX_TOKENS, **self.sampling_values()}
@@ -140,7 +139,7 @@ class CompletionChoices:
 
     def __init__(self, request: CompletionRequest, text: TextFrontend) -> None:
         self._request = request
-        # Read for every token.
+        # Copies of what is read for every token.
         self._num_top_logprobs = request.num_top_logprobs
         self._shows_tokens = request.shows_tokens
         self._shows_ids = request.return_token_ids
@@ -149,29 +148,36 @@ class CompletionChoices:
         self._offsets: dict[int, int] = {}
 
     def opening(self, index: int) -> ChoiceObject | None:
-        del index  # a completion begins with its first text
+        del index  # there is no chunk before the first text
         return None
 
     def part(
-        self, index: int, output: CompletionOutput, request: RequestOutput
+        self, index: int, output: CompletionOutput, request: PromptInfo
     ) -> ChoiceObject | None:
         is_first = index not in self._offsets
-        if not is_first and not has_something(output, self._shows_tokens):
+        shows_something = (
+            output.text
+            or output.finish_reason is not None
+            or (self._shows_tokens and output.token_ids)
+        )
+        if is_first:
+            self._offsets[index] = 0
+        elif not shows_something:
             return None
-        self._offsets.setdefault(index, 0)
-        ids, entries = list(output.token_ids), list[LogprobEntry | None](output.logprobs or ())
-        shown = output.text
-        if is_first and self._request.echo:
-            prompt_ids = request.prompt_token_ids
-            shown = self._prompt_text(request) + shown
-            ids = [*prompt_ids, *ids]
-            if self._num_top_logprobs is not None:
-                entries = [*prompt_entries(request), *entries]
-        choice: ChoiceObject = {"index": index, "text": shown, "logprobs": None}
+        is_echoed = is_first and self._request.echo
+        choice: ChoiceObject = {
+            "index": index,
+            "text": self._prompt_text(request) + output.text if is_echoed else output.text,
+            "logprobs": None,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
         if self._num_top_logprobs is not None:
+            ids, entries = output.token_ids, [*(output.logprobs or ())]
+            if is_echoed:
+                ids = request.prompt_token_ids + ids
+                entries = [*prompt_entries(request), *entries]
             choice["logprobs"] = self._logprobs(index, ids, entries)
-        choice["finish_reason"] = output.finish_reason
-        choice["stop_reason"] = output.stop_reason
         if self._shows_ids:
             choice["token_ids"] = output.token_ids
             choice["prompt_token_ids"] = request.prompt_token_ids if is_first else None
@@ -184,11 +190,11 @@ class CompletionChoices:
         assert choice is not None, "a choice's first part is always shown"
         return {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None} | choice
 
-    def about_prompt(self, request: RequestOutput | None) -> dict[str, Any] | None:
-        del request  # it is in the choices: each prompt has its own
+    def about_prompt(self, request: PromptInfo | None) -> dict[str, Any] | None:
+        del request  # its fields are in the choices
         return {}
 
-    def _prompt_text(self, request: RequestOutput) -> str:
+    def _prompt_text(self, request: PromptInfo) -> str:
         if request.prompt is not None:
             return request.prompt
         return self._text.decode(request.prompt_token_ids)
@@ -226,7 +232,10 @@ def _by_token(entry: LogprobEntry, request: CompletionRequest) -> dict[str, floa
     if request.return_tokens_as_token_ids:
         return {token_name(token_id): finite(found) for token_id, found in entry.items()}
     by_text: dict[str, float] = {}
-    for token_id, found in entry.items():  # the chosen one comes first, and keeps its text
+    for (
+        token_id,
+        found,
+    ) in entry.items():  # the chosen token comes first: of equal texts its entry stays
         by_text.setdefault(shown_token(token_id, found), finite(found))
     return by_text
 

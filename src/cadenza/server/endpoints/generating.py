@@ -1,8 +1,8 @@
-"""What an endpoint that generates is: `GeneratingEndpoint`, and the `GenerationRequest`s it reads.
+"""The interface of endpoints that generate: `GeneratingEndpoint` and `GenerationRequest`.
 
-Owns what the shared fields mean together, and the shapes of log probabilities that several answers
-have. Knows no HTTP and no engine. Invariant: a `GenerationRequest` that was read can be served,
-unless its prompt is too long or its tokens unknown.
+Owns the rules between shared fields, and the forms of log probabilities that several endpoints
+answer with. Knows no HTTP and no engine. Invariant: a `GenerationRequest` that was read can be
+served, unless its prompt is too long or its tokens unknown.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
-from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
+from cadenza.outputs import Logprob
 from cadenza.request import SamplingParams, show
 from cadenza.server.errors import invalid_value
 from cadenza.server.limits import ServerLimits
@@ -19,7 +19,16 @@ from cadenza.server.openapi import COUNT, TEXT, ApiRoute, object_of
 from cadenza.server.schemas.body import Effect, UnknownFields
 from cadenza.server.schemas.field_types import Schema, or_null
 from cadenza.server.schemas.generation import MAX_CHOICES, GenerationBody, StreamOptions
-from cadenza.server.sse import AnswerEncoder, AnswerHead, Choices, ChunkEncoder, ChunkOptions, Usage
+from cadenza.server.sse import (
+    AnswerEncoder,
+    AnswerHead,
+    Choices,
+    ChunkEncoder,
+    ChunkOptions,
+    PromptInfo,
+    Usage,
+)
+from cadenza.text.output_parser import MakeParser
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -31,10 +40,10 @@ GENERATION_STATUSES = (400, 413, 415, 404, 429, 500, 503, 504)
 
 
 class GenerationRequest(GenerationBody, ABC):
-    """What a client asked for: a checked body, its prompts, and the answer it gets."""
+    """A checked body: its prompts, how they are sampled, and the form of the answer."""
 
     prompt_field: ClassVar[str]
-    """What a client calls the prompt here."""
+    """The name of the field with the prompt, for errors."""
 
     @property
     @abstractmethod
@@ -43,15 +52,15 @@ class GenerationRequest(GenerationBody, ABC):
     @property
     @abstractmethod
     def num_top_logprobs(self) -> int | None:
-        """How many likeliest tokens to tell of; None: no log probabilities."""
+        """The number of likeliest tokens to return; None: no log probabilities."""
 
     @abstractmethod
     def check_fields(self) -> None:
-        """What the endpoint's own fields mean together. Raises ApiError (400)."""
+        """Checks the endpoint's own fields together. Raises ApiError (400)."""
 
     @abstractmethod
     def sampling(self, text: TextFrontend) -> SamplingParams:
-        """How to choose the tokens, on top of what the checkpoint recommends.
+        """The sampling parameters; unset ones are the checkpoint's recommendations.
 
         Raises:
             InvalidRequestError: the values do not go together.
@@ -61,7 +70,7 @@ class GenerationRequest(GenerationBody, ABC):
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
-        """Its prompts on their way to the engine; slow, and safe on any thread.
+        """Makes a request of each prompt. Slow; safe on any thread.
 
         Raises:
             TextTooLongError: a prompt has more than `max_num_tokens`.
@@ -70,7 +79,12 @@ class GenerationRequest(GenerationBody, ABC):
 
     @abstractmethod
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
-        """What makes the answer's bytes; `usage` has its tokens."""
+        """Makes the encoder of the answer; `usage` has the answer's tokens."""
+
+    @property
+    def make_parser(self) -> MakeParser | None:
+        """Makes the parser of each sample's text; None: all text is content."""
+        return None
 
     @property
     def num_choices(self) -> int:
@@ -81,10 +95,11 @@ class GenerationRequest(GenerationBody, ABC):
         if self.stream_options is not None and not self.stream:
             raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
         self.check_fields()
-        if self.num_choices > MAX_CHOICES:
+        num_choices = self.num_choices
+        if num_choices > MAX_CHOICES:
             raise invalid_value(
-                f"{self.num_prompts} prompts with n = {self.n} are {self.num_choices} "
-                f"answers; at most {MAX_CHOICES} are given to one call",
+                f"{self.num_prompts} prompts with n = {self.n} are {num_choices} answers; one call "
+                f"may have at most {MAX_CHOICES}",
                 "n",
             )
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
@@ -104,8 +119,9 @@ class GenerationRequest(GenerationBody, ABC):
             for name, value in self.values.items()
             if fields[name].effect is Effect.SAMPLING
         }
-        if self.num_top_logprobs is not None:
-            found["logprobs"] = self.num_top_logprobs
+        num_top_logprobs = self.num_top_logprobs
+        if num_top_logprobs is not None:
+            found["logprobs"] = num_top_logprobs
         return found
 
     def chunk_encoder(self, head: AnswerHead, usage: Usage, choices: Choices) -> ChunkEncoder:
@@ -115,20 +131,20 @@ class GenerationRequest(GenerationBody, ABC):
             num_prompts=self.num_prompts,
             n=self.n,
             include_usage=asked.include_usage,
-            # It says where usage goes, and asks for none by itself.
+            # It only says where the usage goes; by itself it asks for none.
             continuous_usage=asked.include_usage and asked.continuous_usage_stats,
         )
         return ChunkEncoder(head, usage, choices, options)
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether a token is told of even where it adds no text."""
+        """Whether a token is shown even where it adds no text."""
         return self.num_top_logprobs is not None or self.return_token_ids
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratingEndpoint:
-    """One endpoint that generates: its route, and what its bodies become."""
+    """One endpoint that generates: its route, and the type of its requests."""
 
     route: ApiRoute
     request_type: type[GenerationRequest]
@@ -142,19 +158,12 @@ class GeneratingEndpoint:
         return request
 
 
-def has_something(output: CompletionOutput, shows_tokens: bool) -> bool:
-    """Whether a part of a choice is to be shown."""
-    if output.text or output.finish_reason is not None:
-        return True
-    return shows_tokens and bool(output.token_ids)
-
-
-def shown_prompt(request: RequestOutput) -> list[dict[str, Any] | None]:
+def shown_prompt(request: PromptInfo) -> list[dict[str, Any] | None]:
     """The log probabilities of a prompt's tokens."""
     return [None if entry is None else _by_id(entry) for entry in prompt_entries(request)]
 
 
-def prompt_entries(request: RequestOutput) -> list[LogprobEntry | None]:
+def prompt_entries(request: PromptInfo) -> list[LogprobEntry | None]:
     """One for each of the prompt's tokens; the first has none."""
     found: Sequence[LogprobEntry | None] = request.prompt_logprobs or ()
     missing = len(request.prompt_token_ids) - len(found)
@@ -177,7 +186,7 @@ def shown_token(token_id: int, found: Logprob) -> str:
 
 
 def token_name(token_id: int) -> str:
-    """Unlike texts, names of tokens are all different."""
+    """Unlike a token's text this is unique."""
     return f"token_id:{token_id}"
 
 
@@ -192,7 +201,7 @@ PROMPT_SCHEMA: dict[str, Schema] = {
     "prompt_token_ids": _IDS,
     "prompt_logprobs": or_null({"type": "array", "items": or_null({"type": "object"})}),
 }
-"""What an answer tells of a prompt."""
+"""The fields of an answer that are about a prompt."""
 
 
 def choices_schema(content: dict[str, Schema]) -> Schema:
