@@ -97,7 +97,12 @@ INPUTS = GeneratingEndpoint(
 )
 
 
-async def handled(engine: ScriptedEngine, text: TextFrontend, body: dict[str, Any]) -> bytes:
+async def handled(
+    engine: ScriptedEngine,
+    text: TextFrontend,
+    body: dict[str, Any],
+    endpoint: GeneratingEndpoint = INPUTS,
+) -> bytes:
     """The bytes of an answer. Raises ApiError, as the app is told."""
     service = Service(engine, text, options())
     service.start()
@@ -122,7 +127,7 @@ async def handled(engine: ScriptedEngine, text: TextFrontend, body: dict[str, An
         tenant="",
     )
     try:
-        await Generation(service, INPUTS)(exchange)
+        await Generation(service, endpoint)(exchange)
     finally:
         await service.stop()
     return b"".join(sent)
