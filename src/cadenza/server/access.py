@@ -1,9 +1,9 @@
-"""Who may use the server: API keys (`ApiKeys`) and web pages' origins (`Cors`).
+"""Access control: API keys (`ApiKeys`) and origins of web pages (`Cors`).
 
-Owns the comparing of keys, which takes the same time whatever is presented, and the CORS headers
-(the Fetch standard, 3.3) of preflights and all other answers. Knows no route. Invariants: without a
-valid key nobody is a tenant, unless no key was configured; keys themselves are not kept; an origin
-that is not allowed gets no `Access-Control-*` header.
+Owns the constant-time comparison of keys, and the CORS headers (the Fetch standard, 3.3) of
+preflights and all other answers. Knows no route. Invariants: a request without a valid key has no
+tenant, unless no key was configured; only digests of keys are kept; an origin that is not allowed
+gets no `Access-Control-*` header.
 """
 
 import hmac
@@ -26,7 +26,7 @@ PREFLIGHT_MAX_AGE_S = 600
 """How long a browser may reuse a preflight's answer."""
 CORS_METHODS = "GET, POST"
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry", "www-authenticate", "allow")
-"""The headers of our answers that a page could not read otherwise; client libraries read some."""
+"""Response headers that a page may read; some client libraries read them."""
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@\s,]+)")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -34,7 +34,7 @@ _HEADER_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 911
 
 
 class ApiKeys:
-    """The keys that open this server.
+    """The keys that this server accepts.
 
     Raises:
         ConfigError: a key is too short, or has characters that no header can carry.
@@ -52,17 +52,17 @@ class ApiKeys:
 
     @property
     def is_open(self) -> bool:
-        """No key was configured: everybody may ask, as one tenant."""
+        """No key was configured: all requests are of one tenant."""
         return not self._digests
 
     def tenant_of(self, authorization: bytes | None) -> str | None:
-        """Whom an `Authorization` header stands for; None when for nobody."""
+        """The tenant of an `Authorization` header; None without a valid key."""
         if self.is_open:
             return ""
         matched = _BEARER.fullmatch(authorization or b"")
         presented = sha256(matched.group(1) if matched else b"").digest()
         found: str | None = None
-        for digest in self._digests:  # all of them, so that the time tells nothing
+        for digest in self._digests:  # all of them, so that the time does not depend on the key
             if hmac.compare_digest(presented, digest):
                 found = digest.hex()
         return found if matched else None
@@ -91,20 +91,20 @@ def read_keys(given: Iterable[str], file: Path | None) -> list[str]:
 
 
 class Cors:
-    """The rules of one server; without origins CORS is off.
+    """The allowed origins of one server; without any, CORS is off.
 
     Args:
         origins: `scheme://host[:port]`, `null` (pages without an origin, such as files), or `*`.
 
     Raises:
-        ConfigError: an origin has another form; no browser would ever send it.
+        ConfigError: an origin has another form, which no browser sends.
     """
 
     def __init__(self, origins: Iterable[str] = ()) -> None:
         self._origins = frozenset(_normal(origin) for origin in origins)
 
     def response_headers(self, headers: RawHeaders) -> Headers:
-        """What goes on every answer, errors included: without it a page cannot read them."""
+        """The headers of every answer, errors included; without them a page cannot read it."""
         if not self._origins:
             return ()
         origin = self._allowed_origin(headers)
@@ -116,13 +116,13 @@ class Cors:
             ("access-control-expose-headers", ", ".join(EXPOSED_HEADERS)),
         )
 
-    def preflight_headers(self, method: str, headers: RawHeaders) -> Headers | None:
-        """The further headers of a preflight's answer; None where this is no preflight of an
-        allowed origin. A browser sends no key with it, so that none is asked for.
+    def preflight_headers(self, headers: RawHeaders) -> Headers | None:
+        """The further headers of the answer to an OPTIONS request; None where it is no preflight of
+        an allowed origin. A browser sends no key with a preflight, so none is required.
 
         Raises ApiError (400) where a requested header has no valid name.
         """
-        is_preflight = method == "OPTIONS" and _values(headers, b"access-control-request-method")
+        is_preflight = bool(_values(headers, b"access-control-request-method"))
         if not is_preflight or self._allowed_origin(headers) is None:
             return None
         answer = [
@@ -159,8 +159,8 @@ def _normal(origin: str) -> str:
 
 
 def _requested_names(headers: RawHeaders) -> list[str]:
-    """Which headers a page means to send, whatever they are called. Their number and length are
-    bounded by the head's own bounds."""
+    """The headers that a page asks to send. Their number and length are within the bounds of the
+    head."""
     listed = b",".join(_values(headers, b"access-control-request-headers")).split(b",")
     names = [name for name in (name.strip(b" \t") for name in listed) if name]
     for name in names:

@@ -1,8 +1,8 @@
-"""The ASGI application: the door, the router, and the errors' way out.
+"""The ASGI application: checks before a handler, routing, and errors as answers.
 
-Owns what happens before a handler: bounds of the head, CORS preflights, keys. Judges by
-`scope["path"]` alone, never by a URL or a Host header. Invariant: whatever is not said to be open
-needs a key before anything else is told of it.
+Owns what happens before a handler: bounds of the head, CORS preflights, API keys. Decides by
+`scope["path"]` alone, never by a URL or a Host header. Invariant: a path that is not declared open
+needs a key, even to be answered with 404.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from cadenza.server.service import Service
 
 EXCHANGE = "cadenza.exchange"
 _BODY_PATHS = frozenset(route.path for route in ROUTES if route.body is not None)
-"""Those whose requests last."""
+"""Paths whose requests may take long; they are refused while connections are scarce."""
 
 _REQUEST_ID = String(min_chars=1, max_chars=128, is_identifier=True)
 
@@ -69,7 +69,7 @@ class App:
         try:
             await self._enter(exchange)
         except ClientLeftError:
-            pass  # nobody is there to be told
+            pass  # there is no connection to answer on
         except ApiError as error:
             await _fail(exchange, error)
         except HTTPException as error:  # the router's only one: 405
@@ -82,11 +82,11 @@ class App:
     async def _enter(self, exchange: Exchange) -> None:
         scope = exchange.scope
         self._check_head(exchange)
-        cors = self._service.options.cors
-        preflight = cors.preflight_headers(scope["method"], scope["headers"])
-        if preflight is not None:
-            await exchange.answer(Response(status=NO_CONTENT, headers=preflight))
-            return
+        if scope["method"] == "OPTIONS":
+            preflight = self._service.options.cors.preflight_headers(scope["headers"])
+            if preflight is not None:
+                await exchange.answer(Response(status=NO_CONTENT, headers=preflight))
+                return
         path: str = scope["path"]
         if path not in OPEN_PATHS:
             tenant = self._service.options.keys.tenant_of(exchange.header(b"authorization"))
@@ -107,7 +107,7 @@ class App:
                 "url_too_long", f"the URL has over {limits.max_url_bytes} bytes; send less"
             )
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        num_bytes = sum(len(name) + len(value) + 4 for name, value in headers)
+        num_bytes = sum([len(name) + len(value) + 4 for name, value in headers])
         if len(headers) > limits.max_num_headers or num_bytes > limits.max_head_bytes:
             raise bounds_exceeded(
                 "headers_too_large",
@@ -116,7 +116,7 @@ class App:
             )
 
     def _request_id(self, scope: Scope) -> str:
-        """The client's own, if it can be one and is free; otherwise a new one."""
+        """The client's own, if it is valid and not in use; otherwise a new one."""
         found = [value for name, value in scope["headers"] if name == b"x-request-id"]
         if len(found) == 1:
             try:
@@ -129,7 +129,7 @@ class App:
 
 
 class _Endpoint:
-    """A path's handlers as the router wants them."""
+    """The handlers of a path, as an ASGI application."""
 
     def __init__(self, by_method: Mapping[str, Handler]) -> None:
         self._by_method = by_method
@@ -149,5 +149,5 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def _fail(exchange: Exchange, error: ApiError) -> None:
     if exchange.has_answered:
-        raise error  # half an answer is out: the connection has to end
+        raise error  # part of an answer was sent, so the connection has to be closed
     await exchange.fail(error)

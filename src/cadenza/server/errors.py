@@ -1,10 +1,10 @@
-"""Every error the server answers with: `ApiError`, made by one function for each kind.
+"""The server's error answers: `ApiError`, made by one function for each kind.
 
-`error_of` and `error_of_end` choose the one that an error of the engine becomes.
+`error_of` and `error_of_end` map an error of the engine to one of them.
 
-Owns status, type, code and headers of each. Invariant: a message is Cadenza's own words, which
-depend on an error's kind; it holds no path, and no text of an exception but one that was written
-for a client (`InvalidRequestError`).
+Owns status, type, code and headers of each. Invariant: a message depends on the error's kind only;
+it holds no path, and no exception's text except that of errors written for clients
+(`InvalidRequestError`).
 """
 
 import math
@@ -40,7 +40,7 @@ UNAVAILABLE_CODES: dict[EngineState, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorStatus:
-    """What all errors of a kind have in common; `summary` is for the API's description."""
+    """What all errors with a status share; `summary` is for the API's description."""
 
     status: int
     type: str
@@ -65,7 +65,7 @@ STATUSES: dict[int, ErrorStatus] = {
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error answer."""
 
     def __init__(
         self,
@@ -111,12 +111,14 @@ def invalid_json(reason: str) -> ApiError:
 
 def unknown_field(name: str, known: list[str]) -> ApiError:
     message = f"there is no field {name!r} here; there are {', '.join(known)}"
-    whole = name.encode(errors="backslashreplace").decode()  # half a surrogate pair has no bytes
+    whole = name.encode(
+        errors="backslashreplace"
+    ).decode()  # half a surrogate pair cannot be encoded
     return ApiError(400, "unknown_field", message, param=whole)
 
 
 def not_built(name: str, what: str, harmless: Sequence[object] = ()) -> ApiError:
-    """`harmless` are the JSON values that may be sent all the same, as they ask for nothing."""
+    """`harmless` are the JSON values that are accepted, because they do not use the feature."""
     shown = " or ".join(msgspec.json.encode(value).decode() for value in harmless)
     advice = f"leave the field out or send {shown}" if harmless else "leave the field out"
     message = f"{name}: {what} is not built yet in this server; {advice}"
@@ -137,12 +139,12 @@ def beyond_context(field: str, length: str, max_model_len: int) -> ApiError:
 
 
 def bounds_exceeded(code: str, message: str) -> ApiError:
-    """A request line or a head beyond its bound; the connection ends with it."""
+    """A request line or a head beyond its bound; the connection is closed."""
     return ApiError(400, code, message, headers=(("connection", "close"),))
 
 
 def invalid_http(message: str) -> ApiError:
-    """There is no request to be answered; the connection ends with it."""
+    """The bytes are no HTTP request; the connection is closed."""
     return ApiError(400, "invalid_http", message, headers=(("connection", "close"),))
 
 
@@ -208,7 +210,7 @@ def queue_full(message: str) -> ApiError:
 
 
 def too_many_bodies(limit_bytes: int, *, has_length: bool) -> ApiError:
-    """The rest of a body of known length is passed over; the connection ends with any other."""
+    """The rest of a body of known length is skipped; otherwise the connection is closed."""
     message = (
         f"{limit_bytes} bytes of bodies are being read, the most that --max-bodies-bytes allows; "
         f"try again when some have been"
@@ -228,7 +230,7 @@ def connections_full() -> ApiError:
 
 
 def server_error(message: str = "the server failed on this request") -> ApiError:
-    """The request itself is taken to be the cause: the same one again would fail again."""
+    """The request is assumed to be the cause, so that a retry would fail again."""
     return ApiError(500, "server_error", message, headers=(("x-should-retry", "false"),))
 
 
@@ -251,7 +253,7 @@ def unavailable(
 
 
 def step_failed() -> ApiError:
-    """Whether the request or the machine was the cause is not known: it may be tried again."""
+    """The cause may be the machine, so the request may be retried."""
     message = "the computation failed; the server's log has the cause"
     return ApiError(500, "step_failed", message)
 
@@ -277,7 +279,7 @@ def error_of(error: CadenzaError, state: EngineState, prompt_field: str = "promp
 
     Args:
         state: the engine's.
-        prompt_field: what a client calls the prompt in this endpoint.
+        prompt_field: the endpoint's name of the field with the prompt.
     """
     if isinstance(error, InvalidRequestError):
         param = prompt_field if error.param == "prompt" else error.param

@@ -1,8 +1,8 @@
 """One HTTP request and its answer: `Exchange`, over ASGI.
 
-Owns reading a bounded body, sending one answer or a stream, and noticing that the client left.
-Knows no endpoint. Invariant: a body is never held beyond its bound and the budget of all, and work
-for a client that left is cancelled.
+Owns reading a bounded body, sending one answer or a stream, and detecting that the client has
+disconnected. Knows no endpoint. Invariant: a body is never held beyond its bound and the budget of
+all bodies, and work for a client that disconnected is cancelled.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ STREAM_HEADERS: Headers = (
 
 
 class ClientLeftError(Exception):
-    """Nobody is there to be answered."""
+    """The client has disconnected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Response:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Exchange:
-    """What a handler is given."""
+    """A request, as its handler sees it."""
 
     scope: Scope
     receive: Receive
@@ -107,7 +107,7 @@ class Exchange:
             ) from None
 
     async def _read_parts(self, held: HeldBytes) -> bytes:
-        body = bytearray()  # and no list of parts: a client decides how small they are
+        body = bytearray()  # not a list of parts, which a client could make arbitrarily small
         has_more = True
         while has_more:
             part, has_more = await self._read_part()
@@ -133,7 +133,7 @@ class Exchange:
         return message.get("body", b""), message.get("more_body", False)
 
     async def while_connected(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Does `work`, and cancels it when the client leaves. The body must have been read."""
+        """Runs `work`; cancels it when the client disconnects. The body must have been read."""
         task = asyncio.create_task(work)
         watcher = asyncio.create_task(self._wait_for_disconnect())
         try:
@@ -168,7 +168,7 @@ class Exchange:
         await self._start(200, STREAM_HEADERS)
 
     async def stream(self, frames: bytes) -> None:
-        """Waits while the client leaves too much unread."""
+        """Sends events; waits while the client leaves too much unread."""
         await self.send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def end_stream(self, frames: bytes) -> None:
@@ -198,7 +198,7 @@ def new_request_id() -> str:
 
 
 async def _cancel(task: "asyncio.Task[Any]") -> None:
-    """Waits until it is over; its own outcome does not matter any more."""
+    """Cancels a task and waits for its end; its result is dropped."""
     if task.done():
         return
     task.cancel()

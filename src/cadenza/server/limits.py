@@ -1,11 +1,10 @@
-"""The server's bounds, and what is kept within them: body bytes and threads for text.
+"""The server's limits, and two resources kept within them: bytes of bodies, threads for text.
 
-Owns the table `ServerLimits`, one sum over the bodies of every connection (`BodyBudget`), and the
-threads that tokenise and render (`TextWork`): the tokenizer lets other threads run, templates have
-caps on time and steps. Knows no HTTP. Invariants: every number that a client controls is here,
-unless it is a field of a body; bodies hold at most `max_bodies_bytes`; a short prompt never waits
-for a long text, and no prompt for /tokenize or /detokenize; what a caller gave up before it began
-is never done.
+Owns the table `ServerLimits`, the total of all bodies' bytes (`BodyBudget`), and the threads that
+tokenise and render (`TextWork`): the tokenizer releases the GIL, and templates have limits on time
+and steps. Knows no HTTP. Invariants: every number that a client controls is here, unless it is a
+field of a body; bodies hold at most `max_bodies_bytes`; a short prompt never waits for a long text,
+and no prompt for /tokenize or /detokenize; work that was cancelled before it began is not done.
 """
 
 import asyncio
@@ -21,14 +20,14 @@ Result = TypeVar("Result")
 Purpose = Literal["generate", "tokenize"]
 
 LONG_BYTES = 64 << 10
-"""A body of more is long: tokenising it takes longer than the others should wait, some 50 ms."""
+"""A larger body is long: tokenising it takes more than the 50 ms or so that others may wait."""
 NUM_THREADS: dict[tuple[Purpose, bool], int] = {
     ("generate", False): 2,
     ("generate", True): 1,
     ("tokenize", False): 1,
     ("tokenize", True): 1,
 }
-"""Of each lane: what for, and whether the body is long."""
+"""For each lane: its purpose, and whether its bodies are long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +36,10 @@ class ServerLimits:
 
     Args:
         max_body_bytes: of one body; `max_bodies_bytes` of all that are being read.
-        body_idle_s: how long a body may stand still; `body_s` how long it may take in all.
-        write_stall_s: how long a client may leave 64 KiB unread before it is dropped.
+        body_idle_s: longest pause within a body; `body_s` of the whole body.
+        write_stall_s: time after which a client that leaves 64 KiB unread is dropped.
         keep_alive_s: silence in a stream after which a comment is sent.
-        max_connections: open at once; None: as many as the limit of open files has room for.
+        max_connections: open at once; None derives it from the limit of open files.
 
     Raises:
         ConfigError: a value cannot work.
@@ -73,14 +72,14 @@ def _check(flag: str, value: float, low: float, high: float) -> None:
 
 
 class HeldBytes:
-    """What one body holds of the budget."""
+    """One body's share of the budget."""
 
     def __init__(self, budget: "BodyBudget") -> None:
         self.num_bytes = 0
         self._budget = budget
 
     def try_add(self, num_bytes: int) -> bool:
-        """False where the budget is spent; then nothing is added."""
+        """False where the budget is used up; then nothing is added."""
         if self._budget.num_bytes + num_bytes > self._budget.max_bytes:
             self._budget.on_full()
             return False
@@ -90,7 +89,7 @@ class HeldBytes:
 
 
 class BodyBudget:
-    """Use it on one event loop. `on_full` is called for each body that finds it spent."""
+    """For one event loop. `on_full` is called for each body that finds it used up."""
 
     def __init__(self, max_bytes: int, on_full: Callable[[], None]) -> None:
         self.max_bytes = max_bytes
@@ -99,7 +98,7 @@ class BodyBudget:
 
     @contextmanager
     def holding(self) -> Generator[HeldBytes]:
-        """For one body, from its first byte until it has been read and understood."""
+        """For one body, from its first byte until it has been decoded."""
         held = HeldBytes(self)
         try:
             yield held
@@ -108,7 +107,7 @@ class BodyBudget:
 
 
 class TextWork:
-    """Runs functions in lanes; how many may wait is bounded by who admits requests."""
+    """Runs functions in lanes of threads; admission bounds the number that wait."""
 
     def __init__(self) -> None:
         self._lanes = {
@@ -117,7 +116,7 @@ class TextWork:
         }
 
     async def do(self, purpose: Purpose, num_body_bytes: int, work: Callable[[], Result]) -> Result:
-        """Does what a request with a body of this size needs. Raises what `work` raises."""
+        """Runs `work` in the lane for bodies of this size. Raises what it raises."""
         lane = self._lanes[purpose, num_body_bytes > LONG_BYTES]
         return await asyncio.wrap_future(lane.submit(work))
 

@@ -1,11 +1,10 @@
 """Where a server listens (`Address`, `listening`), and the connections that it accepts there.
 
-Owns accepting, so that no connection is taken that the process has no file descriptor for. Knows no
-HTTP. Invariants: whoever has the socket listens, so that of two servers that want one place exactly
-one gets it; a Unix socket's path is removed by the server that made it and by no other, and taken
-over only where nobody listens any more; what is accepted stays below the limit of open files by a
-reserve; while any connection is idle a new one is accepted, and the one that has been idle longest
-is closed for it.
+Owns accepting, so that no connection is accepted that the process has no file descriptor for. Knows
+no HTTP. Invariants: of two servers started on one address exactly one gets it; the path of a Unix
+socket is removed only by the server that made it, and taken over only where no server listens on it
+any more; accepted connections stay below the limit of open files by a reserve; while any connection
+is idle a new one is accepted, and the one that has been idle longest is closed for it.
 """
 
 import asyncio
@@ -66,7 +65,7 @@ class Address:
         return self.ssl_certfile is not None
 
     def url(self, bound: socket.socket) -> str:
-        """What people open."""
+        """The URL for clients."""
         if self.uds is not None:
             return f"unix:{self.uds}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -75,7 +74,7 @@ class Address:
 
 @contextlib.contextmanager
 def listening(address: Address) -> Generator[socket.socket]:
-    """A socket that listens. Raises ConfigError where nobody could listen there."""
+    """A listening socket. Raises ConfigError where the address cannot be listened on."""
     _check_certificate(address)
     if address.uds is None:
         with contextlib.closing(_open_port(address)) as bound:
@@ -91,7 +90,7 @@ def listening(address: Address) -> Generator[socket.socket]:
 
 
 def abandon(address: Address, bound: socket.socket) -> None:
-    """Leaves a place for good and at once, waiting for nobody: for a process about to end."""
+    """Stops listening without waiting, for a process that is about to exit."""
     if address.uds is None:
         return
     with contextlib.suppress(OSError):
@@ -101,7 +100,7 @@ def abandon(address: Address, bound: socket.socket) -> None:
 
 
 def why_not(error: Exception) -> str:
-    """What is wrong with a place, and what to do."""
+    """Why an address cannot be listened on, and what to do."""
     if isinstance(error, socket.gaierror | UnicodeError):
         return "there is no such host; give an address of this machine"
     number = error.errno if isinstance(error, OSError) else None
@@ -124,7 +123,7 @@ def _check_certificate(address: Address) -> None:
 
 
 def _open_port(address: Address) -> socket.socket:
-    """Two may bind one port before either listens, so a port is had by listening."""
+    """Two processes can bind one port before either listens, so this listens at once."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, place = found[0]
@@ -163,8 +162,8 @@ def _open_path(path: Path, mode: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Generator[None]:
-    """One server at a time looks at a folder's sockets and makes its own: between binding and
-    listening it would look like one that was left.
+    """Locks a folder while a server checks its sockets and makes its own: between binding and
+    listening a socket looks like one that was left behind.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -175,7 +174,7 @@ def _held(folder: Path) -> Generator[None]:
 
 
 def _clear(path: Path) -> None:
-    """Makes room for a socket where there is none alive. Raises ConfigError for other things."""
+    """Removes a socket left behind. Raises ConfigError where the path is no socket."""
     if path.exists() and not path.is_socket():
         raise ConfigError(
             f"--uds {path}: something that is no socket is there; choose another path"
@@ -184,18 +183,18 @@ def _clear(path: Path) -> None:
 
 
 def _remove_what_was_left(path: Path) -> None:
-    """Removes a socket at which nobody listens any more."""
+    """Removes a socket on which no process listens any more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
-        # Anything but a refusal is the answer of one who lives, be it that it is too busy.
+        # Any other result than a refusal means that a process listens, perhaps a busy one.
         if probe.connect_ex(str(path)) == errno.ECONNREFUSED and path.is_socket():
             path.unlink(missing_ok=True)
 
 
 def raise_descriptor_limit() -> None:
-    """Allows this process, and those it starts, as many open files as it may allow itself."""
+    """Raises the soft limit of open files to the hard one, for this process and its children."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Some systems refuse the hard limit that they tell.
+    # Some systems report a hard limit that they refuse to set.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -212,7 +211,7 @@ def room_within(num_descriptors: int) -> int:
 
 
 class Connections:
-    """All that are open, each idle or with a request in progress. Use it on one event loop.
+    """The open connections, each idle or with a request in progress. For one event loop.
 
     Args:
         max_open: idle and busy ones together.
@@ -238,27 +237,27 @@ class Connections:
 
     @property
     def is_crowded(self) -> bool:
-        """So many have requests in progress that the rest are kept for probes."""
+        """So many have requests in progress that the remaining ones are reserved for probes."""
         return len(self._busy) > self._max_busy
 
     def enter(self, connection: object, close: Callable[[], object]) -> None:
-        """A new one, idle at first; where there are too many, the longest idle one is closed."""
+        """Adds a new one, idle; where there are too many, closes the one idle longest."""
         if self.num_open >= self.max_open:
             self.close_longest_idle()
         self.rest(connection, close)
 
     def rest(self, connection: object, close: Callable[[], object]) -> None:
-        """It has no request in progress; `close` drops it at once."""
+        """Marks it as idle; `close` drops it at once."""
         self._busy.discard(connection)
         self._idle[connection] = close
 
     def work(self, connection: object) -> None:
-        """It has a request in progress."""
+        """Marks it as having a request in progress."""
         self._idle.pop(connection, None)
         self._busy.add(connection)
 
     def leave(self, connection: object) -> None:
-        """It is closed."""
+        """Removes a closed one."""
         self._idle.pop(connection, None)
         self._busy.discard(connection)
 
@@ -271,7 +270,7 @@ class Connections:
         self.tell("the longest idle one is closed for each new one")
 
     def refuse(self) -> None:
-        """A request was turned away because it is crowded."""
+        """Counts a request that was refused because `is_crowded`."""
         self._counts.reject("connections_full")
         self.tell("requests are refused")
 
@@ -298,7 +297,7 @@ class Acceptor:
     In place of asyncio's own server, which accepts until the descriptors are used up.
 
     Args:
-        make_protocol: of a connection; it tells `connections` what becomes of it.
+        make_protocol: makes a connection's protocol, which reports its state to `connections`.
         handshake_s: how long a TLS handshake may take.
     """
 
@@ -336,7 +335,7 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._accept)
 
     def _pause(self) -> None:
-        """New connections wait in the kernel's queue."""
+        """Stops accepting for a moment; new connections wait in the kernel's queue."""
         self._loop.remove_reader(self._listener)
         self._retry = self._loop.call_later(RETRY_S, self._listen)
 

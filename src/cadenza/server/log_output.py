@@ -1,8 +1,8 @@
 """The server's log: lines as text or JSON, in a bounded queue, written by a thread.
 
-Invariants: what a client sent cannot begin another line; whoever logs or prints never waits for
-whoever reads stderr; every line is written whole and in its order, or counted as dropped; the count
-is written as a line as soon as writing works again.
+Invariants: text that a client sent cannot begin a new line; logging and printing never wait for the
+reader of stderr; every line is written whole and in order, or counted as dropped; the count is
+written as a line as soon as writing works again.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
 LAST_LINES_S = 1.0
-"""How long the process's end waits for its last lines to be written."""
+"""How long the process waits at exit for its last lines to be written."""
 
 LogFormat = Literal["text", "json"]
 
@@ -32,8 +32,8 @@ class LogQueue:
     """Writes lines to `descriptor`, on a thread that lasts until `close`.
 
     Args:
-        describe_dropped: the line that tells how many lines were dropped.
-        max_bytes: of the lines that wait; those being written are as many again.
+        describe_dropped: makes the line with the number of dropped lines.
+        max_bytes: of the queued lines; those being written may be as many again.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class LogQueue:
 
     @property
     def num_dropped(self) -> int:
-        """Lines that were not written, and never will be."""
+        """Lines that were not written and will not be."""
         return self._num_dropped
 
     def put(self, text: str) -> None:
-        """Queues whole lines, or the part of one that is to be seen now; never waits."""
+        """Queues whole lines, or a flushed part of one; never waits."""
         encoded = text.encode(errors="replace")
         with self._changed:
             is_full = self._num_bytes + len(encoded) > self._max_bytes
-            # After a gap nothing is queued before the gap is told, or lines would change places.
+            # After a drop nothing is queued until its count is written, to keep the order.
             if is_full or self._num_overflowed or self._is_closed:
                 self._num_overflowed += 1
                 self._num_dropped += 1
@@ -76,7 +76,7 @@ class LogQueue:
             self._changed.notify()
 
     def close(self, within_s: float) -> bool:
-        """Writes what is queued, if that takes no longer; whether it was written."""
+        """Writes the queued lines within this time; whether all were written."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -113,12 +113,12 @@ class LogQueue:
             self._num_untold = 0
 
     def _write(self, encoded: bytes) -> bool:
-        """False where nobody can read it: the reader is gone, or the disk is full."""
+        """False where it cannot be written: the reader is gone, or the disk is full."""
         rest = memoryview(encoded)
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
-            except BlockingIOError:  # whoever shares the descriptor has made it non-blocking
+            except BlockingIOError:  # another process made the shared descriptor non-blocking
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLOUT)
                 poll.poll(_POLL_MS)
@@ -143,13 +143,13 @@ class QueueHandler(logging.Handler):
 
 
 class QueuedText(io.TextIOBase):
-    """Takes the place of `sys.stderr`, so that a print waits for nobody either."""
+    """Replaces `sys.stderr`, so that printing does not block either."""
 
     def __init__(self, queue: LogQueue, stream: TextIO) -> None:
         super().__init__()
         self._queue = queue
         self._stream = stream
-        # The collector may run in `write`, and what it collects may print a warning.
+        # Garbage collection may run within `write`, and a collected object may print a warning.
         self._lock = threading.RLock()
         self._part = ""
 
@@ -176,7 +176,7 @@ class QueuedText(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """A line's beginning is kept until its end comes or it is flushed."""
+        """Queues the beginning of a line, which is otherwise kept until the line is complete."""
         with self._lock:
             part, self._part = self._part, ""
             if part:
@@ -214,8 +214,8 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logging(format: LogFormat, level: int = logging.INFO) -> LogQueue:
-    """From now on what Cadenza logs from `level` on goes to stderr, in lines of one format; neither
-    that nor a print to `sys.stderr` waits for whoever reads there, up to the process's end.
+    """Sends Cadenza's log records from `level` on to stderr, as lines of one format. Until the
+    process exits neither logging nor printing to `sys.stderr` waits for the reader.
     """
     formatter = JsonLines() if format == "json" else TextLines()
     stream: TextIO | None = sys.stderr

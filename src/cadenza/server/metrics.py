@@ -1,8 +1,8 @@
-"""`/metrics`: what the server and its engine have counted, under the names of the field.
+"""`/metrics`: the counts of the server and its engine, in Prometheus's format.
 
-Owns names, labels and buckets. Every family is told twice, as `vllm:…`, which dashboards and
-autoscalers know, and as `cadenza:…`. Invariant: labels have a fixed set of values, so that no
-client can add a series.
+Owns names, labels and buckets. Every family is exported twice, as `vllm:…`, the names that existing
+dashboards and autoscalers use, and as `cadenza:…`. Invariant: labels have a fixed set of values, so
+that no client can add a series.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -64,7 +64,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 
 
 class ServedCounts:
-    """What the front end counts itself. On the event loop only."""
+    """The server's own counts. On the event loop only."""
 
     def __init__(self) -> None:
         self.generation_tokens = 0
@@ -100,12 +100,12 @@ class Metrics:
         GCCollector(registry=self._registry)
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
+        """The exposition text."""
         return generate_latest(self._registry)
 
 
 class _Served(Collector):
-    """Makes families out of the counts whenever it is asked."""
+    """Makes the families from the counts at each collection."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""`/openapi.json`: the API's description, made of the routes, bodies and errors.
+"""`/openapi.json`: the API's description, generated from the routes, bodies and errors.
 
-Owns what a route is (`ApiRoute`) and how it is described. Knows no endpoint. Invariant: every
+Owns the type of a route (`ApiRoute`) and its description. Knows no endpoint. Invariant: every
 status that a route can answer with is in the description.
 """
 
@@ -14,7 +14,7 @@ from cadenza.server.schemas.body import Body, UnknownFields
 from cadenza.server.schemas.field_types import Schema, or_null
 
 Policy = Literal["open", "key"]
-"""`open` answers anybody and tells nothing of any request; `key` needs an API key, if there are."""
+"""`open` needs no API key and reveals nothing about requests; `key` needs one, if keys are set."""
 
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -28,7 +28,7 @@ def object_of(required: dict[str, Schema]) -> Schema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSchema:
-    """What a 200 holds; `name` is that of the component. Without a schema it is plain text."""
+    """The body of a 200; `name` is the component's. Without a schema it is plain text."""
 
     name: str
     schema: Schema | None
@@ -36,7 +36,7 @@ class AnswerSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiRoute:
-    """One route. `statuses` are its answers' other ones than 200.
+    """One route. `statuses` are those of its answers beside 200.
 
     400 (a head beyond its bounds), 401 and 405 go with all of them.
     """
@@ -64,7 +64,7 @@ _ERROR = object_of(
 def describe_api(
     routes: Iterable[ApiRoute], *, needs_key: bool, unknown_fields: UnknownFields = "refuse"
 ) -> dict[str, Any]:
-    """OpenAPI 3.1, of a server that has keys or none."""
+    """The description in OpenAPI 3.1."""
     paths: dict[str, Any] = {}
     schemas: dict[str, Schema] = {"Error": _ERROR}
     for route in routes:

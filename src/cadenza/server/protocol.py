@@ -1,10 +1,10 @@
 """uvicorn's HTTP/1.1 connection with bounds: on the head's size and time, and on slow readers.
 
-Owns what no application can see: bytes before a request is one, how an answer is framed, and bytes
-that nobody reads. Invariants: a connection holds at most one bounded head and 64 KiB of unread
-answer, and neither for longer than its limit; an answer is not lost because its request was not
-read to the end; a request's body is never parsed as another request, whatever protocol the client
-offers to upgrade to.
+Owns what an ASGI application cannot see: bytes before they are a request, the framing of an answer,
+and bytes that the client does not read. Invariants: a connection holds at most one bounded head and
+64 KiB of unread answer, and neither for longer than its limit; an answer is not lost because its
+request was not read to the end; a request's body is never parsed as another request, whatever
+protocol the client offers to upgrade to.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 HTTP_VERSIONS = ("1.1", "1.0")
 METHODS = ("GET", "POST")
 SLACK_BYTES = 1024
-"""A head may be this much longer than its parts' bounds; those are checked to the byte later."""
+"""A head may be this much longer than the bounds of its parts, which are checked exactly later."""
 
 
 def bounded_protocol(limits: ServerLimits, all_open: Connections) -> type[asyncio.Protocol]:
@@ -47,7 +47,7 @@ def bounded_protocol(limits: ServerLimits, all_open: Connections) -> type[asynci
 
 
 class CycleTransport:
-    """The part of a transport that a request's answer uses; how it ends is the connection's."""
+    """The part of a transport that an answer uses; the connection decides how it is closed."""
 
     def __init__(self, connection: "BoundedProtocol") -> None:
         self._connection = connection
@@ -70,19 +70,19 @@ class BoundedProtocol(HttpToolsProtocol):
     bounds: ServerLimits
     all_open_connections: Connections
     is_lingering = False
-    """Nothing more is said, and what comes is passed over."""
+    """Nothing more is sent, and received bytes are discarded."""
     _is_in_head = True
     _num_head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
     _rest_timer: asyncio.TimerHandle | None = None
     _cycles: Sequence[RequestResponseCycle] = ()
-    """Of a client that sends requests before their answers there are several."""
+    """Several for a client that pipelines its requests."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._rest()
-        # Whatever is unread counts as a stall: the last of an answer must not keep a connection.
+        # Any unread byte counts as a stall: an unread answer must not keep a connection open.
         # (Not 0: under TLS, asyncio then pauses writing when everything has been read.)
         transport.set_write_buffer_limits(high=1)
         self._start_head_timer()
@@ -105,7 +105,7 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            logger.debug("a connection sent what is no HTTP request")
+            logger.debug("a connection sent bytes that are no HTTP request")
             cause = error.__context__  # what a callback raised
             refusal = "this is not an HTTP/1.1 request"
             self._refuse(cause if isinstance(cause, ApiError) else invalid_http(refusal))
@@ -118,7 +118,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_head:  # a trailer is no header: it may say what a proxy has removed
+        if (
+            self._is_in_head
+        ):  # a trailer is no header: it could contain a header that a proxy has removed
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -154,7 +156,9 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         super().on_response_complete()
         self._rest()
-        if not self._is_in_head and self._rest_timer is None:  # answered before it was all there
+        if (
+            not self._is_in_head and self._rest_timer is None
+        ):  # answered before the body was complete
             self._rest_timer = self.loop.call_later(self.bounds.body_s, self._close)
 
     def close(self) -> None:
@@ -165,7 +169,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._linger()
 
     def pause_writing(self) -> None:
-        """The client leaves too much unread: the stream waits, and is dropped if it stays so."""
+        """The client leaves too much unread: the stream waits, and is dropped after a time."""
         super().pause_writing()
         self._stop_stall_timer()
         self._stall_timer = self.loop.call_later(self.bounds.write_stall_s, self._abort)
@@ -218,7 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise invalid_http(f"the request has {num_hosts} host headers; send one")
 
     def _disconnect_cycles(self) -> None:
-        """uvicorn tells the newest request only; it may be another one, before it, that runs."""
+        """uvicorn disconnects only the newest request; an earlier one may be the one that runs."""
         for cycle in self._unanswered():
             cycle.disconnected = True
             cycle.message_event.set()
@@ -231,7 +235,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.bounds.max_url_bytes + self.bounds.max_head_bytes + SLACK_BYTES
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers before there is a request, and closes."""
+        """Answers bytes that are no request, and closes the connection."""
         if self.transport.is_closing():
             return
         body = error.body()
@@ -249,19 +253,19 @@ class BoundedProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Ends our side, and waits as long as for a head that the client ends its own: to close a
-        connection with bytes unread is to reset it, and what was said last may be lost on the way.
+        """Closes our side, and waits `head_s` for the client to close its own: closing a connection
+        with unread bytes resets it, and the answer may then be lost.
         """
         self.is_lingering = True
         self._rest()
         self._stop_head_timer()
         self._stop_rest_timer()
         self._rest_timer = self.loop.call_later(self.bounds.head_s, self._close)
-        if self.transport.can_write_eof():  # not under TLS, where the answer's length tells
+        if self.transport.can_write_eof():  # not under TLS, where the answer's length marks its end
             self.transport.write_eof()
 
     def _rest(self) -> None:
-        """It may be closed for others, unless a request is in progress or an answer is unread."""
+        """Marks the connection as idle, unless a request is in progress or an answer is unread."""
         is_answered = self.is_lingering or not self._unanswered()
         is_read = not cast(asyncio.WriteTransport, self.transport).get_write_buffer_size()
         if is_answered and is_read and not self.transport.is_closing():
@@ -289,7 +293,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _abort(self) -> None:
-        """Drops the connection with all that was not read."""
+        """Drops the connection with all unread bytes."""
         cast(asyncio.WriteTransport, self.transport).abort()
 
 

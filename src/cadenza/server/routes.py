@@ -1,8 +1,8 @@
-"""Every route and its handler. One table.
+"""The table of all routes, and their handlers.
 
-The router, the door's policy and the API's description are all made of it. An endpoint that
-generates is added to `GENERATING`. Invariant: a path that is not in the table needs a key before it
-is not found.
+The router, the policy on keys and the API's description are made from it. An endpoint that
+generates is added to `GENERATING`. Invariant: a path that is not in the table needs a key, and is
+then not found.
 """
 
 from collections.abc import Mapping

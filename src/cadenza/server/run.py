@@ -1,7 +1,7 @@
-"""Running a server: its signals, its end.
+"""Runs a server: signals and shutdown.
 
-Owns draining: refuse new calls at once, let open ones finish within their time, tell the rest, go.
-Invariant: when `run_server` returns, no socket, no file and no task of it is left.
+Owns draining: new calls are refused at once, open ones may finish within the drain time, the rest
+end with an error. Invariant: `run_server` leaves no socket, file or task.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 30
 POLL_S = 0.02
-LAST_WORDS_S = 1.0
-"""After the drain time: for error frames to reach those who still listen."""
+LAST_FRAMES_S = 1.0
+"""After the drain time: for the error frames to be sent."""
 SECOND_SIGNAL_S = 1.5
-"""After a second signal the process ends within this time, whatever hangs."""
+"""After a second signal the process exits within this time, even if something hangs."""
 TERMINATED = 128 + signal.SIGTERM
 
 
 class Front(uvicorn.Server):
-    """uvicorn's server, whose signals and whose accepting are ours."""
+    """uvicorn's server, with signal handling and accepting replaced by this package's."""
 
     def __init__(
         self, config: uvicorn.Config, connections: Connections, handshake_s: float
@@ -69,7 +69,7 @@ class Front(uvicorn.Server):
 
 
 class Shutdown:
-    """How a server ends: once asked it drains, asked again it goes at once."""
+    """Shuts a server down: a first request drains it, a second one ends it at once."""
 
     def __init__(self, service: Service, front: Front, force: Callable[[], None]) -> None:
         self._service = service
@@ -79,7 +79,7 @@ class Shutdown:
         self._draining: asyncio.Task[None] | None = None
 
     def drain(self) -> None:
-        """On the event loop. Asked again, it goes on as it did."""
+        """On the event loop. Further calls change nothing."""
         if self._draining is None:
             logger.info("draining: new requests are refused, open ones may finish")
             self._service.drain()
@@ -104,7 +104,7 @@ class Shutdown:
         if self._service.num_open:
             logger.info("the drain time is over: %d requests end", self._service.num_open)
             await self._service.stop()
-            deadline = loop.time() + LAST_WORDS_S
+            deadline = loop.time() + LAST_FRAMES_S
             while self._service.num_open and loop.time() < deadline:
                 await asyncio.sleep(POLL_S)
         self._front.should_exit = True
@@ -166,7 +166,7 @@ async def run_server(
 
 
 def _exit_soon(address: Address, bound: socket.socket) -> None:
-    """The last resort, on a thread of its own: no hanging step keeps the process."""
+    """Exits on a thread of its own, so that a hanging step cannot keep the process alive."""
 
     def leave() -> None:
         abandon(address, bound)

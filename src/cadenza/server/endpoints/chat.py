@@ -123,8 +123,9 @@ class ChatChoices:
         self._request = request
         # Copies of what is read for every token.
         self._num_top_logprobs = request.num_top_logprobs
-        self._shows_tokens = request.shows_tokens
         self._shows_ids = request.return_token_ids
+        # A token is then shown even where it adds no text.
+        self._shows_tokens = self._num_top_logprobs is not None or self._shows_ids
         self._begun: set[int] = set()
 
     def opening(self, index: int) -> ChoiceObject | None:

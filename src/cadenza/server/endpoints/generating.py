@@ -95,10 +95,11 @@ class GenerationRequest(GenerationBody, ABC):
         if self.stream_options is not None and not self.stream:
             raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
         self.check_fields()
-        num_choices = self.num_choices
+        num_prompts = self.num_prompts
+        num_choices = num_prompts * self.n
         if num_choices > MAX_CHOICES:
             raise invalid_value(
-                f"{self.num_prompts} prompts with n = {self.n} are {num_choices} answers; one call "
+                f"{num_prompts} prompts with n = {self.n} are {num_choices} answers; one call "
                 f"may have at most {MAX_CHOICES}",
                 "n",
             )
@@ -135,11 +136,6 @@ class GenerationRequest(GenerationBody, ABC):
             continuous_usage=asked.include_usage and asked.continuous_usage_stats,
         )
         return ChunkEncoder(head, usage, choices, options)
-
-    @property
-    def shows_tokens(self) -> bool:
-        """Whether a token is shown even where it adds no text."""
-        return self.num_top_logprobs is not None or self.return_token_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""The routes that give the engine no work: health, models, cancel, metrics, the description.
+"""The routes that do not use the engine: health, models, cancel, metrics, the description.
 
-Owns their answers. Knows `Service` and `Exchange`. Invariant: health, metrics and version are
-answered at once, whatever the engine does.
+Owns their answers. Knows `Service` and `Exchange`. Invariant: health, metrics and version never
+wait for the engine.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from cadenza.server.service import Service
 
 
 class StatusHandlers:
-    """One method for each of `STATUS_ROUTES`, but for those that are alike."""
+    """One method for each of `STATUS_ROUTES`; routes with the same answer share one."""
 
     def __init__(self, service: Service, description: Mapping[str, Any]) -> None:
         self._service = service

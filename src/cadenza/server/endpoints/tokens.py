@@ -1,7 +1,7 @@
 """/tokenize and /detokenize: text to token ids and back, without the engine.
 
-Owns their bodies and answers. Knows `Service` and `Exchange`. Invariant: what no context holds is
-refused before a list is made of it.
+Owns their bodies and answers. Knows `Service` and `Exchange`. Invariant: a text that is longer than
+the context is refused before a list is made of its tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -103,7 +103,7 @@ class TokenHandlers:
         await exchange.answer(Response(body=answer))
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        """A tokenizer has no text, and no error, for ids that it lacks. Raises ApiError (400)."""
+        """A tokenizer silently skips unknown ids, so they are refused. Raises ApiError (400)."""
         check = self._service.monitor.status().request_check
         if check is not None and len(token_ids) > check.limits.max_model_len:
             length = f"{len(token_ids)} tokens"
@@ -135,7 +135,7 @@ class TokenHandlers:
                 raise error_of(error, service.monitor.status().state) from error
 
     def _tokenized(self, body: TokenizeBody) -> bytes:
-        """The answer's body. Raises ApiError (400) for a text that no context holds."""
+        """The answer's body. Raises ApiError (400) for a text longer than the context."""
         text = self._service.text
         limits = self._service.engine_limits()
         most = None if limits is None else limits.max_model_len

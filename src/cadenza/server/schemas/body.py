@@ -32,11 +32,11 @@ D = TypeVar("D")
 ObjectT = TypeVar("ObjectT", bound="DeclaredObject")
 
 UnknownFields = Literal["refuse", "ignore"]
-"""What becomes of a field of a body that is not declared and has a value."""
+"""How undeclared fields that have a value are treated."""
 
 MAX_JSON_DEPTH = 64
 MAX_LENIENT_BYTES = 1 << 16
-"""Up to this size a body that is no strict JSON gets a second reading that knows NaN."""
+"""Up to this size a body that is not strict JSON is decoded again by a decoder that allows NaN."""
 
 
 class Effect(Enum):
@@ -47,14 +47,14 @@ class Effect(Enum):
     REQUEST = "request"
     """The endpoint reads it."""
     NONE = "none"
-    """Nothing: a label, or a value that asks for nothing of what is not built."""
+    """Nothing: a label, or a value that does not use a feature that is not built."""
 
 
 class Field(Generic[T_co]):
     """One member of a declared object; an instance has its checked value, or the default.
 
     Args:
-        default: what null and absence mean, as the description tells; None: it depends.
+        default: the value for null or absence, shown in the description; None: it depends.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ def optional(type: FieldType[Any], help: str = "", *, default: object = None) ->
 
 
 def label(type: FieldType[Any], help: str = "") -> Field[None]:
-    """A value that changes nothing of the answer; it is checked for its size and dropped."""
+    """A value that does not change the answer; its size is checked, then it is dropped."""
     return Field(type, help, effect=Effect.NONE)
 
 
 def unsupported(what: str, *harmless: object) -> Field[None]:
-    """`harmless` are the values that ask for nothing of it; any other is refused."""
+    """`harmless` are the values that do not use the feature; any other is refused."""
     return Field(Unsupported(what, harmless), f"Not built: {what}.", effect=Effect.NONE)
 
 
@@ -135,7 +135,7 @@ class DeclaredObject:
         cls.defaults = {name: found[name].default for name in cls.effective_names}
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        # What is read most is no call: an instance's own attributes hide those of its class.
+        # Instance attributes hide the descriptors of the class, so reading one is no call.
         self.__dict__.update(self.defaults)
         self.__dict__.update(values)
         self.values = values
@@ -178,7 +178,7 @@ class ObjectOf(Generic[ObjectT]):
 
 
 class Body(DeclaredObject):
-    """The body of a request; `num_bytes` is the size that it came in."""
+    """The body of a request; `num_bytes` is its encoded size."""
 
     model = optional(
         String(min_chars=1, max_chars=256),

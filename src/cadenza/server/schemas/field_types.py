@@ -17,7 +17,7 @@ T_co = TypeVar("T_co", covariant=True)
 Schema = dict[str, Any]
 
 NULL: Schema = {"type": "null"}
-"""Also what a member may be that is not known: null counts as absent."""
+"""Also the schema of undeclared members: null counts as absent."""
 
 
 class FieldType(Protocol[T_co]):
@@ -187,7 +187,7 @@ def _checked_list(
 
 @dataclass(frozen=True, slots=True)
 class OneOrMany(Generic[T]):
-    """One value, or a list of such; always a tuple afterwards."""
+    """One value, or a list of values; checked into a tuple."""
 
     many: ListOf[T]
 
@@ -201,7 +201,7 @@ class OneOrMany(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Token ids, whichever they are: the engine knows its vocabulary."""
+    """Token ids of any vocabulary; the engine checks them against its own."""
 
     max_items: int
     min_items: int = 0
@@ -209,7 +209,7 @@ class TokenIds:
     def check(self, name: str, value: object) -> tuple[int, ...]:
         items = _checked_list(name, value, "a list of token ids", self)
         ids: list[int] = []
-        for start in range(0, len(items), SLICE):  # between slices other threads may run
+        for start in range(0, len(items), SLICE):  # between slices other threads can run
             ids += self._check_some(name, items[start : start + SLICE])
         return tuple(ids)
 
@@ -244,7 +244,7 @@ SLICE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """What this server lacks: only values that ask for nothing of it, `harmless`, are accepted."""
+    """A feature that is not built: only values that do not use it, `harmless`, are accepted."""
 
     what: str
     harmless: tuple[object, ...] = ()
@@ -265,7 +265,7 @@ def _is_same_json(left: object, right: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StringMap:
-    """An object from texts to texts, which nothing reads."""
+    """An object from texts to texts."""
 
     max_items: int
     max_key_chars: int
@@ -329,7 +329,7 @@ def or_null(schema: Schema) -> Schema:
 
 
 def check_member(name: str, key: str, type: FieldType[T], value: object) -> T:
-    """Checks a member; the error tells of it and names the field it is in."""
+    """Checks a member; the error's message names it, and its `param` is the field that has it."""
     try:
         return type.check(f"{name}.{key}", value)
     except ApiError as error:

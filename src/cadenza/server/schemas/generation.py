@@ -1,8 +1,8 @@
-"""What every endpoint that generates takes: `GenerationBody`.
+"""`GenerationBody`: the fields that all endpoints that generate accept.
 
-Owns the names, bounds and defaults of the fields that such endpoints share; sampling fields take
-their bounds from `request.BOUNDS`. It has every field of OpenAI's and vLLM's schemas. Invariant: a
-value is used, or it asks for nothing, or it is refused by name.
+Owns the names, bounds and defaults of those fields; sampling fields take their bounds from
+`request.BOUNDS`. It has every field of OpenAI's and vLLM's schemas. Invariant: every value is used,
+or has no effect by its meaning, or is refused by name.
 """
 
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """Text is what there is; the others are refused by name."""
+    """Only text; other formats are refused by name."""
 
     def check(self, name: str, value: object) -> str:
         if not isinstance(value, dict):

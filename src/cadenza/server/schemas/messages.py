@@ -1,7 +1,7 @@
-"""A conversation as clients send it, checked and made plain for a chat template.
+"""Conversations as clients send them, checked and converted for a chat template.
 
-Owns roles, members and content parts. Knows no template. Invariant: what comes out holds a role and
-a text in each message and nothing that the text-only engine would drop in silence.
+Owns roles, members and content parts. Knows no template. Invariant: a checked message holds a role
+and a text, and nothing that the text-only engine would ignore silently.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from cadenza.server.schemas.field_types import (
 MAX_MESSAGES = 4096
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""What a template is told; `developer` is the newer name of `system`."""
+"""The roles that a template gets; `developer` is the newer name of `system`."""
 
 _LABEL = String(max_chars=256)
 _ANNOTATION = AnyJson(max_chars=16 << 10)
@@ -53,7 +53,7 @@ _NOT_BUILT_PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """What a template calls the role."""
+    """A role, as templates name it."""
 
     def check(self, name: str, value: object) -> str:
         if value in _NOT_BUILT_ROLES:
@@ -71,7 +71,7 @@ class _Role:
 
 @dataclass(frozen=True, slots=True)
 class _MemberText:
-    """A text that a template is told."""
+    """A text that a template gets."""
 
     member: str
     max_chars: int | None = None
@@ -123,7 +123,7 @@ class _Content:
 
 
 class ChatMessage(DeclaredObject):
-    """One message; members that ask for nothing are accepted with it."""
+    """One message; members that have no effect are accepted."""
 
     role = required(_Role())
     content = required(_Content())
@@ -156,7 +156,7 @@ class Messages:
             raise invalid_value(
                 f"{name} has {len(items)} entries; from 1 to {MAX_MESSAGES} are allowed", name
             )
-        return tuple(_message(name, item) for item in items)
+        return tuple([_message(name, item) for item in items])
 
     def schema(self) -> Schema:
         return {
@@ -215,7 +215,8 @@ def _message(name: str, value: object) -> dict[str, str]:
     if not isinstance(value, dict):
         raise invalid_value(f"{name} holds {show(value)}; a message is an object", name)
     message = _without_nulls(cast(dict[str, Any], value))
-    role = ChatMessage.role.type.check(name, message.get("role"))
+    fields = ChatMessage.fields
+    role = fields["role"].type.check(name, message.get("role"))
     told = ChatMessage.effective_names
     for key, item in message.items():
         if key not in ChatMessage.fields:
@@ -223,17 +224,16 @@ def _message(name: str, value: object) -> dict[str, str]:
             raise invalid_value(f"{name} has a member {show(key)}; a message has {known}", name)
         if key not in told:
             check_member(name, key, ChatMessage.fields[key].type, item)
-    plain = {"role": role, "content": ChatMessage.content.type.check(name, message.get("content"))}
+    content = fields["content"].type.check(name, message.get("content"))
+    plain = {"role": role, "content": content}
     for key in ("name", "reasoning_content", "reasoning"):
         if key in message:
             plain[key] = ChatMessage.fields[key].type.check(name, message[key])
-    return _with_one_reasoning(name, plain)
+    return _with_one_reasoning(name, plain) if "reasoning" in plain else plain
 
 
 def _with_one_reasoning(name: str, message: dict[str, str]) -> dict[str, str]:
     """`reasoning` under its older name, which templates know."""
-    if "reasoning" not in message:
-        return message
     reasoning = message.pop("reasoning")
     if message.setdefault("reasoning_content", reasoning) != reasoning:
         raise invalid_value(
