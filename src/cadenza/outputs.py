@@ -33,12 +33,13 @@ class OutputPart:
 class CompletionOutput:
     """One continuation so far; `finish_reason` is None while it runs.
 
-    `logprobs` holds for each token a dict from token id to `Logprob`: the chosen token and the
-    likeliest ones. `stop_reason` is the token or the stop string of the request's own that ended
-    it. `num_generated_tokens` is what usage counts: the stopping token is in it, what the model
-    wrote after a stop string is not. `cumulative_logprob` and `num_generated_tokens` are of all
-    tokens in a delta, too. `parts` is the text split by the request's output parser, without what
-    only marks the parts; None without a parser, where all of it is content.
+    `logprobs` has one dict per token, from token id to `Logprob`: the chosen token and the most
+    likely ones. `stop_reason` is the entry of `stop` or `stop_token_ids` that ended the
+    continuation. `num_generated_tokens` is the number reported as usage: it includes the stopping
+    token and excludes tokens after a stop string. In a delta, `cumulative_logprob` and
+    `num_generated_tokens` still cover all tokens so far. `parts` is the text split by the request's
+    output parser, without the markers between the parts; None without a parser, where all of it is
+    content.
     """
 
     index: int
