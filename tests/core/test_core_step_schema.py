@@ -7,10 +7,10 @@ import pytest
 
 from cadenza.core.draw_keys import draw_keys
 from cadenza.core.packing import Packer
-from cadenza.core.prompt_scores import PromptScores
+from cadenza.core.prompt_logprobs import PromptLogprobsProgress
 from cadenza.core.step_schema import (
     NO_TARGET,
-    NUM_SCORE_ROWS,
+    NUM_PROMPT_LOGPROBS_ROWS,
     SETTINGS,
     LogitInputs,
     ModelInputs,
@@ -49,8 +49,8 @@ def test_the_buffer_has_no_words_but_the_fields():
     groups = layout.views(layout.empty_words())
     sizes = [getattr(getattr(groups, name), spec.name).size for name, spec in FIELDS]
     assert sum(sizes) == layout.num_words == len(layout.empty_words())
-    assert len(groups.logits.rows) == 3 + NUM_SCORE_ROWS
-    assert groups.logits.keys.shape == (3 + NUM_SCORE_ROWS, 2)
+    assert len(groups.logits.rows) == 3 + NUM_PROMPT_LOGPROBS_ROWS
+    assert groups.logits.keys.shape == (3 + NUM_PROMPT_LOGPROBS_ROWS, 2)
     assert len(groups.rows.query_starts) == 4
 
 
@@ -79,7 +79,7 @@ def test_a_described_row_is_chosen_by_no_setting_and_keyed_by_its_own_position()
     scheduler = scheduler_of(token_budget=24)
     params = SamplingParams(temperature=0.5, top_k=3, prompt_logprobs=2, logprobs=4)
     sequence = sequence_of(0, 6, params=params)
-    sequence.prompt_scores = PromptScores(num_prompt_tokens=6)
+    sequence.prompt_logprobs_progress = PromptLogprobsProgress(num_prompt_tokens=6)
     add(scheduler, sequence)
     batch = scheduler.schedule()
     assert batch is not None

@@ -15,7 +15,7 @@ import pytest
 
 from cadenza.backends.xla.programs import step_function
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.core.step_schema import NUM_SCORE_ROWS, StepLayout
+from cadenza.core.step_schema import NUM_PROMPT_LOGPROBS_ROWS, StepLayout
 from tests.contract.steps import Geometry, Stream, build_inputs, run_step
 from tests.xla.harness import BASE, Lab, Variant, page_bytes, slots_of
 
@@ -168,7 +168,7 @@ def test_a_step_runs_under_a_guard_that_forbids_every_transfer(lab: Lab):
     with jax.transfer_guard("disallow"):
         runner._state, result = program(runner._weights, runner._take_state(), wire)
         result.block_until_ready()
-    assert result.shape[0] == BASE.num_rows + NUM_SCORE_ROWS
+    assert result.shape[0] == BASE.num_rows + NUM_PROMPT_LOGPROBS_ROWS
 
 
 def test_the_guard_sees_kv_that_comes_from_the_host(lab: Lab):

@@ -28,7 +28,7 @@ class Admission:
     page_size: int
     reserved_output: float = RESERVED_OUTPUT
 
-    def has_room(
+    def can_admit(
         self, candidate: Sequence, running: Iterable[Sequence], *, available: int, shared: int
     ) -> bool:
         """True when `available` pages cover the candidate and what was promised before.

@@ -1,7 +1,7 @@
-"""`Batch`: who gets how many tokens in one step, and which logits the step needs of each.
+"""`Batch`: the sequences of one step, how many tokens each computes, and which logits it needs.
 
-Knows no arrays: `core.step_schema` has what a batch becomes. Invariant: what an entry describes and
-chooses are positions of its own sequence, in rising order.
+Knows no arrays: `core.packing` turns a batch into those of `core.step_schema`. Invariant: an
+entry's logit positions are of its own sequence, in rising order.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ NO_POSITIONS = range(0)
 class BatchEntry:
     """`num_new_tokens` of `sequence`, from position `start` on.
 
-    The step describes the prompt's tokens at the positions `scored` and chooses those at the
-    positions `choices`, each from the logits of the position before; it has a logit row for each,
-    in that order. `choices` is empty where the entry does not reach the sequence's last token.
-    `pinned_pages` are those the step writes. The device has seen the sequence's page table up to
-    `first_new_page`. `page_copy` names a page to be copied before the step, and where to.
-    `num_preemptions` is the sequence's at launch: when it has grown since, the entry's KV is void
-    though its token counts.
+    The step computes log probabilities of the prompt tokens at the positions `prompt_logprobs` and
+    samples the tokens at the positions `choices`, each from the logits of the position before. It
+    has one logit row for each, in that order. `choices` is empty when the entry ends before the
+    sequence's last token. `pinned_pages` are the pages that the step writes. The device already has
+    the sequence's page table up to index `first_new_page`. `page_copy` is a page to copy before the
+    step, and its destination. `num_preemptions` is the sequence's at launch: if it has grown when
+    the step is read, the entry's KV is gone, and its token is still valid.
     """
 
     sequence: Sequence
@@ -35,7 +35,7 @@ class BatchEntry:
     first_new_page: int
     num_preemptions: int
     page_copy: tuple[int, int] | None = None
-    scored: range = NO_POSITIONS
+    prompt_logprobs: range = NO_POSITIONS
 
     @property
     def end(self) -> int:

@@ -53,7 +53,7 @@ class KVCacheManager:
         source = sequence.fork_source
         if source is not None:
             return self._fork(source)
-        if self.prefix_cache is None or sequence.is_scoring:
+        if self.prefix_cache is None or sequence.needs_prompt_logprobs:
             return Prefix()
         content = _content_of(sequence)
         self.prefix_cache.extend_keys(sequence.page_keys, content)

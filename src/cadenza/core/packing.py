@@ -100,9 +100,9 @@ class Packer:
         counts: list[int] = []
         for entry in batch.entries:
             first = len(positions)
-            if entry.scored:
-                positions += entry.scored
-                _write_scored(inputs, slice(first, len(positions)), entry)
+            if entry.prompt_logprobs:
+                positions += entry.prompt_logprobs
+                _write_prompt_logprobs(inputs, slice(first, len(positions)), entry)
             positions += entry.choices
             counts.append(len(positions) - first)
         count = len(positions)
@@ -135,10 +135,10 @@ class Packer:
         return tuple(updates)
 
 
-def _write_scored(inputs: ModelInputs, places: slice, entry: BatchEntry) -> None:
+def _write_prompt_logprobs(inputs: ModelInputs, places: slice, entry: BatchEntry) -> None:
     """Logit rows that describe tokens of a prompt; nothing is chosen by a request's settings."""
-    scored, sequence = entry.scored, entry.sequence
-    inputs.logits.targets[places] = sequence.token_ids[scored.start : scored.stop]
+    positions, sequence = entry.prompt_logprobs, entry.sequence
+    inputs.logits.targets[places] = sequence.token_ids[positions.start : positions.stop]
     inputs.logits.num_logprobs[places] = sequence.params.prompt_logprobs
 
 

@@ -18,9 +18,9 @@ from cadenza.config import EngineLimits
 from cadenza.core.admission import Admission
 from cadenza.core.batch import NO_POSITIONS, Batch, BatchEntry
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
-from cadenza.core.prompt_scores import ScoreRoom
+from cadenza.core.prompt_logprobs import PromptLogprobsBudget
 from cadenza.core.sequence import Sequence, SequenceStatus
-from cadenza.core.step_schema import NUM_SCORE_ROWS, StepOutput
+from cadenza.core.step_schema import NUM_PROMPT_LOGPROBS_ROWS, StepOutput
 from cadenza.request import (
     ErrorKind,
     Event,
@@ -82,15 +82,12 @@ class Scheduler:
             token_budget=self.limits.max_num_batched_tokens,
             max_entries=self.limits.max_num_seqs,
         )
-        room = ScoreRoom(NUM_SCORE_ROWS)
-        fitted = [
-            (sequence, room.fit(sequence.prompt_scores, sequence.num_computed_tokens, count))
-            for sequence, count in shares
-        ]
+        logprobs_budget = PromptLogprobsBudget(NUM_PROMPT_LOGPROBS_ROWS)
+        fitted = [(sequence, _fit(sequence, count, logprobs_budget)) for sequence, count in shares]
         chosen, preempted = self._give_pages([share for share in fitted if share[1]])
         budget = self.limits.max_num_batched_tokens - sum(count for _, count in chosen)
         if not preempted:
-            chosen += self._admit(budget, room)
+            chosen += self._admit(budget, logprobs_budget)
         if not chosen:
             return None
         entries = sorted((self._enter(*share) for share in chosen), key=_row_of)
@@ -107,11 +104,11 @@ class Scheduler:
         index = 0
         for entry in batch.entries:
             self.kv_cache.pool.unpin(entry.pinned_pages)
-            if entry.scored:
-                scores = range(index, index + len(entry.scored))
-                index = scores.stop
+            if entry.prompt_logprobs:
+                indices = range(index, index + len(entry.prompt_logprobs))
+                index = indices.stop
                 if not entry.sequence.is_finished:
-                    events += self._take_scores(entry, output, scores)
+                    events += self._take_prompt_logprobs(entry, output, indices)
             if not entry.choices:
                 continue
             if not entry.sequence.is_finished:
@@ -164,8 +161,8 @@ class Scheduler:
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING
             assert sequence.num_computed_tokens <= sequence.num_tokens
-            room = len(sequence.page_table) * self.limits.page_size
-            assert sequence.num_computed_tokens <= room, "computed tokens without pages"
+            most = len(sequence.page_table) * self.limits.page_size
+            assert sequence.num_computed_tokens <= most, "computed tokens without pages"
         for sequence in self.waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.page_table, "a waiting sequence holds pages"
@@ -194,19 +191,21 @@ class Scheduler:
                 chosen.append((sequence, count))
         return chosen, preempted
 
-    def _admit(self, budget: int, room: ScoreRoom) -> list[tuple[Sequence, int]]:
+    def _admit(
+        self, budget: int, logprobs_budget: PromptLogprobsBudget
+    ) -> list[tuple[Sequence, int]]:
         """Starts waiting sequences, first come first served, while rows, pages and budget last."""
         admitted: list[tuple[Sequence, int]] = []
         while self.waiting and self._free_rows and budget > 0:
             sequence = self.waiting[0]
             if sequence.num_pending_tokens or sequence.is_expecting_source:
                 break
-            if sequence.is_scoring and not room.left:
+            if sequence.needs_prompt_logprobs and not logprobs_budget.num_rows:
                 break
             if not self._try_start(sequence):
                 break
-            count = min(sequence.num_uncomputed_tokens, budget)
-            count = room.fit(sequence.prompt_scores, sequence.num_computed_tokens, count)
+            wanted = min(sequence.num_uncomputed_tokens, budget)
+            count = _fit(sequence, wanted, logprobs_budget)
             budget -= count
             admitted.append((sequence, count))
         return admitted
@@ -214,7 +213,7 @@ class Scheduler:
     def _try_start(self, sequence: Sequence) -> bool:
         is_fork = sequence.fork_source is not None
         prefix = self.kv_cache.find_prefix(sequence)
-        if not self._has_room(sequence, prefix):
+        if not self._can_admit(sequence, prefix):
             return False
         if not self.kv_cache.try_adopt(sequence, prefix):
             return False
@@ -230,16 +229,16 @@ class Scheduler:
         self.running.append(sequence)
         return True
 
-    def _has_room(self, sequence: Sequence, prefix: Prefix) -> bool:
-        def has_room(*, shared: int) -> bool:
+    def _can_admit(self, sequence: Sequence, prefix: Prefix) -> bool:
+        def can_admit(*, shared: int) -> bool:
             available = self.kv_cache.pool.num_available
-            return self._admission.has_room(
+            return self._admission.can_admit(
                 sequence, self.running, available=available, shared=shared
             )
 
         # Who waits mostly waits for pages of its own: those of its prefix are counted only then.
         num_pages = len(prefix.page_ids)
-        return has_room(shared=num_pages) and has_room(
+        return can_admit(shared=num_pages) and can_admit(
             shared=num_pages - self.kv_cache.num_unheld(prefix)
         )
 
@@ -263,8 +262,8 @@ class Scheduler:
         sequence.num_computed_tokens = end
         if samples:
             sequence.num_pending_tokens += 1
-        scores = sequence.prompt_scores
-        scored = NO_POSITIONS if scores is None else scores.launch(start, end)
+        progress = sequence.prompt_logprobs_progress
+        prompt_logprobs = NO_POSITIONS if progress is None else progress.launch(start, end)
         page_copy, sequence.page_copy = sequence.page_copy, None
         assert sequence.row is not None
         return BatchEntry(
@@ -276,7 +275,7 @@ class Scheduler:
             pinned_pages=pinned,
             first_new_page=first_new_page,
             page_copy=page_copy,
-            scored=scored,
+            prompt_logprobs=prompt_logprobs,
             num_preemptions=sequence.num_preemptions,
         )
 
@@ -320,15 +319,15 @@ class Scheduler:
         self._end(sequence)
         return _finished(sequence, "length", None)
 
-    def _take_scores(
+    def _take_prompt_logprobs(
         self, entry: BatchEntry, output: StepOutput, indices: range
     ) -> list[Finished] | list[PromptLogprobs]:
         """The description of prompt tokens that nobody was told of before."""
         sequence = entry.sequence
         if not output.is_finite[indices.start : indices.stop].all():
             return [self._fail(sequence, NOT_FINITE, "not_finite")]
-        assert sequence.prompt_scores is not None
-        fresh = sequence.prompt_scores.read(entry.scored)
+        assert sequence.prompt_logprobs_progress is not None
+        fresh = sequence.prompt_logprobs_progress.read(entry.prompt_logprobs)
         if not fresh:
             return []
         count = sequence.request.params.prompt_logprobs or 0
@@ -390,6 +389,12 @@ def share_budget(
         shares.append((sequence, count))
         budget -= count
     return shares
+
+
+def _fit(sequence: Sequence, count: int, logprobs_budget: PromptLogprobsBudget) -> int:
+    """`count` tokens, or fewer where there are no logit rows for their log probabilities."""
+    progress = sequence.prompt_logprobs_progress
+    return logprobs_budget.take(progress, sequence.num_computed_tokens, count)
 
 
 def _row_of(entry: BatchEntry) -> int:

@@ -8,7 +8,7 @@ still unread on the device.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cadenza.core.prompt_scores import PromptScores
+from cadenza.core.prompt_logprobs import PromptLogprobsProgress
 from cadenza.request import FinishReason, Request, SamplingParams
 
 
@@ -30,7 +30,7 @@ class Sequence:
     `num_computed_tokens` counts tokens whose KV exists once the launched steps are done;
     `num_pending_tokens` counts tokens sampled by a launched step and not read yet;
     `published_serial` is the prefix cache's name of its last published page, None past a collision;
-    `prompt_scores` is there where the prompt's tokens are to be described.
+    `prompt_logprobs_progress` is there where the prompt's tokens are to be described.
     """
 
     request_id: int
@@ -53,7 +53,7 @@ class Sequence:
     published_serial: int | None = 0
     num_sent_pages: int = 0
     num_preemptions: int = 0
-    prompt_scores: PromptScores | None = None
+    prompt_logprobs_progress: PromptLogprobsProgress | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -100,7 +100,7 @@ class Sequence:
 
         That token is computed again, so that each stream draws its own first token.
         """
-        if not self.is_fresh or self.is_scoring:
+        if not self.is_fresh or self.needs_prompt_logprobs:
             return None
         most = self.num_prompt_tokens - 1
         for sibling in self._running_siblings():
@@ -111,14 +111,17 @@ class Sequence:
     @property
     def is_expecting_source(self) -> bool:
         """True while a sibling computes the prompt that this one will share."""
-        if not self.is_fresh or self.is_scoring:
+        if not self.is_fresh or self.needs_prompt_logprobs:
             return False
         return self._running_siblings() != [] and self.fork_source is None
 
     @property
-    def is_scoring(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """True while tokens of its prompt are to be described, which takes computing them."""
-        return self.prompt_scores is not None and not self.prompt_scores.is_complete
+        return (
+            self.prompt_logprobs_progress is not None
+            and not self.prompt_logprobs_progress.is_complete
+        )
 
     def _running_siblings(self) -> list["Sequence"]:
         return [each for each in self.siblings if each.status is SequenceStatus.RUNNING]
@@ -143,5 +146,5 @@ class Sequence:
         self.num_published_pages = 0
         self.published_serial = 0
         self.num_sent_pages = 0
-        if self.prompt_scores is not None:
-            self.prompt_scores.rewind()
+        if self.prompt_logprobs_progress is not None:
+            self.prompt_logprobs_progress.rewind()

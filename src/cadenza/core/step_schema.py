@@ -5,7 +5,8 @@ written. The one buffer that is uploaded, the host's views of it, the device's a
 sampling setting, what a row keeps from step to step all follow from the declaration.
 
 Legend: T tokens of the step padded to its bucket · R rows = `max_num_seqs` · L logit rows =
-R + `NUM_SCORE_ROWS` · U changed page-table entries · C copied pages · W words of a rule record.
+R + `NUM_PROMPT_LOGPROBS_ROWS` · U changed page-table entries · C copied pages · W words of a rule
+record.
 
 Knows no array library but numpy: groups are generic, so that a backend uses them for its own
 arrays. Invariants: every entry is a 32-bit word; padding is told by counts and by -1 in
@@ -33,8 +34,8 @@ PADDING = -1
 
 NO_TARGET = -1
 
-NUM_SCORE_ROWS = 64
-"""Logit rows of a step beside the one of each row: for log probabilities of prompts."""
+NUM_PROMPT_LOGPROBS_ROWS = 64
+"""Logit rows of a step for `prompt_logprobs`, beyond one for each row."""
 
 WORD = np.dtype(np.int32)
 
@@ -181,7 +182,7 @@ class StepLayout:
 
     @property
     def num_logits(self) -> int:
-        return self.num_rows + NUM_SCORE_ROWS
+        return self.num_rows + NUM_PROMPT_LOGPROBS_ROWS
 
     @property
     def num_words(self) -> int:

@@ -29,7 +29,7 @@ MASK = BAD_WORDS + MAX_BAD_WORD_TOKENS
 NONE = -1
 """Fills lists behind their end, and stands before each bad word."""
 
-Record = npt.NDArray[np.int32]  # [W]
+RuleRecord = npt.NDArray[np.int32]  # [W]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RuleLayout:
         """W: what comes before the mask, and a bit for each token."""
         return MASK + -(-self.vocab_size // 32)
 
-    def encode(self, sequence: Sequence) -> Record | None:
+    def encode(self, sequence: Sequence) -> RuleRecord | None:
         """The record of a sequence's rules; None where it has none."""
         if not has_rules(sequence):
             return None

@@ -14,7 +14,7 @@ from cadenza.core.admission import RESERVED_OUTPUT, Admission
 from cadenza.core.draw_keys import derive_sample_seed, derive_seed
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
-from cadenza.core.prompt_scores import PromptScores
+from cadenza.core.prompt_logprobs import PromptLogprobsProgress
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
@@ -115,7 +115,7 @@ class EngineCore:
             EngineClosedError: after `close`.
         """
         self.check(request)
-        self._check_room()
+        self._check_queue()
         request_id = self.new_request_id()
         self.enqueue(request_id, request)
         return request_id
@@ -144,7 +144,7 @@ class EngineCore:
                 max_num_tokens=self.request_check.max_num_tokens(request),
                 stop_token_ids=stop if params.ignore_eos else stop | self.eos_token_ids,
                 token_ids=list(request.prompt_token_ids),
-                prompt_scores=_scores_of(request) if sample == 0 else None,
+                prompt_logprobs_progress=_progress_of(request) if sample == 0 else None,
             )
             for sample in range(params.n)
         ]
@@ -196,7 +196,7 @@ class EngineCore:
         is_open = {(i, sample) for i, samples in self._samples.items() for sample in samples}
         assert scheduled == is_open, "open samples and scheduled ones differ"
 
-    def _check_room(self) -> None:
+    def _check_queue(self) -> None:
         if not self.num_queue_slots:
             raise QueueFullError(
                 f"{len(self.scheduler.waiting)} requests wait already (each sample counts), the "
@@ -210,7 +210,7 @@ class EngineCore:
             del self._samples[request_id]
 
 
-def _scores_of(request: Request) -> PromptScores | None:
+def _progress_of(request: Request) -> PromptLogprobsProgress | None:
     if request.params.prompt_logprobs is None:
         return None
-    return PromptScores(num_prompt_tokens=len(request.prompt_token_ids))
+    return PromptLogprobsProgress(num_prompt_tokens=len(request.prompt_token_ids))

@@ -9,9 +9,9 @@ import pytest
 from cadenza.backends.fake import next_token
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
-from cadenza.core.prompt_scores import PromptScores, ScoreRoom
+from cadenza.core.prompt_logprobs import PromptLogprobsBudget, PromptLogprobsProgress
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_schema import NUM_SCORE_ROWS
+from cadenza.core.step_schema import NUM_PROMPT_LOGPROBS_ROWS
 from cadenza.engine.core import EngineCore
 from cadenza.request import Event, Finished, PromptLogprobs, Request, SamplingParams, Token
 from cadenza.verification.reference import Logits, ReferenceEngine
@@ -32,7 +32,7 @@ def prompt_of(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(VOCAB_SIZE), k=count))
 
 
-def scoring(prompt: tuple[int, ...], **changes: Any) -> Request:
+def with_prompt_logprobs(prompt: tuple[int, ...], **changes: Any) -> Request:
     values: dict[str, Any] = {
         "prompt_logprobs": 1,
         "temperature": 0.0,
@@ -54,7 +54,7 @@ def run(engine: EngineCore, requests: list[Request]) -> list[Event]:
     raise AssertionError("the engine did not come to an end")
 
 
-def scores_of(events: list[Event], request_id: int) -> list[float]:
+def logprobs_of(events: list[Event], request_id: int) -> list[float]:
     """What was told of a prompt, in order; checks that it came before the first token."""
     found: list[float] = []
     for event in events:
@@ -69,7 +69,7 @@ def scores_of(events: list[Event], request_id: int) -> list[float]:
     return found[:-1]
 
 
-def expected_scores(prompt: tuple[int, ...]) -> list[float]:
+def expected_logprobs(prompt: tuple[int, ...]) -> list[float]:
     return [
         -next_token(list(prompt[:end]), (0, 0), vocab_size=VOCAB_SIZE) / 8
         for end in range(1, len(prompt))
@@ -84,7 +84,7 @@ def test_every_position_is_described_once_whatever_the_chunks(
 ) -> None:
     engine = make_engine(replace(LIMITS, max_num_batched_tokens=budget), loop=loop)
     prompt = prompt_of(count)
-    assert scores_of(run(engine, [scoring(prompt)]), 0) == expected_scores(prompt)
+    assert logprobs_of(run(engine, [with_prompt_logprobs(prompt)]), 0) == expected_logprobs(prompt)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -92,9 +92,9 @@ def test_several_prompts_share_the_rows_of_a_step(loop: SchedulerLoop) -> None:
     engine = make_engine(LIMITS, loop=loop)
     prompts = [prompt_of(count, count) for count in (90, 40, 7, 70, 33, 2)]
     silent = Request(prompt_token_ids=prompt_of(80, 9), params=SamplingParams(max_tokens=30))
-    events = run(engine, [silent, *map(scoring, prompts)])
+    events = run(engine, [silent, *map(with_prompt_logprobs, prompts)])
     for request_id, prompt in enumerate(prompts, start=1):
-        assert scores_of(events, request_id) == expected_scores(prompt)
+        assert logprobs_of(events, request_id) == expected_logprobs(prompt)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -103,13 +103,13 @@ def test_a_cached_prefix_loses_no_position(loop: SchedulerLoop) -> None:
     prompt = prompt_of(100)
     silent = Request(prompt_token_ids=prompt, params=SamplingParams(max_tokens=2))
     run(engine, [silent])
-    events = run(engine, [scoring(prompt), silent])
-    assert scores_of(events, 1) == expected_scores(prompt)
+    events = run(engine, [with_prompt_logprobs(prompt), silent])
+    assert logprobs_of(events, 1) == expected_logprobs(prompt)
     ends = [event for event in events if isinstance(event, Finished)]
     assert [end.num_cached_tokens for end in sorted(ends, key=lambda end: end.request_id)] == [
         0,
         96,
-    ], "the scored prompt was computed, and the cache was there"
+    ], "the prompt with logprobs was computed, and the cache was there"
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -118,18 +118,18 @@ def test_preemption_repeats_no_position(num_pages: int, loop: SchedulerLoop) -> 
     limits = replace(LIMITS, num_pages=num_pages, max_num_batched_tokens=40)
     engine = make_engine(limits, loop=loop)
     prompts = [prompt_of(60, seed) for seed in range(6)]
-    events = run(engine, [scoring(prompt, max_tokens=90) for prompt in prompts])
+    events = run(engine, [with_prompt_logprobs(prompt, max_tokens=90) for prompt in prompts])
     assert engine.scheduler.num_preemptions > 0
     for request_id, prompt in enumerate(prompts):
-        assert scores_of(events, request_id) == expected_scores(prompt)
+        assert logprobs_of(events, request_id) == expected_logprobs(prompt)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_of_several_samples_one_describes_the_prompt(loop: SchedulerLoop) -> None:
     engine = make_engine(LIMITS, loop=loop)
     prompt = prompt_of(90)
-    events = run(engine, [scoring(prompt, n=3, temperature=1.0, seed=4)])
-    assert scores_of(events, 0) == expected_scores(prompt)
+    events = run(engine, [with_prompt_logprobs(prompt, n=3, temperature=1.0, seed=4)])
+    assert logprobs_of(events, 0) == expected_logprobs(prompt)
     assert sum(isinstance(event, Finished) for event in events) == 3
 
 
@@ -143,8 +143,10 @@ def test_describing_the_prompt_changes_no_token(loop: SchedulerLoop) -> None:
             if isinstance(event, Token)
         ]
         for request in (
-            scoring(prompt, temperature=1.0, seed=3, max_tokens=20),
-            scoring(prompt, temperature=1.0, seed=3, max_tokens=20, prompt_logprobs=None),
+            with_prompt_logprobs(prompt, temperature=1.0, seed=3, max_tokens=20),
+            with_prompt_logprobs(
+                prompt, temperature=1.0, seed=3, max_tokens=20, prompt_logprobs=None
+            ),
         )
     ]
     assert streams[0] == streams[1]
@@ -158,12 +160,12 @@ def test_a_request_for_no_tokens_describes_its_prompt_and_ends(
     """The prompt may fill the context to its last token."""
     engine = make_engine(LIMITS, loop=loop)
     prompt = prompt_of(count)
-    events = run(engine, [scoring(prompt, max_tokens=0)])
+    events = run(engine, [with_prompt_logprobs(prompt, max_tokens=0)])
     *parts, end = events
     assert isinstance(end, Finished)
     assert (end.finish_reason, end.num_generated_tokens) == ("length", 0)
     told = [entry.logprob for part in parts for entry in getattr(part, "entries", ())]
-    assert told == expected_scores(prompt)
+    assert told == expected_logprobs(prompt)
     assert not [part for part in parts if isinstance(part, Token)]
 
 
@@ -212,9 +214,9 @@ def test_the_witness_gives_no_tokens_either() -> None:
 
 class UsesTheCacheAllTheSame(KVCacheManager):
     def find_prefix(self, sequence: Sequence) -> Prefix:
-        scores, sequence.prompt_scores = sequence.prompt_scores, None
+        progress, sequence.prompt_logprobs_progress = sequence.prompt_logprobs_progress, None
         prefix = super().find_prefix(sequence)
-        sequence.prompt_scores = scores
+        sequence.prompt_logprobs_progress = progress
         return prefix
 
 
@@ -223,31 +225,31 @@ def test_a_prefix_that_is_taken_from_the_cache_would_be_found_out() -> None:
     prompt = prompt_of(100)
     run(engine, [Request(prompt_token_ids=prompt, params=SamplingParams(max_tokens=2))])
     with pytest.raises(AssertionError, match="left out"):
-        scores_of(run(engine, [scoring(prompt)]), 1)
+        logprobs_of(run(engine, [with_prompt_logprobs(prompt)]), 1)
 
 
-def test_a_step_has_room_for_so_many_descriptions_and_no_more() -> None:
-    room = ScoreRoom(NUM_SCORE_ROWS)
-    first = PromptScores(num_prompt_tokens=50)
-    assert room.fit(first, 0, 50) == 50
-    assert room.left == NUM_SCORE_ROWS - 49
-    second = PromptScores(num_prompt_tokens=50)
-    assert room.fit(second, 0, 50) == 15
-    assert room.left == 0
-    assert room.fit(PromptScores(num_prompt_tokens=50), 0, 50) == 0
-    assert room.fit(None, 0, 50) == 50
+def test_a_step_computes_no_more_prompt_logprobs_than_it_has_rows() -> None:
+    budget = PromptLogprobsBudget(NUM_PROMPT_LOGPROBS_ROWS)
+    first = PromptLogprobsProgress(num_prompt_tokens=50)
+    assert budget.take(first, 0, 50) == 50
+    assert budget.num_rows == NUM_PROMPT_LOGPROBS_ROWS - 49
+    second = PromptLogprobsProgress(num_prompt_tokens=50)
+    assert budget.take(second, 0, 50) == 15
+    assert budget.num_rows == 0
+    assert budget.take(PromptLogprobsProgress(num_prompt_tokens=50), 0, 50) == 0
+    assert budget.take(None, 0, 50) == 50
 
 
-def test_positions_that_were_read_before_a_preemption_are_not_described_again() -> None:
-    scores = PromptScores(num_prompt_tokens=50)
-    assert scores.launch(0, 20) == range(1, 21)
-    assert scores.launch(20, 30) == range(21, 31)
-    assert scores.read(range(1, 21)) == range(1, 21)
-    scores.rewind()
-    assert scores.launch(0, 30) == range(21, 31)
-    assert scores.read(range(21, 31)) == range(21, 31)
-    assert scores.read(range(21, 31)) == range(31, 31), "the step from before comes late"
-    assert scores.launch(30, 50) == range(31, 50)
-    assert not scores.is_complete
-    scores.read(range(31, 50))
-    assert scores.is_complete
+def test_positions_that_were_read_before_a_preemption_are_not_launched_again() -> None:
+    progress = PromptLogprobsProgress(num_prompt_tokens=50)
+    assert progress.launch(0, 20) == range(1, 21)
+    assert progress.launch(20, 30) == range(21, 31)
+    assert progress.read(range(1, 21)) == range(1, 21)
+    progress.rewind()
+    assert progress.launch(0, 30) == range(21, 31)
+    assert progress.read(range(21, 31)) == range(21, 31)
+    assert progress.read(range(21, 31)) == range(31, 31), "the step from before comes late"
+    assert progress.launch(30, 50) == range(31, 50)
+    assert not progress.is_complete
+    progress.read(range(31, 50))
+    assert progress.is_complete

@@ -1,0 +1,65 @@
+"""`PromptLogprobsProgress`: which prompt tokens still need log probabilities, and from which step.
+
+A request with `prompt_logprobs` gets a log probability for every prompt token but the first, from
+the logits at the position before it. Knows positions only. Invariant: every position from 1 to the
+prompt's end is reported once, in order, whatever was preempted or launched meanwhile.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PromptLogprobsProgress:
+    """Positions before `num_read` have been reported; launched steps compute those before
+    `num_launched`. Both start at 1: the first token has no log probability.
+    """
+
+    num_prompt_tokens: int
+    num_launched: int = 1
+    num_read: int = 1
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_read >= self.num_prompt_tokens
+
+    def positions(self, start: int, end: int) -> range:
+        """Positions not launched yet whose logits come from computing tokens `start` to `end`."""
+        return range(max(start + 1, self.num_launched), min(end + 1, self.num_prompt_tokens))
+
+    def fit(self, start: int, count: int, num_rows: int) -> int:
+        """The most tokens from `start` on, up to `count`, that need at most `num_rows` rows."""
+        positions = self.positions(start, start + count)
+        if len(positions) <= num_rows:
+            return count
+        return positions.start + num_rows - 1 - start
+
+    def launch(self, start: int, end: int) -> range:
+        """Marks the positions that computing tokens `start` to `end` covers as launched."""
+        positions = self.positions(start, end)
+        self.num_launched = max(self.num_launched, positions.stop)
+        return positions
+
+    def read(self, positions: range) -> range:
+        """Marks a step's positions as read; returns those that had not been read before."""
+        fresh = range(max(positions.start, self.num_read), positions.stop)
+        self.num_read = max(self.num_read, fresh.stop)
+        return fresh
+
+    def rewind(self) -> None:
+        """After a preemption: positions launched and not read have to be launched again."""
+        self.num_launched = self.num_read
+
+
+@dataclass(slots=True, eq=False)
+class PromptLogprobsBudget:
+    """Logit rows for prompt log probabilities that a step has left."""
+
+    num_rows: int
+
+    def take(self, progress: PromptLogprobsProgress | None, start: int, count: int) -> int:
+        """The most tokens from `start` on, up to `count`, whose rows are left; takes the rows."""
+        if progress is None:
+            return count
+        count = progress.fit(start, count, self.num_rows)
+        self.num_rows -= len(progress.positions(start, start + count))
+        return count
