@@ -82,7 +82,12 @@ class Bench:
             num_pages=pages, page_size=PAGE_SIZE, enable_prefix_caching=True, secret=b"bench"
         )
         self.scheduler = Scheduler(limits, kv_cache, Admission(page_size=PAGE_SIZE))
-        self.packer = Packer(max_num_seqs=workload.num_rows, page_size=PAGE_SIZE, vocab_size=97)
+        self.packer = Packer(
+            max_num_seqs=workload.num_rows,
+            max_pages_per_seq=limits.max_pages_per_seq,
+            page_size=PAGE_SIZE,
+            vocab_size=97,
+        )
         self.bucket = budget
         if workload.num_blocked_tokens:
             self._add(workload.num_rows, workload.num_blocked_tokens)
@@ -157,7 +162,7 @@ class Bench:
 
 
 def _output_of(batch: Batch) -> StepOutput:
-    count = sum(len(entry.choices) for entry in batch.entries)
+    count = sum(entry.num_choices for entry in batch.entries)
     return StepOutput(
         token_ids=np.full(count, 7, np.int32),
         is_finite=np.ones(count, np.bool_),

@@ -13,6 +13,7 @@ import numpy as np
 
 from cadenza.backends.base import Capability, Runner
 from cadenza.config import MAX_LOGPROBS_BOUND
+from cadenza.core.sequence import PageCopy
 from cadenza.core.step_schema import LAST_SAMPLED, ModelInputs, StepOutput
 from tests.contract.backends import LIMITS
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs, padding_of, run_step
@@ -183,7 +184,8 @@ def check_a_copied_page_is_as_good_as_its_original(bench: Bench) -> None:
     bench.run(source.chunk(PROMPT[9:], samples=True))
     bench.run(source.next_token())
     fork = stream_on(2, [12, 19])
-    fork.num_computed, fork.copies = len(PROMPT) - 1, [(13, 19)]
+    fork.num_computed = len(PROMPT) - 1
+    fork.copies = [PageCopy(13, 19, fork.num_computed - LIMITS.page_size)]
     outputs = [bench.run(fork.chunk(PROMPT[-1:], samples=True), source.next_token())]
     outputs = [row_of(outputs[0], 1)]
     for _ in range(3):

@@ -12,6 +12,7 @@ import numpy as np
 
 from cadenza.backends.base import Runner
 from cadenza.core.draw_keys import draw_keys
+from cadenza.core.sequence import PageCopy
 from cadenza.core.step_schema import (
     LAST_SAMPLED,
     PADDING,
@@ -53,7 +54,7 @@ class Stream:
     draw: Draw = field(default_factory=Draw)
     num_computed: int = 0
     num_sent_pages: int = 0
-    copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    copies: list[PageCopy] = field(default_factory=list[PageCopy])
 
     def chunk(self, token_ids: Iterable[int], *, samples: bool, num_choices: int = 1) -> "Chunk":
         """The next tokens of the stream; those computed so far stay what they were.
@@ -81,7 +82,7 @@ class Chunk:
     start: int
     samples: bool
     first_new_page: int
-    copies: tuple[tuple[int, int], ...] = ()
+    copies: tuple[PageCopy, ...] = ()
     num_choices: int = 1
 
     @property
@@ -124,7 +125,7 @@ def build_inputs(chunks: Iterable[Chunk], geometry: Geometry, *, step_id: int = 
         inputs,
         step_id=step_id,
         page_updates=np.array(updates, np.int32).reshape(-1, 3),
-        page_copies=np.array(copies, np.int32).reshape(-1, 2),
+        page_copies=np.array(copies, np.int32).reshape(-1, 3),
     )
 
 

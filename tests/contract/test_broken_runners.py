@@ -95,7 +95,7 @@ class KeepsFirstPageUpdate(FakeRunner):
 
 class CopiesAPageTooLate(FakeRunner):
     def launch(self, inputs: ModelInputs) -> Any:
-        none = np.zeros((0, 2), np.int32)
+        none = np.zeros((0, 3), np.int32)
         handle = FakeRunner.launch(self, replace(inputs, page_copies=none))
         empty = ModelInputs.empty(bucket=self.max_num_batched_tokens, num_rows=self.max_num_seqs)
         FakeRunner.launch(self, replace(empty, page_copies=inputs.page_copies))

@@ -20,7 +20,7 @@ def next_batch(scheduler: Scheduler) -> Batch:
 
 
 def packer() -> Packer:
-    return Packer(max_num_seqs=4, page_size=16, vocab_size=97)
+    return Packer(max_num_seqs=4, max_pages_per_seq=32, page_size=16, vocab_size=97)
 
 
 def test_a_ragged_step_is_laid_out_row_by_row_and_padded() -> None:
@@ -116,7 +116,7 @@ def test_a_readmitted_sequence_sends_all_its_pages_again() -> None:
 def test_pages_of_a_hit_are_sent_and_its_tokens_are_not() -> None:
     scheduler = scheduler_of(token_budget=64)
     add(scheduler, sequence_of(0, tuple(range(40))))
-    pack = Packer(max_num_seqs=4, page_size=16, vocab_size=97).pack
+    pack = Packer(max_num_seqs=4, max_pages_per_seq=32, page_size=16, vocab_size=97).pack
     batch = next_batch(scheduler)
     pack(batch, 64)
     scheduler.update(batch, output_of(batch))
@@ -142,7 +142,7 @@ def test_sampling_data_belongs_to_the_row_and_follows_its_occupant() -> None:
         presence_penalty=1.0,
     )
     cold = SamplingParams(temperature=1e-6, top_k=-1)
-    pack = Packer(max_num_seqs=1, page_size=16, vocab_size=97).pack
+    pack = Packer(max_num_seqs=1, max_pages_per_seq=32, page_size=16, vocab_size=97).pack
     add(scheduler, sequence_of(0, 3, max_tokens=1, params=hot), sequence_of(1, 3, params=cold))
     seen: list[ModelInputs] = []
     for _ in range(2):
@@ -202,7 +202,7 @@ def test_each_of_many_rows_is_sampled_by_its_own_requests_settings() -> None:
         for index, params in enumerate(settings)
     ]
     add(scheduler, *sequences, sequence_of(count, 200))
-    pack = Packer(max_num_seqs=count, page_size=16, vocab_size=97).pack
+    pack = Packer(max_num_seqs=count, max_pages_per_seq=32, page_size=16, vocab_size=97).pack
     for step in range(2):
         batch = next_batch(scheduler)
         inputs = pack(batch, budget)
@@ -247,7 +247,7 @@ def test_rules_go_up_when_a_row_changes_hands_and_again_to_a_device_that_lost_th
     scheduler = scheduler_of(token_budget=24)
     ruled = SamplingParams(presence_penalty=1.0)
     add(scheduler, sequence_of(0, 4, params=ruled), sequence_of(1, 4))
-    packer = Packer(max_num_seqs=4, page_size=16, vocab_size=97)
+    packer = Packer(max_num_seqs=4, max_pages_per_seq=32, page_size=16, vocab_size=97)
     sent: list[list[int]] = []
     for step in range(3):
         batch = scheduler.schedule()

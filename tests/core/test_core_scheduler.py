@@ -6,7 +6,7 @@ import pytest
 
 from cadenza.core.batch import Batch
 from cadenza.core.scheduler import Scheduler, share_budget
-from cadenza.core.sequence import Sequence, SequenceStatus
+from cadenza.core.sequence import PageCopy, Sequence, SequenceStatus
 from cadenza.request import Event, Finished, SamplingParams, Token
 from tests.core.builders import (
     add,
@@ -26,8 +26,13 @@ def decode(request_id: int) -> Sequence:
 
 
 def shared(sequences: SequenceOf[Sequence], budget: int, cap: int) -> list[tuple[int, int]]:
-    shares = share_budget(sequences, token_budget=budget, max_entries=cap)
-    return [(sequence.request_id, count) for sequence, count in shares]
+    wanted = [sequence.num_uncomputed_tokens for sequence in sequences]
+    counts = share_budget(wanted, token_budget=budget, max_entries=cap)
+    return [
+        (sequence.request_id, count)
+        for sequence, count in zip(sequences, counts, strict=True)
+        if count
+    ]
 
 
 def scheduled(scheduler: Scheduler) -> Batch:
@@ -47,11 +52,7 @@ def kinds(events: list[Event]) -> list[type[Event]]:
 
 def test_eight_tokens_serve_three_decodes_and_two_prompts_of_which_one_is_cut() -> None:
     sequences = [*map(decode, range(3)), sequence_of(3, 3), sequence_of(4, 3)]
-    shares = share_budget(sequences, token_budget=8, max_entries=8)
-    assert len(shares) == 5
-    assert sum(count for _, count in shares) == 8
-    last, count = shares[-1]
-    assert (last.request_id, count, last.num_uncomputed_tokens - count) == (4, 2, 1)
+    assert shared(sequences, budget=8, cap=8) == [(0, 1), (1, 1), (2, 1), (3, 3), (4, 2)]
 
 
 def test_a_cap_of_two_entries_takes_two_of_five_decodes() -> None:
@@ -60,7 +61,7 @@ def test_a_cap_of_two_entries_takes_two_of_five_decodes() -> None:
 
 def test_decodes_come_before_prompts_whatever_their_order() -> None:
     sequences = [sequence_of(0, 30), decode(1), sequence_of(2, 30), decode(3)]
-    assert shared(sequences, budget=10, cap=8) == [(1, 1), (3, 1), (0, 8)]
+    assert shared(sequences, budget=10, cap=8) == [(0, 8), (1, 1), (3, 1)]
 
 
 def test_sequences_that_want_nothing_are_left_out() -> None:
@@ -98,7 +99,7 @@ def test_chunks_add_up_to_the_prompt_and_only_the_last_one_samples() -> None:
     while not chunks or not chunks[-1][2]:
         batch = scheduled(scheduler)
         (entry,) = batch.entries
-        chunks.append((entry.start, entry.num_new_tokens, bool(entry.choices)))
+        chunks.append((entry.start, entry.num_new_tokens, bool(entry.num_choices)))
         scheduler.update(batch, output_of(batch))
     assert chunks == [
         (0, 7, False),
@@ -371,3 +372,15 @@ def test_the_invariants_betray_a_broken_book(fault: str) -> None:
         sequence.status = SequenceStatus.WAITING
     with pytest.raises(AssertionError):
         scheduler.check_invariants()
+
+
+def test_a_fork_copies_the_tokens_that_its_prompt_has_in_the_last_page() -> None:
+    scheduler = scheduler_of(token_budget=64)
+    samples = [sequence_of(0, 37) for _ in range(2)]
+    for sample in samples:
+        sample.siblings = samples
+    add(scheduler, *samples)
+    run_step(scheduler)
+    source, fork = samples
+    (copy,) = scheduled(scheduler).page_copies
+    assert copy == PageCopy(source.page_table[2], fork.page_table[2], num_tokens=36 - 32)

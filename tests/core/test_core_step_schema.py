@@ -64,14 +64,14 @@ def test_a_rows_settings_stay_until_another_sequence_takes_it():
     hot = sequence_of(0, 3, params=SamplingParams(temperature=0.75, top_k=5, min_p=0.25))
     settings.seat(2, hot)
     inputs = ModelInputs.empty(bucket=4, num_rows=4)
-    settings.write(inputs, np.array([1, 3]), np.array([2, 0]))
+    settings.write(inputs, slice(1, 3), np.array([2, 0]))
     logits = inputs.logits
     assert logits.temperature[:4].tolist() == [0.0, 0.75, 0.0, 0.0]
     assert logits.top_k[:4].tolist() == [0, 5, 0, 0]
     assert logits.min_p[:4].tolist() == [0.0, 0.25, 0.0, 0.0]
     assert logits.top_p[:4].tolist() == [1.0, 1.0, 1.0, 1.0]
     settings.seat(2, sequence_of(1, 3, params=SamplingParams(temperature=0.0, logprobs=3)))
-    settings.write(inputs, np.array([1]), np.array([2]))
+    settings.write(inputs, slice(1, 2), np.array([2]))
     assert (logits.temperature[1], logits.top_k[1], logits.num_logprobs[1]) == (0.0, 0, 3)
 
 
@@ -83,7 +83,9 @@ def test_a_described_row_is_chosen_by_no_setting_and_keyed_by_its_own_position()
     add(scheduler, sequence)
     batch = scheduler.schedule()
     assert batch is not None
-    inputs = Packer(max_num_seqs=4, page_size=16, vocab_size=97).pack(batch, 24)
+    inputs = Packer(max_num_seqs=4, max_pages_per_seq=32, page_size=16, vocab_size=97).pack(
+        batch, 24
+    )
     logits = inputs.logits
     assert inputs.num_logits == 6
     assert logits.positions[:6].tolist() == [1, 2, 3, 4, 5, 6]

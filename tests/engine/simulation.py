@@ -213,6 +213,7 @@ class AssembledEngine(EngineCore):
         self.scheduler = parts.scheduler(limits, kv_cache, admission)
         packer = parts.packer(
             max_num_seqs=limits.max_num_seqs,
+            max_pages_per_seq=limits.max_pages_per_seq,
             page_size=limits.page_size,
             vocab_size=runner.vocab_size,
         )

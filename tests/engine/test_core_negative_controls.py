@@ -65,9 +65,8 @@ class SendsPagesOnce(Packer):
     """Leaves out the pages a row got after its first step."""
 
     def pack(self, batch: Batch, bucket: int) -> ModelInputs:
-        for entry in batch.entries:
-            if entry.first_new_page:
-                entry.first_new_page = len(entry.sequence.page_table)
+        first = {update.row for update in batch.page_updates if not update.table_index}
+        batch.page_updates = [update for update in batch.page_updates if update.row in first]
         return super().pack(batch, bucket)
 
 
@@ -221,10 +220,11 @@ class KeepsOverrunTokens(Scheduler):
 class SkipsAToken(Scheduler):
     """Computes a prompt's chunk one token short and counts it whole."""
 
-    def _enter(self, sequence: Sequence, count: int) -> BatchEntry:
-        entry = super()._enter(sequence, count)
-        if count > 2 and not entry.choices:
+    def _enter(self, batch: Batch, sequence: Sequence, count: int) -> BatchEntry:
+        entry = super()._enter(batch, sequence, count)
+        if count > 2 and not entry.num_choices:
             entry.num_new_tokens -= 1
+            batch.num_tokens -= 1
         return entry
 
 

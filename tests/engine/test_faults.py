@@ -100,7 +100,7 @@ class RecordingPacker(Packer):
 
     def pack(self, batch: Batch, bucket: int) -> ModelInputs:
         everybody = [stream_of(entry.sequence) for entry in batch.entries]
-        sampled = [stream_of(entry.sequence) for entry in batch.entries if entry.choices]
+        sampled = [stream_of(entry.sequence) for entry in batch.entries if entry.num_choices]
         self.batches.append((everybody, sampled))
         return super().pack(batch, bucket)
 
@@ -277,8 +277,8 @@ def test_every_failing_step_ends_its_requests_once_and_no_others(
 class PublishesAtLaunch(Scheduler):
     """Makes pages findable before their step has succeeded."""
 
-    def _enter(self, sequence: Sequence, count: int) -> BatchEntry:
-        entry = super()._enter(sequence, count)
+    def _enter(self, batch: Batch, sequence: Sequence, count: int) -> BatchEntry:
+        entry = super()._enter(batch, sequence, count)
         known = len(sequence.token_ids)
         self.kv_cache.publish(sequence, min(entry.end, known))
         return entry

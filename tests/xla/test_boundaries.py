@@ -7,6 +7,7 @@ import pytest
 
 from cadenza.backends.xla.programs import PAGE_COPIES, PAGE_UPDATES
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.core.sequence import PageCopy
 from cadenza.core.step_schema import RuleUpdate
 from cadenza.core.token_rules import RuleLayout
 from cadenza.errors import InvalidRequestError
@@ -136,8 +137,9 @@ def _tokens_after_copies(runner: XlaRunner, num_other_copies: int | None) -> lis
     stream = Stream(row=0, pages=[4, 9, 2])
     run_step(runner, [stream.chunk(prompt, samples=False)], geometry)
     if num_other_copies is not None:
-        others = [(50, 51 + index % 20) for index in range(num_other_copies)]
-        needed = [(4, 30), (9, 31), (2, 32)] if num_other_copies >= 0 else []
+        others = [PageCopy(50, 51 + index % 20, 16) for index in range(num_other_copies)]
+        needed = [PageCopy(4, 30, 16), PageCopy(9, 31, 16), PageCopy(2, 32, 8)]
+        needed = needed if num_other_copies >= 0 else []
         stream = Stream(row=1, pages=[30, 31, 32], num_computed=40, copies=[*others, *needed])
     params = SamplingParams(presence_penalty=2.0, repetition_penalty=20.0)
     record = RuleLayout(runner.vocab_size).encode(sequence_of(0, tuple(prompt), params=params))

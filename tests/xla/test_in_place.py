@@ -13,8 +13,12 @@ import jax
 import numpy as np
 import pytest
 
+from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.programs import step_function
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.config import PAGE_SIZE_UNIT
+from cadenza.core.sequence import PageCopy
 from cadenza.core.step_schema import NUM_PROMPT_LOGPROBS_ROWS, StepLayout
 from tests.contract.steps import Geometry, Stream, build_inputs, run_step
 from tests.xla.harness import BASE, Lab, Variant, page_bytes, slots_of
@@ -79,6 +83,42 @@ def test_copying_pages_aliases_every_pool_and_copies_none(lab: Lab):
     for index in range(NUM_SIDES):
         assert aliases.get(index) == index, f"state leaf {index} is not aliased"
     assert not pool_sized_results(text, BASE, "copy")
+
+
+DENSE = replace(BASE, page_size=BASE.max_model_len, num_pages=BASE.num_rows)
+"""A page is a whole row's."""
+
+
+def kv_of_page(runner: XlaRunner, page: int, variant: Variant) -> np.ndarray:
+    """Keys and values of a page's slots, all layers together: [page_size, elements]."""
+    assert runner._state is not None
+    sides: list[np.ndarray] = []
+    for side in map(np.asarray, runner._state.pool):
+        # The native table has slots behind the heads: [pages, layers, Hkv, page_size, D].
+        by_slot = side if side.ndim == 4 else side.transpose(0, 3, 1, 2, 4)
+        sides.append(by_slot.reshape(variant.num_pages, variant.page_size, -1)[page])
+    return np.concatenate(sides, axis=1)
+
+
+@pytest.mark.parametrize(
+    "ops", [ReferenceOps, pytest.param(NativeOps, marks=pytest.mark.native)], ids=lambda o: o.name
+)
+def test_a_fork_copies_the_blocks_with_its_tokens_and_nothing_behind_them(
+    lab: Lab, ops: type[ReferenceOps]
+):
+    runner = lab.runner(replace(DENSE, ops=ops))
+    geometry = replace(GEOMETRY, page_size=DENSE.page_size)
+    source, num_tokens = Stream(row=0, pages=[2]), len(PROMPT) - 1
+    for _ in range(4):
+        run_step(runner, [source.chunk(PROMPT, samples=True)], geometry)
+    copies = [PageCopy(source=2, destination=5, num_tokens=num_tokens)]
+    fork = Stream(row=1, pages=[5], num_computed=num_tokens, copies=copies)
+    run_step(runner, [fork.chunk(PROMPT[-1:], samples=True)], geometry)
+    original, copy = (kv_of_page(runner, page, DENSE) for page in (2, 5))
+    assert np.array_equal(copy[:num_tokens], original[:num_tokens])
+    end = -(-num_tokens // PAGE_SIZE_UNIT) * PAGE_SIZE_UNIT
+    assert not np.isnan(original[end : 3 * PAGE_SIZE_UNIT + end]).any()
+    assert np.isnan(copy[end:]).all()
 
 
 def pool_pointers(runner: XlaRunner) -> list[int]:

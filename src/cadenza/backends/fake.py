@@ -95,8 +95,8 @@ class FakeRunner:
         for update in inputs.rule_updates:
             self._rules[update.row] = update.record
         pages = self._slots.reshape(-1, self.page_size)
-        for source, copy in inputs.page_copies:
-            pages[copy] = pages[source]
+        for source, destination, num_tokens in inputs.page_copies:
+            pages[destination, :num_tokens] = pages[source, :num_tokens]
         for row in range(self.max_num_seqs):
             self._store(inputs, row)
         count = inputs.num_logits

@@ -17,9 +17,20 @@ def draw_keys(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.uint32]:
     """Keys of the draws at `positions` [L] of streams with `seeds` [L]: [L, 2]."""
-    state = _mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN
-    mixed = _mix(state)
-    keys = np.empty((len(seeds), 2), np.uint32)
+    return keys_of_mixed(mix_seeds(seeds), positions)
+
+
+def mix_seeds(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The part of `draw_keys` that is the same for all positions of a stream: [L]."""
+    return _mix(seeds + _GOLDEN)
+
+
+def keys_of_mixed(
+    mixed_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
+) -> npt.NDArray[np.uint32]:
+    """`draw_keys` of seeds that went through `mix_seeds`."""
+    mixed = _mix(mixed_seeds + positions.astype(np.uint64) * _GOLDEN)
+    keys = np.empty((len(mixed), 2), np.uint32)
     keys[:, 0] = mixed & _LOW_32
     keys[:, 1] = mixed >> np.uint64(32)
     return keys

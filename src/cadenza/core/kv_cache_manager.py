@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cadenza.core.page_pool import PagePool
 from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
-from cadenza.core.sequence import Sequence
+from cadenza.core.sequence import PageCopy, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,12 @@ class KVCacheManager:
             self.release(sequence)
             return False
         if prefix.partial_page is not None:
-            copy = sequence.page_table[len(prefix.page_ids)]
-            sequence.page_copy = (prefix.partial_page, copy)
+            index = len(prefix.page_ids)
+            sequence.page_copy = PageCopy(
+                prefix.partial_page,
+                sequence.page_table[index],
+                prefix.num_tokens - index * self.page_size,
+            )
         return True
 
     def try_grow(self, sequence: Sequence, num_tokens: int) -> bool:

@@ -1,17 +1,20 @@
 """`Packer`: a `Batch` of sequences becomes the flat, padded arrays of `ModelInputs`.
 
-Legend as in `core.step_schema`. Knows no device. Invariant: what it writes grows with the step's
+Owns arrays for what a row keeps from step to step (settings, seed, page table): written when it
+changes, gathered by each step. Knows no device. Invariant: what it writes grows with the step's
 tokens and its new pages, never with `max_model_len`.
+
+Legend as in `core.step_schema`; B entries of a batch.
 """
 
 import numpy as np
+import numpy.typing as npt
 
-from cadenza.core.batch import Batch, BatchEntry
-from cadenza.core.draw_keys import draw_keys
+from cadenza.core.batch import Batch
+from cadenza.core.draw_keys import keys_of_mixed, mix_seeds
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import (
     LAST_SAMPLED,
-    NO_TARGET,
     Int32Array,
     ModelInputs,
     RowSettings,
@@ -20,19 +23,21 @@ from cadenza.core.step_schema import (
 )
 from cadenza.core.token_rules import RuleLayout
 
+IndexArray = npt.NDArray[np.intp]
+
 
 class Packer:
-    """Packs batches of up to `max_num_seqs` rows over pages of `page_size` tokens.
+    """Packs batches of up to `max_num_seqs` rows over pages of `page_size` tokens."""
 
-    What a row keeps is written once, when a sequence takes the row, and gathered by step.
-    """
-
-    def __init__(self, *, max_num_seqs: int, page_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, max_pages_per_seq: int, page_size: int, vocab_size: int
+    ) -> None:
         self._num_rows = max_num_seqs
         self._page_size = page_size
         self._occupant: list[Sequence | None] = [None] * max_num_seqs
         self._settings = RowSettings(max_num_seqs)
-        self._seeds = np.zeros(max_num_seqs, np.uint64)
+        self._mixed_seeds = np.zeros(max_num_seqs, np.uint64)  # [R]
+        self._page_table = np.zeros((max_num_seqs, max_pages_per_seq), np.int32)  # [R, P]
         self._rule_layout = RuleLayout(vocab_size)
         self._empty: dict[int, Int32Array] = {}
 
@@ -42,6 +47,7 @@ class Packer:
 
     def pack(self, batch: Batch, bucket: int) -> ModelInputs:
         """Inputs of `batch`, padded to `bucket` tokens."""
+        assert batch.num_tokens <= bucket, f"{batch.num_tokens} tokens exceed the bucket {bucket}"
         rule_updates = self._seat(batch)
         layout = StepLayout(bucket, self._num_rows)
         if bucket not in self._empty:
@@ -51,76 +57,61 @@ class Packer:
             step_id=batch.step_id,
             words=words,
             groups=layout.views(words),
-            page_updates=_page_updates(batch),
-            page_copies=_page_copies(batch),
+            page_updates=np.array(batch.page_updates, np.int32).reshape(-1, 3),
+            page_copies=np.array(batch.page_copies, np.int32).reshape(-1, 3),
             rule_updates=rule_updates,
         )
-        self._write_tokens(inputs, batch)
-        self._write_rows(inputs, batch)
-        self._write_logits(inputs, batch)
+        for row, index, page_id in batch.page_updates:
+            self._page_table[row, index] = page_id
+        rows = np.array([entry.row for entry in batch.entries], np.intp)  # [B]
+        starts = np.array([entry.start for entry in batch.entries], np.int32)  # [B]
+        self._write_tokens(inputs, batch, rows, starts)
+        self._write_logits(inputs, batch, rows, starts)
         return inputs
 
-    def _write_tokens(self, inputs: ModelInputs, batch: Batch) -> None:
-        size = self._page_size
-        ids: list[int] = []
-        positions: list[int] = []
-        pages: list[int] = []
-        for entry in batch.entries:
-            known, table = entry.sequence.token_ids, entry.sequence.page_table
-            start, end = entry.start, entry.end
-            if end - start == 1:
-                ids.append(known[start] if start < len(known) else LAST_SAMPLED)
-                positions.append(start)
-                pages.append(table[start // size])
-                continue
-            ids += known[start:end]
-            if end > len(known):
-                ids.append(LAST_SAMPLED)
-            positions += range(start, end)
-            pages += [table[position // size] for position in range(start, end)]
-        count = len(ids)
-        tokens = inputs.tokens
-        assert count <= len(tokens.ids), f"{count} tokens do not fit a bucket of {len(tokens.ids)}"
+    def _write_tokens(
+        self, inputs: ModelInputs, batch: Batch, rows: IndexArray, starts: Int32Array
+    ) -> None:
+        """Tokens, their places in the KV cache, and the lengths of their rows."""
+        tokens, count, size = inputs.tokens, batch.num_tokens, self._page_size
+        lengths = np.array([entry.num_new_tokens for entry in batch.entries], np.int32)  # [B]
+        query_ends = inputs.rows.query_starts[1:]
+        query_ends[rows] = lengths
+        np.cumsum(query_ends, out=query_ends)
+        inputs.rows.kv_lens[rows] = starts + lengths
         inputs.groups.counts.num_tokens[0] = count
-        tokens.ids[:count] = ids
+        tokens.ids[:count] = _token_ids(batch)
+        positions = _count_up(starts, lengths, count)
+        pages = self._page_table[np.repeat(rows, lengths), positions // size]
         tokens.positions[:count] = positions
-        tokens.slots[:count] = np.array(pages, np.int32) * size + tokens.positions[:count] % size
+        tokens.slots[:count] = pages * size + positions % size
 
-    def _write_rows(self, inputs: ModelInputs, batch: Batch) -> None:
-        rows = [entry.row for entry in batch.entries]
-        inputs.rows.kv_lens[rows] = [entry.end for entry in batch.entries]
-        new_lens = np.zeros(self._num_rows, np.int32)
-        new_lens[rows] = [entry.num_new_tokens for entry in batch.entries]
-        np.cumsum(new_lens, out=inputs.rows.query_starts[1:])
-
-    def _write_logits(self, inputs: ModelInputs, batch: Batch) -> None:
-        """A logit row for each position that an entry describes, then for each that it chooses."""
-        logits = inputs.logits
-        positions: list[int] = []
-        counts: list[int] = []
-        for entry in batch.entries:
-            first = len(positions)
-            if entry.prompt_logprobs:
-                positions += entry.prompt_logprobs
-                _write_prompt_logprobs(inputs, slice(first, len(positions)), entry)
-            positions += entry.choices
-            counts.append(len(positions) - first)
-        count = len(positions)
-        entry_rows = [entry.row for entry in batch.entries]
-        rows = np.repeat(np.array(entry_rows, np.intp), counts)
-        # A position's logits are those of the token before it.
-        starts = np.array([entry.start for entry in batch.entries], np.int32)
-        offsets = inputs.rows.query_starts[entry_rows] - starts - 1
+    def _write_logits(
+        self, inputs: ModelInputs, batch: Batch, rows: IndexArray, starts: Int32Array
+    ) -> None:
+        """Logit rows for prompt log probabilities, then those for choices, each by entry."""
+        logits, first = inputs.logits, batch.num_prompt_logprobs
+        if first:
+            _write_prompt_logprobs(inputs, batch)
+        num_choices = np.array([entry.num_choices for entry in batch.entries], np.int32)  # [B]
+        choice_rows = np.repeat(rows, num_choices)
+        count = first + len(choice_rows)
+        ends = inputs.rows.kv_lens[rows]
         inputs.groups.counts.num_logits[0] = count
-        logits.rows[:count] = rows
-        logits.positions[:count] = positions
-        logits.token_indices[:count] = logits.positions[:count] + np.repeat(offsets, counts)
-        logits.keys[:count] = draw_keys(self._seeds[rows], logits.positions[:count])
-        choices = np.flatnonzero(logits.targets[:count] == NO_TARGET)
-        self._settings.write(inputs, choices, rows[choices])
+        logits.rows[first:count] = choice_rows
+        logits.positions[first:count] = _count_up(
+            ends + 1 - num_choices, num_choices, count - first
+        )
+        logit_rows = logits.rows[:count]
+        # A position's logits are those of the token before it.
+        offsets = np.zeros(self._num_rows, np.int32)
+        offsets[rows] = inputs.rows.query_starts[rows] - starts - 1
+        logits.token_indices[:count] = logits.positions[:count] + offsets[logit_rows]
+        logits.keys[:count] = keys_of_mixed(self._mixed_seeds[logit_rows], logits.positions[:count])
+        self._settings.write(inputs, slice(first, count), choice_rows)
 
     def _seat(self, batch: Batch) -> tuple[RuleUpdate, ...]:
-        """Takes the data of rows that changed hands; the rules that the device has to learn."""
+        """Takes the data of rows that changed hands; returns the rules that the device lacks."""
         updates: list[RuleUpdate] = []
         for entry in batch.entries:
             row, sequence = entry.row, entry.sequence
@@ -128,32 +119,43 @@ class Packer:
                 continue
             self._occupant[row] = sequence
             self._settings.seat(row, sequence)
-            self._seeds[row] = sequence.seed
+            self._mixed_seeds[row] = mix_seeds(np.array([sequence.seed], np.uint64))[0]
             record = self._rule_layout.encode(sequence)
             if record is not None:
                 updates.append(RuleUpdate(row, record))
         return tuple(updates)
 
 
-def _write_prompt_logprobs(inputs: ModelInputs, places: slice, entry: BatchEntry) -> None:
-    """Logit rows that describe tokens of a prompt; nothing is chosen by a request's settings."""
-    positions, sequence = entry.prompt_logprobs, entry.sequence
-    inputs.logits.targets[places] = sequence.token_ids[positions.start : positions.stop]
-    inputs.logits.num_logprobs[places] = sequence.params.prompt_logprobs
+def _token_ids(batch: Batch) -> list[int]:
+    """The batch's tokens; LAST_SAMPLED for one that has not been read back from the device."""
+    ids: list[int] = []
+    for entry in batch.entries:
+        start, known = entry.start, entry.sequence.token_ids
+        if start == len(known):
+            ids.append(LAST_SAMPLED)
+            continue
+        ids += known[start : start + entry.num_new_tokens]
+        if entry.end > len(known):
+            ids.append(LAST_SAMPLED)
+    return ids
 
 
-def _page_updates(batch: Batch) -> Int32Array:
-    """[U, 3]: page-table entries the device has not seen."""
-    updates = [
-        (entry.row, index, entry.sequence.page_table[index])
-        for entry in batch.entries
-        if entry.first_new_page < len(entry.sequence.page_table)
-        for index in range(entry.first_new_page, len(entry.sequence.page_table))
-    ]
-    return np.array(updates, np.int32).reshape(-1, 3)
+def _count_up(starts: Int32Array, lengths: Int32Array, total: int) -> Int32Array:
+    """starts[0], starts[0] + 1, …, `lengths[0]` of them, then those of starts[1], …: [total]."""
+    firsts = np.cumsum(lengths, dtype=np.int32) - lengths
+    return np.arange(total, dtype=np.int32) + np.repeat(starts - firsts, lengths)
 
 
-def _page_copies(batch: Batch) -> Int32Array:
-    """[C, 2]: pages that are copied before the step."""
-    copies = [entry.page_copy for entry in batch.entries if entry.page_copy is not None]
-    return np.array(copies, np.int32).reshape(-1, 2)
+def _write_prompt_logprobs(inputs: ModelInputs, batch: Batch) -> None:
+    """Logit rows that describe prompt tokens: their targets, and no sampling settings."""
+    logits, stop = inputs.logits, 0
+    for entry in batch.entries:
+        positions = entry.prompt_logprobs
+        if not positions:
+            continue
+        sequence, places = entry.sequence, slice(stop, stop + len(positions))
+        stop = places.stop
+        logits.rows[places] = entry.row
+        logits.positions[places] = positions
+        logits.targets[places] = sequence.token_ids[positions.start : positions.stop]
+        logits.num_logprobs[places] = sequence.params.prompt_logprobs

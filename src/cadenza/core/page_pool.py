@@ -120,7 +120,8 @@ class PagePool:
             if not page.pin_count:
                 raise PageAccountingError(f"page {page_id} was unpinned and is not pinned")
             page.pin_count -= 1
-            self._release_if_unused(page_id, page)
+            if not page.ref_count:
+                self._release_if_unused(page_id, page)
 
     def mark_cached(self, page_id: int) -> None:
         """The page's content can be found again; it is told through `on_evict` when that ends."""

@@ -11,12 +11,11 @@ launch, tokens arrive in `update`, and entries whose sequence has ended meanwhil
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import replace
+from operator import attrgetter
 
 from cadenza.config import EngineLimits
 from cadenza.core.admission import Admission
-from cadenza.core.batch import NO_POSITIONS, Batch, BatchEntry
+from cadenza.core.batch import Batch, BatchEntry, PageUpdate
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.prompt_logprobs import PromptLogprobsBudget
 from cadenza.core.sequence import Sequence, SequenceStatus
@@ -31,6 +30,11 @@ from cadenza.request import (
     Token,
     TokenLogprobs,
 )
+
+Share = tuple[Sequence, int]
+"""A sequence and how many of its tokens a step computes."""
+
+_row_of = attrgetter("row")
 
 NOT_FINITE = "the model produced a non-finite value"
 NONE_ALLOWED = (
@@ -59,7 +63,6 @@ class Scheduler:
         self.num_prefix_hits = 0
         self._admission = admission
         self._free_rows = list(range(limits.max_num_seqs))
-        self._started: list[Started] = []
         self.num_steps = 0
 
     @property
@@ -76,68 +79,64 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step's work, with its pages allocated; None when nothing can be computed."""
-        self._started.clear()
-        shares = share_budget(
-            self.running,
-            token_budget=self.limits.max_num_batched_tokens,
-            max_entries=self.limits.max_num_seqs,
-        )
+        batch = Batch(self.num_steps)
+        num_preemptions = self.num_preemptions
         logprobs_budget = PromptLogprobsBudget(NUM_PROMPT_LOGPROBS_ROWS)
-        fitted = [(sequence, _fit(sequence, count, logprobs_budget)) for sequence, count in shares]
-        chosen, preempted = self._give_pages([share for share in fitted if share[1]])
-        budget = self.limits.max_num_batched_tokens - sum(count for _, count in chosen)
-        if not preempted:
-            chosen += self._admit(budget, logprobs_budget)
-        if not chosen:
+        shares = self._share_among_running(logprobs_budget)
+        if self.num_preemptions == num_preemptions:
+            shares += self._admit(batch, shares, logprobs_budget)
+        if not shares:
             return None
-        entries = sorted((self._enter(*share) for share in chosen), key=_row_of)
-        self.num_scheduled_tokens += sum(entry.num_new_tokens for entry in entries)
+        # Entered only now: a sample may share a prompt that an earlier step has computed.
+        for sequence, count in shares:
+            self._enter(batch, sequence, count)
+        batch.entries.sort(key=_row_of)
+        self.kv_cache.pool.pin(batch.written_pages)
+        self.num_scheduled_tokens += batch.num_tokens
         self.num_steps += 1
-        return Batch(self.num_steps - 1, tuple(entries), tuple(self._started))
+        return batch
 
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
         """Takes a step's results; `output` has an entry for each logit row of the batch."""
+        self.kv_cache.pool.unpin(batch.written_pages)
         events: list[Event] = []
+        if batch.num_prompt_logprobs:
+            self._take_prompt_logprobs(batch, output, events)
         token_ids = output.token_ids.tolist()
         is_finite = output.is_finite.tolist()
         has_choice = output.has_choice.tolist()
-        index = 0
+        index = batch.num_prompt_logprobs
         for entry in batch.entries:
-            self.kv_cache.pool.unpin(entry.pinned_pages)
-            if entry.prompt_logprobs:
-                indices = range(index, index + len(entry.prompt_logprobs))
-                index = indices.stop
-                if not entry.sequence.is_finished:
-                    events += self._take_prompt_logprobs(entry, output, indices)
-            if not entry.choices:
+            if not entry.num_choices:
                 continue
-            if not entry.sequence.is_finished:
-                if not is_finite[index]:
-                    events.append(self._fail(entry.sequence, NOT_FINITE, "not_finite"))
-                elif entry.sequence.is_prompt_only:
-                    events.append(self._end_prompt(entry))
-                elif not has_choice[index]:
-                    events.append(self._fail(entry.sequence, NONE_ALLOWED, "none_allowed"))
-                else:
-                    count = entry.sequence.request.params.logprobs
-                    logprobs = None if count is None else _logprobs_of(output, index, count)
-                    self._take_token(entry, token_ids[index], logprobs, events)
+            sequence = entry.sequence
+            if sequence.status is SequenceStatus.FINISHED:
+                pass
+            elif not is_finite[index]:
+                events.append(self._fail(sequence, NOT_FINITE, "not_finite"))
+            elif sequence.is_prompt_only:
+                events.append(self._end_prompt(entry))
+            elif not has_choice[index]:
+                events.append(self._fail(sequence, NONE_ALLOWED, "none_allowed"))
+            else:
+                count = sequence.request.params.logprobs
+                logprobs = None if count is None else _logprobs_of(output, index, count)
+                self._take_token(entry, token_ids[index], logprobs, events)
             index += 1
         return events
 
     def fail_batch(self, batch: Batch, error: str) -> list[Event]:
         """Ends every sequence of a step that did not succeed, once each."""
+        self.drop_batch(batch)
         events: list[Event] = []
         for entry in batch.entries:
-            self.kv_cache.pool.unpin(entry.pinned_pages)
             if not entry.sequence.is_finished:
                 events.append(self._fail(entry.sequence, error, "step_failed"))
         return events
 
     def drop_batch(self, batch: Batch) -> None:
-        """A launched step will never be read; `restart` recomputes what it would have given."""
-        for entry in batch.entries:
-            self.kv_cache.pool.unpin(entry.pinned_pages)
+        """For a launched step that will not be read; `restart` has its tokens computed again."""
+        self.kv_cache.pool.unpin(batch.written_pages)
 
     def cancel(self, sequence: Sequence) -> None:
         """Frees a waiting or running sequence; no event follows."""
@@ -168,41 +167,56 @@ class Scheduler:
             assert not sequence.page_table, "a waiting sequence holds pages"
         self.kv_cache.check_invariants(self.running)
 
-    def _give_pages(
-        self, shares: list[tuple[Sequence, int]]
-    ) -> tuple[list[tuple[Sequence, int]], bool]:
-        """The shares that got their pages, oldest first, and whether any was preempted."""
-        wanted = dict(shares)
-        chosen: list[tuple[Sequence, int]] = []
-        preempted = False
-        for sequence in self.running.copy():
-            count = wanted.get(sequence)
-            if count is None or sequence.status is not SequenceStatus.RUNNING:
+    def _share_among_running(self, logprobs_budget: PromptLogprobsBudget) -> list[Share]:
+        """What running sequences compute this step, oldest first, with pages for it.
+
+        Where there are no pages the newest sequence is preempted.
+        """
+        counts = share_budget(
+            [sequence.num_uncomputed_tokens for sequence in self.running],
+            token_budget=self.limits.max_num_batched_tokens,
+            max_entries=self.limits.max_num_seqs,
+        )
+        page_size = self.limits.page_size
+        shares: list[Share] = []
+        for sequence, budgeted in zip(self.running.copy(), counts, strict=True):
+            count = budgeted
+            if sequence.prompt_logprobs_progress is not None:
+                count = _fit(sequence, count, logprobs_budget)
+            if not count or sequence.status is not SequenceStatus.RUNNING:
                 continue
-            grown = self.kv_cache.try_grow(sequence, sequence.num_computed_tokens + count)
-            while not grown and not self.kv_cache.pool.num_pinned:
-                victim = self.running[-1]
-                self._preempt(victim)
-                preempted = True
-                if victim is sequence:
-                    break
-                grown = self.kv_cache.try_grow(sequence, sequence.num_computed_tokens + count)
-            if grown:
-                chosen.append((sequence, count))
-        return chosen, preempted
+            end = sequence.num_computed_tokens + count
+            if end <= len(sequence.page_table) * page_size or self._grow(sequence, end):
+                shares.append((sequence, count))
+        return shares
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Pages for `num_tokens` tokens, preempting newer sequences, and at last this one.
+
+        False when it was preempted, or when a launched step still has to give pages back.
+        """
+        while not self.kv_cache.try_grow(sequence, num_tokens):
+            if self.kv_cache.pool.num_pinned:
+                return False
+            newest = self.running[-1]
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        return True
 
     def _admit(
-        self, budget: int, logprobs_budget: PromptLogprobsBudget
-    ) -> list[tuple[Sequence, int]]:
+        self, batch: Batch, shares: list[Share], logprobs_budget: PromptLogprobsBudget
+    ) -> list[Share]:
         """Starts waiting sequences, first come first served, while rows, pages and budget last."""
-        admitted: list[tuple[Sequence, int]] = []
+        budget = self.limits.max_num_batched_tokens - sum(count for _, count in shares)
+        admitted: list[Share] = []
         while self.waiting and self._free_rows and budget > 0:
             sequence = self.waiting[0]
             if sequence.num_pending_tokens or sequence.is_expecting_source:
                 break
             if sequence.needs_prompt_logprobs and not logprobs_budget.num_rows:
                 break
-            if not self._try_start(sequence):
+            if not self._try_start(batch, sequence):
                 break
             wanted = min(sequence.num_uncomputed_tokens, budget)
             count = _fit(sequence, wanted, logprobs_budget)
@@ -210,7 +224,7 @@ class Scheduler:
             admitted.append((sequence, count))
         return admitted
 
-    def _try_start(self, sequence: Sequence) -> bool:
+    def _try_start(self, batch: Batch, sequence: Sequence) -> bool:
         is_fork = sequence.fork_source is not None
         prefix = self.kv_cache.find_prefix(sequence)
         if not self._can_admit(sequence, prefix):
@@ -219,7 +233,7 @@ class Scheduler:
             return False
         if sequence.num_cached_tokens is None:
             if all(each.num_cached_tokens is None for each in sequence.siblings):
-                self._started.append(Started(request_id=sequence.request_id))
+                batch.started.append(Started(request_id=sequence.request_id))
             sequence.num_cached_tokens = prefix.num_cached_tokens
             if not is_fork:
                 self._count_prefix(sequence, prefix.num_cached_tokens)
@@ -248,36 +262,31 @@ class Scheduler:
             self.num_prefix_queries += sequence.num_prompt_tokens
             self.num_prefix_hits += num_hit_tokens
 
-    def _enter(self, sequence: Sequence, count: int) -> BatchEntry:
-        """Counts the share as launched and pins the pages it writes."""
-        start = sequence.num_computed_tokens
+    def _enter(self, batch: Batch, sequence: Sequence, count: int) -> BatchEntry:
+        """Adds the next `count` tokens of a sequence to the batch and counts them as launched."""
+        row, start = sequence.row, sequence.num_computed_tokens
+        assert row is not None
         end = start + count
-        samples = end == sequence.num_tokens
-        size = self.limits.page_size
-        table = sequence.page_table
-        pinned = table[start // size : (end - 1) // size + 1]
-        self.kv_cache.pool.pin(pinned)
-        first_new_page = sequence.num_sent_pages
-        sequence.num_sent_pages = len(table)
+        num_choices = 1 if end == sequence.num_tokens else 0
+        sequence.num_pending_tokens += num_choices
         sequence.num_computed_tokens = end
-        if samples:
-            sequence.num_pending_tokens += 1
-        progress = sequence.prompt_logprobs_progress
-        prompt_logprobs = NO_POSITIONS if progress is None else progress.launch(start, end)
-        page_copy, sequence.page_copy = sequence.page_copy, None
-        assert sequence.row is not None
-        return BatchEntry(
-            sequence=sequence,
-            row=sequence.row,
-            start=start,
-            num_new_tokens=count,
-            choices=range(end, end + 1) if samples else NO_POSITIONS,
-            pinned_pages=pinned,
-            first_new_page=first_new_page,
-            page_copy=page_copy,
-            prompt_logprobs=prompt_logprobs,
-            num_preemptions=sequence.num_preemptions,
-        )
+        # Positional: keywords take three times as long, for each row of each step.
+        entry = BatchEntry(sequence, row, start, count, num_choices, sequence.num_preemptions)
+        batch.entries.append(entry)
+        batch.num_tokens += count
+        size, table = self.limits.page_size, sequence.page_table
+        batch.written_pages += table[start // size : (end - 1) // size + 1]
+        if sequence.num_sent_pages < len(table):
+            new = range(sequence.num_sent_pages, len(table))
+            batch.page_updates += [PageUpdate(row, index, table[index]) for index in new]
+            sequence.num_sent_pages = len(table)
+        if sequence.page_copy is not None:
+            batch.page_copies.append(sequence.page_copy)
+            sequence.page_copy = None
+        if sequence.prompt_logprobs_progress is not None:
+            entry.prompt_logprobs = sequence.prompt_logprobs_progress.launch(start, end)
+            batch.num_prompt_logprobs += len(entry.prompt_logprobs)
+        return entry
 
     def _take_token(
         self,
@@ -304,7 +313,7 @@ class Scheduler:
             )
         if reason is not None:
             own = reason == "stop" and token_id in sequence.request.params.stop_token_ids
-            events.append(_finished(sequence, reason, token_id if own else None))
+            events.append(_finished(sequence, reason, stop_token_id=token_id if own else None))
             self._end(sequence)
 
     def _end_prompt(self, entry: BatchEntry) -> Finished:
@@ -317,27 +326,33 @@ class Scheduler:
         if entry.num_preemptions == sequence.num_preemptions:
             self.kv_cache.publish(sequence, entry.end)
         self._end(sequence)
-        return _finished(sequence, "length", None)
+        return _finished(sequence, "length")
 
-    def _take_prompt_logprobs(
-        self, entry: BatchEntry, output: StepOutput, indices: range
-    ) -> list[Finished] | list[PromptLogprobs]:
-        """The description of prompt tokens that nobody was told of before."""
-        sequence = entry.sequence
-        if not output.is_finite[indices.start : indices.stop].all():
-            return [self._fail(sequence, NOT_FINITE, "not_finite")]
-        assert sequence.prompt_logprobs_progress is not None
-        fresh = sequence.prompt_logprobs_progress.read(entry.prompt_logprobs)
-        if not fresh:
-            return []
-        count = sequence.request.params.prompt_logprobs or 0
-        entries = tuple(_logprobs_of(output, index, count) for index in indices[-len(fresh) :])
-        return [PromptLogprobs(request_id=sequence.request_id, start=fresh.start, entries=entries)]
+    def _take_prompt_logprobs(self, batch: Batch, output: StepOutput, events: list[Event]) -> None:
+        """Adds an event for each entry with log probabilities that were not reported before."""
+        stop = 0
+        for entry in batch.entries:
+            indices = range(stop, stop + len(entry.prompt_logprobs))
+            stop = indices.stop
+            sequence, progress = entry.sequence, entry.sequence.prompt_logprobs_progress
+            if not indices or sequence.is_finished:
+                continue
+            if not output.is_finite[indices.start : indices.stop].all():
+                events.append(self._fail(sequence, NOT_FINITE, "not_finite"))
+                continue
+            assert progress is not None
+            fresh = progress.read(entry.prompt_logprobs)
+            if not fresh:
+                continue
+            count = sequence.request.params.prompt_logprobs or 0
+            found = tuple(_logprobs_of(output, index, count) for index in indices[-len(fresh) :])
+            events.append(
+                PromptLogprobs(request_id=sequence.request_id, start=fresh.start, entries=found)
+            )
 
     def _fail(self, sequence: Sequence, error: str, kind: ErrorKind) -> Finished:
         self._end(sequence)
-        finished = _finished(sequence, "error", None)
-        return replace(finished, error=error, error_kind=kind)
+        return _finished(sequence, "error", error=error, kind=kind)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:
@@ -364,41 +379,33 @@ class Scheduler:
         self.kv_cache.release(sequence)
 
 
-def share_budget(
-    sequences: Iterable[Sequence], *, token_budget: int, max_entries: int
-) -> list[tuple[Sequence, int]]:
-    """Who gets how many tokens: first those that want a single one, then prompts in order.
+def share_budget(wanted: list[int], *, token_budget: int, max_entries: int) -> list[int]:
+    """How many of the tokens `wanted` by each sequence a step computes.
 
-    A prompt that does not fit is cut and stays in front. At most `max_entries` sequences and
-    `token_budget` tokens; sequences that want nothing are left out.
+    Sequences that want a single token come first, then prompts in order; one that does not fit is
+    cut. At most `max_entries` sequences and `token_budget` tokens.
     """
-    shares: list[tuple[Sequence, int]] = []
-    prompts: list[tuple[Sequence, int]] = []
-    for sequence in sequences:
-        wanted = sequence.num_uncomputed_tokens
-        if wanted == 1:
-            shares.append((sequence, 1))
-        elif wanted > 1:
-            prompts.append((sequence, wanted))
-    del shares[min(token_budget, max_entries) :]
-    budget = token_budget - len(shares)
-    for sequence, wanted in prompts:
-        if budget == 0 or len(shares) == max_entries:
-            break
-        count = min(wanted, budget)
-        shares.append((sequence, count))
-        budget -= count
-    return shares
+    num_single = min(wanted.count(1), token_budget, max_entries)
+    if num_single == len(wanted):
+        return wanted
+    budget, num_entries = token_budget - num_single, max_entries - num_single
+    counts: list[int] = []
+    for num_tokens in wanted:
+        if num_tokens == 1:
+            count = min(1, num_single)
+            num_single -= count
+        else:
+            count = min(num_tokens, budget) if num_entries else 0
+            budget -= count
+            num_entries -= min(1, count)
+        counts.append(count)
+    return counts
 
 
 def _fit(sequence: Sequence, count: int, logprobs_budget: PromptLogprobsBudget) -> int:
     """`count` tokens, or fewer where there are no logit rows for their log probabilities."""
     progress = sequence.prompt_logprobs_progress
     return logprobs_budget.take(progress, sequence.num_computed_tokens, count)
-
-
-def _row_of(entry: BatchEntry) -> int:
-    return entry.row
 
 
 def _logprobs_of(output: StepOutput, index: int, count: int) -> TokenLogprobs:
@@ -410,7 +417,14 @@ def _logprobs_of(output: StepOutput, index: int, count: int) -> TokenLogprobs:
     )
 
 
-def _finished(sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Finished:
+def _finished(
+    sequence: Sequence,
+    reason: FinishReason,
+    *,
+    stop_token_id: int | None = None,
+    error: str | None = None,
+    kind: ErrorKind | None = None,
+) -> Finished:
     return Finished(
         request_id=sequence.request_id,
         finish_reason=reason,
@@ -419,4 +433,6 @@ def _finished(sequence: Sequence, reason: FinishReason, stop_token_id: int | Non
         num_generated_tokens=sequence.num_generated_tokens,
         num_cached_tokens=sequence.num_cached_tokens or 0,
         sample=sequence.sample,
+        error=error,
+        error_kind=kind,
     )

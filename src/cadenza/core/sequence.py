@@ -7,9 +7,21 @@ still unread on the device.
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from cadenza.core.prompt_logprobs import PromptLogprobsProgress
 from cadenza.request import FinishReason, Request, SamplingParams
+
+
+class PageCopy(NamedTuple):
+    """The KV of the first `num_tokens` tokens of page `source`, copied to page `destination`.
+
+    Nothing reads the rest of the destination before a step has written it.
+    """
+
+    source: int
+    destination: int
+    num_tokens: int
 
 
 class SequenceStatus(Enum):
@@ -22,15 +34,18 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One stream. `token_ids` holds the prompt and every token read back so far.
+    """One stream of a request: the `sample`-th of `siblings`, which is empty for a single stream.
 
-    It is the `sample`-th of its request's streams; `siblings` are all of them, itself included,
-    where there are several. `page_copy` names a page that this one's next step starts as a copy
-    of, and the copy.
-    `num_computed_tokens` counts tokens whose KV exists once the launched steps are done;
-    `num_pending_tokens` counts tokens sampled by a launched step and not read yet;
-    `published_serial` is the prefix cache's name of its last published page, None past a collision;
-    `prompt_logprobs_progress` is there where the prompt's tokens are to be described.
+    Args:
+        token_ids: the prompt and every token read back so far.
+        page_copy: a page to copy before its next step; None once that is launched.
+        num_computed_tokens: tokens whose KV exists once the launched steps are done.
+        num_pending_tokens: tokens sampled by launched steps that have not been read.
+        num_cached_tokens: prompt tokens whose KV was shared when it started; None before.
+        num_sent_pages: entries of the page table that the device has.
+        published_serial: the prefix cache's serial of its last published page; None after a
+            collision, which ends publication.
+        prompt_logprobs_progress: None where the request wants no prompt logprobs.
     """
 
     request_id: int
@@ -44,7 +59,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     row: int | None = None
     page_table: list[int] = field(default_factory=list[int])
-    page_copy: tuple[int, int] | None = None
+    page_copy: PageCopy | None = None
     page_keys: list[bytes] = field(default_factory=list[bytes])
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
@@ -74,16 +89,17 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that still want KV; 0 when the length cap is already on its way."""
-        num_tokens = len(self.token_ids) + self.num_pending_tokens
-        if num_tokens >= self.max_num_tokens and self.num_pending_tokens:
+        """Tokens that still need KV; 0 when its last token is already being sampled."""
+        num_pending = self.num_pending_tokens
+        num_tokens = len(self.token_ids) + num_pending
+        if num_pending and num_tokens >= self.max_num_tokens:
             return 0
         return num_tokens - self.num_computed_tokens
 
     @property
     def is_prompt_only(self) -> bool:
         """True where no token may follow the prompt (`max_tokens` 0)."""
-        return self.max_num_tokens == self.num_prompt_tokens
+        return self.max_num_tokens == len(self.request.prompt_token_ids)
 
     @property
     def is_finished(self) -> bool:

@@ -16,7 +16,7 @@ arrays. Invariants: every entry is a 32-bit word; padding is told by counts and 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -186,32 +186,29 @@ class StepLayout:
 
     @property
     def num_words(self) -> int:
-        return sum(
-            spec.num_words(length) for group, length in self._groups() for spec in specs_of(group)
-        )
+        return _places(self)[-1].end
 
     def split(self, words: A, cast: Callable[[A, np.dtype[Any]], A]) -> StepGroups[A]:
         """The groups of a buffer [num_words]. `cast` gives words another type, bit for bit."""
         buffer: Any = words
-        start = 0
-        groups: list[Any] = []
-        for group, length in self._groups():
-            arrays: dict[str, Any] = {}
-            for spec in specs_of(group):
-                end = start + spec.num_words(length)
-                part: Any = cast(buffer[start:end], spec.dtype)
-                arrays[spec.name] = part.reshape(spec.columns, -1).T if spec.columns > 1 else part
-                start = end
-            groups.append(group(**arrays))
+        arrays: dict[_Group, dict[str, Any]] = {group: {} for group, _ in self.groups()}
+        for place in _places(self):
+            spec = place.spec
+            part: Any = buffer[place.start : place.end]
+            if place.is_cast:
+                part = cast(part, spec.dtype)
+            if spec.columns > 1:
+                part = part.reshape(spec.columns, -1).T
+            arrays[place.group][spec.name] = part
+        groups: list[Any] = [group(**found) for group, found in arrays.items()]
         counts, tokens, rows, logits = groups
         return StepGroups(counts=counts, tokens=tokens, rows=rows, logits=logits)
 
     def empty_words(self) -> Int32Array:
         """The buffer of a step in which no row takes part: all padding."""
         parts = [
-            np.full(spec.num_words(length), spec.fill, spec.dtype).view(WORD)
-            for group, length in self._groups()
-            for spec in specs_of(group)
+            np.full(place.end - place.start, place.spec.fill, place.spec.dtype).view(WORD)
+            for place in _places(self)
         ]
         return np.concatenate(parts)
 
@@ -219,11 +216,35 @@ class StepLayout:
         """The groups of a buffer on the host, which they share."""
         return self.split(words, np.ndarray.view)
 
-    def _groups(self) -> Iterator[tuple[_Group, int]]:
+    def groups(self) -> Iterator[tuple[_Group, int]]:
+        """The groups in the order of the buffer, and the length of each one's axis."""
         yield StepCounts, 1
         yield TokenInputs, self.num_tokens
         yield RowInputs, self.num_rows
         yield LogitInputs, self.num_logits
+
+
+class _Place(NamedTuple):
+    """The words of a field in a layout's buffer."""
+
+    group: _Group
+    spec: FieldSpec
+    start: int
+    end: int
+    is_cast: bool
+
+
+@cache
+def _places(layout: StepLayout) -> tuple[_Place, ...]:
+    """Every declared field of a layout, in order."""
+    places: list[_Place] = []
+    start = 0
+    for group, length in layout.groups():
+        for spec in specs_of(group):
+            end = start + spec.num_words(length)
+            places.append(_Place(group, spec, start, end, spec.dtype != WORD))
+            start = end
+    return tuple(places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +268,9 @@ class ModelInputs:
     groups: StepGroups[HostArray]
     page_updates: Int32Array = field(default_factory=lambda: np.zeros((0, 3), np.int32))
     """[U, 3] of (row, index in the row's page table, page)."""
-    page_copies: Int32Array = field(default_factory=lambda: np.zeros((0, 2), np.int32))
-    """[C, 2] of (page, page that becomes its copy before the step)."""
+    page_copies: Int32Array = field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    """[C, 3] of `core.sequence.PageCopy`, done before the step. A backend may copy whole pages; one
+    whose page is a whole slot of `max_model_len` tokens copies the first `num_tokens` only."""
     rule_updates: tuple[RuleUpdate, ...] = ()
 
     @classmethod
@@ -296,8 +318,8 @@ class RowSettings:
             assert spec.setting is not None
             view[row] = spec.setting(sequence)
 
-    def write(self, inputs: ModelInputs, places: HostArray, rows: HostArray) -> None:
-        """Sets the logit rows at `places` as the batch's `rows` are set."""
+    def write(self, inputs: ModelInputs, places: slice, rows: HostArray) -> None:
+        """Gives the logit rows at `places` the settings of the batch's `rows`."""
         num_logits = len(inputs.logits.rows)
         block = inputs.words[-len(SETTINGS) * num_logits :].reshape(len(SETTINGS), num_logits)
         block[:, places] = self._words[:, rows]

@@ -70,6 +70,7 @@ class EngineCore:
         )
         packer = Packer(
             max_num_seqs=limits.max_num_seqs,
+            max_pages_per_seq=limits.max_pages_per_seq,
             page_size=limits.page_size,
             vocab_size=runner.vocab_size,
         )

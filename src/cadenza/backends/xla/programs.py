@@ -23,6 +23,7 @@ from cadenza.backends.xla.ops.table import (
 )
 from cadenza.backends.xla.wire import unpack
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import NO_TARGET, LogitInputs, StepLayout
 from cadenza.core.token_rules import RuleLayout
 
@@ -114,23 +115,29 @@ def write_rules(state: DeviceState, row: jax.Array, record: jax.Array) -> Device
     return state._replace(rule_records=state.rule_records.at[row].set(record))
 
 
-def copy_function(num_pages: int) -> Callable[..., DeviceState]:
-    """(state, copies [PAGE_COPIES, 2] of (page, copy), how many []) to the state with the copies.
+def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
+    """(state, copies [PAGE_COPIES, 3] of `PageCopy`, how many []) to the state with the copies.
 
-    Whatever a page's layout, its elements lie together along the first axis of keys and values.
+    A page may hold a whole sequence, so only its blocks with tokens to copy are moved.
     """
-
-    def copy_page(side: jax.Array, copy: jax.Array) -> jax.Array:
-        size = len(side) // num_pages
-        content = jax.lax.dynamic_slice_in_dim(side, copy[0] * size, size)
-        return jax.lax.dynamic_update_slice_in_dim(side, content, copy[1] * size, 0)
+    size = PAGE_SIZE_UNIT
 
     def copy_pages(state: DeviceState, copies: jax.Array, count: jax.Array) -> DeviceState:
-        def body(index: jax.Array, held: tuple[KVPool, jax.Array]) -> tuple[KVPool, jax.Array]:
-            return jax.tree.map(lambda side: copy_page(side, copies[index]), held)
+        def copy_page(index: jax.Array, state: DeviceState) -> DeviceState:
+            source, destination, num_tokens = copies[index]
 
-        pool, history = jax.lax.fori_loop(0, count, body, (state.pool, state.token_history))
-        return state._replace(pool=pool, token_history=history)
+            def copy_block(block: jax.Array, state: DeviceState) -> DeviceState:
+                slots = source * page_size + block * size, destination * page_size + block * size
+                tokens = jax.lax.dynamic_slice_in_dim(state.token_history, slots[0], size)
+                history = jax.lax.dynamic_update_slice_in_dim(
+                    state.token_history, tokens, slots[1], 0
+                )
+                pool = ops.copy_slots(state.pool, *slots, size)
+                return state._replace(pool=pool, token_history=history)
+
+            return jax.lax.fori_loop(0, (num_tokens + size - 1) // size, copy_block, state)
+
+        return jax.lax.fori_loop(0, count, copy_page, state)
 
     return copy_pages
 
@@ -178,7 +185,7 @@ def compile_programs(
         lowered = jitted.lower(abstract_weights, state, wire)
         steps[bucket] = lowered.compile(_STEP_OPTIONS.get(device.platform))
     updates = jax.ShapeDtypeStruct((PAGE_UPDATES, 3), jnp.int32, sharding=sharding)
-    copies = jax.ShapeDtypeStruct((PAGE_COPIES, 2), jnp.int32, sharding=sharding)
+    copies = jax.ShapeDtypeStruct((PAGE_COPIES, 3), jnp.int32, sharding=sharding)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     num_words = RuleLayout(spec.model.vocab_size).num_words
     record = jax.ShapeDtypeStruct((num_words,), jnp.int32, sharding=sharding)
@@ -188,7 +195,7 @@ def compile_programs(
         write_page_table=jax.jit(write_page_table, donate_argnums=0)
         .lower(state, updates)
         .compile(),
-        copy_pages=jax.jit(copy_function(shape.num_pages), donate_argnums=0)
+        copy_pages=jax.jit(copy_function(ops, spec.page_size), donate_argnums=0)
         .lower(state, copies, count)
         .compile(),
         write_rules=jax.jit(write_rules, donate_argnums=0).lower(state, count, record).compile(),

@@ -175,7 +175,7 @@ class XlaRunner:
             state = programs.write_page_table(state, self._padded_updates(part))
         for start in range(0, len(inputs.page_copies), PAGE_COPIES):
             part = inputs.page_copies[start : start + PAGE_COPIES]
-            padded = np.zeros((PAGE_COPIES, 2), np.int32)
+            padded = np.zeros((PAGE_COPIES, 3), np.int32)
             padded[: len(part)] = part
             state = programs.copy_pages(state, padded, np.int32(len(part)))
         for update in inputs.rule_updates:

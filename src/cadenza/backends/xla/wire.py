@@ -36,4 +36,4 @@ def unpack(
 
 
 def _bits_as(words: jax.Array, dtype: np.dtype) -> jax.Array:
-    return words if words.dtype == dtype else jax.lax.bitcast_convert_type(words, dtype)
+    return jax.lax.bitcast_convert_type(words, dtype)

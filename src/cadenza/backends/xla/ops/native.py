@@ -109,6 +109,22 @@ class NativeOps:
             jnp.full(shape, fill, self._spec.dtype), jnp.full(shape, fill, self._spec.dtype)
         )
 
+    def copy_slots(
+        self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
+    ) -> KVPool:
+        page_size, zero = self._spec.page_size, jnp.int32(0)
+
+        def place(slot: jax.Array) -> tuple[jax.Array, ...]:
+            return slot // page_size, zero, zero, slot % page_size, zero
+
+        def copy(side: jax.Array) -> jax.Array:  # [pages, layers, Hkv, page_size, D]
+            _, layers, heads, _, head_dim = side.shape
+            shape = (1, layers, heads, count, head_dim)
+            slots = jax.lax.dynamic_slice(side, place(source), shape)
+            return jax.lax.dynamic_update_slice(side, slots, place(destination))
+
+        return KVPool(copy(pool.keys), copy(pool.values))
+
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
         shape = (len(step.tokens.ids), self._model.hidden_size)
         return self._call("embed", _array(shape, jnp.float32))(

@@ -95,6 +95,15 @@ class ReferenceOps:
         pool = jnp.full(shape, fill, self._spec.dtype)
         return KVPool(pool, jnp.full(shape, fill, self._spec.dtype))
 
+    def copy_slots(
+        self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
+    ) -> KVPool:
+        def copy(side: jax.Array) -> jax.Array:
+            slots = jax.lax.dynamic_slice_in_dim(side, source, count)
+            return jax.lax.dynamic_update_slice_in_dim(side, slots, destination, 0)
+
+        return KVPool(copy(pool.keys), copy(pool.values))
+
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
         rows = table.weight[step.tokens.ids].astype(jnp.float32)  # [T, E]
         return rows * np.float32(self._model.embedding_scale)

@@ -151,6 +151,15 @@ class OpTable(Protocol):
         """Pages of all layers, every element `fill`; traced."""
         ...
 
+    def copy_slots(
+        self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
+    ) -> KVPool:
+        """Copies `count` slots of a page, from `source` [] to `destination` [] on, in place.
+
+        All three are multiples of `PAGE_SIZE_UNIT`.
+        """
+        ...
+
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
         """Residual stream [T, E], float32, scaled by the model's `embedding_scale`."""
         ...
