@@ -12,6 +12,8 @@ from numbers import Real
 from operator import index
 from typing import Any, Literal, cast
 
+from msgspec import Struct
+
 from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED, is_integer
 from cadenza.errors import InvalidRequestError, show
 
@@ -330,8 +332,7 @@ class Request:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
+class TokenLogprobs(Struct, frozen=True, kw_only=True):
     """Log probabilities at one position (natural log, of the logits before sampling options).
 
     `top_ids` and `top_logprobs` hold as many entries as requested, in descending order.
@@ -343,15 +344,13 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class Started(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request has left the queue: it got its first row. Sent once per request."""
 
     request_id: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
+class Token(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A new token of a sample's stream; never an end-of-sequence or stop token.
 
     `index` counts the stream's tokens from 0. `num_cached_tokens` comes with the first token,
@@ -366,8 +365,7 @@ class Token:
     num_cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLogprobs:
+class PromptLogprobs(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Log probabilities of consecutive prompt tokens from position `start`, which is at least 1.
 
     Sent in order as the prompt is computed, all before the first `Token` of sample 0.
@@ -378,8 +376,7 @@ class PromptLogprobs:
     entries: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class Finished(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The last event of a sample that was not cancelled.
 
     A request ends when all of its `n` samples have ended. `num_generated_tokens` includes the

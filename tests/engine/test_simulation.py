@@ -5,9 +5,9 @@ in `tests.engine.simulation`.
 """
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from cadenza.config import SchedulerLoop
 from cadenza.core.sequence import SequenceStatus
