@@ -86,6 +86,15 @@ def test_a_prefill_run_counts_the_prompts_tokens_until_the_last_one_is_read():
     assert core.is_idle
 
 
+@pytest.mark.parametrize("loop", ["plain", "overlap"])
+def test_a_prefill_run_counts_steps_in_which_no_prompt_ends(loop: str):
+    core = make_core(loop=loop)
+    timed = run_prefill(core, prompts(3, 40), clock_of_launches(core))
+    assert timed.num_steps == timed.elapsed_s == 8
+    profile = step_profile(timed, {})
+    assert profile.step_ms == 1e3, "a step took longer than the clock says"
+
+
 def op(name: str, calls: int, ms: float, read_bytes: int) -> OpTotals:
     return OpTotals(name=name, num_calls=calls, elapsed_s=ms / 1e3, read_bytes=read_bytes)
 

@@ -181,14 +181,16 @@ def run_prefill(
 ) -> Timed:
     """Times all prompts; `num_tokens` counts their tokens. Raises RunnerError."""
     requests = _Requests(core, prompts, 1)
+    num_steps_before = core.num_steps
     start_s = _start(clock, profiler)
-    num_steps = 0
     while not requests.all_finished:
-        num_steps += requests.step() > 0
+        requests.step()
     elapsed_s = clock() - start_s
     ops = () if profiler is None else profiler.stop_profile()
     requests.cancel()
     num_tokens = sum(map(len, prompts))
+    # Includes steps that return no token because they compute only part of a prompt.
+    num_steps = core.num_steps - num_steps_before
     return Timed(
         elapsed_s=elapsed_s,
         num_tokens=num_tokens,
