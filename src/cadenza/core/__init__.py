@@ -1,1 +1,1 @@
-"""Host logic of continuous batching: stdlib and numpy only; no clock, no threads, no I/O."""
+"""Host side of continuous batching. Uses only stdlib and numpy; no clock, threads or I/O."""

@@ -1,7 +1,7 @@
-"""Admission: may a waiting sequence start, given the pages that running ones will still want?
+"""`Admission`: whether a waiting sequence may start, given the pages running ones still need.
 
-Knows page counts, not pages. Invariant: pages promised to admitted sequences are never promised
-twice, and a sequence that was preempted often is admitted only where it cannot be again.
+Knows page counts, not pages. Invariant: a page is reserved for at most one sequence. After
+`WHOLE_AFTER_PREEMPTIONS` preemptions, a sequence is admitted only if all sequences can complete.
 """
 
 from collections.abc import Iterable
@@ -12,17 +12,17 @@ from cadenza.core.sequence import Sequence
 RESERVED_OUTPUT = 0.5
 
 WHOLE_AFTER_PREEMPTIONS = 3
-"""From this many preemptions on, everybody's whole output is reserved before readmission."""
+"""After this many preemptions, readmission reserves the full output of all sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Reserves for each sequence its tokens so far and a share of its remaining output.
+    """Reserves pages for each sequence's current tokens and a share of its remaining output.
 
     Args:
-        page_size: tokens a page holds.
-        reserved_output: share of the remaining output, 0 to 1, that is reserved on first
-            admission; each preemption halves the unreserved rest.
+        page_size: tokens per page.
+        reserved_output: fraction (0 to 1) of the remaining output reserved on first admission;
+            each preemption halves the unreserved fraction.
     """
 
     page_size: int
@@ -31,11 +31,12 @@ class Admission:
     def can_admit(
         self, candidate: Sequence, running: Iterable[Sequence], *, available: int, shared: int
     ) -> bool:
-        """True when `available` pages cover the candidate and what was promised before.
+        """True if `available` pages cover the candidate and all existing reservations.
 
-        `shared` pages of the candidate are already held by others and cost nothing. Samples that
-        will share a running prompt, or the candidate's, are promised their own pages too; samples
-        of one request do not wait for each other's, and nothing waits for an engine without work.
+        `shared` pages of the candidate are referenced by other sequences and are not counted. Also
+        reserved are the unshared pages of samples that will fork a running prompt or the
+        candidate's, except those of its own request if that is running. If nothing is running,
+        only the candidate's pages are counted.
         """
         whole = candidate.num_preemptions >= WHOLE_AFTER_PREEMPTIONS
         wanted = self._reserved_pages(candidate, whole=whole) - shared
@@ -60,7 +61,7 @@ class Admission:
 
 
 def _coming_forks(candidate: Sequence, running: list[Sequence]) -> list[Sequence]:
-    """Waiting samples of the running requests and of the candidate's, unless it is one of those."""
+    """Fresh samples of running requests and of the candidate's, unless that request is running."""
     groups = {sequence.request_id: sequence.siblings for sequence in running}
     if candidate.request_id in groups:
         del groups[candidate.request_id]

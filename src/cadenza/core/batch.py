@@ -1,7 +1,7 @@
 """`Batch`: the sequences of one step, how many tokens each computes, and which logits it needs.
 
-Knows no arrays: `core.packing` turns a batch into those of `core.step_schema`. Invariant: an
-entry's logit positions are of its own sequence, in rising order.
+Has no arrays: `core.packing` converts a batch to those of `core.step_schema`. Invariant: an
+entry's logit positions belong to its own sequence, in ascending order.
 """
 
 from dataclasses import dataclass, field
@@ -15,12 +15,13 @@ NO_POSITIONS = range(0)
 
 @dataclass(slots=True, eq=False)
 class BatchEntry:
-    """`num_new_tokens` of `sequence`, from position `start` on.
+    """`num_new_tokens` tokens of `sequence`, starting at position `start`.
 
     The step computes log probabilities of the prompt tokens at the positions `prompt_logprobs` and
-    samples `num_choices` tokens, each from the logits of the position before: none when the entry
-    ends before the sequence's last token. `num_preemptions` is the sequence's at launch: if it has
-    grown when the step is read, the entry's KV is gone, and its token is still valid.
+    samples `num_choices` tokens, each from the logits of the previous position; 0 if the entry
+    ends before the sequence's last token. `num_preemptions` is the sequence's value at launch: if
+    it has increased by the time the step is read, the entry's KV has been freed, but its token is
+    still valid.
     """
 
     sequence: Sequence
@@ -37,7 +38,7 @@ class BatchEntry:
 
 
 class PageUpdate(NamedTuple):
-    """An entry of a row's page table."""
+    """Sets one entry of a row's page table."""
 
     row: int
     table_index: int
@@ -46,16 +47,17 @@ class PageUpdate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """One step. The scheduler fills it; nothing changes it once it is launched.
+    """One step, filled by the scheduler and not modified after launch.
 
-    Its logit rows are those for prompt log probabilities, then those for choices, each by entry.
+    Logit rows for prompt log probabilities come first, then those for sampling, both in entry
+    order.
 
     Args:
         entries: sorted by row.
-        started: requests that got their first row.
-        written_pages: pages that the step writes, pinned until it is read.
-        page_updates: page-table entries that the device does not have yet.
-        page_copies: copied before the step.
+        started: one for each request that got its first row.
+        written_pages: pages written by the step, pinned until it is read.
+        page_updates: page-table entries not yet on the device.
+        page_copies: copies made before the step.
     """
 
     step_id: int

@@ -1,4 +1,4 @@
-"""Counter-based randomness: the key of a draw is (request seed, absolute position), nothing else.
+"""Counter-based randomness: a draw's key depends only on request seed and absolute position.
 
 The sampler turns a key and a token id into noise on the device; see `backends.xla.ops.sampling`.
 The mixing function is splitmix64's finaliser (Steele, Lea and Flood, 2014).
@@ -16,19 +16,19 @@ _LOW_32 = np.uint64(0xFFFFFFFF)
 def draw_keys(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.uint32]:
-    """Keys of the draws at `positions` [L] of streams with `seeds` [L]: [L, 2]."""
+    """Keys [L, 2] of the draws at `positions` [L] of streams with `seeds` [L]."""
     return keys_of_mixed(mix_seeds(seeds), positions)
 
 
 def mix_seeds(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The part of `draw_keys` that is the same for all positions of a stream: [L]."""
+    """The position-independent part of `draw_keys`: [L]."""
     return _mix(seeds + _GOLDEN)
 
 
 def keys_of_mixed(
     mixed_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.uint32]:
-    """`draw_keys` of seeds that went through `mix_seeds`."""
+    """`draw_keys` for the seeds that `mix_seeds` returned."""
     mixed = _mix(mixed_seeds + positions.astype(np.uint64) * _GOLDEN)
     keys = np.empty((len(mixed), 2), np.uint32)
     keys[:, 0] = mixed & _LOW_32
@@ -37,13 +37,13 @@ def keys_of_mixed(
 
 
 def derive_seed(engine_seed: int, request_id: int) -> int:
-    """A request's seed where it names none: fixed by the engine's seed and the request's id."""
+    """The seed of a request without one, derived from the engine's seed and the request's id."""
     state = np.array([engine_seed], np.uint64) * _GOLDEN + np.uint64(request_id)
     return int(_mix(_mix(state))[0] >> np.uint64(1))
 
 
 def derive_sample_seed(seed: int, sample: int) -> int:
-    """The seed of a request's `sample`-th stream; that of the first is the request's own."""
+    """The seed of sample `sample` of a request; sample 0 uses the request's seed unchanged."""
     if sample == 0:
         return seed
     state = _mix(np.array([seed], np.uint64) + _GOLDEN) ^ np.uint64(sample)

@@ -1,8 +1,8 @@
-"""`KVCacheManager`: gives sequences pages, shares cached prefixes, publishes finished pages.
+"""`KVCacheManager`: allocates pages to sequences, shares cached prefixes, publishes full pages.
 
-Owns the pool and the prefix cache together; knows sequences, not batches or devices.
-Invariant: a sequence's page table covers exactly the tokens it was given room for, and a page is
-published only after the step that filled it has succeeded with finite logits.
+Owns the page pool and the prefix cache; knows sequences, not batches or devices. Invariants: a
+sequence's page table covers all its computed tokens; a page is published only after the step that
+filled it has succeeded with finite logits.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from cadenza.core.sequence import PageCopy, Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """Pages that hold the first `num_tokens` tokens already.
+    """Pages that already hold the KV of a sequence's first `num_tokens` tokens.
 
-    The first `num_published` of `page_ids` are known to the prefix cache, the last of them by
-    `serial`. `partial_page` holds the tokens behind those of `page_ids` and goes on differently: it
-    is copied. `num_cached_tokens` were found in the prefix cache.
+    The first `num_published` of `page_ids` came from the prefix cache; `serial` is the serial of
+    the last of them. `partial_page` holds the remaining tokens; it is copied, because the sequences
+    write different tokens after them. `num_cached_tokens` is what the sequence reports as cached.
     """
 
     page_ids: tuple[int, ...] = ()
@@ -45,10 +45,10 @@ class KVCacheManager:
         return -(-num_tokens // self.page_size)
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
-        """What is there of a sequence's tokens, at least one of which is left to compute.
+        """The part of a sequence whose KV exists; excludes at least its last token.
 
-        A sibling's prompt where one has computed it, the longest cached prefix otherwise; nothing
-        while the prompt's tokens are to be described.
+        A sibling's computed prompt if there is one, otherwise the longest cached prefix; empty
+        while the sequence needs prompt log probabilities.
         """
         source = sequence.fork_source
         if source is not None:
@@ -69,12 +69,12 @@ class KVCacheManager:
         )
 
     def num_unheld(self, prefix: Prefix) -> int:
-        """Pages of a prefix that nobody holds: sharing them takes from what is available."""
+        """Unreferenced pages of a prefix: sharing them reduces the available pages."""
         return sum(1 for page_id in prefix.page_ids if not self.pool.ref_count(page_id))
 
     def try_adopt(self, sequence: Sequence, prefix: Prefix) -> bool:
-        """Starts a page table with a prefix's pages and covers all tokens; False for "not now"."""
-        assert not sequence.page_table, "a sequence adopts a prefix before it owns pages"
+        """Shares the prefix's pages and allocates the rest for all tokens; False if too few."""
+        assert not sequence.page_table, "cannot adopt a prefix: the sequence already has pages"
         self.pool.share(prefix.page_ids)
         sequence.page_table.extend(prefix.page_ids)
         sequence.num_computed_tokens = prefix.num_tokens
@@ -93,7 +93,7 @@ class KVCacheManager:
         return True
 
     def try_grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Makes the page table cover `num_tokens` tokens; False, unchanged, for "not now"."""
+        """Extends the page table to `num_tokens` tokens; False, unchanged, if too few pages."""
         missing = -(-num_tokens // self.page_size) - len(sequence.page_table)
         if missing <= 0:
             return True
@@ -104,12 +104,12 @@ class KVCacheManager:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back every page, the tail first, and rewinds the sequence."""
+        """Frees all pages, last one first (the order of eviction), and rewinds the sequence."""
         self.pool.free(reversed(sequence.page_table))
         sequence.rewind()
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """Makes the full pages of the first `num_tokens` tokens findable by others."""
+        """Adds the full pages of the first `num_tokens` tokens to the prefix cache."""
         full = num_tokens // self.page_size
         if self.prefix_cache is None or full <= sequence.num_published_pages:
             return
@@ -127,11 +127,11 @@ class KVCacheManager:
         sequence.num_published_pages = full
 
     def forget_all(self) -> None:
-        """The device lost its pages: nothing cached can be trusted."""
+        """Empties the prefix cache, because the device's pages were lost."""
         self.pool.forget_cached()
 
     def check_invariants(self, sequences: list[Sequence]) -> None:
-        """Reference counts equal the page tables' holds. Raises AssertionError."""
+        """Raises AssertionError if reference counts and page tables disagree."""
         self.pool.check_invariants()
         holds: dict[int, int] = {}
         for sequence in sequences:
@@ -144,7 +144,7 @@ class KVCacheManager:
             self.prefix_cache.check_invariants()
 
     def _fork(self, source: Sequence) -> Prefix:
-        """All of a computed prompt but its last token. Published pages are found out later."""
+        """Pages of a sibling's computed prompt except its last token, all as unpublished."""
         num_tokens = source.num_prompt_tokens - 1
         full, rest = divmod(num_tokens, self.page_size)
         return Prefix(

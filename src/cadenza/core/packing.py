@@ -1,8 +1,8 @@
-"""`Packer`: a `Batch` of sequences becomes the flat, padded arrays of `ModelInputs`.
+"""`Packer`: converts a `Batch` of sequences to the flat, padded arrays of `ModelInputs`.
 
-Owns arrays for what a row keeps from step to step (settings, seed, page table): written when it
-changes, gathered by each step. Knows no device. Invariant: what it writes grows with the step's
-tokens and its new pages, never with `max_model_len`.
+Owns arrays of the per-row state that persists between steps (settings, seed, page table): written
+when it changes, gathered for each step. Knows no device. Invariant: the work per step grows with
+the step's tokens and new pages, not with `max_model_len`.
 
 Legend as in `core.step_schema`; B entries of a batch.
 """
@@ -42,7 +42,7 @@ class Packer:
         self._empty: dict[int, Int32Array] = {}
 
     def forget_rows(self) -> None:
-        """The device lost its state: every row's data is sent again."""
+        """Makes the next steps send every row's data again, because the device's state was lost."""
         self._occupant = [None] * self._num_rows
 
     def pack(self, batch: Batch, bucket: int) -> ModelInputs:
@@ -72,7 +72,7 @@ class Packer:
     def _write_tokens(
         self, inputs: ModelInputs, batch: Batch, rows: IndexArray, starts: Int32Array
     ) -> None:
-        """Tokens, their places in the KV cache, and the lengths of their rows."""
+        """Writes token ids, positions and KV slots, and the rows' query and KV lengths."""
         tokens, count, size = inputs.tokens, batch.num_tokens, self._page_size
         lengths = np.array([entry.num_new_tokens for entry in batch.entries], np.int32)  # [B]
         query_ends = inputs.rows.query_starts[1:]
@@ -89,7 +89,7 @@ class Packer:
     def _write_logits(
         self, inputs: ModelInputs, batch: Batch, rows: IndexArray, starts: Int32Array
     ) -> None:
-        """Logit rows for prompt log probabilities, then those for choices, each by entry."""
+        """Writes logit rows: prompt log probabilities, then sampling, both in entry order."""
         logits, first = inputs.logits, batch.num_prompt_logprobs
         if first:
             _write_prompt_logprobs(inputs, batch)
@@ -103,7 +103,7 @@ class Packer:
             ends + 1 - num_choices, num_choices, count - first
         )
         logit_rows = logits.rows[:count]
-        # A position's logits are those of the token before it.
+        # The logits for a position come from the token before it.
         offsets = np.zeros(self._num_rows, np.int32)
         offsets[rows] = inputs.rows.query_starts[rows] - starts - 1
         logits.token_indices[:count] = logits.positions[:count] + offsets[logit_rows]
@@ -111,7 +111,7 @@ class Packer:
         self._settings.write(inputs, slice(first, count), choice_rows)
 
     def _seat(self, batch: Batch) -> tuple[RuleUpdate, ...]:
-        """Takes the data of rows that changed hands; returns the rules that the device lacks."""
+        """Stores the data of sequences in new rows; returns the rules to send to the device."""
         updates: list[RuleUpdate] = []
         for entry in batch.entries:
             row, sequence = entry.row, entry.sequence
@@ -127,7 +127,7 @@ class Packer:
 
 
 def _token_ids(batch: Batch) -> list[int]:
-    """The batch's tokens; LAST_SAMPLED for one that has not been read back from the device."""
+    """The batch's token ids; LAST_SAMPLED for a token not yet read back from the device."""
     ids: list[int] = []
     for entry in batch.entries:
         start, known = entry.start, entry.sequence.token_ids
@@ -141,13 +141,13 @@ def _token_ids(batch: Batch) -> list[int]:
 
 
 def _count_up(starts: Int32Array, lengths: Int32Array, total: int) -> Int32Array:
-    """starts[0], starts[0] + 1, …, `lengths[0]` of them, then those of starts[1], …: [total]."""
+    """Concatenation [total] of the ranges starts[i], …, starts[i] + lengths[i] - 1."""
     firsts = np.cumsum(lengths, dtype=np.int32) - lengths
     return np.arange(total, dtype=np.int32) + np.repeat(starts - firsts, lengths)
 
 
 def _write_prompt_logprobs(inputs: ModelInputs, batch: Batch) -> None:
-    """Logit rows that describe prompt tokens: their targets, and no sampling settings."""
+    """Writes the logit rows of prompt log probabilities: targets, no sampling settings."""
     logits, stop = inputs.logits, 0
     for entry in batch.entries:
         positions = entry.prompt_logprobs

@@ -1,9 +1,9 @@
-"""`PagePool`: who holds which page of the KV cache.
+"""`PagePool`: allocation of the KV cache's pages.
 
-Owns reference counts, pins and the queue of free pages. Knows neither tokens nor devices.
-Invariant: free + cached + live + pinned = total, where a page is *live* when somebody holds it,
-*pinned* when nobody does but a launched step still writes it, *cached* when it is reusable and
-its content is worth finding again, *free* otherwise.
+Owns reference counts, pins and the queue of reusable pages. Knows neither tokens nor devices.
+Invariant: free + cached + live + pinned = total, where a page is *live* if its reference count is
+above 0, *pinned* if it is unreferenced but a launched step still writes it, *cached* if it is
+unreferenced, unpinned and in the prefix cache, and *free* otherwise.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One page's holders, pins, and whether the prefix cache knows it."""
+    """A page's reference count, pin count and whether it is in the prefix cache."""
 
     ref_count: int = 0
     pin_count: int = 0
@@ -22,7 +22,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageCounts:
-    """Pages by state; the four add up to the pool."""
+    """Pages by state; the sum is the pool's size."""
 
     free: int
     cached: int
@@ -31,11 +31,11 @@ class PageCounts:
 
 
 class PageAccountingError(AssertionError):
-    """A page was freed or unpinned by somebody who did not hold it: our own bug."""
+    """An unreferenced page was freed, or an unpinned one unpinned: an internal error."""
 
 
 class PagePool:
-    """`num_pages` pages, ids from 0. `on_evict(page_id)` is told before a cached page is reused."""
+    """`num_pages` pages, ids from 0. Calls `on_evict(page_id)` before a cached page is reused."""
 
     def __init__(self, num_pages: int, on_evict: Callable[[int], None] = lambda _: None) -> None:
         self._pages = [Page() for _ in range(num_pages)]
@@ -50,12 +50,12 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be handed out now, cached ones included."""
+        """Pages that can be allocated now: free and cached ones."""
         return len(self._reusable)
 
     @property
     def num_pinned(self) -> int:
-        """Pages nobody holds that a launched step still writes: available once it is done."""
+        """Unreferenced pages that a launched step still writes; available once it has been read."""
         return len(self._pages) - len(self._reusable) - self._num_live
 
     def counts(self) -> PageCounts:
@@ -71,7 +71,7 @@ class PagePool:
         return self._pages[page_id].ref_count
 
     def try_allocate(self, count: int) -> list[int] | None:
-        """`count` pages held once each, the oldest reusable ones first; None for "not now"."""
+        """`count` pages with reference count 1, free ones before cached ones; None if too few."""
         if count > len(self._reusable):
             return None
         taken: list[int] = []
@@ -88,7 +88,7 @@ class PagePool:
         return taken
 
     def share(self, page_ids: Iterable[int]) -> None:
-        """Holds pages found in the cache once more."""
+        """Adds a reference to each of the pages, which are live or in the prefix cache."""
         for page_id in page_ids:
             page = self._pages[page_id]
             if not page.ref_count:
@@ -99,7 +99,7 @@ class PagePool:
             page.ref_count += 1
 
     def free(self, page_ids: Iterable[int]) -> None:
-        """Gives back one hold of each page; hand them in so that the least useful come first."""
+        """Removes a reference from each page; cached pages are evicted in the order given."""
         for page_id in page_ids:
             if not 0 <= page_id < len(self._pages) or not self._pages[page_id].ref_count:
                 raise PageAccountingError(f"page {page_id} was freed and nobody holds it")
@@ -110,7 +110,7 @@ class PagePool:
                 self._release_if_unused(page_id, page)
 
     def pin(self, page_ids: Iterable[int]) -> None:
-        """Keeps pages from being handed out again while a launched step writes them."""
+        """Prevents the reuse of pages while a launched step writes them."""
         for page_id in page_ids:
             self._pages[page_id].pin_count += 1
 
@@ -124,13 +124,13 @@ class PagePool:
                 self._release_if_unused(page_id, page)
 
     def mark_cached(self, page_id: int) -> None:
-        """The page's content can be found again; it is told through `on_evict` when that ends."""
+        """Records that the page is in the prefix cache, until `on_evict` is called for it."""
         page = self._pages[page_id]
-        assert page.ref_count, "only a held page can be published"
+        assert page.ref_count, "only a referenced page can be published"
         page.is_cached = True
 
     def forget_cached(self) -> None:
-        """No page's content counts any more (the device lost them)."""
+        """Evicts all cached pages, because the device's pages were lost."""
         for page_id, page in enumerate(self._pages):
             if page.is_cached:
                 page.is_cached = False
@@ -138,10 +138,10 @@ class PagePool:
         self._num_cached = 0
 
     def check_invariants(self) -> None:
-        """Raises AssertionError when the books do not balance."""
+        """Raises AssertionError if the counters and the pages' states disagree."""
         for page_id, page in enumerate(self._pages):
-            assert page.ref_count >= 0, f"page {page_id} has {page.ref_count} holders"
-            assert page.pin_count >= 0, f"page {page_id} has {page.pin_count} pins"
+            assert page.ref_count >= 0, f"page {page_id}: ref_count {page.ref_count}"
+            assert page.pin_count >= 0, f"page {page_id}: pin_count {page.pin_count}"
             in_use = bool(page.ref_count or page.pin_count)
             assert in_use != (page_id in self._reusable), f"page {page_id} is in two states"
         live = sum(1 for page in self._pages if page.ref_count)

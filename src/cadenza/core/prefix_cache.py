@@ -1,10 +1,10 @@
-"""`PrefixCache`: finds pages whose KV somebody has already computed.
+"""`PrefixCache`: finds pages whose KV has already been computed.
 
-Owns the index from a page's key to its id. A key chains the keys of all pages before it with the
-page's own content (its tokens, and what is attached to them), under the engine's secret and the
-tenant's salt, so a key names one prefix of one tenant. Knows nothing of reference counts.
-Invariant: a hit is confirmed by comparing contents, so a colliding key is a miss and never wrong
-output.
+Owns the index from a page's key to its id. A key is a hash of the previous page's key and the
+page's content (tokens and attachments), keyed with the engine's secret and starting from the
+tenant's salt, so it identifies one prefix of one tenant. Knows nothing of reference counts.
+Invariant: a hit is confirmed by comparing contents, so a key collision is a miss and never causes
+wrong output.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ KEY_BYTES = 16
 
 
 ROOT = 0
-"""The serial of what comes before a first page."""
+"""The parent serial of a first page."""
 
 
 Mark = tuple[int, bytes]
-"""Where an attachment begins, counted from its page's first token, and its digest."""
+"""An attachment's start, relative to the page's first token, and its digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Content:
     salt: str = ""
 
     def page(self, index: int, size: int) -> "PageContent":
-        """Page `index` of `size` tokens."""
+        """The content of page `index`; a page has `size` tokens."""
         start, end = index * size, (index + 1) * size
         token_ids = tuple(self.token_ids[start:end])
         if not self.attachments:
@@ -45,7 +45,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class PageContent:
-    """A full page's tokens and the attachments that reach into it."""
+    """A full page's tokens and the attachments that overlap it."""
 
     token_ids: tuple[int, ...]
     marks: tuple[Mark, ...] = ()
@@ -53,10 +53,10 @@ class PageContent:
 
 @dataclass(frozen=True, slots=True)
 class CachedPage:
-    """What a published page holds, and behind which published page.
+    """A published page's content and the serial of the page before it.
 
-    Serials are never used twice, so that a page stands for one whole prefix and not only for a
-    parent that has the same key.
+    Serials are unique, so `parent_serial` identifies the complete prefix before the page, which
+    the parent's key alone would not.
     """
 
     serial: int
@@ -67,7 +67,7 @@ class CachedPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lookup:
-    """The answer to the last look-up. It changes only when one of its pages is forgotten or a page
+    """The result of the last lookup. It is valid until one of its pages is forgotten or a page
     with `missing_key` is published."""
 
     keys: SequenceOf[bytes]
@@ -79,10 +79,10 @@ class _Lookup:
 
 
 class PrefixCache:
-    """Index of full pages. `secret` keys the hashes: nobody outside can aim at a collision.
+    """Index of full pages. `secret` keys the hashes, so that clients cannot construct collisions.
 
-    The last look-up is remembered: the sequence at the head of the queue asks in every step that it
-    has to wait.
+    The last lookup is memoised: the first waiting sequence repeats its lookup in every step until
+    it is admitted.
     """
 
     def __init__(self, *, page_size: int, secret: bytes) -> None:
@@ -97,7 +97,7 @@ class PrefixCache:
         return len(self._pages)
 
     def extend_keys(self, keys: list[bytes], content: Content) -> None:
-        """Appends to `keys` those of the full pages of `content` that it lacks."""
+        """Appends the missing keys of the full pages of `content` to `keys`."""
         size = self._page_size
         for index in range(len(keys), len(content.token_ids) // size):
             parent = keys[-1] if keys else self._root_key(content.salt)
@@ -107,7 +107,7 @@ class PrefixCache:
         self, keys: list[bytes], content: Content, *, num_pages: int
     ) -> tuple[tuple[int, ...], int]:
         """Page ids of the longest cached prefix of at most `num_pages` pages, and the serial of the
-        last. `keys` is one sequence's list for its life, as made above.
+        last page. `keys` is the sequence's list from `extend_keys`, the same object in every call.
         """
         last = self._last
         if last is None or last.keys is not keys or last.num_pages != num_pages:
@@ -140,10 +140,10 @@ class PrefixCache:
     def publish(
         self, page_id: int, index: int, key: bytes, content: Content, parent_serial: int
     ) -> tuple[int | None, bool]:
-        """Makes page `index` of a prefix findable behind the page with `parent_serial`.
+        """Adds page `index` of a prefix, after the page with `parent_serial`, to the index.
 
-        Returns the serial to publish the next page behind, and whether this page was taken: it is
-        not when an equal one is there already. The serial is None when another prefix has the key.
+        Returns the parent serial for the next page, and whether this page was added: it is not if
+        its key is in the index. The serial is None if that key belongs to a different prefix.
         """
         page = content.page(index, self._page_size)
         known = self._page_of_key.get(key)
@@ -160,7 +160,7 @@ class PrefixCache:
         return serial, True
 
     def forget(self, page_id: int) -> None:
-        """The page is about to be overwritten."""
+        """Removes a page that is about to be overwritten."""
         if self._last is not None and page_id in self._last.page_set:
             self._last = None
         del self._page_of_key[self._pages.pop(page_id).key]
@@ -168,7 +168,7 @@ class PrefixCache:
     def check_invariants(self) -> None:
         assert len(self._page_of_key) == len(self._pages), "index and contents differ in size"
         for page_id, cached in self._pages.items():
-            assert self._page_of_key[cached.key] == page_id, f"page {page_id} is misfiled"
+            assert self._page_of_key[cached.key] == page_id, f"page {page_id}: wrong key"
 
     @staticmethod
     def _is_same(cached: CachedPage, parent_serial: int, page: PageContent) -> bool:

@@ -1,8 +1,8 @@
-"""`PromptLogprobsProgress`: which prompt tokens still need log probabilities, and from which step.
+"""`PromptLogprobsProgress`: which prompt tokens still need log probabilities.
 
 A request with `prompt_logprobs` gets a log probability for every prompt token but the first, from
-the logits at the position before it. Knows positions only. Invariant: every position from 1 to the
-prompt's end is reported once, in order, whatever was preempted or launched meanwhile.
+the logits at the previous position. Knows positions only. Invariant: every position from 1 to the
+prompt's end is reported once and in order, regardless of preemptions and steps in flight.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PromptLogprobsProgress:
-    """Positions before `num_read` have been reported; launched steps compute those before
-    `num_launched`. Both start at 1: the first token has no log probability.
+    """Positions below `num_read` have been reported; those below `num_launched` are computed by
+    launched steps. Both start at 1: the first token has no log probability.
     """
 
     num_prompt_tokens: int
@@ -23,18 +23,18 @@ class PromptLogprobsProgress:
         return self.num_read >= self.num_prompt_tokens
 
     def positions(self, start: int, end: int) -> range:
-        """Positions not launched yet whose logits come from computing tokens `start` to `end`."""
+        """Positions not yet launched whose logits result from computing tokens [start, end)."""
         return range(max(start + 1, self.num_launched), min(end + 1, self.num_prompt_tokens))
 
     def fit(self, start: int, count: int, num_rows: int) -> int:
-        """The most tokens from `start` on, up to `count`, that need at most `num_rows` rows."""
+        """The most tokens from `start`, up to `count`, that need `num_rows` rows or fewer."""
         positions = self.positions(start, start + count)
         if len(positions) <= num_rows:
             return count
         return positions.start + num_rows - 1 - start
 
     def launch(self, start: int, end: int) -> range:
-        """Marks the positions that computing tokens `start` to `end` covers as launched."""
+        """Marks the positions covered by tokens [start, end) as launched; returns them."""
         positions = self.positions(start, end)
         self.num_launched = max(self.num_launched, positions.stop)
         return positions
@@ -46,18 +46,18 @@ class PromptLogprobsProgress:
         return fresh
 
     def rewind(self) -> None:
-        """After a preemption: positions launched and not read have to be launched again."""
+        """After a preemption: positions launched but not read must be launched again."""
         self.num_launched = self.num_read
 
 
 @dataclass(slots=True, eq=False)
 class PromptLogprobsBudget:
-    """Logit rows for prompt log probabilities that a step has left."""
+    """Remaining logit rows for prompt log probabilities in a step."""
 
     num_rows: int
 
     def take(self, progress: PromptLogprobsProgress | None, start: int, count: int) -> int:
-        """The most tokens from `start` on, up to `count`, whose rows are left; takes the rows."""
+        """Takes the rows for up to `count` tokens from `start`; returns how many tokens fit."""
         if progress is None:
             return count
         count = progress.fit(start, count, self.num_rows)

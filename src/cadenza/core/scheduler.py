@@ -1,12 +1,13 @@
-"""`Scheduler`: decides each step who computes how many tokens, and takes the results back.
+"""`Scheduler`: decides how many tokens each sequence computes in a step, and applies the results.
 
-It has no prefill phase and no decode phase: a sequence's computed tokens catch up with its tokens.
-Running sequences come first (those that want one token, then the cut prompts), then waiting ones,
-under one token budget. Pages come from the `KVCacheManager`; when they run out the newest running
-sequence is preempted and recomputed later. Knows nothing of arrays, text, threads or time.
+There are no separate prefill and decode phases: each step computes tokens that have no KV yet.
+Within one token budget, running sequences come first (those with one token to compute, then
+partially computed prompts), then waiting ones. Pages come from the `KVCacheManager`; when it has
+too few, the newest running sequence is preempted and recomputed later. Knows nothing of arrays,
+text, threads or time.
 
 A step may be launched before the previous one is read (see `engine.loop`): progress is counted at
-launch, tokens arrive in `update`, and entries whose sequence has ended meanwhile are dropped.
+launch, tokens are appended in `update`, and results of sequences that have ended are dropped.
 """
 
 import heapq
@@ -32,7 +33,7 @@ from cadenza.request import (
 )
 
 Share = tuple[Sequence, int]
-"""A sequence and how many of its tokens a step computes."""
+"""A sequence and the number of its tokens that a step computes."""
 
 _row_of = attrgetter("row")
 
@@ -46,7 +47,7 @@ NONE_ALLOWED = (
 class Scheduler:
     """Waiting and running sequences of one engine.
 
-    Its counts only grow: steps, preemptions, tokens given to steps, and prompt tokens looked up
+    Its counters never decrease: steps, preemptions, scheduled tokens, and prompt tokens looked up
     (`num_prefix_queries`) and found (`num_prefix_hits`) in the prefix cache.
     """
 
@@ -71,14 +72,14 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that wait or run."""
+        """All waiting and running sequences."""
         return [*self.waiting, *self.running]
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def schedule(self) -> Batch | None:
-        """The next step's work, with its pages allocated; None when nothing can be computed."""
+        """The next step, with its pages allocated; None if nothing can be computed."""
         batch = Batch(self.num_steps)
         num_preemptions = self.num_preemptions
         logprobs_budget = PromptLogprobsBudget(NUM_PROMPT_LOGPROBS_ROWS)
@@ -87,7 +88,8 @@ class Scheduler:
             shares += self._admit(batch, shares, logprobs_budget)
         if not shares:
             return None
-        # Entered only now: a sample may share a prompt that an earlier step has computed.
+        # Entered after admission, which must not count tokens of this step as computed: a sample
+        # can only fork a prompt that an earlier step has computed.
         for sequence, count in shares:
             self._enter(batch, sequence, count)
         batch.entries.sort(key=_row_of)
@@ -97,7 +99,7 @@ class Scheduler:
         return batch
 
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
-        """Takes a step's results; `output` has an entry for each logit row of the batch."""
+        """Applies a step's results; `output` has one entry per logit row of the batch."""
         self.kv_cache.pool.unpin(batch.written_pages)
         events: list[Event] = []
         if batch.num_prompt_logprobs:
@@ -126,7 +128,7 @@ class Scheduler:
         return events
 
     def fail_batch(self, batch: Batch, error: str) -> list[Event]:
-        """Ends every sequence of a step that did not succeed, once each."""
+        """Ends the unfinished sequences of a failed step with an error event each."""
         self.drop_batch(batch)
         events: list[Event] = []
         for entry in batch.entries:
@@ -135,15 +137,15 @@ class Scheduler:
         return events
 
     def drop_batch(self, batch: Batch) -> None:
-        """For a launched step that will not be read; `restart` has its tokens computed again."""
+        """Unpins the pages of a step that will not be read; `restart` recomputes its tokens."""
         self.kv_cache.pool.unpin(batch.written_pages)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Frees a waiting or running sequence; no event follows."""
+        """Ends a waiting or running sequence without an event."""
         self._end(sequence)
 
     def restart(self) -> None:
-        """The device lost its pages: everything running is recomputed, nothing cached is kept."""
+        """After the device lost its pages: requeues running sequences, empties the prefix cache."""
         for sequence in reversed(self.running.copy()):
             self._rewind_to_waiting(sequence)
         for sequence in self.waiting:
@@ -151,7 +153,7 @@ class Scheduler:
         self.kv_cache.forget_all()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError when the scheduler's books do not balance."""
+        """Raises AssertionError if rows, statuses, progress and pages are inconsistent."""
         rows = [sequence.row for sequence in self.running if sequence.row is not None]
         assert len(rows) == len(self.running), "a running sequence has no row"
         assert sorted([*rows, *self._free_rows]) == list(range(self.limits.max_num_seqs)), (
@@ -168,9 +170,9 @@ class Scheduler:
         self.kv_cache.check_invariants(self.running)
 
     def _share_among_running(self, logprobs_budget: PromptLogprobsBudget) -> list[Share]:
-        """What running sequences compute this step, oldest first, with pages for it.
+        """Shares of the running sequences in this step, oldest first, with their pages allocated.
 
-        Where there are no pages the newest sequence is preempted.
+        If there are too few pages, the newest sequence is preempted.
         """
         counts = share_budget(
             [sequence.num_uncomputed_tokens for sequence in self.running],
@@ -191,9 +193,9 @@ class Scheduler:
         return shares
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages for `num_tokens` tokens, preempting newer sequences, and at last this one.
+        """Allocates pages for `num_tokens` tokens, preempting newer sequences and finally itself.
 
-        False when it was preempted, or when a launched step still has to give pages back.
+        False if it was preempted, or if pages are still pinned by a launched step.
         """
         while not self.kv_cache.try_grow(sequence, num_tokens):
             if self.kv_cache.pool.num_pinned:
@@ -207,7 +209,7 @@ class Scheduler:
     def _admit(
         self, batch: Batch, shares: list[Share], logprobs_budget: PromptLogprobsBudget
     ) -> list[Share]:
-        """Starts waiting sequences, first come first served, while rows, pages and budget last."""
+        """Starts waiting sequences in FIFO order while rows, pages and token budget remain."""
         budget = self.limits.max_num_batched_tokens - sum(count for _, count in shares)
         admitted: list[Share] = []
         while self.waiting and self._free_rows and budget > 0:
@@ -250,14 +252,15 @@ class Scheduler:
                 sequence, self.running, available=available, shared=shared
             )
 
-        # Who waits mostly waits for pages of its own: those of its prefix are counted only then.
+        # Most rejections occur even if the prefix costs nothing, so its unreferenced pages are
+        # counted only after that cheaper check has passed.
         num_pages = len(prefix.page_ids)
         return can_admit(shared=num_pages) and can_admit(
             shared=num_pages - self.kv_cache.num_unheld(prefix)
         )
 
     def _count_prefix(self, sequence: Sequence, num_hit_tokens: int) -> None:
-        """Tokens looked up in the prefix cache and found there; a prompt counts once."""
+        """Counts a prompt's tokens looked up in the prefix cache and found; once per prompt."""
         if self.limits.enable_prefix_caching:
             self.num_prefix_queries += sequence.num_prompt_tokens
             self.num_prefix_hits += num_hit_tokens
@@ -270,7 +273,7 @@ class Scheduler:
         num_choices = 1 if end == sequence.num_tokens else 0
         sequence.num_pending_tokens += num_choices
         sequence.num_computed_tokens = end
-        # Positional: keywords take three times as long, for each row of each step.
+        # Positional: keyword arguments take three times as long, and this runs per row and step.
         entry = BatchEntry(sequence, row, start, count, num_choices, sequence.num_preemptions)
         batch.entries.append(entry)
         batch.num_tokens += count
@@ -317,9 +320,9 @@ class Scheduler:
             self._end(sequence)
 
     def _end_prompt(self, entry: BatchEntry) -> Finished:
-        """Ends a sequence that asked for no token; the one that the step drew is dropped.
+        """Ends a sequence with `max_tokens` 0; the token that the step sampled is dropped.
 
-        That its logits were finite is what its pages are published on.
+        The step is still needed: pages are published only if its logits are finite.
         """
         sequence = entry.sequence
         sequence.num_pending_tokens -= 1
@@ -329,7 +332,7 @@ class Scheduler:
         return _finished(sequence, "length")
 
     def _take_prompt_logprobs(self, batch: Batch, output: StepOutput, events: list[Event]) -> None:
-        """Adds an event for each entry with log probabilities that were not reported before."""
+        """Adds an event for each entry with log probabilities not yet reported."""
         stop = 0
         for entry in batch.entries:
             indices = range(stop, stop + len(entry.prompt_logprobs))
@@ -362,7 +365,7 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Gives back the pages of a running sequence; it waits first in line to be recomputed."""
+        """Frees a running sequence's pages and puts it at the head of the queue."""
         self.num_preemptions += 1
         self._rewind_to_waiting(sequence)
 
@@ -380,10 +383,10 @@ class Scheduler:
 
 
 def share_budget(wanted: list[int], *, token_budget: int, max_entries: int) -> list[int]:
-    """How many of the tokens `wanted` by each sequence a step computes.
+    """Number of tokens that a step computes for each sequence, at most the number in `wanted`.
 
-    Sequences that want a single token come first, then prompts in order; one that does not fit is
-    cut. At most `max_entries` sequences and `token_budget` tokens.
+    Sequences with a single token come first, then the others in order; one that exceeds the
+    remaining budget is cut. At most `max_entries` sequences and `token_budget` tokens.
     """
     num_single = min(wanted.count(1), token_budget, max_entries)
     if num_single == len(wanted):
@@ -403,7 +406,7 @@ def share_budget(wanted: list[int], *, token_budget: int, max_entries: int) -> l
 
 
 def _fit(sequence: Sequence, count: int, logprobs_budget: PromptLogprobsBudget) -> int:
-    """`count` tokens, or fewer where there are no logit rows for their log probabilities."""
+    """`count`, reduced if the logit rows for prompt log probabilities do not suffice."""
     progress = sequence.prompt_logprobs_progress
     return logprobs_budget.take(progress, sequence.num_computed_tokens, count)
 

@@ -1,8 +1,8 @@
 """`Sequence`: the engine's mutable state of one output stream.
 
-Knows its tokens, its progress and its pages' ids; does not know the pool, the batch or the device.
-Invariant: `num_computed_tokens` <= `num_tokens`, and only the last `num_pending_tokens` of them are
-still unread on the device.
+Owns its tokens, its progress and its pages' ids; does not know the pool, the batch or the device.
+Invariant: `num_computed_tokens` <= `num_tokens`, of which only the last `num_pending_tokens` have
+not been read back from the device.
 """
 
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from cadenza.request import FinishReason, Request, SamplingParams
 
 
 class PageCopy(NamedTuple):
-    """The KV of the first `num_tokens` tokens of page `source`, copied to page `destination`.
+    """Copies the KV of the first `num_tokens` tokens of page `source` to page `destination`.
 
-    Nothing reads the rest of the destination before a step has written it.
+    The other slots of the destination are written by a step before they are read.
     """
 
     source: int
@@ -25,7 +25,7 @@ class PageCopy(NamedTuple):
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is: in the queue, in a row, or done."""
+    """Queued, in a row of the batch, or ended."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -34,18 +34,18 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One stream of a request: the `sample`-th of `siblings`, which is empty for a single stream.
+    """One stream of a request: number `sample` of `siblings` (empty if the request has only one).
 
     Args:
-        token_ids: the prompt and every token read back so far.
-        page_copy: a page to copy before its next step; None once that is launched.
-        num_computed_tokens: tokens whose KV exists once the launched steps are done.
+        token_ids: the prompt and all tokens read back so far.
+        page_copy: the page copy to make before its next step; None after that step's launch.
+        num_computed_tokens: tokens whose KV exists once the launched steps have run.
         num_pending_tokens: tokens sampled by launched steps that have not been read.
-        num_cached_tokens: prompt tokens whose KV was shared when it started; None before.
-        num_sent_pages: entries of the page table that the device has.
+        num_cached_tokens: prompt tokens whose KV was shared at its first start; None before.
+        num_sent_pages: entries of the page table already sent to the device.
         published_serial: the prefix cache's serial of its last published page; None after a
-            collision, which ends publication.
-        prompt_logprobs_progress: None where the request wants no prompt logprobs.
+            key collision, which ends publication.
+        prompt_logprobs_progress: None if no prompt log probabilities were requested.
     """
 
     request_id: int
@@ -80,7 +80,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens, the unread ones included."""
+        """Prompt and generated tokens, including those not yet read."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
@@ -89,7 +89,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that still need KV; 0 when its last token is already being sampled."""
+        """Tokens still to be computed; 0 if its last token is already being sampled."""
         num_pending = self.num_pending_tokens
         num_tokens = len(self.token_ids) + num_pending
         if num_pending and num_tokens >= self.max_num_tokens:
@@ -98,7 +98,7 @@ class Sequence:
 
     @property
     def is_prompt_only(self) -> bool:
-        """True where no token may follow the prompt (`max_tokens` 0)."""
+        """True if no token is to be generated (`max_tokens` 0)."""
         return self.max_num_tokens == len(self.request.prompt_token_ids)
 
     @property
@@ -107,14 +107,14 @@ class Sequence:
 
     @property
     def is_fresh(self) -> bool:
-        """True while it waits with nothing but its prompt."""
+        """True while it is waiting and has no generated tokens."""
         return self.status is SequenceStatus.WAITING and self.num_tokens == self.num_prompt_tokens
 
     @property
     def fork_source(self) -> "Sequence | None":
-        """A sibling whose pages hold the prompt's KV, all but the last token's.
+        """A running sibling whose pages hold the KV of the prompt except its last token.
 
-        That token is computed again, so that each stream draws its own first token.
+        The last token is recomputed, because each stream samples its first token from its logits.
         """
         if not self.is_fresh or self.needs_prompt_logprobs:
             return None
@@ -126,14 +126,14 @@ class Sequence:
 
     @property
     def is_expecting_source(self) -> bool:
-        """True while a sibling computes the prompt that this one will share."""
+        """True while a running sibling has not yet computed the prompt that this one will share."""
         if not self.is_fresh or self.needs_prompt_logprobs:
             return False
         return self._running_siblings() != [] and self.fork_source is None
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """True while tokens of its prompt are to be described, which takes computing them."""
+        """True while prompt log probabilities are missing; the prompt must then be computed."""
         return (
             self.prompt_logprobs_progress is not None
             and not self.prompt_logprobs_progress.is_complete
@@ -143,9 +143,9 @@ class Sequence:
         return [each for each in self.siblings if each.status is SequenceStatus.RUNNING]
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Takes a token read back from the device; says why the stream ends with it, if it does.
+        """Appends a token read back from the device; returns the finish reason if it is the last.
 
-        A stop token wins over the length cap when both fall on the same token.
+        A stop token at the maximum length counts as "stop".
         """
         self.token_ids.append(token_id)
         self.num_pending_tokens -= 1
@@ -154,7 +154,7 @@ class Sequence:
         return "length" if len(self.token_ids) >= self.max_num_tokens else None
 
     def rewind(self) -> None:
-        """Forgets row, pages and progress; the tokens stay, so the stream goes on where it was."""
+        """Resets row, pages and progress; keeps the tokens, so that the stream can continue."""
         self.row = None
         self.page_table = []
         self.page_copy = None

@@ -1,16 +1,16 @@
-"""The step schema: every array that a step takes to the device, declared once.
+"""The step schema: declares every array that a step sends to the device.
 
-A field is declared in the group of its axis, with its type and what fills it where nothing is
-written. The one buffer that is uploaded, the host's views of it, the device's arrays and, for a
-sampling setting, what a row keeps from step to step all follow from the declaration.
+A field is declared in the group of its axis, with its dtype and padding value. The uploaded buffer,
+the host's views of it, the device's arrays and, for sampling settings, the per-row values kept
+between steps are all derived from the declaration.
 
 Legend: T tokens of the step padded to its bucket · R rows = `max_num_seqs` · L logit rows =
 R + `NUM_PROMPT_LOGPROBS_ROWS` · U changed page-table entries · C copied pages · W words of a rule
 record.
 
-Knows no array library but numpy: groups are generic, so that a backend uses them for its own
-arrays. Invariants: every entry is a 32-bit word; padding is told by counts and by -1 in
-`TokenInputs.slots` and `LogitInputs.token_indices`, never by a token's value.
+Uses no array library but numpy: groups are generic, so that a backend can use them for its own
+arrays. Invariants: every entry is a 32-bit word; padding is identified by counts and by -1 in
+`TokenInputs.slots` and `LogitInputs.token_indices`, never by a token id.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,14 +28,14 @@ Int32Array = npt.NDArray[np.int32]
 HostArray = npt.NDArray[Any]
 
 LAST_SAMPLED = -1
-"""In `TokenInputs.ids`: take the row's last sampled token, which is still on the device."""
+"""In `TokenInputs.ids`: use the row's last sampled token, which is still on the device."""
 
 PADDING = -1
 
 NO_TARGET = -1
 
 NUM_PROMPT_LOGPROBS_ROWS = 64
-"""Logit rows of a step for `prompt_logprobs`, beyond one for each row."""
+"""Logit rows per step for `prompt_logprobs`, in addition to one per row."""
 
 WORD = np.dtype(np.int32)
 
@@ -46,9 +46,9 @@ RowSetting = Callable[[Sequence], int | float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
-    """A declared field: `columns` words for each entry of its axis and `extra` entries more.
+    """A declared field: `columns` words per entry; its axis has `extra` additional entries.
 
-    `setting` is there for what a row keeps from when a sequence takes it until it leaves.
+    `setting` computes a sampling setting, which is constant while a sequence is in a row.
     """
 
     name: str
@@ -70,8 +70,8 @@ def _words(
     extra: int = 0,
     setting: RowSetting | None = None,
 ) -> dict[str, Any]:
-    """A declaration, as a dataclass field's metadata. Of several columns the arrays have the shape
-    [length, columns]."""
+    """A field's declaration, as dataclass metadata. Arrays have the shape [length], or
+    [length, columns] if `columns` > 1."""
     return {
         "dtype": np.dtype(dtype),
         "fill": fill,
@@ -82,13 +82,13 @@ def _words(
 
 
 def _setting(dtype: type[np.generic], *, off: int | float, of: RowSetting) -> dict[str, Any]:
-    """A sampling setting `of` a sequence; `off` leaves its choices as they are."""
+    """A sampling setting, computed by `of` from the sequence; `off` is the value without effect."""
     return _words(dtype, fill=off, setting=of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts(Generic[A]):
-    """How many entries are in use; arrays of one entry."""
+    """Numbers of entries in use, as arrays of shape [1]."""
 
     num_tokens: A = field(metadata=_words())
     num_logits: A = field(metadata=_words())
@@ -105,10 +105,10 @@ class TokenInputs(Generic[A]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowInputs(Generic[A]):
-    """[R]; `query_starts` has one more."""
+    """[R]; `query_starts` is [R + 1]."""
 
     query_starts: A = field(metadata=_words(extra=1))
-    kv_lens: A = field(metadata=_words())  # this step's tokens included; 0 for rows without work
+    kv_lens: A = field(metadata=_words())  # including this step's tokens; 0 for unused rows
 
 
 def _num_logprobs(sequence: Sequence) -> int:
@@ -126,12 +126,12 @@ def _top_k(sequence: Sequence) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitInputs(Generic[A]):
-    """[L], of which `num_logits` are in use: logit rows, and how each one's token is chosen.
+    """[L], of which `num_logits` are in use: logit rows and their sampling settings.
 
-    A row of the batch may have several. `positions` are of the tokens that they choose or
-    describe: a draw's key is made of it, and a row's rules see the tokens before it. Those of one
-    row are in order of their positions, so that the last one's choice is the row's last sampled
-    token. With a target that token is described and none is chosen.
+    A batch row may have several logit rows, in order of their positions, so that the last one
+    samples the row's last token. `positions` is the position of the token that is sampled or
+    scored: it determines the draw's key, and the row's rules apply to the tokens before it. A logit
+    row with a target reports the log probability of that token and samples none.
     """
 
     token_indices: A = field(metadata=_words(fill=PADDING))  # into T
@@ -155,12 +155,12 @@ _Group = type[StepCounts[Any] | TokenInputs[Any] | RowInputs[Any] | LogitInputs[
 
 @cache
 def specs_of(group: _Group) -> tuple[FieldSpec, ...]:
-    """A group's declared fields, in order."""
+    """The declared fields of a group, in order."""
     return tuple(FieldSpec(name=each.name, **each.metadata) for each in fields(group))
 
 
 SETTINGS = tuple(spec for spec in specs_of(LogitInputs) if spec.setting is not None)
-"""The last columns of `LogitInputs`."""
+"""The sampling settings: the last fields of `LogitInputs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ class StepGroups(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where each declared field lies in a step's one buffer of words, for T tokens and R rows."""
+    """Offsets of all declared fields in a step's buffer of words, for T tokens and R rows."""
 
     num_tokens: int
     num_rows: int
@@ -189,7 +189,7 @@ class StepLayout:
         return _places(self)[-1].end
 
     def split(self, words: A, cast: Callable[[A, np.dtype[Any]], A]) -> StepGroups[A]:
-        """The groups of a buffer [num_words]. `cast` gives words another type, bit for bit."""
+        """Splits a buffer [num_words] into groups. `cast` reinterprets words as another dtype."""
         buffer: Any = words
         arrays: dict[_Group, dict[str, Any]] = {group: {} for group, _ in self.groups()}
         for place in _places(self):
@@ -205,7 +205,7 @@ class StepLayout:
         return StepGroups(counts=counts, tokens=tokens, rows=rows, logits=logits)
 
     def empty_words(self) -> Int32Array:
-        """The buffer of a step in which no row takes part: all padding."""
+        """The buffer of a step without tokens: all padding."""
         parts = [
             np.full(place.end - place.start, place.spec.fill, place.spec.dtype).view(WORD)
             for place in _places(self)
@@ -213,11 +213,11 @@ class StepLayout:
         return np.concatenate(parts)
 
     def views(self, words: Int32Array) -> StepGroups[HostArray]:
-        """The groups of a buffer on the host, which they share."""
+        """The groups of a host buffer, as views that share its memory."""
         return self.split(words, np.ndarray.view)
 
     def groups(self) -> Iterator[tuple[_Group, int]]:
-        """The groups in the order of the buffer, and the length of each one's axis."""
+        """The groups in buffer order, each with the length of its axis."""
         yield StepCounts, 1
         yield TokenInputs, self.num_tokens
         yield RowInputs, self.num_rows
@@ -225,7 +225,7 @@ class StepLayout:
 
 
 class _Place(NamedTuple):
-    """The words of a field in a layout's buffer."""
+    """A field's words [start, end) in the buffer of a layout."""
 
     group: _Group
     spec: FieldSpec
@@ -236,7 +236,7 @@ class _Place(NamedTuple):
 
 @cache
 def _places(layout: StepLayout) -> tuple[_Place, ...]:
-    """Every declared field of a layout, in order."""
+    """The places of all declared fields, in buffer order."""
     places: list[_Place] = []
     start = 0
     for group, length in layout.groups():
@@ -249,7 +249,7 @@ def _places(layout: StepLayout) -> tuple[_Place, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RuleUpdate:
-    """A row's rules from this step on."""
+    """A row's new rules, effective from this step on."""
 
     row: int
     record: Int32Array  # [W]
@@ -257,10 +257,10 @@ class RuleUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """What a runner needs for one step: flat, ragged, padded to one bucket.
+    """A runner's inputs for one step: ragged rows concatenated and padded to a bucket.
 
-    `words` holds every declared field and is what goes up; `groups` are views of it. What changes
-    rarely is sent apart.
+    `words` holds all declared fields and is uploaded; `groups` are views of it. Data that rarely
+    changes is sent separately.
     """
 
     step_id: int
@@ -269,13 +269,13 @@ class ModelInputs:
     page_updates: Int32Array = field(default_factory=lambda: np.zeros((0, 3), np.int32))
     """[U, 3] of (row, index in the row's page table, page)."""
     page_copies: Int32Array = field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    """[C, 3] of `core.sequence.PageCopy`, done before the step. A backend may copy whole pages; one
-    whose page is a whole slot of `max_model_len` tokens copies the first `num_tokens` only."""
+    """[C, 3] of `core.sequence.PageCopy`, done before the step. A backend may copy full pages; one
+    whose page is a slot of `max_model_len` tokens copies only the first `num_tokens`."""
     rule_updates: tuple[RuleUpdate, ...] = ()
 
     @classmethod
     def empty(cls, *, bucket: int, num_rows: int) -> "ModelInputs":
-        """A step in which no row takes part."""
+        """The inputs of a step without tokens."""
         layout = StepLayout(bucket, num_rows)
         words = layout.empty_words()
         return cls(step_id=-1, words=words, groups=layout.views(words))
@@ -302,7 +302,7 @@ class ModelInputs:
 
 
 class RowSettings:
-    """The sampling settings of every row of the batch, as words in the order of `SETTINGS`."""
+    """The sampling settings of all batch rows, as words in the order of `SETTINGS`."""
 
     def __init__(self, num_rows: int) -> None:
         self._words = np.empty((len(SETTINGS), num_rows), WORD)
@@ -313,13 +313,13 @@ class RowSettings:
             view[:] = spec.fill
 
     def seat(self, row: int, sequence: Sequence) -> None:
-        """Takes a sequence's settings for its row."""
+        """Stores a sequence's settings for its row."""
         for spec, view in zip(SETTINGS, self._views, strict=True):
             assert spec.setting is not None
             view[row] = spec.setting(sequence)
 
     def write(self, inputs: ModelInputs, places: slice, rows: HostArray) -> None:
-        """Gives the logit rows at `places` the settings of the batch's `rows`."""
+        """Writes the settings of the batch's `rows` to the logit rows `places`."""
         num_logits = len(inputs.logits.rows)
         block = inputs.words[-len(SETTINGS) * num_logits :].reshape(len(SETTINGS), num_logits)
         block[:, places] = self._words[:, rows]
@@ -327,12 +327,12 @@ class RowSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What a step yields, one entry for each logit row in use (N of them)."""
+    """Results of a step, one entry per logit row in use (N)."""
 
     token_ids: Int32Array  # [N]
-    is_finite: npt.NDArray[np.bool_]  # [N], false: the row's logits held a NaN or an infinity
-    has_choice: npt.NDArray[np.bool_]  # [N], false: the row's rules allow no token
-    logprobs: npt.NDArray[np.float32]  # [N], of the chosen token; 0 where nobody asked
-    ranks: Int32Array  # [N], 1 is the likeliest
+    is_finite: npt.NDArray[np.bool_]  # [N]; False if the logits hold a NaN or an infinity
+    has_choice: npt.NDArray[np.bool_]  # [N]; False if the rules ban every token
+    logprobs: npt.NDArray[np.float32]  # [N], of the sampled token; 0 if not requested
+    ranks: Int32Array  # [N]; 1 is the most likely
     top_ids: Int32Array  # [N, K]
     top_logprobs: npt.NDArray[np.float32]  # [N, K]

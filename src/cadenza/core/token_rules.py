@@ -1,8 +1,8 @@
-"""`RuleLayout`: what a row may choose beyond its filters, as one record of int32 words.
+"""`RuleLayout`: a row's token rules (penalties, biases, bans, allowed tokens) as int32 words.
 
-Penalties, biases, bans and allowed tokens go up once, when a sequence takes a row, and stay there:
-the rest (which tokens came before) is on the device already. Knows no device and no batch.
-Invariant: a record is a function of its request alone, so a row's choice cannot see another row.
+A record is sent to the device once, when a sequence is assigned to a row; the preceding tokens,
+which the rules also depend on, are on the device already. Knows no device and no batch.
+Invariant: a record depends only on its own sequence.
 
 Legend: V vocabulary · W words of a record. `ops.rules` and `csrc/core/rules.h` read the same words.
 """
@@ -16,8 +16,8 @@ from cadenza.core.sequence import Sequence
 from cadenza.request import MAX_BAD_WORD_TOKENS, MAX_BIASES
 
 NUM_PROMPT, STOPS_FROM, PRESENCE, FREQUENCY, REPETITION, HAS_MASK = range(6)
-"""Words of the header: tokens of the prompt · the length from which on the stream may end · bits
-of the three penalties · whether the mask counts."""
+"""Header words: number of prompt tokens · sequence length from which stop tokens are allowed · the
+three penalties as float32 bits · 1 if the mask applies."""
 
 BIAS_IDS = 16
 BIAS_VALUES = BIAS_IDS + MAX_BIASES
@@ -27,7 +27,7 @@ BAD_WORDS = STOPS + MAX_STOPS
 MASK = BAD_WORDS + MAX_BAD_WORD_TOKENS
 
 NONE = -1
-"""Fills lists behind their end, and stands before each bad word."""
+"""Pads lists, and precedes each bad word."""
 
 RuleRecord = npt.NDArray[np.int32]  # [W]
 
@@ -40,11 +40,11 @@ class RuleLayout:
 
     @property
     def num_words(self) -> int:
-        """W: what comes before the mask, and a bit for each token."""
+        """W: the words before the mask, and one mask bit per token."""
         return MASK + -(-self.vocab_size // 32)
 
     def encode(self, sequence: Sequence) -> RuleRecord | None:
-        """The record of a sequence's rules; None where it has none."""
+        """Packs a sequence's rules into a record [W]; None if it has none."""
         if not has_rules(sequence):
             return None
         params = sequence.request.params
@@ -69,14 +69,14 @@ class RuleLayout:
         return record
 
     def _mask(self, allowed: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """A bit for each token, the lowest first: [ceil(V / 32)]."""
+        """One bit per token, least significant first: [ceil(V / 32)]."""
         bits = np.zeros((self.num_words - MASK) * 32, np.bool_)
         bits[allowed] = True
         return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def has_rules(sequence: Sequence) -> bool:
-    """Whether anything but filters bears on a sequence's choices."""
+    """Whether a sequence has penalties, biases, bans, `min_tokens` or allowed tokens."""
     params = sequence.request.params
     return bool(
         params.presence_penalty

@@ -1,4 +1,4 @@
-"""EngineCore, its step loop, and the thread-safe seam over it, in this process or another. Owns who
-is open, for how long, and what happens when a step fails. Never sees text, HTTP or a checkpoint.
-Invariant: an accepted request ends once, whatever dies.
+"""`EngineCore`, its step loop, and the thread-safe `BatchEngine` over it, in this process or in
+another. Owns the open requests, their deadlines, and recovery from failed steps. Knows no text,
+HTTP or checkpoint. Invariant: an accepted request ends exactly once, even if the engine crashes.
 """

@@ -1,9 +1,9 @@
-"""`BatchEngine`: the interface of an engine to servers and async faces; `run_steps`: the loop.
+"""`BatchEngine`: the engine's interface for servers and `AsyncEngine`; `run_steps`: the step loop.
 
-One thread serves; any thread submits and cancels. `CoreService` implements it over an `EngineCore`
-in this process, `engine.process.EngineProcess` over one in another. `run_steps` is the only
-receive-step-deliver loop: `CoreService`, the engine process's `Worker` and `LLM` each give it where
-their commands come from, and take its events. Knows no text.
+One thread serves; any thread may submit and cancel. `CoreService` implements it over an
+`EngineCore` in this process, `engine.process.EngineProcess` over one in another. `run_steps` is the
+only receive-step-deliver loop: `CoreService`, the engine process's `Worker` and `LLM` each pass it
+a source of commands and consume its events. Knows no text.
 """
 
 import logging
@@ -31,13 +31,13 @@ from cadenza.request import Event, Request
 logger = logging.getLogger(__name__)
 
 Emit = Callable[[list[Event]], None]
-"""Takes the events of one step, on the serving thread; must not block."""
+"""Called with the events of one step on the serving thread; must not block."""
 
 Clock = Callable[[], float]
 """Seconds, monotonic."""
 
 WAKE_S = 60.0
-"""The longest wait of an idle engine for a command; a command ends the wait at once."""
+"""Maximum time that an idle engine blocks waiting for a command before it updates its heartbeat."""
 
 SHUT_DOWN = "the engine was shut down"
 STOPPED = "the engine stopped on an error; its log has the cause"
@@ -45,29 +45,29 @@ DRAINING = "the server is shutting down and takes no new requests; send it elsew
 
 
 class BatchEngine(Protocol):
-    """Requests in from any thread, events out of one."""
+    """Accepts requests on any thread; emits events on the serving thread."""
 
     def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
-        """The accepted request's id.
+        """Accepts a request and returns its id.
 
         Args:
-            passed: a check that the request has passed; it is not checked again where that is the
-                engine's own.
+            passed: a check that the request has passed; the request is not checked again if this
+                is the engine's own check.
 
         Raises InvalidRequestError, QueueFullError, EngineUnavailableError, EngineClosedError.
         """
         ...
 
     def cancel(self, request_id: int, sample: int | None = None) -> None:
-        """Ends a request, or one of its samples; events already on their way still come."""
+        """Ends a request, or one of its samples; events already being emitted still arrive."""
         ...
 
     def serve(self, emit: Emit) -> None:
-        """Runs until `drain` or `shutdown` is done; requests still open then end with an error."""
+        """Runs until drained or shut down; requests still open then end with an error."""
         ...
 
     def drain(self, within_s: float) -> None:
-        """Refuses new requests; `serve` returns once the open ones have ended, or this time has."""
+        """Refuses new requests; `serve` returns once all have ended or `within_s` has elapsed."""
         ...
 
     def shutdown(self) -> None:
@@ -76,7 +76,7 @@ class BatchEngine(Protocol):
 
 
 def check_step_errors(core: EngineCore) -> None:
-    """Raises RunnerError when too many steps in a row have failed."""
+    """Raises RunnerError if too many consecutive steps have failed."""
     failures, most = core.num_consecutive_failures, core.limits.max_consecutive_step_errors
     if failures >= most:
         raise RunnerError(
@@ -86,7 +86,7 @@ def check_step_errors(core: EngineCore) -> None:
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A checked request, under an id above all earlier ones."""
+    """A checked request with an id greater than all earlier ones."""
 
     request_id: int
     request: Request
@@ -107,12 +107,12 @@ def run_steps(
     receive: Callable[[], Sequence[Command] | None],
     step: Callable[[], list[Event]],
 ) -> Iterator[list[Event]]:
-    """Applies the commands that have arrived, advances the batch, yields the events; and again.
+    """Repeatedly applies the received commands, runs a step and yields its events.
 
     Args:
-        receive: the commands since its last call; it may wait while the core is idle. None ends
-            the loop.
-        step: advances `core` once.
+        receive: returns the commands since its last call, and may block while the core is idle;
+            None ends the loop.
+        step: advances `core` by one step.
     """
     while (commands := receive()) is not None:
         for command in commands:
@@ -124,10 +124,10 @@ def run_steps(
 
 
 class CoreService:
-    """`BatchEngine` over an `EngineCore` in this process, which only the serving thread touches.
+    """`BatchEngine` over an `EngineCore` in this process, used only by the serving thread.
 
-    Commands pass through an inbox that the queue's bounds keep finite; the serving thread sleeps
-    while the core is idle.
+    Commands pass through an inbox, whose size is limited by the queue's bounds; the serving thread
+    sleeps while the core is idle.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class CoreService:
             emit([*passed, *overdue])
 
     def _receive(self) -> list[Command] | None:
-        """The commands that have arrived; waits for one while the core is idle. None to stop."""
+        """The pending commands; blocks while the core is idle. None once drained or shut down."""
         commands: list[Command] = []
         while not self._is_done():
             is_waiting = not commands and self._core.is_idle
@@ -243,7 +243,7 @@ class CoreService:
         return not self._requests.num_open or self._clock() >= self._drained_by_s
 
     def _end(self, emit: Emit) -> None:
-        """Ends each open request with an error, whether it had reached the core or not."""
+        """Ends all open requests with an error, including those still in the inbox."""
         with self._lock:
             self._state = "dead"
         ended = self._requests.end_all("engine_closed", self._error or SHUT_DOWN)

@@ -1,8 +1,8 @@
-"""`EngineCore`: the synchronous heart. submit / step / cancel, token ids in, events out.
+"""`EngineCore`: the synchronous engine: submit, step and cancel; token ids in, events out.
 
-Owns the scheduler, the packer and the loop over one runner. Knows no text, no HTTP, no clock: the
-step is a function of what was submitted. Invariants: ids only grow; an invalid submit changes
-nothing; each accepted request that is not cancelled gets exactly one `Finished`.
+Owns the scheduler, the packer and the loop over one runner. Knows no text, HTTP or clock: a step
+depends only on the calls made so far. Invariants: request ids increase; a refused submit changes
+nothing; each sample of an accepted request gets exactly one `Finished` unless it is cancelled.
 """
 
 import secrets
@@ -25,14 +25,14 @@ from cadenza.request import Event, Finished, Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreOptions:
-    """How an engine runs; of these only `eos_token_ids` and `seed` change any stream.
+    """Options of an engine; only `eos_token_ids` and `seed` affect the streams.
 
     Args:
         eos_token_ids: tokens that end a stream unless its request ignores them.
         loop: "overlap" launches a step before the previous one is read; "plain" does not.
-        reserved_output: share of a request's remaining output that admission keeps pages for.
-        seed: from which the seeds of requests that name none are derived.
-        secret: keys the prefix cache; random when None.
+        reserved_output: fraction of a request's remaining output that admission reserves pages for.
+        seed: determines the seeds of requests without one.
+        secret: key of the prefix cache's hashes; random if None.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -84,7 +84,7 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """True when no request is open and no step is in flight."""
+        """True if no request is open and no step is in flight."""
         return not self.scheduler.has_work and not self._loop.in_flight
 
     @property
@@ -94,7 +94,7 @@ class EngineCore:
 
     @property
     def num_failed_steps(self) -> int:
-        """Steps that raised, or whose result broke the runner contract."""
+        """Steps that raised, or whose output violated the runner contract."""
         return self._loop.num_failed_steps
 
     @property
@@ -104,15 +104,15 @@ class EngineCore:
 
     @property
     def num_queue_slots(self) -> int:
-        """How many more requests may be submitted now."""
+        """Free places in the waiting queue, in samples; a request is accepted if there is one."""
         return max(0, self.limits.max_num_queued_reqs - len(self.scheduler.waiting))
 
     def submit(self, request: Request) -> int:
         """Accepts a request and returns its id.
 
         Raises:
-            InvalidRequestError: it cannot be served as written.
-            QueueFullError: too many requests wait.
+            InvalidRequestError: the engine can never serve it.
+            QueueFullError: the waiting queue is full.
             EngineClosedError: after `close`.
         """
         self.check(request)
@@ -122,7 +122,7 @@ class EngineCore:
         return request_id
 
     def check(self, request: Request) -> None:
-        """Raises what `submit` would if the queue had room; changes nothing."""
+        """Raises the errors of `submit` except QueueFullError; changes nothing."""
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new one")
         self.request_check.check(request)
@@ -132,7 +132,7 @@ class EngineCore:
         return self._next_request_id - 1
 
     def enqueue(self, request_id: int, request: Request) -> None:
-        """Queues a request that `check` has let through under an id from `new_request_id`."""
+        """Queues a request that has passed `check`; ids must increase."""
         params = request.params
         seed = derive_seed(self._seed, request_id) if params.seed is None else params.seed
         stop = frozenset(params.stop_token_ids)
@@ -155,14 +155,11 @@ class EngineCore:
             self.scheduler.add(sequence)
 
     def is_open(self, request_id: int) -> bool:
-        """True while a sample of the request will still have events."""
+        """True while the request has a sample that has not ended."""
         return request_id in self._samples
 
     def cancel(self, request_id: int, sample: int | None = None) -> bool:
-        """Frees a request's samples, or one of them, which have no further events.
-
-        False when there is nothing of that name.
-        """
+        """Ends a request, or one of its samples, without events; False if it is not open."""
         samples = self._samples.get(request_id, {})
         ended = list(samples) if sample is None else [k for k in samples if k == sample]
         for each in ended:
@@ -171,7 +168,7 @@ class EngineCore:
         return bool(ended)
 
     def step(self) -> list[Event]:
-        """Advances the running batch; returns at once when there is nothing to do."""
+        """Advances the running batch by one step; returns [] if there is nothing to do."""
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new one")
         events = self._loop.step()
@@ -181,7 +178,7 @@ class EngineCore:
         return events
 
     def close(self) -> None:
-        """Drops all requests without events and gives back the device's memory. Idempotent."""
+        """Ends all requests without events and frees the device's memory. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -191,11 +188,11 @@ class EngineCore:
         self.runner.close()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError when the engine's books do not balance."""
+        """Raises AssertionError if the scheduler is inconsistent or misses an open sample."""
         self.scheduler.check_invariants()
         scheduled = {(s.request_id, s.sample) for s in self.scheduler.sequences}
         is_open = {(i, sample) for i, samples in self._samples.items() for sample in samples}
-        assert scheduled == is_open, "open samples and scheduled ones differ"
+        assert scheduled == is_open, "open samples and scheduled sequences differ"
 
     def _check_queue(self) -> None:
         if not self.num_queue_slots:

@@ -1,8 +1,8 @@
-"""The step loops: the plain one (launch, read, launch, …) and the overlapped one.
+"""`StepLoop`: launches and reads steps, one at a time or overlapped.
 
-Owns which steps are in flight and what happens when one fails. Knows no request ids and no text.
-Invariant: steps are read in the order of their launches, and a failed step ends its own sequences
-once each while the others are recomputed from their tokens.
+Owns the steps in flight and the recovery from a failed one. Knows no request ids and no text.
+Invariant: steps are read in launch order; a failed step ends each of its sequences once, and all
+others are recomputed from their tokens.
 """
 
 import logging
@@ -35,7 +35,7 @@ class LaunchedStep:
 
 
 class StepRunner:
-    """Packs a batch, launches it, and checks what comes back."""
+    """Packs and launches batches, and validates the runner's output."""
 
     def __init__(self, runner: Runner, packer: Packer) -> None:
         self._runner = runner
@@ -49,7 +49,7 @@ class StepRunner:
         return LaunchedStep(batch, inputs.num_logits, self._runner.launch(inputs))
 
     def read(self, step: LaunchedStep) -> StepOutput:
-        """The step's output. Raises RunnerError when the runner broke its contract."""
+        """The step's output. Raises RunnerError if it violates the runner contract."""
         output = step.handle.result()
         if not isinstance(output, StepOutput):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RunnerError(f"step {step.batch.step_id} returned {type(output).__name__}")
@@ -73,9 +73,9 @@ class StepRunner:
 class StepLoop:
     """Keeps at most `depth` launched steps unread between calls of `step`.
 
-    Depth 0 is the plain loop: launch, read, launch, … and the readable definition of the other.
-    Depth 1 overlaps: step n + 1 is launched before step n is read, so that the device does not
-    wait for the host.
+    Depth 0 is the plain loop (launch, read, launch, …), the reference for depth 1. Depth 1
+    overlaps: step n + 1 is launched before step n is read, so that the device does not wait for
+    the host.
     """
 
     def __init__(self, scheduler: Scheduler, step_runner: StepRunner, *, depth: int) -> None:
@@ -89,7 +89,7 @@ class StepLoop:
     def step(self) -> list[Event]:
         """Launches the next step if there is one, and reads the oldest if it is due.
 
-        A request's `Started` comes with the launch, before all of its other events.
+        A request's `Started` comes with the launch of its first step, before its other events.
         """
         batch = self._scheduler.schedule()
         events: list[Event] = [] if batch is None else [*batch.started, *self._launch(batch)]
@@ -98,12 +98,12 @@ class StepLoop:
         return events
 
     def drop_in_flight(self) -> None:
-        """Forgets the launched steps; their sequences' KV must not be used any more."""
+        """Discards the launched steps; their sequences' KV must not be used afterwards."""
         while self.in_flight:
             self._scheduler.drop_batch(self.in_flight.popleft().batch)
 
     def _launch(self, batch: Batch) -> list[Event]:
-        """Launches a batch; only when that fails are there events."""
+        """Launches a batch; returns events only if that fails."""
         try:
             self.in_flight.append(self._step_runner.launch(batch))
         except Exception:
@@ -125,7 +125,7 @@ class StepLoop:
         return self._scheduler.update(step.batch, output)
 
     def _recover(self, failed: Batch) -> list[Event]:
-        """Ends the failed step's sequences; all others start over from their tokens."""
+        """Ends the failed step's sequences; all others are recomputed from their tokens."""
         self.num_failed_steps += 1
         self.num_consecutive_failures += 1
         events = self._scheduler.fail_batch(failed, STEP_FAILED)

@@ -1,9 +1,9 @@
-"""`OpenRequests`: the requests that are open, since when, and how requests ended.
+"""`OpenRequests`: the open requests, their deadlines, and statistics of ended ones.
 
-Owns the ids, the queue's bounds, the deadlines and the times of requests. Knows no engine and no
-process; any thread may call. Invariants: ids only grow; each sample of an accepted request ends
-exactly once, by a `Finished` that passed, by `cancel`, by its deadline or by `end_all`; then none
-of its events pass.
+Owns the request ids, the queue's bounds, the deadlines and the latency measurements. Knows no
+engine and no process; thread-safe. Invariants: ids increase; each sample of an accepted request
+ends exactly once, by a `Finished` event, `cancel`, its deadline or `end_all`; its later events are
+dropped.
 """
 
 import threading
@@ -38,7 +38,7 @@ RejectionReason = Literal["queue_full", "queue_tokens_full", "unavailable"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimeouts:
-    """The longest a request may wait for its first step, and the longest it may take in all.
+    """Maximum times, from acceptance, to a request's first step (`queue_s`) and end (`total_s`).
 
     Raises:
         ConfigError: a value is outside its bounds; the message names the flag.
@@ -58,9 +58,9 @@ class RequestTimeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """Requests open now, and the tokens of the prompts that wait for their first step.
+    """The number of open requests, and of prompt tokens waiting for their first step.
 
-    Every admission bound is checked against it: the queue's, and the server's narrower ones.
+    All bounds on accepting requests are checked against it: the queue's and the server's.
     """
 
     num_open: int
@@ -71,17 +71,17 @@ class EngineLoad:
         return self.num_open < max_num_open
 
     def has_tokens(self, num_tokens: int, max_num_queued: int) -> bool:
-        """Whether a prompt of so many tokens may be queued; an empty queue takes any prompt."""
+        """Whether a prompt of `num_tokens` may be queued; an empty queue accepts any prompt."""
         queued = self.num_queued_tokens
         return not queued or queued + num_tokens <= max_num_queued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStats:
-    """A snapshot of how requests were accepted, refused and ended (`ends` counts samples).
+    """A snapshot of the numbers of requests accepted and refused, and of samples ended.
 
-    `queue_seconds` is from acceptance to the first step with it, `prefill_seconds` from there to
-    the first token, `decode_seconds` from there to the end.
+    `queue_seconds` is from acceptance to the first step, `prefill_seconds` from there to the first
+    token, `decode_seconds` from there to the end.
     """
 
     num_accepted: int
@@ -94,10 +94,9 @@ class RequestStats:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _OpenRequest:
-    """One accepted request; times are readings of the clock.
+    """An accepted request; times are clock readings.
 
-    `num_generated_tokens` holds the samples that have not ended, each with its number of tokens so
-    far.
+    `num_generated_tokens` maps each sample that has not ended to its number of tokens so far.
     """
 
     request_id: int
@@ -116,7 +115,7 @@ class _Times:
 
 
 class OpenRequests:
-    """Accepts within the queue's bounds and lets each request's events pass until its end."""
+    """Accepts requests within the queue's bounds, and filters and records their events."""
 
     def __init__(self, timeouts: RequestTimeouts, clock: Callable[[], float]) -> None:
         self._timeouts = timeouts
@@ -139,7 +138,7 @@ class OpenRequests:
         return self._timeouts
 
     def accept(self, request: Request, limits: EngineLimits) -> int:
-        """The new request's id. Raises QueueFullError, which only counts the rejection."""
+        """Opens a request and returns its id. Raises QueueFullError and counts the rejection."""
         num_tokens = len(request.prompt_token_ids)
         with self._lock:
             self._check_room(num_tokens, limits)
@@ -160,7 +159,7 @@ class OpenRequests:
             self._rejections[reason] += 1
 
     def pass_on(self, events: Iterable[Event]) -> list[Event]:
-        """Records the events of open requests; returns those that become output, so no `Started`.
+        """Records the events of open requests; returns all but `Started`, which is internal.
 
         Events of samples that have ended are dropped.
         """
@@ -188,7 +187,7 @@ class OpenRequests:
         return passed
 
     def cancel(self, request_id: int, sample: int | None = None) -> bool:
-        """Ends a request, or one of its samples, without events; False where that is not open."""
+        """Ends a request, or one of its samples, without events; False if it is not open."""
         with self._lock:
             entry = self._open.get(request_id)
             if entry is None or sample not in {None, *entry.num_generated_tokens}:
@@ -198,7 +197,7 @@ class OpenRequests:
             return True
 
     def end_overdue(self) -> list[Finished]:
-        """Ends the requests past a deadline, with an error each."""
+        """Ends the requests past a deadline; returns an error event for each of their samples."""
         with self._lock:
             now_s, timeouts = self._clock(), self._timeouts
             deadline_s = self.next_deadline_s()
@@ -217,13 +216,13 @@ class OpenRequests:
             return ended + self._fail_each(unstarted, "queue_timeout", error, now_s)
 
     def end_all(self, kind: ErrorKind, error: str) -> list[Finished]:
-        """Ends every open request, with an error each."""
+        """Ends all open requests; returns an error event for each of their samples."""
         with self._lock:
             now_s = self._clock()
             return self._fail_each(list(self._open.values()), kind, error, now_s)
 
     def next_deadline_s(self) -> float | None:
-        """The clock's reading at which `end_overdue` may end a request; None without any open."""
+        """Clock reading of the earliest deadline; None if no request is open."""
         with self._lock:
             deadlines = [
                 next(iter(entries.values())).accepted_s + timeout_s
@@ -314,5 +313,5 @@ class OpenRequests:
 
 
 def _older(entries: dict[int, _OpenRequest], accepted_s: float) -> list[_OpenRequest]:
-    """Those accepted by then; entries are in the order of their acceptance."""
+    """Entries accepted at or before `accepted_s`; `entries` is in order of acceptance."""
     return list(takewhile(lambda entry: entry.accepted_s <= accepted_s, entries.values()))

@@ -1,7 +1,7 @@
-"""`RequestCheck`: can an engine with these limits and this model ever serve a request?
+"""`RequestCheck`: whether an engine with given limits and model can ever serve a request.
 
-Knows limits and vocabulary only, so that it can be asked in another process than the engine's.
-Owns no state. Invariant: what passes here is refused nowhere later, whatever else is running.
+Needs only limits, vocabulary size and capabilities, so that it can run outside the engine's
+process. Stateless. Invariant: a request that passes is never rejected as invalid later.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from cadenza.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCheck:
-    """What a request is held against. `backend` is its name, for messages."""
+    """The properties of an engine that bound its requests. `backend` is its name, for messages."""
 
     limits: EngineLimits
     vocab_size: int
@@ -23,12 +23,12 @@ class RequestCheck:
     capabilities: frozenset[Capability]
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequestError where the request can never be served as written."""
+        """Raises InvalidRequestError if the engine can never serve the request."""
         if not isinstance(request, Request):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidRequestError(
                 f"what was submitted is {show(request)}; it must be a Request", param="request"
             )
-        self._check_lengths(request)  # first: what is too long is not looked through
+        self._check_lengths(request)  # first: avoids scanning overlong input
         self._check_tokens(request)
         for name in ("logprobs", "prompt_logprobs"):
             is_asked = getattr(request.params, name) is not None
@@ -43,7 +43,7 @@ class RequestCheck:
             )
 
     def max_num_tokens(self, request: Request) -> int:
-        """Tokens of the prompt and the longest answer that the request allows."""
+        """Maximum length of the request's sequences: prompt plus `max_tokens`."""
         if request.params.max_tokens is None:
             return self.limits.max_model_len
         return len(request.prompt_token_ids) + request.params.max_tokens
@@ -64,7 +64,7 @@ class RequestCheck:
         self._check_resolved(request)
 
     def _check_resolved(self, request: Request) -> None:
-        """Options that are about text must have been turned into tokens by who knows text."""
+        """Raises if text options have not been applied; the text front end must apply them."""
         params, count = request.params, request.params.truncate_prompt_tokens
         if params.bad_words and not request.bad_word_token_ids:
             raise InvalidRequestError(

@@ -1,8 +1,8 @@
-"""`EngineStats`: what an engine has counted so far; `StepMeter` does the counting.
+"""`EngineStats`: a snapshot of an engine's counters and gauges, collected by `StepMeter`.
 
-Owns the snapshot's fields and the distributions' bounds. Knows no metric's name and no server.
-Invariants: counters only grow within one engine's life, every step is counted once, and a snapshot
-never changes.
+Owns the snapshot's fields and the histogram bounds. Knows no metric names and no server.
+Invariants: counters never decrease during an engine's lifetime, every step is counted once, and
+snapshots are immutable.
 """
 
 from bisect import bisect_left
@@ -22,8 +22,8 @@ STEP_TOKENS_BOUNDS = tuple(float(1 << power) for power in range(15))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """How often a value fell where. `counts[i]` of them were at most `bounds[i]` and above the
-    bound before it; the last count is of those above all bounds."""
+    """A histogram. `counts[i]` is the number of values in (bounds[i - 1], bounds[i]], the last one
+    that of values above all bounds; `total` is the sum of all values."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -40,10 +40,10 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot. Gauges: requests running and waiting, pages by state. All else are counters.
+    """A snapshot. Running, waiting and page counts are gauges; all others are counters.
 
-    `num_prefix_queries` and `num_prefix_hits` count prompt tokens; `pages_live` has those too that
-    only a launched step still writes; `step_tokens` is of tokens computed in one step.
+    `num_running` and `num_waiting` count samples, `num_prefix_queries` and `num_prefix_hits` prompt
+    tokens. `pages_live` includes pinned pages. `step_tokens` is the number of tokens per step.
     """
 
     num_running: int
@@ -61,12 +61,12 @@ class EngineStats:
 
     @property
     def kv_cache_usage(self) -> float:
-        """The share of pages that somebody holds, 0 to 1."""
+        """The fraction of pages that are live or pinned, 0 to 1."""
         return self.pages_live / (self.pages_live + self.pages_cached + self.pages_free)
 
 
 class Tally:
-    """A distribution while it grows."""
+    """Accumulates a `Distribution`."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -79,7 +79,7 @@ class Tally:
         return self._total
 
     def add(self, value: float, count: int = 1) -> None:
-        """The value came `count` times."""
+        """Adds `count` occurrences of `value`."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._total += value * count
 
@@ -88,11 +88,11 @@ class Tally:
 
 
 class StepMeter:
-    """Steps an engine and counts.
+    """Steps an engine and collects its statistics.
 
     Args:
         clock: seconds, monotonic.
-        count_compiles: programs that were compiled since warm-up.
+        count_compiles: returns the number of programs compiled since warm-up.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class StepMeter:
         self._tokens = Tally(STEP_TOKENS_BOUNDS)
 
     def step(self) -> list[Event]:
-        """One call of the core's `step`. A step that was launched counts the call's time."""
+        """Calls the core's `step`; records the call's duration if it scheduled a step."""
         scheduler = self._core.scheduler
         num_steps, num_tokens = scheduler.num_steps, scheduler.num_scheduled_tokens
         start_s = self._clock()
@@ -119,7 +119,7 @@ class StepMeter:
         return events
 
     def stats(self) -> EngineStats:
-        """The counts as they are now."""
+        """A snapshot of the current values."""
         scheduler = self._core.scheduler
         pages = scheduler.kv_cache.pool.counts()
         return EngineStats(

@@ -1,6 +1,6 @@
-"""`EngineStatus`: how an engine is, for those who answer for its health; plain values.
+"""`EngineStatus` and `EngineMonitor`: the state of an engine, for health checks and metrics.
 
-Knows no process and no server. Invariant: `is_ready` is true only while steps make progress.
+Plain values; knows no process and no server. Invariant: reading them never waits for the engine.
 """
 
 from dataclasses import dataclass, field
@@ -11,24 +11,23 @@ from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 
 EngineState = Literal["loading", "ready", "draining", "restarting", "dead"]
-"""`loading` the first start · `restarting` another one, or the wait before it · `draining` open
-requests still run and new ones are refused · `dead` stays so."""
+"""`loading`: first start · `restarting`: a later start, or the delay before it · `draining`: open
+requests continue, new ones are refused · `dead`: stopped, never restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """One moment.
+    """A snapshot of an engine's state.
 
     Args:
-        phase: while it loads: what it does now.
-        startup_s: seconds that each phase of the last start took.
-        since_beat_s: seconds since the step loop last gave a sign of life; None while there is
-            no loop.
+        phase: current phase of a start; None otherwise.
+        startup_s: duration in seconds of each phase of the last start.
+        since_beat_s: seconds since the step loop's last heartbeat; None while no loop runs.
         num_restarts: starts after the first one.
-        retry_after_s: when it may be ready again, where that is to be expected.
+        retry_after_s: estimated seconds until it is ready; None if unknown.
         error: why it is restarting or dead; for the log and the operator.
-        cause: the same in words that anybody may read.
-        request_check: what requests are held against; None until the first load is done.
+        cause: the same without internal details, for clients.
+        request_check: the check for requests; None until the first load is done.
     """
 
     state: EngineState
@@ -47,24 +46,24 @@ class EngineStatus:
 
 
 class EngineMonitor(Protocol):
-    """What a front end asks of its engine beside `BatchEngine`'s calls; from any thread, at once.
+    """Monitoring interface of an engine, in addition to `BatchEngine`. Thread-safe.
 
-    Asking never waits for the engine and gives it no work.
+    Its methods return immediately and cause no work in the engine.
     """
 
     @property
     def timeouts(self) -> RequestTimeouts:
-        """What each request is held to."""
+        """The time limits of each request."""
         ...
 
     def status(self) -> EngineStatus: ...
 
     def stats(self) -> EngineStats | None:
-        """The newest snapshot of the engine now running; None before its first one."""
+        """The latest snapshot from the current engine; None before its first one."""
         ...
 
     def load(self) -> EngineLoad:
-        """What is open and waits now; asked for each request, unlike the statistics."""
+        """The current load; cheap, because it is read for each request."""
         ...
 
     def request_stats(self) -> RequestStats: ...

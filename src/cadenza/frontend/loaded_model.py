@@ -14,7 +14,7 @@ from cadenza.loading.plan import EnginePlan
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LoadedModel:
-    """What `load_model` gives; the core is the caller's to close."""
+    """The result of `load_model`; the caller must call `close`."""
 
     checkpoint: Checkpoint
     plan: EnginePlan
@@ -32,10 +32,10 @@ def load_model(
     *,
     backends: Backends = BACKENDS,
 ) -> LoadedModel:
-    """Opens a checkpoint, its text side first, then loads, compiles and warms up an engine.
+    """Opens a checkpoint and its text front end, then loads, compiles and warms up an engine.
 
     Args:
-        backends: among which `config.backend` chooses.
+        backends: the backends that `config.backend` selects from.
 
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: as their docstrings say.
@@ -49,7 +49,7 @@ def load_model(
 def open_text(
     checkpoint: Checkpoint, config: EngineConfig, max_model_len: int | None = None
 ) -> TextFrontend:
-    """The checkpoint's text side, as the options ask for it. Raises CheckpointError."""
+    """The text front end of a checkpoint, configured by `config`. Raises CheckpointError."""
     return TextFrontend(
         checkpoint, generation_config=config.generation_config, max_model_len=max_model_len
     )

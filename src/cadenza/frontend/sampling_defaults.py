@@ -1,7 +1,7 @@
-"""`SamplingDefaults`: what a request gets for the fields that it leaves unset.
+"""`SamplingDefaults`: values of the sampling fields that a request does not set.
 
-Owns the way from generation_config.json's words to `SamplingParams`. Knows no engine and no text.
-Invariant: a default never makes a request invalid that would be valid without it.
+Owns the mapping from generation_config.json's fields to `SamplingParams`. Knows no engine and no
+text. Invariant: a default never makes an otherwise valid request invalid.
 """
 
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ _RECOMMENDABLE = {
     "min_tokens": "min_new_tokens",
     "max_tokens": "max_new_tokens",
 }
-"""Fields of `SamplingParams`, and what `GenerationDefaults` calls them."""
+"""Maps fields of `SamplingParams` to fields of `GenerationDefaults`."""
 
 
 class SamplingDefaults:
-    """The recommendations of a checkpoint; without any, those of `SamplingParams` itself."""
+    """A checkpoint's recommended values; otherwise the defaults of `SamplingParams`."""
 
     def __init__(self, recommended: GenerationDefaults | None = None) -> None:
         self._values: dict[str, int | float] = {
@@ -40,13 +40,13 @@ class SamplingDefaults:
         }
 
     def complete(self, given: Mapping[str, object], *, room: int | None = None) -> SamplingParams:
-        """`given` fields as they are, the others as recommended.
+        """`SamplingParams` with the `given` fields; the others have their default values.
 
         Args:
-            room: tokens that the context has left for an answer; a recommended length gives way.
+            room: tokens left in the context; limits a recommended `max_tokens`.
 
         Raises:
-            InvalidRequestError: there is no such field, or a value is not within its bounds.
+            InvalidRequestError: an unknown field, or a value out of bounds.
         """
         unknown = [name for name in given if name not in FIELD_NAMES]
         if unknown:
@@ -62,7 +62,7 @@ class SamplingDefaults:
     def _fit_lengths(
         self, values: dict[str, Any], given: Mapping[str, object], room: int | None
     ) -> None:
-        """Recommended lengths give way to the context and to lengths that were asked for."""
+        """Limits recommended `max_tokens` and `min_tokens` to `room` and to the given lengths."""
         longest, shortest = self._values.get("max_tokens"), self._values.get("min_tokens")
         if longest is not None and "max_tokens" not in given:
             asked = given.get("min_tokens")
