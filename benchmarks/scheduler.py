@@ -1,9 +1,9 @@
-"""What a step costs the host: schedule + pack + update, by rows; targets 150 µs at 8, 1 ms at 256.
+"""Host time per step (schedule + pack + update); targets: 150 µs at 8 rows, 1 ms at 256.
 
     python benchmarks/scheduler.py [--profile]
 
-Owns the workloads. Knows no device: sampled tokens are made up. Each figure is the median over
-the steps of a repeat, and then over the repeats.
+Runs without a device: sampled tokens are constant. Each figure is the median over the steps of a
+repeat, then over the repeats.
 """
 
 import argparse
@@ -36,7 +36,7 @@ TARGETS_US = {8: 150.0, 256: 1000.0}
 
 @dataclass(slots=True)
 class Cost:
-    """Microseconds of one step."""
+    """Microseconds of host time in one step."""
 
     schedule: float
     pack: float
@@ -49,9 +49,11 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`num_rows` decodes over `num_prompt_tokens` of context, and prompts that wait behind them.
+    """`num_rows` decoding rows with `num_prompt_tokens` of context each, and waiting prompts.
 
-    A blocked prompt is in the prefix cache, and waits in each step for pages of its answer.
+    `num_waiting_tokens` is the length of a prompt that is computed in chunks meanwhile.
+    `num_blocked_tokens` is that of a prompt which is in the prefix cache, but for which the pages
+    of its output are missing in every step.
     """
 
     name: str
@@ -143,7 +145,7 @@ class Bench:
         num_prompt_tokens: int,
         num_answer_tokens: int = NUM_STEPS + NUM_WARM_STEPS + 500,
     ) -> None:
-        # No two prompts share a page, so each publishes its own.
+        # The first token makes prompts distinct, so that they share no pages.
         prompt = (request_id, *range(1, num_prompt_tokens))
         request = Request(
             prompt_token_ids=prompt,
@@ -175,7 +177,7 @@ def _output_of(batch: Batch) -> StepOutput:
 
 
 def measure(workload: Workload) -> Cost:
-    """Medians over steps, then over repeats."""
+    """The median over steps, then over repeats, of each part."""
     repeats: list[Cost] = []
     for _ in range(NUM_REPEATS):
         bench = Bench(workload)
@@ -220,7 +222,7 @@ WORKLOADS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--profile", action="store_true", help="show where the time goes, too")
+    parser.add_argument("--profile", action="store_true", help="also profile the decode workloads")
     options = parser.parse_args()
     print(f"{'rows':>5} {'workload':24} {'schedule':>9} {'pack':>8} {'update':>8} {'total':>8}  µs")
     is_over = False

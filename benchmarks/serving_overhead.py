@@ -1,10 +1,11 @@
-"""What HTTP costs: the tokens a second of `cadenza serve` as a share of those of `LLM`.
+"""The overhead of HTTP serving: tokens per second of `cadenza serve` as a share of those of `LLM`.
 
     python benchmarks/serving_overhead.py [--shape smollm2-135m] [--num-requests 192]
 
-Random weights of the shape, kept in the cache folder. Both sides get the requests of `cadenza bench
-serve` and have as many rows as there are clients; the client runs on the same machine. They take
-turns, so that a change of the machine's speed meets both; shares are of neighbouring runs.
+Uses random weights of the given shape, kept in the cache folder. Both sides run the requests of
+`cadenza bench serve` with one row per concurrent client; the client runs on the same machine. The
+two alternate, so that changes of the machine's speed affect both; each share compares two
+consecutive runs.
 """
 
 import argparse
@@ -29,7 +30,7 @@ MAX_MODEL_LEN = 1024
 
 @contextmanager
 def serving(folder: Path, num_rows: int) -> Generator[str]:
-    """The address of a server of this model."""
+    """Starts a server for the checkpoint and yields its URL."""
     code = "from cadenza.cli import main; main()"
     flags = ["--port", "0", "--disable-log-requests", "--max-num-seqs", str(num_rows)]
     command = [sys.executable, "-c", code, "serve", str(folder), *flags]
@@ -42,7 +43,7 @@ def serving(folder: Path, num_rows: int) -> Generator[str]:
             url = url or re.search(r"http://[\d.:]+", line)
             if "engine ready" in line:
                 break
-        assert url is not None, "the server has not started; see what it said"
+        assert url is not None, "the server did not print its URL; run the command by hand"
         yield url.group()
     finally:
         server.terminate()

@@ -1,9 +1,9 @@
-"""Two engines on one machine: how much of its speed does each keep?
+"""Decode throughput of two engines on one machine, compared with one engine alone.
 
     python benchmarks/two_engines.py [--shape smollm2-135m] [--concurrency 8]
 
-Runs `cadenza bench throughput` once alone and twice at the same time, and prints each one's decode
-rate as a share of the lone one. Fair halves are 50 %; spinning threads would push both below.
+Runs `cadenza bench throughput` once alone, then twice at the same time, and prints each decode rate
+as a share of the rate alone. An even split is 50 %; spinning threads would lower both.
 """
 
 import argparse

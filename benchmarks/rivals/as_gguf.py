@@ -1,11 +1,11 @@
-"""A random checkpoint of a Llama shape as GGUF, so that llama.cpp can be measured beside.
+"""Converts a random Llama-shaped checkpoint to GGUF, for comparison with llama.cpp.
 
     pip install gguf
     python benchmarks/rivals/as_gguf.py FOLDER OUT.gguf
 
-FOLDER is one of `cadenza bench make-checkpoint --shape smollm2-135m FOLDER`. Weights become
-bfloat16, norms float32. Rows of queries and keys keep their order, where llama.cpp expects another:
-random weights compute the same amount either way, and no text is compared.
+Create FOLDER with `cadenza bench make-checkpoint --shape smollm2-135m FOLDER`. Weights become
+bfloat16, norms float32. The rows of query and key weights are not permuted to llama.cpp's order:
+the amount of computation is the same, and outputs are not compared.
 """
 
 import json
@@ -33,7 +33,7 @@ LAYER_PARTS = {
 
 
 def name_of(tensor: str) -> str:
-    """llama.cpp's name of a tensor."""
+    """The name of a tensor in llama.cpp."""
     if tensor == "model.embed_tokens.weight":
         return "token_embd.weight"
     if tensor == "model.norm.weight":

@@ -1,7 +1,7 @@
-"""The backends by name, and the choice among them. A backend is one package and one line here.
+"""The table behind `--backend`: a backend is one package and one line here.
 
-Owns the table behind `--backend`. Names each backend as a string and imports it when it is chosen,
-so that no other module depends on a particular one (import-linter enforces it).
+Each backend is given as a string and imported only when chosen, so that no other module depends on
+a particular backend (import-linter enforces this).
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cadenza.backends.base import Backend
 
 Backends = Mapping[str, str]
-"""Where each backend is, as `module:class`, by the name that `--backend` takes; best first."""
+"""`module:class` of each backend by its `--backend` name, in order of preference."""
 
 BACKENDS: Backends = MappingProxyType(
     {
@@ -24,11 +24,11 @@ BACKENDS: Backends = MappingProxyType(
 )
 
 PLANNED = ("mlx",)
-"""Backends that are not built yet, and refused as such."""
+"""Backends that are planned but not implemented; the error message says so."""
 
 
 def resolve_backend(name: str, backends: Backends = BACKENDS) -> str:
-    """The name of the backend that `name` chooses; `auto` is the first one. Imports nothing.
+    """Resolves `auto` to the first backend and checks the name. Imports nothing.
 
     Raises:
         ConfigError: there is no such backend.
@@ -43,6 +43,6 @@ def resolve_backend(name: str, backends: Backends = BACKENDS) -> str:
 
 
 def find_backend(name: str, backends: Backends = BACKENDS) -> "Backend":
-    """Imports the backend that `name` chooses. Raises ConfigError as `resolve_backend`."""
+    """Imports the backend called `name`, or the first for `auto`. Raises ConfigError if unknown."""
     module, _, attribute = backends[resolve_backend(name, backends)].partition(":")
     return cast("type[Backend]", getattr(import_module(module), attribute))()

@@ -1,10 +1,10 @@
-"""The contract of the device side: `Backend`, and the `Runner` that it loads.
+"""The interface of the device side: `Backend`, and the `Runner` that it loads.
 
-A `Backend` describes itself on a device before anything is loaded, and loads everything that
-computes there. One without a witness, instruments or faults returns None for them. A `Runner` turns
-`ModelInputs` into `StepOutput`, one launched step after the other. It knows pages, rows and slots;
-it knows no request, no scheduler and no text. Every runner passes one contract suite
-(`tests/contract`).
+A `Backend` reports its traits for a device before loading anything, then loads what computes on
+that device. A backend without a reference model, instruments or faults returns None for them. A
+`Runner` turns `ModelInputs` into `StepOutput`, one step per launch. It handles pages, rows and
+slots; it is independent of requests, scheduling and text. Every runner passes the same contract
+tests (`tests/contract`).
 """
 
 from collections.abc import Callable, Mapping
@@ -27,17 +27,17 @@ Capability = Literal["logprobs", "attachments"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendTraits:
-    """What a backend would be like on a device, told before anything is loaded.
+    """The properties of a backend on a device, available before anything is loaded.
 
     Args:
-        name: backend and device, for people: `xla:cpu`.
-        ops: the implementation of the model's operations, for people.
-        exactness: what is the same for a request alone and in any batch: every bit of its results,
-            or its tokens only. `verify` compares accordingly.
-        dtypes: the types it computes in.
-        dtype_for: the one it takes by itself, by the checkpoint's own.
+        name: display name of backend and device: `xla:cpu`.
+        ops: display name of the implementation of the model's operations.
+        exactness: what is identical for a request run alone and in any batch: every bit of its
+            results (bitwise), or its tokens only. `verify` compares accordingly.
+        dtypes: the supported compute types.
+        dtype_for: the default compute type for each checkpoint type.
         max_num_batched_tokens: the default token budget.
-        device_memory_bytes: None where the device shares the host's memory.
+        device_memory_bytes: None if the device uses host memory or does not report its size.
     """
 
     name: str
@@ -53,21 +53,21 @@ class StepHandle(Protocol):
     """A launched step."""
 
     def result(self) -> StepOutput:
-        """Waits for the device. Raises RunnerError (or what the device raised) when it failed."""
+        """Waits for the step. Raises RunnerError, or the device's own error, if it failed."""
         ...
 
 
 class Runner(Protocol):
-    """One model on one device, with its pages."""
+    """One model on one device, with its KV pages."""
 
     @property
     def name(self) -> str:
-        """Backend, device and operations, for people: `xla:cpu (native ops)`."""
+        """Display name of backend, device and operations: `xla:cpu (native ops)`."""
         ...
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What it can report beyond tokens; requests that ask for more are refused."""
+        """Supported features beyond plain tokens; requests that need others are rejected."""
         ...
 
     @property
@@ -75,36 +75,35 @@ class Runner(Protocol):
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
-        """The padded step sizes it has programs for, rising; the last is the token budget's cap."""
+        """The padded step sizes it compiles, ascending; the last one caps the token budget."""
         ...
 
     def warmup(self) -> None:
-        """Compiles every program there will ever be."""
+        """Compiles every program; nothing compiles afterwards."""
         ...
 
     def launch(self, inputs: ModelInputs) -> StepHandle:
-        """Starts a step and returns at once; steps run in the order of their launches."""
+        """Starts a step and returns without waiting; steps run in launch order."""
         ...
 
     def reset(self) -> None:
-        """After a failed step: waits for what was launched, forgets all KV, can launch again."""
+        """Recovers from a failed step: waits for launched steps and discards all KV."""
         ...
 
     def close(self) -> None:
-        """Waits for what was launched and gives back the device's memory; nothing may be launched
-        afterwards. Idempotent."""
+        """Waits for launched steps, frees device memory. Idempotent; no launch may follow."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSetup:
-    """How a model is put on a device.
+    """How to load a model onto a device.
 
     Args:
-        device, ops: as `Backend.describe` takes them.
-        dtype: of weights, activations and KV; one of the traits' `dtypes`.
-        fill: the value of KV slots that nobody has written (`verify` uses NaN).
-        cache_folder: where compiled programs may be kept; None keeps none.
+        device, ops: as in `Backend.describe`.
+        dtype: of weights, activations and KV; one of `BackendTraits.dtypes`.
+        fill: the initial value of KV slots (`verify` uses NaN).
+        cache_folder: where to cache compiled programs; None disables the cache.
     """
 
     limits: EngineLimits
@@ -119,26 +118,26 @@ LoadRunner = Callable[[ModelConfig, Weights, RunnerSetup], Runner]
 
 
 class SequenceModel(Protocol):
-    """The witness: the same model written a second time, one sequence, float32.
+    """The witness: an independent float32 implementation of the model for a single sequence.
 
-    It shares no arithmetic with the backend's runner, so that the two agree only if both are right.
+    It shares no arithmetic with the backend's runner, so an error in either makes them disagree.
     """
 
     @property
     def vocab_size(self) -> int: ...
 
     def start(self) -> None:
-        """Forgets the sequence; the next token is at position 0."""
+        """Resets to an empty sequence; the next token is at position 0."""
         ...
 
     def append(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """The logits [V] after these tokens, which follow those that were appended before."""
+        """Appends tokens to the sequence; returns the logits [V] after the last one."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTotals:
-    """One operation's calls, their time, and the bytes that it had to read at least once."""
+    """Totals of one operation: calls, time, and the bytes it has to read at least once."""
 
     name: str
     num_calls: int
@@ -147,43 +146,44 @@ class OpTotals:
 
 
 class Instruments(Protocol):
-    """What measures a backend's own device code: the machine's limits, the time of operations."""
+    """Measurements of the machine's limits and of the time that each operation takes."""
 
     @property
     def cpu_isa(self) -> str:
-        """The instruction set whose kernels run."""
+        """The instruction set of the kernels in use."""
         ...
 
     @property
     def num_threads(self) -> int: ...
 
     def new_buffer(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Memory for `read_bytes_per_s`."""
+        """Allocates a buffer for `read_bytes_per_s`."""
         ...
 
     def read_bytes_per_s(self, buffer: npt.NDArray[np.uint8], *, repeats: int) -> float:
-        """All threads read a buffer of `new_buffer`; the fastest of the passes."""
+        """The highest read bandwidth of `repeats` passes of all threads over a `new_buffer`."""
         ...
 
     def operations_per_s(self, dtype: WeightDType, *, repeats: int) -> float:
-        """All threads multiply `dtype` in registers, the fastest of the runs; a multiplication and
-        its sum are two operations."""
+        """The highest rate of `repeats` runs of all threads multiplying `dtype` values in
+        registers; a multiply-add counts as two operations."""
         ...
 
     def start_profile(self) -> None:
-        """Begins to count, from zero."""
+        """Resets the counters and starts counting."""
         ...
 
     def stop_profile(self) -> tuple[OpTotals, ...]:
-        """Stops counting; every operation there is, also those without a call."""
+        """Stops counting; the totals of every operation, including those never called."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A runner with one known fault, which `verify` must catch.
+    """A runner with one known fault, which `verify` must detect.
 
-    `min_tokens` is the shortest longest prompt in which the fault shows.
+    `min_tokens`: the longest prompt of the run must have at least this many tokens for the fault to
+    change a result.
     """
 
     name: str
@@ -193,9 +193,9 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSet:
-    """The faults of an op table. `load_sound` is the control: the same table without any.
+    """The faults of an op table. `load_sound` loads the control: the same table without a fault.
 
-    `note` says why `ops` is not the op table that serves; None where it is.
+    `note` says why `ops` differs from the op table used for serving; None if they are the same.
     """
 
     ops: Ops
@@ -205,36 +205,38 @@ class FaultSet:
 
 
 class Backend(Protocol):
-    """One way of computing. Stateless: constructing one loads and allocates nothing."""
+    """One implementation of the device side. Stateless: its constructor loads nothing."""
 
     def describe(self, device: str, ops: Ops, model: ModelConfig) -> BackendTraits:
-        """What it would be like; finds the device, loads no weights.
+        """The traits on `device`. Finds the device; loads no weights.
 
         Raises:
-            ConfigError: it has no such device or operations.
-            DeviceUnavailableError: this machine lacks the device.
+            ConfigError: the backend does not support this device or these operations.
+            DeviceUnavailableError: this machine does not have the device.
         """
         ...
 
     def load_runner(self, model: ModelConfig, weights: Weights, setup: RunnerSetup) -> Runner:
-        """A runner with its weights in place, not warmed up. Raises as `describe`."""
+        """A runner with its weights loaded, before `warmup`. Raises the errors of `describe`."""
         ...
 
     def load_witness(
         self, model: ModelConfig, weights: Weights, max_model_len: int
     ) -> SequenceModel | None:
-        """The independent model for contexts of `max_model_len`; None where there is none."""
+        """The independent model for contexts of `max_model_len` tokens; None if there is none."""
         ...
 
     def watch_compiles(self) -> Callable[[], int]:
-        """Counts programs compiled in this process from now on; once a process, for its only
-        engine. A backend that compiles nothing counts none."""
+        """Starts counting compilations in this process and returns the reader of the count.
+
+        Call once per process. A backend without a compiler returns a constant 0.
+        """
         ...
 
     def open_instruments(self) -> Instruments | None:
-        """None where it has none. Raises ConfigError when they cannot be loaded."""
+        """The backend's instruments; None if it has none. Raises ConfigError if loading fails."""
         ...
 
     def find_faults(self, ops: str) -> FaultSet | None:
-        """The faults of the op table that traits call `ops`; None where there are none."""
+        """The faults of the op table named `ops` in the traits; None if there are none."""
         ...

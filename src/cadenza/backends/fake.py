@@ -1,9 +1,9 @@
-"""The token-storing runner: a device that keeps tokens where a model would keep KV.
+"""The fake runner for tests: it stores tokens in the slots where a model would store KV.
 
-It writes each token at its slot, reads every row's history back through the page table and
-answers with a hash of what it read, so that any fault of paging, sharing, chunking, preemption or
-speculation changes the output, with no model at all. numpy only. Invariant: a slot that was never
-written, or belongs to another prefix, yields another answer than `next_token(history)`.
+It writes each token to its slot, reads every row's history back through the page table and returns
+a hash of it. An error in paging, sharing, chunking, preemption or speculation therefore changes the
+output, without a model. numpy only. Invariant: reading a slot that was never written, or that
+belongs to another prefix, changes the result from `next_token(history)`, up to hash collisions.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ _MAX_LOGPROBS = 20
 
 
 def next_token(history: list[int], key: tuple[int, int], *, vocab_size: int) -> int:
-    """The fake model: what follows `history` under a draw's `key` (zeros when greedy).
+    """The fake model: the token after `history` for a draw `key` (zeros when greedy).
 
-    A row's token rules count as the end of its history.
+    The runner appends a row's token rules, if any, to its history.
     """
     text = np.array([*history, *key], np.int64).tobytes()
     digest = hashlib.blake2b(text, digest_size=8).digest()
@@ -33,7 +33,7 @@ def next_token(history: list[int], key: tuple[int, int], *, vocab_size: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class FakeStepHandle:
-    """A step whose result was there at once; reading it is traced."""
+    """A step computed at launch; `on_read` records that its result was read."""
 
     output: StepOutput
     on_read: Callable[[], None]
@@ -45,7 +45,7 @@ class FakeStepHandle:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FakeRunner:
-    """`trace` holds ("launch" | "read", step id) in the order they happened."""
+    """`trace` lists ("launch" | "read", step id) in the order of the calls."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -75,7 +75,7 @@ class FakeRunner:
         return (self.max_num_batched_tokens,)
 
     def warmup(self) -> None:
-        """Nothing to compile."""
+        """Does nothing: there are no programs to compile."""
 
     def reset(self) -> None:
         self._slots = np.full(self.num_pages * self.page_size, _NEVER_WRITTEN, np.int64)
@@ -140,7 +140,7 @@ class FakeRunner:
 
 
 def _output(token_ids: np.ndarray, drawn: np.ndarray) -> StepOutput:
-    """What is told of a token follows from what the history would have drawn."""
+    """Log probabilities and top tokens are computed from the `drawn` tokens, also for targets."""
     count = len(token_ids)
     return StepOutput(
         token_ids=token_ids,

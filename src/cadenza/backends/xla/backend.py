@@ -1,7 +1,7 @@
-"""`XlaBackend`: what `backends.base` asks of a backend, on JAX.
+"""`XlaBackend`: `backends.base.Backend` on JAX.
 
-Owns the traits of a device and the count of compiled programs; everything else is in the modules
-that it loads. Parts that serving does not need are imported on use.
+Owns the traits of a device and the count of compiled programs; other modules implement the rest.
+Modules that serving does not need are imported on use.
 """
 
 from collections.abc import Callable
@@ -89,9 +89,9 @@ def _native_budget() -> int:
 
 
 class CompileCount:
-    """How many programs JAX has compiled in this process since this was made; only grows.
+    """The number of programs that JAX has compiled in this process since construction.
 
-    It listens to JAX's own events, which cannot be unlistened: one for each process is enough.
+    The JAX event listener is never unregistered, so construct at most one per process.
     """
 
     def __init__(self) -> None:

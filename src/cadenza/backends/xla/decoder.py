@@ -1,8 +1,8 @@
-"""The decoder: token ids to next tokens, through the op table and nothing else.
+"""The decoder: token ids to next tokens, using only the operations of the op table.
 
-Owns the order of the operations; knows no layout, no device and no batch policy. One definition
-serves every family: what differs between them is in `ModelConfig` and in which weights are
-present. Legend as in `ops.table`.
+Owns the order of the operations; independent of layouts, devices and batch policy. One definition
+covers every model family: families differ in `ModelConfig` and in which weights are present. Legend
+as in `ops.table`.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class GatedMLPWeights(NamedTuple):
 
 
 class ExpertMLPWeights(NamedTuple):
-    """The sum of the outputs of the experts that the router chooses, each by its weight."""
+    """The weighted sum of the outputs of the experts that the router chooses."""
 
     router: Linear  # [X, E]
     gate_up: Linear  # [X, 2 F, E]
@@ -36,7 +36,7 @@ class ExpertMLPWeights(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """One layer; a norm is None where the family has none at its place."""
+    """One layer; a norm that the model family does not have is None."""
 
     attention_norm: Any | None  # [E]
     qkv: Linear  # [(Hq + 2 Hkv) D, E]
@@ -49,7 +49,7 @@ class LayerWeights(NamedTuple):
 
 
 class DecoderWeights(NamedTuple):
-    """`head` is None where it is the embedding, which is stored once."""
+    """`head` is None if it is tied to the embedding."""
 
     embedding: Linear  # [V, E]
     layers: tuple[LayerWeights, ...]
@@ -78,7 +78,7 @@ def run_decoder(
         place = AttendingLayer(index, kind.window)
         attended, pool = ops.rope_append_attend(qkv, pool, factors, step, place)
         if index + 1 == model.num_layers:
-            # The last layer has written its keys and values: nothing reads the other tokens.
+            # The last layer's KV is written; after it only the logit rows are needed.
             attended, x = (ops.take_logit_rows(each, step) for each in (attended, x))
             count = step.num_logits
         x = _add_output(ops, attended, layer.attention_out, layer.attention_post_norm, (x, count))
@@ -89,19 +89,19 @@ def run_decoder(
 
 
 def _add_mlp(ops: OpTable, layer: LayerWeights, x: jax.Array, count: jax.Array) -> jax.Array:
-    """The residual stream [T, E], of which `count` rows matter, with a layer's MLP in it."""
+    """Adds a layer's MLP to the residual stream [T, E]; only the first `count` rows are defined."""
     normed = _norm_input(ops, x, layer.mlp_norm, count)
     if isinstance(layer.mlp, GatedMLPWeights):
         gated = ops.gated_linear(normed, layer.mlp.gate_up, count)
         return _add_output(ops, gated, layer.mlp.down, layer.mlp_post_norm, (x, count))
-    assert layer.mlp_post_norm is None, "no family norms what its experts give"
+    assert layer.mlp_post_norm is None, "a norm after the experts is not supported"
     choice = ops.route_experts(normed, layer.mlp.router, count)
     gated = ops.grouped_gated_linear(normed, layer.mlp.gate_up, choice, count)
     return ops.grouped_linear(gated, layer.mlp.down, choice, x, count)
 
 
 def _norm_input(ops: OpTable, x: jax.Array, norm: Any | None, count: jax.Array) -> jax.Array:
-    """The residual stream [T, E] as a layer's attention or MLP takes it: activations."""
+    """The residual stream [T, E] as activations, normed if the layer has a norm here."""
     return ops.to_activations(x) if norm is None else ops.rms_norm(x, norm, count)
 
 
@@ -112,7 +112,7 @@ def _add_output(
     post_norm: Any | None,
     stream: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
-    """The residual stream [T, E], of which `count` rows matter, with one more output in it."""
+    """Adds an output projection to the residual stream [T, E]; `stream` is (x, count)."""
     x, count = stream
     if post_norm is None:
         return ops.linear(y, weight, x.shape[1], count, residual=x)

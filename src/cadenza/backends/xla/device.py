@@ -1,7 +1,7 @@
-"""`--device` and `--ops`: finds the device and the op table that were asked for.
+"""Resolves `--device` and `--ops` to a JAX device and an op table.
 
-Never falls back: `auto` takes what JAX offers first, and the native op table where it can be had;
-anything else is that or an error that says why not.
+`auto` selects JAX's default device, and the native op table if it is available. A name given
+explicitly is never replaced by another: if it is not available, an error gives the reason.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from cadenza.config import Ops
 from cadenza.errors import ConfigError, DeviceUnavailableError
 
 NATIVE_HEAD_UNIT = 16
-"""Head sizes that the native attention takes are multiples of this, up to `MAX_NATIVE_HEAD`."""
+"""The native attention supports head sizes that are multiples of this, up to `MAX_NATIVE_HEAD`."""
 
 MAX_NATIVE_HEAD = 512
 
@@ -27,11 +27,11 @@ _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 
 def find_device(name: str) -> Any:
-    """The device called `auto`, `cpu`, `cuda`, `cuda:n`, `tpu` or `tpu:n`.
+    """The device named `auto`, `cpu`, `cuda`, `cuda:n`, `tpu` or `tpu:n`.
 
     Raises:
         ConfigError: the name has another form.
-        DeviceUnavailableError: there is no such device here.
+        DeviceUnavailableError: JAX has no such device on this machine.
     """
     kind, separator, index_text = name.partition(":")
     if name == "auto":
@@ -54,9 +54,9 @@ def find_device(name: str) -> Any:
 
 
 def find_ops(ops: Ops, device: Any, model: ModelConfig) -> MakeOps:
-    """The op table called `ops` on a device; `auto` is the native one where it can be had.
+    """The op table named `ops`; `auto` is the native one if it supports the device and the model.
 
-    Raises ConfigError when native kernels are asked for and cannot be had.
+    Raises ConfigError if `ops` is native and the native kernels are not available.
     """
     obstacle = _obstacle_to_native(device, model)
     if ops == "native" and obstacle is not None:
@@ -69,7 +69,7 @@ def find_ops(ops: Ops, device: Any, model: ModelConfig) -> MakeOps:
 
 
 def _obstacle_to_native(device: Any, model: ModelConfig) -> str | None:
-    """Why the native kernels cannot serve a model on a device."""
+    """Why the native kernels cannot run a model on a device; None if they can."""
     if device.platform != "cpu":
         return f"the native kernels run on cpu, not on {device.platform}"
     if model.head_dim % NATIVE_HEAD_UNIT or model.head_dim > MAX_NATIVE_HEAD:

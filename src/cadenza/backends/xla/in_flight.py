@@ -1,14 +1,15 @@
 """`InFlight`: the steps that a runner has launched and whose results have not been read.
 
-Owns the end of a runner's work on the device: on close, on reset, when the runner is collected and
-when the interpreter exits. Knows no model. Invariant: when the interpreter finalises, the device
-has finished every step, and no thread is inside JAX on behalf of the runner.
+Waits for those steps on close, on reset, when the runner is garbage-collected and at interpreter
+exit. Invariant: when the interpreter finalises, the device has finished every step, and no thread
+is inside a JAX call made for the runner.
 
-Until Python 3.14 a thread that asks for the GIL during finalisation is ended by unwinding its
-stack. With C++ frames of JAX on that stack the process aborts: `terminate called without an active
-exception`. That is true of XLA's own threads and of a daemon thread that steps an engine. Even
-dropping the last reference to an array is being inside JAX: its destructor gives the GIL up and
-takes it again. So results are dropped here, under the lock, and what is read is a copy.
+Before Python 3.14, a thread that acquires the GIL during finalisation is terminated by unwinding
+its stack. If that stack contains C++ frames of JAX, the process aborts with `terminate called
+without an active exception`. This affects XLA's own threads as well as a daemon thread that steps
+an engine. Releasing the last reference to an array also counts as a JAX call, because the
+destructor releases and reacquires the GIL. Results are therefore released here, under the lock, and
+`read` returns a copy.
 """
 
 import atexit
@@ -25,9 +26,10 @@ from cadenza.errors import RunnerError
 
 
 class InFlight:
-    """Of one runner, `owner`, which is not kept alive.
+    """The unread steps of one runner, `owner`, to which it keeps no reference.
 
-    Whoever calls JAX for the runner holds `lock` meanwhile: the exit waits for it, and keeps it.
+    Hold `lock` during every JAX call for the runner. The exit handler acquires `lock` and never
+    releases it.
     """
 
     def __init__(self, owner: object) -> None:
@@ -35,37 +37,37 @@ class InFlight:
         self._unread: dict[int, jax.Array] = {}
         self._process_id = os.getpid()
         self._has_exited = False
-        # Not by weakref's own exit hook, which may run after JAX has removed its backends.
+        # weakref's own exit hook may run after JAX has removed its backends.
         atexit.register(self.finish_at_exit)
         weakref.finalize(owner, self.close).atexit = False
 
     def add(self, result: jax.Array) -> int:
-        """Keeps the result of a step that was launched under `lock`; the key to read it by."""
+        """Stores the result of a step launched under `lock`; returns the key for `read`."""
         self._unread[id(result)] = result
         return id(result)
 
     def check_open(self) -> None:
-        """Raises RunnerError once the interpreter exits."""
+        """Raises RunnerError if the interpreter is exiting."""
         if self._has_exited:
             raise RunnerError("the interpreter is exiting; launch steps before it does")
 
     def read(self, key: int) -> npt.NDArray[np.int32]:
-        """A copy of a step's result on the host, once.
+        """Waits for a step and returns a host copy of its result. Each step can be read once.
 
-        Raises what the device raised, or RunnerError where the runner was closed or reset
-        meanwhile. A read that was interrupted, or failed, leaves the step to `finish`.
+        Raises the device's own error if the step failed, and RunnerError if the runner was closed
+        or reset since the launch. After an interrupted or failed wait, `finish` releases the step.
         """
         with self.lock:
             if key not in self._unread:
                 raise RunnerError("the step was dropped before it was read")
-            # Only then is converted: no callback is left to a thread of XLA's.
+            # Converting only afterwards leaves no callback for an XLA thread to run.
             self._unread[key].block_until_ready()
             return np.array(self._unread.pop(key))
 
     def finish(self) -> None:
-        """Waits for every step that has not been read; what it gave does not matter any more.
+        """Waits for every unread step and discards its result or error.
 
-        Does nothing in a forked child: the device's threads are its parent's.
+        Does nothing in a forked child, where the device's threads do not exist.
         """
         if os.getpid() != self._process_id:
             return
@@ -77,12 +79,12 @@ class InFlight:
                 self._unread.pop(key, None)
 
     def close(self) -> None:
-        """Finishes; the interpreter's exit has nothing left to do. Idempotent."""
+        """Waits for all steps and unregisters the exit handler. Idempotent."""
         self.finish()
         atexit.unregister(self.finish_at_exit)
 
     def finish_at_exit(self) -> None:
-        """Finishes and keeps the lock, so that daemon threads wait here instead of in JAX."""
+        """Waits for all steps and keeps the lock, so that daemon threads block here, not in JAX."""
         if os.getpid() == self._process_id:
             self.lock.acquire()
             self._has_exited = True

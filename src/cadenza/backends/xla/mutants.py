@@ -1,9 +1,8 @@
-"""Op tables with one fault each, for `cadenza verify --self-test`: every fault makes a row's bits
-depend on its neighbours or on how its prompt was cut, and the gate must catch every one.
+"""Op tables with one fault each, for `cadenza verify --self-test`, which must detect every fault.
 
-Faults of the reference table are subclasses of it. Faults of the native table are in its kernels,
-in a library that is built for this alone (`make -C csrc faults`; `csrc/core/faults.h`). Nothing
-else ever uses either.
+Each fault makes a row's bits depend on other rows or on how its prompt is split into chunks. Faults
+of the reference table are subclasses of it. Faults of the native table are in its kernels, in a
+separate library (`make -C csrc faults`; `csrc/core/faults.h`). Only the self-test uses them.
 """
 
 from dataclasses import replace
@@ -27,7 +26,7 @@ from cadenza.backends.xla.runner import load_with_ops
 
 
 class RelativeBlocks(ReferenceOps):
-    """Attention blocks start where this step's tokens of the row start, not at absolute places."""
+    """Attention blocks start at the row's first token of this step, not at absolute positions."""
 
     def _block_start(self, block: jax.Array, step: StepArrays) -> jax.Array:
         first = step.rows.query_starts[step.token_rows]  # [T]
@@ -39,7 +38,7 @@ class RelativeBlocks(ReferenceOps):
 
 
 class RowKeys(ReferenceOps):
-    """Draws are keyed by the row they happen to sit in."""
+    """The key of a draw is the index of its row in the batch."""
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         keys = step.logits.keys.at[:, 0].set(step.logits.rows.astype(jnp.uint32))
@@ -65,7 +64,7 @@ MUTANTS: dict[str, type[ReferenceOps]] = {
 
 
 def faults_of(ops: str, *, are_built: bool) -> FaultSet:
-    """Those of the table that serves, or the reference table's where its own are not built."""
+    """The faults of the op table `ops`, or of the reference table if the former are not built."""
     if ops == "native" and are_built:
         return _native_faults()
     faults = tuple(Fault(name=name, load_runner=_loads(table)) for name, table in MUTANTS.items())
@@ -85,7 +84,7 @@ _NOT_BUILT = (
 
 
 FAR_TOKENS = 1200
-"""Prompts of which the longest has so many leave two rows beyond token 656 in one step."""
+"""With a longest prompt of this many tokens, two rows of a step are past position 656."""
 
 _NO_NATIVE_FAULT = 0
 _NATIVE_FAULTS = (
@@ -95,11 +94,11 @@ _NATIVE_FAULTS = (
     ("key taken from the row index", 4, 0),
     ("padding multiplied instead of skipped", 5, 0),
 )
-"""Name, value of `cadenza::Fault`, and `min_tokens`."""
+"""Name, value of `cadenza::Fault` and `Fault.min_tokens` of each fault."""
 
 
 def has_native_faults() -> bool:
-    """Whether the kernels with faults were built, for the instruction set in use."""
+    """Whether the library with faults exists for the instruction set in use."""
     return has_native_library() and faulty_library_path().exists()
 
 
@@ -119,7 +118,7 @@ def _loads(make_ops: MakeOps) -> LoadRunner:
 
 
 def _native_table(fault: int) -> MakeOps:
-    """Makes a table over the library with faults; the last one made says which is injected."""
+    """Makes op tables with `fault`. The fault is global: making a table replaces the previous."""
 
     def make(spec: Spec) -> OpTable:
         library = load_faulty_library()

@@ -1,8 +1,8 @@
-"""The compiled programs of one runner: the step (one for each bucket) and its servants.
+"""The compiled programs of one runner: a step per bucket, and the updates of the device state.
 
-Everything is compiled ahead of time by `compile_programs`; calling a compiled program with another
-shape raises instead of compiling, so nothing compiles after warm-up by construction. Knows no
-scheduler; `DeviceState` is what lives on the device between steps.
+`compile_programs` compiles everything ahead of time. A compiled program raises when called with
+another shape, so nothing can compile after warm-up. `DeviceState` is the data that stays on the
+device between steps.
 """
 
 from collections.abc import Callable
@@ -30,20 +30,20 @@ from cadenza.core.token_rules import RuleLayout
 Compiled = Callable[..., Any]
 
 PAGE_UPDATES = 256
-"""Page-table entries that one call of `write_page_table` takes."""
+"""Page-table entries per call of `write_page_table`."""
 
 PAGE_COPIES = 64
-"""Pages that one call of `copy_pages` takes."""
+"""Pages per call of `copy_pages`."""
 
 _STEP_OPTIONS: dict[str, dict[str, str | bool]] = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 }
-"""By platform. The order made for concurrency hands XLA's own threads what could run beside the
-kernels, which want every core: a step of one row takes a tenth longer."""
+"""Compiler options by platform. The concurrency-optimised schedule runs operations on XLA's own
+threads beside the kernels, which use every core: a step of one row takes 10 % longer."""
 
 
 class DeviceState(NamedTuple):
-    """Donated to every step and given back updated."""
+    """Donated to every program that changes it, which returns the updated state."""
 
     pool: KVPool
     last_sampled: Any  # [R]
@@ -65,7 +65,7 @@ class ProgramShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """Compiled; `step` by bucket."""
+    """The compiled programs; `step` maps a bucket (padded tokens) to its step."""
 
     step: dict[int, Compiled]
     new_state: Compiled
@@ -75,7 +75,7 @@ class Programs:
 
 
 def step_function(ops: OpTable, model: ModelConfig, shape: StepLayout) -> Callable[..., Any]:
-    """(weights, state, wire [·]) to (state, result [L, C]), to be compiled or exported."""
+    """The step to compile or export: (weights, state, wire [·]) to (state, result [L, C])."""
 
     def step(
         weights: DecoderWeights, state: DeviceState, wire: jax.Array
@@ -96,7 +96,10 @@ def step_function(ops: OpTable, model: ModelConfig, shape: StepLayout) -> Callab
 def _last_choices(
     last_sampled: jax.Array, logits: LogitInputs[jax.Array], token_ids: jax.Array
 ) -> jax.Array:
-    """The last token chosen for each row [R]; a row's choices are in order of their positions."""
+    """The last token chosen for each row [R], or its previous one if the step chooses none.
+
+    The logit rows of a row are in ascending order of position.
+    """
     is_choice = (logits.token_indices >= 0) & (logits.targets == NO_TARGET)  # [L]
     rows = jnp.where(is_choice, logits.rows, len(last_sampled))
     places = jnp.arange(len(rows), dtype=jnp.int32)
@@ -105,7 +108,7 @@ def _last_choices(
 
 
 def write_page_table(state: DeviceState, updates: jax.Array) -> DeviceState:
-    """Applies updates [PAGE_UPDATES, 3] of (row, index, page); rows out of range are dropped."""
+    """Applies updates [PAGE_UPDATES, 3] of (row, index, page); rows out of range are ignored."""
     table = state.page_table.at[updates[:, 0], updates[:, 1]].set(updates[:, 2], mode="drop")
     return state._replace(page_table=table)
 
@@ -116,9 +119,9 @@ def write_rules(state: DeviceState, row: jax.Array, record: jax.Array) -> Device
 
 
 def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
-    """(state, copies [PAGE_COPIES, 3] of `PageCopy`, how many []) to the state with the copies.
+    """The program (state, copies [PAGE_COPIES, 3] of `PageCopy`, count []) to the updated state.
 
-    A page may hold a whole sequence, so only its blocks with tokens to copy are moved.
+    A page can be as large as a sequence, so only the blocks that contain tokens are copied.
     """
     size = PAGE_SIZE_UNIT
 
@@ -143,7 +146,7 @@ def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
 
 
 def state_function(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Callable[[], Any]:
-    """() to a fresh `DeviceState` whose every KV element is `shape.fill`."""
+    """The program () to a new `DeviceState` with every KV element set to `shape.fill`."""
 
     num_words = RuleLayout(spec.model.vocab_size).num_words
 
@@ -166,7 +169,7 @@ def compile_programs(
     weights: DecoderWeights,
     device: Any,
 ) -> Programs:
-    """Compiles everything a runner will ever call."""
+    """Compiles every program that a runner calls."""
     sharding = SingleDeviceSharding(device)
 
     def abstract(tree: Any) -> Any:

@@ -1,8 +1,8 @@
-"""`ReferenceModel`: the same models, written a second time and as plainly as possible.
+"""`ReferenceModel`: an independent, simple implementation of the supported models in float32.
 
-One sequence, contiguous KV, whole-softmax attention, no pages, no batch, no op table, no cache: the
-independent witness that the gate compares with. It shares with the engine only the reading of the
-checkpoint; its rotary factors are its own too (`reference_rope`). float32 throughout.
+One sequence with contiguous KV and an unblocked softmax; no pages, batches or op table. `cadenza
+verify` compares the engine with it. It shares only the loading of the checkpoint with the engine;
+rope factors are computed by `reference_rope`.
 
 Legend: C tokens of a chunk · N positions of the context · E embed · Hq/Hkv heads · D head size.
 """
@@ -21,7 +21,7 @@ from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.weights import Weights
 
 CHUNK = 64
-"""Prompt tokens computed at once; the last chunk is padded."""
+"""Prompt tokens per forward pass; the last chunk is padded."""
 
 _Cache = tuple[jax.Array, jax.Array]
 
@@ -45,12 +45,12 @@ class ReferenceModel:
         return self._model.vocab_size
 
     def _padded_rope(self, max_model_len: int, rope: RopeConfig | None) -> npt.NDArray[np.float32]:
-        """[N, rotary_dim]: the factors of `max_model_len`, then zeros up to a whole chunk."""
+        """[N, rotary_dim]: the factors of `max_model_len` positions, then zeros up to N."""
         factors = reference_rope(rope, max_model_len)
         return np.pad(factors, ((0, self._context - len(factors)), (0, 0)))
 
     def start(self) -> None:
-        """Forgets the sequence; the next token is at position 0."""
+        """Resets to an empty sequence; the next token is at position 0."""
         model = self._model
         shape = (self._context, model.num_kv_heads, model.head_dim)
         self._caches = tuple(
@@ -60,7 +60,7 @@ class ReferenceModel:
         self._length = 0
 
     def append(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """Computes tokens that follow the sequence so far; the last one's logits [V]."""
+        """Appends tokens to the sequence; returns the logits [V] after the last one."""
         logits = np.empty(0, np.float32)
         for begin in range(0, len(token_ids), CHUNK):
             part = token_ids[begin : begin + CHUNK]
@@ -110,9 +110,9 @@ class ReferenceModel:
         return _project(layer, "mlp.down_proj", _activated(gate, self._model.activation) * up)
 
     def _mixture(self, layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        """Every expert's output for every token, most of them times zero."""
+        """The weighted sum of all experts; those that are not chosen have weight 0."""
         experts = self._model.experts
-        assert experts is not None, "only a mixture of experts has such layers"
+        assert experts is not None, "the model has no experts"
         names, activation = experts.names, self._model.activation
         chances = jax.nn.softmax(_project(layer, f"{names.block}.gate", x), axis=-1)  # [C, X]
         ranks = jnp.argsort(jnp.argsort(-chances, axis=-1), axis=-1)
@@ -156,7 +156,7 @@ class ReferenceModel:
     def _query_key_value(
         self, layer: dict[str, jax.Array], x: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Heads [C, H, D] of each, normed where the model norms them."""
+        """Query, key and value heads [C, H, D], with the model's query and key norms applied."""
         model = self._model
         if model.has_fused_tensors:
             fused = _project(layer, "self_attn.qkv_proj", x)
@@ -175,7 +175,7 @@ class ReferenceModel:
         return query, key, value
 
     def _norm(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
-        """x itself where the model has no norm at this place."""
+        """The RMS norm of x; x itself if `weight` is None."""
         if weight is None:
             return x
         factor = 1.0 + weight if self._model.norm_adds_one else weight
@@ -184,7 +184,11 @@ class ReferenceModel:
 
 
 class _NormNames(NamedTuple):
-    """A layer's norms as the files call them; one name means two things in two families."""
+    """The tensor names of a layer's norms.
+
+    `post_attention_layernorm` is the norm after attention if the model has post-norms, and
+    otherwise the norm before the MLP.
+    """
 
     before_attention: str
     after_attention: str

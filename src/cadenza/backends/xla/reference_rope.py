@@ -1,12 +1,11 @@
-"""Rope factors of the independent witness: every angle computed by itself, one pair at a time.
+"""Rope factors of `ReferenceModel`, computed one rotary pair at a time in float64.
 
-A second implementation of what `checkpoint.rope_factors` computes for the engine; shares with it
-only the `RopeConfig` that was read from the checkpoint. Scalar arithmetic from the definitions,
-float64, and no regard for speed. Knows no layers.
+An independent implementation of `checkpoint.rope_factors`; the two share only `RopeConfig`. It
+follows the definitions and is not optimised for speed.
 
 Sources: Su et al., 2021 (rotary embedding); Peng et al., 2023 (YaRN); Ding et al., 2024 (LongRoPE);
 for Llama 3.1's scaling, linear scaling and the ramp of YaRN, `modeling_rope_utils` of transformers,
-which is what checkpoints are published for.
+the implementation for which checkpoints are published.
 """
 
 import math
@@ -24,7 +23,7 @@ from cadenza.checkpoint.rope_config import (
 
 
 def reference_rope(rope: RopeConfig | None, max_model_len: int) -> npt.NDArray[np.float32]:
-    """[max_model_len, rotary_dim]: each position's cosines, then its sines; no columns for None."""
+    """[max_model_len, rotary_dim]: each position's cosines, then its sines; 0 columns for None."""
     if rope is None:
         return np.empty((max_model_len, 0), np.float32)
     positions = np.arange(max_model_len, dtype=np.float64)
@@ -37,7 +36,7 @@ def reference_rope(rope: RopeConfig | None, max_model_len: int) -> npt.NDArray[n
 
 
 def _magnitude(rope: RopeConfig) -> float:
-    """What the scaling multiplies cosines and sines by, read from its own field."""
+    """The factor by which the scaling multiplies cosines and sines."""
     match rope.scaling:
         case YarnRopeScaling(attention_factor=factor) | LongRopeScaling(attention_factor=factor):
             return factor
@@ -63,7 +62,7 @@ def _radians_per_token(rope: RopeConfig, pair: int, max_model_len: int) -> float
 
 
 def _llama3(frequency: float, scaling: Llama3RopeScaling) -> float:
-    """Three bands of wavelengths: short ones kept, long ones divided, a blend between them."""
+    """Keeps short wavelengths, divides the frequencies of long ones, and blends in between."""
     original = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / frequency
     if wavelength < original / scaling.high_freq_factor:
@@ -76,7 +75,7 @@ def _llama3(frequency: float, scaling: Llama3RopeScaling) -> float:
 
 
 def _yarn(frequency: float, pair: int, rope: RopeConfig, scaling: YarnRopeScaling) -> float:
-    """Interpolated (divided by the factor) and extrapolated (kept), blended by the pair's index."""
+    """Blends interpolation (divided by the factor) and extrapolation (unchanged) by pair index."""
     low = _pair_turning(scaling.beta_fast, rope, scaling)
     high = _pair_turning(scaling.beta_slow, rope, scaling)
     if scaling.truncate:
@@ -89,6 +88,6 @@ def _yarn(frequency: float, pair: int, rope: RopeConfig, scaling: YarnRopeScalin
 
 
 def _pair_turning(count: float, rope: RopeConfig, scaling: YarnRopeScaling) -> float:
-    """The (fractional) pair that turns `count` times in the original length."""
+    """The fractional index of the pair that rotates `count` times within the original length."""
     radians_per_token = 2 * math.pi * count / scaling.original_max_position_embeddings
     return -math.log(radians_per_token, rope.theta) * rope.rotary_dim / 2

@@ -1,8 +1,8 @@
-"""`XlaRunner`: the runner contract on JAX. Launches compiled steps over donated device state.
+"""`XlaRunner`: `backends.base.Runner` on JAX. Launches compiled steps over donated device state.
 
-Owns the weights, the device state and the programs of one model on one device. Knows no scheduler,
-no request and no text. Invariants: pools are updated in place, steps run in launch order, after
-`warmup` nothing compiles, and after `close` nothing runs.
+Owns the weights, the device state and the programs of one model on one device; independent of
+requests, scheduling and text. Invariants: KV pools are updated in place, steps run in launch order,
+nothing compiles after `warmup`, and nothing runs after `close`.
 """
 
 import logging
@@ -49,14 +49,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class XlaStepHandle:
-    """A launched step, whose result [L, C] is read from `in_flight` by its key."""
+    """A launched step; `key` identifies its result [L, C] in `in_flight`."""
 
     key: int
     num_logits: int
     in_flight: InFlight
 
     def rows(self) -> Int32Array:
-        """The raw result [L, C], in place of `result`: a step is read once."""
+        """The raw result [L, C]. Call either this or `result`, once: reading releases the step."""
         return self.in_flight.read(self.key)
 
     def result(self) -> StepOutput:
@@ -75,12 +75,12 @@ class XlaStepHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
-    """How a model is put on a device.
+    """How to load a model onto a device.
 
     Args:
         dtype: of weights, activations and KV.
-        make_ops: the op table; None takes the best one for the device (`device.find_ops`).
-        fill: the value of KV slots that nobody has written (tests and `verify` use NaN).
+        make_ops: constructs the op table; None selects the default one (`device.find_ops`).
+        fill: the initial value of KV slots (tests and `verify` use NaN).
     """
 
     device: str = "auto"
@@ -133,13 +133,13 @@ class XlaRunner:
 
     @property
     def programs(self) -> Programs:
-        """What was compiled. Raises RunnerError before `warmup`."""
+        """The compiled programs. Raises RunnerError before `warmup`."""
         if self._programs is None:
             raise RunnerError("the runner was not warmed up; call warmup() first")
         return self._programs
 
     def warmup(self) -> None:
-        """Compiles every program and runs each once on no tokens."""
+        """Compiles every program and runs each step program once with no tokens."""
         shape = ProgramShape(
             num_rows=self._limits.max_num_seqs,
             max_pages_per_seq=self._limits.max_pages_per_seq,
@@ -168,7 +168,7 @@ class XlaRunner:
         return XlaStepHandle(key, inputs.num_logits, self._in_flight)
 
     def _start(self, programs: Programs, bucket: int, inputs: ModelInputs) -> jax.Array:
-        """Sends the step to the device; its result [L, C]."""
+        """Dispatches the step's programs; returns its result [L, C], still being computed."""
         state = self._take_state()
         for start in range(0, len(inputs.page_updates), PAGE_UPDATES):
             part = inputs.page_updates[start : start + PAGE_UPDATES]
@@ -181,8 +181,8 @@ class XlaRunner:
         for update in inputs.rule_updates:
             state = programs.write_rules(state, np.int32(update.row), update.record)
         self._state, result = programs.step[bucket](self._weights, state, inputs.words)
-        # The CPU's memory is the host's: there is nothing to copy, and with jax 0.11 the call would
-        # have a thread of XLA's ask for the GIL after the step.
+        # On the CPU the result is in host memory already, and in jax 0.11 this call makes an XLA
+        # thread acquire the GIL after the step.
         if self._device.platform != "cpu":
             result.copy_to_host_async()
         return result
@@ -190,7 +190,7 @@ class XlaRunner:
     def reset(self) -> None:
         self._in_flight.finish()
         with self._in_flight.lock:
-            self._state = None  # gives the old pools back before the new ones are made
+            self._state = None  # frees the old pools before the new ones are allocated
             self._state = self.programs.new_state()
 
     def close(self) -> None:
@@ -200,15 +200,15 @@ class XlaRunner:
         self._programs = None
 
     def _take_state(self) -> DeviceState:
-        """The state, about to be donated: until the launch has succeeded there is none."""
+        """Removes and returns the state for donation; `_start` sets the new one on success."""
         if self._state is None:
             raise RunnerError("the device lost its state; call reset() first")
         state, self._state = self._state, None
         return state
 
     def _padded_updates(self, part: Int32Array) -> Int32Array:
-        """Updates [U, 3] of the page table as one upload of them."""
-        dropped = self._limits.max_num_seqs  # a row out of range
+        """Page-table updates [U, 3] padded to [PAGE_UPDATES, 3]."""
+        dropped = self._limits.max_num_seqs  # row out of range: the update is ignored
         padded = np.full((PAGE_UPDATES, 3), dropped, np.int32)
         padded[: len(part)] = part
         return padded
@@ -217,7 +217,7 @@ class XlaRunner:
 def load_with_ops(
     make_ops: MakeOps, model: ModelConfig, weights: Weights, setup: RunnerSetup
 ) -> XlaRunner:
-    """A runner over the op table of `make_ops`; `setup.ops` is not read."""
+    """A runner that uses the op table of `make_ops`; `setup.ops` is ignored."""
     options = RunnerOptions(
         device=setup.device, dtype=setup.dtype, make_ops=make_ops, fill=setup.fill
     )
@@ -225,9 +225,9 @@ def load_with_ops(
 
 
 def enable_compilation_cache(folder: Path) -> None:
-    """Keeps compiled programs on disk (JAX keys them by program, versions, flags and CPU).
+    """Caches compiled programs on disk (JAX keys them by program, versions, flags and CPU).
 
-    Where the folder cannot be made, programs are compiled anew at each start.
+    If the folder cannot be created, logs a warning and leaves the cache disabled.
     """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)

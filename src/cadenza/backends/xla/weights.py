@@ -1,7 +1,8 @@
-"""A checkpoint's tensors become the decoder's weights, each loaded into its op's own layout.
+"""Converts a checkpoint's tensors to the decoder's weights, in the layouts of the op table.
 
-Follows the declaration, which knows the names and what fuses into one operand. Tied embeddings are
-loaded once, and so is each rope. A norm that multiplies by 1 + its weight has the one added here.
+`checkpoint.declaration` gives the tensor names and which tensors are fused into one operand. Tied
+embeddings and each distinct rope are loaded once. For a norm that multiplies by 1 + weight, the 1
+is added here.
 """
 
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ from cadenza.checkpoint.weights import Weights
 def load_decoder(
     ops: OpTable, spec: DecoderSpec, weights: Weights, max_model_len: int
 ) -> DecoderWeights:
-    """Host arrays in the op table's layouts, ready to be put on a device."""
+    """Host arrays in the op table's layouts, ready for `jax.device_put`."""
     model = spec.model
     return DecoderWeights(
         embedding=ops.load_embedding(weights[EMBEDDING]),
@@ -87,7 +88,7 @@ def _load_gated_mlp(ops: OpTable, weights: Weights, mlp: GatedMLPSpec) -> GatedM
 
 
 def _halves(parts: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-    """Gate and up, whether they are stored as two tensors or as one."""
+    """Gate and up, from two tensors or from the halves of a fused one."""
     return parts if len(parts) == 2 else list(np.split(parts[0], 2))
 
 

@@ -1,6 +1,7 @@
-"""One buffer up: a step's words, taken apart inside the program.
+"""Unpacks a step's input buffer inside the compiled program.
 
-One upload a step costs less than fifteen. What lies where is `core.step_schema`'s.
+All inputs are in one buffer because one upload costs less than one per array. `core.step_schema`
+defines the layout.
 """
 
 from dataclasses import replace
@@ -16,7 +17,7 @@ from cadenza.core.step_schema import LAST_SAMPLED, StepLayout
 def unpack(
     layout: StepLayout, words: jax.Array, last_sampled: jax.Array, page_table: jax.Array
 ) -> StepArrays:
-    """The step's arrays, with each token's row and the tokens that were still on the device."""
+    """The step's arrays, with each token's row, and LAST_SAMPLED replaced by `last_sampled`."""
     groups = layout.split(words, _bits_as)
     starts = groups.rows.query_starts
     places = jnp.arange(layout.num_tokens)

@@ -1,1 +1,1 @@
-"""Operations by name: what a decoder is made of, and the implementations of each."""
+"""The operations of a decoder: the op table's interface and its implementations."""

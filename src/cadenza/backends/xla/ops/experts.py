@@ -1,8 +1,8 @@
 """Mixtures of experts in plain jnp: the definition of routing and of the grouped products.
 
-Every expert is multiplied with every token and the results are chosen afterwards, so that the
-shapes never follow the routing. Legend as in `ops.table`. Slot a of a token is its a-th choice. An
-id outside [0, X) adds nothing.
+Every token is multiplied by every expert and the results are selected afterwards, so that shapes do
+not depend on the routing. Legend as in `ops.table`. Slot a of a token is its a-th choice. An id
+outside [0, X) adds nothing.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,18 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How a router's logits become the experts of a token and their weights."""
+    """How the router's logits determine a token's experts and their weights."""
 
     num_experts: int
     num_chosen: int
     over_chosen: bool
-    """The softmax is over the chosen experts, not over all."""
+    """Whether the softmax is over the chosen experts only, instead of over all experts."""
     scale: float = 1.0
 
     @classmethod
     def of(cls, model: ModelConfig) -> Self:
-        """A model's own, which must be a mixture of experts."""
-        assert model.experts is not None, "only a mixture of experts routes tokens"
+        """The routing of a model, which must be a mixture of experts."""
+        assert model.experts is not None, "the model has no experts"
         return cls(
             num_experts=model.experts.num_experts,
             num_chosen=model.experts.num_chosen,
@@ -43,10 +43,10 @@ class Routing:
 
 
 def choose_experts(logits: jax.Array, routing: Routing) -> ExpertChoice:
-    """Ids of the largest logits [T, X], in descending order, and their weights.
+    """Ids of the A largest logits [T, X], in descending order, and their weights.
 
-    Ties go to the lowest id, both zeros being equal. A token whose largest logit is not finite gets
-    the ids 0 to A - 1 and NaN.
+    Ties go to the lowest id; 0.0 and -0.0 are equal. A token whose largest logit is not finite gets
+    the ids 0 to A - 1 and NaN weights.
     """
     largest = jnp.max(logits, axis=-1, keepdims=True)  # [T, 1]
     is_sound = jnp.isfinite(largest)

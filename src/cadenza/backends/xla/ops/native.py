@@ -1,8 +1,8 @@
 """The op table over the native CPU kernels, called through XLA's FFI.
 
-Exact by construction: a kernel's order of reduction follows from the weight's shape, and it is told
-the true number of rows, so padding costs nothing and every bucket gives the same bits. Owns which
-FFI target serves which operation; what the targets take is `ops.native_library`'s. Legend as in
+Exact by construction: a kernel's order of reduction does not depend on the batch, and it receives
+the true number of rows, so padding is not computed and every bucket gives the same bits. Maps each
+operation to its FFI target; `csrc/ffi/` defines the operands and attributes. Legend as in
 `ops.table`.
 """
 
@@ -35,11 +35,11 @@ from cadenza.checkpoint.model_config import Activation
 from cadenza.core.step_schema import LogitInputs, specs_of
 
 DECODE_BUCKET = 64
-"""Steps of at most this many tokens move smaller arrays; the arithmetic is the same."""
+"""Steps of at most this many tokens use smaller arrays; the arithmetic is the same."""
 
 DEFAULT_MAX_TOKENS = 256
-"""Enough rows to multiply at full speed; twice as many would double the gap that a running stream
-sees while a prompt is computed, for 3 % more prompt tokens a second."""
+"""Enough rows for matrix products to reach full speed. 512 would double the inter-token latency of
+running streams while a prompt is computed, for 3 % more prompt tokens per second."""
 
 _CODE_OF_ACTIVATION: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _NO_WINDOW = 0
@@ -47,7 +47,7 @@ _NO_CAP = 0.0
 
 
 class NativeOps:
-    """Implements `OpTable`. Weights are packed once, while they are read from the checkpoint."""
+    """Implements `OpTable`. Weights are packed once, when the checkpoint is loaded."""
 
     name = "native"
 
@@ -59,7 +59,7 @@ class NativeOps:
         self._memory = PackedMemory()
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
-        """A small bucket for decodes and the whole budget."""
+        """A small bucket for decode steps, and the full token budget."""
         small = min(DECODE_BUCKET, max_num_batched_tokens)
         return tuple(sorted({small, max_num_batched_tokens}))
 
@@ -202,7 +202,7 @@ class NativeOps:
     def grouped_gated_linear(
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
     ) -> jax.Array:
-        assert self._model.experts is not None, "only a mixture of experts has expert weights"
+        assert self._model.experts is not None, "the model has no experts"
         shape = (*choice.ids.shape, self._model.experts.intermediate_size)
         return self._call("grouped_gated_linear", _array(shape, self._spec.dtype))(
             x,
@@ -275,13 +275,13 @@ class NativeOps:
         )
 
     def _call(self, name: str, results: Any, aliases: dict[int, int] | None = None) -> Any:
-        """The FFI call; `aliases` maps operands to the results that take their place."""
+        """The FFI call; `aliases` maps operand indices to the results that reuse their buffers."""
         target = self._library.target(name)
         return jax.ffi.ffi_call(target, results, input_output_aliases=aliases or {})
 
 
 def _columns(logits: LogitInputs[jax.Array]) -> jax.Array:
-    """All columns of the logit rows as words, in the order of their declaration: [columns, L]."""
+    """The fields of the logit rows as 32-bit words, in declaration order: [columns, L]."""
     parts = [
         jax.lax.bitcast_convert_type(getattr(logits, spec.name), jnp.int32)
         .reshape(-1, spec.columns)
@@ -292,7 +292,7 @@ def _columns(logits: LogitInputs[jax.Array]) -> jax.Array:
 
 
 def _memory(step: StepArrays) -> tuple[jax.Array, ...]:
-    """Rules [R, W], page table [R, P], history [slots]; empty without any."""
+    """Rules [R, W], page table [R, P] and history [slots]; empty arrays if no row has rules."""
     if step.rules is None:
         return (jnp.zeros(0, jnp.int32),) * 3
     return step.rules.records, step.page_table, step.rules.history

@@ -1,15 +1,15 @@
-"""The shared library of native CPU kernels: finding, loading, packing weights, FFI targets.
+"""The shared library of native CPU kernels: loading, packing weights, FFI targets.
 
-Owns the ctypes handle and the registration with XLA; knows nothing about models. The ISA is the
-best that this CPU has, or the one that CADENZA_CPU_ISA names; CADENZA_NUM_THREADS overrides the
-number of threads. Both are read once, by the library, when it is loaded.
+Owns the ctypes handle and the registration with XLA. The library selects the best ISA that the CPU
+supports, or CADENZA_CPU_ISA if set; CADENZA_NUM_THREADS overrides the number of threads. Both are
+read once, when the library is loaded.
 
-A second library, which only a source checkout can have, holds the same kernels with faults that the
-self-test of `cadenza verify` injects. Its targets have names of their own, so that both can be used
-in one process.
+A second library, available only in a source checkout, has the same kernels with faults that
+`cadenza verify --self-test` injects. Its FFI targets have a prefix, so that both libraries can be
+used in one process.
 
-The FFI targets' operands and attributes are described in `csrc/ffi/`, their conventions in
-`csrc/README.md`.
+`csrc/ffi/` describes the operands and attributes of each FFI target, `csrc/README.md` their
+conventions.
 """
 
 import ctypes
@@ -60,23 +60,23 @@ _FAULTY_PREFIX = "faulty_"
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The loaded library. Make one with `load_native_library`."""
+    """The loaded library; created by `load_native_library` or `load_faulty_library`."""
 
     handle: ctypes.CDLL
     prefix: str = ""
 
     def target(self, name: str) -> str:
-        """The FFI target `name` of this library."""
+        """The registered name of this library's FFI target `name`."""
         return f"{self.prefix}cadenza_{name}"
 
     @property
     def cpu_isa(self) -> str:
-        """The instruction set whose kernels run."""
+        """The instruction set of the kernels in use."""
         return self.handle.cadenza_cpu_isa().decode()
 
     @property
     def available_isas(self) -> tuple[str, ...]:
-        """What CADENZA_CPU_ISA may name on this machine, best first."""
+        """The values of CADENZA_CPU_ISA that this machine supports, best first."""
         return tuple(self.handle.cadenza_available_isas().decode().split(","))
 
     @property
@@ -90,12 +90,12 @@ class NativeLibrary:
         *,
         is_gated: bool = False,
     ) -> None:
-        """Fills `packed`, of `packed_shape`, with the rows of weights [n, K] as its columns.
+        """Packs weights [n, K] into `packed`, an array of `packed_shape`.
 
-        Weights follow each other; a gated pair is gate and up. Each is bf16, f16 or f32 with
-        adjacent elements along K, such as a slice of a mapped file.
+        The rows of the weights become consecutive columns; a gated pair is (gate, up). Each weight
+        is bf16, f16 or f32 and contiguous along K, such as a slice of a memory-mapped file.
 
-        Raises ConfigError when types, sizes or alignment do not fit.
+        Raises ConfigError if types, sizes or alignment do not match.
         """
         reduction = sources[0].shape[1]
         num_columns = len(sources[0]) if is_gated else sum(map(len, sources))
@@ -126,35 +126,35 @@ class NativeLibrary:
 def packed_shape(
     num_columns: int, reduction: int, dtype: npt.DTypeLike, *, is_gated: bool = False
 ) -> tuple[int, int, int, int]:
-    """Shape [panels, steps, 32, step] of a packed weight; a gated one takes F for num_columns."""
+    """Shape [panels, steps, 32, step] of a packed weight; `num_columns` is F for a gated one."""
     step = 1 if np.dtype(dtype) == np.float32 else 2
     width = _GATED_PANEL if is_gated else PANEL
     return (-(-num_columns // width), -(-reduction // step), PANEL, step)
 
 
 def library_path() -> Path:
-    """Where the build puts the library: beside the package."""
+    """The library's path, in the package's root folder."""
     return Path(__file__).resolve().parents[3] / LIBRARY_NAME
 
 
 def has_native_library() -> bool:
-    """Whether the package was built with its native kernels."""
+    """Whether the package was built with the native kernels."""
     return library_path().exists()
 
 
 def faulty_library_path() -> Path:
-    """Where `make -C csrc faults` puts the kernels with faults, of the ISA in use."""
+    """Where `make -C csrc faults` writes the library with faults for the ISA in use."""
     folder = Path(__file__).resolve().parents[5] / "csrc" / "build" / "native" / "faults"
     return folder / f"{load_native_library().cpu_isa}.so"
 
 
 @functools.cache
 def load_native_library() -> NativeLibrary:
-    """Loads the library once, chooses its ISA, starts its threads, registers its FFI targets.
+    """Loads the library once, selects the ISA, starts the threads and registers the FFI targets.
 
     Raises:
-        ConfigError: it was not built or cannot be loaded, or CADENZA_CPU_ISA or
-            CADENZA_NUM_THREADS names what this machine does not have.
+        ConfigError: the library was not built or cannot be loaded, or the value of CADENZA_CPU_ISA
+            or CADENZA_NUM_THREADS is not valid on this machine.
     """
     path = library_path()
     if not path.exists():
@@ -167,10 +167,10 @@ def load_native_library() -> NativeLibrary:
 
 @functools.cache
 def load_faulty_library() -> NativeLibrary:
-    """The kernels with faults, none of which is injected yet.
+    """Loads the kernels with faults once; no fault is active until one is injected.
 
     Raises:
-        ConfigError: they were not built or cannot be loaded.
+        ConfigError: the library was not built or cannot be loaded.
     """
     path = faulty_library_path()
     if not path.exists():
@@ -205,7 +205,7 @@ def _load(path: Path, *, prefix: str) -> NativeLibrary:
 
 
 def _declare(handle: ctypes.CDLL) -> None:
-    """Result and argument types of the C entry points."""
+    """Declares result and argument types of the C entry points."""
     for name in ("configure", "cpu_isa", "available_isas", "logit_columns"):
         getattr(handle, f"cadenza_{name}").restype = ctypes.c_char_p
     handle.cadenza_num_threads.restype = ctypes.c_int

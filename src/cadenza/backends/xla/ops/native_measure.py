@@ -1,8 +1,8 @@
-"""Measuring through the native library: what the machine can do, and where a step's time goes.
+"""Measuring through the native library: memory bandwidth, FLOP/s, and time per operation.
 
-Owns the C entry points that only measure (`csrc/ffi/c_api_bench.cpp`). Knows no step and no model.
-Invariant: counters count only between `start_profile` and `stop_profile`; otherwise an operation
-pays one load.
+Owns the C entry points for measurements (`csrc/ffi/c_api_bench.cpp`). Counters are active only
+between `start_profile` and `stop_profile`; otherwise the cost per operation is one relaxed atomic
+load.
 """
 
 import ctypes
@@ -20,7 +20,10 @@ _DTYPE_CODES: dict[WeightDType, int] = {"bfloat16": 0, "float32": 1}
 
 
 class NativeInstruments:
-    """`backends.base.Instruments` over the library. Raises ConfigError as `load_native_library`."""
+    """Implements `backends.base.Instruments`.
+
+    Raises ConfigError if the library cannot be loaded or lacks the entry points.
+    """
 
     def __init__(self) -> None:
         self._library = load_native_library()
@@ -45,7 +48,7 @@ class NativeInstruments:
         return self._library.num_threads
 
     def new_buffer(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Aligned, and touched: each page of it is there."""
+        """A buffer aligned to 64 bytes whose pages are all resident."""
         memory = np.ones(num_bytes + _ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT
         return memory[start : start + num_bytes]
@@ -60,7 +63,7 @@ class NativeInstruments:
         self._handle.cadenza_profile_start()
 
     def stop_profile(self) -> tuple[OpTotals, ...]:
-        """In the library's order."""
+        """Stops counting; the totals of every operation, in the library's order."""
         self._handle.cadenza_profile_stop()
         return tuple(map(self._totals, range(self._handle.cadenza_profile_num_ops())))
 

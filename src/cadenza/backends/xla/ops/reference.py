@@ -1,8 +1,8 @@
 """The op table in plain jnp: the definition of each operation.
 
-Exact by keeping one shape: a step always has T tokens of at most 64, so that the compiler's choice
-of reduction order cannot differ between two batches. Legend as in `ops.table`; B positions of one
-attention block, G query heads a KV head.
+Exact because every step has the same shape (T tokens, at most 64), so the compiled order of
+reduction is the same for every batch. Legend as in `ops.table`; B positions per attention block,
+G query heads per KV head.
 """
 
 import functools
@@ -36,10 +36,10 @@ from cadenza.errors import ConfigError
 
 MAX_TOKENS = 64
 BLOCK = 128
-"""KV positions of one softmax block, at absolute positions."""
+"""KV positions per softmax block; blocks start at multiples of it."""
 
 Places = tuple[jax.Array, int]
-"""Slots of any shape, and the layer whose keys and values there are meant."""
+"""KV slots of any shape, and a layer index."""
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -51,7 +51,7 @@ _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 class ReferenceOps:
-    """Implements `OpTable`. Weights lie as in the checkpoint; KV: [slots, layers, Hkv, D]."""
+    """Implements `OpTable`. Weights have the checkpoint's layout; KV is [slots, layers, Hkv, D]."""
 
     name = "reference"
 
@@ -60,7 +60,7 @@ class ReferenceOps:
         self._model = spec.model
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
-        """One bucket: every step has the same shape. Raises ConfigError above 64 tokens."""
+        """A single bucket, so every step has one shape. Raises ConfigError above `MAX_TOKENS`."""
         if max_num_batched_tokens > MAX_TOKENS:
             raise ConfigError(
                 f"--max-num-batched-tokens {max_num_batched_tokens} is above {MAX_TOKENS}, the "
@@ -127,7 +127,7 @@ class ReferenceOps:
         count: jax.Array,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        del num_out, count  # the weight tells, and every row is computed
+        del num_out, count  # the weight has N rows; every row of x is computed
         y = _matmul(x, weight)
         if residual is None:
             return y.astype(self._spec.dtype)
@@ -197,7 +197,7 @@ class ReferenceOps:
         return choose_tokens(logits, step.logits, ruled)
 
     def _shape_logits(self, logits: jax.Array) -> jax.Array:
-        """Divided, then capped; what is not finite stays so, for its row to be told by."""
+        """Divides, then caps the logits; those that are not finite are kept for the row state."""
         model = self._model
         if model.logit_divisor != 1.0:
             logits = logits / np.float32(model.logit_divisor)
@@ -208,7 +208,7 @@ class ReferenceOps:
     def _attend(
         self, query: jax.Array, pool: KVPool, step: StepArrays, layer: AttendingLayer
     ) -> jax.Array:
-        """Online softmax over blocks at absolute positions: [T, Hkv, G, D] to the same, float32."""
+        """Online softmax over blocks at absolute positions: [T, Hkv, G, D] to float32 [same]."""
         limits = jnp.where(step.tokens.slots >= 0, step.tokens.positions + 1, 0)  # [T]
         shape = query.shape[:3]
         state = (
@@ -230,22 +230,22 @@ class ReferenceOps:
         return jnp.where(limits[:, None, None, None] > 0, out / total[..., None], 0.0)
 
     def _num_blocks(self, limits: jax.Array) -> jax.Array:
-        """Blocks until the longest of the contexts [T] is through."""
+        """The number of blocks that cover the longest context; `limits` [T] are their lengths."""
         return (jnp.max(limits) + BLOCK - 1) // BLOCK
 
     def _block_start(self, block: jax.Array, step: StepArrays) -> jax.Array:
-        """A block's first position for each token [T]: the same for all, whoever they are."""
+        """A block's first position for each token [T]; the same for all tokens."""
         return jnp.broadcast_to(block * BLOCK, step.tokens.positions.shape)
 
     def _slots(self, positions: jax.Array, valid: jax.Array, step: StepArrays) -> jax.Array:
-        """Slots of `positions` [T, B] in each token's row, 0 where not valid."""
+        """The slots of `positions` [T, B] in each token's row; 0 for lanes that are not valid."""
         size = self._spec.page_size
         index = jnp.where(valid, positions // size, 0)
         pages = step.page_table[step.token_rows[:, None], index]  # [T, B]
         return jnp.where(valid, pages * size + positions % size, 0)
 
     def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values at slots [T, B]: [T, B, Hkv, D]. Lanes not valid are loaded as zero."""
+        """Keys and values [T, B, Hkv, D] at slots [T, B]; 0 for lanes that are not valid."""
         lanes = valid[:, :, None, None]
         return jnp.where(lanes, pool.keys[places], 0), jnp.where(lanes, pool.values[places], 0)
 
@@ -257,7 +257,7 @@ class ReferenceOps:
         valid: jax.Array,
         state: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
-        """One step of the online softmax; a token none of whose lanes is valid is untouched."""
+        """One block of the online softmax; leaves tokens without a valid lane unchanged."""
         maximum, total, out = state
         keys, values = self._load(pool, places, valid)  # [T, B, Hkv, D]
         scores = _einsum("tkgd,tbkd->tkgb", query, keys) * self._spec.attention_scale
@@ -285,7 +285,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def norm_heads(heads: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """`rms_norm` of heads [T, H, D]: each alone, or all of a token's together where the weight has
+    """`rms_norm` of heads [T, H, D]: over each head, or over all heads of a token if the weight has
     H D values.
     """
     if weight.shape[0] == heads.shape[-1]:
@@ -294,7 +294,7 @@ def norm_heads(heads: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def soft_cap(values: jax.Array, cap: float) -> jax.Array:
-    """Values pressed smoothly into (-cap, cap)."""
+    """cap * tanh(values / cap): limits values to [-cap, cap]."""
     return jnp.tanh(values / np.float32(cap)) * np.float32(cap)
 
 
@@ -311,7 +311,7 @@ def rotate(heads: jax.Array, factors: jax.Array) -> jax.Array:
 
 
 def _append(pool: KVPool, key: jax.Array, value: jax.Array, places: Places) -> KVPool:
-    """Writes key and value [T, Hkv, D] at their slots [T]; padding is dropped."""
+    """Writes key and value [T, Hkv, D] to their slots [T]; padding (slot -1) is skipped."""
     slots, layer = places
     slots = jnp.where(slots >= 0, slots, pool.keys.shape[0])
     return KVPool(

@@ -1,12 +1,16 @@
-"""A row's token rules, applied to its logits before anything is chosen: plain jnp, the definition.
+"""Token rules, applied to a row's logits before sampling: the definition, in plain jnp.
 
-In this order: tokens that are not allowed and tokens that would end a bad word are banned, so are
-tokens that would end the stream too early; biases are added; the repetition penalty divides
-positive logits and multiplies negative ones of tokens in the context; the frequency penalty is
-taken off once for each time a token was generated and the presence penalty once. Bans are -inf.
+In this order:
+1. Banned tokens are set to -inf: those that are not allowed, those that would complete a bad word,
+   and stop tokens before the minimum length.
+2. Biases are added.
+3. Logits of tokens in the context are divided by the repetition penalty if positive, otherwise
+   multiplied by it.
+4. The frequency penalty is subtracted once per occurrence of a token in the output.
+5. The presence penalty is subtracted once for each token in the output.
 
-The context is read back from the device's own tokens, one for each KV slot, through the row's page
-table: it is shared, copied and recomputed as KV is.
+The context is read from the token history on the device, which has one token per KV slot, through
+the row's page table. It is shared, copied and recomputed together with the KV.
 
 Legend: L logit rows · V vocabulary · N positions of a context · W words (`core.token_rules`).
 """
@@ -20,7 +24,7 @@ from cadenza.request import MAX_BAD_WORD_TOKENS, MAX_BIASES
 
 
 def apply_rules(logits: jax.Array, step: StepArrays, page_size: int) -> jax.Array:
-    """Logits [L, V] as the rows' rules leave them; rows without rules keep every bit."""
+    """Applies each row's rules to logits [L, V]; rows without rules are bitwise unchanged."""
     if step.rules is None:
         return logits
 
@@ -34,7 +38,7 @@ def apply_rules(logits: jax.Array, step: StepArrays, page_size: int) -> jax.Arra
 def _ruled(logits: jax.Array, step: StepArrays, page_size: int) -> jax.Array:
     assert step.rules is not None
     records = step.rules.records[step.logits.rows]  # [L, W]
-    lengths = step.logits.positions  # [L], tokens before the choice
+    lengths = step.logits.positions  # [L], tokens before the one to choose
     context = _contexts(step, lengths, page_size)  # [L, N]
     num_prompt = records[:, words.NUM_PROMPT]
     banned = _not_allowed(records, logits.shape[1])
@@ -48,7 +52,7 @@ def _ruled(logits: jax.Array, step: StepArrays, page_size: int) -> jax.Array:
 
 
 def _contexts(step: StepArrays, lengths: jax.Array, page_size: int) -> jax.Array:
-    """Each logit row's tokens so far [L, N], NONE past its length."""
+    """The tokens before each logit row's position [L, N]; NONE from `lengths` on."""
     assert step.rules is not None
     tables = step.page_table[step.logits.rows]  # [L, P]
     positions = jnp.arange(tables.shape[1] * page_size)  # [N]
@@ -65,7 +69,7 @@ def _not_allowed(records: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def _members(token_ids: jax.Array, vocab_size: int) -> jax.Array:
-    """Which tokens are among `token_ids` [L, ·], of which NONE is no token: [L, V]."""
+    """Whether each token is among the row's `token_ids` [L, ·], where NONE is ignored: [L, V]."""
     rows = jnp.arange(len(token_ids))[:, None]
     places = jnp.where(token_ids < 0, vocab_size, token_ids)
     nothing = jnp.zeros((len(token_ids), vocab_size), jnp.bool_)
@@ -75,7 +79,7 @@ def _members(token_ids: jax.Array, vocab_size: int) -> jax.Array:
 def _bad_word_ends(
     records: jax.Array, context: jax.Array, lengths: jax.Array, num_prompt: jax.Array
 ) -> jax.Array:
-    """The last tokens of those bad words whose other tokens were just generated, else NONE."""
+    """The last token of each bad word whose other tokens end the output, else NONE: [L, B]."""
     listed = records[:, words.BAD_WORDS : words.BAD_WORDS + MAX_BAD_WORD_TOKENS]  # [L, B]
     rows = jnp.arange(len(listed))[:, None]
     places = jnp.arange(MAX_BAD_WORD_TOKENS)[None, :]
@@ -88,7 +92,7 @@ def _bad_word_ends(
     def look_back(
         state: tuple[jax.Array, jax.Array, jax.Array],
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`distance` tokens before its end a word is over, goes on, or does not match."""
+        """Matches the token `distance` before a word's end; without one, the word has matched."""
         distance, is_open, is_met = state
         wanted = listed[rows, jnp.maximum(places - distance, 0)]
         at = lengths - distance  # [L]

@@ -1,9 +1,9 @@
-"""Choosing tokens from logits, row by row, without sorting the vocabulary.
+"""Sampling: chooses a token for each row of logits without sorting the vocabulary.
 
-Thresholds (top-k, top-p) are found by bisection over the bits of the order-preserving integer form
-of a float; the draw is a Gumbel maximum (Gumbel, 1954) whose noise is a hash of the row's key and
-the token id, so that a row's choice depends on nothing but its own logits and key. A row without
-sampling, or without log probabilities, has the same bits whether or not others ask for them.
+Thresholds of top-k and top-p are found by bisection over the bits of an order-preserving integer
+form of the logits. A draw is a Gumbel maximum (Gumbel, 1954) whose noise is a hash of the row's key
+and the token id, so a row's choice depends only on its own logits, settings and key. The result of
+a greedy row, or of one without log probabilities, is the same whether or not other rows use them.
 
 Legend: L logit rows · V vocabulary.
 """
@@ -27,8 +27,8 @@ def choose_tokens(
 ) -> jax.Array:
     """Logits [L, V] float32 to the step's int32 result [L, C] (columns: `ops.table`).
 
-    What is chosen follows from `ruled` [L, V], the logits as the rows' rules leave them; what is
-    reported of it, from `logits`. A row with a target reports that token instead.
+    Tokens are chosen from `ruled` [L, V], the logits after token rules (default: `logits`); log
+    probabilities and ranks are computed from `logits`. A row with a target reports that token.
     """
     choices = logits if ruled is None else ruled
     greedy = jnp.argmax(choices, axis=-1).astype(jnp.int32)  # ties: the lowest id
@@ -56,9 +56,9 @@ def _state(logits: jax.Array, choices: jax.Array, rows: LogitInputs[jax.Array]) 
 
 
 def token_noise(keys: jax.Array, vocab_size: int) -> jax.Array:
-    """Standard Gumbel noise of every token under keys [L, 2]: [L, V], a pure function of both.
+    """Standard Gumbel noise [L, V]: a pure function of the row's key [L, 2] and the token id.
 
-    The hash is a three-round multiply-xorshift mixer with the key's second word added midway.
+    The hash is a multiply-xorshift mixer; the key's second word is added midway.
     """
     bits = jnp.arange(vocab_size, dtype=jnp.uint32)[None, :] * jnp.uint32(0x9E3779B9)
     bits = bits ^ keys[:, :1]
@@ -72,7 +72,7 @@ def token_noise(keys: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def _draw(logits: jax.Array, rows: LogitInputs[jax.Array]) -> jax.Array:
-    """A token for each row [L]; rows at temperature 0 get an arbitrary one."""
+    """Draws a token for each row [L]; the token of a row at temperature 0 is arbitrary."""
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     scaled = logits / temperature[:, None]  # [L, V]
     kept = jax.lax.cond(
@@ -85,8 +85,9 @@ def _draw(logits: jax.Array, rows: LogitInputs[jax.Array]) -> jax.Array:
 
 
 def _kept(scaled: jax.Array, rows: LogitInputs[jax.Array]) -> jax.Array:
-    """Which tokens top-n-sigma, min-p, then top-k, then top-p leave: [L, V]. Equal logits share
-    their fate.
+    """The tokens kept by min-p and top-n-sigma, then top-k, then top-p: [L, V].
+
+    Tokens with equal logits are all kept or all dropped.
     """
     order = _ordered(scaled)
     vocab_size = scaled.shape[1]
@@ -105,7 +106,7 @@ def _kept(scaled: jax.Array, rows: LogitInputs[jax.Array]) -> jax.Array:
 def _deviation(scaled: jax.Array, maximum: jax.Array) -> jax.Array:
     """The standard deviation of each row's logits that are not banned: [L, 1].
 
-    Distances from the maximum are measured in units of the largest, whose square is 1.
+    Distances from the maximum are scaled by the largest one, so that squares do not overflow.
     """
     is_allowed = scaled > -jnp.inf
     distance = jnp.where(is_allowed, maximum - scaled, 0.0)
@@ -119,7 +120,7 @@ def _deviation(scaled: jax.Array, maximum: jax.Array) -> jax.Array:
 
 
 def _ordered(values: jax.Array) -> jax.Array:
-    """uint32 that compare as the float32 values do, both zeros alike."""
+    """uint32 keys in the order of the float32 values; 0.0 and -0.0 have the same key."""
     one_zero = jnp.where(values == 0, 0.0, values)
     bits = jax.lax.bitcast_convert_type(one_zero, jnp.uint32)
     sign = jnp.uint32(1 << 31)
@@ -138,7 +139,7 @@ def _highest_floor(order: jax.Array, mass: jax.Array, wanted: jax.Array) -> jax.
 
 
 def _describe(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Logprob bits and rank of the chosen tokens, then the likeliest ids and logprob bits."""
+    """Logprob bits and rank of the chosen tokens, then ids and logprob bits of the top tokens."""
     maximum = jnp.max(logits, axis=-1, keepdims=True)
     log_total = jnp.log(jnp.sum(jnp.exp(logits - maximum), axis=-1, keepdims=True)) + maximum
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)  # [L, 1]
@@ -149,7 +150,7 @@ def _describe(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Ids and logits of the likeliest tokens, falling, ties by id: [L, NUM_TOP] each."""
+    """Ids and logits of the largest logits, descending, ties by id: [L, NUM_TOP] each."""
     rows = jnp.arange(len(logits))
 
     def take(

@@ -1,11 +1,11 @@
-"""The op table: every operation a decoder may use, by name and signature.
+"""The op table: every operation that a decoder uses, by name and signature.
 
-Model code calls these and nothing else. `ops.reference` defines each in plain jnp; faster tables
-are tested against it. Invariant (solo-exactness): the order of the reductions behind an output
-element follows from the weight's shape alone, never from the batch.
+The decoder computes with these operations only. `ops.reference` defines each in plain jnp; faster
+tables are tested against it. Invariant (solo-exactness): the order of the reductions that produce
+an output element does not depend on the batch.
 
 Legend: T padded tokens · R rows · L logit rows · E embed · F MLP · N out · K in · Hq/Hkv heads ·
-D head size · V vocabulary · P pages a row · C output columns · X experts · A experts of a token.
+D head size · V vocabulary · P pages per row · C output columns · X experts · A experts per token.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.core.step_schema import LogitInputs, RowInputs, TokenInputs, specs_of
 
 NUM_TOP = 20
-"""Top log probabilities a step can report (`--max-logprobs`)."""
+"""Most top log probabilities that a step can report (`--max-logprobs`)."""
 
 COLUMN_TOKEN, COLUMN_STATE, COLUMN_LOGPROB, COLUMN_RANK, COLUMN_TOP = range(5)
 NUM_COLUMNS = COLUMN_TOP + 2 * NUM_TOP
-"""Of a step's int32 result: token, row state, logprob bits, rank, top ids, top logprob bits."""
+"""Columns of a step's result: token, row state, logprob bits, rank, top ids, top logprob bits."""
 
 
 STATE_NOT_FINITE, STATE_CHOSEN, STATE_NONE_ALLOWED = range(3)
-"""The row's logits held a NaN or an infinity · a token was chosen · its rules allow no token."""
+"""Row states: a logit is NaN or infinite · a token was chosen · the rules allow no token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """What is fixed about the arithmetic: the model, the activations' type, the page size."""
+    """The constants of an op table. `dtype` is the type of weights, activations and KV."""
 
     model: ModelConfig
     dtype: Any
@@ -44,16 +44,16 @@ class DecoderSpec:
 
 
 class Linear(NamedTuple):
-    """A weight in its table's own layout, and its bias."""
+    """A weight in the layout of its op table, and its bias."""
 
     weight: Any  # [N, K] in the reference table
     bias: Any | None  # [N]
 
 
 class ExpertChoice(NamedTuple):
-    """The experts of each token, and what their outputs are multiplied by before they are summed.
+    """The experts of each token and the weights of their outputs in the sum.
 
-    All weights of a token are NaN where its router's logits give none.
+    All weights of a token are NaN if the largest of its router logits is not finite.
     """
 
     ids: jax.Array  # [T, A]
@@ -61,19 +61,20 @@ class ExpertChoice(NamedTuple):
 
 
 class HeadFactors(NamedTuple):
-    """What makes query and key heads of a projection: the weights of their norms, and the rope.
+    """The parameters that turn projections into query and key heads: norm weights and rope.
 
-    A norm of D values is each head's own; one of all heads' values spans them.
+    A norm of D values is applied to each head; a longer one is applied across all heads.
     """
 
     norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]
-    rope: Any  # [positions, rotary_dim] of cosines, then sines; no columns turn nothing
+    rope: Any  # [positions, rotary_dim]: cosines, then sines; no rotation without columns
 
 
 @dataclass(frozen=True, slots=True)
 class AttendingLayer:
-    """Which layer's keys and values a call means, and how many tokens each of its tokens sees at
-    most, itself included; None is all.
+    """The layer index in the KV pool, and the sliding window.
+
+    `window` is the most tokens that a token attends to, including itself; None is unlimited.
     """
 
     index: int
@@ -81,8 +82,8 @@ class AttendingLayer:
 
 
 class KVPool(NamedTuple):
-    """All layers' pages, one behind the other along the first axis; the rest of the layout is the
-    table's own.
+    """The KV pages of all layers. Pages follow one another along the first axis; the op table
+    chooses the rest of the layout.
     """
 
     keys: Any
@@ -90,23 +91,23 @@ class KVPool(NamedTuple):
 
 
 class RuleArrays(NamedTuple):
-    """What rows may choose (`core.token_rules`), and the token at each KV slot."""
+    """Each row's token rules (`core.token_rules`) and the token at each KV slot."""
 
     records: jax.Array  # [R, W]
     history: jax.Array  # [slots]
 
 
 class StepArrays(NamedTuple):
-    """A step's declared groups on the device, and what the device adds to them."""
+    """A step's inputs (`core.step_schema`) on the device, and the arrays derived there."""
 
     num_tokens: jax.Array  # []
     num_logits: jax.Array  # []
-    tokens: TokenInputs[jax.Array]  # [T]; no id is LAST_SAMPLED any more
+    tokens: TokenInputs[jax.Array]  # [T]; LAST_SAMPLED is replaced by the token
     token_rows: jax.Array  # [T]
     rows: RowInputs[jax.Array]  # [R]
     logits: LogitInputs[jax.Array]  # [L]
     page_table: jax.Array  # [R, P]
-    rules: RuleArrays | None = None  # without them no row has any
+    rules: RuleArrays | None = None  # None: no row has rules
 
 
 for _group in (TokenInputs, RowInputs, LogitInputs):
@@ -114,21 +115,24 @@ for _group in (TokenInputs, RowInputs, LogitInputs):
 
 
 class OpTable(Protocol):
-    """One implementation of every operation, for one `DecoderSpec`."""
+    """One implementation of every operation, for one `DecoderSpec`.
+
+    `count` [] is the true number of rows; the results of later rows are undefined.
+    """
 
     @property
     def name(self) -> str: ...
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
-        """The values of T that it wants programs for."""
+        """Sizes T (tokens per step) to compile programs for, ascending."""
         ...
 
     def load_linear(self, parts: list[npt.NDArray[Any]], bias: list[npt.NDArray[Any]]) -> Linear:
-        """Weights [Ni, K] of linears with the same input, fused along N, in host memory."""
+        """Fuses weights [Ni, K] of linears with the same input along N, in host memory."""
         ...
 
     def load_embedding(self, table: npt.NDArray[Any]) -> Linear:
-        """The table [V, E], which a tied head uses too."""
+        """The embedding table [V, E], also used as the weight of a tied head."""
         ...
 
     def load_gate_up(
@@ -148,15 +152,15 @@ class OpTable(Protocol):
         ...
 
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
-        """Pages of all layers, every element `fill`; traced."""
+        """A pool of `num_pages` with every element set to `fill`; called under tracing."""
         ...
 
     def copy_slots(
         self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
     ) -> KVPool:
-        """Copies `count` slots of a page, from `source` [] to `destination` [] on, in place.
+        """Copies `count` slots, starting at slot `source` [], to slot `destination` [], in place.
 
-        All three are multiples of `PAGE_SIZE_UNIT`.
+        All three are multiples of `PAGE_SIZE_UNIT`; neither range crosses a page boundary.
         """
         ...
 
@@ -165,15 +169,15 @@ class OpTable(Protocol):
         ...
 
     def to_activations(self, x: jax.Array) -> jax.Array:
-        """[T, E] float32 to activations."""
+        """Casts x [T, E] from float32 to the type of the activations."""
         ...
 
     def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
-        """x / rms(x) * weight, [·, E] float32 to activations; the first `count` rows matter."""
+        """x / rms(x) * weight: [·, E] float32 to activations."""
         ...
 
     def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
-        """The rows of x [T, ·] whose logits are wanted: [L, ·], of which `num_logits` matter."""
+        """The rows of x [T, ·] at `LogitInputs.token_indices`: [L, ·], `num_logits` defined."""
         ...
 
     def linear(
@@ -184,29 +188,32 @@ class OpTable(Protocol):
         count: jax.Array,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        """[·, K] to [·, N]: activations, or float32 `residual` + `residual_scale` x W."""
+        """x W, [·, K] to activations [·, N]; with `residual`, float32 residual + scale * x W,
+        where scale is the model's `residual_scale`.
+        """
         ...
 
     def linear_norm_add(
         self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
     ) -> jax.Array:
-        """Float32 `residual` [·, N] + the norm of x W."""
+        """Float32 `residual` [·, N] + rms_norm(x W)."""
         ...
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
-        """activation(x Wg) * (x Wu), [T, E] to activations [T, F]."""
+        """activation(x Wg) * (x Wu): [T, E] to activations [T, F]."""
         ...
 
     def route_experts(self, x: jax.Array, router: Linear, count: jax.Array) -> ExpertChoice:
-        """The experts of x [T, E] with the largest logits, as the model's `experts` weighs them,
-        times its `residual_scale`. Ties go to the lowest id.
+        """The experts of x [T, E] with the largest router logits; ties go to the lowest id.
+
+        Their weights follow the model's `experts` and include its `residual_scale`.
         """
         ...
 
     def grouped_gated_linear(
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
     ) -> jax.Array:
-        """`gated_linear` by each of a token's experts: [T, E] to activations [T, A, F]."""
+        """`gated_linear` with each of a token's experts: [T, E] to activations [T, A, F]."""
         ...
 
     def grouped_linear(
@@ -228,15 +235,16 @@ class OpTable(Protocol):
         step: StepArrays,
         layer: AttendingLayer,
     ) -> tuple[jax.Array, KVPool]:
-        """Normalises and rotates q and k, writes k and v at their slots, attends.
+        """Norms and rotates q and k, writes k and v to their slots, and computes attention.
 
-        qkv [T, (Hq + 2 Hkv) D].
-        Gives activations [T, Hq D] and the pool, updated in place.
+        qkv is [T, (Hq + 2 Hkv) D]. Returns activations [T, Hq D] and the pool, updated in place.
         """
         ...
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
-        """Logits of x [L, E], divided and capped as the model's are, and each row's choice:
-        int32 [L, C]. A logit that is not finite stays so under a cap.
+        """Computes logits of x [L, E] and chooses a token for each row: int32 [L, C].
+
+        Applies the model's logit divisor and soft cap; logits that are not finite stay unchanged by
+        the cap, so that the row state reports them.
         """
         ...
