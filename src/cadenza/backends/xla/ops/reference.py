@@ -208,7 +208,7 @@ class ReferenceOps:
     def _attend(
         self, query: jax.Array, pool: KVPool, step: StepArrays, layer: AttendingLayer
     ) -> jax.Array:
-        """Online softmax over blocks at absolute positions: [T, Hkv, G, D] to float32 [same]."""
+        """Online softmax over blocks at absolute positions; query and result [T, Hkv, G, D]."""
         limits = jnp.where(step.tokens.slots >= 0, step.tokens.positions + 1, 0)  # [T]
         shape = query.shape[:3]
         state = (
