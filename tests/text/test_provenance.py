@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cadenza.errors import CheckpointError
 from cadenza.text import ChatTemplate
 from cadenza.text.provenance import MarkedText, join_marked, written_by_template
 
@@ -123,3 +124,9 @@ def test_text_offers_templates_no_more_than_strings_do():
     source = "{{ bos_token.own_spans is defined }}{{ bos_token.is_own is defined }}"
     template = ChatTemplate(source, {"bos_token": "<s>"})
     assert template.render([{"role": "user"}]) == "FalseFalse"
+
+
+@pytest.mark.parametrize("name", ["own", "own constant", "kept", "concatenated", "measured"])
+def test_a_template_cannot_mark_what_a_user_wrote(name: str):
+    with pytest.raises(CheckpointError, match="chat template"):
+        ChatTemplate(f"{{{{ messages[0].content | {name} }}}}", {})

@@ -50,11 +50,12 @@ MAX_REASON_CHARS = 500
 BUDGET = "budget of this rendering"
 """The budget's key in the context; not an identifier, so no template can refer to it."""
 
-_COUNTED = "counted"
-_CONCATENATED = "concatenated"
-_KEPT = "kept"
-_MEASURED = "measured"
-_OWN = "own"
+# Names of filters for `_Instrument` alone: no template can name them, as they are no identifiers.
+_COUNTED = "counted iterable"
+_CONCATENATED = "concatenated parts"
+_KEPT = "kept block"
+_MEASURED = "measured operand"
+_OWN = "own constant"
 
 _REMOVED_GLOBALS = ("lipsum",)
 _REMOVED_FILTERS = ("urlize", "xmlattr", "pprint", "random", "filesizeformat", "wordwrap")
