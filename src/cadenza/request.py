@@ -169,7 +169,9 @@ class SamplingParams:
             if isinstance(bound, ListBound):
                 if value is _EMPTY:
                     continue
-                kept = _as_tuple(name, value, bound)
+                # Messages between processes decode an empty tuple to an empty list.
+                is_empty = isinstance(value, list) and not len(cast(list[Any], value))
+                kept = _EMPTY if is_empty else _as_tuple(name, cast(object, value), bound)
             elif type(value) is float and not bound.is_integer and bound.low <= value <= bound.high:
                 continue  # fast path: nothing to convert
             elif type(value) is int and bound.low <= value <= bound.high:
@@ -182,7 +184,9 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"{name} is {show(getattr(self, name))}; it must be true or false", param=name
                 )
-        if self.logit_bias is not _EMPTY:
+        if isinstance(self.logit_bias, list) and not self.logit_bias:
+            object.__setattr__(self, "logit_bias", _EMPTY)
+        elif self.logit_bias is not _EMPTY:
             object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
         self._check_together()
 

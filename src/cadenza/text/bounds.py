@@ -6,7 +6,7 @@ syntax. Invariant: a check passes only if its operation yields at most `MAX_CHAR
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,6 +19,7 @@ MAX_NODES = 200_000
 MAX_PADDED_WIDTH = 4096
 MAX_BITS = 4096
 
+_SIZED: tuple[type[Sized], ...] = (str, list, tuple)
 _LARGE_WIDTH = re.compile(r"\d{5,}|%[^a-zA-Z%]*\*")
 
 
@@ -96,8 +97,8 @@ def check_operator(operator: str, left: object, right: object) -> None:
     """Checks the result size of operators that can multiply their operands' size."""
     if operator == "%" and isinstance(left, str):
         check_format(left, [right])
-    if operator == "+" and _has_length(left) and _has_length(right):
-        _check_length(left, _length(left) + _length(right))
+    if operator == "+" and isinstance(left, _SIZED) and isinstance(right, _SIZED):
+        _check_length(len(left) + len(right), is_text=isinstance(left, str))
     if operator == "*":
         _check_product(left, right)
     if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
@@ -145,26 +146,18 @@ def check_replace(text: str, old: str, new: str) -> None:
 
 def check_join(separator: str, parts: object) -> None:
     num_chars = measure(parts)
-    num_parts = len(cast(Sequence[object], parts)) if _has_length(parts) else 0
+    num_parts = len(parts) if isinstance(parts, _SIZED) else 0
     check_chars(num_chars + num_parts * len(separator))
 
 
 def _check_product(left: object, right: object) -> None:
     for sequence, times in ((left, right), (right, left)):
-        if _has_length(sequence) and isinstance(times, int):
-            _check_length(sequence, _length(sequence) * max(times, 0))
+        if isinstance(sequence, _SIZED) and isinstance(times, int):
+            _check_length(len(sequence) * max(times, 0), is_text=isinstance(sequence, str))
 
 
-def _has_length(value: object) -> bool:
-    return isinstance(value, str | list | tuple)
-
-
-def _length(value: object) -> int:
-    return len(cast(Sequence[object], value))
-
-
-def _check_length(like: object, length: int) -> None:
-    if isinstance(like, str):
+def _check_length(length: int, *, is_text: bool) -> None:
+    if is_text:
         check_chars(length)
     elif length > MAX_ITEMS:
         raise BoundExceededError(f"over {MAX_ITEMS} items")

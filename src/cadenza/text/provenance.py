@@ -178,14 +178,20 @@ def spans_of(text: str) -> Spans:
     return text.own_spans if isinstance(text, MarkedText) else ()
 
 
-def join_marked(parts: Iterable[str]) -> MarkedText:
-    """The concatenated parts with their marks."""
+def join_marked(parts: Iterable[str], *, is_plain_own: bool = False) -> MarkedText:
+    """The concatenated parts with their marks.
+
+    Args:
+        is_plain_own: whether plain strings among them are the template's.
+    """
     parts = list(parts)
     spans: list[tuple[int, int]] = []
     position = 0
     for part in parts:
         if isinstance(part, MarkedText):
             spans += [(start + position, stop + position) for start, stop in part.own_spans]
+        elif is_plain_own:
+            spans.append((position, position + len(part)))
         position += len(part)
     return MarkedText("".join(parts), _tidy(spans))
 

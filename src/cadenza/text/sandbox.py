@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from functools import cache
 from typing import Any, NoReturn, cast
 
 import jinja2
@@ -26,6 +27,7 @@ from jinja2.visitor import NodeTransformer
 
 from cadenza.errors import CheckpointError, InvalidRequestError
 from cadenza.text.bounds import (
+    MAX_CHARS,
     BoundExceededError,
     Budget,
     check_chars,
@@ -143,7 +145,8 @@ class BoundedTemplate:
         num_chars = 0
         for part in self._template.generate(variables):
             num_chars += len(part)
-            check_chars(num_chars)
+            if num_chars > MAX_CHARS:
+                check_chars(num_chars)
             parts.append(part)
         return _join_emitted(parts)
 
@@ -275,7 +278,7 @@ def _new_environment(now: Callable[[], datetime]) -> _BoundedEnvironment:
     environment.filters = {name: _bound_filter(name, filters[name]) for name in filters}
     environment.filters[_COUNTED] = _count_rounds
     environment.filters[_MEASURED] = _measured
-    environment.filters[_OWN] = _own
+    environment.filters[_OWN] = _own_filter()
     return environment
 
 
@@ -348,10 +351,15 @@ def _concatenate(parts: list[Any]) -> str:
     return join_marked(map(str, parts))
 
 
-@jinja2.pass_context
-def _own(context: Context, text: str) -> MarkedText:  # noqa: ARG001
-    """Marks a string constant. Taking the context keeps Jinja from folding it at compile time."""
-    return written_by_template(text)
+def _own_filter() -> Filter:
+    """The filter that marks a template's string constants, each of which is marked once."""
+    marked = cache(written_by_template)
+
+    @jinja2.pass_context  # which keeps Jinja from folding the filter at compile time
+    def own(context: Context, text: str) -> MarkedText:  # noqa: ARG001
+        return marked(text)
+
+    return own
 
 
 def _as_marked(value: Any) -> Any:
@@ -362,14 +370,14 @@ def _as_marked(value: Any) -> Any:
 
 def _emit(value: Any) -> MarkedText:
     """The text of a `{{ }}` expression, with only the marks that its value has."""
-    return _as_marked(value if isinstance(value, str) else str(_measured(value)))
+    if isinstance(value, MarkedText):
+        return value
+    return MarkedText(value if isinstance(value, str) else str(_measured(value)))
 
 
 def _join_emitted(parts: Iterable[str]) -> MarkedText:
     """Joins Jinja's output; plain strings in it are the template text outside `{{ }}`."""
-    return join_marked(
-        part if isinstance(part, MarkedText) else written_by_template(part) for part in parts
-    )
+    return join_marked(parts, is_plain_own=True)
 
 
 def _keep(text: str) -> str:
