@@ -1,13 +1,16 @@
 // Times each operation of a step separately, with the shapes and the number of layers of
-// SmolLM2-135M. Sums each layer's best time over the repeats, which reduces noise from other load.
+// SmolLM2-135M, then all of them in the order of a step. Sums each layer's best time over the repeats,
+// which reduces noise from other load. The step's bound is the larger of reading its weights and KV
+// and of multiplying; both rates are measured between its runs.
 //
 //   build/native/bench [--threads N] [--rows 1,4,8] [--context 128] [--prefill 512] [--repeats 10]
-//   [--cpu-time]
+//   [--steps 4] [--cpu-time]
 //
 // --cpu-time measures the calling thread's CPU time instead of wall time; use it with one thread
 // only, as the time of worker threads is not included.
 #include <time.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -26,13 +29,14 @@ namespace {
 constexpr int64_t kLayers = 30, kHidden = 576, kHeads = 9, kKvHeads = 3, kSize = 64, kFfn = 1536;
 constexpr int64_t kVocab = 49152, kPage = 16;
 constexpr int kPeakRepeats = 10;
+constexpr int64_t kReadBytes = 256 << 20;
 
 struct Options {
   int threads = 1;
   int64_t context = 128, prefill = 512;
   std::vector<int64_t> rows{1, 4, 8, 16, 32, 64};
   bool cpu_time = false;
-  int repeats = 10;
+  int repeats = 10, steps = 4;
 };
 
 double now(bool cpu_time) {
@@ -116,6 +120,29 @@ struct Step {
     task.out = act;
     rope_append_attend(runtime, DType::kBf16, task);
   }
+  void run() {
+    constexpr int64_t kWidth = (kHeads + 2 * kKvHeads) * kSize;
+    for (int64_t l = 0; l < kLayers; l++) {
+      linear_layer(l, qkv_w, kWidth, kHidden, false);
+      attend_layer(l);
+      linear_layer(l, o_w, kHidden, kHidden, true);
+      gated_layer(l);
+      linear_layer(l, down_w, kHidden, kFfn, true);
+      norm_layer(l);
+    }
+    head();
+  }
+  int64_t bytes() const {
+    int64_t layer = (kHeads + 2 * kKvHeads) * kSize + kHidden + 3 * kFfn;
+    int64_t kv = rows * context * 2 * kKvHeads * kSize;
+    return 2 * (kLayers * (layer * kHidden + kv) + kVocab * kHidden);
+  }
+  double operations() const {
+    int64_t layer = (kHeads + 2 * kKvHeads) * kSize + kHidden + 3 * kFfn;
+    int64_t seen = context - (tokens / rows - 1) / 2;
+    return 2.0 * double(kLayers * tokens * (layer * kHidden + 2 * seen * kHeads * kSize) +
+                        rows * kVocab * kHidden);
+  }
   void head() {
     NextTokenTask task{{rows, kVocab, kHidden, wide, head_w, nullptr, nullptr, nullptr, false},
                        params.data(),
@@ -181,6 +208,30 @@ double best(const Options& options, int64_t layers, const std::function<void(int
   return total * 1e3;
 }
 
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+// Runs whole steps, each between measurements of the two rates.
+void report_step(Step& s, const void* memory) {
+  std::vector<double> ms, shares;
+  for (int i = 0; i < s.options.repeats; i++) {
+    double read = measure_read(s.runtime, memory, kReadBytes, 1);
+    double multiply = measure_multiply(s.runtime, DType::kBf16, 1);
+    double start = now(s.options.cpu_time);
+    for (int j = 0; j < s.options.steps; j++) s.run();
+    double took = (now(s.options.cpu_time) - start) / s.options.steps;
+    read = (read + measure_read(s.runtime, memory, kReadBytes, 1)) / 2;
+    multiply = (multiply + measure_multiply(s.runtime, DType::kBf16, 1)) / 2;
+    ms.push_back(took * 1e3);
+    shares.push_back(std::max(double(s.bytes()) / read, s.operations() / multiply) / took);
+  }
+  std::printf("             step: median %.2f ms, best %.2f ms; %.0f %% of its bound\n", median(ms),
+              *std::min_element(ms.begin(), ms.end()), 100 * median(shares));
+  std::fflush(stdout);
+}
+
 void report(Step& s) {
   constexpr int64_t kWidth = (kHeads + 2 * kKvHeads) * kSize;
   double qkv = best(s.options, kLayers,
@@ -218,6 +269,7 @@ Options parse(int argc, char** argv) {
       continue;
     }
     if (name == "--threads") options.threads = std::atoi(value);
+    if (name == "--steps") options.steps = std::atoi(value);
     if (name == "--repeats") options.repeats = std::atoi(value);
     if (name == "--context") options.context = std::atoi(value);
     if (name == "--prefill") options.prefill = std::atoi(value);
@@ -243,13 +295,16 @@ int main(int argc, char** argv) {
   std::printf("isa %s, %d threads, peak %.0f GF\n", runtime.kernels.isa, options.threads,
               1e-9 * measure_multiply(runtime, DType::kBf16, kPeakRepeats));
   Step first = make_step(options, runtime, 1, 1, options.context, nullptr);
+  const void* memory = filled<char>(kReadBytes, 1);
   for (int64_t rows : options.rows) {
     Step s = make_step(options, runtime, rows, 1, options.context, &first);
     report(s);
+    report_step(s, memory);
   }
   if (options.prefill > 0) {
     Step s = make_step(options, runtime, 1, options.prefill, options.prefill, &first);
     report(s);
+    report_step(s, memory);
   }
   return 0;
 }
