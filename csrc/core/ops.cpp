@@ -45,6 +45,13 @@ void rms_norm(const Runtime& runtime, DType dtype, const NormTask& task) {
             task.rows * task.width > kMinParallelElements);
 }
 
+void convert(const Runtime& runtime, DType dtype, const ConvertTask& task) {
+  if (task.rows == 0) return;
+  Executor::Lease lease(runtime.executor);
+  lease.run({runtime.kernels.convert[index_of(dtype)], &task, task.rows, 16},
+            task.rows * task.width > kMinParallelElements);
+}
+
 void embed(const Runtime& runtime, DType dtype, const EmbedTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);

@@ -24,6 +24,7 @@ inline PartitionLimits partition_limits(const Runtime& runtime, const Executor::
 void linear(const Runtime& runtime, DType dtype, const LinearTask& task);
 void gated_linear(const Runtime& runtime, DType dtype, const GatedTask& task);
 void rms_norm(const Runtime& runtime, DType dtype, const NormTask& task);
+void convert(const Runtime& runtime, DType dtype, const ConvertTask& task);
 void embed(const Runtime& runtime, DType dtype, const EmbedTask& task);
 // Runs on the calling thread: a step takes few rows.
 void take_rows(const TakeTask& task);

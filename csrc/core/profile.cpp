@@ -15,6 +15,7 @@ struct Counter {
 Counter counters[kNumOps] = {{"embed"},
                              {"rms_norm"},
                              {"rms_norm_add"},
+                             {"convert"},
                              {"linear"},
                              {"gated_linear"},
                              {"rope_append_attend"},

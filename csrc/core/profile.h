@@ -14,6 +14,7 @@ enum class Op : int {
   kEmbed,
   kRmsNorm,
   kRmsNormAdd,
+  kConvert,
   kLinear,
   kGatedLinear,
   kRopeAppendAttend,

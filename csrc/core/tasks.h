@@ -75,6 +75,13 @@ struct NormTask {
   bool out_is_f32;
 };
 
+// Rounds rows of f32 to the activation dtype.
+struct ConvertTask {
+  int64_t rows, width;
+  const float* x;  // [rows, width]
+  void* out;       // activation dtype [rows, width]
+};
+
 // Copies rows of any type. An index outside [0, num_sources) gives a row of zeros.
 struct TakeTask {
   int64_t rows, row_bytes, num_sources;

@@ -1,7 +1,7 @@
-// FFI target for attention; updates the donated KV pools in place. Conventions: csrc/README.md.
+// Attention as XLA calls it; updates the donated KV pools in place. Conventions: csrc/README.md.
 #include <algorithm>
 
-#include "ffi/buffers.h"
+#include "ffi/targets.h"
 
 namespace cadenza::xla_ffi {
 
@@ -102,6 +102,8 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
   rope_append_attend(runtime(), dtype, task);
 }
 
+}  // namespace
+
 // cadenza_rope_append_attend: qkv act [T, (Hq + 2 Hkv) D]; positions [T]; slot_mapping [T];
 // query_starts [R + 1]; kv_lens [R]; page_table [R, P]; rope f32 [positions, rotary size]; q_weight
 // f32 [D], [Hq D] or [0]; k_weight f32 [D], [Hkv D] or [0]; k_pool and v_pool act [pages, layers,
@@ -115,7 +117,7 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 // and values are written for tokens with slot_mapping >= 0. A q or k weight of D values applies
 // RMSNorm to each head; one of Hq D or Hkv D values applies it to all query heads, or all key
 // heads, of a token together. With a rotary size of 0 nothing is rotated.
-ffi::Error attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts, Any kv_lens,
+ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts, Any kv_lens,
                        Any page_table, Any rope, Any q_weight, Any k_weight, Any k_pool, Any v_pool,
                        AnyResult out, AnyResult k_out, AnyResult v_out, int64_t layer,
                        int64_t heads, float scale, int64_t window, float soft_cap, float norm_eps) {
@@ -125,32 +127,5 @@ ffi::Error attend_call(Any qkv, Any positions, Any slot_mapping, Any query_start
            {layer, heads, window, scale, soft_cap, norm_eps});
   });
 }
-
-}  // namespace
-
-#pragma GCC visibility push(default)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRopeAppendAttend, attend_call,
-                              ffi::Ffi::Bind()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Ret<Any>()
-                                  .Ret<Any>()
-                                  .Ret<Any>()
-                                  .Attr<int64_t>("layer")
-                                  .Attr<int64_t>("heads")
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("window")
-                                  .Attr<float>("soft_cap")
-                                  .Attr<float>("norm_eps"));
-#pragma GCC visibility pop
 
 }  // namespace cadenza::xla_ffi

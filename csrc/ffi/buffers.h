@@ -1,4 +1,4 @@
-// Shared by the FFI targets: typed views of XLA buffers, and exceptions as XLA statuses.
+// Shared by the operations: typed views of XLA buffers, and exceptions as XLA statuses.
 #pragma once
 
 #include <new>

@@ -1,11 +1,13 @@
-// FFI targets for embedding, norms, row gather and linear products. Conventions: csrc/README.md.
-#include "ffi/buffers.h"
+// Operations as XLA calls them: embedding, norms, row gather and linear products. Conventions: csrc/README.md.
+#include "ffi/targets.h"
 
 namespace cadenza::xla_ffi {
 
 namespace {
 
-bool is_f32(const Any& out) { return out.element_type() == ffi::F32; }
+bool is_f32(const Any& buffer) { return buffer.element_type() == ffi::F32; }
+
+}  // namespace
 
 // cadenza_embed: token_ids [T]; table, packed or act [V, E]; count. Result f32 [T, E], zeros for an
 // id outside [0, V). Attributes: vocab i64; scale f32.
@@ -32,6 +34,8 @@ ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_
   });
 }
 
+namespace {
+
 void norm(Op op, Any x, Any weight, Any count, const Any* residual, AnyResult out, float eps) {
   ProfileScope profile(op);
   NormTask task{};
@@ -53,6 +57,8 @@ void norm(Op op, Any x, Any weight, Any count, const Any* residual, AnyResult ou
   rms_norm(runtime(), element_type(*out), task);
 }
 
+}  // namespace
+
 // cadenza_rms_norm: x f32 [T, E]; weight f32 [E]; count. Result act or f32 [T, E]. Attribute: eps
 // f32.
 ffi::Error rms_norm_call(Any x, Any weight, Any count, AnyResult out, float eps) {
@@ -66,6 +72,19 @@ ffi::Error rms_norm_call(Any x, Any weight, Any count, AnyResult out, float eps)
 ffi::Error rms_norm_add_call(Any x, Any weight, Any count, Any residual, AnyResult out, float eps) {
   return guarded("cadenza_rms_norm_add", [&] {
     norm(Op::kRmsNormAdd, x, weight, count, &residual, out, eps);
+  });
+}
+
+// cadenza_convert: x f32 [T, N]; count. Result act [T, N].
+ffi::Error convert_call(Any x, Any count, AnyResult out) {
+  return guarded("cadenza_convert", [&] {
+    ProfileScope profile(Op::kConvert);
+    ConvertTask task{true_count(count, dim(*out, 0)), dim(*out, 1), nullptr, out->untyped_data()};
+    require(is_f32(x) && dim(x, 1) == task.width, "x must be f32 [T, N]");
+    require(dim(x, 0) >= task.rows, "x has too few rows");
+    task.x = data<float>(x);
+    if (profile.is_on()) profile.reads(task.rows * task.width * int64_t(sizeof(float)));
+    convert(runtime(), element_type(*out), task);
   });
 }
 
@@ -151,36 +170,5 @@ ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, i
     gated_linear(runtime(), dtype, task);
   });
 }
-
-}  // namespace
-
-#pragma GCC visibility push(default)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CadenzaEmbed, embed_call,
-    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<int64_t>("vocab").Attr<float>(
-        "scale"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRmsNorm, rms_norm_call,
-                              ffi::Ffi::Bind()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Ret<Any>()
-                                  .Attr<float>("eps"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CadenzaRmsNormAdd, rms_norm_add_call,
-    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>("eps"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaTakeRows, take_rows_call,
-                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CadenzaLinear, linear_call,
-    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>(
-        "scale"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CadenzaGatedLinear, gated_linear_call,
-    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<int64_t>(
-        "activation"));
-#pragma GCC visibility pop
 
 }  // namespace cadenza::xla_ffi

@@ -1,5 +1,5 @@
-// FFI targets for mixture of experts. Conventions: csrc/README.md.
-#include "ffi/buffers.h"
+// Mixture of experts as XLA calls it. Conventions: csrc/README.md.
+#include "ffi/targets.h"
 
 namespace cadenza::xla_ffi {
 
@@ -29,6 +29,8 @@ void count_reads(ProfileScope& profile, const Any& w, const Any& bias, const Exp
   int64_t every_expert = int64_t(w.size_bytes() + bias.size_bytes());
   profile.reads(every_expert / choice.num_experts * count_active_experts(choice, rows) + x_bytes);
 }
+
+}  // namespace
 
 // cadenza_route_experts: x act [T, K]; w packed; count; bias f32 [X] or [0]. Results ids [T, C],
 // weights f32 [T, C]. Attributes: experts i64 (X); over_chosen bool; scale f32.
@@ -137,40 +139,5 @@ ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, 
     grouped_linear(runtime(), dtype, {task, choice, data<float>(weights)});
   });
 }
-
-}  // namespace
-
-#pragma GCC visibility push(default)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaRouteExperts, route_experts_call,
-                              ffi::Ffi::Bind()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Ret<Any>()
-                                  .Ret<Any>()
-                                  .Attr<int64_t>("experts")
-                                  .Attr<bool>("over_chosen")
-                                  .Attr<float>("scale"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaGroupedGatedLinear, grouped_gated_linear_call,
-                              ffi::Ffi::Bind()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Ret<Any>()
-                                  .Attr<int64_t>("activation"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaGroupedLinear, grouped_linear_call,
-                              ffi::Ffi::Bind()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Ret<Any>());
-#pragma GCC visibility pop
 
 }  // namespace cadenza::xla_ffi

@@ -1,9 +1,9 @@
-// FFI target for the LM head and sampling. Conventions: csrc/README.md.
+// LM head and sampling as XLA calls them. Conventions: csrc/README.md.
 #include <cstring>
 #include <vector>
 
 #include "core/logit_rows.h"
-#include "ffi/buffers.h"
+#include "ffi/targets.h"
 
 namespace cadenza::xla_ffi {
 
@@ -61,6 +61,8 @@ void check(const RuleBuffers& buffers, int64_t vocab) {
   require(dim(buffers.page_table, 0) == dim(buffers.records, 0), "page_table must be int32 [R, P]");
 }
 
+}  // namespace
+
 // cadenza_next_token: x act [L, E]; head packed; count; logit rows [columns, L]
 // (core/logit_rows.h); records [R, W] or [0]; page_table [R, P]; history [slots]. Result int32 [L,
 // 44]. Attributes: vocab i64; divisor f32, 1 none; soft_cap f32, 0 none; page_size i64.
@@ -107,24 +109,5 @@ ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records,
     next_token(runtime(), dtype, task);
   });
 }
-
-}  // namespace
-
-#pragma GCC visibility push(default)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CadenzaNextToken, next_token_call,
-                              ffi::Ffi::Bind()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Ret<Any>()
-                                  .Attr<int64_t>("vocab")
-                                  .Attr<float>("divisor")
-                                  .Attr<float>("soft_cap")
-                                  .Attr<int64_t>("page_size"));
-#pragma GCC visibility pop
 
 }  // namespace cadenza::xla_ffi

@@ -54,6 +54,16 @@ void norm_units(const void* context, int64_t begin, int64_t end, Worker&) {
   for (int64_t row = begin; row < end; row++) norm_row<T>(task, row);
 }
 
+// A unit is a row of f32 to convert to T.
+template <class T>
+void convert_units(const void* context, int64_t begin, int64_t end, Worker&) {
+  const auto& task = *static_cast<const ConvertTask*>(context);
+  for (int64_t i = begin * task.width; i < end * task.width; i += kLanes) {
+    int n = int(end * task.width - i < kLanes ? end * task.width - i : kLanes);
+    store_some(static_cast<T*>(task.out) + i, load_some(task.x + i, n), n);
+  }
+}
+
 // One element of a packed weight, as f32.
 template <class T>
 inline float packed_element(const T* table, int64_t width, int64_t row, int64_t i) {

@@ -16,6 +16,7 @@ constexpr KernelTable make_table(const char* isa) {
           {linear_units<bf16>, linear_units<float>},
           {gated_units<bf16>, gated_units<float>},
           {norm_units<bf16>, norm_units<float>},
+          {convert_units<bf16>, convert_units<float>},
           {embed_units<bf16>, embed_units<float>},
           {append_units<bf16>, append_units<float>},
           {attend_units<bf16>, attend_units<float>},

@@ -7,6 +7,8 @@ import pytest
 
 from cadenza.backends import find_backend
 from cadenza.backends.base import Instruments, OpTotals
+from cadenza.backends.xla.ops.native_library import load_native_library
+from cadenza.backends.xla.ops.native_program import NativeProgram
 
 pytestmark = pytest.mark.native
 
@@ -14,6 +16,7 @@ OPS = {
     "embed",
     "rms_norm",
     "rms_norm_add",
+    "convert",
     "linear",
     "gated_linear",
     "rope_append_attend",
@@ -35,13 +38,14 @@ def instruments() -> Instruments:
 
 
 def run_linear(bias: np.ndarray, residual: np.ndarray) -> int:
-    """Calls the target on zeros; the packed weight's bytes."""
+    """Calls the operation on zeros; the packed weight's bytes."""
     weight = np.zeros((-(-OUT // 32), IN // 2, 32, 2), jnp.bfloat16)
     out = jax.ShapeDtypeStruct((PADDED_ROWS, OUT), jnp.float32)
     x = np.zeros((PADDED_ROWS, IN), jnp.bfloat16)
-    call = jax.ffi.ffi_call("cadenza_linear", out)
-    done = call(x, weight, np.int32(ROWS), bias, residual, scale=np.float32(1.0))
-    done.block_until_ready()
+    program = NativeProgram(load_native_library())
+    record = program.call("linear", out)
+    done = record(x, weight, np.int32(ROWS), bias, residual, scale=np.float32(1.0))
+    program.emit(done).block_until_ready()
     return weight.nbytes
 
 

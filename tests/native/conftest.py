@@ -13,6 +13,7 @@ from cadenza.backends.xla.ops.native_library import (
     load_native_library,
     packed_shape,
 )
+from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 
 Call = Callable[..., Any]
@@ -26,15 +27,18 @@ def library() -> NativeLibrary:
 
 @pytest.fixture
 def call(library: NativeLibrary) -> Call:
-    """Calls a target under jit; `aliases` also donates the operands they name."""
+    """Calls an operation as a program of its own; `aliases` also donates the operands they name."""
 
     def run(
-        target: str, out: Any, *args: Any, aliases: dict[int, int] | None = None, **attrs: Any
+        name: str, out: Any, *args: Any, aliases: dict[int, int] | None = None, **attrs: Any
     ) -> Any:
         assert library.num_threads >= 1
-        function = jax.ffi.ffi_call(f"cadenza_{target}", out, input_output_aliases=aliases)
-        donated = tuple(aliases or ())
-        return jax.jit(lambda *a: function(*a, **attrs), donate_argnums=donated)(*args)
+
+        def compute(*operands: Any) -> Any:
+            program = NativeProgram(library)
+            return program.emit(program.call(name, out, aliases)(*operands, **attrs))
+
+        return jax.jit(compute, donate_argnums=tuple(aliases or ()))(*args)
 
     return run
 

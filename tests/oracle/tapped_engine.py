@@ -7,7 +7,7 @@ test. Only the product with the head is done here, in float64. The table's own h
 same logits by its top log probabilities, which come from the same step (`Forced.head_error`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,9 @@ class TappedOps:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def compute(self, decode: Callable[[OpTable], Any]) -> Any:
+        return decode(self)
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         hidden = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)  # [L, E]

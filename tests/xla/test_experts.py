@@ -213,5 +213,8 @@ def operations_of(runner: XlaRunner) -> set[str]:
 
 @pytest.mark.native
 def test_a_native_step_leaves_nothing_heavy_to_xla(lab: Lab):
-    assert not operations_of(make_runner(lab, NativeOps, "as drawn")) & HEAVY
+    runner = make_runner(lab, NativeOps, "as drawn")
+    assert not operations_of(runner) & HEAVY
+    text = runner.programs.step[VARIANT.bucket].as_text()
+    assert len(re.findall(r'custom_call_target="\w*cadenza_program"', text)) == 1
     assert operations_of(make_runner(lab, ReferenceOps, "as drawn")) >= {"dot", "reduce"}

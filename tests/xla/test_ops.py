@@ -139,7 +139,7 @@ def test_linear_norm_add_norms_the_product_before_it_is_added(dtype: str):
 
 def test_to_activations_rounds_to_the_type(dtype: str):
     x = normal(30, 24, 40)
-    y = make_ops(dtype).to_activations(jnp.asarray(x))
+    y = make_ops(dtype).to_activations(jnp.asarray(x), jnp.int32(len(x)))
     assert y.dtype == jnp.dtype(dtype)
     assert np.array_equal(np.asarray(y, np.float64), rounded(x, dtype))
 

@@ -102,7 +102,7 @@ def _add_mlp(ops: OpTable, layer: LayerWeights, x: jax.Array, count: jax.Array) 
 
 def _norm_input(ops: OpTable, x: jax.Array, norm: Any | None, count: jax.Array) -> jax.Array:
     """The residual stream [T, E] as activations, normed if the layer has a norm here."""
-    return ops.to_activations(x) if norm is None else ops.rms_norm(x, norm, count)
+    return ops.to_activations(x, count) if norm is None else ops.rms_norm(x, norm, count)
 
 
 def _add_output(

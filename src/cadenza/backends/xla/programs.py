@@ -85,7 +85,9 @@ def step_function(ops: OpTable, model: ModelConfig, shape: StepLayout) -> Callab
         places = jnp.where(slots >= 0, slots, len(state.token_history))
         history = state.token_history.at[places].set(arrays.tokens.ids, mode="drop")
         arrays = arrays._replace(rules=RuleArrays(state.rule_records, history))
-        result, pool = run_decoder(ops, model, weights, state.pool, arrays)
+        result, pool = ops.compute(
+            lambda table: run_decoder(table, model, weights, state.pool, arrays)
+        )
         last = _last_choices(state.last_sampled, arrays.logits, result[:, COLUMN_TOKEN])
         changed = state._replace(pool=pool, last_sampled=last, token_history=history)
         return changed, result

@@ -1,12 +1,12 @@
-"""The op table over the native CPU kernels, called through XLA's FFI.
+"""The op table over the native CPU kernels, called through XLA's FFI: one call for a whole step.
 
 Exact by construction: a kernel's order of reduction does not depend on the batch, and it receives
-the true number of rows, so padding is not computed and every bucket gives the same bits. Maps each
-operation to its FFI target; `csrc/ffi/` defines the operands and attributes. Legend as in
+the true number of rows, so padding is not computed and every bucket gives the same bits. Gives each
+operation its operands and attributes, which `csrc/ffi/` defines. Legend as in
 `ops.table`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from cadenza.backends.xla.ops.native_library import (
     load_native_library,
     packed_shape,
 )
+from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.table import (
     NUM_COLUMNS,
@@ -29,6 +30,7 @@ from cadenza.backends.xla.ops.table import (
     HeadFactors,
     KVPool,
     Linear,
+    OpTable,
     StepArrays,
 )
 from cadenza.checkpoint.model_config import Activation
@@ -55,8 +57,8 @@ class NativeOps:
         self._library = library or load_native_library()
         self._spec = spec
         self._model = spec.model
-        self._none = jnp.zeros(0, jnp.float32)
         self._memory = PackedMemory()
+        self._program: NativeProgram | None = None
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
         """A small bucket for decode steps, and the full token budget."""
@@ -135,8 +137,10 @@ class NativeOps:
             scale=np.float32(self._model.embedding_scale),
         )
 
-    def to_activations(self, x: jax.Array) -> jax.Array:
-        return x.astype(self._spec.dtype)
+    def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
+        if self._spec.dtype == jnp.float32:
+            return x
+        return self._call("convert", _array(x.shape, self._spec.dtype))(x, count)
 
     def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
         return self._call("rms_norm", _array(x.shape, self._spec.dtype))(
@@ -155,32 +159,29 @@ class NativeOps:
         count: jax.Array,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        bias = self._none if weight.bias is None else weight.bias
         if residual is None:
             call = self._call("linear", _array((len(x), num_out), self._spec.dtype))
-            return call(x, weight.weight, count, bias, self._none, scale=np.float32(1.0))
+            return call(x, weight.weight, count, weight.bias, None, scale=np.float32(1.0))
         call = self._call("linear", _array(residual.shape, jnp.float32), {4: 0})
         scale = np.float32(self._model.residual_scale)
-        return call(x, weight.weight, count, bias, residual, scale=scale)
+        return call(x, weight.weight, count, weight.bias, residual, scale=scale)
 
     def linear_norm_add(
         self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
     ) -> jax.Array:
-        bias = self._none if weight.bias is None else weight.bias
         product = self._call("linear", _array(residual.shape, jnp.float32))
-        y = product(x, weight.weight, count, bias, self._none, scale=np.float32(1.0))
+        y = product(x, weight.weight, count, weight.bias, None, scale=np.float32(1.0))
         call = self._call("rms_norm_add", _array(residual.shape, jnp.float32), {3: 0})
         eps = np.float32(self._model.rms_norm_eps)
         return call(y, norm, count, residual, eps=eps)
 
     def gated_linear(self, x: jax.Array, weight: Linear, count: jax.Array) -> jax.Array:
-        bias = self._none if weight.bias is None else weight.bias
         shape = (len(x), self._model.intermediate_size)
         return self._call("gated_linear", _array(shape, self._spec.dtype))(
             x,
             weight.weight,
             count,
-            bias,
+            weight.bias,
             activation=np.int64(_CODE_OF_ACTIVATION[self._model.activation]),
         )
 
@@ -192,7 +193,7 @@ class NativeOps:
             x,
             router.weight,
             count,
-            self._none,
+            None,
             experts=np.int64(routing.num_experts),
             over_chosen=routing.over_chosen,
             scale=np.float32(routing.scale),
@@ -208,7 +209,7 @@ class NativeOps:
             x,
             weight.weight,
             count,
-            self._none,
+            None,
             choice.ids,
             activation=np.int64(_CODE_OF_ACTIVATION[self._model.activation]),
         )
@@ -222,7 +223,7 @@ class NativeOps:
         count: jax.Array,
     ) -> jax.Array:
         call = self._call("grouped_linear", _array(residual.shape, jnp.float32), {4: 0})
-        return call(x, weight.weight, count, self._none, residual, *choice)
+        return call(x, weight.weight, count, None, residual, *choice)
 
     def rope_append_attend(
         self,
@@ -238,7 +239,7 @@ class NativeOps:
             _array(pool.keys.shape, pool.keys.dtype),
             _array(pool.values.shape, pool.values.dtype),
         )
-        query_norm, key_norm = factors.norms or (self._none, self._none)
+        query_norm, key_norm = factors.norms or (None, None)
         call = self._call("rope_append_attend", results, {9: 1, 10: 2})
         out, keys, values = call(
             qkv,
@@ -274,10 +275,24 @@ class NativeOps:
             page_size=np.int64(self._spec.page_size),
         )
 
+    def compute(self, decode: Callable[[OpTable], Any]) -> Any:
+        assert self._program is None, "a program cannot be within another"
+        self._program = program = NativeProgram(self._library)
+        try:
+            return program.emit(decode(self))
+        finally:
+            self._program = None
+
     def _call(self, name: str, results: Any, aliases: dict[int, int] | None = None) -> Any:
-        """The FFI call; `aliases` maps operand indices to the results that reuse their buffers."""
-        target = self._library.target(name)
-        return jax.ffi.ffi_call(target, results, input_output_aliases=aliases or {})
+        """A function that calls an operation, or records it within `compute`.
+
+        `aliases` maps operand indices to the results that reuse their buffers.
+        """
+        if self._program is not None:
+            return self._program.call(name, results, aliases)
+        program = NativeProgram(self._library)
+        record = program.call(name, results, aliases)
+        return lambda *operands, **attributes: program.emit(record(*operands, **attributes))
 
 
 def _columns(logits: LogitInputs[jax.Array]) -> jax.Array:
@@ -291,10 +306,10 @@ def _columns(logits: LogitInputs[jax.Array]) -> jax.Array:
     return jnp.concatenate(parts)
 
 
-def _memory(step: StepArrays) -> tuple[jax.Array, ...]:
-    """Rules [R, W], page table [R, P] and history [slots]; empty arrays if no row has rules."""
+def _memory(step: StepArrays) -> tuple[jax.Array | None, ...]:
+    """Rules [R, W], page table [R, P] and history [slots]; absent if no row has rules."""
     if step.rules is None:
-        return (jnp.zeros(0, jnp.int32),) * 3
+        return (None,) * 3
     return step.rules.records, step.page_table, step.rules.history
 
 

@@ -1,21 +1,21 @@
-"""The shared library of native CPU kernels: loading, packing weights, FFI targets.
+"""The shared library of native CPU kernels: loading, packing weights, FFI target.
 
 Owns the ctypes handle and the registration with XLA. The library selects the best ISA that the CPU
 supports, or CADENZA_CPU_ISA if set; CADENZA_NUM_THREADS overrides the number of threads. Both are
 read once, when the library is loaded.
 
 A second library, available only in a source checkout, has the same kernels with faults that
-`cadenza verify --self-test` injects. Its FFI targets have a prefix, so that both libraries can be
+`cadenza verify --self-test` injects. Its FFI target has a prefix, so that both libraries can be
 used in one process.
 
-`csrc/ffi/` describes the operands and attributes of each FFI target, `csrc/README.md` their
+`csrc/ffi/` describes the operands and attributes of each operation, `csrc/README.md` their
 conventions.
 """
 
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,35 +39,30 @@ _DTYPE_CODES = {
     np.dtype(np.float32): 1,
     np.dtype(np.float16): 2,
 }
-_TARGETS = (
-    "embed",
-    "rms_norm",
-    "rms_norm_add",
-    "linear",
-    "gated_linear",
-    "rope_append_attend",
-    "take_rows",
-    "next_token",
-    "route_experts",
-    "grouped_gated_linear",
-    "grouped_linear",
-)
-
 _LOGIT_COLUMNS = " ".join(spec.name for spec in specs_of(LogitInputs) for _ in range(spec.columns))
 
+_TARGET = "cadenza_program"
 _FAULTY_PREFIX = "faulty_"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NativeLibrary:
     """The loaded library; created by `load_native_library` or `load_faulty_library`."""
 
     handle: ctypes.CDLL
     prefix: str = ""
 
-    def target(self, name: str) -> str:
-        """The registered name of this library's FFI target `name`."""
-        return f"{self.prefix}cadenza_{name}"
+    @property
+    def target(self) -> str:
+        """The registered name of this library's FFI target, which runs a program of operations."""
+        return self.prefix + _TARGET
+
+    @functools.cached_property
+    def operations(self) -> Mapping[str, tuple[int, tuple[str, ...]]]:
+        """Index and names of the attributes of each operation of a program."""
+        lines = self.handle.cadenza_program_operations().decode().splitlines()
+        signatures = [line.split() for line in lines]
+        return {name: (code, tuple(rest)) for code, (name, *rest) in enumerate(signatures)}
 
     @property
     def cpu_isa(self) -> str:
@@ -150,7 +145,7 @@ def faulty_library_path() -> Path:
 
 @functools.cache
 def load_native_library() -> NativeLibrary:
-    """Loads the library once, selects the ISA, starts the threads and registers the FFI targets.
+    """Loads the library once, selects the ISA, starts the threads and registers the FFI target.
 
     Raises:
         ConfigError: the library was not built or cannot be loaded, or the value of CADENZA_CPU_ISA
@@ -197,16 +192,15 @@ def _load(path: Path, *, prefix: str) -> NativeLibrary:
             f"read {columns}, not {_LOGIT_COLUMNS}; install the package again"
         )
     library = NativeLibrary(handle, prefix)
-    for name in _TARGETS:
-        symbol = "Cadenza" + name.title().replace("_", "")
-        capsule = jax.ffi.pycapsule(handle[symbol])
-        jax.ffi.register_ffi_target(library.target(name), capsule, platform="cpu")
+    capsule = jax.ffi.pycapsule(handle.CadenzaProgram)
+    jax.ffi.register_ffi_target(library.target, capsule, platform="cpu")
     return library
 
 
 def _declare(handle: ctypes.CDLL) -> None:
     """Declares result and argument types of the C entry points."""
-    for name in ("configure", "cpu_isa", "available_isas", "logit_columns"):
+    texts = ("configure", "cpu_isa", "available_isas", "logit_columns", "program_operations")
+    for name in texts:
         getattr(handle, f"cadenza_{name}").restype = ctypes.c_char_p
     handle.cadenza_num_threads.restype = ctypes.c_int
     handle.cadenza_pack.restype = ctypes.c_char_p

@@ -29,6 +29,7 @@ from cadenza.backends.xla.ops.table import (
     HeadFactors,
     KVPool,
     Linear,
+    OpTable,
     StepArrays,
 )
 from cadenza.checkpoint.model_config import Activation
@@ -104,11 +105,15 @@ class ReferenceOps:
 
         return KVPool(copy(pool.keys), copy(pool.values))
 
+    def compute(self, decode: Callable[[OpTable], Any]) -> Any:
+        return decode(self)
+
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
         rows = table.weight[step.tokens.ids].astype(jnp.float32)  # [T, E]
         return rows * np.float32(self._model.embedding_scale)
 
-    def to_activations(self, x: jax.Array) -> jax.Array:
+    def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
+        del count  # every row is computed
         return x.astype(self._spec.dtype)
 
     def rms_norm(self, x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:

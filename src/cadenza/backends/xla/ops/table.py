@@ -8,7 +8,7 @@ Legend: T padded tokens · R rows · L logit rows · E embed · F MLP · N out �
 D head size · V vocabulary · P pages per row · C output columns · X experts · A experts per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -164,11 +164,18 @@ class OpTable(Protocol):
         """
         ...
 
+    def compute(self, decode: Callable[["OpTable"], Any]) -> Any:
+        """Traces `decode(table)`, which uses only operations of the table that it is given.
+
+        A table may run them as one call. Returns the tree of arrays that `decode` returns.
+        """
+        ...
+
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
         """Residual stream [T, E], float32, scaled by the model's `embedding_scale`."""
         ...
 
-    def to_activations(self, x: jax.Array) -> jax.Array:
+    def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
         """Casts x [T, E] from float32 to the type of the activations."""
         ...
 

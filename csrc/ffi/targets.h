@@ -1,0 +1,32 @@
+// The operations that XLA can call, each as a target of its own or within a program. Operands,
+// results and attributes are described above each definition.
+#pragma once
+
+#include "ffi/buffers.h"
+
+namespace cadenza::xla_ffi {
+
+ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_t vocab,
+                      float scale);
+ffi::Error rms_norm_call(Any x, Any weight, Any count, AnyResult out, float eps);
+ffi::Error rms_norm_add_call(Any x, Any weight, Any count, Any residual, AnyResult out, float eps);
+ffi::Error convert_call(Any x, Any count, AnyResult out);
+ffi::Error take_rows_call(Any x, Any count, Any indices, AnyResult out);
+ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResult out, float scale);
+ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation);
+ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, AnyResult weights,
+                              int64_t experts, bool over_chosen, float scale);
+ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids, AnyResult out,
+                                     int64_t activation);
+ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, Any ids,
+                               Any weights, AnyResult out);
+ffi::Error rope_append_attend_call(Any qkv, Any positions, Any slot_mapping, Any query_starts,
+                                   Any kv_lens, Any page_table, Any rope, Any q_weight,
+                                   Any k_weight, Any k_pool, Any v_pool, AnyResult out,
+                                   AnyResult k_out, AnyResult v_out, int64_t layer, int64_t heads,
+                                   float scale, int64_t window, float soft_cap, float norm_eps);
+ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records, Any page_table,
+                           Any history, AnyResult out, int64_t vocab, float divisor, float soft_cap,
+                           int64_t page_size);
+
+}  // namespace cadenza::xla_ffi
