@@ -22,6 +22,9 @@ struct PanelProduct {
 };
 
 constexpr int kPanelVecs = kPanel / kLanes;
+// Bytes ahead of a product that are prefetched: memory needs so many lines in flight. Measured with
+// 4, 8 and 16 KiB, 1 to 8 rows, every table: at 73 GB/s 8 was fastest, at 45 GB/s all were equal.
+constexpr int64_t kPrefetchDistance = 8192;
 
 // Reduces MR rows and NR consecutive column vectors of a panel over K.
 template <class T, int MR, int NR>
@@ -101,7 +104,7 @@ class InputRows {
 };
 
 // Computes units [begin, end). Rows are divided evenly into tiles of at most kMaxRows, and tiles
-// into row blocks. A unit with one row tile prefetches its own panel 4 KiB ahead. A unit with
+// into row blocks. A unit with one row tile prefetches its own panel ahead. A unit with
 // several prefetches the next panel, spread evenly over the tiles; the last unit of the thread's
 // share prefetches the next weight's first panel instead.
 template <class T, class MakeEpilogue>
@@ -122,7 +125,7 @@ inline void run_panels(const void* x, const void* w, const Grid& grid, int64_t b
     SpreadPrefetch prefetch;
     int64_t count = last_tile - first_tile;
     if (count == 1) {
-      prefetch = {reinterpret_cast<const char*>(product.w) + 4096, 128};
+      prefetch = {reinterpret_cast<const char*>(product.w) + kPrefetchDistance, 128};
     } else if (unit + 1 == worker.share_end) {
       if (!worker.prefetch.empty()) prefetch = {worker.prefetch.at, 128 / count};
       worker.prefetch.at += panel_size * int64_t(sizeof(T));
