@@ -96,13 +96,14 @@ struct Step {
     }
   }
   void attend_layer(int64_t l) {
-    int64_t pool = int64_t(table.size()) * kKvHeads * kPage * kSize;
     AttendTask task{};
     task.rows = rows;
     task.num_tokens = tokens;
     task.pages_per_row = int64_t(table.size()) / rows;
     task.page_size = kPage;
     task.num_pages = int64_t(table.size());
+    task.num_layers = kLayers;
+    task.layer = l;
     task.heads = kHeads;
     task.kv_heads = kKvHeads;
     task.head_size = task.rotary_size = kSize;
@@ -115,8 +116,8 @@ struct Step {
     task.kv_lens = lens.data();
     task.page_table = table.data();
     task.rope = rope;
-    task.k_pool = k_pool + l * pool;
-    task.v_pool = v_pool + l * pool;
+    task.k_pool = k_pool;
+    task.v_pool = v_pool;
     task.out = act;
     rope_append_attend(runtime, DType::kBf16, task);
   }

@@ -248,7 +248,10 @@ int Executor::Lease::num_threads() const { return lock_.owns_lock() ? executor_.
 
 void Executor::Lease::run(const Job& job, bool is_parallel) {
   if (is_parallel && num_threads() > 1 && job.units > 1) return executor_.pool_.run(job);
-  Worker worker{0, *unit_arena_};
+  std::unique_ptr<Worker> own;
+  if (!lock_.owns_lock()) own = std::make_unique<Worker>(Worker{0, *unit_arena_});
+  Worker& worker = own != nullptr ? *own : executor_.pool_.worker();
+  worker.share_end = 0;
   for (int64_t begin = 0; begin < job.units; begin += job.max_chunk) {
     unit_arena_->reset();
     job.run(job.context, begin, std::min(begin + job.max_chunk, job.units), worker);

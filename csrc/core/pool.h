@@ -27,6 +27,7 @@ struct alignas(64) Worker {
   Arena& arena;
   int64_t share_end = 0;     // end of the units this thread started with
   PrefetchRange prefetch{};  // its share of the weight predicted to be read next
+  UpcomingBlocks upcoming{};
 };
 
 // Computes units [begin, end); `context` is the job's.
@@ -69,6 +70,8 @@ class Pool {
 
   // One thread's arena; index 0 is the caller's.
   Arena& arena(int index) { return *arenas_[index]; }
+  // The caller's, to run a job without the other threads.
+  Worker& worker() { return workers_[0]; }
 
   // Runs a job on all threads and waits for it. Throws std::bad_alloc if an allocation failed in
   // any of them.

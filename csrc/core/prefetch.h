@@ -42,6 +42,39 @@ inline PrefetchRange prefetch_range(const Weight& weight, int index, int threads
   return {begin, std::min(end, begin + kMaxPrefetchBytes)};
 }
 
+// The blocks of KV that the next layer's attention reads, which lie one layer behind those that this
+// layer's read. A thread records what it read and prefetches what follows while it multiplies, in
+// products of several row tiles, which leave memory idle.
+class UpcomingBlocks {
+ public:
+  static constexpr int64_t kChunk = 512;  // divides the size of every block
+
+  // Called by each unit of attention: forgets the blocks of another layer.
+  void start(int64_t layer, int64_t block_bytes) {
+    if (layer == layer_) return;
+    layer_ = layer;
+    block_bytes_ = block_bytes;
+    count_ = next_ = taken_ = 0;
+  }
+  void record(const void* block) {
+    if (count_ < kMaxBlocks) blocks_[count_++] = static_cast<const char*>(block);
+  }
+  // The next chunk to prefetch; if none is left, an address that is in the cache.
+  const char* take_chunk() {
+    if (next_ == count_) return reinterpret_cast<const char*>(blocks_);
+    const char* chunk = blocks_[next_] + taken_;
+    taken_ += kChunk;
+    if (taken_ == block_bytes_) taken_ = 0, next_++;
+    return chunk;
+  }
+
+ private:
+  static constexpr int kMaxBlocks = 1 << 10;
+  const char* blocks_[kMaxBlocks];
+  int count_ = 0, next_ = 0;
+  int64_t layer_ = -1, block_bytes_ = 0, taken_ = 0;
+};
+
 class NextWeightPredictor {
  public:
   // Records that `weight` is read now; returns the weight that followed it last time, or an empty

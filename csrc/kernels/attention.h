@@ -48,6 +48,7 @@ struct AttendTile {
   const T* blocks[2 * kBlocksPerSpan + kAttendVecs];
   int first_block, num_blocks;
   const T* next[kAttendVecs];  // the first keys after this tile
+  UpcomingBlocks* upcoming = nullptr;  // null: what the next layer reads is not recorded
 
   const T* const* keys(int block) const { return blocks + (block - first_block); }
   const T* const* values(int block) const { return blocks + num_blocks + (block - first_block); }
@@ -91,6 +92,13 @@ inline int64_t offset_of_position(const AttendTask& task, const AttendUnit& unit
   return block_offset<T>(task, page, unit.kv_head, position % task.page_size);
 }
 
+// Records where the next layer has the span's sub-blocks.
+template <class T>
+inline void record_upcoming(const AttendTile<T>& tile) {
+  int64_t layer = tile.task.kv_heads * tile.task.page_size * tile.task.head_size;
+  for (int i = 0; i < 2 * tile.num_blocks; i++) tile.upcoming->record(tile.blocks[i] + layer);
+}
+
 // Computes each query's range within the span, and the sub-blocks that the ranges touch; returns
 // the union of the ranges.
 template <class T>
@@ -113,6 +121,7 @@ inline TokenRange enter_span(AttendTile<T>& tile, int64_t span) {
     tile.blocks[i] = static_cast<const T*>(task.k_pool) + at;
     tile.blocks[tile.num_blocks + i] = static_cast<const T*>(task.v_pool) + at;
   }
+  if (tile.upcoming != nullptr) record_upcoming(tile);
   for (int i = 0; i < kAttendVecs; i++) tile.blocks[2 * tile.num_blocks + i] = tile.next[i];
   return all;
 }
@@ -389,10 +398,13 @@ inline void first_keys(const AttendPlan& plan, const AttendUnit& unit,
 // A unit with partial results has one span; its results are [query][D + 2] from index `partial` on.
 template <class T>
 inline void attend_unit(const AttendPlan& plan, const AttendUnit& unit, const AttendUnit& next_unit,
-                        Arena& arena) {
+                        Worker& worker) {
   const AttendTask& task = *plan.task;
+  Arena& arena = worker.arena;
   const int64_t size = task.head_size, stride = round_up(size + 2, kLanes);
   AttendTile<T> tile{task, unit, arena};
+  bool is_decode = unit.query_end - unit.query_begin == 1;
+  if (is_decode && task.layer + 1 < task.num_layers) tile.upcoming = &worker.upcoming;
   first_keys(plan, next_unit, tile.next);
   float* scratch = arena.take<float>(kAttendRows * stride);
   int64_t begin = unit.query_begin * task.group(), total = unit.query_end * task.group() - begin;
@@ -427,7 +439,8 @@ void attend_units(const void* context, int64_t begin, int64_t end, Worker& worke
       append_tokens<T>(task, start + unit.query_begin, start + unit.query_end, unit.kv_head);
     }
     worker.arena.reset();
-    attend_unit<T>(plan, unit, u + 1 < end ? plan.units[u + 1] : unit, worker.arena);
+    worker.upcoming.start(task.layer, kLanes * task.head_size * int64_t(sizeof(T)));
+    attend_unit<T>(plan, unit, u + 1 < end ? plan.units[u + 1] : unit, worker);
   }
 }
 

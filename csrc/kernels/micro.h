@@ -1,6 +1,7 @@
 // The register tile of every matrix product: MR rows of x times NR sixteen-column vectors.
 #pragma once
 
+#include "core/prefetch.h"
 #include "vec/vec.h"
 
 namespace cadenza::CADENZA_ISA {
@@ -74,19 +75,27 @@ template <class T, int P, int HELD, int MR, int NR>
 
 // acc[i][j] += sum over `steps` of x[i] · w[j]. Each element has one accumulator and one summation
 // order, independent of MR and NR. One base pointer per three rows saves registers. Prefetches
-// `prefetch`, and the same steps of the NR vectors `prefetch_w` if given.
+// `prefetch`, the same steps of the NR vectors `prefetch_w` if given, and half a line of `upcoming`
+// at each step.
 template <class T, int MR, int NR>
 [[gnu::always_inline]] inline void accumulate(Vec (&acc)[MR][NR], const Input<T>* x,
                                               int64_t row_stride, int64_t steps,
                                               const T* const (&w)[NR], int64_t w_stride,
                                               SpreadPrefetch prefetch = {},
-                                              const T* const* prefetch_w = nullptr) {
+                                              const T* const* prefetch_w = nullptr,
+                                              UpcomingBlocks* upcoming = nullptr) {
   constexpr int kBases = (MR + 2) / 3, kHeld = NR < kHeldVecs ? NR : kHeldVecs;
   const Input<T>* base[kBases];
 #pragma GCC unroll 16
   for (int g = 0; g < kBases; g++) base[g] = x + 3 * g * row_stride;
   int64_t offset = 0;
+  const char* chunk = nullptr;
+  constexpr int64_t kStepsPerChunk = 2 * UpcomingBlocks::kChunk / kCacheLine;
   for (int64_t s = 0; s < steps; s++) {
+    if (upcoming != nullptr && s % 2 == 0) {
+      if (s % kStepsPerChunk == 0) chunk = upcoming->take_chunk();
+      __builtin_prefetch(chunk + s % kStepsPerChunk / 2 * kCacheLine, 0, 2);
+    }
     for_each_product<T>([&](auto p) __attribute__((always_inline)) {
       accumulate_product<T, decltype(p)::value, kHeld>(acc, base, row_stride, w, offset);
     });

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 
 #include "tests/check.h"
 #include "tests/data.h"
@@ -53,6 +54,29 @@ TEST(a_share_is_claimed_from_both_ends_until_it_is_empty) {
   }
   CHECK(left == 3);
   CHECK(share.claim_front(1).empty());
+}
+
+TEST(recorded_blocks_are_prefetched_in_chunks_once_and_forgotten_with_their_layer) {
+  auto blocks = std::make_unique<UpcomingBlocks>();
+  std::vector<char> memory(8 << 10);
+  const char *first = memory.data(), *second = first + (4 << 10);
+  const char* none = blocks->take_chunk();
+  blocks->start(3, 2 * UpcomingBlocks::kChunk);
+  blocks->record(second);
+  blocks->start(3, 2 * UpcomingBlocks::kChunk);
+  blocks->record(first);
+  for (const char* block : {second, first}) {
+    CHECK(blocks->take_chunk() == block);
+    CHECK(blocks->take_chunk() == block + UpcomingBlocks::kChunk);
+  }
+  CHECK(blocks->take_chunk() == none);
+  blocks->record(first);
+  blocks->start(4, UpcomingBlocks::kChunk);
+  CHECK(blocks->take_chunk() == none);
+  for (int i = 0; i < 10000; i++) blocks->record(first);
+  int taken = 0;
+  while (blocks->take_chunk() != none) taken++;
+  CHECK(taken > 0 && taken < 10000);
 }
 
 // A weight at a made-up address, which is never read.
