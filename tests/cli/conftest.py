@@ -1,9 +1,10 @@
 """Fixtures of the command line's suites: models on disk, a clean environment, `cadenza` itself."""
 
 import io
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from cadenza.checkpoint import write_random_checkpoint
 from cadenza.cli import main
+from cadenza.loading.plan import EnginePlan
 from tests.cli.harness import TINY, Ran, write_model
 
 KEPT = frozenset({"CADENZA_REQUIRE_NATIVE", "CADENZA_CPU_ISA"})
@@ -54,3 +56,26 @@ def cadenza(
         return Ran(code, captured.out, captured.err)
 
     return run
+
+
+class PlanRecords(logging.Handler):
+    """Keeps the plans that are logged when an engine is built."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.plans: list[EnginePlan] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.plans += [each for each in record.args or () if isinstance(each, EnginePlan)]
+
+
+@pytest.fixture
+def plans() -> Iterator[list[EnginePlan]]:
+    """The plans of the engines that the test's commands have built, in their order."""
+    source, records = logging.getLogger("cadenza.loading.build"), PlanRecords()
+    before = source.level
+    source.addHandler(records)
+    source.setLevel(logging.DEBUG)
+    yield records.plans
+    source.removeHandler(records)
+    source.setLevel(before)

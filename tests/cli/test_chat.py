@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import LLM
+from cadenza.loading.plan import EnginePlan
 from tests.cli.harness import Ran
 
 FLAGS = ("-np", 2, "-c", 256, "--seed", 2, "--max-tokens", 12, "--ignore-eos")
@@ -32,6 +33,17 @@ def test_piped_lines_are_answered_with_the_history_and_without_decoration(
     first, second = answers(model, "the quick", "one two")
     assert ran == Ran(0, f"{first}\n{second}\n", "")
     assert second != answers(model, "one two")[0]
+
+
+def test_the_pool_has_one_context_unless_a_flag_says_otherwise(
+    cadenza: Callable[..., Ran], model: Path, plans: list[EnginePlan]
+):
+    """The answer goes on to the end of the context."""
+    given = ("chat", model, "-np", 4, "-c", 64, "--seed", 2, "--ignore-eos")
+    runs = [cadenza(*given, *flags, stdin="the\n") for flags in ((), ("--num-pages", 16))]
+    assert [each.limits.num_pages for each in plans] == [4, 16]
+    assert runs[0] == runs[1]
+    assert (runs[0].code, runs[0].err) == (0, "")
 
 
 def test_reset_forgets_and_exit_ends(cadenza: Callable[..., Ran], model: Path):

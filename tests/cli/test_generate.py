@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import LLM
+from cadenza.loading.plan import EnginePlan
 from tests.cli.harness import COMMAND, ENGINE, Ran
 
 PROMPTS = ("the quick brown", "one two", "three four five six seven the lazy dog")
@@ -38,6 +39,21 @@ def test_json_has_the_token_ids_that_llm_gives(cadenza: Callable[..., Ran], mode
     assert summary["num_generated_tokens"] == sum(len(each["token_ids"]) for each in found)
     assert summary["num_steps"] > 0
     assert summary["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(("n", "num_pages"), [(1, 64), (5, 128)])
+def test_the_pool_is_planned_for_the_prompts_unless_a_flag_says_otherwise(
+    cadenza: Callable[..., Ran], model: Path, n: int, num_pages: int, plans: list[EnginePlan]
+):
+    """A sample needs 13 pages; 16 rows of the whole context have the 8,192 of the flag."""
+    given = ("generate", model, "the", "--max-tokens", 200, "--n", n, "--ignore-eos", "--json")
+    runs: list[list[object]] = []
+    for flags in ((), ("--num-pages", 8192)):
+        ran = cadenza(*given, "--seed", 3, *flags)
+        runs.append([each["token_ids"] for each in ran.objects[:-1]])
+    assert [each.limits.num_pages for each in plans] == [num_pages, 8192]
+    assert len(runs[0]) == n
+    assert runs[0] == runs[1]
 
 
 def test_without_a_seed_each_request_has_the_one_that_llm_derives(

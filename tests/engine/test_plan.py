@@ -1,6 +1,6 @@
 """`make_plan`: options, a checkpoint and the memory become numbers, or an error with both."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,14 @@ from cadenza.backends.base import BackendTraits
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
-from cadenza.loading.plan import EnginePlan, make_plan
+from cadenza.loading.plan import (
+    EnginePlan,
+    make_plan,
+    pages_at_once,
+    pages_for_batch,
+    with_pool,
+)
+from cadenza.request import Request, SamplingParams
 
 TRAITS = BackendTraits(
     name="test:cpu",
@@ -46,6 +53,60 @@ def test_the_pool_takes_half_of_what_is_left_beside_the_weights_at_most():
     assert left // 2 - page_bytes < tight.kv_bytes <= left // 2
     roomy = plan(max_num_seqs=2, max_model_len=64)
     assert roomy.limits.num_pages == 2 * 64 // roomy.limits.page_size
+
+
+def asked(num_prompt_tokens: int, max_tokens: int | None, n: int = 1) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, n=n)
+    return Request(prompt_token_ids=(1,) * num_prompt_tokens, params=params)
+
+
+@pytest.mark.parametrize(
+    ("requests", "num_pages"),
+    [
+        ([], 0),
+        ([asked(10, 6)], 1),
+        ([asked(10, 7)], 2),
+        ([asked(10, 6), asked(100, 100)], 1 + 13),
+        ([asked(10, 6, n=3)], 3),
+        ([asked(10, 6)] * 9 + [asked(17, 0)] * 9, 4 * 2),
+        ([asked(10, None)], 64 // 16),
+        ([asked(10, 1 << 20)], 64 // 16),
+    ],
+)
+def test_the_pages_at_once_are_those_of_the_longest_samples_that_have_rows(
+    requests: list[Request], num_pages: int
+):
+    context = 64 if any(each.params.max_tokens in (None, 1 << 20) for each in requests) else None
+    limits = plan(max_num_seqs=4, max_model_len=context).limits
+    assert pages_at_once(requests, limits) == num_pages
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "page_size", "rounded"),
+    [(1, 16, 64), (64, 16, 64), (65, 16, 128), (128, 16, 128), (300, 16, 512), (1, 32, 32)],
+)
+def test_the_pool_of_a_batch_has_one_of_few_sizes(num_pages: int, page_size: int, rounded: int):
+    limits = plan(max_num_seqs=num_pages, page_size=page_size).limits
+    assert pages_for_batch([asked(page_size, 0)] * num_pages, limits) == rounded
+
+
+def test_a_smaller_pool_leaves_every_other_limit_as_it_was():
+    whole = plan(max_num_seqs=8)
+    small = with_pool(whole, EngineConfig(max_num_seqs=8), 64)
+    assert small.limits.num_pages == 64 < whole.limits.num_pages
+    assert small.kv_bytes == whole.kv_bytes_per_token * 64 * small.limits.page_size
+    assert small == replace(whole, limits=replace(whole.limits, num_pages=64))
+
+
+@pytest.mark.parametrize("size", [{"num_pages": 300}, {"kv_cache_memory_bytes": 8 << 20}])
+def test_a_pool_that_the_user_sized_is_never_changed(size: dict[str, int]):
+    chosen = plan(**size)
+    assert with_pool(chosen, EngineConfig(**size), 64) == chosen
+
+
+def test_a_pool_is_never_raised_above_what_fits_the_memory():
+    whole = plan()
+    assert with_pool(whole, EngineConfig(), 1 << 20) == whole
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers():

@@ -11,38 +11,18 @@ its tokens per second are those after the first one.
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from cadenza.cli.report import NOTHING, status_line
+from cadenza.cli.report import NOTHING
 from cadenza.engine.core import EngineCore
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.request import Request
 
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from cadenza.config import EngineConfig
-    from cadenza.frontend.loaded_model import LoadedModel
-
 Clock = Callable[[], float]
 State = Literal["waiting", "reading", "writing", "preempted", "done", "failed"]
-
-
-@contextmanager
-def opened_model(
-    model: str | None, config: "EngineConfig", *, shows_status: bool
-) -> "Generator[LoadedModel, None, None]":
-    """A warm engine, closed at the end. Raises as `load_model`."""
-    from cadenza.frontend.loaded_model import load_model
-
-    with status_line("loading the model") if shows_status else nullcontext():
-        loaded = load_model(model, config)
-    with closing(loaded):
-        yield loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

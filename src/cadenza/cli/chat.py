@@ -8,8 +8,8 @@ their answers; a turn that failed, or was stopped before its first token, is not
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from cadenza.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from cadenza.cli.batch_run import BatchRun, BatchStream
-    from cadenza.frontend.loaded_model import LoadedModel
+    from cadenza.frontend.loaded_model import LoadedModel, PlannedModel
 
 FAILED = 1
 MARK = "> "
@@ -73,23 +73,34 @@ def chat(
     With stdin piped, each line is answered and nothing else is printed.
     """
     model = only_model(folder, flags.model)
-    from cadenza.cli.batch_run import opened_model
+    from cadenza.cli.report import status_line
+    from cadenza.frontend.loaded_model import open_model
+    from cadenza.loading.plan import with_pool
 
     is_person = sys.stdin.isatty() and sys.stdout.isatty()
+    params = {**sampling.changes(), "max_tokens": flags.max_tokens}
     with ExitStack() as stack:
-        loaded = stack.enter_context(opened_model(model, config, shows_status=is_person))
-        if not loaded.text.has_chat_template:
-            raise InvalidRequestError(
-                "this model has no chat template; use `cadenza generate` with a plain prompt"
-            )
-        params = {**sampling.changes(), "max_tokens": flags.max_tokens}
-        loaded.text.default_params(**params)  # refuses what cannot work, before the first question
+        with status_line("loading the model") if is_person else nullcontext():
+            planned = open_model(model, config)
+            _check_can_chat(planned, params)
+            # One conversation is answered at a time, and may fill the context.
+            plan = with_pool(planned.plan, config, planned.plan.limits.max_pages_per_seq)
+            loaded = stack.enter_context(closing(replace(planned, plan=plan).load()))
         interrupts = stack.enter_context(Interrupts())
         talk = Conversation(loaded=loaded, params=params, flags=flags, interrupts=interrupts)
         if not is_person:
             return _answer_lines(talk)
         print(f"{introduction(model, loaded)}\n{HINT}")
         return _talk_with_person(talk)
+
+
+def _check_can_chat(planned: "PlannedModel", params: Mapping[str, object]) -> None:
+    """Raises InvalidRequestError for what cannot work, before weights are loaded."""
+    if not planned.text.has_chat_template:
+        raise InvalidRequestError(
+            "this model has no chat template; use `cadenza generate` with a plain prompt"
+        )
+    planned.text.default_params(**params)
 
 
 def introduction(model: str | None, loaded: "LoadedModel") -> str:

@@ -7,8 +7,8 @@ Owns the command's flags and the choice among its three forms of output. Knows t
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,7 +27,7 @@ from cadenza.errors import ConfigError
 
 if TYPE_CHECKING:
     from cadenza.cli.batch_run import BatchRun, BatchStream, Question
-    from cadenza.frontend.loaded_model import LoadedModel
+    from cadenza.frontend.loaded_model import LoadedModel, PlannedModel
 
 FAILED = 1
 MAX_SHOWN_IDS = 12
@@ -89,12 +89,16 @@ def generate(
     else. Ctrl-C keeps what was written until then.
     """
     model, prompts = _read_prompts(words or [], flags)
-    from cadenza.cli.batch_run import BatchRun, opened_model
+    from cadenza.cli.batch_run import BatchRun
+    from cadenza.cli.report import status_line
+    from cadenza.frontend.loaded_model import open_model
 
     is_live = sys.stdout.isatty() and not flags.json
     with ExitStack() as stack:
-        loaded = stack.enter_context(opened_model(model, config, shows_status=is_live))
-        questions = [_question(loaded, prompt, flags, sampling) for prompt in prompts]
+        with status_line("loading the model") if is_live else nullcontext():
+            planned = open_model(model, config)
+            questions = [_question(planned, prompt, flags, sampling) for prompt in prompts]
+            loaded = stack.enter_context(closing(_load_for(planned, questions)))
         run = BatchRun(loaded.core, loaded.text, questions, time.perf_counter)
         interrupts = stack.enter_context(Interrupts())
         if is_live:
@@ -127,16 +131,25 @@ def _read_prompts(words: list[str], flags: GenerateFlags) -> tuple[str | None, l
     return model, prompts
 
 
+def _load_for(planned: "PlannedModel", questions: list["Question"]) -> "LoadedModel":
+    """The model with KV pages for the questions, of which as many as have rows run at a time."""
+    from cadenza.loading.plan import pages_for_batch, with_pool
+
+    requests = [question.prepared.request for question in questions]
+    num_pages = pages_for_batch(requests, planned.plan.limits)
+    return replace(planned, plan=with_pool(planned.plan, planned.config, num_pages)).load()
+
+
 def _question(
-    loaded: "LoadedModel", prompt: Prompt, flags: GenerateFlags, sampling: SamplingFlags
+    planned: "PlannedModel", prompt: Prompt, flags: GenerateFlags, sampling: SamplingFlags
 ) -> "Question":
     from cadenza.cli.batch_run import Question
 
     given = {**sampling.changes(), **flags.changes()}
     if flags.chat:
-        prepared = loaded.text.prepare_chat([{"role": "user", "content": prompt}], given)
+        prepared = planned.text.prepare_chat([{"role": "user", "content": prompt}], given)
     else:
-        prepared = loaded.text.prepare(prompt, given)
+        prepared = planned.text.prepare(prompt, given)
     shown = prompt if isinstance(prompt, str) else _shown_ids(prompt)
     return Question(shown=shown, prepared=prepared)
 

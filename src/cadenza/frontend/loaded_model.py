@@ -1,6 +1,10 @@
-"""`LoadedModel`: a warm engine in this process and the text front end of its checkpoint."""
+"""`LoadedModel`: a warm engine in this process and the text front end of its checkpoint.
 
-from dataclasses import dataclass
+`PlannedModel` comes before it: requests can be prepared with it before the engine is loaded, and
+its plan replaced by one that is made for them.
+"""
+
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends
@@ -25,14 +29,29 @@ class LoadedModel:
         self.core.close()
 
 
-def load_model(
-    model: str | Path | None,
-    config: EngineConfig,
-    on_phase: OnPhaseDone = lambda _: None,
-    *,
-    backends: Backends = BACKENDS,
-) -> LoadedModel:
-    """Opens a checkpoint and its text front end, then loads, compiles and warms up an engine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """The result of `open_model`: a checkpoint, its plan and its text front end."""
+
+    checkpoint: Checkpoint
+    plan: EnginePlan
+    text: TextFrontend
+    config: EngineConfig
+    backends: Backends = field(default_factory=lambda: BACKENDS)
+
+    def load(self, on_phase: OnPhaseDone = lambda _: None) -> LoadedModel:
+        """Loads, compiles and warms up the engine of `plan`.
+
+        Raises ConfigError, DeviceUnavailableError: as their docstrings say.
+        """
+        core = build_core(self.checkpoint, self.plan, self.config, on_phase, backends=self.backends)
+        return LoadedModel(checkpoint=self.checkpoint, plan=self.plan, core=core, text=self.text)
+
+
+def open_model(
+    model: str | Path | None, config: EngineConfig, *, backends: Backends = BACKENDS
+) -> PlannedModel:
+    """Opens a checkpoint and its text front end, and plans its engine; loads no weights.
 
     Args:
         backends: the backends that `config.backend` selects from.
@@ -42,8 +61,20 @@ def load_model(
     """
     checkpoint, plan = open_planned(model, config, backends)
     text = open_text(checkpoint, config, plan.limits.max_model_len)
-    core = build_core(checkpoint, plan, config, on_phase, backends=backends)
-    return LoadedModel(checkpoint=checkpoint, plan=plan, core=core, text=text)
+    return PlannedModel(
+        checkpoint=checkpoint, plan=plan, text=text, config=config, backends=backends
+    )
+
+
+def load_model(
+    model: str | Path | None,
+    config: EngineConfig,
+    on_phase: OnPhaseDone = lambda _: None,
+    *,
+    backends: Backends = BACKENDS,
+) -> LoadedModel:
+    """`open_model`, then `PlannedModel.load`. Raises what they raise."""
+    return open_model(model, config, backends=backends).load(on_phase)
 
 
 def open_text(

@@ -1,19 +1,25 @@
 """`EnginePlan`: resolves options, checkpoint and memory to concrete limits.
 
-Pure arithmetic; allocates and loads nothing. Invariant: a plan fits the memory that it was made
-for, and one request of `max_model_len` tokens fits its pool.
+Pure arithmetic; allocates and loads nothing. Invariants: a plan fits the memory that it was made
+for; one request of `max_model_len` tokens fits the pool of `make_plan`. `with_pool` makes the pool
+smaller where the requests are known in advance.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from cadenza.backends.base import BackendTraits
 from cadenza.checkpoint import Checkpoint, ModelConfig, count_parameters
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, EngineLimits
 from cadenza.errors import ConfigError
+from cadenza.request import Request
 
 POOL_SHARE = 0.5
 """Largest fraction of the memory left by the weights that the KV pool takes by default."""
+
+SMALLEST_POOL = 1024
+"""Tokens of the smallest pool that `pages_for_batch` asks for."""
 
 QUEUE_PER_SEQ = 4
 """Default `max_num_queued_reqs` per row. By default `max_num_queued_tokens` is one context per
@@ -78,6 +84,44 @@ def make_plan(
         available_bytes=available_bytes,
         traits=traits,
     )
+
+
+def with_pool(plan: EnginePlan, config: EngineConfig, num_pages: int) -> EnginePlan:
+    """The plan with a pool of at most `num_pages`, unless `config` sets its size.
+
+    All other limits stay, since results may depend on them (LongRoPE's factors follow
+    `max_model_len`).
+    """
+    if config.num_pages is not None or config.kv_cache_memory_bytes is not None:
+        return plan
+    num_pages = min(plan.limits.num_pages, num_pages)
+    return replace(plan, limits=replace(plan.limits, num_pages=num_pages))
+
+
+def pages_at_once(requests: Iterable[Request], limits: EngineLimits) -> int:
+    """Pages for the longest `max_num_seqs` samples of `requests`, as if they shared none."""
+    sizes = [
+        -(-_max_num_tokens(each, limits) // limits.page_size)
+        for each in requests
+        for _ in range(each.params.n)
+    ]
+    return sum(sorted(sizes)[-limits.max_num_seqs :])
+
+
+def pages_for_batch(requests: Iterable[Request], limits: EngineLimits) -> int:
+    """`pages_at_once`, rounded up to a power of two of at least `SMALLEST_POOL` tokens.
+
+    Programs are compiled for the size of the pool. Few sizes mean that the next requests find
+    theirs in the compilation cache.
+    """
+    smallest = -(-SMALLEST_POOL // limits.page_size)
+    return 1 << (max(smallest, pages_at_once(requests, limits)) - 1).bit_length()
+
+
+def _max_num_tokens(request: Request, limits: EngineLimits) -> int:
+    max_tokens = request.params.max_tokens
+    wanted = len(request.prompt_token_ids) + (max_tokens or 0)
+    return limits.max_model_len if max_tokens is None else min(wanted, limits.max_model_len)
 
 
 def _choose_dtype(

@@ -6,7 +6,7 @@ builds one runner per fault.
 
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,8 +23,7 @@ from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
 from cadenza.loading.build import build_runner, describe_backend, find_checkpoint, plan_model
-from cadenza.loading.plan import EnginePlan
-from cadenza.request import Request
+from cadenza.loading.plan import EnginePlan, pages_at_once, with_pool
 from cadenza.verification.gate import Gate, GateResult, ReferenceKind, ReportProgress, Witness
 from cadenza.verification.modes import MakeCore
 from cadenza.verification.option_matrix import OptionMatrix
@@ -169,20 +168,8 @@ def _prepare(options: VerifyOptions, checkpoint: Checkpoint) -> tuple[EnginePlan
     workload = _workload(options, checkpoint, plan.limits)
     requests = [arrival.request for arrival in workload.arrivals]
     limits = replace(plan.limits, max_num_queued_reqs=sum(each.params.n for each in requests))
-    if options.config.num_pages is None and options.config.kv_cache_memory_bytes is None:
-        at_once = _pages_at_once(requests, limits)
-        limits = replace(limits, num_pages=min(limits.num_pages, at_once))
-    return replace(plan, limits=limits), workload
-
-
-def _pages_at_once(requests: Sequence[Request], limits: EngineLimits) -> int:
-    """Pages for the largest `max_num_seqs` samples together; few prompts are long."""
-    sizes = [
-        -(-(len(each.prompt_token_ids) + (each.params.max_tokens or 0)) // limits.page_size)
-        for each in requests
-        for _ in range(each.params.n)
-    ]
-    return sum(sorted(sizes)[-limits.max_num_seqs :])
+    plan = replace(plan, limits=limits)
+    return with_pool(plan, options.config, pages_at_once(requests, limits)), workload
 
 
 def _workload(options: VerifyOptions, checkpoint: Checkpoint, limits: EngineLimits) -> _Workload:
