@@ -1,0 +1,360 @@
+"""A GGUF file mapped into memory: `open_gguf` checks its header completely.
+
+Owns the reading of the format, versions 2 and 3. Knows no models. It does not use gguf-py, which
+trusts every count and offset of the file. Invariant: every number of the header is compared with
+the bytes that are left before anything is read or allocated by it, and every tensor of an open file
+lies inside it, overlaps no other, and has the bytes that its shape and type imply.
+"""
+
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from cadenza.checkpoint.gguf.types import (
+    ARRAY,
+    BOOL,
+    FLOAT32,
+    NUM_VALUE_TYPES,
+    SCALARS,
+    STRING,
+    TENSOR_TYPES,
+    TensorType,
+)
+from cadenza.checkpoint.json_object import JsonObject, regular_file_size, shorten
+from cadenza.errors import CheckpointError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_TENSORS = 100_000
+MAX_ENTRIES = 1 << 16
+MAX_STRINGS = 1 << 23
+"""Strings of all arrays together: each becomes an object."""
+
+MAX_KEY_BYTES = (1 << 16) - 1
+MAX_NAME_BYTES = 512
+MAX_RANK = 4
+MAX_ALIGNMENT = 1 << 16
+DEFAULT_ALIGNMENT = 32
+LENGTH_BYTES = 8
+
+_AGAIN = "fetch the file again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFTensor:
+    """A tensor's type, shape (slowest axis first) and place: bytes [start, stop) of its file."""
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFHeader:
+    """What a file has before its tensors' data, in `num_bytes`.
+
+    `metadata` has numbers, flags, strings, and arrays: of strings as lists, of others as read-only
+    numpy arrays over the file's bytes. A float32 is its shortest decimal.
+    """
+
+    metadata: JsonObject
+    tensors: Mapping[str, GGUFTensor]
+    num_bytes: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class GGUFFile:
+    """An open file, mapped as long as this object or one of its views exists."""
+
+    name: str
+    header: GGUFHeader
+    data: mmap.mmap
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """Maps a file and checks its header.
+
+    Raises:
+        CheckpointError: the header is invalid, does not match the file, or exceeds a limit.
+    """
+    if regular_file_size(path) == 0:
+        raise CheckpointError(f"{path.name} is empty; {_AGAIN}")
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} cannot be mapped into memory") from error
+    return GGUFFile(name=path.name, header=read_header(data, path.name), data=data)
+
+
+def read_header(data: mmap.mmap | bytes, where: str) -> GGUFHeader:
+    """The checked header of a file's bytes. Raises `CheckpointError`."""
+    cursor = _Cursor(data=data, where=where)
+    _check_version(cursor)
+    num_tensors = cursor.count("tensors", MAX_TENSORS)
+    num_entries = cursor.count("metadata entries", MAX_ENTRIES)
+    metadata = _read_metadata(cursor, num_entries)
+    alignment = _read_alignment(metadata)
+    infos = [_read_info(cursor) for _ in range(num_tensors)]
+    num_bytes = cursor.position
+    first = -(-num_bytes // alignment) * alignment
+    tensors = _place(infos, first, alignment, cursor)
+    return GGUFHeader(metadata=metadata, tensors=tensors, num_bytes=num_bytes)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Cursor:
+    """A place in the header; every read is checked against the end of the file."""
+
+    data: mmap.mmap | bytes
+    where: str
+    position: int = 0
+    num_strings: int = 0
+
+    def take(self, num_bytes: int, what: str) -> int:
+        """Moves over `num_bytes`, which hold `what`, and returns where they start."""
+        start = self.position
+        if num_bytes > len(self.data) - start:
+            raise CheckpointError(
+                f"{self.where}: {what} at byte {start} takes {num_bytes} bytes, but the file has "
+                f"{len(self.data) - start} left; {_AGAIN}"
+            )
+        self.position = start + num_bytes
+        return start
+
+    def number(self, code: int, what: str) -> int | float:
+        scalar = SCALARS[code]
+        return scalar.unpack_from(self.data, self.take(scalar.size, what))[0]
+
+    def whole(self, code: int, what: str) -> int:
+        return cast(int, self.number(code, what))
+
+    def count(self, what: str, limit: int) -> int:
+        """A number of `what`, of 64 bits, each of which takes at least a length."""
+        count = self.whole(10, f"the number of {what}")
+        left = (len(self.data) - self.position) // LENGTH_BYTES
+        if count > min(limit, left):
+            raise CheckpointError(
+                f"{self.where}: the header claims {count} {what}; at most {limit} are allowed, and "
+                f"the file has bytes for {left}; {_AGAIN}"
+            )
+        return count
+
+    def text(self, what: str, limit: int | None = None) -> str:
+        num_bytes = self.whole(10, f"the length of {what}")
+        if limit is not None and num_bytes > limit:
+            raise CheckpointError(
+                f"{self.where}: {what} has {num_bytes} bytes; at most {limit} are allowed; {_AGAIN}"
+            )
+        start = self.take(num_bytes, what)
+        return self._decode(start, self.position, what)
+
+    def texts(self, count: int, what: str) -> list[str]:
+        """An array's strings. Without a call for each: vocabularies have hundreds of thousands."""
+        self._count_strings(count, what)
+        data, end, position, found = self.data, len(self.data), self.position, list[str]()
+        unpack = SCALARS[10].unpack_from
+        for _ in range(count):
+            start = position + LENGTH_BYTES
+            position = start + unpack(data, position)[0] if start <= end else end + 1
+            if position > end:
+                raise CheckpointError(
+                    f"{self.where}: string {len(found)} of {what} ends behind the file's {end} "
+                    f"bytes; {_AGAIN}"
+                )
+            try:
+                found.append(str(data[start:position], "utf-8"))
+            except UnicodeDecodeError as error:
+                raise self._not_text(f"string {len(found)} of {what}") from error
+        self.position = position
+        return found
+
+    def _count_strings(self, count: int, what: str) -> None:
+        self.num_strings += count
+        if self.num_strings > MAX_STRINGS:
+            raise CheckpointError(
+                f"{self.where}: {what} has {count} strings, {self.num_strings} with those of "
+                f"earlier arrays; at most {MAX_STRINGS} are allowed"
+            )
+
+    def _decode(self, start: int, stop: int, what: str) -> str:
+        try:
+            return str(self.data[start:stop], "utf-8")
+        except UnicodeDecodeError as error:
+            raise self._not_text(what) from error
+
+    def _not_text(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {what} is not UTF-8; {_AGAIN}")
+
+
+def _check_version(cursor: _Cursor) -> None:
+    start = cursor.take(len(MAGIC), "the format's name")
+    found = cursor.data[start : start + len(MAGIC)]
+    if found != MAGIC:
+        raise CheckpointError(
+            f"{cursor.where} starts with {found!r}; a GGUF file starts with {MAGIC!r}; check that "
+            f"it is the right file"
+        )
+    version = cursor.whole(4, "the version")
+    if version in VERSIONS:
+        return
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+        raise CheckpointError(
+            f"{cursor.where} is big-endian, which is not supported; use a little-endian file"
+        )
+    raise CheckpointError(
+        f"{cursor.where} has version {version} of the format; supported are "
+        f"{' and '.join(map(str, VERSIONS))}; convert the model again"
+    )
+
+
+def _read_metadata(cursor: _Cursor, num_entries: int) -> JsonObject:
+    values: dict[str, object] = {}
+    for _ in range(num_entries):
+        key = cursor.text("a metadata key", MAX_KEY_BYTES)
+        if key in values:
+            raise CheckpointError(
+                f"{cursor.where}: the metadata key {shorten(key)} occurs twice; {_AGAIN}"
+            )
+        values[key] = _read_value(cursor, shorten(key))
+    return JsonObject(values, cursor.where)
+
+
+def _read_value(cursor: _Cursor, key: str) -> object:
+    code = cursor.whole(4, f"the type of {key}")
+    if code == STRING:
+        return cursor.text(key)
+    if code == ARRAY:
+        return _read_array(cursor, key)
+    if code not in SCALARS:
+        raise CheckpointError(
+            f"{cursor.where}: {key} has the value type {code}; types are below {NUM_VALUE_TYPES}; "
+            f"{_AGAIN}"
+        )
+    value = cursor.number(code, key)
+    if code == FLOAT32:
+        return float(str(np.float32(value)))
+    if code == BOOL:
+        if value not in (0, 1):
+            raise CheckpointError(f"{cursor.where}: the flag {key} is {value}, not 0 or 1")
+        return bool(value)
+    return value
+
+
+def _read_array(cursor: _Cursor, key: str) -> object:
+    code = cursor.whole(4, f"the item type of {key}")
+    if code == ARRAY:
+        raise CheckpointError(
+            f"{cursor.where}: {key} is an array of arrays; supported are arrays of numbers, flags "
+            f"and strings"
+        )
+    if code != STRING and code not in SCALARS:
+        raise CheckpointError(
+            f"{cursor.where}: {key} has items of the value type {code}; types are below "
+            f"{NUM_VALUE_TYPES}; {_AGAIN}"
+        )
+    count = cursor.whole(10, f"the length of {key}")
+    item_bytes = LENGTH_BYTES if code == STRING else SCALARS[code].size
+    left = len(cursor.data) - cursor.position
+    if count > left // item_bytes:
+        raise CheckpointError(
+            f"{cursor.where}: {key} claims {count} items of at least {item_bytes} bytes, but the "
+            f"file has {left} bytes left; {_AGAIN}"
+        )
+    if code == STRING:
+        return cursor.texts(count, key)
+    start = cursor.take(count * item_bytes, key)
+    dtype = np.dtype(SCALARS[code].format)
+    return np.frombuffer(cursor.data, dtype, count, start)
+
+
+def _read_alignment(metadata: JsonObject) -> int:
+    key = "general.alignment"
+    alignment = metadata.integer(key, 1, MAX_ALIGNMENT, DEFAULT_ALIGNMENT)
+    if alignment & (alignment - 1):
+        raise metadata.wrong(key, f"a power of two from 1 to {MAX_ALIGNMENT}")
+    return alignment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Info:
+    """An entry of the header's list of tensors; `offset` counts from the first one's start."""
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) // self.type.block_len * self.type.block_bytes
+
+
+def _read_info(cursor: _Cursor) -> _Info:
+    name = cursor.text("a tensor's name", MAX_NAME_BYTES)
+    what = f"tensor {shorten(name)}"
+    rank = cursor.whole(4, f"the rank of {what}")
+    if not 1 <= rank <= MAX_RANK:
+        raise CheckpointError(
+            f"{cursor.where}: {what} has {rank} axes; allowed are 1 to {MAX_RANK}; {_AGAIN}"
+        )
+    sizes = [cursor.whole(10, f"the shape of {what}") for _ in range(rank)]
+    code = cursor.whole(4, f"the type of {what}")
+    if code not in TENSOR_TYPES:
+        raise CheckpointError(
+            f"{cursor.where}: {what} has the type {code}, which is not known; use a file with "
+            f"other types, such as Q8_0 or BF16"
+        )
+    kind = TENSOR_TYPES[code]
+    _check_sizes(sizes, kind, what, cursor)
+    offset = cursor.whole(10, f"the offset of {what}")
+    return _Info(name=name, type=kind, shape=tuple(reversed(sizes)), offset=offset)
+
+
+def _check_sizes(sizes: list[int], kind: TensorType, what: str, cursor: _Cursor) -> None:
+    """`sizes` start with the fastest axis, along which the blocks run."""
+    num_bytes = len(cursor.data)
+    if min(sizes) < 1 or math.prod(sizes) // kind.block_len * kind.block_bytes > num_bytes:
+        raise CheckpointError(
+            f"{cursor.where}: {what} has the shape {sizes[::-1]} in {kind.name}; sizes must be "
+            f"positive and fit the file's {num_bytes} bytes; {_AGAIN}"
+        )
+    if sizes[0] % kind.block_len:
+        raise CheckpointError(
+            f"{cursor.where}: {what} has rows of {sizes[0]} elements; {kind.name} needs a multiple "
+            f"of {kind.block_len}; {_AGAIN}"
+        )
+
+
+def _place(
+    infos: list[_Info], first: int, alignment: int, cursor: _Cursor
+) -> dict[str, GGUFTensor]:
+    """The tensors, after checking that they follow each other with no more than padding between."""
+    tensors: dict[str, GGUFTensor] = {}
+    where, num_bytes, position = cursor.where, len(cursor.data), first
+    for info in sorted(infos, key=lambda info: info.offset):
+        what = f"{where}: tensor {shorten(info.name)}"
+        start, stop = first + info.offset, first + info.offset + info.num_bytes
+        if info.name in tensors:
+            raise CheckpointError(f"{what} is listed twice; {_AGAIN}")
+        if start != position:
+            raise CheckpointError(
+                f"{what} is at byte {info.offset} of the data; it must be at {position - first}, "
+                f"behind the one before it, aligned to {alignment}; {_AGAIN}"
+            )
+        if stop > num_bytes:
+            raise CheckpointError(
+                f"{what} ends at byte {stop}, but the file has {num_bytes}: it was cut; {_AGAIN}"
+            )
+        tensors[info.name] = GGUFTensor(
+            name=info.name, type=info.type, shape=info.shape, start=start, stop=stop
+        )
+        position = -(-stop // alignment) * alignment
+    return tensors
