@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint import open_checkpoint, open_weights
-from cadenza.checkpoint.safetensors_file import AnyArray
+from cadenza.checkpoint.tensor_file import AnyArray
 from cadenza.errors import CheckpointError
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

@@ -26,7 +26,7 @@ from cadenza.backends.xla.ops.table import (
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.declaration import EMBEDDING
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.checkpoint.safetensors_file import AnyArray
+from cadenza.checkpoint.tensor_file import AnyArray
 from cadenza.checkpoint.weights import Weights
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs, run_step
 from tests.xla.harness import BASE, Lab

@@ -24,7 +24,8 @@ from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, TensorSp
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, Format, WeightDType
 from cadenza.checkpoint.json_object import parse_json_object, read_json_object
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.safetensors_file import LENGTH_BYTES, AnyArray
+from cadenza.checkpoint.safetensors_file import LENGTH_BYTES
+from cadenza.checkpoint.tensor_file import AnyArray
 from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from cadenza.errors import CheckpointError
 

@@ -1,4 +1,4 @@
-"""A safetensors file mapped into memory: a checked header and zero-copy views of its tensors.
+"""Opens safetensors files: `open_safetensors` maps a file and checks its header.
 
 Owns the reading of the format (https://github.com/huggingface/safetensors#format). Knows no models.
 It does not use the safetensors library, because views must be zero-copy in bfloat16 too and an
@@ -8,15 +8,12 @@ overlaps no other entry, and has the number of bytes that its shape and data typ
 
 import math
 import mmap
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
-import numpy.typing as npt
-
-from cadenza.checkpoint.dtypes import FORMAT_OF_CODE, FORMAT_OF_NAME, WeightDType
+from cadenza.checkpoint.dtypes import FORMAT_OF_CODE
 from cadenza.checkpoint.json_object import JsonObject, parse_json_object, regular_file_size, shorten
+from cadenza.checkpoint.tensor_file import TensorEntry, TensorFile
 from cadenza.errors import CheckpointError
 
 LENGTH_BYTES = 8
@@ -26,48 +23,8 @@ MAX_RANK = 8
 MAX_NAME_CHARS = 512
 METADATA_KEY = "__metadata__"
 
-AnyArray = npt.NDArray[Any]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
-    """A tensor's data type, shape and place: bytes [start, stop) of its file."""
-
-    name: str
-    dtype: WeightDType
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(slots=True, eq=False)
-class SafetensorsFile:
-    """An open file, mapped as long as this object or one of its views exists."""
-
-    name: str
-    header: bytes
-    entries: dict[str, TensorEntry]
-    data: mmap.mmap
-
-    def view(self, name: str) -> AnyArray:
-        """A read-only, possibly unaligned array over the mapped bytes."""
-        entry = self.entries[name]
-        dtype = FORMAT_OF_NAME[entry.dtype].numpy
-        count = math.prod(entry.shape)
-        flat = np.frombuffer(self.data, dtype=dtype, count=count, offset=entry.start)
-        return flat.reshape(entry.shape)
-
-    def raw_bytes(self, name: str) -> memoryview:
-        """A tensor's stored bytes, without a copy."""
-        entry = self.entries[name]
-        return memoryview(self.data)[entry.start : entry.stop]
-
-
-def open_safetensors(path: Path) -> SafetensorsFile:
+def open_safetensors(path: Path) -> TensorFile:
     """Maps a file and checks its header completely.
 
     Raises:
@@ -84,7 +41,7 @@ def open_safetensors(path: Path) -> SafetensorsFile:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name} cannot be mapped into memory") from error
     header, entries = read_entries(data, path.name)
-    return SafetensorsFile(name=path.name, header=header, entries=entries, data=data)
+    return TensorFile(name=path.name, header=header, entries=entries, data=data)
 
 
 def read_entries(data: mmap.mmap | bytes, where: str) -> tuple[bytes, dict[str, TensorEntry]]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from cadenza.checkpoint.declaration import ExpertMLPSpec, LinearSpec, declare_layer
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.safetensors_file import TensorEntry
+from cadenza.checkpoint.tensor_file import TensorEntry
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 

@@ -10,12 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cadenza.checkpoint.json_object import JsonObject, read_json_object, shorten
-from cadenza.checkpoint.safetensors_file import (
-    AnyArray,
-    SafetensorsFile,
-    TensorEntry,
-    open_safetensors,
-)
+from cadenza.checkpoint.safetensors_file import open_safetensors
+from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry, TensorFile
 from cadenza.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -30,8 +26,15 @@ _OTHER_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolid
 class Weights:
     """Tensors by name, as read-only views of mapped files; pages are read on first access."""
 
-    files: tuple[SafetensorsFile, ...]
-    _file_of: dict[str, SafetensorsFile]
+    files: tuple[TensorFile, ...]
+    _file_of: dict[str, TensorFile]
+
+    @classmethod
+    def of(cls, files: Sequence[TensorFile]) -> "Weights":
+        """The tensors of all files; no name is in two of them."""
+        return cls(
+            files=tuple(files), _file_of={name: file for file in files for name in file.entries}
+        )
 
     def __getitem__(self, name: str) -> AnyArray:
         """A zero-copy view of the stored tensor. Raises `KeyError` for unknown names."""
@@ -64,8 +67,7 @@ class Weights:
             of_file = files[self._file_of[name].name]
             del of_file[name]
             of_file |= {entry.name: entry for entry in entries}
-        cut = tuple(replace(file, entries=files[file.name]) for file in self.files)
-        return Weights(files=cut, _file_of={name: file for file in cut for name in file.entries})
+        return Weights.of([replace(file, entries=files[file.name]) for file in self.files])
 
     def digest(self) -> str:
         """A SHA-256 of all files' names, lengths and headers, in hex; no tensor is read."""
@@ -83,8 +85,7 @@ def open_weights(folder: Path) -> Weights:
         CheckpointError: there are none, or they are invalid.
     """
     if (folder / SINGLE_FILE).exists():
-        file = open_safetensors(folder / SINGLE_FILE)
-        return Weights(files=(file,), _file_of=dict.fromkeys(file.entries, file))
+        return Weights.of([open_safetensors(folder / SINGLE_FILE)])
     if (folder / INDEX_FILE).exists():
         return _open_shards(folder)
     other = next((name for name in _OTHER_FORMATS if (folder / name).exists()), None)
@@ -118,10 +119,7 @@ def _open_shards(folder: Path) -> Weights:
     shard_of = _read_index(folder)
     files = {name: open_safetensors(folder / name) for name in sorted(set(shard_of.values()))}
     _check_index(shard_of, files)
-    return Weights(
-        files=tuple(files.values()),
-        _file_of={name: files[shard] for name, shard in shard_of.items()},
-    )
+    return Weights.of([*files.values()])
 
 
 def _check_shard_name(weight_map: JsonObject, tensor: str) -> str:
@@ -141,7 +139,7 @@ def _check_shard_name(weight_map: JsonObject, tensor: str) -> str:
     return shard
 
 
-def _check_index(shard_of: dict[str, str], files: dict[str, SafetensorsFile]) -> None:
+def _check_index(shard_of: dict[str, str], files: dict[str, TensorFile]) -> None:
     for name, shard in shard_of.items():
         if name not in files[shard].entries:
             raise CheckpointError(
