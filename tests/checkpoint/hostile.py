@@ -309,7 +309,7 @@ def use_everything(folder: Path) -> None:
     for name in checkpoint.weights:
         checkpoint.weights[name].sum()
     face = TextFrontend(checkpoint)
-    if checkpoint.tokenizer_path is not None:
+    if checkpoint.tokenizer_source is not None:
         face.encode("x")
     if face.has_chat_template:
         from cadenza.text import ChatTemplate

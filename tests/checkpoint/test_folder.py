@@ -27,7 +27,7 @@ def test_fixtures_open(name: str):
     checkpoint = open_checkpoint(FIXTURES / name)
     assert checkpoint.num_weight_bytes < 1 << 20
     assert checkpoint.eos_token_ids == (2,)
-    assert checkpoint.tokenizer_path is None
+    assert checkpoint.tokenizer_source is None
     assert checkpoint.chat_template is None
     assert len(checkpoint.digest) == 64
 
@@ -48,9 +48,9 @@ def test_what_is_no_local_folder_says_that_only_those_are_read(path: str):
 
 
 def test_a_file_is_no_folder(tmp_path: Path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "model.bin").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match="is a file"):
-        open_checkpoint(tmp_path / "model.gguf")
+        open_checkpoint(tmp_path / "model.bin")
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path):
@@ -250,7 +250,7 @@ def write_sparse_weights(path: Path, config: dict[str, Any]) -> None:
 
 def test_the_bundled_model_opens():
     checkpoint = open_checkpoint(None)
-    assert checkpoint.tokenizer_path is not None
+    assert checkpoint.tokenizer_source is not None
     assert checkpoint.chat_template is not None
     assert checkpoint.eos_token_ids
     assert checkpoint.num_weight_bytes < 16 << 20

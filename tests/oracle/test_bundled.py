@@ -95,7 +95,7 @@ def their_tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    path = open_checkpoint(BUNDLED).tokenizer_path
+    path = open_checkpoint(BUNDLED).tokenizer_source
     assert path is not None
     return Tokenizer(path)
 

@@ -175,7 +175,7 @@ def test_the_bundled_model_loses_no_more_to_bfloat16_than_in_transformers(
     capsys: pytest.CaptureFixture[str],
 ):
     """Over real text: prompts of the training suite's kinds, and their greedy continuations."""
-    path = open_checkpoint(BUNDLED).tokenizer_path
+    path = open_checkpoint(BUNDLED).tokenizer_source
     assert path is not None
     texts = [each["prompt"] for each in json.loads(Path("training/prompts.json").read_text())]
     encoded = [Tokenizer(path).encode(text) for text in texts[::7]]

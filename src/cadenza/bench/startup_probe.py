@@ -30,7 +30,7 @@ def measure_start(argument: str) -> dict[str, float]:
     describe_backend(config, find_checkpoint(asked["model"], revision=config.revision).config)
     mark("imports")
     loaded = load_model(asked["model"], config, mark)
-    has_text = loaded.checkpoint.tokenizer_path is not None
+    has_text = loaded.checkpoint.tokenizer_source is not None
     prompt = loaded.text.encode(PROMPT if has_text else (0, 1, 2, 3))
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     loaded.core.submit(Request(prompt_token_ids=prompt, params=params))

@@ -112,13 +112,15 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def parse_model_config(values: Mapping[str, object]) -> ModelConfig:
+def parse_model_config(values: Mapping[str, object], where: str = CONFIG_FILE) -> ModelConfig:
     """The `ModelConfig` of a config.json's content, with old or new names of its settings.
+
+    `where` names its origin in error messages.
 
     Raises:
         CheckpointError: a setting is missing, out of bounds or not supported.
     """
-    raw = JsonObject(values, CONFIG_FILE)
+    raw = JsonObject(values, where)
     family = _find_family(raw)
     _refuse_unsupported(raw, family)
     return family.read(raw, _read_shared(raw, family))

@@ -1,4 +1,4 @@
-"""Opens a model folder in the Hugging Face layout: `open_checkpoint`.
+"""Opens a model folder in the Hugging Face layout, or a GGUF file: `open_checkpoint`.
 
 Owns which files are read and how their settings combine. Knows no tokenization and no template
 syntax. Invariant: the weights of a `Checkpoint` match its config; opening reads only their headers
@@ -9,6 +9,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from typing import Literal
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config, read_token_ids
 from cadenza.checkpoint.declaration import EMBEDDING, check_weights, declare
@@ -17,12 +18,19 @@ from cadenza.checkpoint.generation_defaults import (
     parse_generation_defaults,
     read_generation_config,
 )
+from cadenza.checkpoint.gguf.files import find_gguf, is_gguf_name
+from cadenza.checkpoint.gguf.model import open_gguf_model
 from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_small_file
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
-from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_files
-from cadenza.checkpoint.weights import Weights, open_weights
+from cadenza.checkpoint.tokenizer_files import (
+    TOKENIZER_FILE,
+    TokenizerFiles,
+    read_tokenizer_files,
+)
+from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Weights, open_weights
 from cadenza.errors import CheckpointError
+from cadenza.text.tokenizer import TokenizerSource
 
 MAX_CONFIG_BYTES = 4 << 20
 
@@ -31,14 +39,15 @@ _BUNDLED = ("models", "bundled")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """An opened model folder.
+    """An opened model folder, or GGUF model in `folder`.
 
     `eos_token_ids` is the union of those in config.json, generation_config.json and the tokenizer
     files. `revision` is the commit of a hub model. `digest` is a hash of config.json and of the
-    safetensors headers, not of the weights themselves.
+    headers of the weights' files, not of the weights themselves.
     """
 
     folder: Path
+    format: Literal["safetensors", "gguf"] = "safetensors"
     config: ModelConfig
     weights: Weights
     generation_defaults: GenerationDefaults
@@ -48,9 +57,9 @@ class Checkpoint:
     revision: str | None = None
 
     @property
-    def tokenizer_path(self) -> Path | None:
-        """The path of tokenizer.json; None if the folder has none."""
-        return self.tokenizer.path
+    def tokenizer_source(self) -> Path | TokenizerSource | None:
+        """Where the tokenizer is read from; None if the checkpoint has none."""
+        return self.tokenizer.source
 
     @property
     def chat_template(self) -> str | None:
@@ -64,15 +73,18 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path | None, *, revision: str | None = None) -> Checkpoint:
-    """Opens a local folder.
+    """Opens a local folder or GGUF file.
 
     Args:
-        path: the folder; None for the bundled model.
+        path: the folder or file; None for the bundled model.
         revision: the hub commit that the folder is a snapshot of, if it is one.
 
     Raises:
         CheckpointError: the folder does not exist, or its content is invalid or not supported.
     """
+    file = None if path is None else _gguf_file(path)
+    if path is not None and file is not None:
+        return _open_gguf(file, revision, folder=path if path.is_dir() else None)
     folder = _bundled_folder() if path is None else _local_folder(path)
     config_bytes = read_small_file(folder / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
     raw_config = parse_json_object(config_bytes, CONFIG_FILE)
@@ -95,6 +107,35 @@ def open_checkpoint(path: Path | None, *, revision: str | None = None) -> Checkp
     )
 
 
+def _gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path names, or that lies in a folder without safetensors weights."""
+    if path.is_dir():
+        has_weights = any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+        return None if has_weights else find_gguf(path)
+    return path if path.is_file() and is_gguf_name(path.name) else None
+
+
+def _open_gguf(file: Path, revision: str | None, folder: Path | None) -> Checkpoint:
+    """Opens a GGUF file; tokenizer.json and its settings in `folder` replace the metadata's."""
+    model = open_gguf_model(file)
+    tokenizer, eos_token_ids = model.tokenizer, model.eos_token_ids
+    if folder is not None and (folder / TOKENIZER_FILE).exists():
+        tokenizer = read_tokenizer_files(folder)
+        united = _unite_eos(model.config, JsonObject({}, file.name), tokenizer)
+        eos_token_ids = tuple(sorted({*eos_token_ids, *united}))
+    return Checkpoint(
+        folder=file.parent,
+        format="gguf",
+        config=model.config,
+        weights=model.weights,
+        generation_defaults=model.generation_defaults,
+        eos_token_ids=eos_token_ids,
+        tokenizer=tokenizer,
+        digest=hashlib.sha256(model.weights.digest().encode()).hexdigest(),
+        revision=revision,
+    )
+
+
 def _bundled_folder() -> Path:
     folder = Path(str(resources.files("cadenza").joinpath(*_BUNDLED)))
     if not (folder / CONFIG_FILE).is_file():
@@ -109,12 +150,12 @@ def _local_folder(path: Path) -> Path:
         found = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(
             f"the model folder {str(path)!r} {found}; name a folder with config.json and "
-            f"safetensors weights, or a hub model as owner/model"
+            f"safetensors weights, a GGUF file (.gguf), or a hub model as owner/model"
         )
     if not (path / CONFIG_FILE).exists():
         raise CheckpointError(
             f"the folder {str(path)!r} has no {CONFIG_FILE}; name a folder in the Hugging Face "
-            f"layout"
+            f"layout, or one with a GGUF file"
         )
     return path
 

@@ -4,6 +4,7 @@ Owns the names and size limits of tokenizer_config.json and related files. Encod
 renders no templates. Invariant: files beyond their size limit are refused, not read.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from cadenza.checkpoint.json_object import (
     shorten,
 )
 from cadenza.errors import CheckpointError
-from cadenza.text.tokenizer import MAX_TOKENIZER_BYTES
+from cadenza.text.tokenizer import MAX_TOKENIZER_BYTES, TokenizerSource
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -33,13 +34,14 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFiles:
-    """A folder's tokenizer settings.
+    """A checkpoint's tokenizer settings.
 
-    `path` is tokenizer.json's, None if there is none. `special_tokens` maps names such as bos_token
-    to their text, `chat_templates` maps names such as "default" to Jinja source.
+    `source` is tokenizer.json's path, or its content made of other data, None if there is none.
+    `special_tokens` maps names such as bos_token to their text, `chat_templates` maps names such as
+    "default" to Jinja source.
     """
 
-    path: Path | None
+    source: Path | TokenizerSource | None
     special_tokens: dict[str, str] = field(default_factory=dict[str, str])
     chat_templates: dict[str, str] = field(default_factory=dict[str, str])
     eos_token_id: int | None = None
@@ -61,7 +63,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     special_tokens = _read_special_tokens(_read_optional(folder / SPECIAL_TOKENS_FILE))
     special_tokens |= _read_special_tokens(config)
     return TokenizerFiles(
-        path=path if path.exists() else None,
+        source=path if path.exists() else None,
         special_tokens=special_tokens,
         chat_templates=_read_templates(folder, config),
         eos_token_id=_find_token_id(special_tokens.get("eos_token"), config, path),
@@ -96,12 +98,17 @@ def _read_templates(folder: Path, config: JsonObject) -> dict[str, str]:
     named = folder / NAMED_TEMPLATES_FOLDER
     for path in sorted(named.glob("*.jinja"))[:MAX_TEMPLATES] if named.is_dir() else ():
         found[path.stem] = _read_template(path)
-    for name, source in found.items():
+    check_templates(found)
+    return found
+
+
+def check_templates(templates: Mapping[str, str]) -> None:
+    """Raises CheckpointError if a template is too long."""
+    for name, source in templates.items():
         if len(source.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_BYTES:
             raise CheckpointError(
                 f"the chat template {shorten(name)} has over {MAX_TEMPLATE_BYTES} bytes; shorten it"
             )
-    return found
 
 
 def _read_template(path: Path) -> str:

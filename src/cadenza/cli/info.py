@@ -101,14 +101,14 @@ def describe(
 
 def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
     from cadenza.checkpoint import count_parameters
-    from cadenza.checkpoint.survey import list_files
 
     shape = checkpoint.config
     return {
         "name": name or "bundled",
         "revision": checkpoint.revision,
         "is_supported": True,
-        "files": list_files(checkpoint.folder),
+        "format": checkpoint.format,
+        "files": _files(checkpoint),
         "family": shape.family,
         "num_parameters": count_parameters(shape),
         "stored_dtype": shape.dtype,
@@ -126,6 +126,15 @@ def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
     }
 
 
+def _files(checkpoint: "Checkpoint") -> dict[str, int]:
+    """Name to size in bytes: of a folder's files, or of those of a GGUF model."""
+    from cadenza.checkpoint.survey import list_files
+
+    if checkpoint.format == "gguf":
+        return {file.name: len(file.data) for file in checkpoint.weights.files}
+    return list_files(checkpoint.folder)
+
+
 def _experts(shape: "ModelConfig") -> dict[str, int | None]:
     """All null for a model without experts."""
     experts = shape.experts
@@ -141,15 +150,15 @@ def _text(checkpoint: "Checkpoint", config: EngineConfig) -> dict[str, Any]:
     """The tokenizer, the template, and the recommended sampling if it is followed."""
     from cadenza.text import Tokenizer
 
-    path = checkpoint.tokenizer_path
+    source = checkpoint.tokenizer_source
     defaults = checkpoint.generation_defaults
     is_followed = config.generation_config == "auto"
     recommended = {
         key: getattr(defaults, key) for key in ("temperature", "top_k", "top_p", "min_p")
     }
     return {
-        "tokenizer": None if path is None else path.name,
-        "tokenizer_vocab_size": None if path is None else Tokenizer(path).vocab_size,
+        "tokenizer": None if source is None else source.name,
+        "tokenizer_vocab_size": None if source is None else Tokenizer(source).vocab_size,
         "has_chat_template": checkpoint.chat_template is not None,
         "generation_defaults": {
             key: value for key, value in recommended.items() if is_followed and value is not None

@@ -69,9 +69,9 @@ class TextFrontend:
         generation_config: GenerationConfig = "auto",
         max_model_len: int | None = None,
     ) -> None:
-        path = checkpoint.tokenizer_path
+        source = checkpoint.tokenizer_source
         self._files = checkpoint.tokenizer
-        self._tokenizer = None if path is None else Tokenizer(path)
+        self._tokenizer = None if source is None else Tokenizer(source)
         self._template = ChatTemplate.from_checkpoint(checkpoint)
         self._max_model_len = max_model_len
         is_followed = generation_config == "auto"

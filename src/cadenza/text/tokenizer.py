@@ -5,8 +5,9 @@ tokens in a prompt come from the tokenizer or from a template, never from user t
 """
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -24,6 +25,17 @@ SHORT_TEXT = 2048
 """Texts of at most this many characters are encoded with the GIL held: releasing it costs more."""
 
 _UNENCODABLE = "this text; its tokenizer.json has no token for a part of it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSource:
+    """The content of a tokenizer.json that is not a file of its own, made by `read` when needed.
+
+    `name` is that of the file that it is from.
+    """
+
+    name: str
+    read: Callable[[], bytes]
 
 
 class Tokenizer:
@@ -44,8 +56,8 @@ class Tokenizer:
 
     special_token_ids: frozenset[int]
 
-    def __init__(self, path: Path) -> None:
-        self._native = _open_native(path)
+    def __init__(self, source: Path | TokenizerSource) -> None:
+        self._native = _open_native(source)
         self._renamed: RenamedControls | None = None
         self._added: dict[int, AddedToken] = self._native.get_added_tokens_decoder()
         self.special_token_ids = frozenset(
@@ -215,23 +227,37 @@ def _tokenizer_errors(subject: str) -> Generator[None]:
         raise InvalidRequestError(f"the model's tokenizer fails on {subject}") from error
 
 
-def _open_native(path: Path) -> "NativeTokenizer":
+def _open_native(source: Path | TokenizerSource) -> "NativeTokenizer":
     from tokenizers import Tokenizer as NativeTokenizer
 
-    if not path.is_file():
-        raise CheckpointError(f"the model folder has no {path.name}, which text prompts need")
-    if path.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise CheckpointError(
-            f"{path.name} has over {MAX_TOKENIZER_BYTES} bytes; check that it is the right file"
-        )
+    content = _read_file(source) if isinstance(source, Path) else source.read()
+    if len(content) > MAX_TOKENIZER_BYTES:
+        raise _too_large(source.name)
     try:
-        native = NativeTokenizer.from_file(str(path))
+        native = NativeTokenizer.from_buffer(content)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library's panics do not derive from `Exception`
         raise CheckpointError(
-            f"{path.name} is not a tokenizer that can be read; fetch the file again"
+            f"{source.name} is not a tokenizer that can be read; fetch the file again"
         ) from error
     native.no_truncation()
     native.no_padding()
     return native
+
+
+def _read_file(path: Path) -> bytes:
+    if not path.is_file():
+        raise CheckpointError(f"the model folder has no {path.name}, which text prompts need")
+    if path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise _too_large(path.name)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+def _too_large(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} has over {MAX_TOKENIZER_BYTES} bytes; check that it is the right file"
+    )

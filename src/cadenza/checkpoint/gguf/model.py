@@ -1,0 +1,132 @@
+"""Opens the model of a GGUF file: `open_gguf_model`.
+
+Owns what the metadata say beyond the model's shape: special tokens, chat templates, recommended
+sampling. Invariant: opening reads headers only; the tokenizer is made when it is first needed.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cadenza.checkpoint.generation_defaults import GenerationDefaults, parse_generation_defaults
+from cadenza.checkpoint.gguf.config import read_config
+from cadenza.checkpoint.gguf.files import open_gguf_files
+from cadenza.checkpoint.gguf.settings import Settings
+from cadenza.checkpoint.gguf.tensors import map_tensors
+from cadenza.checkpoint.gguf.tokenizer import Vocabulary, read_gguf_tokenizer, read_vocabulary
+from cadenza.checkpoint.json_object import JsonObject
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.tokenizer_files import MAX_TEMPLATES, TokenizerFiles, check_templates
+from cadenza.checkpoint.weights import Weights
+from cadenza.errors import CheckpointError
+from cadenza.text.tokenizer import TokenizerSource
+
+_TEMPLATE = "tokenizer.chat_template"
+_SPECIAL_IDS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+    "sep_token": "seperator_token_id",  # the key's own spelling
+}
+_END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_TEXTS = frozenset(
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> </s> "
+    "<eos>".split()
+)
+"""Control tokens that end an answer: many files name only one of theirs."""
+
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+_UNAPPLIED = {"xtc_probability": 0, "mirostat": 0}
+"""Recommended settings that are not applied, with their neutral values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFModel:
+    """The content of a model's files, as `folder.Checkpoint` has it."""
+
+    config: ModelConfig
+    weights: Weights
+    generation_defaults: GenerationDefaults
+    eos_token_ids: tuple[int, ...]
+    tokenizer: TokenizerFiles
+
+
+def open_gguf_model(path: Path) -> GGUFModel:
+    """Opens a file, with the others of its model if there are several.
+
+    Raises:
+        CheckpointError: a file is invalid, or the model is not supported.
+    """
+    files = open_gguf_files(path)
+    settings = Settings(files=files)
+    config, architecture = read_config(settings)
+    vocabulary = read_vocabulary(settings.metadata)
+    if vocabulary is not None and len(vocabulary.tokens) > config.vocab_size:
+        raise CheckpointError(
+            f"{path.name} has {len(vocabulary.tokens)} tokens, but its embedding has "
+            f"{config.vocab_size} rows; convert the model again"
+        )
+    return GGUFModel(
+        config=replace(config, bos_token_id=vocabulary and vocabulary.token_id("bos_token_id")),
+        weights=map_tensors(config, architecture, files),
+        generation_defaults=_read_defaults(settings.metadata),
+        eos_token_ids=() if vocabulary is None else _end_ids(vocabulary),
+        tokenizer=_read_tokenizer(vocabulary, settings.metadata),
+    )
+
+
+def _read_defaults(metadata: JsonObject) -> GenerationDefaults:
+    prefix = "general.sampling."
+    values = {name: metadata.get(f"{prefix}{key}") for name, key in _SAMPLING.items()}
+    defaults = parse_generation_defaults(JsonObject(values, metadata.where))
+    unapplied = [
+        f"{prefix}{key}"
+        for key, neutral in _UNAPPLIED.items()
+        if metadata.get(f"{prefix}{key}") not in (None, neutral)
+    ]
+    return replace(defaults, unapplied=tuple(unapplied))
+
+
+def _end_ids(vocabulary: Vocabulary) -> tuple[int, ...]:
+    named = {vocabulary.token_id(name) for name in _END_IDS} - {None}
+    known = {
+        token_id
+        for token_id, text in enumerate(vocabulary.tokens)
+        if text in _END_TEXTS and vocabulary.is_control(token_id)
+    }
+    return tuple(sorted(token_id for token_id in named | known if token_id is not None))
+
+
+def _read_tokenizer(vocabulary: Vocabulary | None, metadata: JsonObject) -> TokenizerFiles:
+    templates = _read_templates(metadata)
+    if vocabulary is None:
+        return TokenizerFiles(source=None, chat_templates=templates)
+    ids = {name: vocabulary.token_id(key) for name, key in _SPECIAL_IDS.items()}
+    read = functools.partial(read_gguf_tokenizer, vocabulary)
+    return TokenizerFiles(
+        source=TokenizerSource(name=metadata.where, read=read),
+        special_tokens={
+            name: vocabulary.tokens[token_id]
+            for name, token_id in ids.items()
+            if token_id is not None
+        },
+        chat_templates=templates,
+        eos_token_id=ids["eos_token"],
+    )
+
+
+def _read_templates(metadata: JsonObject) -> dict[str, str]:
+    """The default template, and those whose names follow its key."""
+    keys = [key for key in metadata.values if key.startswith(f"{_TEMPLATE}.")][:MAX_TEMPLATES]
+    found = {key.removeprefix(f"{_TEMPLATE}."): metadata.text(key) for key in keys}
+    found["default"] = metadata.text(_TEMPLATE)
+    templates = {name: source for name, source in found.items() if source is not None}
+    check_templates(templates)
+    return templates

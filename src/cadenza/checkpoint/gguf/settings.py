@@ -1,0 +1,107 @@
+"""The metadata of one architecture, typed: `Settings`.
+
+Owns how its keys are named and read. Knows no architecture. Invariant: a getter returns a value of
+the requested type and range, or raises `CheckpointError` with the complete key.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
+from cadenza.checkpoint.json_object import JsonObject, shorten
+from cadenza.errors import CheckpointError
+
+MAX_FACTORS = 1 << 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The metadata and tensors of a model's files; the first file has the metadata."""
+
+    files: tuple[GGUFFile, ...]
+
+    @property
+    def metadata(self) -> JsonObject:
+        return self.files[0].header.metadata
+
+    @property
+    def architecture(self) -> str:
+        name = self.metadata.text("general.architecture")
+        if name is None:
+            raise CheckpointError(
+                f"{self.metadata.where}: general.architecture is missing; convert the model again"
+            )
+        return name
+
+    @property
+    def tensors(self) -> Mapping[str, GGUFTensor]:
+        return {name: each for file in self.files for name, each in file.header.tensors.items()}
+
+    def keys(self) -> set[str]:
+        """The architecture's own keys, without its prefix."""
+        prefix = f"{self.architecture}."
+        return {key.removeprefix(prefix) for key in self.metadata.values if key.startswith(prefix)}
+
+    def has(self, key: str) -> bool:
+        return self.metadata.has(self._full(key))
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """An integer, or an array with a value per layer if all are the same."""
+        return self._of_layers(key).integer(self._full(key), low, high, default)
+
+    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        return self.metadata.number(self._full(key), low, high, default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self.metadata.flag(self._full(key), default)
+
+    def text(self, key: str) -> str | None:
+        return self.metadata.text(self._full(key))
+
+    def flags_of_layers(self, key: str, num_layers: int) -> list[bool]:
+        """An array with a flag per layer."""
+        value = self.metadata.get(self._full(key))
+        if not isinstance(value, np.ndarray) or len(cast(Any, value)) != num_layers:
+            raise self.wrong(key, f"an array of {num_layers} flags, one per layer")
+        return [bool(each) for each in cast(npt.NDArray[Any], value)]
+
+    def is_array(self, key: str) -> bool:
+        return isinstance(self.metadata.get(self._full(key)), np.ndarray)
+
+    def factors(self, tensor: str, count: int) -> tuple[float, ...] | None:
+        """The values of a tensor [count] of float32; None if there is no such tensor."""
+        for file in self.files:
+            entry = file.header.tensors.get(tensor)
+            if entry is None:
+                continue
+            if entry.type.name != "F32" or entry.shape != (count,) or count > MAX_FACTORS:
+                raise CheckpointError(
+                    f"{file.name}: tensor {tensor} is {entry.type.name} of shape "
+                    f"{list(entry.shape)}; it must be F32 of shape [{count}]"
+                )
+            return tuple(np.frombuffer(file.data, "<f4", count, entry.start).tolist())
+        return None
+
+    def wrong(self, key: str, allowed: str) -> CheckpointError:
+        return self.metadata.wrong(self._full(key), allowed)
+
+    def _full(self, key: str) -> str:
+        return f"{self.architecture}.{key}"
+
+    def _of_layers(self, key: str) -> JsonObject:
+        """The metadata, with the array of `key` replaced by the value that all layers share."""
+        full = self._full(key)
+        value = self.metadata.get(full)
+        if not isinstance(value, np.ndarray):
+            return self.metadata
+        values = np.unique(cast(npt.NDArray[Any], value))
+        if len(values) != 1 or values.dtype.kind not in "iu":
+            raise CheckpointError(
+                f"{self.metadata.where}: {full} has the values {shorten(str(values[:8].tolist()))};"
+                f" supported are models whose layers all have the same"
+            )
+        return JsonObject({full: int(values[0])}, self.metadata.where)

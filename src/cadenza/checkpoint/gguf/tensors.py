@@ -1,0 +1,209 @@
+"""The tensors of a GGUF model under the declared names: `map_tensors`.
+
+Owns llama.cpp's tensor names, and which declared tensors a stored one holds: all experts of a
+layer, and sometimes q, k and v, are stored as one. Knows no architecture. Invariant: every declared
+tensor is a part of one stored tensor of the expected shape, and no stored tensor is left over.
+
+Shapes: E embed, F MLP, D head dim, X experts.
+"""
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+
+from cadenza.checkpoint.declaration import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    ExpertMLPSpec,
+    GatedMLPSpec,
+    LayerSpec,
+    LinearSpec,
+    TensorSpec,
+    declare,
+    declare_layer,
+)
+from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.gguf import config as gguf_config
+from cadenza.checkpoint.gguf.config import Architecture
+from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.tensor_file import TensorEntry, TensorFile
+from cadenza.checkpoint.weights import Weights
+from cadenza.errors import CheckpointError
+
+_DTYPES: dict[str, WeightDType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SETTINGS = frozenset(
+    {gguf_config.ROPE_FREQUENCIES, gguf_config.LONG_FACTORS, gguf_config.SHORT_FACTORS}
+)
+"""Tensors that `read_config` reads."""
+
+_TOP = {
+    EMBEDDING: gguf_config.EMBEDDING,
+    FINAL_NORM: "output_norm.weight",
+    HEAD: gguf_config.HEAD,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A stored tensor and the declared ones that it holds, one behind the other."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[TensorSpec, ...]
+
+
+def map_tensors(
+    config: ModelConfig, architecture: Architecture, files: tuple[GGUFFile, ...]
+) -> Weights:
+    """The declared tensors as ranges of the files.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, of another shape, or of a type that is not
+            supported.
+    """
+    stored = {name for file in files for name in file.header.tensors}
+    places = {place.name: place for place in _places(config, stored)}
+    _check_names(places, stored, files[0].name)
+    opened: list[TensorFile] = []
+    for file in files:
+        tensors = file.header.tensors
+        entries = {
+            entry.name: entry
+            for name in tensors
+            if name in places
+            for entry in _cut(tensors[name], places[name], config, architecture, file.name)
+        }
+        header = memoryview(file.data)[: file.header.num_bytes]
+        opened.append(TensorFile(name=file.name, header=header, entries=entries, data=file.data))
+    return Weights.of(opened)
+
+
+def _places(config: ModelConfig, stored: Container[str]) -> Iterator[_Place]:
+    for spec in declare(config):
+        if spec.name in _TOP:
+            yield _Place(name=_TOP[spec.name], shape=spec.shape, parts=(spec,))
+    for index in range(config.num_layers):
+        yield from _layer_places(declare_layer(config, index), f"blk.{index}", stored)
+
+
+def _layer_places(layer: LayerSpec, prefix: str, stored: Container[str]) -> Iterator[_Place]:
+    q_norm, k_norm = layer.qk_norms or (None, None)
+    norms = {
+        "attn_norm": layer.attention_norm,
+        "attn_q_norm": q_norm,
+        "attn_k_norm": k_norm,
+        "post_attention_norm": layer.attention_post_norm,
+        "ffn_norm": layer.mlp_norm,
+        "post_ffw_norm": layer.mlp_post_norm,
+    }
+    for name, spec in norms.items():
+        if spec is not None:
+            yield _Place(name=f"{prefix}.{name}.weight", shape=spec.shape, parts=(spec,))
+    if f"{prefix}.attn_qkv.weight" in stored or len(layer.qkv) == 1:
+        yield from _linear_places(f"{prefix}.attn_qkv", layer.qkv)
+    else:
+        for letter, linear in zip("qkv", layer.qkv, strict=True):
+            yield from _linear_places(f"{prefix}.attn_{letter}", (linear,))
+    yield from _linear_places(f"{prefix}.attn_output", (layer.attention_out,))
+    if isinstance(layer.mlp, GatedMLPSpec):
+        yield from _gated_places(layer.mlp, prefix)
+    else:
+        yield from _expert_places(layer.mlp, prefix, stored)
+
+
+def _gated_places(mlp: GatedMLPSpec, prefix: str) -> Iterator[_Place]:
+    """Fused gates and ups are stored as `ffn_up`."""
+    names = ("ffn_gate", "ffn_up") if len(mlp.gate_up) == 2 else ("ffn_up",)
+    for name, linear in zip(names, mlp.gate_up, strict=True):
+        yield from _linear_places(f"{prefix}.{name}", (linear,))
+    yield from _linear_places(f"{prefix}.ffn_down", (mlp.down,))
+
+
+def _linear_places(name: str, linears: tuple[LinearSpec, ...]) -> Iterator[_Place]:
+    """The weight, and the bias if there is one, of linears whose rows follow each other."""
+    num_out = sum(linear.num_out for linear in linears)
+    weights, *biases = zip(*(linear.tensors() for linear in linears), strict=True)
+    yield _Place(name=f"{name}.weight", shape=(num_out, linears[0].num_in), parts=weights)
+    for parts in biases:
+        yield _Place(name=f"{name}.bias", shape=(num_out,), parts=parts)
+
+
+def _expert_places(mlp: ExpertMLPSpec, prefix: str, stored: Container[str]) -> Iterator[_Place]:
+    """[X, F, E] for gates and ups, or [X, 2 F, E] for both, and [X, E, F] for downs."""
+    yield from _linear_places(f"{prefix}.ffn_gate_inp", (mlp.router,))
+    fused = f"{prefix}.ffn_gate_up_exps"
+    if f"{fused}.weight" in stored:
+        yield _stack(fused, [expert.gate_up for expert in mlp.experts])
+    else:
+        yield _stack(f"{prefix}.ffn_gate_exps", [expert.gate_up[:1] for expert in mlp.experts])
+        yield _stack(f"{prefix}.ffn_up_exps", [expert.gate_up[1:] for expert in mlp.experts])
+    yield _stack(f"{prefix}.ffn_down_exps", [(expert.down,) for expert in mlp.experts])
+
+
+def _stack(name: str, experts: list[tuple[LinearSpec, ...]]) -> _Place:
+    num_out = sum(linear.num_out for linear in experts[0])
+    return _Place(
+        name=f"{name}.weight",
+        shape=(len(experts), num_out, experts[0][0].num_in),
+        parts=tuple(spec for linears in experts for each in linears for spec in each.tensors()),
+    )
+
+
+def _check_names(places: Mapping[str, _Place], stored: set[str], where: str) -> None:
+    missing = [name for name in places if name not in stored]
+    extra = [name for name in stored if name not in places and name not in _SETTINGS]
+    if missing:
+        raise CheckpointError(
+            f"{where} lacks {_name_some(missing)}, which its metadata require; fetch the file "
+            f"again, or convert the model again"
+        )
+    if extra:
+        raise CheckpointError(
+            f"{where} contains {_name_some(sorted(extra))}, which its metadata do not account for; "
+            f"use a file of the model alone"
+        )
+
+
+def _cut(
+    tensor: GGUFTensor, place: _Place, config: ModelConfig, architecture: Architecture, where: str
+) -> Iterator[TensorEntry]:
+    """Cuts a stored tensor into its parts, which are consecutive rows."""
+    if tensor.shape != place.shape:
+        raise CheckpointError(
+            f"{where}: tensor {tensor.name} has shape {list(tensor.shape)}; the metadata require "
+            f"{list(place.shape)}; convert the model again"
+        )
+    if tensor.type.name not in _DTYPES:
+        raise CheckpointError(
+            f"{where}: tensor {tensor.name} is {tensor.type.name}; quantised tensors are not "
+            f"supported yet, only {', '.join(_DTYPES)}; use a file in BF16 or F16, or the model's "
+            f"folder with safetensors"
+        )
+    num_elements = sum(spec.num_elements for spec in place.parts)
+    start = tensor.start
+    for spec in place.parts:
+        stop = start + (tensor.stop - tensor.start) * spec.num_elements // num_elements
+        yield TensorEntry(
+            name=spec.name,
+            dtype=_DTYPES[tensor.type.name],
+            shape=spec.shape,
+            start=start,
+            stop=stop,
+            num_paired_heads=_num_paired_heads(spec, config)
+            if architecture.has_paired_rows
+            else None,
+        )
+        start = stop
+
+
+def _num_paired_heads(spec: TensorSpec, config: ModelConfig) -> int | None:
+    """The heads of a weight or bias of queries or keys."""
+    if ".q_proj." in spec.name:
+        return config.num_heads
+    return config.num_kv_heads if ".k_proj." in spec.name else None
+
+
+def _name_some(names: list[str]) -> str:
+    listed = ", ".join(name[:120] for name in names[:3])
+    return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more tensors"

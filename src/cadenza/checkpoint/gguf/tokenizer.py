@@ -1,0 +1,291 @@
+"""The tokenizer of a GGUF file's metadata as a tokenizer.json: `read_gguf_tokenizer`.
+
+Owns the two kinds of vocabulary: BPE over bytes, with merges (`gpt2`), and SentencePiece's BPE,
+whose merges follow from the scores (`llama`). Knows no weights. Invariant: token ids are those of
+the file, and a text gets the ids that the model's own tokenizer.json gives; other kinds and unknown
+pre-tokenizers are refused by their names.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
+from cadenza.checkpoint.json_object import JsonObject, shorten
+from cadenza.checkpoint.model_config import MAX_VOCAB_SIZE
+from cadenza.errors import CheckpointError
+
+SPACE = "▁"
+"""SentencePiece's replacement for a space."""
+
+_PREFIX = "tokenizer.ggml."
+_COMPLETE = "tokenizer.huggingface.json"
+_INSTEAD = "put the model's tokenizer.json beside the file and name the folder"
+
+_PHI3_UNSTRIPPED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+
+
+class _Kind(IntEnum):
+    """GGUF's token types."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+_SPLIT_OFF = (_Kind.UNKNOWN, _Kind.CONTROL, _Kind.USER_DEFINED)
+"""Types of the tokens that are found in a text before its BPE."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The tokens and their types, by id, and the metadata that they are from."""
+
+    metadata: JsonObject
+    tokens: list[str]
+    kinds: list[int]
+
+    @property
+    def model(self) -> str | None:
+        return self.metadata.text(f"{_PREFIX}model")
+
+    def flag(self, name: str, default: bool) -> bool:
+        return self.metadata.flag(f"{_PREFIX}{name}", default)
+
+    def token_id(self, name: str) -> int | None:
+        """The id under a key such as `bos_token_id`; None if it is absent or names no token."""
+        key = f"{_PREFIX}{name}"
+        if not self.metadata.has(key):
+            return None
+        found = self.metadata.integer(key, 0, (1 << 32) - 1)
+        return found if found < len(self.tokens) else None
+
+    def is_control(self, token_id: int) -> bool:
+        return self.kinds[token_id] == _Kind.CONTROL
+
+
+def read_vocabulary(metadata: JsonObject) -> Vocabulary | None:
+    """The vocabulary of the metadata; None if they have none. Raises `CheckpointError`."""
+    key = f"{_PREFIX}tokens"
+    tokens = metadata.get(key)
+    if tokens is None:
+        return None
+    if not isinstance(tokens, list) or not 0 < len(cast(list[str], tokens)) <= MAX_VOCAB_SIZE:
+        raise metadata.wrong(key, f"an array of 1 to {MAX_VOCAB_SIZE} strings")
+    tokens = cast(list[str], tokens)
+    types = _numbers(metadata, "token_type", len(tokens), "iu")
+    kinds: list[int] = [_Kind.NORMAL] * len(tokens) if types is None else types.tolist()
+    if len(set(tokens)) != len(tokens):
+        raise CheckpointError(
+            f"{metadata.where}: two ids of {key} have the same text; convert the model again"
+        )
+    return Vocabulary(metadata=metadata, tokens=tokens, kinds=kinds)
+
+
+def read_gguf_tokenizer(vocabulary: Vocabulary) -> bytes:
+    """The content of a tokenizer.json.
+
+    Raises:
+        CheckpointError: the metadata are invalid, or their kind of tokenizer is not supported.
+    """
+    complete = vocabulary.metadata.text(_COMPLETE)
+    if complete is not None:
+        return complete.encode()
+    described: dict[str, object] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": list(_added_tokens(vocabulary)),
+        "post_processor": _post_processor(vocabulary),
+        **_read_parts(vocabulary),
+    }
+    return json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _numbers(metadata: JsonObject, name: str, count: int, kinds: str) -> npt.NDArray[Any] | None:
+    """An array with a number per token, of one of numpy's kinds of types."""
+    key = f"{_PREFIX}{name}"
+    if not metadata.has(key):
+        return None
+    value = metadata.get(key)
+    found = cast(npt.NDArray[Any], value) if isinstance(value, np.ndarray) else None
+    if found is None or found.dtype.kind not in kinds or len(found) != count:
+        raise metadata.wrong(key, f"an array of {count} numbers, one per token")
+    return found
+
+
+def _read_parts(vocabulary: Vocabulary) -> dict[str, object]:
+    """Normalizer, pre-tokenizer, model and decoder."""
+    match vocabulary.model:
+        case "gpt2":
+            return _byte_level(vocabulary)
+        case "llama":
+            return _sentencepiece(vocabulary)
+        case model:
+            raise CheckpointError(
+                f"{vocabulary.metadata.where}: {_PREFIX}model {shorten(model)} is not supported; "
+                f"supported are gpt2 and llama; {_INSTEAD}"
+            )
+
+
+def _byte_level(vocabulary: Vocabulary) -> dict[str, object]:
+    metadata, key = vocabulary.metadata, f"{_PREFIX}pre"
+    name = metadata.text(key)
+    found = PRE_TOKENIZERS.get(name or "")
+    if found is None:
+        state = "is missing" if name is None else f"{shorten(name)} is not supported"
+        raise CheckpointError(
+            f"{metadata.where}: {key} {state}; supported are {', '.join(PRE_TOKENIZERS)}; "
+            f"{_INSTEAD}"
+        )
+    as_characters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    last = {**as_characters, "use_regex": found.splits_words}
+    steps = [*found.steps, last]
+    return {
+        "normalizer": {"type": "NFC"} if found.has_nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": {**as_characters, "use_regex": True},
+        "model": {
+            **_bpe(vocabulary, list(_read_merges(vocabulary))),
+            "ignore_merges": found.ignores_merges,
+        },
+    }
+
+
+def _read_merges(vocabulary: Vocabulary) -> Iterator[list[str]]:
+    """Both parts of each merge; a space separates them, and may begin the first one."""
+    metadata, key = vocabulary.metadata, f"{_PREFIX}merges"
+    merges = metadata.get(key)
+    if not isinstance(merges, list):
+        raise metadata.wrong(key, "an array of strings")
+    known = set(vocabulary.tokens)
+    for merge in cast(list[str], merges):
+        cut = merge.find(" ", 1)
+        left, right = merge[:cut], merge[cut + 1 :]
+        if cut < 0 or left not in known or right not in known or left + right not in known:
+            raise CheckpointError(
+                f"{metadata.where}: {key} has {shorten(merge)}; it must be two tokens, separated "
+                f"by a space, whose concatenation is one; convert the model again"
+            )
+        yield [left, right]
+
+
+def _sentencepiece(vocabulary: Vocabulary) -> dict[str, object]:
+    has_prefix = vocabulary.flag("add_space_prefix", True)
+    to_mark: dict[str, object] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    to_space: dict[str, object] = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    normalizer = to_mark
+    decoders: list[dict[str, object]] = [to_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if has_prefix:
+        prefix = {"type": "Prepend", "prepend": SPACE}
+        normalizer = {"type": "Sequence", "normalizers": [prefix, to_mark]}
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unknown_id = vocabulary.token_id("unknown_token_id")
+    if unknown_id is None and _Kind.UNKNOWN in vocabulary.kinds:
+        unknown_id = vocabulary.kinds.index(_Kind.UNKNOWN)
+    return {
+        "normalizer": normalizer,
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            **_bpe(vocabulary, list(_merges_of_scores(vocabulary))),
+            "unk_token": None if unknown_id is None else vocabulary.tokens[unknown_id],
+            "fuse_unk": True,
+            "byte_fallback": True,
+        },
+    }
+
+
+def _merges_of_scores(vocabulary: Vocabulary) -> Iterator[list[str]]:
+    """Every split of a piece into two other pieces, in descending order of the pieces' scores.
+
+    SentencePiece merges the adjacent pair whose piece has the highest score, the leftmost if equal.
+    Merge ranks give the same order, except that two splits of one piece have different ranks.
+    """
+    tokens, metadata = vocabulary.tokens, vocabulary.metadata
+    scores = _numbers(metadata, "scores", len(tokens), "fiu")
+    if scores is None or not np.isfinite(scores).all():
+        raise metadata.wrong(f"{_PREFIX}scores", f"an array of {len(tokens)} finite numbers")
+    order: list[int] = np.argsort(-scores, kind="stable").tolist()
+    pieces = [tokens[index] for index in order if vocabulary.kinds[index] == _Kind.NORMAL]
+    known = set(pieces)
+    for piece in pieces:
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in known and right in known:
+                yield [left, right]
+
+
+def _bpe(vocabulary: Vocabulary, merges: Sequence[Sequence[str]]) -> dict[str, object]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {token: token_id for token_id, token in enumerate(vocabulary.tokens)},
+        "merges": merges,
+    }
+
+
+def _added_tokens(vocabulary: Vocabulary) -> Iterator[dict[str, object]]:
+    """The tokens to split off before BPE; all except the user-defined ones are special."""
+    for token_id, kind in enumerate(vocabulary.kinds):
+        if kind in _SPLIT_OFF:
+            content = vocabulary.tokens[token_id]
+            yield {
+                "id": token_id,
+                "content": content,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": kind != _Kind.USER_DEFINED and _strips_behind(vocabulary, content),
+                "normalized": False,
+                "special": kind != _Kind.USER_DEFINED,
+            }
+
+
+def _strips_behind(vocabulary: Vocabulary, content: str) -> bool:
+    """Whether white space behind a special token is dropped: Phi-3's do, by no metadata."""
+    is_phi3 = vocabulary.metadata.text("general.architecture") == "phi3"
+    return is_phi3 and vocabulary.model == "llama" and content not in _PHI3_UNSTRIPPED
+
+
+def _post_processor(vocabulary: Vocabulary) -> object:
+    """Adds the first and the last token to a text, as the metadata say."""
+    bos = vocabulary.token_id("bos_token_id")
+    eos = vocabulary.token_id("eos_token_id")
+    has_bos = vocabulary.flag("add_bos_token", vocabulary.model == "llama") and bos is not None
+    has_eos = vocabulary.flag("add_eos_token", False) and eos is not None
+    if not has_bos and not has_eos:
+        return None
+    names = {
+        token_id: vocabulary.tokens[token_id] for token_id in (bos, eos) if token_id is not None
+    }
+    before = [_special(names[bos])] if has_bos and bos is not None else []
+    after = [_special(names[eos])] if has_eos and eos is not None else []
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [*before, first, *after],
+        "pair": [*before, first, *after, *before, second, *after],
+        "special_tokens": {
+            name: {"id": name, "ids": [token_id], "tokens": [name]}
+            for token_id, name in names.items()
+        },
+    }
+
+
+def _special(name: str) -> dict[str, object]:
+    return {"SpecialToken": {"id": name, "type_id": 0}}

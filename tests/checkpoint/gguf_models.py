@@ -1,0 +1,253 @@
+"""GGUF files of models in the Hugging Face layout, written through gguf-py.
+
+Owns llama.cpp's side of the conversion: metadata as its converter writes them, tensor names from
+gguf-py's own table, rows of queries and keys in pairs, stacked experts, norms of Gemma with their
+one. Knows nothing of the reader under test.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from cadenza.checkpoint import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    ModelConfig,
+    RopeConfig,
+    YarnRopeScaling,
+    named_shape,
+    write_random_checkpoint,
+)
+from cadenza.checkpoint.config_json import format_model_config, parse_model_config
+from cadenza.checkpoint.weights import Weights, open_weights
+
+Arrays = dict[str, np.ndarray]
+
+LIKE_LLAMA = ("llama", "granite", "smollm3")
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3-moe": "qwen3moe",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "phi3": "phi3",
+    "olmo2": "olmo2",
+    "olmoe": "olmoe",
+}
+"""GGUF's architecture for each tiny shape."""
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "qwen2": {"use_sliding_window": False, "layer_types": None},
+    "qwen3": {"use_sliding_window": False, "layer_types": None},
+    "qwen3-moe": {"mlp_only_layers": []},
+}
+"""What of a tiny shape GGUF cannot express: it has no key for it, and llama.cpp a fixed value."""
+
+
+def tiny_config(shape: str) -> ModelConfig:
+    values = format_model_config(named_shape(f"tiny-{shape}"))
+    return parse_model_config({**values, **CHANGES.get(shape, {})})
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversion:
+    """What is to be written; a test changes a part of it.
+
+    `metadata`: beyond the architecture's prefix. `others`: complete keys. `tensors`: by GGUF's
+    names. `kind`: type of the tensors with two axes or more, `kinds` of those that differ.
+    """
+
+    architecture: str
+    metadata: dict[str, Any]
+    others: dict[str, Any] = field(default_factory=dict)
+    tensors: Arrays
+    kind: str = "F32"
+    kinds: dict[str, str] = field(default_factory=dict)
+    original: Path
+
+    def write(self, path: Path, *, num_per_file: int = 0) -> Path:
+        """Writes `path`, or several files named after it with so many tensors each."""
+        writer = gguf.GGUFWriter(path, self.architecture, split_max_tensors=num_per_file)
+        for key, value in self.metadata.items():
+            add_value(writer, f"{self.architecture}.{key}", value)
+        for key, value in self.others.items():
+            add_value(writer, key, value)
+        for name, array in self.tensors.items():
+            kind = self.kinds.get(name, self.kind if array.ndim > 1 else "F32")
+            code = gguf.GGMLQuantizationType[kind]
+            data = np.ascontiguousarray(array, np.float32)
+            writer.add_tensor(name, gguf.quants.quantize(data, code), raw_dtype=code)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+
+def convert(shape: str, folder: Path, *, dtype: Any = "float32") -> Conversion:
+    """A random model of a tiny shape in `folder`, and what a GGUF file of it holds."""
+    return convert_config(ARCHITECTURES[shape], tiny_config(shape), folder, dtype=dtype)
+
+
+def convert_config(
+    architecture: str, config: ModelConfig, folder: Path, *, dtype: Any = "float32"
+) -> Conversion:
+    write_random_checkpoint(config, folder, seed=5, dtype=dtype)
+    weights = open_weights(folder)
+    arrays = {name: np.asarray(weights[name]).astype(np.float32) for name in weights}
+    return Conversion(
+        architecture=architecture,
+        metadata=describe(architecture, config, weights),
+        tensors=rename(architecture, config, arrays) | factors(config),
+        kind={"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype],
+        original=folder,
+    )
+
+
+def describe(architecture: str, config: ModelConfig, weights: Weights) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "block_count": config.num_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope.theta,
+        "rope.dimension_count": config.rope.rotary_dim,
+        "vocab_size": config.vocab_size,
+    }
+    windows = [kind.window for kind in config.layer_kinds]
+    if any(windows):
+        values["attention.sliding_window"] = max(window or 0 for window in windows)
+    if architecture == "gemma3":
+        values["attention.sliding_window_pattern"] = [window is not None for window in windows]
+    if config.attention_soft_cap is not None:
+        values["attn_logit_softcapping"] = config.attention_soft_cap
+    if config.logit_soft_cap is not None:
+        values["final_logit_softcapping"] = config.logit_soft_cap
+    if architecture == "granite":
+        values["attention.scale"] = config.attention_scale
+        values["embedding_scale"] = config.embedding_scale
+        values["residual_scale"] = config.residual_scale
+        values["logit_scale"] = config.logit_divisor
+    if config.experts is not None:
+        values["expert_count"] = config.experts.num_experts
+        values["expert_used_count"] = config.experts.num_chosen
+        if architecture == "qwen3moe":
+            values["expert_feed_forward_length"] = config.experts.intermediate_size
+    return values | describe_scaling(config)
+
+
+def describe_scaling(config: ModelConfig) -> dict[str, Any]:
+    original = "rope.scaling.original_context_length"
+    match config.rope.scaling:
+        case LinearRopeScaling(factor=factor):
+            return {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
+        case YarnRopeScaling(factor=factor, original_max_position_embeddings=length):
+            values = {"rope.scaling.type": "yarn", "rope.scaling.factor": factor}
+            return {**values, original: length}
+        case LongRopeScaling(original_max_position_embeddings=length, attention_factor=factor):
+            return {original: length, "rope.scaling.attn_factor": factor}
+    return {}
+
+
+def factors(config: ModelConfig) -> Arrays:
+    match config.rope.scaling:
+        case Llama3RopeScaling() as scaling:
+            return {"rope_freqs.weight": llama3_factors(config.rope, scaling)}
+        case LongRopeScaling(long_factor=long, short_factor=short):
+            return {
+                "rope_factors_long.weight": np.array(long, np.float32),
+                "rope_factors_short.weight": np.array(short, np.float32),
+            }
+    return {}
+
+
+def llama3_factors(rope: RopeConfig, scaling: Llama3RopeScaling) -> np.ndarray:
+    """What each frequency is divided by, by the wavelength in tokens."""
+    found: list[float] = []
+    for pair in range(rope.rotary_dim // 2):
+        wavelength = 2 * math.pi * rope.theta ** (2 * pair / rope.rotary_dim)
+        turns = scaling.original_max_position_embeddings / wavelength
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+        found.append(1 / ((1 - kept) / scaling.factor + kept))
+    return np.array(found, np.float32)
+
+
+def rename(architecture: str, config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> Arrays:
+    table = gguf.get_tensor_name_map(arch_code(architecture), config.num_layers)
+    renamed: Arrays = {}
+    for name, array in stack_experts(arrays).items():
+        found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        renamed[found] = as_stored(architecture, config, name, array)
+    return renamed
+
+
+def arch_code(architecture: str) -> gguf.MODEL_ARCH:
+    return next(code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+
+
+def stack_experts(arrays: Mapping[str, np.ndarray]) -> Arrays:
+    """The names that llama.cpp's converter gives merged experts before it looks them up."""
+    stacked: dict[str, list[np.ndarray]] = {}
+    for name, array in arrays.items():
+        before, _, after = name.partition(".experts.")
+        if not after:
+            stacked[name] = [array]
+            continue
+        merged = f"{before}.experts.{after.split('.', 1)[1]}"
+        if "block_sparse_moe" in before:
+            layer = before.removeprefix("model.").removesuffix(".block_sparse_moe")
+            merged = f"{layer}.feed_forward.experts.{after.split('.', 1)[1]}"
+        stacked.setdefault(merged, []).append(array)
+    return {
+        name: np.stack(each) if ".experts." in name else each[0] for name, each in stacked.items()
+    }
+
+
+def as_stored(architecture: str, config: ModelConfig, name: str, array: np.ndarray) -> np.ndarray:
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return array + np.float32(1.0)
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+    if architecture not in LIKE_LLAMA or heads is None:
+        return array
+    half = config.head_dim // 2
+    order = [
+        head * config.head_dim + part * half + index
+        for head in range(heads)
+        for index in range(half)
+        for part in range(2)
+    ]
+    return array[order]
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
