@@ -1,19 +1,22 @@
-"""Downloads model folders from the Hugging Face hub: `Hub.fetch`.
+"""Downloads model folders and GGUF files from the Hugging Face hub: `Hub.fetch`.
 
-Owns which files of a repository are downloaded, and the error messages. Invariant: a revision is
+Owns which files of a repository are downloaded, and the error messages. A name may end with a
+selector of one of the repository's GGUF models: `owner/model:Q4_K_M`. Invariant: a revision is
 resolved once and all files of a snapshot are of that commit; files that may contain code (`.py`,
 `.bin`, `.pt`) are never downloaded.
 """
 
+import itertools
 import re
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
+from cadenza.checkpoint.gguf.files import choose_gguf, first_files, split_names
 from cadenza.checkpoint.json_object import read_json_object
 from cadenza.checkpoint.tokenizer_files import NAMED_TEMPLATES_FOLDER
 from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE, read_shard_names
@@ -25,8 +28,11 @@ if TYPE_CHECKING:
 
 DEFAULT_REVISION = "main"
 MAX_SMALL_FILES = 100
+MAX_CACHED = 10_000
 
 _ID = re.compile(r"(?!.*(\.\.|--))[\w][\w.-]{0,95}/[\w][\w.-]{0,95}", re.ASCII)
+_SELECTOR = re.compile(r"\w[\w.-]{0,95}", re.ASCII)
+_GGUF_PATH = re.compile(r"(\w[\w .+-]*/)*\w[\w .+-]*\.gguf", re.ASCII | re.IGNORECASE)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./+-]{0,254}", re.ASCII)
 _SMALL_FILES = frozenset(
@@ -38,8 +44,10 @@ _NAMED_TEMPLATE = re.compile(re.escape(NAMED_TEMPLATES_FOLDER) + r"/[\w.-]+\.jin
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form `owner/model`."""
-    return _ID.fullmatch(name) is not None
+    """Whether `name` has the form `owner/model`, or `owner/model:selector`."""
+    model, _, selector = name.partition(":")
+    is_selector = _SELECTOR.fullmatch(selector) is not None or ":" not in name
+    return _ID.fullmatch(model) is not None and is_selector
 
 
 def print_to_stderr(line: str) -> None:
@@ -50,10 +58,16 @@ def print_to_stderr(line: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The folder of one commit of a repository."""
+    """The folder of one commit of a repository, and the GGUF file that is the model, if one is."""
 
     folder: Path
     commit: str
+    gguf: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """What to open."""
+        return self.gguf or self.folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +85,8 @@ class Hub:
     def fetch(self, name: str, revision: str | None = None) -> Snapshot:
         """Downloads what is missing of the model `name` at `revision` (branch, tag or commit).
 
+        A repository with safetensors weights gives its folder, unless `name` has a selector.
+
         Raises:
             CheckpointError: the model or revision does not exist, access is denied, the model is
                 not supported, or the hub is unreachable and the cache incomplete.
@@ -78,7 +94,8 @@ class Hub:
         if not is_hub_id(name) or not _REVISION.fullmatch(revision or DEFAULT_REVISION):
             raise CheckpointError(
                 f"{name[:200]!r} at revision {(revision or DEFAULT_REVISION)[:200]!r} is not a hub "
-                f"id; write owner/model, and a branch, a tag or a commit"
+                f"id; write owner/model, or owner/model:Q4_K_M for one of its GGUF files, and a "
+                f"branch, a tag or a commit"
             )
         return _Fetching.of(self, name, revision or DEFAULT_REVISION).run()
 
@@ -88,6 +105,7 @@ class _Fetching:
     """One call of `fetch`, with the hub's settings resolved."""
 
     name: str
+    selector: str | None
     revision: str
     endpoint: str
     cache: Path
@@ -99,8 +117,10 @@ class _Fetching:
         from huggingface_hub import constants
 
         offline = constants.HF_HUB_OFFLINE if hub.is_offline is None else hub.is_offline
+        model, _, selector = name.partition(":")
         return cls(
-            name=name,
+            name=model,
+            selector=selector or None,
             revision=revision,
             endpoint=hub.endpoint or constants.ENDPOINT,
             cache=hub.cache or Path(constants.HF_HUB_CACHE),
@@ -127,6 +147,11 @@ class _Fetching:
                 f"HF_ENDPOINT"
             )
         sizes = {each.rfilename: each.size or 0 for each in found.siblings or []}
+        gguf = self._choose_gguf(sizes)
+        if gguf is not None:
+            file = self._fetch_gguf(api, commit, gguf, sizes)
+            self._remember(commit)
+            return Snapshot(folder=file.parent, commit=commit, gguf=file)
         folder = self._fetch_files(api, commit, sizes)
         self._remember(commit)
         return Snapshot(folder=folder, commit=commit)
@@ -134,6 +159,29 @@ class _Fetching:
     @property
     def _subject(self) -> str:
         return f"the hub model {self.name} at revision {self.revision}"
+
+    def _choose_gguf(self, names: Collection[str]) -> str | None:
+        """The GGUF file among a repository's files; None for a folder with safetensors weights."""
+        has_weights = CONFIG_FILE in names and bool({SINGLE_FILE, INDEX_FILE} & {*names})
+        safe = [name for name in names if _GGUF_PATH.fullmatch(name)]
+        if self.selector is None and (has_weights or not first_files(safe)):
+            return None
+        return choose_gguf(safe, self.selector, where=self._subject, model=self.name)
+
+    def _fetch_gguf(self, api: "HfApi", commit: str, name: str, sizes: Mapping[str, int]) -> Path:
+        """Downloads all files of a GGUF model and returns the first."""
+        folder, slash, file = name.rpartition("/")
+        names = [f"{folder}{slash}{each}" for each in split_names(file)]
+        absent = [each for each in names if each not in sizes]
+        if absent:
+            raise CheckpointError(
+                f"{self._subject} has no {absent[0]}, which {name} needs; choose another file"
+            )
+        paths = [
+            self._download(api, commit, each, sizes, place=f"{number} of {len(names)}: ")
+            for number, each in enumerate(names, start=1)
+        ]
+        return paths[0]
 
     def _fetch_files(self, api: "HfApi", commit: str, sizes: Mapping[str, int]) -> Path:
         """Downloads small files first, to refuse unsupported models before fetching weights."""
@@ -210,14 +258,18 @@ class _Fetching:
             commit = ref.read_text(encoding="ascii")[:41].strip() if ref.is_file() else ""
         folder = self.storage / "snapshots" / commit
         missing = [] if _COMMIT.fullmatch(commit) and folder.is_dir() else ["all of it"]
-        if not missing:
+        gguf = None if missing else self._choose_gguf(_cached_names(folder))
+        if gguf is not None:
+            file = folder / gguf
+            missing = [name for name in split_names(file.name) if not (file.parent / name).exists()]
+        elif not missing:
             missing = [name for name in _needed_files(folder) if not (folder / name).exists()]
         if missing:
             raise CheckpointError(
                 f"HF_HUB_OFFLINE is set and the cache lacks {', '.join(missing[:4])} of "
                 f"{self._subject}; fetch it once with a network, or name a local folder"
             )
-        return Snapshot(folder=folder, commit=commit)
+        return Snapshot(folder=folder, commit=commit, gguf=None if gguf is None else folder / gguf)
 
     @contextmanager
     def _explained(self) -> Generator[None]:
@@ -252,6 +304,12 @@ class _Fetching:
             f"({type(error).__name__}); check the network, set HF_HUB_OFFLINE=1 to use the cache, "
             f"or name a local folder"
         )
+
+
+def _cached_names(folder: Path) -> list[str]:
+    """The paths of a snapshot's files."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return [path.relative_to(folder).as_posix() for path in itertools.islice(found, MAX_CACHED)]
 
 
 def _needed_files(folder: Path) -> list[str]:

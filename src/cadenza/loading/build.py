@@ -27,7 +27,8 @@ OnPhaseDone = Callable[[str], None]
 def find_checkpoint(
     model: str | Path | None, *, revision: str | None = None, hub: Hub | None = None
 ) -> Checkpoint:
-    """Opens a model folder, or downloads `owner/model` from the hub; None is the bundled model.
+    """Opens a model folder or GGUF file, or downloads `owner/model` from the hub, or one of its
+    GGUF files for `owner/model:Q4_K_M`; None is the bundled model.
 
     An existing folder takes precedence over a hub model of the same name.
 
@@ -38,7 +39,7 @@ def find_checkpoint(
     is_local = model is None or _exists(model) or isinstance(model, Path)
     if not is_local and is_hub_id(str(model)):
         snapshot = (hub or Hub()).fetch(str(model), revision)
-        return open_checkpoint(snapshot.folder, revision=snapshot.commit)
+        return open_checkpoint(snapshot.path, revision=snapshot.commit)
     if revision is not None:
         raise ConfigError(
             f"--revision {revision} names a commit of a hub model; "
@@ -51,7 +52,7 @@ def _exists(name: object) -> bool:
     """Whether a path exists. Raises CheckpointError if `name` is not a valid path."""
     if not isinstance(name, str | Path) or not str(name):
         raise CheckpointError(
-            f"the model is {show(name)}; name a folder, or a hub model as owner/model"
+            f"the model is {show(name)}; name a folder, a GGUF file, or a hub model as owner/model"
         )
     try:
         return Path(name).exists()
