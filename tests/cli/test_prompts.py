@@ -18,6 +18,13 @@ def test_a_first_word_that_is_a_model_folder_is_the_model(model: Path):
     assert read_words([folder, "a", folder], None) == (folder, ("a", folder))
 
 
+def test_a_first_word_that_is_a_gguf_file_or_a_folder_with_one_is_the_model(tmp_path: Path):
+    file = tmp_path / "my model.gguf"
+    file.touch()
+    for word in (str(file), str(tmp_path)):
+        assert read_words([word, "a"], None) == (word, ("a",))
+
+
 def test_with_the_model_flag_every_word_is_a_prompt(model: Path):
     assert read_words([str(model), "a"], "other") == ("other", (str(model), "a"))
 
@@ -27,7 +34,9 @@ def test_a_folder_without_config_is_refused_rather_than_taken_as_a_prompt(tmp_pa
         read_words([str(tmp_path), "a"], None)
 
 
-@pytest.mark.parametrize("word", ["./absent", "/absent/x", "../x", "~/m", ".", "org/name-1.5B"])
+@pytest.mark.parametrize(
+    "word", ["./absent", "/absent/x", "../x", "~/m", ".", "org/name-1.5B", "a/b:Q4_K_M", "x.gguf"]
+)
 def test_a_first_word_written_like_a_model_is_refused(word: str):
     with pytest.raises(ConfigError, match="--prompts-file"):
         read_words([word, "a"], None)

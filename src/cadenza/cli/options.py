@@ -69,7 +69,7 @@ def whole_or_auto(text: str) -> int | None:
         raise typer.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
-_MODEL_HELP = "A model's folder or hub id (default: the bundled model)."
+_MODEL_HELP = "A model's folder, GGUF file or hub id (default: the bundled model)."
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
 ModelFlag = Annotated[str | None, typer.Option("--model", metavar="MODEL", help=_MODEL_HELP)]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

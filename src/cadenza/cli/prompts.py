@@ -2,7 +2,8 @@
 
 Owns the rule that tells a model from prompts, and the formats of prompt files. Knows no tokenizer.
 Invariant: a word is the model only when it is the first one, `--model` is not given, and it is a
-folder with a config.json; a first word that only looks like a model is refused.
+folder with a config.json, or a GGUF file or a folder with one; a first word that only looks like a
+model is refused.
 """
 
 import json
@@ -18,12 +19,13 @@ PromptsFormat = Literal["text", "jsonl"]
 Prompt = str | tuple[int, ...]
 
 _PATH_LIKE = re.compile(r"(\.{1,2}|~)?/\S*|\.{1,2}|~")
-_HUB_ID_LIKE = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID_LIKE = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+_GGUF_LIKE = re.compile(r"\S+\.gguf", re.IGNORECASE)
 _JSON_KEYS = ("prompt", "prompt_token_ids")
 
 
 def read_words(words: Sequence[str], model: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """Tells the model's folder (None: the bundled model) from the prompts among `words`.
+    """Tells the model's folder or file (None: the bundled model) from the prompts among `words`.
 
     Raises:
         ConfigError: the first word looks like a model and is none.
@@ -31,12 +33,12 @@ def read_words(words: Sequence[str], model: str | None) -> tuple[str | None, tup
     if model is not None or not words:
         return model, tuple(words)
     first = words[0]
-    if is_model_folder(first):
+    if is_local_model(first):
         return first, tuple(words[1:])
     if looks_like_model(first):
         raise ConfigError(
-            f"{first!r} looks like a model, but is not a folder with a config.json; name the "
-            f"model's folder, or pass a prompt of this form by --prompts-file"
+            f"{first!r} looks like a model, but is neither a folder with a config.json nor a GGUF "
+            f"file; name the model's folder or file, or pass such a prompt by --prompts-file"
         )
     return None, tuple(words)
 
@@ -48,16 +50,19 @@ def only_model(word: str | None, model: str | None) -> str | None:
     return model if word is None else word
 
 
-def is_model_folder(word: str) -> bool:
+def is_local_model(word: str) -> bool:
+    path = Path(word)
     try:
-        return (Path(word) / "config.json").is_file()
+        if path.is_file():
+            return path.suffix.lower() == ".gguf"
+        return (path / "config.json").is_file() or any(path.glob("*.gguf"))
     except (OSError, ValueError):  # too long for a path, or holds a NUL
         return False
 
 
 def looks_like_model(word: str) -> bool:
-    """Whether `word` is written like a path or a hub id, or is a folder."""
-    if _PATH_LIKE.fullmatch(word) or _HUB_ID_LIKE.fullmatch(word):
+    """Whether `word` is written like a path, a GGUF file or a hub id, or is a folder."""
+    if any(like.fullmatch(word) for like in (_PATH_LIKE, _HUB_ID_LIKE, _GGUF_LIKE)):
         return True
     try:
         return bool(word) and Path(word).is_dir()

@@ -1,0 +1,89 @@
+"""A GGUF file through every face: the same tokens as from the folder that it was made of."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cadenza import LLM, SamplingParams
+from cadenza.cli import main
+from cadenza.loading.build import find_checkpoint
+from cadenza.outputs import RequestOutput
+from tests.checkpoint.gguf_models import convert
+from tests.tools.gguf_files import BYTE_LEVEL, TEMPLATE
+
+PROMPTS = [[5, 9, 300, 17, 4, 4, 120], list(range(3, 60)), [7]]
+OPTIONS = {"max_num_seqs": 4, "max_model_len": 128, "kv_cache_memory_bytes": 1 << 22}
+SEEDED = {"temperature": 1.0, "seed": 3, "max_tokens": 12, "ignore_eos": True, "logprobs": 3}
+
+
+def generate(model: Path) -> list[RequestOutput]:
+    with LLM(model, **OPTIONS) as llm:
+        return llm.generate(PROMPTS, SamplingParams(**SEEDED))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("shape", ["granite", "gemma3", "mixtral"])
+def test_the_outputs_are_the_folders_bit_for_bit(tmp_path: Path, shape: str):
+    """Paired rows, summed norms and stacked experts; log probabilities show any other bit."""
+    model = convert(shape, tmp_path / "original", dtype="bfloat16")
+    ours = generate(model.write(tmp_path / "model.gguf"))
+    theirs = generate(model.original)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.outputs[0].token_ids == other.outputs[0].token_ids
+        assert mine.outputs[0].logprobs == other.outputs[0].logprobs
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("shape", ["llama", "phi3"])
+def test_the_tokens_are_the_folders_where_the_rope_has_factors(tmp_path: Path, shape: str):
+    """The file has them as float32, the folder as what they are computed from."""
+    model = convert(shape, tmp_path / "original")
+    ours = generate(model.write(tmp_path / "model.gguf"))
+    theirs = generate(model.original)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a GGUF file that has a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("gguf")
+    model = convert("qwen3", folder / "original")
+    model.others |= {f"tokenizer.ggml.{key}": value for key, value in BYTE_LEVEL.items()}
+    model.others["tokenizer.chat_template"] = TEMPLATE
+    (folder / "served").mkdir()
+    model.write(folder / "served" / "tiny.gguf")
+    return folder / "served"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    status = main([*map(str, arguments)])
+    assert status == 0
+    return capsys.readouterr().out
+
+
+def test_a_folder_with_one_file_is_the_file(folder: Path):
+    assert find_checkpoint(folder).digest == find_checkpoint(folder / "tiny.gguf").digest
+
+
+def test_info_shows_a_files_facts(folder: Path, capsys: pytest.CaptureFixture[str]):
+    facts = json.loads(run(capsys, "info", folder / "tiny.gguf", "--json"))
+    size = (folder / "tiny.gguf").stat().st_size
+    assert facts["model"]["format"] == "gguf"
+    assert facts["model"]["files"] == {"tiny.gguf": size}
+    assert facts["model"]["family"] == "qwen3"
+    assert facts["text"]["tokenizer"] == "tiny.gguf"
+    assert facts["text"]["tokenizer_vocab_size"] == len(BYTE_LEVEL["tokens"])
+    assert facts["text"]["has_chat_template"] is True
+
+
+def test_llm_takes_texts_and_conversations(folder: Path):
+    with LLM(str(folder / "tiny.gguf"), **OPTIONS) as llm:
+        params = SamplingParams(max_tokens=3, temperature=0.0)
+        (plain,) = llm.generate(["ab 12"], params)
+        (chat,) = llm.chat([[{"role": "user", "content": "ab 12"}]], params)
+    tokens = BYTE_LEVEL["tokens"]
+    assert [tokens[token_id] for token_id in plain.prompt_token_ids] == ["ab", "Ġ", "1", "2"]
+    assert chat.prompt_token_ids == plain.prompt_token_ids
+    assert chat.outputs[0].token_ids == plain.outputs[0].token_ids
