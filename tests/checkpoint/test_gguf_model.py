@@ -315,12 +315,12 @@ def test_what_is_not_supported_is_refused_by_its_name(make: Make, tmp_path: Path
     assert "model.gguf" in str(refusal.value)
 
 
-def test_quantised_tensors_are_refused_with_what_to_use_instead(tmp_path: Path):
-    config = replace(tiny_config("llama"), intermediate_size=192)
+def test_other_quantised_types_are_refused_with_what_to_use_instead(tmp_path: Path):
+    config = replace(tiny_config("llama"), intermediate_size=256)
     model = convert_config("llama", config, tmp_path / "original")
-    model.kinds["blk.1.ffn_down.weight"] = "Q8_0"
+    model.kinds["blk.1.ffn_down.weight"] = "TQ2_0"
     with pytest.raises(
-        CheckpointError, match=r"blk\.1\.ffn_down\.weight is Q8_0; .* use a file in BF16"
+        CheckpointError, match=r"ffn_down\.weight has the type TQ2_0, .* such as one in Q4_K_M"
     ):
         opened(model, tmp_path)
 

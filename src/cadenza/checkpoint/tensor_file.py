@@ -1,11 +1,13 @@
 """A file of tensors mapped into memory: `TensorFile`, and the place of each tensor, `TensorEntry`.
 
 Owns views of the mapped bytes. Knows no format: `safetensors_file` and `gguf/tensors` read the
-entries and check them. Invariant: a view copies nothing, unless rows have to be put into order.
+entries and check them. Invariant: a view copies nothing, unless the tensor has to be decoded or its
+rows have to be put into order.
 """
 
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +20,18 @@ AnyArray = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """A way to store float32 in fewer bytes; `decode` gives the elements of a tensor's bytes."""
+
+    name: str
+    decode: Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
     """A tensor's data type, shape and place: bytes [start, stop) of its file.
+
+    With an `encoding` the type is that of the decoded elements.
 
     With `num_paired_heads` the rows are those of so many heads, each stored in the order 0, D / 2,
     1, D / 2 + 1, …
@@ -30,7 +42,13 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int
     stop: int
+    encoding: Encoding | None = None
     num_paired_heads: int | None = None
+
+    @property
+    def stored_type(self) -> str:
+        """The name of the data type or of the encoding."""
+        return self.dtype if self.encoding is None else self.encoding.name
 
     @property
     def num_bytes(self) -> int:
@@ -47,13 +65,17 @@ class TensorFile:
     data: mmap.mmap
 
     def view(self, name: str) -> AnyArray:
-        """An array over the mapped bytes, read-only and possibly unaligned; its rows are copied if
-        they are paired.
+        """An array over the mapped bytes, read-only and possibly unaligned; a new array if the
+        tensor is encoded or its rows are paired.
         """
         entry = self.entries[name]
-        dtype = FORMAT_OF_NAME[entry.dtype].numpy
-        count = math.prod(entry.shape)
-        flat = np.frombuffer(self.data, dtype=dtype, count=count, offset=entry.start)
+        if entry.encoding is None:
+            dtype = FORMAT_OF_NAME[entry.dtype].numpy
+            count = math.prod(entry.shape)
+            flat = np.frombuffer(self.data, dtype=dtype, count=count, offset=entry.start)
+        else:
+            stored = np.frombuffer(self.data, np.uint8, entry.num_bytes, entry.start)
+            flat = entry.encoding.decode(stored)
         if entry.num_paired_heads is None:
             return flat.reshape(entry.shape)
         pairs = flat.reshape(entry.num_paired_heads, -1, 2, *entry.shape[1:])  # [H, D / 2, 2, …]

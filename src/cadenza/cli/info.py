@@ -4,6 +4,7 @@ Owns the facts. Reads a folder's small files and the headers of its weights. Inv
 is read and nothing is allocated on a device; text and JSON have the same facts and keys.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,7 @@ def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
         "family": shape.family,
         "num_parameters": count_parameters(shape),
         "stored_dtype": shape.dtype,
+        "stored_types": _stored_types(checkpoint),
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -124,6 +126,12 @@ def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
         "tie_word_embeddings": shape.tie_word_embeddings,
         "eos_token_ids": checkpoint.eos_token_ids,
     }
+
+
+def _stored_types(checkpoint: "Checkpoint") -> dict[str, int]:
+    """How many tensors are stored in each data type or encoding."""
+    weights = checkpoint.weights
+    return dict(Counter(sorted(weights.entry(name).stored_type for name in weights)))
 
 
 def _files(checkpoint: "Checkpoint") -> dict[str, int]:

@@ -24,6 +24,7 @@ from cadenza.checkpoint.declaration import (
 )
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.gguf import config as gguf_config
+from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.gguf.config import Architecture
 from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
 from cadenza.checkpoint.model_config import ModelConfig
@@ -174,11 +175,12 @@ def _cut(
             f"{where}: tensor {tensor.name} has shape {list(tensor.shape)}; the metadata require "
             f"{list(place.shape)}; convert the model again"
         )
-    if tensor.type.name not in _DTYPES:
+    kind = tensor.type.name
+    if kind not in _DTYPES and kind not in ENCODINGS:
         raise CheckpointError(
-            f"{where}: tensor {tensor.name} is {tensor.type.name}; quantised tensors are not "
-            f"supported yet, only {', '.join(_DTYPES)}; use a file in BF16 or F16, or the model's "
-            f"folder with safetensors"
+            f"{where}: tensor {tensor.name} has the type {kind}, which is not supported; supported "
+            f"are {', '.join([*_DTYPES, *ENCODINGS])}; use another file of the model, such as one "
+            f"in Q4_K_M or Q8_0"
         )
     num_elements = sum(spec.num_elements for spec in place.parts)
     start = tensor.start
@@ -186,10 +188,11 @@ def _cut(
         stop = start + (tensor.stop - tensor.start) * spec.num_elements // num_elements
         yield TensorEntry(
             name=spec.name,
-            dtype=_DTYPES[tensor.type.name],
+            dtype=_DTYPES.get(kind, "float32"),
             shape=spec.shape,
             start=start,
             stop=stop,
+            encoding=ENCODINGS.get(kind),
             num_paired_heads=_num_paired_heads(spec, config)
             if architecture.has_paired_rows
             else None,

@@ -1,0 +1,180 @@
+"""The quantised types of GGUF as integer codes with scales: `BLOCKS`.
+
+Owns the layout of their blocks. Knows no files. Invariant: the codes, scales and offsets are those
+of the file, exactly, and the float32 values that they stand for are those of ggml's conversion.
+
+Shapes: B blocks, C elements of a block, G groups of a block with one scale each.
+
+Source: ggml's ggml-quants.c.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.checkpoint.gguf.types import TENSOR_TYPES, TensorType
+from cadenza.checkpoint.tensor_file import Encoding
+
+Bytes = npt.NDArray[Any]
+"""Of uint8."""
+
+Float32Array = npt.NDArray[np.float32]
+
+DECODED_AT_ONCE = 1 << 22
+"""Elements; bounds the memory beside the result."""
+
+_E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedBlocks:
+    """An element is codes * scales + offsets of its group; without offsets they are 0."""
+
+    codes: npt.NDArray[np.int8]  # [B, G, C / G]
+    scales: Float32Array  # [B, G]
+    offsets: Float32Array | None = None  # [B, G]
+
+    def decoded(self) -> Float32Array:
+        """[B, C]. The product is exact in float32; the sum is rounded once."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            values = self.codes.astype(np.float32) * self.scales[..., None]
+            if self.offsets is not None:
+                values += self.offsets[..., None]
+        return values.reshape(len(values), -1)
+
+
+def _half(stored: Bytes) -> Float32Array:
+    """[B, 2 n] bytes of float16 as [B, n]."""
+    return np.ascontiguousarray(stored).view("<f2").astype(np.float32)
+
+
+def _nibbles(stored: Bytes) -> Bytes:
+    """[..., n] bytes as [..., 2 n]: all low halves, then all high ones."""
+    return np.concatenate([stored & 15, stored >> 4], axis=-1)
+
+
+def _fifth_bits(stored: Bytes) -> Bytes:
+    """[B, 4] bytes as [B, 32]: 16 for each bit that is set."""
+    return np.unpackbits(stored, axis=-1, bitorder="little") << 4
+
+
+def _signed(codes: Bytes, zero: int = 0) -> npt.NDArray[np.int8]:
+    """Codes of at most 7 bits less `zero`."""
+    return codes.view(np.int8) - np.int8(zero)
+
+
+def _read_q8_0(stored: Bytes) -> CodedBlocks:
+    codes = np.ascontiguousarray(stored[:, 2:]).view(np.int8)
+    return CodedBlocks(codes=codes[:, None], scales=_half(stored[:, :2]))
+
+
+def _read_q4_0(stored: Bytes) -> CodedBlocks:
+    codes = _signed(_nibbles(stored[:, 2:]), 8)
+    return CodedBlocks(codes=codes[:, None], scales=_half(stored[:, :2]))
+
+
+def _read_q4_1(stored: Bytes) -> CodedBlocks:
+    return CodedBlocks(
+        codes=_signed(_nibbles(stored[:, 4:]))[:, None],
+        scales=_half(stored[:, :2]),
+        offsets=_half(stored[:, 2:4]),
+    )
+
+
+def _read_q5_0(stored: Bytes) -> CodedBlocks:
+    codes = _signed(_nibbles(stored[:, 6:]) | _fifth_bits(stored[:, 2:6]), 16)
+    return CodedBlocks(codes=codes[:, None], scales=_half(stored[:, :2]))
+
+
+def _read_q5_1(stored: Bytes) -> CodedBlocks:
+    codes = _signed(_nibbles(stored[:, 8:]) | _fifth_bits(stored[:, 4:8]))
+    return CodedBlocks(
+        codes=codes[:, None], scales=_half(stored[:, :2]), offsets=_half(stored[:, 2:4])
+    )
+
+
+def _read_k_scales(stored: Bytes) -> tuple[Float32Array, Float32Array]:
+    """Scales and offsets [B, 8] of the 16 bytes in front of Q4_K and Q5_K.
+
+    These are d, dmin and twelve bytes with 6-bit scales and minimums: four of each in the low bits
+    of the first eight, the other four in the last four bytes and the high bits of the first eight.
+    """
+    first, second, third = (stored[:, start : start + 4] for start in (4, 8, 12))
+    scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 48)], axis=-1)
+    minimums = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 48)], axis=-1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _half(stored[:, :2]) * scales, -(_half(stored[:, 2:4]) * minimums)
+
+
+def _read_q4_k(stored: Bytes) -> CodedBlocks:
+    """Each 32 bytes have the low and the high halves of two groups."""
+    scales, offsets = _read_k_scales(stored)
+    codes = _nibbles(stored[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    return CodedBlocks(codes=_signed(codes), scales=scales, offsets=offsets)
+
+
+def _read_q5_k(stored: Bytes) -> CodedBlocks:
+    """As Q4_K; bit j of 32 further bytes is the fifth bit of group j."""
+    scales, offsets = _read_k_scales(stored)
+    low = _nibbles(stored[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    shifts = np.arange(8, dtype=np.uint8)[:, None]
+    high = (stored[:, None, 16:48] >> shifts) & 1  # [B, 8, 32]
+    return CodedBlocks(codes=_signed(low | (high << 4)), scales=scales, offsets=offsets)
+
+
+def _read_q6_k(stored: Bytes) -> CodedBlocks:
+    """Halves of 128 elements, each of 64 bytes with 4 bits and 32 bytes with the 2 above them."""
+    low = _nibbles(stored[:, :128].reshape(-1, 2, 64))  # [B, 2, 128]
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = (stored[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3  # [B, 2, 4, 32]
+    codes = _signed(low | (high.reshape(-1, 2, 128) << 4), 32).reshape(-1, 16, 16)
+    scales = np.ascontiguousarray(stored[:, 192:208]).view(np.int8)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return CodedBlocks(codes=codes, scales=_half(stored[:, 208:]) * scales)
+
+
+def _read_mxfp4(stored: Bytes) -> CodedBlocks:
+    """Codes are twice the values of E2M1, scales half the power of two."""
+    scales = np.ldexp(np.float32(0.5), stored[:, :1].astype(np.int32) - 127)
+    codes = _E2M1_DOUBLED[_nibbles(stored[:, 1:])]
+    return CodedBlocks(codes=codes[:, None], scales=scales.astype(np.float32))
+
+
+Read = Callable[[Bytes], CodedBlocks]
+"""Of blocks [B, bytes of one]."""
+
+BLOCKS: dict[str, Read] = {
+    "Q8_0": _read_q8_0,
+    "Q4_0": _read_q4_0,
+    "Q4_1": _read_q4_1,
+    "Q5_0": _read_q5_0,
+    "Q5_1": _read_q5_1,
+    "Q4_K": _read_q4_k,
+    "Q5_K": _read_q5_k,
+    "Q6_K": _read_q6_k,
+    "MXFP4": _read_mxfp4,
+}
+
+
+def _encoding_of(kind: TensorType) -> Encoding:
+    read = BLOCKS[kind.name]
+
+    def decode(stored: Bytes) -> Float32Array:
+        blocks = stored.reshape(-1, kind.block_bytes)
+        decoded = np.empty((len(blocks), kind.block_len), np.float32)
+        step = DECODED_AT_ONCE // kind.block_len
+        for start in range(0, len(blocks), step):
+            part = slice(start, start + step)
+            decoded[part] = read(blocks[part]).decoded()
+        return decoded.reshape(-1)
+
+    return Encoding(name=kind.name, decode=decode)
+
+
+ENCODINGS: dict[str, Encoding] = {
+    kind.name: _encoding_of(kind) for kind in TENSOR_TYPES.values() if kind.name in BLOCKS
+}
+"""Of the types that can be read."""
