@@ -4,8 +4,8 @@
     python benchmarks/rivals/as_gguf.py FOLDER OUT.gguf
 
 Create FOLDER with `cadenza bench make-checkpoint --shape smollm2-135m FOLDER`. Weights become
-bfloat16, norms float32. The rows of query and key weights are not permuted to llama.cpp's order:
-the amount of computation is the same, and outputs are not compared.
+bfloat16, norms float32, and rows of query and key weights have llama.cpp's order, so that Cadenza
+gives the same tokens for both. Scaled rotary positions are not written.
 """
 
 import json
@@ -42,6 +42,12 @@ def name_of(tensor: str) -> str:
     return f"blk.{layer}.{LAYER_PARTS[part.removesuffix('.weight')]}.weight"
 
 
+def in_pairs(array: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:
+    """Rows of each head in the order 0, D / 2, 1, D / 2 + 1, …, for a rotation of neighbours."""
+    halves = array.reshape(-1, 2, head_dim // 2, array.shape[1])  # [H, 2, D / 2, E]
+    return halves.swapaxes(1, 2).reshape(array.shape)
+
+
 def add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -58,17 +64,27 @@ def add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
 
 
+def unreachable_merge(tokens: set[str]) -> list[str]:
+    """For a vocabulary without merges, which llama.cpp refuses: one whose parts need merges."""
+    return next(
+        [token[:cut], token[cut:]]
+        for token in sorted(tokens)
+        for cut in range(2, len(token))
+        if token[:cut] in tokens and token[cut:] in tokens
+    )
+
+
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocab_size: int) -> None:
     texts = {index: text for text, index in tokenizer["model"]["vocab"].items()}
     controls = {each["id"]: each["content"] for each in tokenizer["added_tokens"]}
     kinds = [gguf.TokenType.NORMAL, gguf.TokenType.CONTROL]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(
         [controls.get(i) or texts.get(i, f"<unused{i}>") for i in range(vocab_size)]
     )
     writer.add_token_types([kinds[i in controls] for i in range(vocab_size)])
-    merges = tokenizer["model"].get("merges") or ["a b"]
+    merges = tokenizer["model"].get("merges") or [unreachable_merge(set(texts.values()))]
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
@@ -86,7 +102,10 @@ def main(folder: Path, out: Path) -> None:
         if weights[name].ndim == 1:
             writer.add_tensor(name_of(name), weights[name].astype(np.float32))
         else:
-            raw = weights[name].astype(ml_dtypes.bfloat16).view(np.uint8)
+            array = weights[name]
+            if name.endswith((".q_proj.weight", ".k_proj.weight")):
+                array = in_pairs(array, config["head_dim"])
+            raw = array.astype(ml_dtypes.bfloat16).view(np.uint8)
             kind = gguf.GGMLQuantizationType.BF16
             writer.add_tensor(name_of(name), raw, raw_dtype=kind)
     writer.write_header_to_file()
