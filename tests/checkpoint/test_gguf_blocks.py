@@ -1,6 +1,6 @@
 """Quantised blocks: the values are those of gguf-py, on blocks by other writers and on any bytes.
 
-`tests/fixtures/gguf/blocks.json` has `WAVES` as ggml's own `ggml_quantize_chunk` (libggml-base, of
+`tests/checkpoint/gguf_blocks.json` has `WAVES` as ggml's own `ggml_quantize_chunk` (libggml-base, of
 llama.cpp as in llama-cpp-python 0.3.36) stores it, in base64: gguf-py writes no K-quants.
 """
 
@@ -18,7 +18,7 @@ from cadenza.checkpoint.gguf.blocks import BLOCKS, DECODED_AT_ONCE, ENCODINGS
 from cadenza.checkpoint.gguf.types import TENSOR_TYPES
 from tests.checkpoint.gguf_models import convert_config, tiny_config
 
-FIXTURES: dict[str, str] = json.loads(Path("tests/fixtures/gguf/blocks.json").read_text())
+FIXTURES: dict[str, str] = json.loads(Path("tests/checkpoint/gguf_blocks.json").read_text())
 PLACES = np.arange(768, dtype=np.float64)
 WAVES = (
     np.sin(PLACES * 0.7) * np.exp(-((PLACES % 256) / 200)) * (1 + PLACES // 256)
