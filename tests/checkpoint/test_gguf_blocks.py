@@ -1,7 +1,7 @@
 """Quantised blocks: the values are those of gguf-py, on blocks by other writers and on any bytes.
 
-`tests/checkpoint/gguf_blocks.json` has `WAVES` as ggml's own `ggml_quantize_chunk` (libggml-base, of
-llama.cpp as in llama-cpp-python 0.3.36) stores it, in base64: gguf-py writes no K-quants.
+`tests/checkpoint/gguf_blocks.json` has `WAVES` as ggml's own `ggml_quantize_chunk` (libggml-base,
+of llama.cpp as in llama-cpp-python 0.3.36) stores it, in base64: gguf-py writes no K-quants.
 """
 
 import base64
