@@ -47,7 +47,7 @@ from cadenza.engine.core import EngineCore
 from cadenza.engine.process.child import SocketLink
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
-from cadenza.engine.process.messages import Ready
+from cadenza.engine.process.messages import EngineIdentity, Ready
 from cadenza.engine.process.worker import Worker
 from tools.size_gate import measure
 
@@ -195,7 +195,13 @@ class EngineThread:
         link.receive_one()
         worker = Worker(self._core, link)
         check = self._core.request_check
-        link.send(Ready(request_check=check, startup_s={}, stats=worker.meter.stats()))
+        ready = Ready(
+            request_check=check,
+            identity=EngineIdentity(),
+            startup_s={},
+            stats=worker.meter.stats(),
+        )
+        link.send(ready)
         worker.serve()
         self._connection.close()
         for held in self._held:

@@ -25,13 +25,15 @@ ErrorKind = Literal[
     "step_failed",
     "text_failed",
     "engine_lost",
+    "engine_failed",
     "engine_closed",
     "queue_timeout",
     "request_timeout",
 ]
 """Why a request ended with an error. In order: its logits were not finite; its own options ruled
 out every token; its step failed on the device; its tokens could not be decoded to text; the engine
-process died or hung; the engine was shut down; the queue timeout; the total timeout."""
+process died or hung; it did so each time that it computed this request, at last alone; the engine
+was shut down; the queue timeout; the total timeout."""
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures mean greedy sampling, as in vLLM."""

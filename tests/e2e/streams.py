@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_LINE_BYTES = 1 << 22
+USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 TIMEOUT_S = 120.0
 """Where only a hang is meant."""
 
@@ -25,21 +27,45 @@ class Stream:
     ended_s: float | None = None
 
     @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(frame) for frame in self.frames if frame.startswith('{"id"')]
+
+    @property
     def text(self) -> str:
-        events = (json.loads(frame) for frame in self.frames if frame.startswith('{"id"'))
-        return "".join(choice["text"] for event in events for choice in event["choices"])
+        return "".join(choice["text"] for event in self.events for choice in event["choices"])
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """All that it says of each choice, however it was cut into events; and the usage."""
+        choices: dict[int, dict[str, Any]] = {}
+        counts: dict[str, int] = {}
+        for event in self.events:
+            for choice in event["choices"]:
+                own = choices.setdefault(
+                    choice["index"], {"text": "", "logprobs": [], "finish": None, "stop": None}
+                )
+                own["text"] += choice["text"]
+                own["finish"] = choice["finish_reason"] or own["finish"]
+                own["stop"] = choice.get("stop_reason") or own["stop"]
+                own["logprobs"] += (choice.get("logprobs") or {}).get("token_logprobs", [])
+            if event.get("usage"):
+                counts = {name: event["usage"][name] for name in USAGE}
+        return {"choices": choices, "usage": counts}
 
     @property
     def is_whole(self) -> bool:
         """It ended as the protocol has it, by its own end or with an error."""
+        if not self.body.get("stream", True):
+            return len(self.frames) == 1
         return bool(self.frames) and self.frames[-1] == "[DONE]"
 
     @property
     def error(self) -> str | None:
         """The code of the error that ended it."""
-        if not self.is_whole or len(self.frames) < 2:
+        last = 1 if not self.body.get("stream", True) else 2
+        if not self.is_whole or len(self.frames) < last:
             return None
-        return json.loads(self.frames[-2]).get("error", {}).get("code")
+        return json.loads(self.frames[-last]).get("error", {}).get("code")
 
 
 class Streams:
@@ -77,11 +103,15 @@ class Streams:
 
     async def _read(self, stream: Stream) -> None:
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", self._port, limit=MAX_LINE_BYTES
+            )
             writer.write(_request(stream.body))
             async for line in reader:
                 if line.startswith(b"data: "):
                     stream.frames.append(line[len(b"data: ") :].decode().strip())
+                elif line.startswith(b"{"):  # an answer that is not streamed
+                    stream.frames.append(line.decode())
             writer.close()
         except OSError:
             pass  # cut off: the stream is not whole
@@ -89,7 +119,7 @@ class Streams:
 
 
 def _request(body: dict[str, Any]) -> bytes:
-    content = json.dumps({**body, "stream": True}).encode()
+    content = json.dumps({"stream": True, **body}).encode()
     head = (
         "POST /v1/completions HTTP/1.1",
         "host: x",

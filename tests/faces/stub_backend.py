@@ -39,6 +39,9 @@ class StubBackend:
             device_memory_bytes=1 << 30,
         )
 
+    def describe_arithmetic(self, device: str, ops: Ops, model: ModelConfig) -> tuple[str, ...]:
+        return ("stored tokens",)
+
     def load_runner(self, model: ModelConfig, weights: Weights, setup: RunnerSetup) -> Runner:
         limits = setup.limits
         return FakeRunner(

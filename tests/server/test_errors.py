@@ -230,6 +230,7 @@ def test_a_full_queue_is_a_429_at_once(script: tuple[int, ...], text: TextFronte
         ("not_finite", 500, "server_error", "false"),
         ("step_failed", 500, "step_failed", None),
         ("engine_lost", 503, "engine_restarting", None),
+        ("engine_failed", 500, "engine_failed", "false"),
         ("queue_timeout", 504, "deadline_exceeded", None),
         ("request_timeout", 504, "deadline_exceeded", None),
     ],
@@ -428,7 +429,9 @@ def test_the_client_continues_a_message_and_finds_what_is_told_of_the_prompt(
     )
 
 
-@pytest.mark.parametrize(("failing", "num_tries"), [("not_finite", 1), ("step_failed", 3)])
+@pytest.mark.parametrize(
+    ("failing", "num_tries"), [("not_finite", 1), ("engine_failed", 1), ("step_failed", 3)]
+)
 def test_the_client_tries_again_unless_it_is_told_not_to(
     server: RunningServer, engine: ScriptedEngine, failing: ErrorKind, num_tries: int
 ) -> None:

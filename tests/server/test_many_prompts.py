@@ -167,6 +167,22 @@ def test_one_call_leaves_half_of_the_places_to_others(
     assert len(many.result().json()["choices"]) == 500
 
 
+def test_prompts_wait_while_the_engine_is_restarted(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    engine.pause()
+    many = post_in_background(server, {"prompt": [[5]] * 200, "max_tokens": 1})
+    wait_until(lambda: engine.num_open == NUM_PLACES // 2)
+    engine.state = "restarting"
+    engine.resume()
+    wait_until(lambda: engine.num_open == 0)  # and there is no more news by which to go on
+    assert len(engine.submitted) == NUM_PLACES // 2
+    engine.state = "ready"
+    answer = many.result()
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 200
+
+
 def test_calls_with_many_prompts_take_turns(server: RunningServer, engine: ScriptedEngine) -> None:
     engine.pause()
     first = post_in_background(server, {"prompt": [[5]] * 300, "max_tokens": 1})
@@ -248,10 +264,10 @@ def test_a_prompt_that_the_engine_refuses_later_fails_the_call(
     engine.pause()
     call = post_in_background(server, {"prompt": [[5]] * 500, "max_tokens": 1})
     wait_until(lambda: engine.num_open == NUM_PLACES // 2)
-    engine.state = "restarting"
+    engine.state = "dead"
     engine.resume()
     answer = call.result()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_restarting")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
     wait_until(lambda: not engine.num_open)
 
 

@@ -216,6 +216,11 @@ class Backend(Protocol):
         """
         ...
 
+    def describe_arithmetic(self, device: str, ops: Ops, model: ModelConfig) -> tuple[str, ...]:
+        """What decides the bits of a step on `device`, besides the checkpoint, the type and the
+        limits: versions, instruction set, kernels. Raises the errors of `describe`."""
+        ...
+
     def load_runner(self, model: ModelConfig, weights: Weights, setup: RunnerSetup) -> Runner:
         """A runner with its weights loaded, before `warmup`. Raises the errors of `describe`."""
         ...

@@ -8,6 +8,7 @@ overlaps no other entry, and has the number of bytes that its shape and data typ
 
 import math
 import mmap
+import os
 from pathlib import Path
 from typing import cast
 
@@ -38,10 +39,13 @@ def open_safetensors(path: Path) -> TensorFile:
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            modified_ns = os.fstat(file.fileno()).st_mtime_ns
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name} cannot be mapped into memory") from error
     header, entries = read_entries(data, path.name)
-    return TensorFile(name=path.name, header=header, entries=entries, data=data)
+    return TensorFile(
+        name=path.name, header=header, entries=entries, data=data, modified_ns=modified_ns
+    )
 
 
 def read_entries(data: mmap.mmap | bytes, where: str) -> tuple[bytes, dict[str, TensorEntry]]:

@@ -57,12 +57,16 @@ class TensorEntry:
 
 @dataclass(slots=True, eq=False)
 class TensorFile:
-    """An open file, mapped as long as this object or one of its views exists."""
+    """An open file, mapped as long as this object or one of its views exists.
+
+    `modified_ns` is the time of its last change, in nanoseconds since 1970.
+    """
 
     name: str
     header: bytes | memoryview
     entries: dict[str, TensorEntry]
     data: mmap.mmap
+    modified_ns: int
 
     def view(self, name: str) -> AnyArray:
         """An array over the mapped bytes, read-only and possibly unaligned; a new array if the

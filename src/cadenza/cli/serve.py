@@ -83,6 +83,11 @@ class ServeFlags:
     shutdown_timeout: float = _flag(
         30.0, "Seconds that open requests have to finish after the signal to shut down."
     )
+    on_engine_failure: Literal["resume", "error"] = _flag(
+        "resume",
+        "What becomes of open requests when the engine process ends or hangs: resume has the next "
+        "one go on with them, error ends each with an error.",
+    )
     sse_keep_alive_interval: float = _flag(
         15.0, "Seconds without an event after which a stream sends a comment."
     )
@@ -206,7 +211,8 @@ def _make(
     # The engine process opens the same commit now and at each restart, even if a branch moves.
     config = replace(config, revision=checkpoint.revision)
     timeouts = RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout)
-    engine = EngineProcess(name, config, ProcessOptions(timeouts=timeouts))
+    process = ProcessOptions(timeouts=timeouts, on_failure=flags.on_engine_failure)
+    engine = EngineProcess(name, config, process)
     return engine, Service(engine, text, options)
 
 

@@ -45,6 +45,10 @@ class PromptLogprobsProgress:
         self.num_read = max(self.num_read, fresh.stop)
         return fresh
 
+    def skip(self, count: int) -> None:
+        """The first `count` log probabilities have been reported elsewhere."""
+        self.num_launched = self.num_read = 1 + count
+
     def rewind(self) -> None:
         """After a preemption: positions launched but not read must be launched again."""
         self.num_launched = self.num_read

@@ -233,9 +233,11 @@ class Scheduler:
             return False
         if not self.kv_cache.try_adopt(sequence, prefix):
             return False
-        if sequence.num_cached_tokens is None:
-            if all(each.num_cached_tokens is None for each in sequence.siblings):
+        if not sequence.has_started:
+            if not any(each.has_started for each in sequence.siblings):
                 batch.started.append(Started(request_id=sequence.request_id))
+            sequence.has_started = True
+        if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = prefix.num_cached_tokens
             if not is_fork:
                 self._count_prefix(sequence, prefix.num_cached_tokens)

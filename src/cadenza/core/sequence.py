@@ -41,7 +41,9 @@ class Sequence:
         page_copy: the page copy to make before its next step; None after that step's launch.
         num_computed_tokens: tokens whose KV exists once the launched steps have run.
         num_pending_tokens: tokens sampled by launched steps that have not been read.
-        num_cached_tokens: prompt tokens whose KV was shared at its first start; None before.
+        has_started: it has had a row.
+        num_cached_tokens: prompt tokens whose KV was shared at its first start; None before. A
+            sample that another engine began has that engine's number.
         num_sent_pages: entries of the page table already sent to the device.
         published_serial: the prefix cache's serial of its last published page; None after a
             key collision, which ends publication.
@@ -63,6 +65,7 @@ class Sequence:
     page_keys: list[bytes] = field(default_factory=list[bytes])
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
+    has_started: bool = False
     num_cached_tokens: int | None = None
     num_published_pages: int = 0
     published_serial: int | None = 0

@@ -18,6 +18,7 @@ import msgspec
 from cadenza.engine.core import EngineCore
 from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
 from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.resumption import Resumption
 from cadenza.engine.stats import EngineStats, StepMeter
 from cadenza.engine.status import EngineState, EngineStatus
 from cadenza.errors import (
@@ -92,6 +93,14 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     request: Request
 
 
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """A request that another engine began, under the id that it had there."""
+
+    request_id: int
+    request: Request
+    resumption: Resumption
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Ends a request, or one of its samples, without further events."""
 
@@ -99,7 +108,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     sample: int | None
 
 
-Command = Submit | Cancel
+Command = Submit | Resume | Cancel
 
 
 def run_steps(
@@ -118,6 +127,8 @@ def run_steps(
         for command in commands:
             if isinstance(command, Submit):
                 core.enqueue(command.request_id, command.request)
+            elif isinstance(command, Resume):
+                core.resume(command.request_id, command.request, command.resumption)
             else:
                 core.cancel(command.request_id, command.sample)
         yield step()

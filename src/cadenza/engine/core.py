@@ -17,8 +17,9 @@ from cadenza.core.packing import Packer
 from cadenza.core.prompt_logprobs import PromptLogprobsProgress
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
-from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
+from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner
 from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.resumption import Resumption
 from cadenza.errors import EngineClosedError, QueueFullError
 from cadenza.request import Event, Finished, Request
 
@@ -133,26 +134,23 @@ class EngineCore:
 
     def enqueue(self, request_id: int, request: Request) -> None:
         """Queues a request that has passed `check`; ids must increase."""
-        params = request.params
-        seed = derive_seed(self._seed, request_id) if params.seed is None else params.seed
-        stop = frozenset(params.stop_token_ids)
-        samples = [
-            Sequence(
-                request_id=request_id,
-                request=request,
-                sample=sample,
-                seed=derive_sample_seed(seed, sample),
-                max_num_tokens=self.request_check.max_num_tokens(request),
-                stop_token_ids=stop if params.ignore_eos else stop | self.eos_token_ids,
-                token_ids=list(request.prompt_token_ids),
-                prompt_logprobs_progress=_progress_of(request) if sample == 0 else None,
-            )
-            for sample in range(params.n)
-        ]
-        self._samples[request_id] = dict(enumerate(samples))
-        for sequence in samples:
-            sequence.siblings = samples if params.n > 1 else []
-            self.scheduler.add(sequence)
+        self._add([self._make_sequence(request_id, request, k) for k in range(request.params.n)])
+
+    def resume(self, request_id: int, request: Request, resumption: Resumption) -> None:
+        """Queues a request that another engine began; its samples go on at their next token.
+
+        There are no events for what `resumption` holds. The id is that of the first engine, from
+        which the seed of a request without one derives; it must not be open here.
+        """
+        sequences: list[Sequence] = []
+        for resumed in resumption.samples:
+            sequence = self._make_sequence(request_id, request, resumed.sample)
+            sequence.token_ids += resumed.token_ids
+            sequence.num_cached_tokens = resumed.num_cached_tokens
+            if sequence.prompt_logprobs_progress is not None:
+                sequence.prompt_logprobs_progress.skip(resumption.num_prompt_logprobs)
+            sequences.append(sequence)
+        self._add(sequences)
 
     def is_open(self, request_id: int) -> bool:
         """True while the request has a sample that has not ended."""
@@ -167,11 +165,15 @@ class EngineCore:
             self._forget(request_id, each)
         return bool(ended)
 
-    def step(self) -> list[Event]:
-        """Advances the running batch by one step; returns [] if there is nothing to do."""
+    def step(self, announce: Announce | None = None) -> list[Event]:
+        """Advances the running batch by one step; returns [] if there is nothing to do.
+
+        Args:
+            announce: called with the requests that start, before anything of them is computed.
+        """
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new one")
-        events = self._loop.step()
+        events = self._loop.step(announce)
         for event in events:
             if isinstance(event, Finished):
                 self._forget(event.request_id, event.sample)
@@ -193,6 +195,28 @@ class EngineCore:
         scheduled = {(s.request_id, s.sample) for s in self.scheduler.sequences}
         is_open = {(i, sample) for i, samples in self._samples.items() for sample in samples}
         assert scheduled == is_open, "open samples and scheduled sequences differ"
+
+    def _make_sequence(self, request_id: int, request: Request, sample: int) -> Sequence:
+        params = request.params
+        seed = derive_seed(self._seed, request_id) if params.seed is None else params.seed
+        stop = frozenset(params.stop_token_ids)
+        return Sequence(
+            request_id=request_id,
+            request=request,
+            sample=sample,
+            seed=derive_sample_seed(seed, sample),
+            max_num_tokens=self.request_check.max_num_tokens(request),
+            stop_token_ids=stop if params.ignore_eos else stop | self.eos_token_ids,
+            token_ids=list(request.prompt_token_ids),
+            prompt_logprobs_progress=_progress_of(request) if sample == 0 else None,
+        )
+
+    def _add(self, samples: list[Sequence]) -> None:
+        """Queues the samples of one request, in their order."""
+        self._samples[samples[0].request_id] = {each.sample: each for each in samples}
+        for sequence in samples:
+            sequence.siblings = samples if len(samples) > 1 else []
+            self.scheduler.add(sequence)
 
     def _check_queue(self) -> None:
         if not self.num_queue_slots:

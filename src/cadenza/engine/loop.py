@@ -7,6 +7,7 @@ others are recomputed from their tokens.
 
 import logging
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from cadenza.backends.base import Runner, StepHandle
@@ -16,9 +17,12 @@ from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.step_schema import StepOutput
 from cadenza.errors import RunnerError
-from cadenza.request import Event
+from cadenza.request import Event, Started
 
 logger = logging.getLogger(__name__)
+
+Announce = Callable[[Sequence[Started]], object]
+"""Called before the launch of a step with the requests that start in it."""
 
 OUTPUT_FIELDS = tuple(field.name for field in fields(StepOutput))
 
@@ -86,12 +90,14 @@ class StepLoop:
         self._step_runner = step_runner
         self._depth = depth
 
-    def step(self) -> list[Event]:
+    def step(self, announce: Announce | None = None) -> list[Event]:
         """Launches the next step if there is one, and reads the oldest if it is due.
 
         A request's `Started` comes with the launch of its first step, before its other events.
         """
         batch = self._scheduler.schedule()
+        if announce is not None and batch is not None and batch.started:
+            announce(batch.started)
         events: list[Event] = [] if batch is None else [*batch.started, *self._launch(batch)]
         if len(self.in_flight) > self._depth or (batch is None and self.in_flight):
             events += self._read_oldest()

@@ -1,19 +1,23 @@
-"""`OpenRequests`: the open requests, their deadlines, and statistics of ended ones.
+"""`OpenRequests`: the open requests, their tokens and deadlines, and statistics of ended ones.
 
-Owns the request ids, the queue's bounds, the deadlines and the latency measurements. Knows no
-engine and no process; thread-safe. Invariants: ids increase; each sample of an accepted request
-ends exactly once, by a `Finished` event, `cancel`, its deadline or `end_all`; its later events are
-dropped.
+Owns the request ids, the queue's bounds, the deadlines, the latency measurements, and what another
+engine needs to go on with a request: the tokens that were passed on, and the crashes in which it
+ran. Knows no engine and no process; thread-safe. Invariants: ids increase; each sample of an
+accepted request ends exactly once, by a `Finished` event, `cancel`, its deadline, `fail` or
+`end_all`; its later events are dropped, and so is a token that was passed on before.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
+from msgspec.structs import replace
+
 from cadenza.config import EngineLimits
+from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import Distribution, Tally
 from cadenza.errors import ConfigError, QueueFullError
 from cadenza.request import (
@@ -21,6 +25,7 @@ from cadenza.request import (
     Event,
     Finished,
     FinishReason,
+    PromptLogprobs,
     Request,
     Started,
     Token,
@@ -81,7 +86,9 @@ class RequestStats:
     """A snapshot of the numbers of requests accepted and refused, and of samples ended.
 
     `queue_seconds` is from acceptance to the first step, `prefill_seconds` from there to the first
-    token, `decode_seconds` from there to the end.
+    token, `decode_seconds` from there to the end. `num_resumed` counts a request once for each
+    engine that went on with it, `resume_seconds` is from the loss of an engine to the next token of
+    a request that ran in it.
     """
 
     num_accepted: int
@@ -90,21 +97,39 @@ class RequestStats:
     queue_seconds: Distribution
     prefill_seconds: Distribution
     decode_seconds: Distribution
+    num_resumed: int
+    resume_seconds: Distribution
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _OpenRequest:
     """An accepted request; times are clock readings.
 
-    `num_generated_tokens` maps each sample that has not ended to its number of tokens so far.
+    Args:
+        token_ids: of each sample that has not ended, the tokens so far.
+        num_cached_tokens: of each sample that has told.
+        is_running: the engine has given it a row.
+        is_lost: the engine that had it is gone, and no other has it yet.
+        lost_s: when an engine was lost in which it ran; None once it has gone on.
+        crashes_s: the losses of engines in which it ran.
     """
 
     request_id: int
-    num_prompt_tokens: int
+    request: Request
     accepted_s: float
-    num_generated_tokens: dict[int, int]
+    token_ids: dict[int, list[int]]
+    num_cached_tokens: dict[int, int] = field(default_factory=dict[int, int])
+    num_prompt_logprobs: int = 0
     started_s: float | None = None
     first_token_s: float | None = None
+    is_running: bool = False
+    is_lost: bool = False
+    lost_s: float | None = None
+    crashes_s: tuple[float, ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +137,7 @@ class _Times:
     queue: Tally = field(default_factory=lambda: Tally(REQUEST_SECONDS_BOUNDS))
     prefill: Tally = field(default_factory=lambda: Tally(REQUEST_SECONDS_BOUNDS))
     decode: Tally = field(default_factory=lambda: Tally(REQUEST_SECONDS_BOUNDS))
+    resume: Tally = field(default_factory=lambda: Tally(REQUEST_SECONDS_BOUNDS))
 
 
 class OpenRequests:
@@ -125,6 +151,7 @@ class OpenRequests:
         self._queued: dict[int, _OpenRequest] = {}
         self._num_queued_tokens = 0
         self._num_accepted = 0
+        self._num_resumed = 0
         self._ends: Counter[FinishReason] = Counter()
         self._rejections: Counter[RejectionReason] = Counter()
         self._times = _Times()
@@ -146,9 +173,9 @@ class OpenRequests:
             self._num_accepted += 1
             entry = _OpenRequest(
                 request_id=request_id,
-                num_prompt_tokens=num_tokens,
+                request=request,
                 accepted_s=self._clock(),
-                num_generated_tokens=dict.fromkeys(range(request.params.n), 0),
+                token_ids={sample: [] for sample in range(request.params.n)},
             )
             self._open[request_id] = self._queued[request_id] = entry
             self._num_queued_tokens += num_tokens
@@ -161,7 +188,8 @@ class OpenRequests:
     def pass_on(self, events: Iterable[Event]) -> list[Event]:
         """Records the events of open requests; returns all but `Started`, which is internal.
 
-        Events of samples that have ended are dropped.
+        Events of samples that have ended are dropped, and what was passed on before: an engine that
+        goes on with a request may repeat what was under way from another one, with the same bits.
         """
         passed: list[Event] = []
         with self._lock:
@@ -171,18 +199,29 @@ class OpenRequests:
                 if entry is None:
                     continue
                 if isinstance(event, Token):
-                    if event.sample not in entry.num_generated_tokens:
+                    token_ids = entry.token_ids.get(event.sample)
+                    if token_ids is None or event.index < len(token_ids):
                         continue
-                    entry.num_generated_tokens[event.sample] = event.index + 1
+                    token_ids.append(event.token_id)
+                    if event.num_cached_tokens is not None:
+                        entry.num_cached_tokens[event.sample] = event.num_cached_tokens
                     if entry.first_token_s is None:
                         self._take_first_token(entry, now_s)
+                    if entry.lost_s is not None:
+                        self._end_pause(entry, now_s)
                 elif isinstance(event, Started):
+                    entry.is_running = True
                     self._start(entry, now_s)
                     continue
                 elif isinstance(event, Finished):
-                    if event.sample not in entry.num_generated_tokens:
+                    if event.sample not in entry.token_ids:
                         continue
                     self._end(entry, event.sample, event.finish_reason, now_s)
+                else:
+                    fresh = _new_logprobs(entry, event)
+                    if fresh is None:
+                        continue
+                    event = fresh  # noqa: PLW2901
                 passed.append(event)
         return passed
 
@@ -190,9 +229,9 @@ class OpenRequests:
         """Ends a request, or one of its samples, without events; False if it is not open."""
         with self._lock:
             entry = self._open.get(request_id)
-            if entry is None or sample not in {None, *entry.num_generated_tokens}:
+            if entry is None or sample not in {None, *entry.token_ids}:
                 return False
-            for each in [*entry.num_generated_tokens] if sample is None else [sample]:
+            for each in [*entry.token_ids] if sample is None else [sample]:
                 self._end(entry, each, "abort", self._clock())
             return True
 
@@ -247,7 +286,81 @@ class OpenRequests:
                 queue_seconds=self._times.queue.snapshot(),
                 prefill_seconds=self._times.prefill.snapshot(),
                 decode_seconds=self._times.decode.snapshot(),
+                num_resumed=self._num_resumed,
+                resume_seconds=self._times.resume.snapshot(),
             )
+
+    def lose_engine(self, now_s: float) -> None:
+        """The engine is gone: what it had not told is to be computed again. Notes the crash with
+        each request that ran.
+        """
+        with self._lock:
+            for entry in self._open.values():
+                entry.is_lost = True
+                if entry.is_running:
+                    entry.is_running = False
+                    entry.crashes_s = (*entry.crashes_s, now_s)
+                    entry.lost_s = now_s if entry.lost_s is None else entry.lost_s
+
+    def open_ids(self) -> list[int]:
+        """In order of acceptance."""
+        with self._lock:
+            return list(self._open)
+
+    def num_tokens_of(self, request_id: int) -> dict[int, int]:
+        """The number of tokens of each sample that has not ended; empty if none is open."""
+        with self._lock:
+            entry = self._open.get(request_id)
+            return {} if entry is None else {k: len(ids) for k, ids in entry.token_ids.items()}
+
+    def is_running(self, request_id: int) -> bool:
+        """Whether it is open and has had a row in the engine that has it."""
+        with self._lock:
+            entry = self._open.get(request_id)
+            return entry is not None and entry.is_running
+
+    def withdraw(self, request_id: int) -> None:
+        """The request is taken from the engine, to be resumed later; its crashes are forgotten."""
+        with self._lock:
+            if request_id in self._open:
+                self._open[request_id].is_running = False
+                self._open[request_id].crashes_s = ()
+
+    def crashes_s(self, request_id: int) -> tuple[float, ...]:
+        """The times of the crashes in which an open request ran."""
+        with self._lock:
+            return self._open[request_id].crashes_s if request_id in self._open else ()
+
+    def forget_crashes(self, crashes_s: Collection[float]) -> None:
+        """These crashes tell nothing more about any request."""
+        with self._lock:
+            for entry in self._open.values():
+                entry.crashes_s = tuple(s for s in entry.crashes_s if s not in crashes_s)
+
+    def resume(self, request_id: int) -> tuple[Request, Resumption] | None:
+        """What an engine needs to go on with the request; None if it is not open."""
+        with self._lock:
+            entry = self._open.get(request_id)
+            if entry is None:
+                return None
+            self._num_resumed += entry.is_lost
+            entry.is_lost = False
+            samples = tuple(
+                ResumedSample(
+                    sample=sample,
+                    token_ids=tuple(token_ids),
+                    num_cached_tokens=entry.num_cached_tokens.get(sample),
+                )
+                for sample, token_ids in entry.token_ids.items()
+            )
+            return entry.request, Resumption(
+                samples=samples, num_prompt_logprobs=entry.num_prompt_logprobs
+            )
+
+    def fail(self, request_id: int, kind: ErrorKind, error: str) -> list[Finished]:
+        """Ends an open request; returns an error event for each of its samples."""
+        with self._lock:
+            return self._fail_each([self._open[request_id]], kind, error, self._clock())
 
     def _check_room(self, num_tokens: int, limits: EngineLimits) -> None:
         load = self.load()
@@ -278,10 +391,15 @@ class OpenRequests:
         assert entry.started_s is not None
         self._times.prefill.add(now_s - entry.started_s)
 
+    def _end_pause(self, entry: _OpenRequest, now_s: float) -> None:
+        assert entry.lost_s is not None
+        self._times.resume.add(now_s - entry.lost_s)
+        entry.lost_s = None
+
     def _end(self, entry: _OpenRequest, sample: int, reason: FinishReason, now_s: float) -> None:
-        del entry.num_generated_tokens[sample]
+        del entry.token_ids[sample]
         self._ends[reason] += 1
-        if entry.num_generated_tokens:
+        if entry.token_ids:
             return
         del self._open[entry.request_id]
         if self._queued.pop(entry.request_id, None) is not None:
@@ -294,7 +412,7 @@ class OpenRequests:
     ) -> list[Finished]:
         ended: list[Finished] = []
         for entry in entries:
-            for sample, num_generated_tokens in list(entry.num_generated_tokens.items()):
+            for sample, token_ids in list(entry.token_ids.items()):
                 self._end(entry, sample, "error", now_s)
                 ended.append(
                     Finished(
@@ -303,13 +421,23 @@ class OpenRequests:
                         finish_reason="error",
                         stop_token_id=None,
                         num_prompt_tokens=entry.num_prompt_tokens,
-                        num_generated_tokens=num_generated_tokens,
+                        num_generated_tokens=len(token_ids),
                         num_cached_tokens=0,
                         error=error,
                         error_kind=kind,
                     )
                 )
         return ended
+
+
+def _new_logprobs(entry: _OpenRequest, event: PromptLogprobs) -> PromptLogprobs | None:
+    """The event without the positions that were passed on before; None if it has no other."""
+    start = 1 + entry.num_prompt_logprobs
+    fresh = event.entries[max(0, start - event.start) :]
+    if not fresh:
+        return None
+    entry.num_prompt_logprobs += len(fresh)
+    return event if len(fresh) == len(event.entries) else replace(event, start=start, entries=fresh)
 
 
 def _older(entries: dict[int, _OpenRequest], accepted_s: float) -> list[_OpenRequest]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from cadenza.engine.core import EngineCore
+from cadenza.engine.loop import Announce
 from cadenza.request import Event
 
 STEP_SECONDS_BOUNDS = (
@@ -107,12 +108,12 @@ class StepMeter:
         self._seconds = Tally(STEP_SECONDS_BOUNDS)
         self._tokens = Tally(STEP_TOKENS_BOUNDS)
 
-    def step(self) -> list[Event]:
+    def step(self, announce: Announce | None = None) -> list[Event]:
         """Calls the core's `step`; records the call's duration if it scheduled a step."""
         scheduler = self._core.scheduler
         num_steps, num_tokens = scheduler.num_steps, scheduler.num_scheduled_tokens
         start_s = self._clock()
-        events = self._core.step()
+        events = self._core.step(announce)
         if scheduler.num_steps > num_steps:
             self._seconds.add(self._clock() - start_s)
             self._tokens.add(scheduler.num_scheduled_tokens - num_tokens)

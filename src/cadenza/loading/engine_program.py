@@ -14,6 +14,7 @@ def load_engine(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) 
     """Loads the model of `start`. Raises the errors of `open_planned` and `build_core`."""
     on_phase("imports")
     from cadenza.loading.build import build_core, open_planned
+    from cadenza.loading.identity import identify
 
     config = start.config
     checkpoint, plan = open_planned(start.model, config, backends)  # imports the array library
@@ -25,7 +26,11 @@ def load_engine(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) 
 
     core = build_core(checkpoint, plan, config, after, backends=backends)
     backend = find_backend(config.backend, backends)
-    return Serving(core=core, count_compiles=backend.watch_compiles())
+    return Serving(
+        core=core,
+        identity=identify(checkpoint, plan, config, backend),
+        count_compiles=backend.watch_compiles(),
+    )
 
 
 if __name__ == "__main__":

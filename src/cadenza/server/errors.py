@@ -258,6 +258,15 @@ def step_failed() -> ApiError:
     return ApiError(500, "step_failed", message)
 
 
+def engine_failed() -> ApiError:
+    """The request is the cause: the engine failed each time that it computed it, at last alone."""
+    message = (
+        "the engine failed each time that it computed this request, the last time with no other; "
+        "do not send it again"
+    )
+    return ApiError(500, "engine_failed", message, headers=(("x-should-retry", "false"),))
+
+
 def queue_timeout(seconds: float) -> ApiError:
     message = (
         f"the request waited {seconds:g} seconds in the queue and was not started; --queue-timeout "
@@ -310,6 +319,8 @@ def error_of_end(kind: ErrorKind | None, monitor: EngineMonitor) -> ApiError:
             return step_failed()
         case "text_failed":
             return server_error("the text of this answer could not be made")
+        case "engine_failed":
+            return engine_failed()
         case "engine_closed":
             return unavailable("draining")
         case "engine_lost":

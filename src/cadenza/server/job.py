@@ -14,7 +14,7 @@ from typing import Self
 
 from cadenza.config import EngineLimits
 from cadenza.engine.open_requests import EngineLoad
-from cadenza.errors import CadenzaError, QueueFullError
+from cadenza.errors import CadenzaError, EngineUnavailableError, QueueFullError
 from cadenza.frontend.async_engine import OutputStream
 from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.text_frontend import PreparedRequest
@@ -28,6 +28,10 @@ samples. A prompt that was dropped has a `RequestOutput` instead of a processor.
 SubmitPrompt = Callable[[PreparedRequest, Callable[[], None]], OutputStream]
 """Submits a prompt to the engine; the function is called when there is news of it. Raises
 CadenzaError."""
+
+
+RETRY_S = 0.25
+"""Between two attempts to submit a prompt to an engine that is being restarted."""
 
 
 class Job:
@@ -199,13 +203,19 @@ class PromptQueue:
     Args:
         room: the engine's room now.
         error_of: the answer to a call of which the engine refuses a prompt.
+        is_restarting: whether the engine refuses prompts only until it is ready again.
     """
 
     def __init__(
-        self, room: Callable[[], Room], error_of: Callable[[CadenzaError], ApiError]
+        self,
+        room: Callable[[], Room],
+        error_of: Callable[[CadenzaError], ApiError],
+        is_restarting: Callable[[], bool],
     ) -> None:
         self._room = room
         self._error_of = error_of
+        self._is_restarting = is_restarting
+        self._retry: asyncio.TimerHandle | None = None
         self.jobs: deque[Job] = deque()
 
     def add(self, job: Job) -> None:
@@ -234,8 +244,20 @@ class PromptQueue:
             except QueueFullError:
                 return
             except CadenzaError as error:
+                if isinstance(error, EngineUnavailableError) and self._is_restarting():
+                    self._fill_later()
+                    return
                 job.fail(self._error_of(error))
             self.jobs.rotate(-1)
+
+    def _fill_later(self) -> None:
+        """There may be no news by which to see that the engine is ready again."""
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._fill_again)
+
+    def _fill_again(self) -> None:
+        self._retry = None
+        self.fill()
 
     def fail_all(self, error: ApiError) -> None:
         """Ends every job here with an error, because no more prompts are submitted."""

@@ -129,6 +129,7 @@ class _Served(Collector):
                 yield from families.of_engine(stats)
         own = _Families("cadenza:", self._model_name)
         yield from own.of_status(status)
+        yield from own.of_resumes(self._monitor.request_stats())
         yield from own.of_front_end(self._counts, self._num_dropped_log_lines())
         if stats is not None:
             yield from own.of_steps(stats)
@@ -197,6 +198,16 @@ class _Families:
             kind=GaugeMetricFamily,
         )
         yield self._counter("engine_restarts", "Starts after the first.", status.num_restarts)
+
+    def of_resumes(self, stats: RequestStats) -> Iterator[Metric]:
+        yield self._counter(
+            "requests_resumed", "Requests that a restarted engine went on with.", stats.num_resumed
+        )
+        yield self._histogram(
+            "resume_seconds",
+            "From the loss of an engine to the next token of a request that ran in it.",
+            stats.resume_seconds,
+        )
 
     def of_front_end(self, counts: ServedCounts, num_dropped_lines: int) -> Iterator[Metric]:
         yield self._counter(

@@ -97,7 +97,7 @@ class Service:
         self.created = int(options.now())
         self._engine = AsyncEngine(engine, text)
         self._open: dict[str, OpenCall] = {}
-        self._waiting = PromptQueue(self._room, self._error_of)
+        self._waiting = PromptQueue(self._room, self._error_of, self._is_restarting)
         self._request_timeout_s = engine.timeouts.total_s
         self._num_preparing = 0
         self._num_tokenizing = 0
@@ -255,6 +255,9 @@ class Service:
         limits = self.engine_limits()
         assert limits is not None, "prompts wait only where an engine has taken some"
         return Room(limits=limits, load=self.monitor.load())
+
+    def _is_restarting(self) -> bool:
+        return self.monitor.status().state == "restarting"
 
     def _error_of(self, error: CadenzaError) -> ApiError:
         return error_of(error, self.monitor.status().state)

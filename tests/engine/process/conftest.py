@@ -15,7 +15,7 @@ from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import Clock
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.child_process import ChildProcess
-from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
+from cadenza.engine.process.engine_process import EngineProcess, OnEngineFailure, ProcessOptions
 from cadenza.engine.process.supervision import Patience
 from cadenza.request import Event, Finished, Request, SamplingParams, Token
 
@@ -146,6 +146,7 @@ def open_front() -> Iterator[OpenFront]:
         max_unsent_bytes: int = 64 << 20,
         clock: Clock = time.monotonic,
         open_child: Callable[[Sequence[str]], ChildProcess] = ChildProcess,
+        on_failure: OnEngineFailure = "resume",
         **script: Any,
     ) -> Front:
         options = ProcessOptions(
@@ -154,6 +155,7 @@ def open_front() -> Iterator[OpenFront]:
             timeouts=timeouts or RequestTimeouts(),
             max_unsent_bytes=max_unsent_bytes,
             open_child=open_child,
+            on_failure=on_failure,
         )
         config = config or EngineConfig(max_num_seqs=8)
         told = json.dumps(script, default=str)

@@ -4,8 +4,9 @@ Owns the commands: tokens of a prompt, each obeyed at the launch that reads it. 
 JSON object: `step_s` how long the device takes, `steps` how many it makes before it stands still
 until there is a file `go`, `stuck` a file that it makes before it stands still or hangs, `load_s`
 how long the load does nothing, `gate` a file until which the load reads a little now and then,
-`fail` the error that ends it, `crash` a load that kills the process, `room` a file without which
-the load gets no file descriptor.
+`fail` the error that ends it, `crash` a load that kills the process, `crash_once` a file that has
+one load do so, `room` a file without which the load gets no file descriptor, `identity` a file that
+names the checkpoint.
 """
 
 import ctypes
@@ -26,13 +27,15 @@ from cadenza.config import EngineConfig, EngineLimits
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.process.child import OnPhase, Serving, run_child
-from cadenza.engine.process.messages import Start
+from cadenza.engine.process.messages import EngineIdentity, Start
 
 VOCAB_SIZE = 97
 NUM_GENERATED = 80
 """Only tokens below are generated, so that no answer is a command."""
 
 KILL, HANG, RAISE, PRINT, SPIN, HOLD_LOCK = 90, 91, 92, 93, 94, 95
+KILL_LATE, LATE = 96, 24
+"""A prompt that begins with the first is obeyed at the launch that reads this position."""
 POLL_S = 0.02
 
 
@@ -51,7 +54,7 @@ class ScriptedRunner(FakeRunner):
         if is_last:
             stand_still(self.script.get("go"))
         self.num_launches += 1
-        if KILL in tokens:
+        if KILL in tokens or self._has_late_kill(inputs):
             os.kill(os.getpid(), signal.SIGKILL)
         if HANG in tokens:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -64,6 +67,17 @@ class ScriptedRunner(FakeRunner):
         if HOLD_LOCK in tokens:
             ctypes.PyDLL(None).sleep(3600)
         return super().launch(inputs)
+
+    def _has_late_kill(self, inputs: ModelInputs) -> bool:
+        is_late = inputs.tokens.positions[: inputs.num_tokens] >= LATE
+        if not is_late.any():
+            return False
+        starts = inputs.rows.query_starts
+        rows = [
+            row for row in range(self.max_num_seqs) if is_late[starts[row] : starts[row + 1]].any()
+        ]
+        first_slots = self._page_table[rows, 0] * self.page_size
+        return KILL_LATE in self._slots[first_slots]
 
     def _sample(self, inputs: ModelInputs, index: int, row: int) -> int:
         return super()._sample(inputs, index, row) % NUM_GENERATED
@@ -124,11 +138,16 @@ def load(start: Start, on_phase: OnPhase) -> Serving:
         read_until(Path(script["gate"]))
     if "room" in script and not Path(script["room"]).exists():
         raise_for_want_of_a_descriptor()
-    if script.get("crash"):
+    crash_once = Path(script.get("crash_once", ""))
+    if script.get("crash") or crash_once.is_file():
+        crash_once.unlink(missing_ok=True)
         os.abort()
     if "fail" in script:
         raise getattr(errors, script["fail"])("the script says so")
-    return Serving(core=make_core(start.config, script))
+    identity = EngineIdentity()
+    if "identity" in script:
+        identity = EngineIdentity(checkpoint=Path(script["identity"]).read_text())
+    return Serving(core=make_core(start.config, script), identity=identity)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def test_an_engine_killed_without_room_for_another_is_started_when_there_is_some
 ):
     clock, wanting = HandClock(), Wanting()
     patience = replace(QUICK, max_postponed_s=QUICK.backoff_s)
-    front = open_front(patience=patience, clock=clock, open_child=wanting)
+    front = open_front(patience=patience, clock=clock, open_child=wanting, on_failure="error")
     front.engine.wait_ready(TIMEOUT_S)
     wanting.number = number
     front.engine.submit(request(KILL))

@@ -125,7 +125,9 @@ def test_an_invalid_request_is_refused_here_with_the_engines_words(open_front: O
 
 
 def test_a_killed_engine_ends_each_stream_once_and_another_one_serves(open_front: OpenFront):
-    front = open_front(steps=50)  # and then no stream gets on, so that none ends by itself
+    front = open_front(
+        steps=50, on_failure="error"
+    )  # and then no stream gets on, so that none ends by itself
     front.engine.wait_ready(TIMEOUT_S)
     for _ in range(64):
         front.engine.submit(request(max_tokens=200))
@@ -152,7 +154,7 @@ def test_an_engine_without_progress_is_killed_and_replaced(
     open_front: OpenFront, tmp_path: Path, command: int
 ):
     clock, stuck = HandClock(), tmp_path / "stuck"
-    front = open_front(patience=IMPATIENT, clock=clock, stuck=stuck)
+    front = open_front(patience=IMPATIENT, clock=clock, stuck=stuck, on_failure="error")
     front.engine.wait_ready(TIMEOUT_S)
     front.engine.submit(request())
     front.wait_ends(1)
@@ -173,7 +175,7 @@ def test_a_pause_of_the_whole_machine_is_not_taken_for_a_hang(
 ):
     clock, stuck = HandClock(), tmp_path / "stuck"
     patience = replace(IMPATIENT, hung_after_s=4.0, hung_after_steps=0.0)
-    front = open_front(patience=patience, clock=clock, stuck=stuck)
+    front = open_front(patience=patience, clock=clock, stuck=stuck, on_failure="error")
     front.engine.wait_ready(TIMEOUT_S)
     front.engine.submit(request(HANG))
     front.wait(stuck.exists)
@@ -240,7 +242,7 @@ def test_failed_steps_in_a_row_have_the_engine_replaced(open_front: OpenFront):
 
 
 def test_three_crashes_are_the_end_and_it_says_so(open_front: OpenFront):
-    front = open_front()
+    front = open_front(on_failure="error")
     for crash in range(3):
         front.wait_state("ready")
         front.engine.submit(request(KILL))
@@ -361,7 +363,7 @@ def test_cancelled_requests_have_no_end_and_make_room(open_front: OpenFront, tmp
 
 
 def test_samples_of_a_request_are_cancelled_and_lost_one_by_one(open_front: OpenFront):
-    front = open_front(steps=20)
+    front = open_front(steps=20, on_failure="error")
     front.engine.wait_ready(TIMEOUT_S)
     request_id = front.engine.submit(request(max_tokens=200, n=3))
     front.wait(lambda: {token.sample for token in front.events} == {0, 1, 2})  # type: ignore[union-attr]
@@ -502,7 +504,7 @@ def start_and_stop(times: int) -> None:
         if turn % 4:
             front.engine.wait_ready(TIMEOUT_S)
             front.engine.submit(request(KILL if turn % 4 == 3 else 1, max_tokens=100))
-            front.wait(lambda front=front: front.events)
+            front.wait(lambda front=front: front.events or front.engine.status().num_restarts)
         front.stop()
 
 

@@ -10,12 +10,14 @@ import pytest
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.process.messages import (
     Cancel,
+    EngineIdentity,
     EngineOutputs,
     Failed,
     FrameBuffer,
     FromEngine,
     Loading,
     Ready,
+    Resume,
     Start,
     Stop,
     Submit,
@@ -26,6 +28,7 @@ from cadenza.engine.process.messages import (
     encode,
 )
 from cadenza.engine.request_check import RequestCheck
+from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import STEP_SECONDS_BOUNDS, Distribution, EngineStats
 from cadenza.request import (
     Attachment,
@@ -86,6 +89,13 @@ FINISHED = Finished(
     error_kind="step_failed",
 )
 STARTED = Started(request_id=5)
+RESUMPTION = Resumption(
+    samples=(
+        ResumedSample(sample=0, token_ids=(5, 6), num_cached_tokens=16),
+        ResumedSample(sample=2),
+    ),
+    num_prompt_logprobs=299,
+)
 STATS = EngineStats(
     num_running=1,
     num_waiting=2,
@@ -126,13 +136,19 @@ OUTPUTS = EngineOutputs(
 TO_ENGINE: list[ToEngine] = [
     Start(model="a folder", config=EngineConfig(num_pages=5), log_level=20),
     Submit(1 << 62, REQUEST),
+    Resume(7, REQUEST, RESUMPTION),
     Cancel(3, None),
     Cancel(3, 1),
     Stop(),
 ]
 FROM_ENGINE: list[FromEngine] = [
     Loading("load"),
-    Ready(request_check=CHECK, startup_s={"load": 0.5}, stats=STATS),
+    Ready(
+        request_check=CHECK,
+        identity=EngineIdentity(checkpoint="a", arithmetic="b"),
+        startup_s={"load": 0.5},
+        stats=STATS,
+    ),
     Failed("ConfigError", "no"),
     OUTPUTS,
     EngineOutputs(num_steps=1, is_idle=True, predicted_s=0.0),

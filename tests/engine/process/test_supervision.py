@@ -38,7 +38,8 @@ def serving(now_s: float = 100.0) -> Supervision:
     """One that was started 4 seconds ago and is ready now."""
     supervision = Supervision(PATIENCE, now_s - 4)
     supervision.started(now_s - 4)
-    supervision.ready(now_s, {"load": 3.0})
+    supervision.loaded(now_s, {"load": 3.0})
+    supervision.ready()
     return supervision
 
 
@@ -49,7 +50,8 @@ def test_the_first_start_is_due_at_once_and_only_one_is():
     assert not supervision.may_start(1000.0)
     assert supervision.hung_at_s() is None
     assert supervision.retry_after_s(12.0) == 3.0
-    supervision.ready(14.0, {"load": 3.0})
+    supervision.loaded(14.0, {"load": 3.0})
+    supervision.ready()
     assert supervision.startup_s == {"python": 1.0, "load": 3.0}
     assert (supervision.state, supervision.retry_after_s(14.0)) == ("ready", None)
 
@@ -147,7 +149,8 @@ def test_a_start_that_is_postponed_is_no_crash_and_is_tried_ever_later_up_to_a_b
     assert (supervision.state, supervision.cause) == ("restarting", "no descriptors")
     assert waits_s == [0.5, 2.0, 8.0, *[PATIENCE.max_postponed_s] * 47]
     supervision.started(now_s)
-    supervision.ready(now_s, {})
+    supervision.loaded(now_s, {})
+    supervision.ready()
     assert (supervision.state, supervision.cause) == ("ready", None)
     supervision.crashed(now_s, "killed")
     assert supervision.state == "restarting"
@@ -228,7 +231,8 @@ def test_restarts_wait_longer_each_time_and_the_third_crash_is_the_last():
     assert (supervision.state, supervision.start_at_s) == ("restarting", 110.5)
     assert supervision.retry_after_s(110.0) == 4.5
     supervision.started(110.5)
-    supervision.ready(113.0, {})
+    supervision.loaded(113.0, {})
+    supervision.ready()
     assert (supervision.state, supervision.error) == ("ready", None)
     supervision.crashed(120.0, "it died")
     assert supervision.start_at_s == 122.0
@@ -246,7 +250,8 @@ def test_crashes_far_apart_never_end_it():
         supervision.crashed(now_s, "it died")
         assert supervision.state == "restarting"
         supervision.started(now_s + 3)
-        supervision.ready(now_s + 5, {})
+        supervision.loaded(now_s + 5, {})
+        supervision.ready()
 
 
 def test_each_further_process_is_judged_as_the_first_was():
@@ -258,7 +263,8 @@ def test_each_further_process_is_judged_as_the_first_was():
         supervision.started(crashed_s + 1)
         supervision.looked(crashed_s + 2, usage())
         assert supervision.hung_at_s() == crashed_s + 22
-        supervision.ready(crashed_s + 5, {})
+        supervision.loaded(crashed_s + 5, {})
+        supervision.ready()
         assert supervision.hung_at_s() == crashed_s + 10
         # The steps of the process before it are not its own.
         supervision.beat(crashed_s + 6, 7, 2.0, is_idle=False)

@@ -7,6 +7,7 @@ Modules that serving does not need are imported on use.
 from collections.abc import Callable
 
 import jax
+import jaxlib.version
 
 from cadenza.backends.base import (
     BackendTraits,
@@ -17,7 +18,11 @@ from cadenza.backends.base import (
     SequenceModel,
 )
 from cadenza.backends.xla.device import find_device, find_ops
-from cadenza.backends.xla.ops.native_library import has_native_library
+from cadenza.backends.xla.ops.native_library import (
+    digest_of_library,
+    has_native_library,
+    load_native_library,
+)
 from cadenza.backends.xla.ops.reference import MAX_TOKENS, ReferenceOps
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
@@ -50,6 +55,14 @@ class XlaBackend:
             max_num_batched_tokens=MAX_TOKENS if is_reference else _native_budget(),
             device_memory_bytes=None if stats is None else stats.get("bytes_limit"),
         )
+
+    def describe_arithmetic(self, device: str, ops: Ops, model: ModelConfig) -> tuple[str, ...]:
+        found = find_device(device)
+        versions = (jax.__version__, jaxlib.version.__version__)
+        described = (*versions, found.platform, found.device_kind)
+        if find_ops(ops, found, model) is ReferenceOps:
+            return (*described, "reference")
+        return (*described, "native", load_native_library().cpu_isa, digest_of_library())
 
     def load_runner(self, model: ModelConfig, weights: Weights, setup: RunnerSetup) -> Runner:
         from cadenza.backends.xla.runner import enable_compilation_cache, load_with_ops

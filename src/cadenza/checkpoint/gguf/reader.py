@@ -8,6 +8,7 @@ lies inside it, overlaps no other, and has the bytes that its shape and type imp
 
 import math
 import mmap
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +72,15 @@ class GGUFHeader:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GGUFFile:
-    """An open file, mapped as long as this object or one of its views exists."""
+    """An open file, mapped as long as this object or one of its views exists.
+
+    `modified_ns` is the time of its last change, in nanoseconds since 1970.
+    """
 
     name: str
     header: GGUFHeader
     data: mmap.mmap
+    modified_ns: int
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -89,9 +94,11 @@ def open_gguf(path: Path) -> GGUFFile:
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            modified_ns = os.fstat(file.fileno()).st_mtime_ns
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name} cannot be mapped into memory") from error
-    return GGUFFile(name=path.name, header=read_header(data, path.name), data=data)
+    header = read_header(data, path.name)
+    return GGUFFile(name=path.name, header=header, data=data, modified_ns=modified_ns)
 
 
 def read_header(data: mmap.mmap | bytes, where: str) -> GGUFHeader:

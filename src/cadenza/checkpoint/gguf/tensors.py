@@ -76,7 +76,15 @@ def map_tensors(
             for entry in _cut(tensors[name], places[name], config, architecture, file.name)
         }
         header = memoryview(file.data)[: file.header.num_bytes]
-        opened.append(TensorFile(name=file.name, header=header, entries=entries, data=file.data))
+        opened.append(
+            TensorFile(
+                name=file.name,
+                header=header,
+                entries=entries,
+                data=file.data,
+                modified_ns=file.modified_ns,
+            )
+        )
     return Weights.of(opened)
 
 

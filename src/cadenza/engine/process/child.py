@@ -22,6 +22,7 @@ from typing import Protocol
 from cadenza.engine.batch_engine import STOPPED
 from cadenza.engine.core import EngineCore
 from cadenza.engine.process.messages import (
+    EngineIdentity,
     Failed,
     FrameBuffer,
     FromEngine,
@@ -57,9 +58,10 @@ class OnPhase(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """A warm core, and the number of programs compiled since warm-up."""
+    """A warm core, its identity, and the number of programs compiled since warm-up."""
 
     core: EngineCore
+    identity: EngineIdentity = field(default_factory=EngineIdentity)
     count_compiles: Callable[[], int] = lambda: 0
 
 
@@ -177,6 +179,7 @@ def _serve(link: SocketLink, load: Load) -> int:
     link.send(
         Ready(
             request_check=serving.core.request_check,
+            identity=serving.identity,
             startup_s=startup.seconds,
             stats=worker.meter.stats(),
         )

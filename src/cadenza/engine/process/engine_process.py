@@ -3,8 +3,9 @@
 Owns the engine process, the open requests and the outbox. The serving thread does all the work;
 other threads only append to the outbox and wake it. A turn of its loop handles only what the
 selector says is ready, and looks at deadlines and at progress only when the earliest of them is
-due. Knows no HTTP and no text. Invariants: each accepted request ends exactly once, whatever
-happens to the process; `submit` and `cancel` never wait for it.
+due. When the process is lost, `Recovery` has the next one go on with the open requests. Knows no
+HTTP and no text. Invariants: each accepted request ends exactly once, whatever happens to the
+process; `submit` and `cancel` never wait for it.
 """
 
 import logging
@@ -14,15 +15,19 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
+
+import msgspec
 
 from cadenza import errors
-from cadenza.config import EngineConfig
+from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.batch_engine import DRAINING, SHUT_DOWN, Cancel, Clock, Command, Emit, Submit
 from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
 from cadenza.engine.process.child_process import COMMAND, ChildProcess
 from cadenza.engine.process.messages import (
+    EngineIdentity,
     EngineOutputs,
     Failed,
     FromEngine,
@@ -33,6 +38,7 @@ from cadenza.engine.process.messages import (
     WireError,
     encode,
 )
+from cadenza.engine.process.recovery import ENGINE_FAILED, Recovery
 from cadenza.engine.process.supervision import (
     STANDSTILL_S,
     START_SHORTAGES,
@@ -43,12 +49,24 @@ from cadenza.engine.process.supervision import (
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineStatus
-from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableError, RunnerError
+from cadenza.errors import (
+    CadenzaError,
+    ConfigError,
+    EngineClosedError,
+    EngineUnavailableError,
+    RunnerError,
+)
 from cadenza.request import Request
 
 logger = logging.getLogger(__name__)
 
+OnEngineFailure = Literal["resume", "error"]
+
 LOST = "the engine stopped unexpectedly and is being started again; send the request once more"
+CHANGED = (
+    "the engine was started again with other weights or another arithmetic, so that it cannot go "
+    "on with the request; send it once more"
+)
 UNAVAILABLE = {
     "loading": "the engine is still loading; try again soon",
     "restarting": "the engine is being started again; try again soon",
@@ -66,12 +84,15 @@ class ProcessOptions:
     """Deadlines of requests, and how the process is started and watched.
 
     Args:
+        on_failure: what becomes of the open requests when the process is lost: "resume" has the
+            next one go on with them, "error" ends each with an error.
         command: the engine process's program; `open_child` executes it.
         max_unsent_bytes: of messages that the process has not read; above it the queue is full.
     """
 
     timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)
     patience: Patience = field(default_factory=Patience)
+    on_failure: OnEngineFailure = "resume"
     command: Sequence[str] = COMMAND
     open_child: Callable[[Sequence[str]], ChildProcess] = ChildProcess
     max_unsent_bytes: int = 64 << 20
@@ -127,12 +148,15 @@ class EngineProcess:
         self._options = options or ProcessOptions()
         self._clock = clock
         level = logging.getLogger("cadenza").getEffectiveLevel()
+        self._config = config
         self._start_message = Start(
             model=None if model is None else str(model), config=config, log_level=level
         )
         self._supervision = Supervision(self._options.patience, clock())
         self._requests = OpenRequests(self._options.timeouts, clock)
+        self._recovery = Recovery(self._requests)
         self._check: RequestCheck | None = None
+        self._identity: EngineIdentity | None = None
         self._stats: EngineStats | None = None
         self._child: ChildProcess | None = None
         self._failed: Failed | None = None
@@ -242,7 +266,7 @@ class EngineProcess:
     def _turn(self, selector: selectors.BaseSelector, emit: Emit) -> None:
         """Waits for messages, output, a wakeup or the next due time, and handles them."""
         if self._child is None and self._supervision.may_start(self._clock()):
-            self._start()
+            self._start(emit)
         child = self._child
         if child is not None:
             if self._outbox:
@@ -271,20 +295,26 @@ class EngineProcess:
         if loss is not None:
             child.unregister(selector)
             self._lose(child, loss, emit)
+        elif not self._recovery.is_done:
+            self._go_on()
 
-    def _start(self) -> None:
+    def _start(self, emit: Emit) -> None:
         self._failed = None
         try:
             child = self._options.open_child(self._options.command)
         except OSError as error:
             if error.errno in START_SHORTAGES:
-                self._postpone(str(error))
+                self._postpone(str(error), emit)
                 return
             logger.error("the engine process cannot be started: %s", error)
             with self._lock:
                 self._supervision.started(self._clock())
-                self._supervision.crashed(self._clock(), "the engine process cannot be started")
-            self._settle_if_dead()
+                self._supervision.crashed(
+                    self._clock(),
+                    "the engine process cannot be started",
+                    has_requests=bool(self._requests.num_open),
+                )
+            self._settle_if_dead(emit)
             return
         with self._lock:
             self._child = child
@@ -292,14 +322,14 @@ class EngineProcess:
         logger.debug("engine process %d started", child.pid)
         child.send(encode(self._start_message))
 
-    def _postpone(self, error: str) -> None:
+    def _postpone(self, error: str, emit: Emit) -> None:
         now_s = self._clock()
         with self._lock:
-            self._supervision.postponed(now_s, SHORTAGE)
+            self._supervision.postponed(now_s, SHORTAGE, has_requests=bool(self._requests.num_open))
         if now_s >= self._log_at_s:
             self._log_at_s = now_s + LOG_EVERY_S
             logger.error("%s: %s; starts are tried again until one succeeds", SHORTAGE, error)
-        self._settle_if_dead()
+        self._settle_if_dead(emit)
 
     def _send_outbox(self, child: ChildProcess) -> None:
         with self._lock:
@@ -358,50 +388,98 @@ class EngineProcess:
         elif isinstance(message, Loading):
             self._supervision.entered(now_s, message.phase)
         elif isinstance(message, Ready):
-            self._stats = message.stats
-            with self._lock:
-                self._check = message.request_check
-                self._supervision.ready(now_s, message.startup_s)
-            self._settled.set()
-            logger.info("engine ready in %s; process %s", _phases(message.startup_s), self.pid)
+            self._take_ready(message, now_s, emit)
         else:
             self._failed = message
+
+    def _take_ready(self, message: Ready, now_s: float, emit: Emit) -> None:
+        """Begins to resume the open requests; without suspects they are all resumed at once."""
+        with self._lock:
+            is_same = self._identity in (None, message.identity)
+            self._stats, self._check = message.stats, message.request_check
+            self._identity = message.identity
+            self._start_message = msgspec.structs.replace(
+                self._start_message, config=_pinned(self._config, message.request_check.limits)
+            )
+            self._supervision.loaded(now_s, message.startup_s)
+            ended = [] if is_same else self._requests.end_all("engine_lost", CHANGED)
+            self._put(*self._recovery.begin())
+            if self._recovery.is_done:
+                self._supervision.ready()
+        if ended:
+            logger.warning("%d requests were ended: %s", len(ended), CHANGED)
+            emit([*ended])
+        self._settled.set()
+        logger.info("engine ready in %s; process %s", _phases(message.startup_s), self.pid)
+
+    def _go_on(self) -> None:
+        """While requests that may be the cause of crashes run alone: the next one, or all."""
+        with self._lock:
+            self._put(*self._recovery.advance())
+            if self._recovery.is_done:
+                self._supervision.ready()
 
     def _end_overdue(self, emit: Emit) -> None:
         overdue = self._requests.end_overdue()
         if overdue:
             with self._lock:
-                for end in overdue:
-                    self._put(Cancel(end.request_id, end.sample))
+                self._put(*(Cancel(end.request_id, end.sample) for end in overdue))
             emit([*overdue])
 
     def _lose(self, child: ChildProcess, loss: _Loss, emit: Emit) -> None:
-        """Ends all open requests with an error, then closes the process."""
+        """Ends the request that is the cause, if one is known, and closes the process.
+
+        The other open requests wait for the next process, if there will be one and they may.
+        """
         failed = self._failed
         is_postponed = failed is not None and failed.is_shortage
         could_not_load = failed is not None and self._check is None and not is_postponed
         with self._lock:
+            now_s = self._clock()
             self._child = self._stats = None
             self._outbox.clear()
+            cause = self._recovery.lose_engine(now_s)
+            ended = [] if cause is None else cause.ends
+            is_resuming = self._options.on_failure == "resume"
             if not is_postponed:
-                self._supervision.crashed(self._clock(), loss.error, loss.cause)
+                self._supervision.crashed(
+                    now_s,
+                    loss.error,
+                    loss.cause,
+                    explained_s=None if cause is None else cause.crashes_s,
+                    has_requests=is_resuming and bool(self._requests.num_open),
+                )
             if could_not_load:
                 self._supervision.died(loss.error)
-            ended = self._requests.end_all("engine_lost", LOST)
+            if not is_resuming or self._supervision.state == "dead":
+                ended += self._requests.end_all("engine_lost", LOST)
+            if failed is not None and failed.kind == ConfigError.__name__:
+                # What the first process resolved no longer fits: the next one chooses again.
+                self._start_message = msgspec.structs.replace(
+                    self._start_message, config=self._config
+                )
         if ended:
             emit([*ended])
+        if cause is not None:
+            logger.error("request %d is ended: %s", cause.request_id, ENGINE_FAILED)
         code = child.close(within_s=_EXIT_S if child.has_hung_up else 0.0)
         if is_postponed:
-            self._postpone(loss.error)
+            self._postpone(loss.error, emit)
             return
         logger.error("engine process %d: %s (exit status %d)", child.pid, loss.error, code)
         if failed is not None and could_not_load:
             self._failure = _exception_of(failed)
-        self._settle_if_dead()
+        self._settle_if_dead(emit)
 
-    def _settle_if_dead(self) -> None:
-        if self._supervision.state == "dead":
-            self._settled.set()
+    def _settle_if_dead(self, emit: Emit) -> None:
+        """Where no further process will be started, no request waits for one."""
+        if self._supervision.state != "dead":
+            return
+        with self._lock:
+            ended = self._requests.end_all("engine_lost", LOST)
+        self._settled.set()
+        if ended:
+            emit([*ended])
 
     def _finish(self, emit: Emit) -> None:
         with self._lock:
@@ -451,14 +529,25 @@ class EngineProcess:
                 self._wakeup = None
             wakeup.close()
 
-    def _put(self, command: Command) -> None:
-        """Under the lock: leaves a command for the serving thread to send."""
-        self._outbox += encode(command)
-        self._wake()
+    def _put(self, *commands: Command) -> None:
+        """Under the lock: leaves commands for the serving thread to send."""
+        for command in commands:
+            self._outbox += encode(command)
+        if commands:
+            self._wake()
 
     def _wake(self) -> None:
         if self._wakeup is not None:
             self._wakeup.set()
+
+
+def _pinned(config: EngineConfig, limits: EngineLimits) -> EngineConfig:
+    """`config` for a further process, whose pool and context do not depend on the memory that is
+    free then: with others its streams could not be the same."""
+    num_tokens = limits.num_pages * limits.page_size
+    return replace(
+        config, max_model_len=limits.max_model_len, num_pages=num_tokens // config.page_size
+    )
 
 
 def _phases(startup_s: Mapping[str, float]) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from cadenza.config import EngineConfig
-from cadenza.engine.batch_engine import Cancel, Submit
+from cadenza.engine.batch_engine import Cancel, Resume, Submit
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.errors import CadenzaError
@@ -51,10 +51,21 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
     phase: str
 
 
+class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Digests of what the tokens depend on besides the request: equal ones mean equal streams.
+
+    `checkpoint` is of the model's files, `arithmetic` of versions, kernels, options and limits.
+    """
+
+    checkpoint: str = ""
+    arithmetic: str = ""
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine serves. `startup_s` has the seconds of each phase."""
 
     request_check: RequestCheck
+    identity: EngineIdentity
     startup_s: dict[str, float]
     stats: EngineStats
 
@@ -95,7 +106,7 @@ class EngineOutputs(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_de
         return [*self.started, *self.prompt_logprobs, *self.tokens, *self.finished]
 
 
-ToEngine = Start | Submit | Cancel | Stop
+ToEngine = Start | Submit | Resume | Cancel | Stop
 FromEngine = Loading | Ready | Failed | EngineOutputs
 
 _encoder = msgspec.msgpack.Encoder()

@@ -4,11 +4,13 @@ A state machine without a clock or a process: the time and what was seen are pas
 what it judges by (`ProcessUsage`, which tells a slow load from one that hangs) and which errors of
 a start are a shortage of the machine. Invariants: `ready` means that progress was seen within the
 patience; a load may take any time while it computes or reads; after too many crashes in the window
-the state is `dead` for good; a start that failed for a shortage is no crash.
+the state is `dead` for good; a start that failed for a shortage, or a crash that a request has
+caused, does not count as one.
 """
 
 import errno
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -159,8 +161,8 @@ class Supervision:
         if usage is None or self._usage is None or usage.is_beyond(self._usage):
             self._usage, self._progress_s = usage, now_s
 
-    def ready(self, now_s: float, startup_s: dict[str, float]) -> None:
-        """It serves. States other than loading and restarting do not change."""
+    def loaded(self, now_s: float, startup_s: dict[str, float]) -> None:
+        """It computes; new requests are accepted from `ready` on."""
         self._load_s = now_s - self._started_at_s
         rest_s = max(0.0, self._load_s - sum(startup_s.values()))
         self.startup_s = {"python": rest_s, **startup_s}
@@ -168,6 +170,9 @@ class Supervision:
         self._num_postponed = 0
         self._beat_s = self._progress_s = now_s
         self._num_steps, self._predicted_s = -1, 0.0
+
+    def ready(self) -> None:
+        """It serves. States other than loading and restarting do not change."""
         if self.state in {"loading", "restarting"}:
             self.state, self.error, self.cause = "ready", None, None
 
@@ -207,36 +212,50 @@ class Supervision:
         seconds = now_s - self._progress_s
         return f"the engine process made no progress{where} for {seconds:.0f} seconds"
 
-    def crashed(self, now_s: float, error: str, cause: str | None = None) -> None:
+    def crashed(
+        self,
+        now_s: float,
+        error: str,
+        cause: str | None = None,
+        *,
+        explained_s: Collection[float] | None = None,
+        has_requests: bool = False,
+    ) -> None:
         """The process is gone. Sets the time of the next start, if there is one.
 
         Args:
             error: the reason, for the log and the operator.
             cause: the reason in words for clients, where `error` is not fit for them.
+            explained_s: if a request has caused this crash: the times of all that it has caused,
+                which then do not count.
+            has_requests: requests wait for the next process, so that it is needed even to drain.
         """
         self._beat_s = self.phase = None
         self.error, self.cause = error, cause or error
-        if self.state in {"draining", "dead"}:
-            self.state = "dead"
+        if not self._may_start_again(has_requests=has_requests):
             return
         window_s = self.patience.crash_window_s
         recent = [at_s for at_s in self._crashes_s if now_s - at_s < window_s]
-        self._crashes_s = [*recent, now_s]
+        if explained_s is None:
+            self._crashes_s = [*recent, now_s]
+        else:
+            self._crashes_s = [at_s for at_s in recent if at_s not in explained_s]
         if len(self._crashes_s) >= self.patience.max_crashes:
             self.died(
                 f"{error}; that was crash {len(self._crashes_s)} in {window_s:g} seconds, and the "
                 f"engine is not started again"
             )
             return
-        self.state = "restarting"
-        self.start_at_s = now_s + self.patience.backoff_s * 4.0 ** (len(self._crashes_s) - 1)
+        if self.state != "draining":
+            self.state = "restarting"
+        num_waits = max(0, len(self._crashes_s) - 1)
+        self.start_at_s = now_s + self.patience.backoff_s * 4.0**num_waits
 
-    def postponed(self, now_s: float, error: str) -> None:
+    def postponed(self, now_s: float, error: str, *, has_requests: bool = False) -> None:
         """A start failed for a shortage, which may pass."""
         self._beat_s = self.phase = None
         self.error = self.cause = error
-        if self.state in {"draining", "dead"}:
-            self.state = "dead"
+        if not self._may_start_again(has_requests=has_requests):
             return
         patience = self.patience
         wait_s = patience.backoff_s
@@ -244,6 +263,12 @@ class Supervision:
             wait_s = min(4.0 * wait_s, patience.max_postponed_s)
         self._num_postponed += 1
         self.start_at_s = now_s + wait_s
+
+    def _may_start_again(self, *, has_requests: bool) -> bool:
+        if self.state == "dead" or (self.state == "draining" and not has_requests):
+            self.state = "dead"
+            return False
+        return True
 
     def died(self, error: str | None) -> None:
         """There will be no further process."""

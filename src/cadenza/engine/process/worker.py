@@ -3,7 +3,7 @@
 Owns when outputs are due, and the forecast of the next step's time that they carry. Knows a core
 and a link, no process and no signal. Invariants: events leave with the step that made them; an
 engine that has work sends outputs at least every `BEAT_EVERY_S` between two steps, an idle one
-every `IDLE_BEAT_S`.
+every `IDLE_BEAT_S`; a request's `Started` is sent before anything of it is computed.
 """
 
 import time
@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol
 
-from cadenza.engine.batch_engine import Cancel, Command, Submit, check_step_errors, run_steps
+from cadenza.engine.batch_engine import (
+    Cancel,
+    Command,
+    Resume,
+    Submit,
+    check_step_errors,
+    run_steps,
+)
 from cadenza.engine.core import EngineCore
 from cadenza.engine.process.messages import EngineOutputs, FromEngine, ToEngine, WireError
 from cadenza.engine.stats import StepMeter
@@ -104,7 +111,7 @@ class Worker:
             return None if messages is None else []
         commands: list[Command] = []
         for message in messages:
-            if not isinstance(message, Submit | Cancel):
+            if not isinstance(message, Submit | Resume | Cancel):
                 raise WireError(f"a {type(message).__name__} came to an engine that serves")
             commands.append(message)
         self._has_changed = True
@@ -118,7 +125,7 @@ class Worker:
             self._announce_slow_step()
         scheduler = self._core.scheduler
         before, start_s = scheduler.num_scheduled_tokens, self._clock()
-        events = self.meter.step()
+        events = self.meter.step(self._announce_starts)
         launched = scheduler.num_scheduled_tokens - before
         # An overlapped step is waited for in the call after the one that launched it.
         if launched + self._last_launched:
@@ -131,6 +138,17 @@ class Worker:
         predicted_s = self._predicted_s()
         if predicted_s > SLOW_STEP_S and predicted_s > self._announced_s:
             self._send(())
+
+    def _announce_starts(self, started: Sequence[Started]) -> None:
+        """Tells which requests start, before the step in which they may end this process."""
+        self._link.send(
+            EngineOutputs(
+                num_steps=self._core.num_steps - 1,  # the step is progress when it is done
+                is_idle=False,
+                predicted_s=self._announced_s,
+                started=tuple(started),
+            )
+        )
 
     def _predicted_s(self) -> float:
         """Of the next step: all running sequences, and as many waiting ones as there are rows."""
@@ -149,7 +167,6 @@ class Worker:
                 num_steps=self._core.num_steps,
                 is_idle=is_idle,
                 predicted_s=self._announced_s,
-                started=tuple([each for each in events if isinstance(each, Started)]),
                 prompt_logprobs=tuple(
                     [each for each in events if isinstance(each, PromptLogprobs)]
                 ),

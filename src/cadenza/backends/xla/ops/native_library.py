@@ -14,6 +14,7 @@ conventions.
 
 import ctypes
 import functools
+import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,11 @@ def packed_shape(
 def library_path() -> Path:
     """The library's path, in the package's root folder."""
     return Path(__file__).resolve().parents[3] / LIBRARY_NAME
+
+
+def digest_of_library() -> str:
+    """A hash of the library's file, in hex."""
+    return hashlib.sha256(library_path().read_bytes()).hexdigest()
 
 
 def has_native_library() -> bool:
