@@ -19,7 +19,10 @@ from tests.e2e.figures import Figures
 from tests.e2e.streams import Stream, Streams
 from tests.server.serve_process import ServeProcess, is_alive, serve_process
 
-FLAGS = ("--max-num-seqs", "16", "--max-model-len", "512", "--disable-log-requests")
+FLAGS = (
+    *("--max-num-seqs", "16", "--max-model-len", "512", "--disable-log-requests"),
+    *("--queue-timeout", "600"),  # however long a loaded machine takes to restart
+)
 NUM_STREAMS = 64
 MOST_DONE = 24
 """More than two rounds of rows are left then, however late the signal is."""

@@ -166,22 +166,20 @@ def test_usage_of_every_sample_counts_the_prompt_and_its_cached_part(loop: Sched
         assert end.num_cached_tokens == 32
 
 
-def run_with_failed_step(at: int, loop: SchedulerLoop, packer: type[Packer] = Packer) -> int:
-    """Samples and penalised requests of which a step fails; how many were cut by it."""
+def run_with_failed_step(at: int, loop: SchedulerLoop, packer: type[Packer] = Packer) -> None:
+    """Samples and penalised requests of which a step fails, which costs nobody anything."""
     parts = Parts(runner=partial(FaultyRunner, kind="result raises", at=at), packer=packer)
     plain = request_of(3, num_prompt_tokens=20)
     ruled = replace(plain, params=replace(plain.params, n=1, presence_penalty=1.0))
     engine = make_engine(limits_of(max_num_seqs=3), loop=loop, parts=parts)
     record = run_requests(engine, [ruled, plain, ruled, plain])
-    failed = frozenset(s for s, end in record.finished.items() if end.finish_reason == "error")
-    record.verify(failed=failed)
-    return len(failed)
+    record.verify()
+    assert engine.num_failed_steps == 1
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_failed_step_ends_the_samples_in_it_and_leaves_all_others_exact(
+def test_a_failed_step_leaves_the_samples_in_it_and_all_others_exact(
     loop: SchedulerLoop,
 ) -> None:
-    cut = [run_with_failed_step(at, loop) for at in range(30)]
-    assert max(cut) > 1
-    assert min(cut) < 3
+    for at in range(30):
+        run_with_failed_step(at, loop)

@@ -109,20 +109,20 @@ def test_requests_are_running_or_waiting_and_pages_live_while_they_run():
 
 
 def test_failed_steps_are_counted_and_a_success_ends_their_row():
-    runner = make_runner(1, 2, 3)
+    runner = make_runner(1, 2, 3, 4)
     core, meter = make_meter(runner)
-    for attempt in range(3):
+    for attempt in range(2):
         core.submit(request(5))
         play(core, meter)
-        assert core.num_consecutive_failures == attempt + 1
+        assert core.num_consecutive_failures == 2 * (attempt + 1)
     core.submit(request(5))
     play(core, meter)
     assert core.num_consecutive_failures == 0
-    assert meter.stats().num_failed_steps == 3
+    assert meter.stats().num_failed_steps == 4
 
 
 def test_a_failed_request_says_what_kind_of_error_ended_it():
-    core, _ = make_meter(make_runner(1))
+    core, _ = make_meter(make_runner(1, 2))
     core.submit(request(5))
     events = [event for _ in range(3) for event in core.step()]
     (finished,) = (event for event in events if isinstance(event, Finished))

@@ -8,6 +8,7 @@ import asyncio
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -25,8 +26,10 @@ from cadenza.request import Request
 from tests.engine.process.conftest import Front, HandClock
 from tests.engine.process.test_recovery import StreamId, content_of
 from tests.process_cost import IDLE_SHARE, SHORT_IDLE_SHARE, idle_share, needs_proc
+from tests.xla.faulty_child import RAISE
 
 CONFIG = EngineConfig(max_num_seqs=16, max_model_len=512, max_consecutive_step_errors=3)
+FAULTY = (sys.executable, str(Path(__file__).with_name("faulty_child.py")))
 LOAD_S = 120.0
 NUM_STREAMS = 64
 NUM_TOKENS = 400
@@ -159,6 +162,24 @@ def test_a_stopped_engine_changes_no_stream():
 @pytest.mark.soak
 def test_twenty_stopped_engines_change_no_stream():
     stop_again_and_again(20)
+
+
+def test_a_step_that_fails_twice_ends_its_request_alone():
+    front = open_front(FAULTY)
+    requests = requests_of(0, NUM_TOKENS)[:8]
+    broken = Request(prompt_token_ids=(3, RAISE), params=SamplingParams(max_tokens=5))
+    first = [front.engine.submit(each) for each in requests]
+    front.wait(lambda: len(front.events) > 100)
+    culprit = front.engine.submit(broken)
+    ends = front.wait_ends(9)
+    assert ends.pop(culprit).error_kind == "step_failed"
+    assert {end.finish_reason for end in ends.values()} == {"length"}
+    again = [front.engine.submit(each) for each in requests]
+    front.wait_ends(17)
+    streams = front.streams()
+    assert [streams[each] for each in first] == [streams[each] for each in again]
+    assert front.engine.status().num_restarts == 0
+    front.stop()
 
 
 def test_the_async_face_over_a_process_gives_what_llm_gives():

@@ -83,9 +83,11 @@ class Scheduler:
         batch = Batch(self.num_steps)
         num_preemptions = self.num_preemptions
         logprobs_budget = PromptLogprobsBudget(NUM_PROMPT_LOGPROBS_ROWS)
-        shares = self._share_among_running(logprobs_budget)
-        if self.num_preemptions == num_preemptions:
-            shares += self._admit(batch, shares, logprobs_budget)
+        shares = self._share_with_retried(batch, logprobs_budget)
+        if shares is None:
+            shares = self._share_among(self.running, logprobs_budget)
+            if self.num_preemptions == num_preemptions:
+                shares += self._admit(batch, shares, logprobs_budget)
         if not shares:
             return None
         # Entered after admission, which must not count tokens of this step as computed: a sample
@@ -128,12 +130,18 @@ class Scheduler:
         return events
 
     def fail_batch(self, batch: Batch, error: str) -> list[Event]:
-        """Ends the unfinished sequences of a failed step with an error event each."""
+        """A step failed: each of its sequences is retried once, in steps of its own. One that was
+        being retried is ended with an error event.
+        """
         self.drop_batch(batch)
         events: list[Event] = []
         for entry in batch.entries:
-            if not entry.sequence.is_finished:
-                events.append(self._fail(entry.sequence, error, "step_failed"))
+            sequence = entry.sequence
+            if sequence.is_finished:
+                continue
+            if sequence.is_retried:
+                events.append(self._fail(sequence, error, "step_failed"))
+            sequence.is_retried = True
         return events
 
     def drop_batch(self, batch: Batch) -> None:
@@ -145,8 +153,13 @@ class Scheduler:
         self._end(sequence)
 
     def restart(self) -> None:
-        """After the device lost its pages: requeues running sequences, empties the prefix cache."""
-        for sequence in reversed(self.running.copy()):
+        """After the device lost its pages: requeues running sequences, empties the prefix cache.
+
+        Sequences to be retried come first.
+        """
+        newest_first = self.running[::-1]
+        newest_first.sort(key=lambda sequence: sequence.is_retried)
+        for sequence in newest_first:
             self._rewind_to_waiting(sequence)
         for sequence in self.waiting:
             sequence.num_pending_tokens = 0
@@ -169,19 +182,34 @@ class Scheduler:
             assert not sequence.page_table, "a waiting sequence holds pages"
         self.kv_cache.check_invariants(self.running)
 
-    def _share_among_running(self, logprobs_budget: PromptLogprobsBudget) -> list[Share]:
-        """Shares of the running sequences in this step, oldest first, with their pages allocated.
+    def _share_with_retried(
+        self, batch: Batch, logprobs_budget: PromptLogprobsBudget
+    ) -> list[Share] | None:
+        """The share of a sequence that is retried after a failed step, which has the step alone;
+        None if there is no such sequence, or if the others must run before it can start.
+        """
+        running = [sequence for sequence in self.running if sequence.is_retried]
+        if running:
+            return self._share_among(running[:1], logprobs_budget)
+        if self.waiting and self.waiting[0].is_retried:
+            return self._admit(batch, [], logprobs_budget) or None
+        return None
 
-        If there are too few pages, the newest sequence is preempted.
+    def _share_among(
+        self, sequences: list[Sequence], logprobs_budget: PromptLogprobsBudget
+    ) -> list[Share]:
+        """Shares of running sequences in this step, oldest first, with their pages allocated.
+
+        If there are too few pages, the newest running sequence is preempted.
         """
         counts = share_budget(
-            [sequence.num_uncomputed_tokens for sequence in self.running],
+            [sequence.num_uncomputed_tokens for sequence in sequences],
             token_budget=self.limits.max_num_batched_tokens,
             max_entries=self.limits.max_num_seqs,
         )
         page_size = self.limits.page_size
         shares: list[Share] = []
-        for sequence, budgeted in zip(self.running.copy(), counts, strict=True):
+        for sequence, budgeted in zip(sequences.copy(), counts, strict=True):
             count = budgeted
             if sequence.prompt_logprobs_progress is not None:
                 count = _fit(sequence, count, logprobs_budget)
@@ -216,6 +244,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.num_pending_tokens or sequence.is_expecting_source:
                 break
+            if sequence.is_retried and (shares or admitted):
+                break
             if sequence.needs_prompt_logprobs and not logprobs_budget.num_rows:
                 break
             if not self._try_start(batch, sequence):
@@ -224,6 +254,8 @@ class Scheduler:
             count = _fit(sequence, wanted, logprobs_budget)
             budget -= count
             admitted.append((sequence, count))
+            if sequence.is_retried:
+                break
         return admitted
 
     def _try_start(self, batch: Batch, sequence: Sequence) -> bool:

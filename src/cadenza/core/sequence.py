@@ -42,6 +42,7 @@ class Sequence:
         num_computed_tokens: tokens whose KV exists once the launched steps have run.
         num_pending_tokens: tokens sampled by launched steps that have not been read.
         has_started: it has had a row.
+        is_retried: a step with it failed, and it has not sampled since; its steps are its own.
         num_cached_tokens: prompt tokens whose KV was shared at its first start; None before. A
             sample that another engine began has that engine's number.
         num_sent_pages: entries of the page table already sent to the device.
@@ -66,6 +67,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     has_started: bool = False
+    is_retried: bool = False
     num_cached_tokens: int | None = None
     num_published_pages: int = 0
     published_serial: int | None = 0
@@ -152,6 +154,7 @@ class Sequence:
         """
         self.token_ids.append(token_id)
         self.num_pending_tokens -= 1
+        self.is_retried = False
         if token_id in self.stop_token_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.max_num_tokens else None

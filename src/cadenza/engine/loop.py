@@ -1,8 +1,8 @@
 """`StepLoop`: launches and reads steps, one at a time or overlapped.
 
 Owns the steps in flight and the recovery from a failed one. Knows no request ids and no text.
-Invariant: steps are read in launch order; a failed step ends each of its sequences once, and all
-others are recomputed from their tokens.
+Invariant: steps are read in launch order; after a failed step all sequences are recomputed from
+their tokens, those of that step one at a time, and one that then fails is ended once.
 """
 
 import logging
@@ -131,7 +131,7 @@ class StepLoop:
         return self._scheduler.update(step.batch, output)
 
     def _recover(self, failed: Batch) -> list[Event]:
-        """Ends the failed step's sequences; all others are recomputed from their tokens."""
+        """Recomputes all sequences from their tokens; ends those that have failed again."""
         self.num_failed_steps += 1
         self.num_consecutive_failures += 1
         events = self._scheduler.fail_batch(failed, STEP_FAILED)

@@ -28,7 +28,7 @@ from tests.engine.process.conftest import (
     OpenFront,
     request,
 )
-from tests.engine.process.scripted_child import KILL, KILL_LATE, limits_of, make_core
+from tests.engine.process.scripted_child import KILL, KILL_LATE, RAISE, limits_of, make_core
 
 CONFIG = EngineConfig(max_num_seqs=8)
 NUM_STREAMS = 64
@@ -314,6 +314,21 @@ def test_an_engine_that_is_killed_while_it_drains_is_replaced_to_finish(open_fro
     front.thread.join(TIMEOUT_S)
     assert content_of(front.events) == undisturbed()
     assert front.engine.status().num_restarts == 1
+
+
+def test_steps_that_fail_too_often_are_a_pause_for_all_others(open_front: OpenFront):
+    config = EngineConfig(max_num_seqs=8, max_consecutive_step_errors=1)
+    front = open_front(config)
+    front.engine.wait_ready(TIMEOUT_S)
+    poison = 20
+    for index, each in enumerate(workload()):
+        front.engine.submit(request(RAISE) if index == poison else each)
+    wait_all(front)
+    expected = {key: own for key, own in undisturbed().items() if key[0] != poison}
+    found = content_of(front.events)
+    assert {key: own for key, own in found.items() if key[0] != poison} == expected
+    (end,) = [each for each in found[poison, 0] if isinstance(each, list)]
+    assert end[0] == "error"
 
 
 def test_no_other_request_is_in_the_engine_while_a_suspect_runs() -> None:
