@@ -231,8 +231,8 @@ def _read_to_end(serving: ServeProcess, lines: list[str]) -> None:
         lines.extend(stream)
 
 
-def test_a_killed_engine_is_told_to_its_clients_and_started_again() -> None:
-    with serve_process(*FLAGS) as serving:
+def test_a_killed_engine_is_told_to_its_clients_if_they_are_not_to_wait() -> None:
+    with serve_process(*FLAGS, "--on-engine-failure", "error") as serving:
         serving.wait_ready()
         engine = serving.engine_pid()
         with serving.streaming(ENDLESS) as lines:
