@@ -71,7 +71,7 @@ int64_t bytes_of(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
 }  // namespace
 
-void route_experts(const Runtime& runtime, DType dtype, const RouteTask& task) {
+void route_experts(const Runtime& runtime, ProductTypes types, const RouteTask& task) {
   const int64_t rows = task.product.rows, experts = task.product.n;
   if (rows == 0) return;
   Executor::Lease lease(runtime.executor);
@@ -81,13 +81,14 @@ void route_experts(const Runtime& runtime, DType dtype, const RouteTask& task) {
   product.out_is_f32 = true;
   LinearUnits panels{&product, partition_product(rows, product.k, ceil_div(experts, kPanel),
                                                  partition_limits(runtime, lease))};
-  lease.run({runtime.kernels.linear[index_of(dtype)], &panels, panels.grid.units(), kMaxPanels},
+  lease.run({runtime.kernels.linear[index_of(types.weight)], &panels, panels.grid.units(), kMaxPanels},
             rows * experts * product.k > kMinParallelOps);
   RouteUnits units{&task, logits};
   lease.run({runtime.kernels.route, &units, rows, 16}, rows * experts > kMinParallelElements / 4);
 }
 
-void grouped_gated_linear(const Runtime& runtime, DType dtype, const GroupedGatedTask& task) {
+void grouped_gated_linear(const Runtime& runtime, ProductTypes types,
+                          const GroupedGatedTask& task) {
   const GatedTask& product = task.product;
   if (product.rows == 0) return;
   Executor::Lease lease(runtime.executor);
@@ -101,22 +102,22 @@ void grouped_gated_linear(const Runtime& runtime, DType dtype, const GroupedGate
     units += group.grid.units();
   }
   const void* x =
-      gather(lease, sorted, product.x, task.choice.num_chosen, product.k * bytes_of(dtype));
+      gather(lease, sorted, product.x, task.choice.num_chosen, product.k * bytes_of(types.activation));
   GroupedGatedUnits context{&task, {sorted.groups, sorted.num_groups, sorted.pairs, x}};
-  lease.run({runtime.kernels.grouped_gated[index_of(dtype)], &context, units, kMaxPanels},
+  lease.run({runtime.kernels.grouped_gated[index_of(types.weight)], &context, units, kMaxPanels},
             sorted.num_pairs * product.f * product.k > kMinParallelOps);
 }
 
-void grouped_linear(const Runtime& runtime, DType dtype, const GroupedLinearTask& task) {
+void grouped_linear(const Runtime& runtime, ProductTypes types, const GroupedLinearTask& task) {
   const LinearTask& product = task.product;
   if (product.rows == 0) return;
   Executor::Lease lease(runtime.executor);
   Sorted sorted = sort_by_expert(task.choice, product.rows, lease.scratch());
-  const void* x = gather(lease, sorted, product.x, 1, product.k * bytes_of(dtype));
+  const void* x = gather(lease, sorted, product.x, 1, product.k * bytes_of(types.activation));
   GroupedLinearUnits context{&task, {sorted.groups, sorted.num_groups, sorted.pairs, x}};
   int64_t pairs = task.choice.num_pairs(product.rows);
   int64_t chunk = std::clamp<int64_t>(kMaxPartials / (pairs * kPanel), 1, kMaxPanels);
-  lease.run({runtime.kernels.grouped_linear[index_of(dtype)], &context, ceil_div(product.n, kPanel),
+  lease.run({runtime.kernels.grouped_linear[index_of(types.weight)], &context, ceil_div(product.n, kPanel),
              chunk},
             pairs * product.n * product.k > kMinParallelOps);
 }

@@ -1,5 +1,6 @@
 // The kernels of one ISA. Each computes work units [begin, end) of an operation; the comment at the
-// kernel defines its unit. Arrays are indexed by element type: 0 bf16, 1 f32.
+// kernel defines its unit. Arrays of products and of the embedding are indexed by WeightFormat, the
+// others by the activations' DType: 0 bf16, 1 f32.
 #pragma once
 
 #include "core/pool.h"

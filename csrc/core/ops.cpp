@@ -9,32 +9,31 @@ namespace cadenza {
 
 namespace {
 
-Weight weight_of(const void* packed, int64_t panels, int64_t k, DType dtype) {
-  int64_t step = dtype == DType::kBf16 ? 2 : 1;
-  return {static_cast<const char*>(packed), panels, ceil_div(k, step) * kPanel * 4};
+Weight weight_of(const void* packed, int64_t panels, int64_t k, WeightFormat format) {
+  return {static_cast<const char*>(packed), panels, panel_bytes(format, k)};
 }
 
 }  // namespace
 
-void linear(const Runtime& runtime, DType dtype, const LinearTask& task) {
+void linear(const Runtime& runtime, ProductTypes types, const LinearTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);
-  Weight next = lease.predict_next(weight_of(task.w, ceil_div(task.n, kPanel), task.k, dtype));
+  Weight next = lease.predict_next(weight_of(task.w, ceil_div(task.n, kPanel), task.k, types.weight));
   LinearUnits units{
       &task, partition_product(task.rows, task.k, ceil_div(task.n, kPanel),
                                partition_limits(runtime, lease))};
-  lease.run({runtime.kernels.linear[index_of(dtype)], &units, units.grid.units(), kMaxPanels, next},
+  lease.run({runtime.kernels.linear[index_of(types.weight)], &units, units.grid.units(), kMaxPanels, next},
             task.rows * task.n * task.k > kMinParallelOps);
 }
 
-void gated_linear(const Runtime& runtime, DType dtype, const GatedTask& task) {
+void gated_linear(const Runtime& runtime, ProductTypes types, const GatedTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);
-  Weight next = lease.predict_next(weight_of(task.w, ceil_div(task.f, kLanes), task.k, dtype));
+  Weight next = lease.predict_next(weight_of(task.w, ceil_div(task.f, kLanes), task.k, types.weight));
   GatedUnits units{
       &task, partition_product(task.rows, task.k, ceil_div(task.f, kLanes),
                                partition_limits(runtime, lease))};
-  lease.run({runtime.kernels.gated[index_of(dtype)], &units, units.grid.units(), kMaxPanels, next},
+  lease.run({runtime.kernels.gated[index_of(types.weight)], &units, units.grid.units(), kMaxPanels, next},
             task.rows * task.f * task.k > kMinParallelOps);
 }
 
@@ -52,10 +51,10 @@ void convert(const Runtime& runtime, DType dtype, const ConvertTask& task) {
             task.rows * task.width > kMinParallelElements);
 }
 
-void embed(const Runtime& runtime, DType dtype, const EmbedTask& task) {
+void embed(const Runtime& runtime, WeightFormat format, const EmbedTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);
-  lease.run({runtime.kernels.embed[index_of(dtype)], &task, task.rows, 16},
+  lease.run({runtime.kernels.embed[index_of(format)], &task, task.rows, 16},
             task.rows * task.width > kMinParallelElements / 8);
 }
 
@@ -94,7 +93,7 @@ bool needs_logits(const SampleParams& params) {
 
 }  // namespace
 
-void next_token(const Runtime& runtime, DType dtype, const NextTokenTask& task) {
+void next_token(const Runtime& runtime, ProductTypes types, const NextTokenTask& task) {
   const int64_t rows = task.product.rows, vocab = task.product.n;
   if (rows == 0) return;
   Executor::Lease lease(runtime.executor);
@@ -113,8 +112,8 @@ void next_token(const Runtime& runtime, DType dtype, const NextTokenTask& task) 
   }
   LogitsTask logits{task.product, task.transform, best, kept};
   const int64_t panels = ceil_div(vocab, kPanel);
-  Weight next = lease.predict_next(weight_of(task.product.w, panels, task.product.k, dtype));
-  lease.run({runtime.kernels.logits[index_of(dtype)], &logits, panels, kMaxPanels, next},
+  Weight next = lease.predict_next(weight_of(task.product.w, panels, task.product.k, types.weight));
+  lease.run({runtime.kernels.logits[index_of(types.weight)], &logits, panels, kMaxPanels, next},
             rows * vocab * task.product.k > kMinParallelOps);
   for (int64_t row = 0; row < rows; row++) {
     RowBest merged = merge_best(best, threads, rows, row);

@@ -21,18 +21,19 @@ inline PartitionLimits partition_limits(const Runtime& runtime, const Executor::
   return {runtime.kernels.max_rows, lease.num_threads()};
 }
 
-void linear(const Runtime& runtime, DType dtype, const LinearTask& task);
-void gated_linear(const Runtime& runtime, DType dtype, const GatedTask& task);
+void linear(const Runtime& runtime, ProductTypes types, const LinearTask& task);
+void gated_linear(const Runtime& runtime, ProductTypes types, const GatedTask& task);
 void rms_norm(const Runtime& runtime, DType dtype, const NormTask& task);
 void convert(const Runtime& runtime, DType dtype, const ConvertTask& task);
-void embed(const Runtime& runtime, DType dtype, const EmbedTask& task);
+void embed(const Runtime& runtime, WeightFormat format, const EmbedTask& task);
 // Runs on the calling thread: a step takes few rows.
 void take_rows(const TakeTask& task);
 
 // Mixture of experts. Rows are grouped by expert, so each expert's weight is read once.
-void route_experts(const Runtime& runtime, DType dtype, const RouteTask& task);
-void grouped_gated_linear(const Runtime& runtime, DType dtype, const GroupedGatedTask& task);
-void grouped_linear(const Runtime& runtime, DType dtype, const GroupedLinearTask& task);
+void route_experts(const Runtime& runtime, ProductTypes types, const RouteTask& task);
+void grouped_gated_linear(const Runtime& runtime, ProductTypes types,
+                          const GroupedGatedTask& task);
+void grouped_linear(const Runtime& runtime, ProductTypes types, const GroupedLinearTask& task);
 // Number of experts chosen by at least one row.
 int64_t count_active_experts(const ExpertChoice& choice, int64_t rows);
 
@@ -45,6 +46,6 @@ struct NextTokenTask {
   int32_t* out;                // [rows, kSampleColumns]
   LogitTransform transform;
 };
-void next_token(const Runtime& runtime, DType dtype, const NextTokenTask& task);
+void next_token(const Runtime& runtime, ProductTypes types, const NextTokenTask& task);
 
 }  // namespace cadenza

@@ -197,8 +197,7 @@ void check(bool holds, const char* message) {
 }  // namespace
 
 int64_t packed_bytes(int64_t n, int64_t k, DType dtype, bool gated) {
-  int64_t panels = gated ? ceil_div(n, kLanes) : ceil_div(n, kPanel);
-  return dtype == DType::kF32 ? panels * kPanel * k * 4 : panels * kPanel * round_up(k, 2) * 2;
+  return (gated ? ceil_div(n, kLanes) : ceil_div(n, kPanel)) * panel_bytes(format_of(dtype), k);
 }
 
 void pack(Executor& executor, const PackTask& task) {

@@ -36,5 +36,6 @@ inline Grid partition_product(int64_t rows, int64_t k, int64_t panels,
 }
 
 inline int index_of(DType dtype) { return static_cast<int>(dtype); }
+inline int index_of(WeightFormat format) { return static_cast<int>(format); }
 
 }  // namespace cadenza

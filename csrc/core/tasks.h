@@ -19,7 +19,7 @@ enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
 struct LinearTask {
   int64_t rows, n, k;
   const void* x;          // activation dtype [rows, K]
-  const void* w;          // packed [ceil(N/32), ceil(K/step), 32, step]
+  const void* w;          // packed in panels of 32 columns
   const float* bias;      // [N] or null
   const float* residual;  // [rows, N] or null; may alias `out`
   void* out;              // [rows, N], f32 or the activation dtype

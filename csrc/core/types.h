@@ -11,6 +11,25 @@ struct bf16 {
 
 enum class DType : int32_t { kBf16 = 0, kF32 = 1, kF16 = 2 };
 
+// How a packed weight stores its elements.
+enum class WeightFormat : int32_t { kBf16 = 0, kF32 = 1 };
+
+// The format of weights that are stored like activations, in bf16 or f32.
+constexpr WeightFormat format_of(DType dtype) {
+  return dtype == DType::kBf16 ? WeightFormat::kBf16 : WeightFormat::kF32;
+}
+
+// The types by which the kernels of a product are chosen.
+struct ProductTypes {
+  WeightFormat weight;
+  DType activation;
+
+  // Weights are stored like the activations.
+  constexpr ProductTypes(DType dtype) : weight(format_of(dtype)), activation(dtype) {}
+  constexpr ProductTypes(WeightFormat weight_, DType activation_)
+      : weight(weight_), activation(activation_) {}
+};
+
 // Columns of a packed weight panel; tokens of a KV sub-block. The same for every ISA.
 constexpr int kPanel = 32;
 constexpr int kLanes = 16;
@@ -27,5 +46,10 @@ constexpr int kStep<bf16> = 2;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// Bytes of one packed panel of a weight with reduction k.
+constexpr int64_t panel_bytes(WeightFormat format, int64_t k) {
+  return format == WeightFormat::kF32 ? k * kPanel * 4 : ceil_div(k, kStep<bf16>) * kPanel * 4;
+}
 
 }  // namespace cadenza

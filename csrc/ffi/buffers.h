@@ -61,13 +61,27 @@ inline int64_t true_count(const Any& count, int64_t padded) {
   return n;
 }
 
-// Checks that a packed weight is [panels, steps, 32, step].
-inline void require_packed(const Any& weight, DType dtype, int64_t columns, int64_t k) {
-  require(element_type(weight) == dtype, "weight and activation types differ");
-  int64_t step = dtype == DType::kBf16 ? 2 : 1;
-  require(weight.dimensions().size() == 4 && dim(weight, 0) == ceil_div(columns, kPanel) &&
-              dim(weight, 1) == ceil_div(k, step) && dim(weight, 2) == kPanel &&
-              dim(weight, 3) == step,
+// The format of a packed weight, by its element type.
+inline WeightFormat weight_format(const Any& weight) { return format_of(element_type(weight)); }
+
+// The types of a product of activations x and a packed weight.
+inline ProductTypes product_types(const Any& x, const Any& weight) {
+  ProductTypes types{weight_format(weight), element_type(x)};
+  require(types.weight == format_of(types.activation), "weight and activation types differ");
+  return types;
+}
+
+// Whether the axes from `first` on are [panels, steps, 32, step], the layout of a packed weight.
+inline bool is_packed(const Any& weight, size_t first, int64_t columns, int64_t k) {
+  int64_t step = weight_format(weight) == WeightFormat::kBf16 ? 2 : 1;
+  return weight.dimensions().size() == first + 4 &&
+         dim(weight, first) == ceil_div(columns, kPanel) &&
+         dim(weight, first + 1) == ceil_div(k, step) && dim(weight, first + 2) == kPanel &&
+         dim(weight, first + 3) == step;
+}
+
+inline void require_packed(const Any& weight, int64_t columns, int64_t k) {
+  require(is_packed(weight, 0, columns, k),
           "the packed weight's shape does not fit its columns and reduction");
 }
 

@@ -24,13 +24,13 @@ ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_
     task.packed = table.dimensions().size() == 4;
     task.scale = scale;
     task.out = static_cast<float*>(out->untyped_data());
-    DType dtype = element_type(table);
-    if (task.packed) require_packed(table, dtype, vocab, task.width);
+    WeightFormat format = weight_format(table);
+    if (task.packed) require_packed(table, vocab, task.width);
     require(task.packed || (dim(table, 0) == vocab && dim(table, 1) == task.width),
             "the plain table must be [vocab, width]");
     require(is_f32(*out), "the result must be f32");
-    if (profile.is_on()) profile.reads(task.rows * task.width * bytes_of(dtype));
-    embed(runtime(), dtype, task);
+    if (profile.is_on()) profile.reads(task.rows * task.width * bytes_of(element_type(table)));
+    embed(runtime(), format, task);
   });
 }
 
@@ -115,13 +115,14 @@ ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResul
                        float scale) {
   return guarded("cadenza_linear", [&] {
     ProfileScope profile(Op::kLinear);
-    DType dtype = element_type(x);
+    ProductTypes types = product_types(x, w);
+    DType dtype = types.activation;
     LinearTask task{};
     task.rows = true_count(count, dim(*out, 0));
     task.n = dim(*out, 1);
     task.k = dim(x, 1);
     require(dim(x, 0) >= task.rows, "x has too few rows");
-    require_packed(w, dtype, task.n, task.k);
+    require_packed(w, task.n, task.k);
     require(is_f32(*out) || element_type(*out) == dtype, "the result must be f32 or x's type");
     task.x = x.untyped_data();
     task.w = w.untyped_data();
@@ -136,7 +137,7 @@ ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResul
       profile.reads(task.rows * task.k * bytes_of(dtype));
       if (task.residual != nullptr) profile.reads(task.rows * task.n * int64_t(sizeof(float)));
     }
-    linear(runtime(), dtype, task);
+    linear(runtime(), types, task);
   });
 }
 
@@ -146,7 +147,8 @@ ffi::Error linear_call(Any x, Any w, Any count, Any bias, Any residual, AnyResul
 ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, int64_t activation) {
   return guarded("cadenza_gated_linear", [&] {
     ProfileScope profile(Op::kGatedLinear);
-    DType dtype = element_type(x);
+    ProductTypes types = product_types(x, w);
+    DType dtype = types.activation;
     require(activation >= 0 && activation <= 2,
             "activation must be 0 (silu), 1 (gelu_tanh) or 2 (gelu)");
     GatedTask task{};
@@ -154,7 +156,7 @@ ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, i
     task.f = dim(*out, 1);
     task.k = dim(x, 1);
     require(dim(x, 0) >= task.rows, "x has too few rows");
-    require_packed(w, dtype, 2 * round_up(task.f, kLanes), task.k);
+    require_packed(w, 2 * round_up(task.f, kLanes), task.k);
     require(element_type(*out) == dtype, "the result must have x's type");
     task.x = x.untyped_data();
     task.w = w.untyped_data();
@@ -167,7 +169,7 @@ ffi::Error gated_linear_call(Any x, Any w, Any count, Any bias, AnyResult out, i
       profile.reads(int64_t(w.size_bytes() + bias.size_bytes()));
       profile.reads(task.rows * task.k * bytes_of(dtype));
     }
-    gated_linear(runtime(), dtype, task);
+    gated_linear(runtime(), types, task);
   });
 }
 

@@ -6,13 +6,9 @@ namespace cadenza::xla_ffi {
 namespace {
 
 // Checks that the experts' packed weights are [X, panels, steps, 32, step]; returns X.
-int64_t require_packed_experts(const Any& weight, DType dtype, int64_t columns, int64_t k) {
-  require(element_type(weight) == dtype, "weight and activation types differ");
-  int64_t step = dtype == DType::kBf16 ? 2 : 1;
-  require(
-      weight.dimensions().size() == 5 && dim(weight, 1) == ceil_div(columns, kPanel) &&
-          dim(weight, 2) == ceil_div(k, step) && dim(weight, 3) == kPanel && dim(weight, 4) == step,
-      "the experts' packed weights' shape does not fit their columns and reduction");
+int64_t require_packed_experts(const Any& weight, int64_t columns, int64_t k) {
+  require(is_packed(weight, 1, columns, k),
+          "the experts' packed weights' shape does not fit their columns and reduction");
   require(dim(weight, 0) > 0, "there must be at least one expert");
   return dim(weight, 0);
 }
@@ -42,14 +38,15 @@ ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, 
                               int64_t experts, bool over_chosen, float scale) {
   return guarded("cadenza_route_experts", [&] {
     ProfileScope profile(Op::kRouteExperts);
-    DType dtype = element_type(x);
+    ProductTypes types = product_types(x, w);
+    DType dtype = types.activation;
     RouteTask task{};
     LinearTask& product = task.product;
     product.rows = true_count(count, dim(*ids, 0));
     product.n = experts;
     product.k = dim(x, 1);
     require(dim(x, 0) >= product.rows, "x has too few rows");
-    require_packed(w, dtype, experts, product.k);
+    require_packed(w, experts, product.k);
     product.x = x.untyped_data();
     product.w = w.untyped_data();
     product.bias = optional_f32(bias);
@@ -69,7 +66,7 @@ ffi::Error route_experts_call(Any x, Any w, Any count, Any bias, AnyResult ids, 
       profile.reads(int64_t(w.size_bytes() + bias.size_bytes()));
       profile.reads(product.rows * product.k * bytes_of(dtype));
     }
-    route_experts(runtime(), dtype, task);
+    route_experts(runtime(), types, task);
   });
 }
 
@@ -80,7 +77,8 @@ ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids,
                                      int64_t activation) {
   return guarded("cadenza_grouped_gated_linear", [&] {
     ProfileScope profile(Op::kGroupedGatedLinear);
-    DType dtype = element_type(x);
+    ProductTypes types = product_types(x, w);
+    DType dtype = types.activation;
     require(activation >= 0 && activation <= 2,
             "activation must be 0 (silu), 1 (gelu_tanh) or 2 (gelu)");
     GatedTask task{};
@@ -88,7 +86,7 @@ ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids,
     task.f = dim(*out, 2);
     task.k = dim(x, 1);
     require(dim(x, 0) >= task.rows, "x has too few rows");
-    int64_t experts = require_packed_experts(w, dtype, 2 * round_up(task.f, kLanes), task.k);
+    int64_t experts = require_packed_experts(w, 2 * round_up(task.f, kLanes), task.k);
     ExpertChoice choice = choice_of(ids, experts, task.rows);
     require(element_type(*out) == dtype && dim(*out, 1) == choice.num_chosen,
             "the result must be [T, C, F] of x's type");
@@ -100,7 +98,7 @@ ffi::Error grouped_gated_linear_call(Any x, Any w, Any count, Any bias, Any ids,
     task.activation = static_cast<Activation>(activation);
     task.out = out->untyped_data();
     count_reads(profile, w, bias, choice, task.rows, task.rows * task.k * bytes_of(dtype));
-    grouped_gated_linear(runtime(), dtype, {task, choice});
+    grouped_gated_linear(runtime(), types, {task, choice});
   });
 }
 
@@ -112,12 +110,13 @@ ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, 
                                Any weights, AnyResult out) {
   return guarded("cadenza_grouped_linear", [&] {
     ProfileScope profile(Op::kGroupedLinear);
-    DType dtype = element_type(x);
+    ProductTypes types = product_types(x, w);
+    DType dtype = types.activation;
     LinearTask task{};
     task.rows = true_count(count, dim(*out, 0));
     task.n = dim(*out, 1);
     task.k = dim(x, 2);
-    int64_t experts = require_packed_experts(w, dtype, task.n, task.k);
+    int64_t experts = require_packed_experts(w, task.n, task.k);
     ExpertChoice choice = choice_of(ids, experts, task.rows);
     require(dim(x, 0) >= task.rows && dim(x, 1) == choice.num_chosen, "x must be [T, C, K]");
     require(weights.element_type() == ffi::F32 && weights.dimensions() == ids.dimensions(),
@@ -136,7 +135,7 @@ ffi::Error grouped_linear_call(Any x, Any w, Any count, Any bias, Any residual, 
     task.out = out->untyped_data();
     int64_t x_bytes = choice.num_pairs(task.rows) * task.k * bytes_of(dtype);
     count_reads(profile, w, bias, choice, task.rows, x_bytes);
-    grouped_linear(runtime(), dtype, {task, choice, data<float>(weights)});
+    grouped_linear(runtime(), types, {task, choice, data<float>(weights)});
   });
 }
 

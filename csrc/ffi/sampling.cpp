@@ -78,7 +78,7 @@ ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records,
                            int64_t page_size) {
   return guarded("cadenza_next_token", [&] {
     ProfileScope profile(Op::kNextToken);
-    DType dtype = element_type(x);
+    ProductTypes types = product_types(x, head);
     NextTokenTask task{};
     task.product.rows = true_count(count, dim(*out, 0));
     task.product.n = vocab;
@@ -89,7 +89,7 @@ ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records,
     task.transform = {divisor, soft_cap};
     require(divisor > 0 && soft_cap >= 0, "the divisor must be above 0, the soft cap at least 0");
     require(dim(x, 0) >= task.product.rows, "x has too few rows");
-    require_packed(head, dtype, vocab, task.product.k);
+    require_packed(head, vocab, task.product.k);
     require(out->element_type() == ffi::S32 && dim(*out, 1) == kSampleColumns,
             "the result must be int32 [L, 44]");
     std::memset(task.out, 0, out->size_bytes());
@@ -104,9 +104,9 @@ ffi::Error next_token_call(Any x, Any head, Any count, Any columns, Any records,
     task.params = params.data();
     if (profile.is_on()) {
       profile.reads(int64_t(head.size_bytes()));
-      profile.reads(task.product.rows * task.product.k * bytes_of(dtype));
+      profile.reads(task.product.rows * task.product.k * bytes_of(types.activation));
     }
-    next_token(runtime(), dtype, task);
+    next_token(runtime(), types, task);
   });
 }
 

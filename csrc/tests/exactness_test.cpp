@@ -159,7 +159,7 @@ void check_embed(const Context& context, bool is_packed) {
                             ids.push_back(int32_t(row.is_poisoned ? bad : row.data));
                           }
                           std::vector<float> out(ids.size() * width);
-                          embed(context.runtime(batch.threads), dtype_of<T>(),
+                          embed(context.runtime(batch.threads), format_of(dtype_of<T>()),
                                 {int64_t(ids.size()), width, vocab, ids.data(), source, is_packed,
                                  2.5f, out.data()});
                           return bytes_of(out);

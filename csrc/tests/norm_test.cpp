@@ -85,9 +85,9 @@ void check_embed(const Context& context) {
        {{{table.data(), dtype_of<T>(), vocab, width}}, width, packed.data(), dtype_of<T>(), false});
   std::vector<int32_t> ids{0, 76, 31, 32, 33, -1, 77, 5};
   std::vector<float> from_packed(ids.size() * width), from_plain(ids.size() * width);
-  embed(context.runtime(1), dtype_of<T>(),
+  embed(context.runtime(1), format_of(dtype_of<T>()),
         {8, width, vocab, ids.data(), packed.data(), true, 2.5f, from_packed.data()});
-  embed(context.runtime(0), dtype_of<T>(),
+  embed(context.runtime(0), format_of(dtype_of<T>()),
         {8, width, vocab, ids.data(), table.data(), false, 2.5f, from_plain.data()});
   CHECK(same_bits(from_packed.data(), from_plain.data(), int64_t(from_plain.size())));
   for (size_t r = 0; r < ids.size(); r++) {

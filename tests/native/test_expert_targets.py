@@ -17,6 +17,7 @@ from cadenza.backends.xla.ops.experts import (
 from cadenza.backends.xla.ops.native_library import packed_shape
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.table import ExpertChoice, Linear
+from cadenza.checkpoint.weight_format import FLOAT_FORMATS
 
 pytestmark = pytest.mark.native
 
@@ -120,13 +121,14 @@ def test_ties_and_rows_without_a_softmax_are_routed_as_defined(call, pack, dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grouped_products_follow_their_definitions(call, library, random, dtype):
     layer = Layer(call, library, random, dtype)
+    format = FLOAT_FORMATS["bfloat16" if dtype == ml_dtypes.bfloat16 else "float32"]
     x = random.normal(size=(21, HIDDEN)).astype(dtype)
     ids, weights, residual = choices(random, 21)
     ids[3, 1], ids[5] = -1, EXPERTS
     inner = layer.gated(x, ids, 21)
     expected = grouped_gated_linear(
         jnp.asarray(x),
-        Linear(jnp.asarray(layer.gate_up), jnp.asarray(layer.gate_up_bias)),
+        Linear(jnp.asarray(layer.gate_up), jnp.asarray(layer.gate_up_bias), format),
         jnp.asarray(ids),
     )
     valid = (ids >= 0) & (ids < EXPERTS)
@@ -140,7 +142,7 @@ def test_grouped_products_follow_their_definitions(call, library, random, dtype)
     out = layer.combined(inner, ids, weights, residual, 21)
     expected = grouped_linear(
         inner,
-        Linear(jnp.asarray(layer.down), jnp.asarray(layer.down_bias)),
+        Linear(jnp.asarray(layer.down), jnp.asarray(layer.down_bias), format),
         ExpertChoice(jnp.asarray(ids), jnp.asarray(weights)),
         jnp.asarray(residual),
     )

@@ -30,6 +30,7 @@ from cadenza.backends.xla.ops.table import (
 )
 from cadenza.backends.xla.wire import unpack
 from cadenza.checkpoint.rope_factors import rope_factors
+from cadenza.checkpoint.weight_format import FLOAT_FORMATS
 from cadenza.core.step_schema import (
     LAST_SAMPLED,
     NUM_PROMPT_LOGPROBS_ROWS,
@@ -342,7 +343,9 @@ def test_a_wrong_weight_is_off_by_more_than_the_tolerance():
     ops, x, table = make_ops(), normal(8, 24, 40), normal(4, 7, 40)
     spoilt = table.copy()
     spoilt[3, 3] += 1e-3
-    y = ops.linear(jnp.asarray(x), Linear(jnp.asarray(spoilt), None), 7, COUNT)
+    y = ops.linear(
+        jnp.asarray(x), Linear(jnp.asarray(spoilt), None, FLOAT_FORMATS["float32"]), 7, COUNT
+    )
     with pytest.raises(AssertionError, match="off by"):
         assert_close(y, x.astype(np.float64) @ table.T, "float32")
 

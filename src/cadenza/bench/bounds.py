@@ -17,8 +17,15 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from cadenza.checkpoint import ModelConfig, declare
-from cadenza.checkpoint.declaration import HEAD
-from cadenza.checkpoint.dtypes import WeightDType, item_bytes
+from cadenza.checkpoint.declaration import (
+    ExpertMLPSpec,
+    TensorSpec,
+    declare_embedding,
+    declare_head,
+    declare_layer,
+)
+from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.weight_format import stored_bytes
 
 Limit = Literal["read", "multiply"]
 
@@ -86,9 +93,10 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsCost:
-    """The experts' part of a model's cost; `parameters` of one expert in all its layers."""
+    """The experts' part of a model's cost; sizes are of one expert in all its layers."""
 
     parameters: int
+    num_bytes: int
     num_experts: int
     num_chosen: int
 
@@ -98,8 +106,8 @@ class ExpertsCost:
         return self.num_chosen * self.parameters
 
     def most_read_by(self, num_tokens: int) -> int:
-        """The most parameters that a step of so many tokens can need."""
-        return min(self.num_experts, num_tokens * self.num_chosen) * self.parameters
+        """The most bytes of weights that a step of so many tokens can need."""
+        return min(self.num_experts, num_tokens * self.num_chosen) * self.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,40 +118,42 @@ class ModelCost:
         layer_parameters: of all layers' matrix products, without the experts'.
         head_parameters: of the vocabulary head, or of the embedding that is tied to it.
         pair_operations: attention of one query and one token of its context, in all layers.
-        item_bytes: bytes of one weight.
+        layer_bytes, head_bytes: of their weights as they are held in memory.
         kv_bytes_per_token: one token's keys and values in all layers.
     """
 
     layer_parameters: int
     head_parameters: int
     pair_operations: int
-    item_bytes: int
+    layer_bytes: int
+    head_bytes: int
     kv_bytes_per_token: int
     experts: ExpertsCost | None = None
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: WeightDType) -> Self:
-        """The cost of a shape with weights and KV in `dtype`."""
-        experts = _experts_cost(config)
-        all_experts = experts.most_read_by(experts.num_experts) if experts else 0
+        """The cost of a shape that computes in `dtype`."""
+        experts, head = _expert_tensors(config), _head(config)
+        apart = {spec.name for expert in experts for spec in expert}
+        layers = [
+            spec
+            for spec in declare(config)
+            if spec.kind in ("linear", "router") and spec.name not in apart
+        ]
         return cls(
-            layer_parameters=sum(
-                spec.num_elements
-                for spec in declare(config)
-                if spec.kind == "linear" and spec.name != HEAD
-            )
-            - all_experts,
-            experts=experts,
-            head_parameters=config.vocab_size * config.hidden_size,
+            layer_parameters=sum(spec.num_elements for spec in layers),
+            layer_bytes=stored_bytes(layers, dtype),
+            experts=_experts_cost(config, experts, dtype),
+            head_parameters=head.num_elements,
+            head_bytes=stored_bytes([head], dtype),
             pair_operations=4 * config.query_size * config.num_layers,
-            item_bytes=item_bytes(dtype),
             kv_bytes_per_token=config.kv_bytes_per_token(dtype),
         )
 
     def weight_bytes(self, num_tokens: int) -> int:
         """The most bytes of weights that a step of so many tokens reads."""
         experts = self.experts.most_read_by(num_tokens) if self.experts else 0
-        return (self.layer_parameters + experts + self.head_parameters) * self.item_bytes
+        return self.layer_bytes + experts + self.head_bytes
 
     @property
     def token_parameters(self) -> int:
@@ -170,12 +180,29 @@ class ModelCost:
         )
 
 
-def _experts_cost(config: ModelConfig) -> ExpertsCost | None:
-    if config.experts is None:
+def _head(config: ModelConfig) -> TensorSpec:
+    """The tensor that the head multiplies with."""
+    return declare_embedding(config) if config.tie_word_embeddings else declare_head(config)
+
+
+def _expert_tensors(config: ModelConfig) -> list[list[TensorSpec]]:
+    """The tensors of each expert in all layers that have experts."""
+    layers = [declare_layer(config, index).mlp for index in range(config.num_layers)]
+    mixtures = [mlp for mlp in layers if isinstance(mlp, ExpertMLPSpec)]
+    return [
+        [spec for expert in column for spec in expert.tensors()]
+        for column in zip(*(mlp.experts for mlp in mixtures), strict=True)
+    ]
+
+
+def _experts_cost(
+    config: ModelConfig, experts: list[list[TensorSpec]], dtype: WeightDType
+) -> ExpertsCost | None:
+    if config.experts is None or not experts:
         return None
-    num_layers = sum(kind.has_experts for kind in config.layer_kinds)
     return ExpertsCost(
-        parameters=3 * num_layers * config.hidden_size * config.experts.intermediate_size,
+        parameters=sum(spec.num_elements for spec in experts[0]),
+        num_bytes=stored_bytes(experts[0], dtype),
         num_experts=config.experts.num_experts,
         num_chosen=config.experts.num_chosen,
     )

@@ -18,7 +18,7 @@ from cadenza.checkpoint.model_config import ExpertsConfig, ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
-TensorKind = Literal["embedding", "linear", "norm", "bias"]
+TensorKind = Literal["embedding", "head", "linear", "router", "norm", "bias"]
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -51,6 +51,7 @@ class LinearSpec:
     num_out: int
     num_in: int
     has_bias: bool = False
+    kind: TensorKind = "linear"
 
     @property
     def weight(self) -> str:
@@ -60,8 +61,12 @@ class LinearSpec:
     def bias(self) -> str | None:
         return f"{self.name}.bias" if self.has_bias else None
 
+    @property
+    def weight_spec(self) -> TensorSpec:
+        return TensorSpec(name=self.weight, shape=(self.num_out, self.num_in), kind=self.kind)
+
     def tensors(self) -> Iterator[TensorSpec]:
-        yield TensorSpec(name=self.weight, shape=(self.num_out, self.num_in), kind="linear")
+        yield self.weight_spec
         if self.bias is not None:
             yield TensorSpec(name=self.bias, shape=(self.num_out,), kind="bias")
 
@@ -118,14 +123,25 @@ class LayerSpec:
 
 def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
     """Every tensor of the model in order of use; a tied head is not listed."""
-    embed, vocab = config.hidden_size, config.vocab_size
-    specs = [TensorSpec(name=EMBEDDING, shape=(vocab, embed), kind="embedding")]
+    specs = [declare_embedding(config)]
     for index in range(config.num_layers):
         specs += declare_layer(config, index).tensors()
-    specs.append(_norm(FINAL_NORM, embed))
+    specs.append(_norm(FINAL_NORM, config.hidden_size))
     if not config.tie_word_embeddings:
-        specs.append(TensorSpec(name=HEAD, shape=(vocab, embed), kind="linear"))
+        specs.append(declare_head(config))
     return tuple(specs)
+
+
+def declare_embedding(config: ModelConfig) -> TensorSpec:
+    """The embedding table, which is also the weight of a tied head."""
+    shape = (config.vocab_size, config.hidden_size)
+    return TensorSpec(name=EMBEDDING, shape=shape, kind="embedding")
+
+
+def declare_head(config: ModelConfig) -> TensorSpec:
+    """The weight of a head that is not tied."""
+    shape = (config.vocab_size, config.hidden_size)
+    return TensorSpec(name=HEAD, shape=shape, kind="head")
 
 
 def declare_layer(config: ModelConfig, index: int) -> LayerSpec:
@@ -185,7 +201,10 @@ def _declare_mlp(config: ModelConfig, index: int) -> GatedMLPSpec | ExpertMLPSpe
     experts, prefix = config.experts, f"{prefix}.{config.experts.names.block}"
     return ExpertMLPSpec(
         router=LinearSpec(
-            name=f"{prefix}.gate", num_out=experts.num_experts, num_in=config.hidden_size
+            name=f"{prefix}.gate",
+            num_out=experts.num_experts,
+            num_in=config.hidden_size,
+            kind="router",
         ),
         experts=tuple(
             _declare_expert(config.hidden_size, experts, f"{prefix}.experts.{expert}")

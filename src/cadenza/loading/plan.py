@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from cadenza.backends.base import BackendTraits
-from cadenza.checkpoint import Checkpoint, ModelConfig, count_parameters
+from cadenza.checkpoint import Checkpoint, ModelConfig, declare
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
+from cadenza.checkpoint.weight_format import stored_bytes
 from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, EngineLimits
 from cadenza.errors import ConfigError
 from cadenza.request import Request
@@ -64,7 +65,7 @@ def make_plan(
     dtype = _choose_dtype(config, checkpoint, traits)
     model = checkpoint.config
     per_token = model.kv_bytes_per_token(dtype)
-    weight_bytes = _weight_bytes(checkpoint, dtype)
+    weight_bytes = stored_bytes(declare(model), dtype)
     left = available_bytes - weight_bytes
     if left <= 0:
         raise ConfigError(
@@ -134,10 +135,6 @@ def _choose_dtype(
             f"--dtype {config.dtype} is not one of {', '.join(traits.dtypes)} on {traits.name}"
         )
     return config.dtype
-
-
-def _weight_bytes(checkpoint: Checkpoint, dtype: WeightDType) -> int:
-    return count_parameters(checkpoint.config) * item_bytes(dtype)
 
 
 def _pool_tokens(config: EngineConfig, per_token: int, left: int) -> int:

@@ -5,7 +5,8 @@ embeddings and each distinct rope are loaded once. For a norm that multiplies by
 is added here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,13 @@ from cadenza.checkpoint.declaration import (
     GatedMLPSpec,
     LinearSpec,
     TensorSpec,
+    declare_embedding,
+    declare_head,
     declare_layer,
 )
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.rope_factors import rope_factors
+from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.checkpoint.weights import Weights
 
 
@@ -38,16 +42,35 @@ def load_decoder(
 ) -> DecoderWeights:
     """Host arrays in the op table's layouts, ready for `jax.device_put`."""
     model = spec.model
+    source = _Source(ops, spec, weights)
+    embedding, head = declare_embedding(model), declare_head(model)
     return DecoderWeights(
-        embedding=ops.load_embedding(weights[EMBEDDING]),
-        layers=tuple(_load_layers(ops, model, weights)),
+        embedding=ops.load_embedding(weights[EMBEDDING], spec.format_of(embedding)),
+        layers=tuple(_load_layers(source)),
         final_norm=_norm(model, weights, FINAL_NORM),
-        head=None if model.tie_word_embeddings else ops.load_linear([weights[HEAD]], []),
+        head=None
+        if model.tie_word_embeddings
+        else ops.load_linear([weights[HEAD]], [], spec.format_of(head)),
         ropes=tuple(rope_factors(rope, max_model_len) for rope in model.ropes),
     )
 
 
-def _load_layers(ops: OpTable, model: ModelConfig, weights: Weights) -> Iterator[LayerWeights]:
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The tensors, and the op table that they are loaded for."""
+
+    ops: OpTable
+    spec: DecoderSpec
+    weights: Weights
+
+    def format_of(self, linears: Sequence[LinearSpec]) -> WeightFormat:
+        """The format of linears that are loaded together."""
+        return self.spec.format_of(linears[0].weight_spec)
+
+
+def _load_layers(source: _Source) -> Iterator[LayerWeights]:
+    model, weights = source.spec.model, source.weights
+
     def norm(spec: TensorSpec | None) -> npt.NDArray[np.float32] | None:
         return None if spec is None else _norm(model, weights, spec.name)
 
@@ -55,35 +78,45 @@ def _load_layers(ops: OpTable, model: ModelConfig, weights: Weights) -> Iterator
         layer = declare_layer(model, index)
         yield LayerWeights(
             attention_norm=norm(layer.attention_norm),
-            qkv=_linear(ops, weights, layer.qkv),
+            qkv=_linear(source, layer.qkv),
             qk_norms=None if layer.qk_norms is None else tuple(map(norm, layer.qk_norms)),
-            attention_out=_linear(ops, weights, (layer.attention_out,)),
+            attention_out=_linear(source, (layer.attention_out,)),
             attention_post_norm=norm(layer.attention_post_norm),
             mlp_norm=norm(layer.mlp_norm),
-            mlp=_load_mlp(ops, weights, layer.mlp),
+            mlp=_load_mlp(source, layer.mlp),
             mlp_post_norm=norm(layer.mlp_post_norm),
         )
 
 
 def _load_mlp(
-    ops: OpTable, weights: Weights, mlp: GatedMLPSpec | ExpertMLPSpec
+    source: _Source, mlp: GatedMLPSpec | ExpertMLPSpec
 ) -> GatedMLPWeights | ExpertMLPWeights:
     if isinstance(mlp, GatedMLPSpec):
-        return _load_gated_mlp(ops, weights, mlp)
-    pairs = [tuple(linear.weight for linear in expert.gate_up) for expert in mlp.experts]
+        return _load_gated_mlp(source, mlp)
+    ops, weights = source.ops, source.weights
+    gate_up = [(weights[gate.weight], weights[up.weight]) for gate, up in _pairs(mlp)]
+    down = [weights[expert.down.weight] for expert in mlp.experts]
     return ExpertMLPWeights(
-        router=_linear(ops, weights, (mlp.router,)),
-        gate_up=ops.load_experts_gate_up([(weights[gate], weights[up]) for gate, up in pairs]),
-        down=ops.load_experts_down([weights[expert.down.weight] for expert in mlp.experts]),
+        router=_linear(source, (mlp.router,)),
+        gate_up=ops.load_experts_gate_up(gate_up, source.format_of(mlp.experts[0].gate_up)),
+        down=ops.load_experts_down(down, source.format_of([mlp.experts[0].down])),
     )
 
 
-def _load_gated_mlp(ops: OpTable, weights: Weights, mlp: GatedMLPSpec) -> GatedMLPWeights:
+def _pairs(mlp: ExpertMLPSpec) -> Iterator[tuple[LinearSpec, LinearSpec]]:
+    """Gate and up of each expert."""
+    for expert in mlp.experts:
+        gate, up = expert.gate_up
+        yield gate, up
+
+
+def _load_gated_mlp(source: _Source, mlp: GatedMLPSpec) -> GatedMLPWeights:
+    weights, format = source.weights, source.format_of(mlp.gate_up)
     gate, up = _halves([weights[linear.weight] for linear in mlp.gate_up])
     biases = _biases(weights, mlp.gate_up)
     return GatedMLPWeights(
-        gate_up=ops.load_gate_up(gate, up, _halves(biases) if biases else []),
-        down=_linear(ops, weights, (mlp.down,)),
+        gate_up=source.ops.load_gate_up(gate, up, _halves(biases) if biases else [], format),
+        down=_linear(source, (mlp.down,)),
     )
 
 
@@ -92,9 +125,10 @@ def _halves(parts: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
     return parts if len(parts) == 2 else list(np.split(parts[0], 2))
 
 
-def _linear(ops: OpTable, weights: Weights, linears: tuple[LinearSpec, ...]) -> Linear:
+def _linear(source: _Source, linears: tuple[LinearSpec, ...]) -> Linear:
+    weights = source.weights
     parts = [weights[linear.weight] for linear in linears]
-    return ops.load_linear(parts, _biases(weights, linears))
+    return source.ops.load_linear(parts, _biases(weights, linears), source.format_of(linears))
 
 
 def _biases(weights: Weights, linears: tuple[LinearSpec, ...]) -> list[npt.NDArray[Any]]:

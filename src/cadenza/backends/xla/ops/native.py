@@ -34,6 +34,7 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
 )
 from cadenza.checkpoint.model_config import Activation
+from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.core.step_schema import LogitInputs, specs_of
 
 DECODE_BUCKET = 64
@@ -65,50 +66,69 @@ class NativeOps:
         small = min(DECODE_BUCKET, max_num_batched_tokens)
         return tuple(sorted({small, max_num_batched_tokens}))
 
-    def load_linear(self, parts: list[npt.NDArray[Any]], bias: list[npt.NDArray[Any]]) -> Linear:
+    def load_linear(
+        self,
+        parts: list[npt.NDArray[Any]],
+        bias: list[npt.NDArray[Any]],
+        format: WeightFormat | None = None,
+    ) -> Linear:
+        format = format or self._spec.weight_format
         num_columns = sum(len(part) for part in parts)
-        packed = self._empty(packed_shape(num_columns, parts[0].shape[1], self._spec.dtype))
+        packed = self._empty(format, (num_columns, parts[0].shape[1]))
         self._library.pack(parts, packed)
-        return Linear(packed, np.concatenate(bias).astype(np.float32) if bias else None)
+        return Linear(packed, np.concatenate(bias).astype(np.float32) if bias else None, format)
 
-    def load_embedding(self, table: npt.NDArray[Any]) -> Linear:
-        return self.load_linear([table], [])
+    def load_embedding(self, table: npt.NDArray[Any], format: WeightFormat | None = None) -> Linear:
+        return self.load_linear([table], [], format)
 
     def load_gate_up(
-        self, gate: npt.NDArray[Any], up: npt.NDArray[Any], bias: list[npt.NDArray[Any]]
+        self,
+        gate: npt.NDArray[Any],
+        up: npt.NDArray[Any],
+        bias: list[npt.NDArray[Any]],
+        format: WeightFormat | None = None,
     ) -> Linear:
-        shape = packed_shape(len(gate), gate.shape[1], self._spec.dtype, is_gated=True)
-        packed = self._empty(shape)
+        format = format or self._spec.weight_format
+        packed = self._empty(format, gate.shape, is_gated=True)
         self._library.pack((gate, up), packed, is_gated=True)
-        return Linear(packed, np.stack(bias).astype(np.float32) if bias else None)
+        return Linear(packed, np.stack(bias).astype(np.float32) if bias else None, format)
 
     def load_experts_gate_up(
-        self, experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+        self,
+        experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
+        format: WeightFormat | None = None,
     ) -> Linear:
-        num_columns, reduction = experts[0][0].shape
-        shape = packed_shape(num_columns, reduction, self._spec.dtype, is_gated=True)
-        packed = self._empty((len(experts), *shape))
+        format = format or self._spec.weight_format
+        shape = (len(experts), *experts[0][0].shape)
+        packed = self._empty(format, shape, is_gated=True)
         for place, pair in zip(packed, experts, strict=True):
             self._library.pack(pair, place, is_gated=True)
-        return Linear(packed, None)
+        return Linear(packed, None, format)
 
-    def load_experts_down(self, experts: Sequence[npt.NDArray[Any]]) -> Linear:
-        num_columns, reduction = experts[0].shape
-        shape = packed_shape(num_columns, reduction, self._spec.dtype)
-        packed = self._empty((len(experts), *shape))
+    def load_experts_down(
+        self, experts: Sequence[npt.NDArray[Any]], format: WeightFormat | None = None
+    ) -> Linear:
+        format = format or self._spec.weight_format
+        packed = self._empty(format, (len(experts), *experts[0].shape))
         for place, weight in zip(packed, experts, strict=True):
             self._library.pack([weight], place)
-        return Linear(packed, None)
+        return Linear(packed, None, format)
 
-    def _empty(self, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        return self._memory.empty(shape, self._spec.dtype)
+    def _empty(
+        self, format: WeightFormat, shape: tuple[int, ...], *, is_gated: bool = False
+    ) -> npt.NDArray[Any]:
+        """Memory for a packed weight [..., N, K], or for gate and up of [..., N, K] each."""
+        *experts, num_columns, reduction = shape
+        dtype = jnp.dtype(format.name)
+        packed = packed_shape(num_columns, reduction, dtype, is_gated=is_gated)
+        return self._memory.empty((*experts, *packed), dtype)
 
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
         model = self._model
         head = (model.num_kv_heads, self._spec.page_size, model.head_dim)
         shape = (num_pages, model.num_layers, *head)
         return KVPool(
-            jnp.full(shape, fill, self._spec.dtype), jnp.full(shape, fill, self._spec.dtype)
+            jnp.full(shape, fill, self._spec.kv_dtype), jnp.full(shape, fill, self._spec.kv_dtype)
         )
 
     def copy_slots(

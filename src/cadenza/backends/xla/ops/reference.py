@@ -33,6 +33,7 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
 )
 from cadenza.checkpoint.model_config import Activation
+from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.errors import ConfigError
 
 MAX_TOKENS = 64
@@ -69,32 +70,47 @@ class ReferenceOps:
             )
         return (max_num_batched_tokens,)
 
-    def load_linear(self, parts: list[npt.NDArray[Any]], bias: list[npt.NDArray[Any]]) -> Linear:
-        weight = np.concatenate(parts).astype(self._spec.dtype)
-        return Linear(weight, np.concatenate(bias).astype(np.float32) if bias else None)
+    def load_linear(
+        self,
+        parts: list[npt.NDArray[Any]],
+        bias: list[npt.NDArray[Any]],
+        format: WeightFormat | None = None,
+    ) -> Linear:
+        format = format or self._spec.weight_format
+        weight = np.concatenate(parts).astype(jnp.dtype(format.name))
+        return Linear(weight, np.concatenate(bias).astype(np.float32) if bias else None, format)
 
-    def load_embedding(self, table: npt.NDArray[Any]) -> Linear:
-        return self.load_linear([table], [])
+    def load_embedding(self, table: npt.NDArray[Any], format: WeightFormat | None = None) -> Linear:
+        return self.load_linear([table], [], format)
 
     def load_gate_up(
-        self, gate: npt.NDArray[Any], up: npt.NDArray[Any], bias: list[npt.NDArray[Any]]
+        self,
+        gate: npt.NDArray[Any],
+        up: npt.NDArray[Any],
+        bias: list[npt.NDArray[Any]],
+        format: WeightFormat | None = None,
     ) -> Linear:
-        return self.load_linear([gate, up], bias)
+        return self.load_linear([gate, up], bias, format)
 
     def load_experts_gate_up(
-        self, experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+        self,
+        experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
+        format: WeightFormat | None = None,
     ) -> Linear:
-        return self.load_experts_down([np.concatenate(pair) for pair in experts])
+        return self.load_experts_down([np.concatenate(pair) for pair in experts], format)
 
-    def load_experts_down(self, experts: Sequence[npt.NDArray[Any]]) -> Linear:
-        return Linear(np.stack(experts).astype(self._spec.dtype), None)
+    def load_experts_down(
+        self, experts: Sequence[npt.NDArray[Any]], format: WeightFormat | None = None
+    ) -> Linear:
+        format = format or self._spec.weight_format
+        return Linear(np.stack(experts).astype(jnp.dtype(format.name)), None, format)
 
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
         slots = num_pages * self._spec.page_size
         model = self._model
         shape = (slots, model.num_layers, model.num_kv_heads, model.head_dim)
-        pool = jnp.full(shape, fill, self._spec.dtype)
-        return KVPool(pool, jnp.full(shape, fill, self._spec.dtype))
+        pool = jnp.full(shape, fill, self._spec.kv_dtype)
+        return KVPool(pool, jnp.full(shape, fill, self._spec.kv_dtype))
 
     def copy_slots(
         self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
@@ -189,9 +205,10 @@ class ReferenceOps:
             query = norm_heads(query, query_norm, model.rms_norm_eps)
             key = norm_heads(key, key_norm, model.rms_norm_eps)
         turns = factors.rope[step.tokens.positions]  # [T, rotary_dim]
-        query = rotate(query, turns).astype(self._spec.dtype)
-        key = rotate(key, turns).astype(self._spec.dtype)
-        pool = _append(pool, key, value.astype(self._spec.dtype), (step.tokens.slots, layer.index))
+        query = rotate(query, turns).astype(self._spec.kv_dtype)
+        key = rotate(key, turns).astype(self._spec.kv_dtype)
+        value = value.astype(self._spec.kv_dtype)
+        pool = _append(pool, key, value, (step.tokens.slots, layer.index))
         grouped = query.reshape(len(qkv), model.num_kv_heads, -1, model.head_dim)
         out = self._attend(grouped, pool, step, layer)
         return out.reshape(len(qkv), -1).astype(self._spec.dtype), pool

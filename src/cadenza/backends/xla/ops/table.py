@@ -10,12 +10,16 @@ D head size · V vocabulary · P pages per row · C output columns · X experts 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
+import numpy as np
 import numpy.typing as npt
 
+from cadenza.checkpoint.declaration import TensorSpec
+from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.weight_format import FLOAT_FORMATS, WeightFormat, format_of
 from cadenza.core.step_schema import LogitInputs, RowInputs, TokenInputs, specs_of
 
 NUM_TOP = 20
@@ -32,22 +36,40 @@ STATE_NOT_FINITE, STATE_CHOSEN, STATE_NONE_ALLOWED = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """The constants of an op table. `dtype` is the type of weights, activations and KV."""
+    """The constants of an op table. `dtype` is the type of activations and KV."""
 
     model: ModelConfig
     dtype: Any
     page_size: int
 
     @property
+    def kv_dtype(self) -> Any:
+        return self.dtype
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """Of weights that are loaded without a format of their own: that of the activations."""
+        return FLOAT_FORMATS[self._dtype_name]
+
+    def format_of(self, tensor: TensorSpec) -> WeightFormat:
+        return format_of(tensor, self._dtype_name)
+
+    @property
+    def _dtype_name(self) -> WeightDType:
+        return cast(WeightDType, np.dtype(self.dtype).name)
+
+    @property
     def attention_scale(self) -> float:
         return self.model.attention_scale or self.model.head_dim**-0.5
 
 
-class Linear(NamedTuple):
-    """A weight in the layout of its op table, and its bias."""
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight in the layout of its op table, its bias, and the format of the weight's elements."""
 
     weight: Any  # [N, K] in the reference table
     bias: Any | None  # [N]
+    format: WeightFormat
 
 
 class ExpertChoice(NamedTuple):
@@ -110,6 +132,7 @@ class StepArrays(NamedTuple):
     rules: RuleArrays | None = None  # None: no row has rules
 
 
+jax.tree_util.register_dataclass(Linear, ["weight", "bias"], ["format"])
 for _group in (TokenInputs, RowInputs, LogitInputs):
     jax.tree_util.register_dataclass(_group, [spec.name for spec in specs_of(_group)], [])
 
@@ -127,27 +150,43 @@ class OpTable(Protocol):
         """Sizes T (tokens per step) to compile programs for, ascending."""
         ...
 
-    def load_linear(self, parts: list[npt.NDArray[Any]], bias: list[npt.NDArray[Any]]) -> Linear:
-        """Fuses weights [Ni, K] of linears with the same input along N, in host memory."""
+    def load_linear(
+        self,
+        parts: list[npt.NDArray[Any]],
+        bias: list[npt.NDArray[Any]],
+        format: WeightFormat | None = None,
+    ) -> Linear:
+        """Fuses weights [Ni, K] of linears with the same input along N, in host memory.
+
+        Here and below the weight is held in `format`; None is the type of the activations.
+        """
         ...
 
-    def load_embedding(self, table: npt.NDArray[Any]) -> Linear:
+    def load_embedding(self, table: npt.NDArray[Any], format: WeightFormat | None = None) -> Linear:
         """The embedding table [V, E], also used as the weight of a tied head."""
         ...
 
     def load_gate_up(
-        self, gate: npt.NDArray[Any], up: npt.NDArray[Any], bias: list[npt.NDArray[Any]]
+        self,
+        gate: npt.NDArray[Any],
+        up: npt.NDArray[Any],
+        bias: list[npt.NDArray[Any]],
+        format: WeightFormat | None = None,
     ) -> Linear:
         """Gate and up [F, E], for `gated_linear`."""
         ...
 
     def load_experts_gate_up(
-        self, experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+        self,
+        experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
+        format: WeightFormat | None = None,
     ) -> Linear:
         """Gate and up [F, E] of each expert, for `grouped_gated_linear`."""
         ...
 
-    def load_experts_down(self, experts: Sequence[npt.NDArray[Any]]) -> Linear:
+    def load_experts_down(
+        self, experts: Sequence[npt.NDArray[Any]], format: WeightFormat | None = None
+    ) -> Linear:
         """Each expert's weight [E, F], for `grouped_linear`."""
         ...
 
