@@ -37,11 +37,18 @@ ISA_FLAGS = {
         "avx512": AVX512_FLAGS,
         "avx2": ["-mavx2", "-mfma"],
         "scalar": [],
+        "int8_avx512_vnni": [*AVX512_FLAGS, "-mavx512vnni"],
+        "int8_avx_vnni": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
+        "int8_avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "int8_scalar": [],
     },
     "aarch64": {
         "neon_bf16": ["-march=armv8.2-a+bf16"],
         "neon": [],
         "scalar": [],
+        "int8_neon_dotprod": ["-march=armv8.2-a+dotprod"],
+        "int8_neon": [],
+        "int8_scalar": [],
     },
 }
 MACHINE_ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}
@@ -50,7 +57,7 @@ MACHINE_ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}
 def isa_flags() -> dict[str, list[str]]:
     """Flags of each kernel source that this machine's architecture can have."""
     machine = platform.machine().lower()
-    return ISA_FLAGS.get(MACHINE_ALIASES.get(machine, machine), {"scalar": []})
+    return ISA_FLAGS.get(MACHINE_ALIASES.get(machine, machine), {"scalar": [], "int8_scalar": []})
 
 
 def ffi_include_dir() -> str:

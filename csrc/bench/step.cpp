@@ -292,7 +292,7 @@ Options parse(int argc, char** argv) {
 int main(int argc, char** argv) {
   Options options = parse(argc, argv);
   Executor executor(options.threads);
-  Runtime runtime{kernels(), executor};
+  Runtime runtime{kernels(), integer_kernels(), executor};
   std::printf("isa %s, %d threads, peak %.0f GF\n", runtime.kernels.isa, options.threads,
               1e-9 * measure_multiply(runtime, DType::kBf16, kPeakRepeats));
   Step first = make_step(options, runtime, 1, 1, options.context, nullptr);

@@ -3,6 +3,7 @@
 
 #include "core/partition.h"
 #include "core/ops.h"
+#include "core/quantised.h"
 
 namespace cadenza {
 
@@ -67,8 +68,6 @@ const void* gather(Executor::Lease& lease, const Sorted& sorted, const void* x,
   return out;
 }
 
-int64_t bytes_of(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
-
 }  // namespace
 
 void route_experts(const Runtime& runtime, ProductTypes types, const RouteTask& task) {
@@ -79,9 +78,11 @@ void route_experts(const Runtime& runtime, ProductTypes types, const RouteTask& 
   float* logits = lease.scratch().take<float>(rows * experts);
   product.out = logits;
   product.out_is_f32 = true;
+  product.x = product_rows(runtime, lease, types, {rows, product.k, product.x, nullptr});
+  const ProductKernels kernels = product_kernels(runtime, types);
   LinearUnits panels{&product, partition_product(rows, product.k, ceil_div(experts, kPanel),
-                                                 partition_limits(runtime, lease))};
-  lease.run({runtime.kernels.linear[index_of(types.weight)], &panels, panels.grid.units(), kMaxPanels},
+                                                 {kernels.max_rows, lease.num_threads()})};
+  lease.run({kernels.linear, &panels, panels.grid.units(), kMaxPanels},
             rows * experts * product.k > kMinParallelOps);
   RouteUnits units{&task, logits};
   lease.run({runtime.kernels.route, &units, rows, 16}, rows * experts > kMinParallelElements / 4);
@@ -92,19 +93,22 @@ void grouped_gated_linear(const Runtime& runtime, ProductTypes types,
   const GatedTask& product = task.product;
   if (product.rows == 0) return;
   Executor::Lease lease(runtime.executor);
+  const ProductKernels kernels = product_kernels(runtime, types);
   Sorted sorted = sort_by_expert(task.choice, product.rows, lease.scratch());
   int64_t units = 0;
   for (int64_t g = 0; g < sorted.num_groups; g++) {
     ExpertGroup& group = sorted.groups[g];
     group.first_unit = units;
     group.grid = partition_product(group.rows, product.k, ceil_div(product.f, kLanes),
-                             {runtime.kernels.max_rows, 1});
+                             {kernels.max_rows, 1});
     units += group.grid.units();
   }
-  const void* x =
-      gather(lease, sorted, product.x, task.choice.num_chosen, product.k * bytes_of(types.activation));
+  const void* rows =
+      product_rows(runtime, lease, types, {product.rows, product.k, product.x, nullptr});
+  const void* x = gather(lease, sorted, rows, task.choice.num_chosen,
+                         product_row_bytes(types, product.k));
   GroupedGatedUnits context{&task, {sorted.groups, sorted.num_groups, sorted.pairs, x}};
-  lease.run({runtime.kernels.grouped_gated[index_of(types.weight)], &context, units, kMaxPanels},
+  lease.run({kernels.grouped_gated, &context, units, kMaxPanels},
             sorted.num_pairs * product.f * product.k > kMinParallelOps);
 }
 
@@ -113,11 +117,12 @@ void grouped_linear(const Runtime& runtime, ProductTypes types, const GroupedLin
   if (product.rows == 0) return;
   Executor::Lease lease(runtime.executor);
   Sorted sorted = sort_by_expert(task.choice, product.rows, lease.scratch());
-  const void* x = gather(lease, sorted, product.x, 1, product.k * bytes_of(types.activation));
+  const int64_t pairs = task.choice.num_pairs(product.rows);
+  const void* rows = product_rows(runtime, lease, types, {pairs, product.k, product.x, nullptr});
+  const void* x = gather(lease, sorted, rows, 1, product_row_bytes(types, product.k));
   GroupedLinearUnits context{&task, {sorted.groups, sorted.num_groups, sorted.pairs, x}};
-  int64_t pairs = task.choice.num_pairs(product.rows);
   int64_t chunk = std::clamp<int64_t>(kMaxPartials / (pairs * kPanel), 1, kMaxPanels);
-  lease.run({runtime.kernels.grouped_linear[index_of(types.weight)], &context, ceil_div(product.n, kPanel),
+  lease.run({product_kernels(runtime, types).grouped_linear, &context, ceil_div(product.n, kPanel),
              chunk},
             pairs * product.n * product.k > kMinParallelOps);
 }

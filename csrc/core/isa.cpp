@@ -3,6 +3,9 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -13,10 +16,13 @@
 namespace cadenza {
 
 extern const KernelTable scalar_kernels;
+extern const IntegerKernels int8_scalar_kernels;
 #if defined(__x86_64__)
 extern const KernelTable avx512_bf16_kernels, avx512_kernels, avx2_kernels;
+extern const IntegerKernels int8_avx512_vnni_kernels, int8_avx_vnni_kernels, int8_avx2_kernels;
 #elif defined(__aarch64__)
 extern const KernelTable neon_bf16_kernels, neon_kernels;
+extern const IntegerKernels int8_neon_dotprod_kernels, int8_neon_kernels;
 #endif
 
 namespace {
@@ -26,17 +32,44 @@ struct Candidate {
   bool can_run;
 };
 
+struct IntegerCandidate {
+  const IntegerKernels* table;
+  bool can_run;
+};
+
 #if defined(__x86_64__)
-std::vector<Candidate> candidates() {
+bool has_avx2() {
   __builtin_cpu_init();
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+// By cpuid, because older compilers do not know these names.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c >> 29 & 1) != 0;
+}
+bool has_avx_vnni() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
+}
+std::vector<Candidate> candidates() {
+  const bool avx2 = has_avx2(), avx512 = has_avx512();
   bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   return {{&avx512_bf16_kernels, bf16},
           {&avx512_kernels, avx512},
           {&avx2_kernels, avx2},
           {&scalar_kernels, true}};
+}
+// VNNI is implied neither by AVX-512 nor by its bf16 instructions.
+std::vector<IntegerCandidate> integer_candidates() {
+  const bool avx2 = has_avx2() && has_f16c();
+  return {{&int8_avx512_vnni_kernels, has_avx512() && __builtin_cpu_supports("avx512vnni")},
+          {&int8_avx_vnni_kernels, avx2 && has_avx_vnni()},
+          {&int8_avx2_kernels, avx2},
+          {&int8_scalar_kernels, true}};
 }
 #elif defined(__aarch64__)
 bool has_bf16() {
@@ -51,12 +84,37 @@ bool has_bf16() {
   return false;
 #endif
 }
+bool has_dotprod() {
+#if defined(__linux__)
+  constexpr unsigned long kHwcapAsimdDp = 1ul << 20;
+  return (getauxval(AT_HWCAP) & kHwcapAsimdDp) != 0;
+#elif defined(__APPLE__)
+  int present = 0;
+  size_t size = sizeof(present);
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &present, &size, nullptr, 0) == 0 && present;
+#else
+  return false;
+#endif
+}
 std::vector<Candidate> candidates() {
   return {{&neon_bf16_kernels, has_bf16()}, {&neon_kernels, true}, {&scalar_kernels, true}};
 }
+std::vector<IntegerCandidate> integer_candidates() {
+  return {{&int8_neon_dotprod_kernels, has_dotprod()},
+          {&int8_neon_kernels, true},
+          {&int8_scalar_kernels, true}};
+}
 #else
 std::vector<Candidate> candidates() { return {{&scalar_kernels, true}}; }
+std::vector<IntegerCandidate> integer_candidates() { return {{&int8_scalar_kernels, true}}; }
 #endif
+
+// Bits of an ISA's vectors; 0 for scalar kernels.
+int vector_bits(const std::string& isa) {
+  if (isa.rfind("avx512", 0) == 0) return 512;
+  if (isa.rfind("avx", 0) == 0) return 256;
+  return isa.rfind("neon", 0) == 0 ? 128 : 0;
+}
 
 }  // namespace
 
@@ -83,6 +141,35 @@ const KernelTable& kernels() {
   static const KernelTable& chosen = [&]() -> const KernelTable& {
     const char* name = std::getenv("CADENZA_CPU_ISA");
     return kernels_for(name == nullptr ? "" : name);
+  }();
+  return chosen;
+}
+
+std::vector<std::string> available_integer_isas() {
+  std::vector<std::string> names;
+  for (const IntegerCandidate& candidate : integer_candidates()) {
+    if (candidate.can_run) names.push_back(candidate.table->isa);
+  }
+  return names;
+}
+
+const IntegerKernels& integer_kernels_for(const std::string& name, const std::string& isa) {
+  std::string choices;
+  for (const IntegerCandidate& candidate : integer_candidates()) {
+    if (!candidate.can_run) continue;
+    const std::string own = candidate.table->isa;
+    if (own == name) return *candidate.table;
+    if (name.empty() && vector_bits(own) <= vector_bits(isa)) return *candidate.table;
+    choices += (choices.empty() ? "" : ", ") + own;
+  }
+  throw std::invalid_argument("CADENZA_CPU_INTEGER_ISA is '" + name +
+                              "'; this machine can run: " + choices);
+}
+
+const IntegerKernels& integer_kernels() {
+  static const IntegerKernels& chosen = [&]() -> const IntegerKernels& {
+    const char* name = std::getenv("CADENZA_CPU_INTEGER_ISA");
+    return integer_kernels_for(name == nullptr ? "" : name, kernels().isa);
   }();
   return chosen;
 }

@@ -18,4 +18,12 @@ const KernelTable& kernels_for(const std::string& name);
 // The process-wide kernels, selected at first use from CADENZA_CPU_ISA.
 const KernelTable& kernels();
 
+// The same for the integer kernels, which are compiled for ISAs of their own. An empty name selects
+// the best whose vectors are not wider than those of `isa`, so that forcing one ISA forces both.
+std::vector<std::string> available_integer_isas();
+const IntegerKernels& integer_kernels_for(const std::string& name, const std::string& isa);
+
+// Selected at first use from CADENZA_CPU_INTEGER_ISA, beside kernels().
+const IntegerKernels& integer_kernels();
+
 }  // namespace cadenza

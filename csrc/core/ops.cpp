@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/partition.h"
+#include "core/quantised.h"
 
 namespace cadenza {
 
@@ -15,25 +16,31 @@ Weight weight_of(const void* packed, int64_t panels, int64_t k, WeightFormat for
 
 }  // namespace
 
-void linear(const Runtime& runtime, ProductTypes types, const LinearTask& task) {
-  if (task.rows == 0) return;
+void linear(const Runtime& runtime, ProductTypes types, const LinearTask& given) {
+  if (given.rows == 0) return;
+  const ProductKernels kernels = product_kernels(runtime, types);
+  LinearTask task = given;
   Executor::Lease lease(runtime.executor);
   Weight next = lease.predict_next(weight_of(task.w, ceil_div(task.n, kPanel), task.k, types.weight));
+  task.x = product_rows(runtime, lease, types, {task.rows, task.k, task.x, nullptr});
   LinearUnits units{
       &task, partition_product(task.rows, task.k, ceil_div(task.n, kPanel),
-                               partition_limits(runtime, lease))};
-  lease.run({runtime.kernels.linear[index_of(types.weight)], &units, units.grid.units(), kMaxPanels, next},
+                               {kernels.max_rows, lease.num_threads()})};
+  lease.run({kernels.linear, &units, units.grid.units(), kMaxPanels, next},
             task.rows * task.n * task.k > kMinParallelOps);
 }
 
-void gated_linear(const Runtime& runtime, ProductTypes types, const GatedTask& task) {
-  if (task.rows == 0) return;
+void gated_linear(const Runtime& runtime, ProductTypes types, const GatedTask& given) {
+  if (given.rows == 0) return;
+  const ProductKernels kernels = product_kernels(runtime, types);
+  GatedTask task = given;
   Executor::Lease lease(runtime.executor);
   Weight next = lease.predict_next(weight_of(task.w, ceil_div(task.f, kLanes), task.k, types.weight));
+  task.x = product_rows(runtime, lease, types, {task.rows, task.k, task.x, nullptr});
   GatedUnits units{
       &task, partition_product(task.rows, task.k, ceil_div(task.f, kLanes),
-                               partition_limits(runtime, lease))};
-  lease.run({runtime.kernels.gated[index_of(types.weight)], &units, units.grid.units(), kMaxPanels, next},
+                               {kernels.max_rows, lease.num_threads()})};
+  lease.run({kernels.gated, &units, units.grid.units(), kMaxPanels, next},
             task.rows * task.f * task.k > kMinParallelOps);
 }
 
@@ -54,7 +61,10 @@ void convert(const Runtime& runtime, DType dtype, const ConvertTask& task) {
 void embed(const Runtime& runtime, WeightFormat format, const EmbedTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);
-  lease.run({runtime.kernels.embed[index_of(format)], &task, task.rows, 16},
+  const UnitFn run = is_quantised(format)
+                         ? runtime.integer.embed[index_of(format) - index_of(WeightFormat::kInt8)]
+                         : runtime.kernels.embed[index_of(format)];
+  lease.run({run, &task, task.rows, 16},
             task.rows * task.width > kMinParallelElements / 8);
 }
 
@@ -113,7 +123,9 @@ void next_token(const Runtime& runtime, ProductTypes types, const NextTokenTask&
   LogitsTask logits{task.product, task.transform, best, kept};
   const int64_t panels = ceil_div(vocab, kPanel);
   Weight next = lease.predict_next(weight_of(task.product.w, panels, task.product.k, types.weight));
-  lease.run({runtime.kernels.logits[index_of(types.weight)], &logits, panels, kMaxPanels, next},
+  logits.product.x =
+      product_rows(runtime, lease, types, {rows, task.product.k, task.product.x, nullptr});
+  lease.run({product_kernels(runtime, types).logits, &logits, panels, kMaxPanels, next},
             rows * vocab * task.product.k > kMinParallelOps);
   for (int64_t row = 0; row < rows; row++) {
     RowBest merged = merge_best(best, threads, rows, row);

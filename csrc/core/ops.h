@@ -13,13 +13,9 @@ namespace cadenza {
 // Where an operation runs.
 struct Runtime {
   const KernelTable& kernels;
+  const IntegerKernels& integer;
   Executor& executor;
 };
-
-// The limits for partitioning a product under this lease.
-inline PartitionLimits partition_limits(const Runtime& runtime, const Executor::Lease& lease) {
-  return {runtime.kernels.max_rows, lease.num_threads()};
-}
 
 void linear(const Runtime& runtime, ProductTypes types, const LinearTask& task);
 void gated_linear(const Runtime& runtime, ProductTypes types, const GatedTask& task);

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "core/half.h"
+
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -31,14 +33,7 @@ struct half {
 
 float widen(float x) { return x; }
 float widen(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
-float widen(half x) {
-  uint32_t sign = uint32_t(x.bits & 0x8000) << 16, exponent = x.bits >> 10 & 31;
-  uint32_t fraction = x.bits & 1023;
-  if (exponent == 31) return from_bits(sign | 0x7f800000u | fraction << 13);
-  if (exponent != 0) return from_bits(sign | (exponent + 112) << 23 | fraction << 13);
-  float magnitude = float(fraction) * 0x1p-24f;
-  return sign != 0 ? -magnitude : magnitude;
-}
+float widen(half x) { return f16_to_f32(x.bits); }
 
 void narrow(float x, float& out) { out = x; }
 void narrow(float x, bf16& out) {

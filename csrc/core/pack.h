@@ -33,6 +33,26 @@ int64_t packed_bytes(int64_t n, int64_t k, DType dtype, bool gated);
 // unsupported sizes, types or alignments.
 void pack(Executor& executor, const PackTask& task);
 
+// A weight to be quantised, or the codes of one.
+struct CodeSource {
+  PackSource rows;             // floats; or codes of a byte, with any `dtype`, if there are scales
+  const uint16_t* scales;      // f16 [rows, groups], or null
+  const uint8_t* zero_points;  // [rows, groups] for int4 codes with scales, or null
+};
+
+// The sources of a weight of integer codes; panels and columns as in PackTask.
+struct QuantisedPackTask {
+  std::vector<CodeSource> sources;
+  int64_t k;
+  uint8_t* packed;  // 32-byte aligned, panels * panel_bytes(format, k) long
+  bool gated;
+  WeightFormat format = WeightFormat::kInt8;
+};
+
+// Quantises by the rules of core/quantised.h. The padding has codes and scales of 0. Throws
+// std::invalid_argument for unsupported sizes or alignments.
+void pack_quantised(Executor& executor, const QuantisedPackTask& task);
+
 // Reads back one packed column as f32; used by tests.
 void unpack_column(const void* packed, DType dtype, int64_t k, int64_t column, float* out);
 

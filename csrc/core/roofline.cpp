@@ -44,19 +44,33 @@ double measure_read(const Runtime& runtime, const void* data, int64_t bytes, int
   return best;
 }
 
-double measure_multiply(const Runtime& runtime, DType dtype, int repeats) {
-  alignas(64) uint32_t seeds[kMultiplySeeds];
-  fill_seeds(dtype, seeds);
+namespace {
+
+double operations_per_second(const Runtime& runtime, UnitFn run, const void* seeds, int repeats) {
   double best = 0;
   for (int i = 0; i < repeats; i++) {
     int64_t operations = 0;
     MultiplyTask task{seeds, kStepsPerUnit, &operations};
     int64_t units = kUnitsPerThread * runtime.executor.num_threads();
-    UnitFn run = runtime.kernels.multiply[static_cast<int>(dtype)];
     double seconds = seconds_of(runtime, {run, &task, units, 8});
     best = std::max(best, double(operations) / seconds);
   }
   return best;
+}
+
+}  // namespace
+
+double measure_multiply(const Runtime& runtime, DType dtype, int repeats) {
+  alignas(64) uint32_t seeds[kMultiplySeeds];
+  fill_seeds(dtype, seeds);
+  UnitFn run = runtime.kernels.multiply[static_cast<int>(dtype)];
+  return operations_per_second(runtime, run, seeds, repeats);
+}
+
+double measure_multiply_codes(const Runtime& runtime, int repeats) {
+  alignas(64) uint32_t seeds[kMultiplySeeds];
+  fill_seeds(DType::kF32, seeds);
+  return operations_per_second(runtime, runtime.integer.multiply, seeds, repeats);
 }
 
 }  // namespace cadenza

@@ -27,5 +27,7 @@ double measure_read(const Runtime& runtime, const void* data, int64_t bytes, int
 
 // Returns FLOP/s of the fastest of `repeats` runs; a multiply-add counts as two operations.
 double measure_multiply(const Runtime& runtime, DType dtype, int repeats);
+// The same of the dots of int8 codes.
+double measure_multiply_codes(const Runtime& runtime, int repeats);
 
 }  // namespace cadenza

@@ -20,7 +20,7 @@ inline void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
-inline Runtime runtime() { return {kernels(), executor()}; }
+inline Runtime runtime() { return {kernels(), integer_kernels(), executor()}; }
 
 // bf16 or f32, the types of activations and weights; throws for any other.
 inline DType element_type(const Any& buffer) {
@@ -61,18 +61,34 @@ inline int64_t true_count(const Any& count, int64_t padded) {
   return n;
 }
 
-// The format of a packed weight, by its element type.
-inline WeightFormat weight_format(const Any& weight) { return format_of(element_type(weight)); }
+// The format of a packed weight: by its element type, and for quantised weights, which are u8, by
+// the bytes of a group, their last axis.
+inline WeightFormat weight_format(const Any& weight) {
+  if (weight.element_type() != ffi::U8) return format_of(element_type(weight));
+  const size_t rank = weight.dimensions().size();
+  require(rank > 0, "a quantised weight must have axes");
+  for (WeightFormat format : {WeightFormat::kInt8, WeightFormat::kInt4}) {
+    if (dim(weight, rank - 1) == group_bytes(format)) return format;
+  }
+  throw std::invalid_argument("the bytes of a quantised weight's group fit no format");
+}
 
 // The types of a product of activations x and a packed weight.
 inline ProductTypes product_types(const Any& x, const Any& weight) {
   ProductTypes types{weight_format(weight), element_type(x)};
-  require(types.weight == format_of(types.activation), "weight and activation types differ");
+  require(is_quantised(types.weight) || types.weight == format_of(types.activation),
+          "weight and activation types differ");
   return types;
 }
 
-// Whether the axes from `first` on are [panels, steps, 32, step], the layout of a packed weight.
+// Whether the axes from `first` on are those of a packed weight: [panels, steps, 32, step], or
+// [panels, groups, bytes of a group].
 inline bool is_packed(const Any& weight, size_t first, int64_t columns, int64_t k) {
+  if (is_quantised(weight_format(weight))) {
+    return weight.dimensions().size() == first + 3 &&
+           dim(weight, first) == ceil_div(columns, kPanel) &&
+           dim(weight, first + 1) == ceil_div(k, kGroup);
+  }
   int64_t step = weight_format(weight) == WeightFormat::kBf16 ? 2 : 1;
   return weight.dimensions().size() == first + 4 &&
          dim(weight, first) == ceil_div(columns, kPanel) &&

@@ -22,6 +22,12 @@ const char* guarded(Body&& body) {
   }
 }
 
+std::string joined(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ",") + name;
+  return text;
+}
+
 }  // namespace
 
 #ifdef CADENZA_FAULTS
@@ -37,21 +43,23 @@ extern "C" {
 CADENZA_EXPORT const char* cadenza_configure() {
   return guarded([] {
     cadenza::kernels();
+    cadenza::integer_kernels();
     cadenza::executor();
   });
 }
 
 CADENZA_EXPORT const char* cadenza_cpu_isa() { return cadenza::kernels().isa; }
 
+CADENZA_EXPORT const char* cadenza_cpu_integer_isa() { return cadenza::integer_kernels().isa; }
+
 // Comma-separated, best first.
 CADENZA_EXPORT const char* cadenza_available_isas() {
-  static const std::string names = [] {
-    std::string joined;
-    for (const std::string& name : cadenza::available_isas()) {
-      joined += (joined.empty() ? "" : ",") + name;
-    }
-    return joined;
-  }();
+  static const std::string names = joined(cadenza::available_isas());
+  return names.c_str();
+}
+
+CADENZA_EXPORT const char* cadenza_available_integer_isas() {
+  static const std::string names = joined(cadenza::available_integer_isas());
   return names.c_str();
 }
 
@@ -74,6 +82,27 @@ CADENZA_EXPORT const char* cadenza_pack(int num_sources, const void* const* data
           {data[i], static_cast<cadenza::DType>(dtypes[i]), rows[i], strides[i]});
     }
     cadenza::pack(cadenza::executor(), task);
+  });
+}
+
+// Source i is [rows[i], k] at data[i], with a row stride of strides[i] elements: floats that are
+// quantised, or codes of a byte where scales[i] is not null, f16 [rows[i], groups], with the zero
+// points of int4 codes, u8 [rows[i], groups]. `format` is a WeightFormat.
+CADENZA_EXPORT const char* cadenza_pack_quantised(int num_sources, const void* const* data,
+                                                  const int* dtypes, const int64_t* rows,
+                                                  const int64_t* strides,
+                                                  const uint16_t* const* scales,
+                                                  const uint8_t* const* zero_points, int64_t k,
+                                                  void* packed, int format, int gated) {
+  return guarded([&] {
+    cadenza::QuantisedPackTask task{{}, k, static_cast<uint8_t*>(packed), gated != 0,
+                                    static_cast<cadenza::WeightFormat>(format)};
+    for (int i = 0; i < num_sources; i++) {
+      cadenza::PackSource source{data[i], static_cast<cadenza::DType>(dtypes[i]), rows[i],
+                                 strides[i]};
+      task.sources.push_back({source, scales[i], zero_points[i]});
+    }
+    cadenza::pack_quantised(cadenza::executor(), task);
   });
 }
 

@@ -7,7 +7,9 @@
 
 namespace {
 
-cadenza::Runtime runtime() { return {cadenza::kernels(), cadenza::executor()}; }
+cadenza::Runtime runtime() {
+  return {cadenza::kernels(), cadenza::integer_kernels(), cadenza::executor()};
+}
 
 }  // namespace
 
@@ -16,6 +18,11 @@ extern "C" {
 // Bytes per second; `data` must be 64-byte aligned and much larger than all caches together.
 CADENZA_EXPORT double cadenza_measure_read(const void* data, int64_t bytes, int repeats) {
   return cadenza::measure_read(runtime(), data, bytes, repeats);
+}
+
+// Operations per second of the dots of int8 codes.
+CADENZA_EXPORT double cadenza_measure_multiply_codes(int repeats) {
+  return cadenza::measure_multiply_codes(runtime(), repeats);
 }
 
 // FLOP/s in bf16 (0) or f32 (1).

@@ -21,7 +21,7 @@ ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_
     task.vocab = vocab;
     task.token_ids = int32(token_ids);
     task.table = table.untyped_data();
-    task.packed = table.dimensions().size() == 4;
+    task.packed = table.dimensions().size() > 2;
     task.scale = scale;
     task.out = static_cast<float*>(out->untyped_data());
     WeightFormat format = weight_format(table);
@@ -29,7 +29,7 @@ ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_
     require(task.packed || (dim(table, 0) == vocab && dim(table, 1) == task.width),
             "the plain table must be [vocab, width]");
     require(is_f32(*out), "the result must be f32");
-    if (profile.is_on()) profile.reads(task.rows * task.width * bytes_of(element_type(table)));
+    if (profile.is_on()) profile.reads(task.rows * panel_bytes(format, task.width) / kPanel);
     embed(runtime(), format, task);
   });
 }

@@ -18,7 +18,9 @@ struct Context {
   bool quick;                                        // fewer sizes, for emulators and sanitizers
   std::vector<std::unique_ptr<Executor>> executors;  // of 1, 2 and 3 threads
 
-  Runtime runtime(size_t which = 0) const { return {kernels, *executors[which]}; }
+  Runtime runtime(size_t which = 0) const {
+    return {kernels, integer_kernels_for("", kernels.isa), *executors[which]};
+  }
 };
 
 using TestFn = void (*)(const Context&);

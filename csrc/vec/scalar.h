@@ -63,12 +63,18 @@ inline Vec mul(Vec a, Vec b) {
 inline Vec div(Vec a, Vec b) {
   return map_lanes([&](int i) { return a.v[i] / b.v[i]; });
 }
-// Rounds twice: without FMA hardware, a fused operation is a slow library call.
+// Rounds twice: without FMA hardware, a fused operation is a slow library call. Kernels that promise
+// the bits of the other ISAs are compiled with CADENZA_VEC_FUSED.
+#ifdef CADENZA_VEC_FUSED
+inline float fma_lane(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+inline float fma_lane(float a, float b, float c) { return a * b + c; }
+#endif
 inline Vec fma(Vec a, Vec b, Vec c) {
-  return map_lanes([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+  return map_lanes([&](int i) { return fma_lane(a.v[i], b.v[i], c.v[i]); });
 }
 inline Vec fnma(Vec a, Vec b, Vec c) {
-  return map_lanes([&](int i) { return c.v[i] - a.v[i] * b.v[i]; });
+  return map_lanes([&](int i) { return fma_lane(-a.v[i], b.v[i], c.v[i]); });
 }
 // a > b ? a : b, so a NaN in either operand yields b.
 inline Vec max(Vec a, Vec b) {

@@ -1,0 +1,59 @@
+// Quantised products: layouts of codes, and the arithmetic that every ISA follows bit for bit.
+//
+// Activations are int8 codes with one f32 scale for each row and group of 32 elements of K:
+//   largest = max |x| of the group; code = round_even(x * (127 / largest)); scale = largest / 127.
+//   A group whose largest is below 2^-64 has codes and scale 0, so no later value is denormal. One
+//   with a NaN or an infinity has codes 0 and a NaN scale, so that the row's outputs are NaN.
+// Weights are integer codes with one f16 scale for each column and group. Quantised from floats:
+//   int8: largest = max |w|; scale = f16(largest / 127); code = round_even(w * (1 / scale)), clamped
+//   to [-127, 127]; all 0 if the scale is 0, and a NaN scale if a value or the scale is not finite.
+//   int4: low = min(0, min w), high = max(0, max w); scale = f16((high - low) / 15); zero point =
+//   round_even(-low * (1 / scale)); code = round_even(w * (1 / scale)) + zero point, both clamped to
+//   [0, 15]. Not finite as for int8.
+// A product folds the groups in ascending order, from 0, with dot = the sum of activation code *
+// (weight code - zero point), where int8 codes have no zero point:
+//   sum = fma(f32(dot) * activation scale, weight scale, sum)
+// The dot is an exact integer, so these two roundings a group are all: the bits depend neither on
+// the number of rows nor on the instruction set.
+#pragma once
+
+#include "core/ops.h"
+
+namespace cadenza {
+
+// The codes of an activation group's elements are followed by these, for all groups of the row.
+struct GroupTerms {
+  float scale;
+  int32_t sum;  // of the group's codes
+};
+
+// Bytes of a row of activation codes: [groups][32] int8, zero beyond K, then [groups] GroupTerms.
+constexpr int64_t code_row_bytes(int64_t k) {
+  return ceil_div(k, kGroup) * int64_t(kGroup + sizeof(GroupTerms));
+}
+
+// The smallest largest magnitude of a group that is not zero, as bits: 2^-64.
+constexpr uint32_t kSmallestLargest = uint32_t(127 - 64) << 23;
+
+struct QuantiseTask {
+  int64_t rows, k;
+  const void* x;  // activation dtype [rows, K]
+  uint8_t* out;   // [rows, code_row_bytes(K)]
+};
+
+// The kernels of a product.
+struct ProductKernels {
+  int max_rows;  // rows of one register tile
+  UnitFn linear, gated, logits, grouped_gated, grouped_linear;
+};
+
+// Chosen by weight format and activation type.
+ProductKernels product_kernels(const Runtime& runtime, ProductTypes types);
+
+// The rows [rows, K] as the product reads them: x itself, or its codes in scratch memory.
+const void* product_rows(const Runtime& runtime, Executor::Lease& lease, ProductTypes types,
+                         const QuantiseTask& rows);
+// Bytes of one such row.
+int64_t product_row_bytes(ProductTypes types, int64_t k);
+
+}  // namespace cadenza

@@ -1,0 +1,8 @@
+#define CADENZA_ISA int8_scalar
+#define CADENZA_VEC_FUSED
+#include "kernels/quantised.h"
+
+namespace cadenza {
+extern const IntegerKernels int8_scalar_kernels;
+const IntegerKernels int8_scalar_kernels = int8_scalar::make_integer_kernels("scalar");
+}  // namespace cadenza

@@ -1,0 +1,239 @@
+// Quantised products: the definition bit for bit on every integer ISA, independence of the
+// batch.
+#include <algorithm>
+#include <tuple>
+
+#include "core/half.h"
+#include "core/quantised.h"
+#include "tests/exactness.h"
+
+namespace cadenza::tests {
+namespace {
+
+constexpr WeightFormat kFormats[] = {WeightFormat::kInt8, WeightFormat::kInt4};
+
+struct Codes {
+  WeightFormat format;
+  int64_t n, k;
+  std::vector<float> rows;
+  Aligned packed;
+
+  Codes(Random& random, WeightFormat format_, int64_t n_, int64_t k_, Executor& executor)
+      : format(format_),
+        n(n_),
+        k(k_),
+        rows(random_values<float>(random, n_ * k_, 0.2f)),
+        packed(ceil_div(n_, kPanel) * panel_bytes(format_, k_)) {
+    pack_rows({{rows.data(), DType::kF32, n, k}, nullptr, nullptr}, executor);
+  }
+
+  void pack_rows(const CodeSource& source, Executor& executor) {
+    pack_quantised(executor, {{source}, k, static_cast<uint8_t*>(packed.data()), false, format});
+  }
+  ProductTypes types() const { return {format, DType::kF32}; }
+  const uint8_t* group(int64_t column, int64_t g) {
+    int64_t panel = column / kPanel * panel_bytes(format, k);
+    return static_cast<uint8_t*>(packed.data()) + panel + g * group_bytes(format);
+  }
+  int64_t code_bytes() const {
+    return kGroup * kPanel / (format == WeightFormat::kInt4 ? 2 : 1);
+  }
+  // A code without its zero point.
+  int code(int64_t column, int64_t i) {
+    const uint8_t* from = group(column, i / kGroup);
+    const int64_t at = i % kGroup, lane = column % kPanel;
+    if (format == WeightFormat::kInt8) return from[(at / 4 * kPanel + lane) * 4 + at % 4] - 128;
+    int byte = from[(at / 8 * kPanel + lane) * 4 + at % 4];
+    return (at % 8 < 4 ? byte & 15 : byte >> 4) - from[code_bytes() + kPanel * 2 + lane];
+  }
+  float scale(int64_t column, int64_t g) {
+    uint16_t half;
+    std::memcpy(&half, group(column, g) + code_bytes() + column % kPanel * 2, 2);
+    return f16_to_f32(half);
+  }
+};
+
+// One element of a product, written from the rules of core/quantised.h.
+float definition(const float* x, Codes& w, int64_t column) {
+  float sum = 0;
+  for (int64_t begin = 0; begin < w.k; begin += kGroup) {
+    int64_t end = std::min(begin + kGroup, w.k);
+    float largest = 0;
+    for (int64_t i = begin; i < end; i++) largest = std::max(largest, std::abs(x[i]));
+    int32_t dot = 0;
+    for (int64_t i = begin; i < end && largest >= 0x1p-64f; i++) {
+      dot += int32_t(std::nearbyint(x[i] * (127.0f / largest))) * w.code(column, i);
+    }
+    float scale = largest >= 0x1p-64f ? largest / 127.0f : 0.0f;
+    sum = std::fma(float(dot) * scale, w.scale(column, begin / kGroup), sum);
+  }
+  return sum;
+}
+
+std::vector<float> product(const Runtime& runtime, Codes& w, const std::vector<float>& x,
+                           int64_t rows) {
+  std::vector<float> out(size_t(rows * w.n));
+  linear(runtime, w.types(),
+         {rows, w.n, w.k, x.data(), w.packed.data(), nullptr, nullptr, out.data(), true});
+  return out;
+}
+
+// The context's runtime with every integer ISA of this machine; only with the best ISA.
+std::vector<Runtime> runtimes(const Context& context) {
+  Runtime own = context.runtime(1);
+  if (available_isas().front() != context.kernels.isa) return {own};
+  std::vector<Runtime> all;
+  for (const std::string& name : available_integer_isas()) {
+    all.push_back({own.kernels, integer_kernels_for(name, ""), own.executor});
+  }
+  return all;
+}
+
+TEST(a_quantised_product_is_its_definition_on_every_integer_isa) {
+  for (auto [format, n, k] : {std::tuple{WeightFormat::kInt8, 70, 96},
+                              {WeightFormat::kInt8, 33, 31},
+                              {WeightFormat::kInt8, 20, 130},
+                              {WeightFormat::kInt8, 1, 1},
+                              {WeightFormat::kInt4, 70, 96},
+                              {WeightFormat::kInt4, 33, 31},
+                              {WeightFormat::kInt4, 20, 130},
+                              {WeightFormat::kInt4, 1, 1}}) {
+    Random random(uint64_t(n * 1000 + k));
+    Codes w(random, format, n, k, *context.executors[0]);
+    const int64_t rows = context.quick ? 17 : 65;
+    std::vector<float> x = random_values<float>(random, rows * k);
+    for (int64_t i = 0; i < k; i++) x[size_t(i)] *= 1e-30f;  // a row that counts as zero
+    std::vector<float> expected;
+    for (int64_t r = 0; r < rows; r++) {
+      for (int64_t c = 0; c < n; c++) expected.push_back(definition(x.data() + r * k, w, c));
+    }
+    for (const Runtime& runtime : runtimes(context)) {
+      std::vector<float> out = product(runtime, w, x, rows);
+      if (same_bits(out.data(), expected.data(), rows * n)) continue;
+      fail(__FILE__, __LINE__, runtime.integer.isa);
+    }
+  }
+}
+
+// The largest codes of both operands, where 16-bit sums of two products would saturate.
+TEST(no_dot_of_extreme_codes_saturates) {
+  const int64_t n = 32, k = 64;
+  Random random(5);
+  for (WeightFormat format : kFormats) {
+    Codes w(random, format, n, k, *context.executors[0]);
+    for (float sign : {1.0f, -1.0f}) {
+      std::vector<float> weight(size_t(n * k), 1.0f), x(size_t(k), sign);
+      w.pack_rows({{weight.data(), DType::kF32, n, k}, nullptr, nullptr}, *context.executors[0]);
+      for (const Runtime& runtime : runtimes(context)) {
+        CHECK_NEAR(product(runtime, w, x, 1)[0], sign * float(k), 0.1);
+      }
+    }
+  }
+}
+
+TEST(a_quantised_row_does_not_depend_on_its_batch) {
+  Random random(6);
+  const int most = context.quick ? 129 : 513;
+  for (WeightFormat format : kFormats) {
+    Codes w(random, format, 77, 151, *context.executors[0]);
+    std::vector<float> x = random_values<float>(random, most * w.k);
+    auto run = [&](const RowBatch& batch) {
+      std::vector<float> taken = take_rows(batch, x, w.k);
+      int64_t rows = int64_t(batch.rows.size());
+      return bytes_of(product(context.runtime(batch.threads), w, taken, rows));
+    };
+    check_exact(context, {"quantised linear", w.n * 4, most, run});
+  }
+}
+
+TEST(a_quantised_row_that_is_not_finite_has_no_finite_output) {
+  Random random(7);
+  Codes w(random, WeightFormat::kInt4, 40, 70, *context.executors[0]);
+  for (float poison : {kNaN, kInf, -kInf}) {
+    for (int64_t at : {0, 40, 69}) {
+      std::vector<float> x = random_values<float>(random, 3 * w.k);
+      x[size_t(w.k + at)] = poison;
+      std::vector<float> out = product(context.runtime(1), w, x, 3);
+      for (int64_t c = 0; c < w.n; c++) {
+        CHECK(std::isfinite(out[size_t(c)]) && std::isfinite(out[size_t(2 * w.n + c)]));
+        CHECK(std::isnan(out[size_t(w.n + c)]));
+      }
+    }
+  }
+}
+
+void check_experts(const Context& context, WeightFormat format) {
+  Random random(8);
+  const int64_t experts = 3, rows = 19, n = 45, k = 70;
+  const int64_t bytes = ceil_div(n, kPanel) * panel_bytes(format, k);
+  std::vector<Codes> weights;
+  Aligned packed(experts * bytes);
+  for (int64_t e = 0; e < experts; e++) {
+    weights.emplace_back(random, format, n, k, *context.executors[0]);
+    std::memcpy(static_cast<uint8_t*>(packed.data()) + e * bytes, weights.back().packed.data(),
+                size_t(bytes));
+  }
+  std::vector<int32_t> ids;
+  for (int64_t r = 0; r < rows; r++) ids.push_back(int32_t(random.below(3)));
+  std::vector<float> x = random_values<float>(random, rows * k), ones(size_t(rows), 1.0f);
+  std::vector<float> out(size_t(rows * n));
+  LinearTask task{rows, n, k, x.data(), packed.data(), nullptr, nullptr, out.data(), true};
+  grouped_linear(context.runtime(2), weights[0].types(), {task, {experts, 1, ids.data()}, ones.data()});
+  for (int64_t r = 0; r < rows; r++) {
+    std::vector<float> row(x.begin() + r * k, x.begin() + (r + 1) * k);
+    std::vector<float> alone = product(context.runtime(), weights[size_t(ids[size_t(r)])], row, 1);
+    CHECK(same_bits(out.data() + r * n, alone.data(), n));
+  }
+}
+
+TEST(each_experts_quantised_output_is_that_of_the_dense_product) {
+  for (WeightFormat format : kFormats) check_experts(context, format);
+}
+
+TEST(the_head_chooses_the_largest_quantised_logit) {
+  Random random(9);
+  const int64_t rows = 21;
+  Codes w(random, WeightFormat::kInt8, 1003, 70, *context.executors[0]);
+  std::vector<float> x = random_values<float>(random, rows * w.k);
+  std::vector<float> logits = product(context.runtime(1), w, x, rows);
+  std::vector<SampleParams> params(size_t(rows), SampleParams{0, 0, 1, 0, {0, 0}, -1});
+  std::vector<int32_t> out(size_t(rows * kSampleColumns));
+  LinearTask head{rows, w.n, w.k, x.data(), w.packed.data(), nullptr, nullptr, nullptr, false};
+  next_token(context.runtime(2), w.types(), {head, params.data(), out.data(), {}});
+  for (int64_t r = 0; r < rows; r++) {
+    const float* row = logits.data() + r * w.n;
+    CHECK(out[size_t(r * kSampleColumns + kColumnToken)] == std::max_element(row, row + w.n) - row);
+    CHECK(out[size_t(r * kSampleColumns + kColumnState)] == kStateChosen);
+  }
+}
+
+TEST(packing_codes_with_their_scales_and_zero_points_keeps_them) {
+  const int64_t n = 40, k = 45, groups = 2;
+  Random random(10);
+  std::vector<uint16_t> scales;
+  std::vector<uint8_t> zeros;
+  for (int64_t i = 0; i < n * groups; i++) {
+    scales.push_back(uint16_t(0x2000 + random.below(4096)));
+    zeros.push_back(uint8_t(random.below(16)));
+  }
+  for (WeightFormat format : kFormats) {
+    const bool is_int4 = format == WeightFormat::kInt4;
+    std::vector<int8_t> codes;
+    for (int64_t i = 0; i < n * k; i++) {
+      codes.push_back(int8_t(is_int4 ? random.below(16) : random.below(255) - 127));
+    }
+    Codes w(random, format, n, k, *context.executors[0]);
+    w.pack_rows({{codes.data(), DType::kF32, n, k}, scales.data(), is_int4 ? zeros.data() : nullptr},
+                *context.executors[1]);
+    for (int64_t c = 0; c < n; c++) {
+      for (int64_t i = 0; i < k; i++) {
+        const size_t at = size_t(c * groups + i / kGroup);
+        CHECK(w.code(c, i) == codes[size_t(c * k + i)] - (is_int4 ? zeros[at] : 0));
+        CHECK(w.scale(c, i / kGroup) == f16_to_f32(scales[at]));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cadenza::tests

@@ -1,0 +1,226 @@
+// Dot products of integer codes: sixteen columns of four unsigned weight codes with four signed
+// activation codes, added to sixteen int32 sums. Exact on every ISA: no step saturates.
+#pragma once
+
+#include "core/half.h"
+#include "vec/vec.h"
+
+namespace cadenza::CADENZA_ISA {
+
+inline uint32_t four_codes(const int8_t* p) {
+  uint32_t codes;
+  __builtin_memcpy(&codes, p, sizeof(codes));
+  return codes;
+}
+
+#if defined(CADENZA_VEC_AVX512)
+
+using CodeVec = __m512i;
+using CodeOperand = __m512i;
+constexpr int kCodeBias = 0;  // what load_codes subtracts from every code
+inline CodeVec load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline void load_nibbles(const uint8_t* p, CodeVec& low, CodeVec& high) {
+  const __m512i mask = _mm512_set1_epi8(15), bytes = _mm512_loadu_si512(p);
+  low = _mm512_and_si512(bytes, mask);
+  high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
+}
+inline CodeOperand broadcast_codes(const int8_t* p) { return set1_i(four_codes(p)); }
+inline VecI dot_codes(VecI sums, CodeVec w, CodeOperand x) {
+  return _mm512_dpbusd_epi32(sums, w, x);
+}
+inline Vec load_u8(const uint8_t* p) {
+  return from_i32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline Vec load_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void store_codes(int8_t* p, Vec integers) {
+  __m128i codes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(integers));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes);
+}
+// Rows of a register tile, and its column vectors.
+constexpr int kDotRows = 6;
+constexpr int kDotVecs = 2;
+
+#elif defined(CADENZA_VEC_AVX2)
+
+#ifdef __AVXVNNI__
+using CodeVec = VecI;
+using CodeOperand = __m256i;
+inline CodeVec load_codes(const uint8_t* p) {
+  const __m256i* from = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
+}
+inline void load_nibbles(const uint8_t* p, CodeVec& low, CodeVec& high) {
+  const VecI mask = set1_i(0x0f0f0f0f), bytes = load_codes(p);
+  low = and_i(bytes, mask);
+  high = and_i(shr<4>(bytes), mask);
+}
+inline CodeOperand broadcast_codes(const int8_t* p) {
+  return _mm256_set1_epi32(int(four_codes(p)));
+}
+inline VecI dot_codes(VecI sums, const CodeVec& w, CodeOperand x) {
+  return {_mm256_dpbusd_avx_epi32(sums.lo, w.lo, x), _mm256_dpbusd_avx_epi32(sums.hi, w.hi, x)};
+}
+constexpr int kDotRows = 3;
+#else
+// vpmaddubsw would saturate, so even and odd codes are widened to 16 bits and vpmaddwd adds pairs.
+struct CodeVec {
+  VecI even, odd;
+};
+struct CodeOperand {
+  __m256i even, odd;
+};
+inline CodeVec widen_codes(VecI bytes) {
+  return {and_i(bytes, set1_i(0x00ff00ff)),
+          {_mm256_srli_epi16(bytes.lo, 8), _mm256_srli_epi16(bytes.hi, 8)}};
+}
+inline VecI load_bytes(const uint8_t* p) {
+  const __m256i* from = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
+}
+inline CodeVec load_codes(const uint8_t* p) { return widen_codes(load_bytes(p)); }
+inline void load_nibbles(const uint8_t* p, CodeVec& low, CodeVec& high) {
+  const VecI mask = set1_i(0x0f0f0f0f), bytes = load_bytes(p);
+  low = widen_codes(and_i(bytes, mask));
+  high = widen_codes(and_i(shr<4>(bytes), mask));
+}
+inline CodeOperand broadcast_codes(const int8_t* p) {
+  __m256i codes = _mm256_set1_epi32(int(four_codes(p)));
+  return {_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8), _mm256_srai_epi16(codes, 8)};
+}
+inline __m256i dot_half(__m256i sums, __m256i even, __m256i odd, const CodeOperand& x) {
+  __m256i pairs = _mm256_add_epi32(_mm256_madd_epi16(even, x.even), _mm256_madd_epi16(odd, x.odd));
+  return _mm256_add_epi32(sums, pairs);
+}
+inline VecI dot_codes(VecI sums, const CodeVec& w, const CodeOperand& x) {
+  return {dot_half(sums.lo, w.even.lo, w.odd.lo, x), dot_half(sums.hi, w.even.hi, w.odd.hi, x)};
+}
+constexpr int kDotRows = 2;
+#endif
+constexpr int kCodeBias = 0;
+constexpr int kDotVecs = 1;
+inline Vec load_u8(const uint8_t* p) {
+  __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return from_i32({_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))});
+}
+inline Vec load_f16(const uint16_t* p) {
+  const __m128i* from = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1))};
+}
+inline void store_codes(int8_t* p, Vec integers) {
+  __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(integers.lo),
+                                     _mm256_cvtps_epi32(integers.hi));
+  words = _mm256_permute4x64_epi64(words, 0xd8);
+  __m128i codes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes);
+}
+
+#elif defined(CADENZA_VEC_NEON)
+
+struct CodeVec {
+  int8x16_t q[kParts];
+};
+using CodeOperand = int8x16_t;
+constexpr int kCodeBias = 128;
+inline CodeVec load_codes(const uint8_t* p) {
+  CodeVec codes;
+  for (int i = 0; i < kParts; i++) {
+    codes.q[i] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p + 16 * i), vdupq_n_u8(0x80)));
+  }
+  return codes;
+}
+inline void load_nibbles(const uint8_t* p, CodeVec& low, CodeVec& high) {
+  for (int i = 0; i < kParts; i++) {
+    uint8x16_t bytes = vld1q_u8(p + 16 * i);
+    low.q[i] = vreinterpretq_s8_u8(vandq_u8(bytes, vdupq_n_u8(15)));
+    high.q[i] = vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4));
+  }
+}
+inline CodeOperand broadcast_codes(const int8_t* p) {
+  return vreinterpretq_s8_u32(vdupq_n_u32(four_codes(p)));
+}
+inline int32x4_t dot_part(int32x4_t sums, int8x16_t w, int8x16_t x) {
+#ifdef __ARM_FEATURE_DOTPROD
+  return vdotq_s32(sums, w, x);
+#else
+  int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(w), vget_low_s8(x)));
+  int32x4_t high = vpaddlq_s16(vmull_high_s8(w, x));
+  return vaddq_s32(sums, vpaddq_s32(low, high));
+#endif
+}
+inline VecI dot_codes(VecI sums, const CodeVec& w, CodeOperand x) {
+  return map_parts_i([&](int i) {
+    return vreinterpretq_u32_s32(dot_part(vreinterpretq_s32_u32(sums.q[i]), w.q[i], x));
+  });
+}
+inline Vec load_u8(const uint8_t* p) {
+  return map_parts([=](int i) {
+    const uint32_t lanes[4] = {p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]};
+    return vcvtq_f32_u32(vld1q_u32(lanes));
+  });
+}
+inline Vec load_f16(const uint16_t* p) {
+  return map_parts([=](int i) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
+  });
+}
+inline void store_codes(int8_t* p, Vec integers) {
+  int8_t codes[kLanes];
+  for (int i = 0; i < kParts; i++) {
+    int32_t lanes[4];
+    vst1q_s32(lanes, vcvtq_s32_f32(integers.q[i]));
+    for (int j = 0; j < 4; j++) codes[4 * i + j] = int8_t(lanes[j]);
+  }
+  memcpy(p, codes, sizeof(codes));
+}
+constexpr int kDotRows = 3;
+constexpr int kDotVecs = 1;
+
+#else
+
+struct CodeVec {
+  uint8_t codes[4 * kLanes];
+};
+struct CodeOperand {
+  int8_t codes[4];
+};
+constexpr int kCodeBias = 0;
+inline CodeVec load_codes(const uint8_t* p) {
+  CodeVec w;
+  memcpy(w.codes, p, sizeof(w.codes));
+  return w;
+}
+inline void load_nibbles(const uint8_t* p, CodeVec& low, CodeVec& high) {
+  for (int i = 0; i < 4 * kLanes; i++) {
+    low.codes[i] = p[i] & 15;
+    high.codes[i] = p[i] >> 4;
+  }
+}
+inline CodeOperand broadcast_codes(const int8_t* p) {
+  CodeOperand x;
+  memcpy(x.codes, p, sizeof(x.codes));
+  return x;
+}
+inline VecI dot_codes(VecI sums, const CodeVec& w, const CodeOperand& x) {
+  return map_lanes_i([&](int i) {
+    uint32_t sum = sums.v[i];
+    for (int j = 0; j < 4; j++) sum += uint32_t(int32_t(w.codes[4 * i + j]) * x.codes[j]);
+    return sum;
+  });
+}
+inline Vec load_u8(const uint8_t* p) {
+  return map_lanes([=](int i) { return float(p[i]); });
+}
+inline Vec load_f16(const uint16_t* p) {
+  return map_lanes([=](int i) { return f16_to_f32(p[i]); });
+}
+inline void store_codes(int8_t* p, Vec integers) {
+  for (int i = 0; i < kLanes; i++) p[i] = int8_t(int(integers.v[i]));
+}
+constexpr int kDotRows = 2;
+constexpr int kDotVecs = 1;
+
+#endif
+
+}  // namespace cadenza::CADENZA_ISA
