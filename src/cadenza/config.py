@@ -15,6 +15,7 @@ from cadenza.errors import ConfigError, show
 
 Ops = Literal["auto", "native", "reference"]
 DType = Literal["auto", "float32", "bfloat16"]
+Quantization = Literal["none", "int8", "int4"]
 KVLayout = Literal["paged", "dense"]
 SchedulerLoop = Literal["plain", "overlap"]
 GenerationConfig = Literal["auto", "none"]
@@ -42,6 +43,7 @@ class EngineConfig:
     ops: Ops = "auto"
     revision: str | None = None
     dtype: DType = "auto"
+    quantization: Quantization = "none"
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int | None = None
@@ -96,6 +98,7 @@ _DEVICE = re.compile(r"auto|(cpu|cuda|tpu)(:[0-9]{1,4})?")
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "ops": get_args(Ops),
     "dtype": get_args(DType),
+    "quantization": get_args(Quantization),
     "kv_layout": get_args(KVLayout),
     "scheduler": get_args(SchedulerLoop),
     "generation_config": get_args(GenerationConfig),

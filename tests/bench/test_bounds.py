@@ -31,6 +31,22 @@ def test_an_untied_head_is_counted_as_head_and_not_as_a_layer():
     assert cost.weight_bytes(1) == 4 * (cost.head_parameters + cost.layer_parameters)
 
 
+def test_a_step_reads_quantised_weights_in_their_own_bytes(cost: ModelCost):
+    quantised = ModelCost.of(named_shape("smollm2-135m"), "bfloat16", "int8")
+    assert quantised.weight_bytes(1) == (LAYER_PARAMETERS + HEAD_PARAMETERS) * 34 // 32
+    assert quantised.kv_bytes_per_token == cost.kv_bytes_per_token
+    assert quantised.decode_step(8, 1.0).operations == cost.decode_step(8, 1.0).operations
+
+
+def test_routers_are_not_quantised(mixture: ModelCost):
+    quantised = ModelCost.of(named_shape("tiny-qwen3-moe"), "bfloat16", "int8")
+    routers = 3 * 96 * 13
+    complete = 3 * 4 * 2 * 40 * 96 + 3 * 4 * 96 * 64  # down's 40 columns are two groups of 32
+    rest = PLAIN - routers - 3 * 96 * 168 + 96 * 192 + 2 * 96 * 168  # and 168 are six groups
+    expected = 2 * routers + (rest + complete + 331 * 96) * 34 // 32
+    assert quantised.decode_step(1, 0.0).read_bytes == expected
+
+
 EXPERT = 3 * 96 * 40
 """Parameters of one expert of `tiny-qwen3-moe`, whose token chooses 4 of 13 in 3 of 4 layers."""
 

@@ -26,6 +26,7 @@ TRAITS = BackendTraits(
     dtype_for={"bfloat16": "bfloat16", "float32": "float32"},
     max_num_batched_tokens=48,
     device_memory_bytes=None,
+    quantizations=("none", "int8"),
 )
 GIB = 1 << 30
 
@@ -109,6 +110,21 @@ def test_a_pool_is_never_raised_above_what_fits_the_memory():
     assert with_pool(whole, EngineConfig(), 1 << 20) == whole
 
 
+def test_quantised_weights_are_planned_with_their_own_bytes():
+    found, wide = plan(quantization="int8"), plan()
+    assert found.quantization == "int8"
+    assert found.weight_bytes / wide.weight_bytes == pytest.approx(34 / 64, abs=1e-3)
+    assert found.kv_bytes_per_token == wide.kv_bytes_per_token
+    assert " MB of int8 weights, " in found.summary
+
+
+def test_a_quantization_that_the_backend_lacks_is_refused():
+    unable = replace(TRAITS, quantizations=("none",))
+    config = EngineConfig(quantization="int8")
+    with pytest.raises(ConfigError, match="--quantization int8 is not one of none on test:cpu"):
+        make_plan(config, open_checkpoint(None), unable, 4 * GIB)
+
+
 def test_what_does_not_fit_is_refused_with_both_numbers():
     weights = plan().weight_bytes
     with pytest.raises(ConfigError, match=rf"need {weights} bytes .* but {weights} are"):
@@ -129,6 +145,7 @@ ELSEWHERE = {"backend", "device", "ops", "revision", "scheduler", "seed", "gener
 
 PLANNED: dict[str, Any] = {
     "dtype": "float32",
+    "quantization": "int8",
     "max_model_len": 64,
     "max_num_seqs": 3,
     "max_num_batched_tokens": 40,

@@ -10,7 +10,7 @@ import pytest
 from cadenza.backends.base import Exactness
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.backends.xla.mutants import faults_of
-from cadenza.config import EngineConfig, EngineLimits
+from cadenza.config import EngineConfig, EngineLimits, Quantization
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
@@ -19,10 +19,12 @@ from cadenza.verification.gate import (
     GateResult,
     Mismatch,
     ModeResult,
+    Witness,
     first_difference,
 )
 from cadenza.verification.modes import Counts, Stream
-from cadenza.verification.run import VerifyOptions, self_test, verify
+from cadenza.verification.reference import ReferenceEngine
+from cadenza.verification.run import QUANTISED_TOLERANCE, VerifyOptions, self_test, verify
 from cadenza.verification.workload import (
     LONGEST_PROMPT,
     LONGEST_SHORT_PROMPT,
@@ -56,6 +58,43 @@ def test_the_gate_passes_on_random_weights_and_shows_every_mode() -> None:
     assert plan.limits.num_pages < pages_of_full_rows, "the pool is larger than what can run"
 
 
+@pytest.mark.native
+@pytest.mark.parametrize("quantization", list(QUANTISED_TOLERANCE))
+def test_the_gate_scores_quantised_streams_with_the_unquantised_reference(
+    quantization: Quantization,
+) -> None:
+    config = replace(OPTIONS.config, quantization=quantization)
+    result, plan = verify(replace(OPTIONS, config=config), ignore)
+    assert result.passed, result.last_line
+    assert plan.quantization == quantization
+    assert result.witness_difference is not None
+    assert 0.001 < result.witness_difference < QUANTISED_TOLERANCE[quantization]
+    assert result.last_line.endswith(f" reference_difference={result.witness_difference:.4f}")
+
+
+class OtherModel:
+    """A reference that has nothing to do with the engine: every token is as likely."""
+
+    vocab_size = 50
+
+    def start(self) -> None:
+        """Keeps no state."""
+
+    def append(self, token_ids: list[int]) -> np.ndarray:
+        return np.zeros(50, np.float32)
+
+
+def test_streams_that_are_far_from_the_reference_are_a_mismatch() -> None:
+    """Negative control of the scoring: the fake runner reports a log probability of its own."""
+    gate = fake_gate(FakeRunner)
+    reference = ReferenceEngine(OtherModel(), max_model_len=256)
+    witness = Witness(reference=reference, make_core=gate.make_core, tolerance=0.1)
+    result = replace(gate, witness=witness).run()
+    assert result.mismatch is not None
+    assert result.mismatch.mode == "independent reference"
+    assert "a mean difference of at most 0.1" in result.mismatch.expected
+
+
 def test_the_self_test_catches_every_fault_of_the_reference_table() -> None:
     config = replace(OPTIONS.config, ops="reference")
     result = self_test(replace(OPTIONS, config=config), ignore)
@@ -85,18 +124,8 @@ def test_a_single_changed_bit_of_a_logprob_is_a_mismatch() -> None:
     assert found.index == 0
 
 
-class CompanyInLogprobs(FakeRunner):
-    """The log probabilities of a step depend on how many rows it has; no token does."""
-
-    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
-        handle = super().launch(inputs)
-        shift = np.float32(np.count_nonzero(np.diff(inputs.rows.query_starts)))
-        output = replace(handle.output, logprobs=handle.output.logprobs - shift)
-        return replace(handle, output=output)
-
-
-@pytest.mark.parametrize("exactness", get_args(Exactness))
-def test_the_gate_compares_what_the_backend_promises(exactness: Exactness) -> None:
+def fake_gate(kind: type[FakeRunner]) -> Gate:
+    """A gate over a runner without a model."""
     limits = EngineLimits(
         max_num_seqs=4,
         max_num_batched_tokens=64,
@@ -105,7 +134,7 @@ def test_the_gate_compares_what_the_backend_promises(exactness: Exactness) -> No
         num_pages=64,
         max_num_queued_reqs=100,
     )
-    runner = CompanyInLogprobs(
+    runner = kind(
         max_num_seqs=4,
         max_num_batched_tokens=64,
         max_pages_per_seq=limits.max_pages_per_seq,
@@ -118,15 +147,29 @@ def test_the_gate_compares_what_the_backend_promises(exactness: Exactness) -> No
         runner.reset()
         return EngineCore(runner, limits, options)
 
-    result = Gate(
+    return Gate(
         make_core=make_core,
         limits=limits,
         arrivals=make_workload(SHAPE),
         witness=None,
         with_solo=True,
-        exactness=exactness,
         clock=time.perf_counter,
-    ).run()
+    )
+
+
+class CompanyInLogprobs(FakeRunner):
+    """The log probabilities of a step depend on how many rows it has; no token does."""
+
+    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        handle = super().launch(inputs)
+        shift = np.float32(np.count_nonzero(np.diff(inputs.rows.query_starts)))
+        output = replace(handle.output, logprobs=handle.output.logprobs - shift)
+        return replace(handle, output=output)
+
+
+@pytest.mark.parametrize("exactness", get_args(Exactness))
+def test_the_gate_compares_what_the_backend_promises(exactness: Exactness) -> None:
+    result = replace(fake_gate(CompanyInLogprobs), exactness=exactness).run()
     assert (result.mismatch is None) == (exactness == "token")
     if exactness == "token":
         assert result.last_line.startswith("REFERENCE-EXACT PASS token requests=9 ")

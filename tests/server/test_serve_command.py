@@ -351,7 +351,7 @@ def test_another_tenants_cancel_is_that_of_an_unknown_request(keyed: ServeProces
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--quantization", "int8"], 2, "--quantization"),
+        (["--quantization", "awq"], 2, "--quantization 'awq' is not one of none, int8, int4"),
         (["--enable-auto-tool-choice"], 2, "--enable-auto-tool-choice"),
         (["--scheduler-policy", "priority"], 2, "fcfs"),
         (["--api-key", "short"], 2, "API key"),

@@ -18,9 +18,10 @@ import numpy.typing as npt
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
-from cadenza.config import EngineLimits, Ops
+from cadenza.config import EngineLimits, Ops, Quantization
 from cadenza.core.step_schema import ModelInputs, StepOutput
 
+ProductDType = WeightDType | Literal["int8"]
 Exactness = Literal["bitwise", "token"]
 Capability = Literal["logprobs", "attachments"]
 
@@ -36,6 +37,7 @@ class BackendTraits:
             results (bitwise), or its tokens only. `verify` compares accordingly.
         dtypes: the supported compute types.
         dtype_for: the default compute type for each checkpoint type.
+        quantizations: the supported values of `--quantization`.
         max_num_batched_tokens: the default token budget.
         device_memory_bytes: None if the device uses host memory or does not report its size.
     """
@@ -47,6 +49,7 @@ class BackendTraits:
     dtype_for: Mapping[WeightDType, WeightDType]
     max_num_batched_tokens: int
     device_memory_bytes: int | None
+    quantizations: tuple[Quantization, ...] = ("none",)
 
 
 class StepHandle(Protocol):
@@ -101,7 +104,10 @@ class RunnerSetup:
 
     Args:
         device, ops: as in `Backend.describe`.
-        dtype: of weights, activations and KV; one of `BackendTraits.dtypes`.
+        dtype: of activations, KV and weights that are not quantised; one of
+            `BackendTraits.dtypes`.
+        quantization: how weights are quantised while they are loaded; one of
+            `BackendTraits.quantizations`.
         fill: the initial value of KV slots (`verify` uses NaN).
         cache_folder: where to cache compiled programs; None disables the cache.
     """
@@ -110,6 +116,7 @@ class RunnerSetup:
     device: str
     ops: Ops
     dtype: WeightDType
+    quantization: Quantization = "none"
     fill: float = 0.0
     cache_folder: Path | None = None
 
@@ -164,9 +171,9 @@ class Instruments(Protocol):
         """The highest read bandwidth of `repeats` passes of all threads over a `new_buffer`."""
         ...
 
-    def operations_per_s(self, dtype: WeightDType, *, repeats: int) -> float:
+    def operations_per_s(self, dtype: ProductDType, *, repeats: int) -> float:
         """The highest rate of `repeats` runs of all threads multiplying `dtype` values in
-        registers; a multiply-add counts as two operations."""
+        registers; a multiply-add counts as two operations. int8 is that of quantised products."""
         ...
 
     def start_profile(self) -> None:

@@ -26,6 +26,7 @@ from cadenza.checkpoint.declaration import (
 )
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.weight_format import stored_bytes
+from cadenza.config import Quantization
 
 Limit = Literal["read", "multiply"]
 
@@ -131,8 +132,10 @@ class ModelCost:
     experts: ExpertsCost | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: WeightDType) -> Self:
-        """The cost of a shape that computes in `dtype`."""
+    def of(
+        cls, config: ModelConfig, dtype: WeightDType, quantization: Quantization = "none"
+    ) -> Self:
+        """The cost of a shape that computes in `dtype`, with quantised weights."""
         experts, head = _expert_tensors(config), _head(config)
         apart = {spec.name for expert in experts for spec in expert}
         layers = [
@@ -142,10 +145,10 @@ class ModelCost:
         ]
         return cls(
             layer_parameters=sum(spec.num_elements for spec in layers),
-            layer_bytes=stored_bytes(layers, dtype),
-            experts=_experts_cost(config, experts, dtype),
+            layer_bytes=stored_bytes(layers, dtype, quantization),
+            experts=_experts_cost(config, experts, (dtype, quantization)),
             head_parameters=head.num_elements,
-            head_bytes=stored_bytes([head], dtype),
+            head_bytes=stored_bytes([head], dtype, quantization),
             pair_operations=4 * config.query_size * config.num_layers,
             kv_bytes_per_token=config.kv_bytes_per_token(dtype),
         )
@@ -196,13 +199,15 @@ def _expert_tensors(config: ModelConfig) -> list[list[TensorSpec]]:
 
 
 def _experts_cost(
-    config: ModelConfig, experts: list[list[TensorSpec]], dtype: WeightDType
+    config: ModelConfig,
+    experts: list[list[TensorSpec]],
+    types: tuple[WeightDType, Quantization],
 ) -> ExpertsCost | None:
     if config.experts is None or not experts:
         return None
     return ExpertsCost(
         parameters=sum(spec.num_elements for spec in experts[0]),
-        num_bytes=stored_bytes(experts[0], dtype),
+        num_bytes=stored_bytes(experts[0], *types),
         num_experts=config.experts.num_experts,
         num_chosen=config.experts.num_chosen,
     )

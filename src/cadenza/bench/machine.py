@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 import cadenza
-from cadenza.backends.base import Instruments
+from cadenza.backends.base import Instruments, ProductDType
 from cadenza.bench.bounds import Roofline
-from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.errors import RunnerError
 
 REPEATS = 15
@@ -84,9 +83,9 @@ class RooflineProbe:
     It keeps its buffer, so that a few repeats take some ten milliseconds.
     """
 
-    def __init__(self, instruments: Instruments | None, dtype: WeightDType) -> None:
+    def __init__(self, instruments: Instruments | None, dtype: ProductDType) -> None:
         self._instruments = instruments
-        self._dtype: WeightDType = dtype
+        self._dtype: ProductDType = dtype
         self._buffer = None if instruments is None else instruments.new_buffer(buffer_bytes())
 
     def measure(self, repeats: int = REPEATS) -> Roofline:

@@ -157,8 +157,8 @@ def measure_throughput(
         runs = _Runs(
             core=loaded.core,
             workload=workload,
-            cost=ModelCost.of(loaded.checkpoint.config, plan.dtype),
-            probe=RooflineProbe(instruments, plan.dtype),
+            cost=ModelCost.of(loaded.checkpoint.config, plan.dtype, plan.quantization),
+            probe=RooflineProbe(instruments, plan.dtype if plan.quantization == "none" else "int8"),
             random=random.Random(fitted.seed),  # noqa: S311 - prompts, not secrets
         )
         results: list[ConcurrencyResult] = []
@@ -266,6 +266,7 @@ def _describe(
         "backend": plan.traits.name,
         "ops": plan.traits.ops,
         "dtype": plan.dtype,
+        "quantization": plan.quantization,
         "scheduler": config.scheduler,
         "max_num_seqs": plan.limits.max_num_seqs,
         "max_num_batched_tokens": plan.limits.max_num_batched_tokens,

@@ -90,6 +90,7 @@ def describe(
             "ops": traits.ops,
             "exactness": traits.exactness,
             "dtype": plan.dtype,
+            "quantization": plan.quantization,
             "max_num_seqs": limits.max_num_seqs,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "max_num_queued_reqs": limits.max_num_queued_reqs,

@@ -27,7 +27,14 @@ Result = TypeVar("Result")
 ENVIRONMENT_PREFIX = "CADENZA_"
 VARIABLES_WITHOUT_FLAG = frozenset(
     f"{ENVIRONMENT_PREFIX}{name}"
-    for name in ("CACHE_DIR", "CPU_ISA", "NUM_THREADS", "REQUIRE_NATIVE", "TRACEBACK")
+    for name in (
+        "CACHE_DIR",
+        "CPU_ISA",
+        "CPU_INTEGER_ISA",
+        "NUM_THREADS",
+        "REQUIRE_NATIVE",
+        "TRACEBACK",
+    )
 )
 """Variables that are read elsewhere than by a flag."""
 
@@ -92,7 +99,10 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         "(default: main).",
         metavar="NAME",
     ),
-    "dtype": _engine("Type of weights and KV."),
+    "dtype": _engine("Type of activations and KV, and of weights that are not quantised."),
+    "quantization": _engine(
+        "Quantise the weights while they are loaded; activations are then int8 in products."
+    ),
     "max_model_len": _number(
         "Most tokens of a request, prompt and answer together; auto fits the memory.",
         *("--ctx-size", "-c", "--context-length"),

@@ -117,7 +117,6 @@ def _unbuilt(what: str, *names: str, given: str | None = None, kind: type = str)
 class UnbuiltFlags:
     """Flags that other servers have and Cadenza lacks; none is accepted and ignored."""
 
-    quantization: str | None = _unbuilt("quantisation", given="none")
     gpu_memory_utilization: str | None = _unbuilt("a share of a GPU; use --kv-cache-memory-bytes")
     batching: str | None = _unbuilt("static batching", given="continuous")
     scheduling_policy: str | None = _unbuilt(

@@ -148,6 +148,7 @@ def load_runner(
         device=config.device,
         ops=config.ops,
         dtype=plan.dtype,
+        quantization=plan.quantization,
         fill=fill,
         cache_folder=cache_folder(),
     )

@@ -12,7 +12,7 @@ from cadenza.backends.base import BackendTraits
 from cadenza.checkpoint import Checkpoint, ModelConfig, declare
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.checkpoint.weight_format import stored_bytes
-from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, EngineLimits
+from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, EngineLimits, Quantization
 from cadenza.errors import ConfigError
 from cadenza.request import Request
 
@@ -33,6 +33,7 @@ class EnginePlan:
 
     limits: EngineLimits
     dtype: WeightDType
+    quantization: Quantization = "none"
     weight_bytes: int
     kv_bytes_per_token: int
     available_bytes: int
@@ -43,12 +44,17 @@ class EnginePlan:
         return self.kv_bytes_per_token * self.limits.num_pages * self.limits.page_size
 
     @property
+    def weights_name(self) -> str:
+        """The type of most weights."""
+        return self.dtype if self.quantization == "none" else self.quantization
+
+    @property
     def summary(self) -> str:
         """One line for the log."""
         limits, traits = self.limits, self.traits
         return (
             f"{traits.name} with {traits.ops} ops, exactness {traits.exactness}: "
-            f"{self.weight_bytes / 1e6:.1f} MB of {self.dtype} weights, "
+            f"{self.weight_bytes / 1e6:.1f} MB of {self.weights_name} weights, "
             f"{self.kv_bytes / 1e6:.1f} MB of KV cache, {limits.max_num_seqs} rows, "
             f"context of {limits.max_model_len} tokens"
         )
@@ -63,9 +69,14 @@ def make_plan(
         ConfigError: the model or the requested sizes do not fit; the message has both numbers.
     """
     dtype = _choose_dtype(config, checkpoint, traits)
+    if config.quantization not in traits.quantizations:
+        raise ConfigError(
+            f"--quantization {config.quantization} is not one of "
+            f"{', '.join(traits.quantizations)} on {traits.name}"
+        )
     model = checkpoint.config
     per_token = model.kv_bytes_per_token(dtype)
-    weight_bytes = stored_bytes(declare(model), dtype)
+    weight_bytes = stored_bytes(declare(model), dtype, config.quantization)
     left = available_bytes - weight_bytes
     if left <= 0:
         raise ConfigError(
@@ -80,6 +91,7 @@ def make_plan(
     return EnginePlan(
         limits=limits,
         dtype=dtype,
+        quantization=config.quantization,
         weight_bytes=weight_bytes,
         kv_bytes_per_token=per_token,
         available_bytes=available_bytes,

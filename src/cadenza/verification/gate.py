@@ -71,7 +71,8 @@ class GateResult:
     """The gate's outcome; `coverage` is set if the matrix of options was played.
 
     `longest` is the length of the longest stream in tokens, prompt and output; `wanted` is the
-    length that it would have without the limit of the context.
+    length that it would have without the limit of the context. `witness_difference` is the mean
+    difference that `Witness.tolerance` limits.
     """
 
     num_requests: int
@@ -83,6 +84,7 @@ class GateResult:
     counts: Counts = field(default_factory=Counts)
     mismatch: Mismatch | None = None
     sequential_tokens_per_s: float = 0.0
+    witness_difference: float | None = None
 
     @property
     def missing(self) -> list[str]:
@@ -116,6 +118,7 @@ class GateResult:
             f"admitted_midstream={self.counts.admitted_midstream} "
             f"rows_reused={self.counts.rows_reused} preempted={self.counts.preempted} "
             f"cache_hits={self.counts.cache_hits}{self._coverage_words} longest={self.longest}"
+            f"{self._difference_words}"
         )
 
     @property
@@ -130,6 +133,12 @@ class GateResult:
         )
 
     @property
+    def _difference_words(self) -> str:
+        if self.witness_difference is None:
+            return ""
+        return f" reference_difference={self.witness_difference:.4f}"
+
+    @property
     def _coverage_words(self) -> str:
         if self.coverage is None:
             return ""
@@ -138,10 +147,17 @@ class GateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
-    """The independent reference, and engines on the backend that compute in float32 like it."""
+    """The independent reference, and engines on the backend to compare with it.
+
+    Without a tolerance the engines compute in float32 like the reference, and their tokens must be
+    equal. Quantised engines choose other tokens at times; with a tolerance the reference, which has
+    the checkpoint's own weights, scores their streams, and `tolerance` (nats) is the largest mean
+    difference of the tokens' log probabilities.
+    """
 
     reference: ReferenceEngine
     make_core: MakeCore
+    tolerance: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +197,7 @@ class Gate:
             coverage=self.coverage,
         )
         start = self.clock()
-        alone = self._play_alone(self.make_core)
+        alone = self._play_alone(self.make_core, self.arrivals)
         tokens = sum(len(stream.tokens) for stream in alone)
         result.sequential_tokens_per_s = tokens / (self.clock() - start)
         result.longest = max(map(self._length, alone))
@@ -193,15 +209,17 @@ class Gate:
             self.report(mode.name)
             if result.mismatch is not None:
                 return result
-        if self.witness is not None:
+        if self.witness is not None and self.witness.tolerance is not None:
+            result.mismatch = self._score_with_witness(self.witness, self.witness.tolerance, result)
+        elif self.witness is not None:
             result.mismatch = self._compare_with_witness(self.witness, alone)
         return result
 
-    def _play_alone(self, make_core: MakeCore) -> list[Stream]:
+    def _play_alone(self, make_core: MakeCore, arrivals: tuple[Arrival, ...]) -> list[Stream]:
         alone: list[Stream] = []
-        for streams in play_alone(make_core, self.limits, self.arrivals):
+        for streams in play_alone(make_core, self.limits, arrivals):
             alone += streams
-            self.report(f"alone {streams[0].request + 1}/{len(self.arrivals)}")
+            self.report(f"alone {streams[0].request + 1}/{len(arrivals)}")
         return alone
 
     def _length(self, stream: Stream) -> int:
@@ -253,7 +271,7 @@ class Gate:
         If the runner under test computes in float32, these are the solo streams of the gate.
         """
         if witness.make_core is not self.make_core:
-            alone = self._play_alone(witness.make_core)
+            alone = self._play_alone(witness.make_core, self.arrivals)
         for count, solo in enumerate(alone, 1):
             expected = witness.reference.run(
                 self.arrivals[solo.request].request,
@@ -265,6 +283,60 @@ class Gate:
             if found is not None:
                 return found
         return None
+
+    def _score_with_witness(
+        self, witness: Witness, tolerance: float, result: GateResult
+    ) -> Mismatch | None:
+        """Compares the log probabilities of solo streams with the reference's for the same tokens.
+
+        The mismatch, if the mean difference is too large, is the token with the largest one.
+        """
+        alone = self._play_alone(witness.make_core, tuple(map(_with_logprobs, self.arrivals)))
+        scored: list[_ScoredToken] = []
+        for count, solo in enumerate(alone, 1):
+            prompt = self.arrivals[solo.request].request.prompt_token_ids
+            expected = witness.reference.score_output(prompt, solo.token_ids)
+            self.report(f"reference {count}/{len(alone)}")
+            scored += [
+                _ScoredToken(solo, index, logprob, solo.tokens[index][1])
+                for index, logprob in enumerate(expected)
+            ]
+        result.witness_difference = math.fsum(each.difference for each in scored) / len(scored)
+        if result.witness_difference <= tolerance:  # false for NaN
+            return None
+        worst = max(scored, key=lambda each: each.difference)
+        return Mismatch(
+            mode=WITNESS,
+            request=worst.stream.request,
+            sample=worst.stream.sample,
+            index=worst.index,
+            expected=f"log probability {worst.expected:.4f}, a mean difference of at most "
+            f"{tolerance}",
+            actual=f"{worst.actual:.4f}, a mean difference of {result.witness_difference:.4f}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredToken:
+    """A token of a solo stream, with the log probabilities of the reference and of the engine."""
+
+    stream: Stream
+    index: int
+    expected: float
+    actual: float
+
+    @property
+    def difference(self) -> float:
+        return abs(self.expected - self.actual)
+
+
+def _with_logprobs(arrival: Arrival) -> Arrival:
+    """The arrival, with log probabilities of its tokens if it asks for none."""
+    params = arrival.request.params
+    if params.logprobs is not None:
+        return arrival
+    request = replace(arrival.request, params=replace(params, logprobs=0))
+    return replace(arrival, request=request)
 
 
 def first_difference(

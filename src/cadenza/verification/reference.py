@@ -99,6 +99,18 @@ class ReferenceEngine:
         reason: FinishReason = "length" if len(token_ids) == limit else "stop"
         return _result(token_ids, logprobs, reason)
 
+    def score_output(
+        self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
+    ) -> tuple[float, ...]:
+        """The log probability of each output token, given the prompt and the preceding ones."""
+        self._model.start()
+        logits = self._model.append(list(prompt_token_ids))
+        logprobs: list[float] = []
+        for token_id in token_ids:
+            logprobs.append(float(log_softmax(logits)[token_id]))
+            logits = self._model.append([token_id])
+        return tuple(logprobs)
+
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """The log probability of each token except the first, given the preceding ones.
 

@@ -6,7 +6,7 @@ builds one runner per fault.
 
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from cadenza.checkpoint import (
     open_checkpoint,
     write_random_checkpoint,
 )
-from cadenza.config import EngineConfig, EngineLimits
+from cadenza.config import EngineConfig, EngineLimits, Quantization
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
 from cadenza.loading.build import build_runner, describe_backend, find_checkpoint, plan_model
@@ -43,6 +43,10 @@ RANDOM_SEED = 20
 
 MODEL_SAMPLED, RANDOM_SAMPLED = 0.5, 0.8
 """Fractions of sampled requests: random weights are tested mostly at temperatures around 1."""
+
+
+QUANTISED_TOLERANCE: Mapping[Quantization, float] = {"int8": 0.1, "int4": 0.6}
+"""The largest mean difference of log probabilities (nats) from the unquantised reference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,7 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
             device=options.config.device,
             ops=found.ops,
             dtype=plan.dtype,
+            quantization=plan.quantization,
             fill=NAN,
         )
 
@@ -222,6 +227,10 @@ def _witness(
         max_model_len=plan.limits.max_model_len,
         backends=options.backends,
     )
+    if plan.quantization != "none":
+        tolerance = QUANTISED_TOLERANCE[plan.quantization]
+        yield Witness(reference=reference, make_core=make_core, tolerance=tolerance)
+        return
     if plan.dtype == "float32":
         yield Witness(reference=reference, make_core=make_core)
         return

@@ -27,9 +27,10 @@ from cadenza.backends.xla.ops.reference import MAX_TOKENS, ReferenceOps
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
-from cadenza.config import Ops
+from cadenza.config import Ops, Quantization
 
 DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16")
+QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -53,6 +54,7 @@ class XlaBackend:
             dtypes=DTYPES,
             dtype_for=dict.fromkeys(stored, "float32") if is_reference else stored,
             max_num_batched_tokens=MAX_TOKENS if is_reference else _native_budget(),
+            quantizations=QUANTIZATIONS,
             device_memory_bytes=None if stats is None else stats.get("bytes_limit"),
         )
 

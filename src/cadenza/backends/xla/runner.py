@@ -40,7 +40,7 @@ from cadenza.backends.xla.programs import (
 from cadenza.backends.xla.weights import load_decoder
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
-from cadenza.config import EngineLimits
+from cadenza.config import EngineLimits, Quantization
 from cadenza.core.step_schema import Int32Array, ModelInputs, StepOutput
 from cadenza.errors import RunnerError
 
@@ -78,13 +78,15 @@ class RunnerOptions:
     """How to load a model onto a device.
 
     Args:
-        dtype: of weights, activations and KV.
+        dtype: of activations, KV and weights that are not quantised.
+        quantization: how weights are quantised while they are loaded.
         make_ops: constructs the op table; None selects the default one (`device.find_ops`).
         fill: the initial value of KV slots (tests and `verify` use NaN).
     """
 
     device: str = "auto"
     dtype: str = "float32"
+    quantization: Quantization = "none"
     make_ops: MakeOps | None = None
     fill: float = 0.0
 
@@ -104,7 +106,10 @@ class XlaRunner:
         self._model = model
         self._limits = limits
         self._spec = DecoderSpec(
-            model=model, dtype=jnp.dtype(options.dtype).type, page_size=limits.page_size
+            model=model,
+            dtype=jnp.dtype(options.dtype).type,
+            page_size=limits.page_size,
+            quantization=options.quantization,
         )
         self._ops = (options.make_ops or find_ops("auto", self._device, model))(self._spec)
         self._buckets = self._ops.token_buckets(limits.max_num_batched_tokens)
@@ -219,7 +224,11 @@ def load_with_ops(
 ) -> XlaRunner:
     """A runner that uses the op table of `make_ops`; `setup.ops` is ignored."""
     options = RunnerOptions(
-        device=setup.device, dtype=setup.dtype, make_ops=make_ops, fill=setup.fill
+        device=setup.device,
+        dtype=setup.dtype,
+        quantization=setup.quantization,
+        make_ops=make_ops,
+        fill=setup.fill,
     )
     return XlaRunner(model, weights, setup.limits, options)
 

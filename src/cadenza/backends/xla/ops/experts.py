@@ -12,6 +12,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
+from cadenza.backends.xla.ops.quantised import quantised_product
 from cadenza.backends.xla.ops.table import ExpertChoice, Linear
 from cadenza.checkpoint.model_config import ModelConfig
 
@@ -65,22 +66,29 @@ def grouped_product(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
 
     `weight.weight` is [X, N, K], `weight.bias` [X, N] or None.
     """
-    num_experts, num_out, _ = weight.weight.shape
+    num_experts, num_out = _num_experts(weight), jax.tree.leaves(weight.weight)[0].shape[1]
 
     def body(expert: jax.Array, out: jax.Array) -> jax.Array:
-        y = jnp.einsum(
-            "tak,nk->tan",
-            x,
-            weight.weight[expert],
-            precision=_HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
+        y = _expert_product(x, weight, expert)
         if weight.bias is not None:
             y = y + weight.bias[expert]
         return jnp.where((ids == expert)[..., None], y, out)
 
     start = jnp.zeros((*ids.shape, num_out), jnp.float32)
     return jax.lax.fori_loop(0, num_experts, body, start)
+
+
+def _num_experts(weight: Linear) -> int:
+    return len(jax.tree.leaves(weight.weight)[0])
+
+
+def _expert_product(x: jax.Array, weight: Linear, expert: jax.Array) -> jax.Array:
+    """x [T, A or 1, K] times the transposed weight of one expert: float32 [T, A or 1, N]."""
+    own = jax.tree.map(lambda each: each[expert], weight.weight)
+    if weight.format.is_quantised:
+        y = quantised_product(x.reshape(-1, x.shape[-1]), own)
+        return y.reshape(*x.shape[:2], -1)
+    return jnp.einsum("tak,nk->tan", x, own, precision=_HIGHEST, preferred_element_type=jnp.float32)
 
 
 def grouped_gated_linear(
@@ -103,7 +111,7 @@ def grouped_linear(
     """
     ids, weights = choice
     y = grouped_product(x, weight, ids)  # [T, A, N]
-    has_expert = (ids >= 0) & (ids < len(weight.weight))
+    has_expert = (ids >= 0) & (ids < _num_experts(weight))
     total = jnp.zeros_like(residual)
     for slot in range(ids.shape[1]):
         part = weights[:, slot, None] * y[:, slot]

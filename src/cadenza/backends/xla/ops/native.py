@@ -19,6 +19,7 @@ from cadenza.backends.xla.ops.native_library import (
     NativeLibrary,
     load_native_library,
     packed_shape,
+    quantised_shape,
 )
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
@@ -75,7 +76,7 @@ class NativeOps:
         format = format or self._spec.weight_format
         num_columns = sum(len(part) for part in parts)
         packed = self._empty(format, (num_columns, parts[0].shape[1]))
-        self._library.pack(parts, packed)
+        self._pack(parts, packed, format)
         return Linear(packed, np.concatenate(bias).astype(np.float32) if bias else None, format)
 
     def load_embedding(self, table: npt.NDArray[Any], format: WeightFormat | None = None) -> Linear:
@@ -90,7 +91,7 @@ class NativeOps:
     ) -> Linear:
         format = format or self._spec.weight_format
         packed = self._empty(format, gate.shape, is_gated=True)
-        self._library.pack((gate, up), packed, is_gated=True)
+        self._pack((gate, up), packed, format, is_gated=True)
         return Linear(packed, np.stack(bias).astype(np.float32) if bias else None, format)
 
     def load_experts_gate_up(
@@ -102,7 +103,7 @@ class NativeOps:
         shape = (len(experts), *experts[0][0].shape)
         packed = self._empty(format, shape, is_gated=True)
         for place, pair in zip(packed, experts, strict=True):
-            self._library.pack(pair, place, is_gated=True)
+            self._pack(pair, place, format, is_gated=True)
         return Linear(packed, None, format)
 
     def load_experts_down(
@@ -111,7 +112,7 @@ class NativeOps:
         format = format or self._spec.weight_format
         packed = self._empty(format, (len(experts), *experts[0].shape))
         for place, weight in zip(packed, experts, strict=True):
-            self._library.pack([weight], place)
+            self._pack([weight], place, format)
         return Linear(packed, None, format)
 
     def _empty(
@@ -119,9 +120,25 @@ class NativeOps:
     ) -> npt.NDArray[Any]:
         """Memory for a packed weight [..., N, K], or for gate and up of [..., N, K] each."""
         *experts, num_columns, reduction = shape
+        if format.is_quantised:
+            packed = quantised_shape(format, num_columns, reduction, is_gated=is_gated)
+            return self._memory.empty((*experts, *packed), np.uint8)
         dtype = jnp.dtype(format.name)
         packed = packed_shape(num_columns, reduction, dtype, is_gated=is_gated)
         return self._memory.empty((*experts, *packed), dtype)
+
+    def _pack(
+        self,
+        parts: Sequence[npt.NDArray[Any]],
+        packed: npt.NDArray[Any],
+        format: WeightFormat,
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        if format.is_quantised:
+            self._library.pack_quantised(format, parts, packed, is_gated=is_gated)
+        else:
+            self._library.pack(parts, packed, is_gated=is_gated)
 
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
         model = self._model

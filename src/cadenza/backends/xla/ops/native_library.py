@@ -1,8 +1,9 @@
 """The shared library of native CPU kernels: loading, packing weights, FFI target.
 
 Owns the ctypes handle and the registration with XLA. The library selects the best ISA that the CPU
-supports, or CADENZA_CPU_ISA if set; CADENZA_NUM_THREADS overrides the number of threads. Both are
-read once, when the library is loaded.
+supports, or CADENZA_CPU_ISA if set, and on its own the one of quantised products, or
+CADENZA_CPU_INTEGER_ISA; CADENZA_NUM_THREADS overrides the number of threads. All are read once,
+when the library is loaded.
 
 A second library, available only in a source checkout, has the same kernels with faults that
 `cadenza verify --self-test` injects. Its FFI target has a prefix, so that both libraries can be
@@ -26,6 +27,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.checkpoint.quantised_weight import GROUP, QuantisedWeight
+from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat
 from cadenza.core.step_schema import LogitInputs, specs_of
 from cadenza.errors import ConfigError
 
@@ -40,6 +43,7 @@ _DTYPE_CODES = {
     np.dtype(np.float32): 1,
     np.dtype(np.float16): 2,
 }
+_FORMAT_CODES = {INT8: 2, INT4: 3}
 _LOGIT_COLUMNS = " ".join(spec.name for spec in specs_of(LogitInputs) for _ in range(spec.columns))
 
 _TARGET = "cadenza_program"
@@ -71,6 +75,16 @@ class NativeLibrary:
         return self.handle.cadenza_cpu_isa().decode()
 
     @property
+    def cpu_integer_isa(self) -> str:
+        """The instruction set of the kernels of quantised products in use."""
+        return self.handle.cadenza_cpu_integer_isa().decode()
+
+    @property
+    def available_integer_isas(self) -> tuple[str, ...]:
+        """The values of CADENZA_CPU_INTEGER_ISA that this machine supports, best first."""
+        return tuple(self.handle.cadenza_available_integer_isas().decode().split(","))
+
+    @property
     def available_isas(self) -> tuple[str, ...]:
         """The values of CADENZA_CPU_ISA that this machine supports, best first."""
         return tuple(self.handle.cadenza_available_isas().decode().split(","))
@@ -98,11 +112,7 @@ class NativeLibrary:
         wanted = packed_shape(num_columns, reduction, packed.dtype, is_gated=is_gated)
         if packed.shape != wanted or not packed.flags.c_contiguous:
             raise ConfigError(f"weights that pack to {wanted} do not fit {packed.shape}")
-        for each in sources:
-            if each.shape[1] != reduction:
-                raise ConfigError(f"weights of {reduction} and {each.shape[1]} do not fit together")
-            if each.strides[1] != each.itemsize or each.strides[0] % each.itemsize != 0:
-                raise ConfigError(f"a weight with strides {each.strides} cannot be packed; copy it")
+        _check_sources(sources, reduction)
         count = len(sources)
         error = self.handle.cadenza_pack(
             count,
@@ -117,6 +127,77 @@ class NativeLibrary:
         )
         if error is not None:
             raise ConfigError(error.decode())
+
+    def pack_quantised(
+        self,
+        format: WeightFormat,
+        sources: Sequence[npt.NDArray[Any] | QuantisedWeight],
+        packed: npt.NDArray[np.uint8],
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        """As `pack`, into the codes of `format`: `packed` has `quantised_shape`.
+
+        Floats are quantised as by `checkpoint.quantised_weight`, without a copy of the weight.
+        """
+        reduction = sources[0].shape[1]
+        num_columns = len(sources[0]) if is_gated else sum(map(len, sources))
+        wanted = quantised_shape(format, num_columns, reduction, is_gated=is_gated)
+        if packed.shape != wanted or not packed.flags.c_contiguous:
+            raise ConfigError(f"weights that pack to {wanted} do not fit {packed.shape}")
+        rows = [each.codes if isinstance(each, QuantisedWeight) else each for each in sources]
+        scales = [_contiguous(each, "scales") for each in sources]
+        zero_points = [_contiguous(each, "zero_points") for each in sources]
+        _check_sources(rows, reduction)
+        count = len(sources)
+        error = self.handle.cadenza_pack_quantised(
+            count,
+            (ctypes.c_void_p * count)(*(each.ctypes.data for each in rows)),
+            (ctypes.c_int * count)(
+                *(
+                    _dtype_code(each.dtype) if scale is None else 0
+                    for each, scale in zip(rows, scales, strict=True)
+                )
+            ),
+            (ctypes.c_int64 * count)(*(len(each) for each in rows)),
+            (ctypes.c_int64 * count)(*(each.strides[0] // each.itemsize for each in rows)),
+            (ctypes.c_void_p * count)(*map(_address, scales)),
+            (ctypes.c_void_p * count)(*map(_address, zero_points)),
+            reduction,
+            packed.ctypes.data,
+            _FORMAT_CODES[format],
+            is_gated,
+        )
+        if error is not None:
+            raise ConfigError(error.decode())
+
+
+def _contiguous(source: npt.NDArray[Any] | QuantisedWeight, field: str) -> npt.NDArray[Any] | None:
+    """A contiguous array of a quantised weight's field; None for floats, or if there is none."""
+    found = getattr(source, field) if isinstance(source, QuantisedWeight) else None
+    return None if found is None else np.ascontiguousarray(found)
+
+
+def _address(array: npt.NDArray[Any] | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+def _check_sources(sources: Sequence[npt.NDArray[Any]], reduction: int) -> None:
+    """Raises ConfigError if a weight is not [n, `reduction`] or not contiguous along K."""
+    for each in sources:
+        if each.shape[1] != reduction:
+            raise ConfigError(f"weights of {reduction} and {each.shape[1]} do not fit together")
+        if each.strides[1] != each.itemsize or each.strides[0] % each.itemsize != 0:
+            raise ConfigError(f"a weight with strides {each.strides} cannot be packed; copy it")
+
+
+def quantised_shape(
+    format: WeightFormat, num_columns: int, reduction: int, *, is_gated: bool = False
+) -> tuple[int, int, int]:
+    """Shape [panels, groups, bytes of a group] of a packed weight of integer codes."""
+    width = _GATED_PANEL if is_gated else PANEL
+    groups = -(-reduction // GROUP)
+    return -(-num_columns // width), groups, format.num_bytes((PANEL, GROUP))
 
 
 def packed_shape(
@@ -205,8 +286,8 @@ def _load(path: Path, *, prefix: str) -> NativeLibrary:
 
 def _declare(handle: ctypes.CDLL) -> None:
     """Declares result and argument types of the C entry points."""
-    texts = ("configure", "cpu_isa", "available_isas", "logit_columns", "program_operations")
-    for name in texts:
+    isas = ("cpu_isa", "available_isas", "cpu_integer_isa", "available_integer_isas")
+    for name in ("configure", *isas, "logit_columns", "program_operations"):
         getattr(handle, f"cadenza_{name}").restype = ctypes.c_char_p
     handle.cadenza_num_threads.restype = ctypes.c_int
     handle.cadenza_pack.restype = ctypes.c_char_p
@@ -216,6 +297,20 @@ def _declare(handle: ctypes.CDLL) -> None:
         ctypes.POINTER(ctypes.c_int),
         ctypes.POINTER(ctypes.c_int64),
         ctypes.POINTER(ctypes.c_int64),
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int,
+    ]
+    handle.cadenza_pack_quantised.restype = ctypes.c_char_p
+    handle.cadenza_pack_quantised.argtypes = [
+        ctypes.c_int,
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.POINTER(ctypes.c_int),
+        ctypes.POINTER(ctypes.c_int64),
+        ctypes.POINTER(ctypes.c_int64),
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.POINTER(ctypes.c_void_p),
         ctypes.c_int64,
         ctypes.c_void_p,
         ctypes.c_int,

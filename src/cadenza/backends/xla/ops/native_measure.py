@@ -10,7 +10,7 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.base import OpTotals
+from cadenza.backends.base import OpTotals, ProductDType
 from cadenza.backends.xla.ops.native_library import load_native_library
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.errors import ConfigError
@@ -31,12 +31,14 @@ class NativeInstruments:
         try:
             handle.cadenza_measure_read.restype = ctypes.c_double
             handle.cadenza_measure_multiply.restype = ctypes.c_double
+            handle.cadenza_measure_multiply_codes.restype = ctypes.c_double
             handle.cadenza_profile_read.restype = ctypes.c_char_p
         except AttributeError as error:
             raise ConfigError(
                 "the native CPU kernels are older than this package; install it again"
             ) from error
         handle.cadenza_measure_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+        handle.cadenza_measure_multiply_codes.argtypes = [ctypes.c_int]
         handle.cadenza_measure_multiply.argtypes = [ctypes.c_int, ctypes.c_int]
 
     @property
@@ -56,7 +58,9 @@ class NativeInstruments:
     def read_bytes_per_s(self, buffer: npt.NDArray[np.uint8], *, repeats: int) -> float:
         return self._handle.cadenza_measure_read(buffer.ctypes.data, buffer.nbytes, repeats)
 
-    def operations_per_s(self, dtype: WeightDType, *, repeats: int) -> float:
+    def operations_per_s(self, dtype: ProductDType, *, repeats: int) -> float:
+        if dtype == "int8":
+            return self._handle.cadenza_measure_multiply_codes(repeats)
         return self._handle.cadenza_measure_multiply(_DTYPE_CODES[dtype], repeats)
 
     def start_profile(self) -> None:

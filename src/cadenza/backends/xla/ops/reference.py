@@ -20,6 +20,12 @@ from cadenza.backends.xla.ops.experts import (
     grouped_gated_linear,
     grouped_linear,
 )
+from cadenza.backends.xla.ops.quantised import (
+    dequantised_rows,
+    quantise_parts,
+    quantised_product,
+    stack_codes,
+)
 from cadenza.backends.xla.ops.rules import apply_rules
 from cadenza.backends.xla.ops.sampling import choose_tokens
 from cadenza.backends.xla.ops.table import (
@@ -77,7 +83,7 @@ class ReferenceOps:
         format: WeightFormat | None = None,
     ) -> Linear:
         format = format or self._spec.weight_format
-        weight = np.concatenate(parts).astype(jnp.dtype(format.name))
+        weight = quantise_parts(format, parts) if format.is_quantised else _as(format, parts)
         return Linear(weight, np.concatenate(bias).astype(np.float32) if bias else None, format)
 
     def load_embedding(self, table: npt.NDArray[Any], format: WeightFormat | None = None) -> Linear:
@@ -97,13 +103,17 @@ class ReferenceOps:
         experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
         format: WeightFormat | None = None,
     ) -> Linear:
-        return self.load_experts_down([np.concatenate(pair) for pair in experts], format)
+        return self._stack([self.load_linear(list(pair), [], format) for pair in experts])
 
     def load_experts_down(
         self, experts: Sequence[npt.NDArray[Any]], format: WeightFormat | None = None
     ) -> Linear:
-        format = format or self._spec.weight_format
-        return Linear(np.stack(experts).astype(jnp.dtype(format.name)), None, format)
+        return self._stack([self.load_linear([each], [], format) for each in experts])
+
+    def _stack(self, experts: Sequence[Linear]) -> Linear:
+        weights, format = [each.weight for each in experts], experts[0].format
+        stacked = stack_codes(weights) if format.is_quantised else np.stack(weights)
+        return Linear(stacked, None, format)
 
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
         slots = num_pages * self._spec.page_size
@@ -125,7 +135,10 @@ class ReferenceOps:
         return decode(self)
 
     def embed(self, table: Linear, step: StepArrays) -> jax.Array:
-        rows = table.weight[step.tokens.ids].astype(jnp.float32)  # [T, E]
+        if table.format.is_quantised:
+            rows = dequantised_rows(table.weight, step.tokens.ids, self._model.hidden_size)
+        else:
+            rows = table.weight[step.tokens.ids].astype(jnp.float32)  # [T, E]
         return rows * np.float32(self._model.embedding_scale)
 
     def to_activations(self, x: jax.Array, count: jax.Array) -> jax.Array:
@@ -342,8 +355,15 @@ def _append(pool: KVPool, key: jax.Array, value: jax.Array, places: Places) -> K
     )
 
 
+def _as(format: WeightFormat, parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return np.concatenate(parts).astype(jnp.dtype(format.name))
+
+
 def _matmul(x: jax.Array, weight: Linear) -> jax.Array:
     """x [·, K] times the transposed weight [N, K], in float32."""
+    if weight.format.is_quantised:
+        y = quantised_product(x, weight.weight)
+        return y if weight.bias is None else y + weight.bias
     y = jax.lax.dot_general(
         x,
         weight.weight,

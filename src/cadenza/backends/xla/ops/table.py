@@ -20,6 +20,7 @@ from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weight_format import FLOAT_FORMATS, WeightFormat, format_of
+from cadenza.config import Quantization
 from cadenza.core.step_schema import LogitInputs, RowInputs, TokenInputs, specs_of
 
 NUM_TOP = 20
@@ -41,6 +42,7 @@ class DecoderSpec:
     model: ModelConfig
     dtype: Any
     page_size: int
+    quantization: Quantization = "none"
 
     @property
     def kv_dtype(self) -> Any:
@@ -52,7 +54,7 @@ class DecoderSpec:
         return FLOAT_FORMATS[self._dtype_name]
 
     def format_of(self, tensor: TensorSpec) -> WeightFormat:
-        return format_of(tensor, self._dtype_name)
+        return format_of(tensor, self._dtype_name, self.quantization)
 
     @property
     def _dtype_name(self) -> WeightDType:

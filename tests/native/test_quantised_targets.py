@@ -1,0 +1,152 @@
+"""Quantised products through XLA equal their definition in numpy, on every instruction set."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cadenza.backends.xla.ops.native_library import NativeLibrary, quantised_shape
+from cadenza.backends.xla.ops.packed_memory import PackedMemory
+from cadenza.checkpoint.quantised_weight import QuantisedWeight, quantise_int4, quantise_int8
+from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat
+from cadenza.errors import ConfigError
+from tests.native.quantised_definition import linear, pack, product
+
+pytestmark = pytest.mark.native
+
+ROOT = Path(__file__).resolve().parents[2]
+NONE = np.zeros(0, np.float32)
+
+
+@pytest.mark.slow
+def test_every_instruction_set_gives_the_bits_of_the_definition(library: NativeLibrary):
+    found: dict[str, str] = {}
+    for isa in library.available_integer_isas:
+        ran = subprocess.run(
+            [sys.executable, "-m", "tests.native.quantised_definition"],
+            cwd=ROOT,
+            env={**os.environ, "CADENZA_CPU_INTEGER_ISA": isa},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        used, num_products, digest = ran.stdout.split()
+        assert (used, num_products) == (isa, "920")
+        found[isa] = digest
+    assert "scalar" in found
+    assert len(set(found.values())) == 1, found
+
+
+def test_another_order_of_the_groups_is_seen(random: np.random.Generator):
+    """Negative control: the comparison can fail."""
+    weight = quantise_int8(random.normal(size=(33, 96)).astype(np.float32))
+    x = random.normal(size=(5, 96)).astype(np.float32)
+    turned = np.concatenate([np.arange(64, 96), np.arange(32, 64), np.arange(32)])
+    backwards = QuantisedWeight(weight.codes[:, turned], weight.scales[:, ::-1])
+    assert product(x[:, turned], backwards).tobytes() != product(x, weight).tobytes()
+    np.testing.assert_allclose(
+        product(x[:, turned], backwards), product(x, weight), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(("format", "most"), [(INT8, 0.012), (INT4, 0.12)])
+def test_a_product_is_near_that_of_the_floats(
+    random: np.random.Generator, format: WeightFormat, most: float
+):
+    floats = random.normal(size=(50, 256)).astype(np.float32)
+    x = random.normal(size=(20, 256)).astype(np.float32)
+    error = np.asarray(linear(x, pack(format, floats), np.int32(20), columns=50)) - x @ floats.T
+    assert np.sqrt(np.mean(error**2)) < most * 16  # of sqrt(256), a column's deviation
+
+
+def test_a_row_with_a_value_that_is_not_finite_is_nan_and_its_neighbours_are_not(
+    random: np.random.Generator,
+):
+    packed = pack(INT8, random.normal(size=(40, 70)).astype(np.float32))
+    for bad in (np.nan, np.inf, -np.inf):
+        x = random.normal(size=(3, 70)).astype(np.float32)
+        x[1, 69] = bad
+        out = np.asarray(linear(x, packed, np.int32(3), columns=40))
+        assert np.isnan(out[1]).all()
+        assert np.isfinite(out[[0, 2]]).all()
+
+
+def test_a_target_refuses_quantised_weights_that_do_not_fit(call, random: np.random.Generator):
+    packed = pack(INT8, random.normal(size=(40, 70)).astype(np.float32))
+    x = np.zeros((2, 70), np.float32)
+    shape = jax.ShapeDtypeStruct((2, 40), jnp.float32)
+    for unfit, words in (
+        (packed[:, :2], "the packed weight's shape does not fit"),
+        (packed[:1], "the packed weight's shape does not fit"),
+        (packed[:, :, 1:], "fit no format"),
+    ):
+        given = np.ascontiguousarray(unfit)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+            call("linear", shape, x, given, np.int32(2), NONE, NONE, scale=np.float32(1))
+
+
+def test_nibbles_in_another_order_and_a_shifted_zero_point_are_seen(random: np.random.Generator):
+    """Negative controls of the layout of int4 codes."""
+    floats, x = random.normal(size=(40, 64)), random.normal(size=(3, 64)).astype(np.float32)
+    weight = quantise_int4(floats.astype(np.float32))
+    assert weight.zero_points is not None
+    expected = np.asarray(linear(x, pack(INT4, weight), np.int32(3), columns=40))
+    assert expected.tobytes() == product(x, weight).tobytes()
+    swapped = pack(INT4, weight)
+    codes = swapped[:, :, :512]
+    codes[:] = codes >> 4 | codes << 4
+    shifted = pack(INT4, weight)
+    shifted[:, :, 576:] += 1
+    for wrong in (swapped, shifted):
+        found = np.asarray(linear(x, wrong, np.int32(3), columns=40))
+        assert np.abs(found - expected).max() > 1
+
+
+def test_packing_codes_refuses_what_does_not_fit(library: NativeLibrary):
+    packed = PackedMemory().empty(quantised_shape(INT8, 32, 64), np.uint8)
+    zeros = np.zeros((32, 64), np.float32)
+    for unfit in ([zeros[:, :32]], [zeros, zeros], [zeros[:16], zeros[16:, :60]]):
+        with pytest.raises(ConfigError, match="fit"):
+            library.pack_quantised(INT8, unfit, packed)
+    with pytest.raises(ConfigError, match="cannot be packed"):
+        library.pack_quantised(INT8, [zeros.astype(np.int32)], packed)
+
+
+def test_an_unknown_integer_instruction_set_is_refused_by_name():
+    script = "from cadenza.backends.xla.ops.native_library import load_native_library as l; l()"
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "CADENZA_CPU_INTEGER_ISA": "mmx"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "CADENZA_CPU_INTEGER_ISA is 'mmx'; this machine can run: " in ran.stderr
+    assert "scalar" in ran.stderr
+
+
+@pytest.mark.parametrize(("isa", "most"), [("avx512", 512), ("avx2", 256), ("scalar", 0)])
+def test_forcing_an_instruction_set_forces_the_integer_kernels_too(
+    library: NativeLibrary, isa: str, most: int
+):
+    if isa not in library.available_isas:
+        pytest.skip(f"this CPU has no {isa}")
+    script = (
+        "from cadenza.backends.xla.ops.native_library import load_native_library\n"
+        "print(load_native_library().cpu_integer_isa)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "CADENZA_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    bits = {"avx512_vnni": 512, "avx_vnni": 256, "avx2": 256, "scalar": 0}
+    assert bits[ran.stdout.strip()] <= most

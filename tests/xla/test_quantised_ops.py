@@ -1,0 +1,125 @@
+"""Quantised operations: the native table against the definition in jnp."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.table import DecoderSpec, OpTable, StepArrays
+from cadenza.backends.xla.wire import unpack
+from cadenza.checkpoint import ModelConfig, named_shape
+from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat
+from cadenza.core.step_schema import ModelInputs, StepLayout
+
+pytestmark = pytest.mark.native
+
+MODEL = named_shape("tiny-qwen3-moe")
+TOKENS = 40
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def spec(request: pytest.FixtureRequest) -> DecoderSpec:
+    return DecoderSpec(
+        model=MODEL,
+        dtype=jnp.dtype(request.param).type,
+        page_size=16,
+        quantization="int8",
+    )
+
+
+@pytest.fixture(params=[INT8, INT4], ids=lambda each: each.name)
+def format(request: pytest.FixtureRequest) -> WeightFormat:
+    return request.param
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def both(spec: DecoderSpec) -> tuple[OpTable, OpTable]:
+    return NativeOps(spec), ReferenceOps(spec)
+
+
+def assert_close(ours: Any, expected: Any, spec: DecoderSpec) -> None:
+    """Within float32 rounding of the row's largest value, and rounding to the activations' type."""
+    wide, theirs = np.asarray(ours, np.float64), np.asarray(expected, np.float64)
+    largest = np.abs(theirs).max(axis=-1, keepdims=True)
+    rounding = 2.0**-7 if jnp.dtype(spec.dtype) == jnp.bfloat16 else 0.0
+    assert ((np.abs(wide - theirs) - rounding * np.abs(theirs)) / largest).max() < 1e-5
+
+
+def step(model: ModelConfig) -> StepArrays:
+    inputs = ModelInputs.empty(bucket=TOKENS, num_rows=TOKENS)
+    inputs.groups.counts.num_tokens[0] = inputs.groups.counts.num_logits[0] = TOKENS
+    inputs.tokens.ids[:] = np.arange(TOKENS) * 7 % model.vocab_size
+    inputs.logits.token_indices[:TOKENS] = np.arange(TOKENS)
+    shape = StepLayout(TOKENS, TOKENS)
+    last, table = np.zeros(TOKENS, np.int32), np.zeros((TOKENS, 1), np.int32)
+    return jax.jit(unpack, static_argnums=0)(shape, inputs.words, last, table)
+
+
+def test_fused_linears_with_biases_agree(spec: DecoderSpec, format: WeightFormat):
+    parts, bias = [normal(1, 40, 70), normal(2, 21, 70)], [normal(3, 40), normal(4, 21)]
+    x = normal(5, TOKENS, 70).astype(spec.dtype)
+    ours, expected = (
+        jax.jit(ops.linear, static_argnames="num_out")(
+            x, ops.load_linear(parts, bias, format), num_out=61, count=np.int32(TOKENS)
+        )
+        for ops in both(spec)
+    )
+    assert_close(ours, expected, spec)
+
+
+def test_gated_linears_agree(spec: DecoderSpec, format: WeightFormat):
+    gate, up = normal(6, MODEL.intermediate_size, 70), normal(7, MODEL.intermediate_size, 70)
+    x = normal(8, TOKENS, 70).astype(spec.dtype)
+    ours, expected = (
+        jax.jit(ops.gated_linear)(x, ops.load_gate_up(gate, up, [], format), np.int32(TOKENS))
+        for ops in both(spec)
+    )
+    assert_close(ours, expected, spec)
+
+
+def test_mixtures_of_experts_agree(spec: DecoderSpec, format: WeightFormat):
+    assert MODEL.experts is not None
+    count, inner, width = MODEL.experts.num_experts, MODEL.experts.intermediate_size, 70
+    x, residual = normal(9, TOKENS, width).astype(spec.dtype), normal(10, TOKENS, width)
+    between = normal(14, TOKENS, MODEL.experts.num_chosen, inner).astype(spec.dtype)
+
+    def mix(ops: OpTable) -> Any:
+        router = ops.load_linear([normal(11, count, width)], [])
+        pairs = [(normal(20 + i, inner, width), normal(50 + i, inner, width)) for i in range(count)]
+        gate_up = ops.load_experts_gate_up(pairs, format)
+        down = ops.load_experts_down([normal(90 + i, width, inner) for i in range(count)], format)
+
+        def run(weights: Any, x: Any, residual: Any, rows: Any) -> Any:
+            choice = ops.route_experts(x, weights[0], rows)
+            gated = ops.grouped_gated_linear(x, weights[1], choice, rows)
+            # Of its own, so that a code of `gated` that rounds otherwise changes nothing.
+            return gated, ops.grouped_linear(between, weights[2], choice, residual, rows)
+
+        return jax.jit(run)((router, gate_up, down), x, residual, np.int32(TOKENS))
+
+    for ours, expected in zip(*map(mix, both(spec)), strict=True):
+        assert_close(ours, expected, spec)
+
+
+def test_embedded_rows_and_chosen_tokens_are_those_of_the_tied_table(
+    spec: DecoderSpec, format: WeightFormat
+):
+    model = replace(MODEL, logit_soft_cap=None)
+    table = normal(12, model.vocab_size, model.hidden_size)
+    found = []
+    for ops in both(replace(spec, model=model)):
+        weight = ops.load_embedding(table, format)
+        rows = np.asarray(jax.jit(ops.embed)(weight, step(model)))
+        num_rows = len(step(model).logits.token_indices)
+        x = normal(13, num_rows, model.hidden_size).astype(spec.dtype)
+        chosen = np.asarray(jax.jit(ops.next_tokens)(x, weight, step(model)))[:TOKENS, 0]
+        found.append((rows.tobytes(), chosen.tolist()))
+    assert found[0] == found[1]
