@@ -24,7 +24,7 @@ def identify(
     arithmetic = (
         __version__,
         plan.dtype,
-        config.quantization or "",
+        config.quantization,
         repr(plan.limits),
         repr(sorted(checkpoint.eos_token_ids)),
         str(config.seed),
