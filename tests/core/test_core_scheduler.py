@@ -304,13 +304,21 @@ def test_the_last_allowed_token_is_sent_and_finishes_as_length() -> None:
     assert (end.finish_reason, end.stop_token_id) == ("length", None)
 
 
-def test_a_failed_batch_ends_each_of_its_sequences_once() -> None:
+def test_the_sequences_of_a_failed_batch_are_retried_one_by_one_and_then_ended() -> None:
     scheduler = scheduler_of(token_budget=8)
     add(scheduler, sequence_of(0, 4), sequence_of(1, 4), sequence_of(2, 4))
-    batch = scheduled(scheduler)
-    events = scheduler.fail_batch(batch, "lost")
-    scheduler.check_invariants()
-    assert [(event.request_id, event.error) for event in events] == [(0, "lost"), (1, "lost")]  # type: ignore[union-attr]
+    ended: list[tuple[int, str | None]] = []
+    batches: list[list[int]] = []
+    for _ in range(3):
+        batch = scheduled(scheduler)
+        batches.append([entry.sequence.request_id for entry in batch.entries])
+        for event in scheduler.fail_batch(batch, "lost"):
+            assert isinstance(event, Finished)
+            ended.append((event.request_id, event.error))
+        scheduler.restart()
+        scheduler.check_invariants()
+    assert batches == [[0, 1], [0], [1]]
+    assert ended == [(0, "lost"), (1, "lost")]
     assert ids(scheduler.waiting) == [2]
     assert scheduler.kv_cache.pool.counts().live == 0
 

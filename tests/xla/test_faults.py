@@ -1,7 +1,8 @@
 """Bar 11 on the real runner: the device fails at every step index in turn.
 
-Each time the requests of the failed step end with one error each, all others' streams are exactly
-what they are alone, no page leaks, and the next request is served.
+Each time the requests of the failed step are computed once more, so that every stream is exactly
+what it is alone, no page leaks, and the next request is served. That a request which fails again
+ends alone is shown by `tests/engine/test_faults.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ def workload(num_requests: int) -> list[Request]:
 def serve_through_a_fault(
     runner: FaultyRunner, requests: list[Request], mode: Mode
 ) -> tuple[Served, set[int]]:
-    """Serves the requests and, once the fault has struck, one more; also who was in its step."""
+    """Serves the requests and, once the fault has struck, one more; also who failed."""
     engine = new_engine(runner, BASE, mode)
     served = Served([Stream() for _ in [*requests, NEXT_REQUEST]], engine)
     index_of = {engine.submit(request): index for index, request in enumerate(requests)}
@@ -60,19 +61,13 @@ def check_fault(lab: Lab, requests: list[Request], runner: FaultyRunner, mode: M
     if not runner.has_failed:
         return False
     where = f"{runner.moment} {runner.at}, {mode.loop}"
-    assert failed, f"{where}: nobody was told"
-    assert len(failed) <= BASE.num_rows, f"{where}: more failed than a step holds"
+    assert not failed, f"{where}: {failed} were not retried"
     for index, (stream, request) in enumerate(
         zip(served.streams, [*requests, NEXT_REQUEST], strict=True)
     ):
         assert stream.finished is not None, f"{where}: request {index} has no end"
         expected = serve_alone(lab, BASE, request)
-        if index in failed:
-            assert "failed" in (stream.finished.error or "")
-            prefix = expected.token_ids[: len(stream.tokens)]
-            assert stream.token_ids == prefix, f"{where}: request {index} went astray"
-        else:
-            assert stream.difference(expected) is None, f"{where}: request {index}"
+        assert stream.difference(expected) is None, f"{where}: request {index}"
     counts = served.engine.scheduler.kv_cache.pool.counts()
     assert (counts.live, counts.pinned) == (0, 0), f"{where}: pages leaked"
     return True
@@ -80,7 +75,7 @@ def check_fault(lab: Lab, requests: list[Request], runner: FaultyRunner, mode: M
 
 @pytest.mark.parametrize(("loop", "stride"), [("plain", 5), ("overlap", 1)])
 @pytest.mark.parametrize("moment", ["launch", "result"])
-def test_a_fault_at_every_step_index_ends_its_own_requests_and_nobody_elses(
+def test_a_fault_at_every_step_index_changes_no_stream(
     lab: Lab, moment: Moment, loop: SchedulerLoop, stride: int
 ):
     replay("seed 71, 10 requests, a fault at each of 40 steps")
