@@ -191,39 +191,10 @@ class OpenRequests:
         Events of samples that have ended are dropped, and what was passed on before: an engine that
         goes on with a request may repeat what was under way from another one, with the same bits.
         """
-        passed: list[Event] = []
         with self._lock:
             now_s = self._clock()
-            for event in events:
-                entry = self._open.get(event.request_id)
-                if entry is None:
-                    continue
-                if isinstance(event, Token):
-                    token_ids = entry.token_ids.get(event.sample)
-                    if token_ids is None or event.index < len(token_ids):
-                        continue
-                    token_ids.append(event.token_id)
-                    if event.num_cached_tokens is not None:
-                        entry.num_cached_tokens[event.sample] = event.num_cached_tokens
-                    if entry.first_token_s is None:
-                        self._take_first_token(entry, now_s)
-                    if entry.lost_s is not None:
-                        self._end_pause(entry, now_s)
-                elif isinstance(event, Started):
-                    entry.is_running = True
-                    self._start(entry, now_s)
-                    continue
-                elif isinstance(event, Finished):
-                    if event.sample not in entry.token_ids:
-                        continue
-                    self._end(entry, event.sample, event.finish_reason, now_s)
-                else:
-                    fresh = _new_logprobs(entry, event)
-                    if fresh is None:
-                        continue
-                    event = fresh  # noqa: PLW2901
-                passed.append(event)
-        return passed
+            recorded = [self._record(event, now_s) for event in events]
+        return [event for event in recorded if event is not None]
 
     def cancel(self, request_id: int, sample: int | None = None) -> bool:
         """Ends a request, or one of its samples, without events; False if it is not open."""
@@ -384,6 +355,38 @@ class OpenRequests:
             self._num_queued_tokens -= entry.num_prompt_tokens
             entry.started_s = now_s
             self._times.queue.add(now_s - entry.accepted_s)
+
+    def _record(self, event: Event, now_s: float) -> Event | None:
+        """Records an event; returns what is to be passed on of it."""
+        entry = self._open.get(event.request_id)
+        if entry is None:
+            return None
+        if isinstance(event, Token):
+            return event if self._record_token(entry, event, now_s) else None
+        if isinstance(event, Started):
+            entry.is_running = True
+            self._start(entry, now_s)
+            return None
+        if isinstance(event, Finished):
+            if event.sample not in entry.token_ids:
+                return None
+            self._end(entry, event.sample, event.finish_reason, now_s)
+            return event
+        return _new_logprobs(entry, event)
+
+    def _record_token(self, entry: _OpenRequest, event: Token, now_s: float) -> bool:
+        """Whether the token is new, of a sample that has not ended."""
+        token_ids = entry.token_ids.get(event.sample)
+        if token_ids is None or event.index < len(token_ids):
+            return False
+        token_ids.append(event.token_id)
+        if event.num_cached_tokens is not None:
+            entry.num_cached_tokens[event.sample] = event.num_cached_tokens
+        if entry.first_token_s is None:
+            self._take_first_token(entry, now_s)
+        if entry.lost_s is not None:
+            self._end_pause(entry, now_s)
+        return True
 
     def _take_first_token(self, entry: _OpenRequest, now_s: float) -> None:
         self._start(entry, now_s)
