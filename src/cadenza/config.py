@@ -16,7 +16,7 @@ from cadenza.errors import ConfigError, show
 Ops = Literal["auto", "native", "reference"]
 DType = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["none", "int8", "int4"]
-KVLayout = Literal["paged", "dense"]
+KVLayout = Literal["auto", "paged", "dense"]
 SchedulerLoop = Literal["plain", "overlap"]
 GenerationConfig = Literal["auto", "none"]
 
@@ -49,7 +49,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     kv_cache_memory_bytes: int | None = None
     num_pages: int | None = None
-    kv_layout: KVLayout = "paged"
+    kv_layout: KVLayout = "auto"
     page_size: int = PAGE_SIZE_UNIT
     enable_prefix_caching: bool = True
     scheduler: SchedulerLoop = "overlap"
@@ -73,7 +73,7 @@ class EngineConfig:
         object.__setattr__(self, "backend", str.__str__(self.backend))
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise ConfigError(
-                f"--device {show(self.device)} is not one of auto, cpu, cuda[:n], tpu[:n]"
+                f"--device {show(self.device)} is not one of auto, cpu, cuda[:n], metal, tpu[:n]"
             )
         object.__setattr__(self, "device", str.__str__(self.device))
         if self.revision is not None:
@@ -93,7 +93,7 @@ class EngineConfig:
             )
 
 
-_DEVICE = re.compile(r"auto|(cpu|cuda|tpu)(:[0-9]{1,4})?")
+_DEVICE = re.compile(r"auto|metal|(cpu|cuda|tpu)(:[0-9]{1,4})?")
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "ops": get_args(Ops),

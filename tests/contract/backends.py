@@ -1,7 +1,11 @@
 """The backends that the contract suite tests; to add one, add an entry to `BACKENDS`."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from cadenza.backends.base import Runner
 from cadenza.backends.fake import FakeRunner
@@ -17,6 +21,9 @@ LIMITS = EngineLimits(
     num_pages=24,
     max_num_queued_reqs=100,
 )
+
+DENSE_LIMITS = replace(LIMITS, page_size=LIMITS.max_model_len)
+"""A page is a slot for a complete sequence."""
 
 MakeRunner = Callable[[EngineLimits, Path], Runner]
 
@@ -44,6 +51,30 @@ def make_xla(limits: EngineLimits, folder: Path) -> Runner:
     return XlaRunner(HOSTILE, open_weights(checkpoint), limits, options)
 
 
-BACKENDS: dict[str, MakeRunner] = {"fake": make_fake, "xla": make_xla}
+def make_mlx(limits: EngineLimits, folder: Path) -> Runner:
+    """The same weights; KV that nobody has written is a large number."""
+    from cadenza.backends.base import RunnerSetup
+    from cadenza.backends.mlx.backend import POISON
+    from cadenza.backends.mlx.runner import MlxRunner
+    from tests.xla.harness import HOSTILE
+
+    checkpoint = folder / "hostile"
+    if not checkpoint.exists():
+        write_random_checkpoint(HOSTILE, checkpoint, seed=0, dtype="float32")
+    setup = RunnerSetup(limits=limits, device="cpu", ops="auto", dtype="float32", fill=POISON)
+    return MlxRunner(checkpoint, HOSTILE.vocab_size, setup)
+
+
+BACKENDS: dict[str, MakeRunner] = {"fake": make_fake, "xla": make_xla, "mlx": make_mlx}
+LIMITS_OF = {"fake": LIMITS, "xla": LIMITS, "mlx": DENSE_LIMITS}
 COMPILING_BACKENDS = ("xla",)
 """Those that must be warmed up before the first launch."""
+
+needs_mlx = pytest.mark.skipif(
+    not all(map(find_spec, ("mlx", "mlx_lm"))),
+    reason="MLX is not installed: pip install 'cadenza[mlx]'",
+)
+BACKEND_PARAMS = [
+    pytest.param(name, marks=needs_mlx) if name == "mlx" else pytest.param(name)
+    for name in BACKENDS
+]

@@ -12,7 +12,7 @@ from typing import get_args
 import numpy as np
 
 from cadenza.backends.base import Capability, Runner
-from cadenza.config import MAX_LOGPROBS_BOUND
+from cadenza.config import MAX_LOGPROBS_BOUND, EngineLimits
 from cadenza.core.sequence import PageCopy
 from cadenza.core.step_schema import LAST_SAMPLED, ModelInputs, StepOutput
 from tests.contract.backends import LIMITS
@@ -25,14 +25,19 @@ SAMPLED = Draw(temperature=1.0, seed=9, num_logprobs=MAX_LOGPROBS_BOUND)
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A warm runner without any KV, for `LIMITS`."""
+    """A warm runner without any KV, for `limits`."""
 
     runner: Runner
+    limits: EngineLimits = LIMITS
 
     @property
     def geometry(self) -> Geometry:
-        bucket = self.runner.token_buckets[-1]
-        return Geometry(bucket=bucket, num_rows=LIMITS.max_num_seqs, page_size=LIMITS.page_size)
+        return Geometry(
+            bucket=self.runner.token_buckets[-1],
+            num_rows=self.limits.max_num_seqs,
+            page_size=self.limits.page_size,
+            max_pages=self.limits.max_pages_per_seq,
+        )
 
     def run(self, *chunks: Chunk) -> StepOutput:
         return run_step(self.runner, chunks, self.geometry)
@@ -77,7 +82,7 @@ def check_its_buckets_rise_to_the_budget(bench: Bench) -> None:
     buckets = bench.runner.token_buckets
     assert list(buckets) == sorted(set(buckets))
     assert buckets[0] > 0
-    assert buckets[-1] >= LIMITS.max_num_batched_tokens
+    assert buckets[-1] >= bench.limits.max_num_batched_tokens
 
 
 def check_its_outputs_have_the_promised_shapes_and_types(bench: Bench) -> None:
@@ -183,9 +188,15 @@ def check_a_copied_page_is_as_good_as_its_original(bench: Bench) -> None:
     bench.run(source.chunk(PROMPT[:9], samples=False))
     bench.run(source.chunk(PROMPT[9:], samples=True))
     bench.run(source.next_token())
-    fork = stream_on(2, [12, 19])
-    fork.num_computed = len(PROMPT) - 1
-    fork.copies = [PageCopy(13, 19, fork.num_computed - LIMITS.page_size)]
+    num_shared = len(PROMPT) - 1
+    is_dense = bench.limits.max_pages_per_seq == 1
+    fork = stream_on(2, [19] if is_dense else [12, 19])
+    fork.num_computed = num_shared
+    fork.copies = [
+        PageCopy(12, 19, num_shared)
+        if is_dense
+        else PageCopy(13, 19, num_shared - bench.limits.page_size)
+    ]
     outputs = [bench.run(fork.chunk(PROMPT[-1:], samples=True), source.next_token())]
     outputs = [row_of(outputs[0], 1)]
     for _ in range(3):

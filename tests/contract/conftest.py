@@ -2,19 +2,19 @@
 
 import pytest
 
-from cadenza.backends.base import Runner
-from tests.contract.backends import BACKENDS, LIMITS
+from tests.contract.backends import BACKEND_PARAMS, BACKENDS, LIMITS_OF
 from tests.contract.checks import Bench
 
 
-@pytest.fixture(scope="session", params=BACKENDS)
-def warm_runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    runner = BACKENDS[request.param](LIMITS, tmp_path_factory.mktemp("contract"))
+@pytest.fixture(scope="session", params=BACKEND_PARAMS)
+def warm_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    limits = LIMITS_OF[request.param]
+    runner = BACKENDS[request.param](limits, tmp_path_factory.mktemp("contract"))
     runner.warmup()
-    return runner
+    return Bench(runner, limits)
 
 
 @pytest.fixture
-def bench(warm_runner: Runner) -> Bench:
-    warm_runner.reset()
-    return Bench(warm_runner)
+def bench(warm_bench: Bench) -> Bench:
+    warm_bench.runner.reset()
+    return warm_bench

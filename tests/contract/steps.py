@@ -26,11 +26,12 @@ from cadenza.core.step_schema import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """The static sizes of a step: T, R and S."""
+    """The static sizes of a step: T, R and S. Streams use their first `max_pages` pages."""
 
     bucket: int
     num_rows: int
     page_size: int
+    max_pages: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +101,18 @@ def build_inputs(chunks: Iterable[Chunk], geometry: Geometry, *, step_id: int = 
     lengths = np.zeros(rows, np.int32)
     for chunk in ordered:
         stream = chunk.stream
+        pages = stream.pages[: geometry.max_pages]
         begin, end = end, end + len(chunk.token_ids)
         positions = np.arange(chunk.start, chunk.end)
         inputs.tokens.ids[begin:end] = chunk.token_ids
         inputs.tokens.positions[begin:end] = positions
         inputs.tokens.slots[begin:end] = (
-            np.array(stream.pages)[positions // size] * size + positions % size
+            np.array(pages)[positions // size] * size + positions % size
         )
         inputs.rows.kv_lens[stream.row] = chunk.end
         lengths[stream.row] = len(chunk.token_ids)
-        for index in range(chunk.first_new_page, len(stream.pages)):
-            updates.append((stream.row, index, stream.pages[index]))
+        for index in range(chunk.first_new_page, len(pages)):
+            updates.append((stream.row, index, pages[index]))
         if chunk.samples:
             for position in range(chunk.end - chunk.num_choices + 1, chunk.end + 1):
                 inputs.logits.token_indices[num_logits] = begin + position - 1 - chunk.start

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.backends.base import BackendTraits
+from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
@@ -170,3 +170,38 @@ def test_an_option_reaches_the_plan(name: str):
     assert planned != plan()
     kept = getattr(planned.limits, name, getattr(planned, name, PLANNED[name]))
     assert kept == PLANNED[name]
+
+
+OWN = replace(
+    TRAITS,
+    kv_layouts=("dense",),
+    default_max_model_len=96,
+    memory={
+        "bfloat16": ModelMemory(
+            weight_bytes=10_000, kv_bytes_per_token=100, row_bytes=2_000, scratch_bytes=5_000
+        )
+    },
+)
+
+
+def own_plan(available_bytes: int, **options: Any) -> EnginePlan:
+    config = EngineConfig(max_num_seqs=4, **options)
+    return make_plan(config, open_checkpoint(None), OWN, available_bytes)
+
+
+def test_the_memory_that_a_backend_states_is_planned_with():
+    planned = own_plan(10_000 + 4 * 2_000 + 5_000 + 4 * 48 * 100 * 2)
+    assert (planned.weight_bytes, planned.kv_bytes_per_token) == (10_000, 100)
+    assert (planned.limits.max_model_len, planned.limits.num_pages) == (48, 4)
+    with pytest.raises(ConfigError, match=r"4 rows need 13000 bytes beside .* leave 13000"):
+        own_plan(10_000 + 13_000)
+
+
+def test_a_backends_arrangement_and_context_are_the_defaults():
+    planned = own_plan(1 << 20)
+    assert planned.kv_layout == "dense"
+    assert planned.limits.max_model_len == 96
+    assert own_plan(1 << 20, max_model_len=112).limits.max_model_len == 112
+    assert plan().kv_layout == "paged"
+    with pytest.raises(ConfigError, match=r"--kv-layout paged is not one of auto, dense on test"):
+        own_plan(1 << 20, kv_layout="paged")

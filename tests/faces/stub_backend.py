@@ -15,8 +15,7 @@ from cadenza.backends.base import (
     SequenceModel,
 )
 from cadenza.backends.fake import FakeRunner, next_token
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.weights import Weights
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import Ops
 from cadenza.errors import DeviceUnavailableError
 
@@ -26,7 +25,7 @@ GREEDY = (0, 0)
 
 
 class StubBackend:
-    def describe(self, device: str, ops: Ops, model: ModelConfig) -> BackendTraits:
+    def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         if device not in ("auto", "cpu"):
             raise DeviceUnavailableError(f"--device {device}: the stub has cpu only")
         return BackendTraits(
@@ -39,10 +38,10 @@ class StubBackend:
             device_memory_bytes=1 << 30,
         )
 
-    def describe_arithmetic(self, device: str, ops: Ops, model: ModelConfig) -> tuple[str, ...]:
+    def describe_arithmetic(self, device: str, ops: Ops, checkpoint: Checkpoint) -> tuple[str, ...]:
         return ("stored tokens",)
 
-    def load_runner(self, model: ModelConfig, weights: Weights, setup: RunnerSetup) -> Runner:
+    def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         limits = setup.limits
         return FakeRunner(
             max_num_seqs=limits.max_num_seqs,
@@ -50,12 +49,10 @@ class StubBackend:
             max_pages_per_seq=limits.max_pages_per_seq,
             num_pages=limits.num_pages,
             page_size=limits.page_size,
-            vocab_size=model.vocab_size,
+            vocab_size=checkpoint.outline.vocab_size,
         )
 
-    def load_witness(
-        self, model: ModelConfig, weights: Weights, max_model_len: int
-    ) -> SequenceModel | None:
+    def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         return None
 
     def watch_compiles(self) -> Callable[[], int]:

@@ -4,14 +4,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cadenza import EngineConfig, Request, SamplingParams, Token
-from cadenza.backends import BACKENDS, find_backend, resolve_backend
+from cadenza.backends import BACKENDS, Machine, find_backend, resolve_backend
 from cadenza.backends.base import Backend
+from cadenza.backends.mlx.backend import MlxBackend
 from cadenza.checkpoint import open_checkpoint
 from cadenza.cli.info import describe
 from cadenza.engine.batch_engine import CoreService
@@ -22,6 +24,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import plan_model
 from cadenza.verification.reference import build_reference
 from cadenza.verification.run import VerifyOptions, self_test, verify
+from tests.contract.backends import BACKEND_PARAMS
 from tests.faces.stub_backend import STUBS, StubBackend, greedy_tokens
 from tests.server.harness import RunningServer, running_server
 
@@ -32,7 +35,8 @@ LOAD_S = 120.0
 
 
 def test_auto_is_the_first_backend_and_a_name_is_itself() -> None:
-    assert resolve_backend("auto") == next(iter(BACKENDS)) == "xla"
+    elsewhere = Machine(is_apple_silicon=False, has_mlx=True)
+    assert resolve_backend("auto", BACKENDS, elsewhere) == next(iter(BACKENDS)) == "xla"
     assert resolve_backend("auto", STUBS) == "stub"
     assert resolve_backend("xla", {**STUBS, **BACKENDS}) == "xla"
     assert isinstance(find_backend("auto", STUBS), StubBackend)
@@ -42,12 +46,21 @@ def test_auto_is_the_first_backend_and_a_name_is_itself() -> None:
 def test_an_unknown_backend_is_refused_and_the_known_ones_are_named(name: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         find_backend(name)
-    assert str(refusal.value) == f"--backend {name!r} is not one of auto, xla"
+    assert str(refusal.value) == f"--backend {name!r} is not one of auto, xla, mlx"
 
 
-def test_a_planned_backend_is_refused_as_not_built() -> None:
-    with pytest.raises(ConfigError, match=r"'mlx' is not one of auto, stub; mlx is not built yet"):
-        resolve_backend("mlx", STUBS)
+def test_auto_is_mlx_on_apple_silicon_where_it_is_installed() -> None:
+    apple = Machine(is_apple_silicon=True, has_mlx=True)
+    assert resolve_backend("auto", BACKENDS, apple) == "mlx"
+    assert resolve_backend("auto", BACKENDS, replace(apple, has_mlx=False)) == "xla"
+    assert resolve_backend("xla", BACKENDS, apple) == "xla"
+    assert resolve_backend("auto", STUBS, apple) == "stub"
+
+
+def test_mlx_that_is_not_installed_is_refused_with_the_command_that_installs_it() -> None:
+    backend = MlxBackend(find=lambda name: None if name == "mlx_lm" else name)
+    with pytest.raises(ConfigError, match=r"mlx needs mlx_lm, .* pip install 'cadenza\[mlx\]'"):
+        backend.describe("auto", "auto", open_checkpoint(None))
 
 
 @pytest.mark.parametrize("value", [None, 1, True, ["auto"], "\ud800"], ids=repr)
@@ -56,10 +69,10 @@ def test_what_is_no_name_is_no_option(value: Any) -> None:
         EngineConfig(backend=value)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", BACKEND_PARAMS[1:])
 def test_every_backend_describes_itself_by_its_name(name: str) -> None:
     backend: Backend = find_backend(name)
-    traits = backend.describe("auto", "auto", open_checkpoint(None).config)
+    traits = backend.describe("auto", "auto", open_checkpoint(None))
     assert traits.name.startswith(f"{name}:")
     assert set(traits.dtype_for) == {"bfloat16", "float16", "float32"}
     assert set(traits.dtype_for.values()) <= set(traits.dtypes)

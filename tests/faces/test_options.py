@@ -22,8 +22,8 @@ def test_the_chosen_backend_device_and_operations_are_planned(tiny_folder: Path)
         assert (traits.name, traits.ops) == ("xla:cpu", "reference")
     with pytest.raises(DeviceUnavailableError, match="cuda:9"):
         plan_model(checkpoint, EngineConfig(device="cuda:9"))
-    with pytest.raises(ConfigError, match=r"--backend 'mlx'.* auto, xla; mlx is not built yet"):
-        LLM(tiny_folder / "absent", backend="mlx")
+    with pytest.raises(ConfigError, match=r"--backend 'tensor' is not one of auto, xla, mlx"):
+        LLM(tiny_folder / "absent", backend="tensor")
 
 
 def test_the_seed_the_scheduler_and_the_recommended_sampling_reach_the_engine(

@@ -57,12 +57,12 @@ def fields_of(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sentencepiece_encode(gemma3_folder: Path) -> Encode:
-    from sentencepiece import SentencePieceProcessor
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
     fields = fields_of(gemma3_folder)
-    model = ModelProto()
-    model.trainer_spec.model_type = TrainerSpec.BPE
+    names: Any = sentencepiece_model_pb2  # its classes are made when it is imported
+    model = names.ModelProto()
+    model.trainer_spec.model_type = names.TrainerSpec.BPE
     model.trainer_spec.byte_fallback = True
     for name in ("bos", "eos", "unk", "pad"):
         key = {"unk": "unknown", "pad": "padding"}.get(name, name)

@@ -4,8 +4,12 @@ Each backend is given as a string and imported only when chosen, so that no othe
 a particular backend (import-linter enforces this).
 """
 
+import platform
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
@@ -20,29 +24,56 @@ Backends = Mapping[str, str]
 BACKENDS: Backends = MappingProxyType(
     {
         "xla": "cadenza.backends.xla.backend:XlaBackend",
+        "mlx": "cadenza.backends.mlx.backend:MlxBackend",
     }
 )
 
-PLANNED = ("mlx",)
-"""Backends that are planned but not implemented; the error message says so."""
+OWN_MODELS = frozenset({"mlx"})
+"""Backends that bring the arithmetic of their models and need no `ModelConfig`."""
 
 
-def resolve_backend(name: str, backends: Backends = BACKENDS) -> str:
-    """Resolves `auto` to the first backend and checks the name. Imports nothing.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What `auto` depends on."""
+
+    is_apple_silicon: bool
+    has_mlx: bool
+
+    @classmethod
+    def of_this_process(cls) -> "Machine":
+        is_apple_silicon = sys.platform == "darwin" and platform.machine() == "arm64"
+        return cls(
+            is_apple_silicon=is_apple_silicon,
+            has_mlx=is_apple_silicon and all(map(find_spec, ("mlx", "mlx_lm"))),
+        )
+
+
+def resolve_backend(
+    name: str, backends: Backends = BACKENDS, machine: Machine | None = None
+) -> str:
+    """Resolves `auto` and checks the name. Imports nothing.
+
+    `auto` is mlx on Apple silicon, if it is installed, and the first backend elsewhere.
 
     Raises:
         ConfigError: there is no such backend.
     """
     if name == "auto":
-        return next(iter(backends))
+        machine = machine or Machine.of_this_process()
+        is_mlx = "mlx" in backends and machine.is_apple_silicon and machine.has_mlx
+        return "mlx" if is_mlx else next(iter(backends))
     if name in backends:
         return name
-    unbuilt = f"; {name} is not built yet" if name in PLANNED else ""
     allowed = ", ".join(("auto", *backends))
-    raise ConfigError(f"--backend {show(name)} is not one of {allowed}{unbuilt}")
+    raise ConfigError(f"--backend {show(name)} is not one of {allowed}")
+
+
+def brings_models(name: str, backends: Backends = BACKENDS) -> bool:
+    """Whether the backend called `name` needs no `ModelConfig`. Raises ConfigError if unknown."""
+    return resolve_backend(name, backends) in OWN_MODELS
 
 
 def find_backend(name: str, backends: Backends = BACKENDS) -> "Backend":
-    """Imports the backend called `name`, or the first for `auto`. Raises ConfigError if unknown."""
+    """Imports the backend called `name`, or that of `auto`. Raises ConfigError if unknown."""
     module, _, attribute = backends[resolve_backend(name, backends)].partition(":")
     return cast("type[Backend]", getattr(import_module(module), attribute))()

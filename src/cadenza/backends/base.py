@@ -9,6 +9,7 @@ tests (`tests/contract`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import EngineLimits, Ops, Quantization
@@ -24,6 +26,22 @@ from cadenza.core.step_schema import ModelInputs, StepOutput
 ProductDType = WeightDType | Literal["int8"]
 Exactness = Literal["bitwise", "token"]
 Capability = Literal["logprobs", "attachments"]
+KVArrangement = Literal["paged", "dense"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMemory:
+    """Bytes that a model takes on a device.
+
+    Args:
+        row_bytes: of each row, whatever its context.
+        scratch_bytes: of everything that does not last longer than a step.
+    """
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    row_bytes: int
+    scratch_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +58,11 @@ class BackendTraits:
         quantizations: the supported values of `--quantization`.
         max_num_batched_tokens: the default token budget.
         device_memory_bytes: None if the device uses host memory or does not report its size.
+        kv_layouts: the supported arrangements of KV, the default one first.
+        default_max_model_len: the longest context that is chosen by default; None is no bound.
+        poison: what `verify` fills unwritten KV slots with: a value that changes every result that
+            depends on one. NaN, unless the backend multiplies masked values by 0.
+        memory: the model's memory by compute type; None if it follows from its `ModelConfig`.
     """
 
     name: str
@@ -50,6 +73,10 @@ class BackendTraits:
     max_num_batched_tokens: int
     device_memory_bytes: int | None
     quantizations: tuple[Quantization, ...] = ("none",)
+    kv_layouts: tuple[KVArrangement, ...] = ("paged", "dense")
+    default_max_model_len: int | None = None
+    poison: float = nan
+    memory: Mapping[WeightDType, ModelMemory] | None = None
 
 
 class StepHandle(Protocol):
@@ -108,7 +135,7 @@ class RunnerSetup:
             `BackendTraits.dtypes`.
         quantization: how weights are quantised while they are loaded; one of
             `BackendTraits.quantizations`.
-        fill: the initial value of KV slots (`verify` uses NaN).
+        fill: the initial value of KV slots (`verify` uses `BackendTraits.poison`).
         cache_folder: where to cache compiled programs; None disables the cache.
     """
 
@@ -214,27 +241,26 @@ class FaultSet:
 class Backend(Protocol):
     """One implementation of the device side. Stateless: its constructor loads nothing."""
 
-    def describe(self, device: str, ops: Ops, model: ModelConfig) -> BackendTraits:
-        """The traits on `device`. Finds the device; loads no weights.
+    def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
+        """The traits on `device` for a checkpoint. Finds the device; loads no weights.
 
         Raises:
+            CheckpointError: the backend does not support the model.
             ConfigError: the backend does not support this device or these operations.
             DeviceUnavailableError: this machine does not have the device.
         """
         ...
 
-    def describe_arithmetic(self, device: str, ops: Ops, model: ModelConfig) -> tuple[str, ...]:
+    def describe_arithmetic(self, device: str, ops: Ops, checkpoint: Checkpoint) -> tuple[str, ...]:
         """What decides the bits of a step on `device`, besides the checkpoint, the type and the
         limits: versions, instruction set, kernels. Raises the errors of `describe`."""
         ...
 
-    def load_runner(self, model: ModelConfig, weights: Weights, setup: RunnerSetup) -> Runner:
+    def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         """A runner with its weights loaded, before `warmup`. Raises the errors of `describe`."""
         ...
 
-    def load_witness(
-        self, model: ModelConfig, weights: Weights, max_model_len: int
-    ) -> SequenceModel | None:
+    def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         """The independent model for contexts of `max_model_len` tokens; None if there is none."""
         ...
 

@@ -24,7 +24,7 @@ from cadenza.bench import OnStatus
 from cadenza.bench.machine import num_usable_cores, run_in_fresh_process
 from cadenza.bench.workloads import check_repeats
 from cadenza.checkpoint import Checkpoint
-from cadenza.loading.build import find_checkpoint, load_runner, plan_model
+from cadenza.loading.build import find_configured, load_runner, plan_model
 from cadenza.loading.memory import private_memory_bytes
 
 ALLOWED_BYTES = 500_000_000
@@ -93,7 +93,7 @@ def measure_load(
         RunnerError: the loading process failed.
     """
     check_repeats(repeats)
-    find_checkpoint(model, revision=config.revision)
+    find_configured(model, config)
     report(f"loading {repeats + 1} times")
     name = None if model is None else str(model)
     argument = json.dumps({"model": name, "config": asdict(config), "repeats": repeats})
@@ -183,7 +183,7 @@ def _measure(argument: str) -> Load:
     """Loads and reads in this process. `argument` is JSON: `{"model", "config", "repeats"}`."""
     asked = json.loads(argument)
     config = EngineConfig(**asked["config"])
-    checkpoint = find_checkpoint(asked["model"], revision=config.revision)
+    checkpoint = find_configured(asked["model"], config)
     plan = plan_model(checkpoint, config)
 
     def load() -> None:

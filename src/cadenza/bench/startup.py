@@ -18,7 +18,7 @@ from cadenza import EngineConfig
 from cadenza.bench import OnStatus
 from cadenza.bench.machine import run_in_fresh_process
 from cadenza.bench.workloads import check_repeats
-from cadenza.loading.build import find_checkpoint
+from cadenza.loading.build import find_configured
 
 Caches = Literal["cold", "warm"]
 PHASES = ("python", "imports", "load", "compile", "first_token")
@@ -71,7 +71,7 @@ def measure_startup(
         RunnerError: a start failed.
     """
     check_repeats(repeats)
-    find_checkpoint(model, revision=config.revision)
+    find_configured(model, config)
     argument = json.dumps({"model": model, "config": asdict(config)})
     cold: list[StartTimes] = []
     warm: list[StartTimes] = []

@@ -23,11 +23,11 @@ def measure_start(argument: str) -> dict[str, float]:
     asked = json.loads(argument)
     from cadenza import EngineConfig, Request, SamplingParams, Token
     from cadenza.frontend.loaded_model import load_model
-    from cadenza.loading.build import describe_backend, find_checkpoint
+    from cadenza.loading.build import describe_backend, find_configured
 
     config = EngineConfig(**asked["config"])
     # Loads the array library and finds the device.
-    describe_backend(config, find_checkpoint(asked["model"], revision=config.revision).config)
+    describe_backend(config, find_configured(asked["model"], config))
     mark("imports")
     loaded = load_model(asked["model"], config, mark)
     has_text = loaded.checkpoint.tokenizer_source is not None

@@ -30,7 +30,7 @@ from cadenza.bench.workloads import Workload
 from cadenza.config import MAX_NUM_SEQS_BOUND
 from cadenza.errors import ConfigError
 from cadenza.frontend.loaded_model import load_model
-from cadenza.loading.build import describe_backend, find_checkpoint
+from cadenza.loading.build import describe_backend, find_configured
 from cadenza.loading.plan import EnginePlan
 
 PROBE_REPEATS = 3
@@ -143,7 +143,7 @@ def measure_throughput(
         CheckpointError, ConfigError, DeviceUnavailableError: it cannot be loaded or measured.
         RunnerError: a request failed.
     """
-    traits = describe_backend(config, find_checkpoint(model, revision=config.revision).config)
+    traits = describe_backend(config, find_configured(model, config))
     if traits.device_memory_bytes is not None:
         raise ConfigError(f"bounds are known for cpu only, not for {traits.name}; use --device cpu")
     if workload.profile and traits.ops != "native":

@@ -254,7 +254,7 @@ def _read_shared(raw: JsonObject, family: Family) -> ModelConfig:
         activation=_read_activation(raw, family),
         tie_word_embeddings=raw.flag("tie_word_embeddings", family.ties_by_default),
         max_position_embeddings=max_positions,
-        dtype=_read_dtype(raw),
+        dtype=read_dtype(raw),
         eos_token_ids=read_token_ids(raw, "eos_token_id", vocab_size),
         bos_token_id=next(iter(read_token_ids(raw, "bos_token_id", vocab_size)), None),
     )
@@ -300,7 +300,7 @@ def _read_num_kv_heads(raw: JsonObject, family: Family, num_heads: int) -> int:
     return num_kv_heads
 
 
-def _read_dtype(raw: JsonObject) -> WeightDType:
+def read_dtype(raw: JsonObject) -> WeightDType:
     """`dtype`, or its old name `torch_dtype`; float32 if neither is given."""
     key = "dtype" if raw.has("dtype") else "torch_dtype"
     name = (raw.text(key) or "float32").removeprefix("torch.")

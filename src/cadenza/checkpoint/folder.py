@@ -22,6 +22,7 @@ from cadenza.checkpoint.gguf.files import find_gguf, is_gguf_name
 from cadenza.checkpoint.gguf.model import open_gguf_model
 from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_small_file
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.outline import ModelOutline, outline_of, read_outline
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
 from cadenza.checkpoint.tokenizer_files import (
     TOKENIZER_FILE,
@@ -34,6 +35,9 @@ from cadenza.text.tokenizer import TokenizerSource
 
 MAX_CONFIG_BYTES = 4 << 20
 
+MAX_UNREAD_BYTES = 1 << 20
+"""Bytes of each file in the digest of a model that only a backend reads."""
+
 _BUNDLED = ("models", "bundled")
 
 
@@ -41,6 +45,8 @@ _BUNDLED = ("models", "bundled")
 class Checkpoint:
     """An opened model folder, or GGUF model in `folder`.
 
+    `outline` is there for every model. `known` are its arithmetic and tensors, or why they are not
+    known, for models that only a backend reads.
     `eos_token_ids` is the union of those in config.json, generation_config.json and the tokenizer
     files. `revision` is the commit of a hub model. `digest` is a hash of config.json and of the
     headers of the weights' files, not of the weights themselves.
@@ -48,12 +54,12 @@ class Checkpoint:
 
     folder: Path
     format: Literal["safetensors", "gguf"] = "safetensors"
-    config: ModelConfig
-    weights: Weights
+    outline: ModelOutline
     generation_defaults: GenerationDefaults
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
     digest: str
+    known: tuple[ModelConfig, Weights] | CheckpointError
     revision: str | None = None
 
     @property
@@ -62,9 +68,37 @@ class Checkpoint:
         return self.tokenizer.source
 
     @property
+    def is_known(self) -> bool:
+        """Whether there are `config` and `weights`."""
+        return not isinstance(self.known, CheckpointError)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's arithmetic. Raises CheckpointError if only a backend knows it."""
+        return self._read()[0]
+
+    @property
+    def weights(self) -> Weights:
+        """The model's tensors. Raises CheckpointError if only a backend can read them."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[ModelConfig, Weights]:
+        if isinstance(self.known, CheckpointError):
+            raise self.known
+        return self.known
+
+    @property
     def chat_template(self) -> str | None:
         """The source of the default chat template; None if the folder has none."""
         return self.tokenizer.chat_templates.get("default")
+
+    @property
+    def file_stamps(self) -> tuple[str, ...]:
+        """The name of each file of weights, with the time of its last change."""
+        if self.is_known:
+            return tuple(f"{file.name} {file.modified_ns}" for file in self.weights.files)
+        paths = sorted(self.folder.glob("*.safetensors"))
+        return tuple(f"{path.name} {path.stat().st_mtime_ns}" for path in paths)
 
     @property
     def num_weight_bytes(self) -> int:
@@ -72,12 +106,15 @@ class Checkpoint:
         return sum(self.weights.entry(spec.name).num_bytes for spec in declare(self.config))
 
 
-def open_checkpoint(path: Path | None, *, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: Path | None, *, revision: str | None = None, any_family: bool = False
+) -> Checkpoint:
     """Opens a local folder or GGUF file.
 
     Args:
         path: the folder or file; None for the bundled model.
         revision: the hub commit that the folder is a snapshot of, if it is one.
+        any_family: opens models of unknown arithmetic too, of which only the outline is read.
 
     Raises:
         CheckpointError: the folder does not exist, or its content is invalid or not supported.
@@ -88,23 +125,46 @@ def open_checkpoint(path: Path | None, *, revision: str | None = None) -> Checkp
     folder = _bundled_folder() if path is None else _local_folder(path)
     config_bytes = read_small_file(folder / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
     raw_config = parse_json_object(config_bytes, CONFIG_FILE)
+    try:
+        config, weights = known = _read_known(raw_config, folder)
+        outline, digest = outline_of(config), weights.digest()
+    except CheckpointError as error:
+        if not any_family:
+            raise
+        known, outline = error, read_outline(raw_config.values)
+        digest = _digest_of_unread(folder)
+    generation = read_generation_config(folder)
+    tokenizer = read_tokenizer_files(folder)
+    return Checkpoint(
+        folder=folder,
+        outline=outline,
+        generation_defaults=parse_generation_defaults(generation),
+        eos_token_ids=_unite_eos(outline, generation, tokenizer),
+        tokenizer=tokenizer,
+        digest=hashlib.sha256(config_bytes + digest.encode()).hexdigest(),
+        revision=revision,
+        known=known,
+    )
+
+
+def _read_known(raw_config: JsonObject, folder: Path) -> tuple[ModelConfig, Weights]:
+    """The arithmetic of a model and its weights, which match. Raises `CheckpointError`."""
     config = parse_model_config(raw_config.values)
     weights = split_stacked_experts(config, open_weights(folder))
     check_weights(config, weights)
     if not raw_config.has("dtype") and not raw_config.has("torch_dtype"):
         config = replace(config, dtype=weights.entry(EMBEDDING).dtype)
-    generation = read_generation_config(folder)
-    tokenizer = read_tokenizer_files(folder)
-    return Checkpoint(
-        folder=folder,
-        config=config,
-        weights=weights,
-        generation_defaults=parse_generation_defaults(generation),
-        eos_token_ids=_unite_eos(config, generation, tokenizer),
-        tokenizer=tokenizer,
-        digest=hashlib.sha256(config_bytes + weights.digest().encode()).hexdigest(),
-        revision=revision,
-    )
+    return config, weights
+
+
+def _digest_of_unread(folder: Path) -> str:
+    """A SHA-256 of the names, sizes and beginnings of a folder's safetensors files, in hex."""
+    state = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            state.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            state.update(file.read(MAX_UNREAD_BYTES))
+    return state.hexdigest()
 
 
 def _gguf_file(path: Path) -> Path | None:
@@ -121,18 +181,18 @@ def _open_gguf(file: Path, revision: str | None, folder: Path | None) -> Checkpo
     tokenizer, eos_token_ids = model.tokenizer, model.eos_token_ids
     if folder is not None and (folder / TOKENIZER_FILE).exists():
         tokenizer = read_tokenizer_files(folder)
-        united = _unite_eos(model.config, JsonObject({}, file.name), tokenizer)
+        united = _unite_eos(outline_of(model.config), JsonObject({}, file.name), tokenizer)
         eos_token_ids = tuple(sorted({*eos_token_ids, *united}))
     return Checkpoint(
         folder=file.parent,
         format="gguf",
-        config=model.config,
-        weights=model.weights,
+        outline=outline_of(model.config),
         generation_defaults=model.generation_defaults,
         eos_token_ids=eos_token_ids,
         tokenizer=tokenizer,
         digest=hashlib.sha256(model.weights.digest().encode()).hexdigest(),
         revision=revision,
+        known=(model.config, model.weights),
     )
 
 
@@ -161,10 +221,10 @@ def _local_folder(path: Path) -> Path:
 
 
 def _unite_eos(
-    config: ModelConfig, generation: JsonObject, tokenizer: TokenizerFiles
+    outline: ModelOutline, generation: JsonObject, tokenizer: TokenizerFiles
 ) -> tuple[int, ...]:
-    vocab_size = config.vocab_size
-    found = set(config.eos_token_ids)
+    vocab_size = outline.vocab_size
+    found = set(outline.eos_token_ids)
     found.update(read_token_ids(generation, "eos_token_id", vocab_size))
     if tokenizer.eos_token_id is not None:
         raw = JsonObject({"eos_token": tokenizer.eos_token_id}, "the tokenizer")

@@ -74,6 +74,8 @@ class Snapshot:
 class Hub:
     """The hub and its local cache; None takes huggingface_hub's environment variables.
 
+    `any_family` fetches models of unknown families too, as in `open_checkpoint`.
+
     `report` is called with a line for each file, unless stderr is a terminal with progress bars.
     """
 
@@ -81,6 +83,7 @@ class Hub:
     cache: Path | None = None
     is_offline: bool | None = None
     report: Callable[[str], None] = print_to_stderr
+    any_family: bool = False
 
     def fetch(self, name: str, revision: str | None = None) -> Snapshot:
         """Downloads what is missing of the model `name` at `revision` (branch, tag or commit).
@@ -111,6 +114,7 @@ class _Fetching:
     cache: Path
     is_offline: bool
     report: Callable[[str], None]
+    any_family: bool
 
     @classmethod
     def of(cls, hub: Hub, name: str, revision: str) -> "_Fetching":
@@ -126,6 +130,7 @@ class _Fetching:
             cache=hub.cache or Path(constants.HF_HUB_CACHE),
             is_offline=offline,
             report=hub.report,
+            any_family=hub.any_family,
         )
 
     @property
@@ -198,7 +203,8 @@ class _Fetching:
                 f"transformers, with small files of at most {MAX_TOKENIZER_BYTES} bytes"
             )
         folder = self._download(api, commit, CONFIG_FILE, sizes).parent
-        parse_model_config(read_json_object(folder / CONFIG_FILE).values)
+        if not self.any_family:
+            parse_model_config(read_json_object(folder / CONFIG_FILE).values)
         for path in sorted(small):
             self._download(api, commit, path, sizes)
         weights = self._weight_files(folder, sizes)

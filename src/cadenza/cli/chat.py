@@ -108,13 +108,14 @@ def introduction(model: str | None, loaded: "LoadedModel") -> str:
     from cadenza.checkpoint import count_parameters
     from cadenza.cli.report import magnitude_text
 
-    shape = loaded.checkpoint.config
-    size = magnitude_text(count_parameters(shape))
+    checkpoint = loaded.checkpoint
+    count = count_parameters(checkpoint.config) if checkpoint.is_known else None
+    size = "?" if count is None else magnitude_text(count)
     if model is None:
         return BUNDLED.format(size=size)
     return OTHER.format(
         name=Path(model).resolve().name if Path(model).exists() else model,
-        family=shape.family,
+        family=checkpoint.outline.family,
         size=size,
         dtype=loaded.plan.dtype,
         context=loaded.plan.limits.max_model_len,

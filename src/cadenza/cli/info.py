@@ -35,10 +35,10 @@ def info(
     For a folder that cannot be loaded it shows its config.json, tensors and files, and the reason.
     """
     name = only_model(folder, model)
-    from cadenza.loading.build import find_checkpoint, plan_model
+    from cadenza.loading.build import find_configured, plan_model
 
     try:
-        checkpoint = find_checkpoint(name, revision=config.revision)
+        checkpoint = find_configured(name, config)
     except CheckpointError as error:
         if name is not None and Path(name).is_dir():
             _show_refused(name, str(error), as_json=json)
@@ -76,7 +76,7 @@ def describe(
             "weight_bytes": plan.weight_bytes,
             "kv_bytes": plan.kv_bytes,
             "kv_bytes_per_token": plan.kv_bytes_per_token,
-            "kv_layout": config.kv_layout,
+            "kv_layout": plan.kv_layout,
             "page_size": limits.page_size,
             "num_pages": limits.num_pages,
             "max_model_len": limits.max_model_len,
@@ -104,6 +104,8 @@ def describe(
 def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
     from cadenza.checkpoint import count_parameters
 
+    if not checkpoint.is_known:
+        return _outlined(name, checkpoint)
     shape = checkpoint.config
     return {
         "name": name or "bundled",
@@ -142,6 +144,23 @@ def _files(checkpoint: "Checkpoint") -> dict[str, int]:
     if checkpoint.format == "gguf":
         return {file.name: len(file.data) for file in checkpoint.weights.files}
     return list_files(checkpoint.folder)
+
+
+def _outlined(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
+    """What is known of a model whose arithmetic the backend brings."""
+    outline = checkpoint.outline
+    return {
+        "name": name or "bundled",
+        "revision": checkpoint.revision,
+        "is_supported": True,
+        "format": checkpoint.format,
+        "files": _files(checkpoint),
+        "family": outline.family,
+        "stored_dtype": outline.dtype,
+        "vocab_size": outline.vocab_size,
+        "max_position_embeddings": outline.max_position_embeddings,
+        "eos_token_ids": checkpoint.eos_token_ids,
+    }
 
 
 def _experts(shape: "ModelConfig") -> dict[str, int | None]:

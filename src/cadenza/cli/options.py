@@ -92,7 +92,7 @@ def _number(help: str, *aliases: str) -> Flag:
 
 ENGINE_FLAGS: Mapping[str, Flag] = {
     "backend": _engine("What computes.", metavar="|".join(("auto", *BACKENDS))),
-    "device": _engine("Where it computes.", metavar="auto|cpu|cuda[:n]|tpu[:n]"),
+    "device": _engine("Where it computes.", metavar="auto|cpu|cuda[:n]|metal|tpu[:n]"),
     "ops": _engine("The implementation of the model's operations."),
     "revision": _engine(
         "Branch, tag or commit of a hub model; all files are read at that one commit "
@@ -115,7 +115,7 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "max_num_batched_tokens": _number("Tokens computed in one step.", "--prefill-step-size"),
     "kv_cache_memory_bytes": _number("Bytes of memory for KV pages."),
     "num_pages": _number("KV pages, in place of --kv-cache-memory-bytes."),
-    "kv_layout": _engine("KV in pages, or in one block for each row."),
+    "kv_layout": _engine("KV in pages, or in one block for each row; auto: as the backend has it."),
     "page_size": _number("Tokens of a KV page, a multiple of 16."),
     "enable_prefix_caching": _engine("Reuse the KV of prompts that begin alike."),
     "scheduler": _engine("Whether a step is launched before the previous one is read."),

@@ -202,10 +202,10 @@ def _make(
     from cadenza.engine.open_requests import RequestTimeouts
     from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
     from cadenza.frontend.loaded_model import open_text
-    from cadenza.loading.build import find_checkpoint
+    from cadenza.loading.build import find_configured
     from cadenza.server.service import Service
 
-    checkpoint = find_checkpoint(name, revision=config.revision)
+    checkpoint = find_configured(name, config)
     text = open_text(checkpoint, config)
     # The engine process opens the same commit now and at each restart, even if a branch moves.
     config = replace(config, revision=checkpoint.revision)

@@ -9,9 +9,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from cadenza.backends import BACKENDS, Backends, find_backend, resolve_backend
+from cadenza.backends import BACKENDS, Backends, brings_models, find_backend
 from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
-from cadenza.checkpoint import Checkpoint, Hub, ModelConfig, is_hub_id, open_checkpoint
+from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import CheckpointError, ConfigError, show
@@ -24,13 +24,26 @@ OnPhaseDone = Callable[[str], None]
 """Called with "load" when the weights are loaded, and "compile" when all programs are compiled."""
 
 
+def find_configured(
+    model: str | Path | None, config: EngineConfig, backends: Backends = BACKENDS
+) -> Checkpoint:
+    """`find_checkpoint` for the configured backend. Raises also ConfigError if there is none."""
+    any_family = brings_models(config.backend, backends)  # refuses a wrong name before a download
+    return find_checkpoint(model, revision=config.revision, any_family=any_family)
+
+
 def find_checkpoint(
-    model: str | Path | None, *, revision: str | None = None, hub: Hub | None = None
+    model: str | Path | None,
+    *,
+    revision: str | None = None,
+    hub: Hub | None = None,
+    any_family: bool = False,
 ) -> Checkpoint:
     """Opens a model folder or GGUF file, or downloads `owner/model` from the hub, or one of its
     GGUF files for `owner/model:Q4_K_M`; None is the bundled model.
 
-    An existing folder takes precedence over a hub model of the same name.
+    An existing folder takes precedence over a hub model of the same name. `any_family` is that of
+    `open_checkpoint`.
 
     Raises:
         CheckpointError: there is no such model, or it is not supported.
@@ -38,14 +51,14 @@ def find_checkpoint(
     """
     is_local = model is None or _exists(model) or isinstance(model, Path)
     if not is_local and is_hub_id(str(model)):
-        snapshot = (hub or Hub()).fetch(str(model), revision)
-        return open_checkpoint(snapshot.path, revision=snapshot.commit)
+        snapshot = (hub or Hub(any_family=any_family)).fetch(str(model), revision)
+        return open_checkpoint(snapshot.path, revision=snapshot.commit, any_family=any_family)
     if revision is not None:
         raise ConfigError(
             f"--revision {revision} names a commit of a hub model; "
             f"{model or 'the bundled model'} is not one: leave it out"
         )
-    return open_checkpoint(None if model is None else Path(model))
+    return open_checkpoint(None if model is None else Path(model), any_family=any_family)
 
 
 def _exists(name: object) -> bool:
@@ -64,10 +77,14 @@ def _exists(name: object) -> bool:
 
 
 def describe_backend(
-    config: EngineConfig, model: ModelConfig, backends: Backends = BACKENDS
+    config: EngineConfig, checkpoint: Checkpoint, backends: Backends = BACKENDS
 ) -> BackendTraits:
-    """The configured backend's traits. Raises ConfigError, DeviceUnavailableError."""
-    return find_backend(config.backend, backends).describe(config.device, config.ops, model)
+    """The configured backend's traits.
+
+    Raises:
+        CheckpointError, ConfigError, DeviceUnavailableError: see `Backend.describe`.
+    """
+    return find_backend(config.backend, backends).describe(config.device, config.ops, checkpoint)
 
 
 def plan_model(
@@ -79,7 +96,7 @@ def plan_model(
         ConfigError: the options are invalid for the backend, or the model does not fit.
         DeviceUnavailableError: the device is not on this machine.
     """
-    traits = describe_backend(config, checkpoint.config, backends)
+    traits = describe_backend(config, checkpoint, backends)
     available = available_memory_bytes()
     if traits.device_memory_bytes is not None:
         available = traits.device_memory_bytes
@@ -94,8 +111,7 @@ def open_planned(
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: see `find_checkpoint`, `plan_model`.
     """
-    resolve_backend(config.backend, backends)  # refuses a wrong name before any download
-    checkpoint = find_checkpoint(model, revision=config.revision)
+    checkpoint = find_configured(model, config, backends)
     return checkpoint, plan_model(checkpoint, config, backends)
 
 
@@ -153,7 +169,7 @@ def load_runner(
         cache_folder=cache_folder(),
     )
     backend = find_backend(config.backend, backends)
-    return backend.load_runner(checkpoint.config, checkpoint.weights, setup)
+    return backend.load_runner(checkpoint, setup)
 
 
 def cache_folder() -> Path:

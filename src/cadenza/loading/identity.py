@@ -20,7 +20,6 @@ def identify(
     checkpoint: Checkpoint, plan: EnginePlan, config: EngineConfig, backend: Backend
 ) -> EngineIdentity:
     """The identity of the engine that `build_core` makes of the same arguments."""
-    stamps = (f"{file.name} {file.modified_ns}" for file in checkpoint.weights.files)
     arithmetic = (
         __version__,
         plan.dtype,
@@ -28,10 +27,11 @@ def identify(
         repr(plan.limits),
         repr(sorted(checkpoint.eos_token_ids)),
         str(config.seed),
-        *backend.describe_arithmetic(config.device, config.ops, checkpoint.config),
+        *backend.describe_arithmetic(config.device, config.ops, checkpoint),
     )
     return EngineIdentity(
-        checkpoint=_digest((checkpoint.digest, *stamps)), arithmetic=_digest(arithmetic)
+        checkpoint=_digest((checkpoint.digest, *checkpoint.file_stamps)),
+        arithmetic=_digest(arithmetic),
     )
 
 

@@ -8,7 +8,7 @@ smaller where the requests are known in advance.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from cadenza.backends.base import BackendTraits
+from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
 from cadenza.checkpoint import Checkpoint, ModelConfig, declare
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.checkpoint.weight_format import stored_bytes
@@ -34,6 +34,7 @@ class EnginePlan:
     limits: EngineLimits
     dtype: WeightDType
     quantization: Quantization = "none"
+    kv_layout: KVArrangement
     weight_bytes: int
     kv_bytes_per_token: int
     available_bytes: int
@@ -69,30 +70,36 @@ def make_plan(
         ConfigError: the model or the requested sizes do not fit; the message has both numbers.
     """
     dtype = _choose_dtype(config, checkpoint, traits)
-    if config.quantization not in traits.quantizations:
-        raise ConfigError(
-            f"--quantization {config.quantization} is not one of "
-            f"{', '.join(traits.quantizations)} on {traits.name}"
-        )
-    model = checkpoint.config
-    per_token = model.kv_bytes_per_token(dtype)
-    weight_bytes = stored_bytes(declare(model), dtype, config.quantization)
-    left = available_bytes - weight_bytes
+    quantization = _choose_quantization(config, traits)
+    kv_layout = _choose_layout(config, traits)
+    config = replace(config, kv_layout=kv_layout)
+    memory = _memory_of(checkpoint, traits, dtype, quantization)
+    left = available_bytes - memory.weight_bytes
     if left <= 0:
         raise ConfigError(
-            f"the weights need {weight_bytes} bytes as {dtype}, but {available_bytes} are "
+            f"the weights need {memory.weight_bytes} bytes as {dtype}, but {available_bytes} are "
             f"available; choose a smaller model or dtype, or free memory"
         )
+    beside = memory.scratch_bytes + config.max_num_seqs * memory.row_bytes
+    if left <= beside:
+        raise ConfigError(
+            f"{config.max_num_seqs} rows need {beside} bytes beside their KV, but the weights "
+            f"leave {left}; lower --max-num-seqs"
+        )
+    left -= beside
+    per_token = memory.kv_bytes_per_token
     pool_tokens = _pool_tokens(config, per_token, left)
-    max_model_len = _max_model_len(config, checkpoint, pool_tokens)
+    max_model_len = _max_model_len(config, checkpoint, traits, pool_tokens)
     limits = _limits(config, traits, max_model_len, pool_tokens)
-    pool_bytes = limits.num_pages * limits.page_size * per_token
-    _check_step_memory(config, model, dtype, left - pool_bytes)
+    if traits.memory is None:
+        pool_bytes = limits.num_pages * limits.page_size * per_token
+        _check_step_memory(config, checkpoint.config, dtype, left - pool_bytes)
     return EnginePlan(
         limits=limits,
         dtype=dtype,
-        quantization=config.quantization,
-        weight_bytes=weight_bytes,
+        quantization=quantization,
+        kv_layout=kv_layout,
+        weight_bytes=memory.weight_bytes,
         kv_bytes_per_token=per_token,
         available_bytes=available_bytes,
         traits=traits,
@@ -141,12 +148,50 @@ def _choose_dtype(
     config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits
 ) -> WeightDType:
     if config.dtype == "auto":
-        return traits.dtype_for[checkpoint.config.dtype]
+        return traits.dtype_for[checkpoint.outline.dtype]
     if config.dtype not in traits.dtypes:
         raise ConfigError(
             f"--dtype {config.dtype} is not one of {', '.join(traits.dtypes)} on {traits.name}"
         )
     return config.dtype
+
+
+def _choose_quantization(config: EngineConfig, traits: BackendTraits) -> Quantization:
+    if config.quantization not in traits.quantizations:
+        raise ConfigError(
+            f"--quantization {config.quantization} is not one of "
+            f"{', '.join(traits.quantizations)} on {traits.name}"
+        )
+    return config.quantization
+
+
+def _choose_layout(config: EngineConfig, traits: BackendTraits) -> KVArrangement:
+    if config.kv_layout == "auto":
+        return traits.kv_layouts[0]
+    if config.kv_layout not in traits.kv_layouts:
+        raise ConfigError(
+            f"--kv-layout {config.kv_layout} is not one of auto, {', '.join(traits.kv_layouts)} "
+            f"on {traits.name}"
+        )
+    return config.kv_layout
+
+
+def _memory_of(
+    checkpoint: Checkpoint,
+    traits: BackendTraits,
+    dtype: WeightDType,
+    quantization: Quantization,
+) -> ModelMemory:
+    """The model's memory as the backend states it, or as it follows from its arithmetic."""
+    if traits.memory is not None:
+        return traits.memory[dtype]
+    model = checkpoint.config
+    return ModelMemory(
+        weight_bytes=stored_bytes(declare(model), dtype, quantization),
+        kv_bytes_per_token=model.kv_bytes_per_token(dtype),
+        row_bytes=0,
+        scratch_bytes=0,
+    )
 
 
 def _pool_tokens(config: EngineConfig, per_token: int, left: int) -> int:
@@ -155,10 +200,10 @@ def _pool_tokens(config: EngineConfig, per_token: int, left: int) -> int:
         wanted = config.num_pages * config.page_size
         flag = f"--num-pages {config.num_pages}"
     elif config.kv_cache_memory_bytes is not None:
-        wanted = config.kv_cache_memory_bytes // per_token
+        wanted = config.kv_cache_memory_bytes // max(per_token, 1)
         flag = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
     else:
-        return int(left * POOL_SHARE) // per_token
+        return int(left * POOL_SHARE) // max(per_token, 1)
     if wanted * per_token > left:
         raise ConfigError(
             f"{flag} needs {wanted * per_token} bytes, but the weights leave {left}; lower it"
@@ -188,8 +233,10 @@ def _check_step_memory(
         )
 
 
-def _max_model_len(config: EngineConfig, checkpoint: Checkpoint, pool_tokens: int) -> int:
-    trained = checkpoint.config.max_position_embeddings
+def _max_model_len(
+    config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits, pool_tokens: int
+) -> int:
+    trained = checkpoint.outline.max_position_embeddings
     rows = config.max_num_seqs if config.kv_layout == "dense" else 1
     fitting = pool_tokens // rows // config.page_size * config.page_size
     if config.max_model_len is None:
@@ -198,7 +245,7 @@ def _max_model_len(config: EngineConfig, checkpoint: Checkpoint, pool_tokens: in
                 f"the KV pool fits {pool_tokens} tokens, less than one page of {config.page_size} "
                 f"for each row; raise --kv-cache-memory-bytes"
             )
-        return min(trained, fitting)
+        return min(trained, fitting, traits.default_max_model_len or trained)
     if config.max_model_len > trained:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is above the model's {trained} positions; "
@@ -234,5 +281,5 @@ def _limits(
         max_num_queued_reqs=config.max_num_queued_reqs or QUEUE_PER_SEQ * config.max_num_seqs,
         max_num_queued_tokens=config.max_num_queued_tokens or config.max_num_seqs * max_model_len,
         max_consecutive_step_errors=config.max_consecutive_step_errors,
-        enable_prefix_caching=config.enable_prefix_caching and config.kv_layout == "paged",
+        enable_prefix_caching=config.enable_prefix_caching and config.kv_layout != "dense",
     )

@@ -95,15 +95,15 @@ class Play:
 
 
 def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[Mode, ...]:
-    """Modes for both loops, chunk sizes, a cold and a hot prefix cache, and preemption."""
+    """Modes for both loops, chunk sizes, a cold and a hot prefix cache, and preemption.
+
+    The last two need several pages a sequence: one that has its own slot is never preempted, and
+    shares no prefix.
+    """
     without_cache = replace(limits, enable_prefix_caching=False)
-    with_cache = replace(limits, enable_prefix_caching=True)
     smallest = max(limits.max_num_seqs, limits.max_num_batched_tokens // 4)
-    pools = _tight_pools(limits, arrivals)
-    tight = tuple(replace(without_cache, num_pages=pool) for pool in pools)
-    tight_with_cache = tuple(replace(with_cache, num_pages=pool) for pool in pools)
     midstream = ("admitted_midstream", "rows_reused")
-    return (
+    modes = (
         Mode(name="plain loop", limits=without_cache, loop="plain", shows=midstream),
         Mode(name="overlapped loop", limits=without_cache, shows=midstream),
         Mode(
@@ -118,6 +118,18 @@ def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[
             ),
             loop="plain",
         ),
+    )
+    return modes if limits.max_pages_per_seq == 1 else modes + _paged_modes(limits, arrivals)
+
+
+def _paged_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[Mode, ...]:
+    """Modes with shared prefixes, and with a pool so small that sequences are preempted."""
+    without_cache = replace(limits, enable_prefix_caching=False)
+    with_cache = replace(limits, enable_prefix_caching=True)
+    pools = _tight_pools(limits, arrivals)
+    tight = tuple(replace(without_cache, num_pages=pool) for pool in pools)
+    tight_with_cache = tuple(replace(with_cache, num_pages=pool) for pool in pools)
+    return (
         Mode(
             name="prefix cache, cold then hot", limits=with_cache, rounds=2, shows=("cache_hits",)
         ),

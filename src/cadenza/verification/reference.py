@@ -252,13 +252,13 @@ def build_reference(
         CheckpointError: `max_model_len` exceeds the model's positions.
         ConfigError: the chosen backend has no independent model.
     """
-    if max_model_len > checkpoint.config.max_position_embeddings:
+    if max_model_len > checkpoint.outline.max_position_embeddings:
         raise CheckpointError(
             f"max_model_len {max_model_len} is above the model's "
-            f"{checkpoint.config.max_position_embeddings} positions; lower it"
+            f"{checkpoint.outline.max_position_embeddings} positions; lower it"
         )
     backend = find_backend(config.backend, backends)
-    witness = backend.load_witness(checkpoint.config, checkpoint.weights, max_model_len)
+    witness = backend.load_witness(checkpoint, max_model_len)
     if witness is None:
         raise ConfigError(
             f"the {resolve_backend(config.backend, backends)} backend has no independent "

@@ -22,7 +22,7 @@ from cadenza.checkpoint import (
 from cadenza.config import EngineConfig, EngineLimits, Quantization
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
-from cadenza.loading.build import build_runner, describe_backend, find_checkpoint, plan_model
+from cadenza.loading.build import build_runner, describe_backend, find_configured, plan_model
 from cadenza.loading.plan import EnginePlan, pages_at_once, with_pool
 from cadenza.verification.gate import Gate, GateResult, ReferenceKind, ReportProgress, Witness
 from cadenza.verification.modes import MakeCore
@@ -36,8 +36,6 @@ from cadenza.verification.workload import (
     longest_prompt,
     make_workload,
 )
-
-NAN = float("nan")
 
 RANDOM_SEED = 20
 
@@ -77,7 +75,7 @@ def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, 
     with _checkpoint(options) as checkpoint:
         plan, workload = _prepare(options, checkpoint)
         report("loading and compiling")
-        runner = build_runner(checkpoint, plan, options.config, fill=NAN, backends=options.backends)
+        runner = _build_runner(checkpoint, plan, options.config, options.backends)
         with closing(runner):
             make_core = _maker(runner, checkpoint, plan)
             with _witness(options, checkpoint, plan, make_core) as witness:
@@ -109,7 +107,7 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
             ops=found.ops,
             dtype=plan.dtype,
             quantization=plan.quantization,
-            fill=NAN,
+            fill=plan.traits.poison,
         )
 
         def run_with(fault: str | None) -> GateResult:
@@ -128,7 +126,7 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
 def _find_faults(options: VerifyOptions, checkpoint: Checkpoint) -> FaultSet:
     """The faults for the configured op table. Raises ConfigError if the backend has none."""
     config = options.config
-    ops = describe_backend(config, checkpoint.config, options.backends).ops
+    ops = describe_backend(config, checkpoint, options.backends).ops
     found = find_backend(config.backend, options.backends).find_faults(ops)
     if found is None:
         raise ConfigError(
@@ -141,7 +139,7 @@ def _find_faults(options: VerifyOptions, checkpoint: Checkpoint) -> FaultSet:
 def _without_long_prompts(options: VerifyOptions, checkpoint: Checkpoint) -> VerifyOptions:
     """Limits the context to short prompts, unless the user chose one."""
     context = options.config.max_model_len or min(
-        LONGEST_SHORT_PROMPT + options.max_tokens, checkpoint.config.max_position_embeddings
+        LONGEST_SHORT_PROMPT + options.max_tokens, checkpoint.outline.max_position_embeddings
     )
     return replace(options, config=replace(options.config, max_model_len=context))
 
@@ -150,7 +148,7 @@ def _without_long_prompts(options: VerifyOptions, checkpoint: Checkpoint) -> Ver
 def _checkpoint(options: VerifyOptions) -> Generator[Checkpoint]:
     """The named model, or random weights of the named shape in a temporary folder."""
     if options.shape is None:
-        yield find_checkpoint(options.model, revision=options.config.revision)
+        yield find_configured(options.model, options.config, options.backends)
         return
     with tempfile.TemporaryDirectory(prefix="cadenza-verify-") as folder:
         shape = named_shape(options.shape)
@@ -184,7 +182,7 @@ def _workload(options: VerifyOptions, checkpoint: Checkpoint, limits: EngineLimi
         rows=limits.max_num_seqs,
         max_tokens=options.max_tokens,
         context=limits.max_model_len,
-        vocab_size=checkpoint.config.vocab_size,
+        vocab_size=checkpoint.outline.vocab_size,
         longest=wanted - options.max_tokens,
         sampled_share=MODEL_SAMPLED if options.shape is None else RANDOM_SAMPLED,
         seed=options.seed,
@@ -209,8 +207,7 @@ def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
 
 def _wanted_length(options: VerifyOptions, checkpoint: Checkpoint) -> int:
     """Tokens of the longest stream, prompt and output, if the context allows."""
-    kinds = checkpoint.config.layer_kinds
-    return longest_prompt(kind.window or 0 for kind in kinds) + options.max_tokens
+    return longest_prompt(checkpoint.outline.windows) + options.max_tokens
 
 
 @contextmanager
@@ -238,7 +235,7 @@ def _witness(
     wide = plan_model(checkpoint, config, options.backends)
     num_pages = min(plan.limits.num_pages, wide.limits.num_pages)
     wide = replace(wide, limits=replace(plan.limits, num_pages=num_pages))
-    runner = build_runner(checkpoint, wide, config, fill=NAN, backends=options.backends)
+    runner = _build_runner(checkpoint, wide, config, options.backends)
     with closing(runner):
         yield Witness(reference=reference, make_core=_maker(runner, checkpoint, wide))
 
@@ -257,6 +254,13 @@ def _gate(
         coverage=None if workload.matrix is None else workload.matrix.coverage(),
         wanted=workload.wanted,
     )
+
+
+def _build_runner(
+    checkpoint: Checkpoint, plan: EnginePlan, config: EngineConfig, backends: Backends
+) -> Runner:
+    """A runner whose unwritten KV slots change every result that depends on them."""
+    return build_runner(checkpoint, plan, config, fill=plan.traits.poison, backends=backends)
 
 
 def _maker(runner: Runner, checkpoint: Checkpoint, plan: EnginePlan) -> MakeCore:

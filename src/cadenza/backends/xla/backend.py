@@ -25,8 +25,7 @@ from cadenza.backends.xla.ops.native_library import (
 )
 from cadenza.backends.xla.ops.reference import MAX_TOKENS, ReferenceOps
 from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.weights import Weights
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import Ops, Quantization
 
 DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16")
@@ -38,10 +37,10 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 class XlaBackend:
     """CPU, NVIDIA and TPU, through JAX."""
 
-    def describe(self, device: str, ops: Ops, model: ModelConfig) -> BackendTraits:
+    def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         found = find_device(device)
         stats = found.memory_stats() if found.platform != "cpu" else None
-        is_reference = find_ops(ops, found, model) is ReferenceOps
+        is_reference = find_ops(ops, found, checkpoint.config) is ReferenceOps
         stored: dict[WeightDType, WeightDType] = {
             "float32": "float32",
             "bfloat16": "bfloat16",
@@ -58,28 +57,26 @@ class XlaBackend:
             device_memory_bytes=None if stats is None else stats.get("bytes_limit"),
         )
 
-    def describe_arithmetic(self, device: str, ops: Ops, model: ModelConfig) -> tuple[str, ...]:
+    def describe_arithmetic(self, device: str, ops: Ops, checkpoint: Checkpoint) -> tuple[str, ...]:
         found = find_device(device)
         versions = (jax.__version__, jaxlib.version.__version__)
         described = (*versions, found.platform, found.device_kind)
-        if find_ops(ops, found, model) is ReferenceOps:
+        if find_ops(ops, found, checkpoint.config) is ReferenceOps:
             return (*described, "reference")
         return (*described, "native", load_native_library().cpu_isa, digest_of_library())
 
-    def load_runner(self, model: ModelConfig, weights: Weights, setup: RunnerSetup) -> Runner:
+    def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         from cadenza.backends.xla.runner import enable_compilation_cache, load_with_ops
 
         if setup.cache_folder is not None:
             enable_compilation_cache(setup.cache_folder / "xla")
-        make_ops = find_ops(setup.ops, find_device(setup.device), model)
-        return load_with_ops(make_ops, model, weights, setup)
+        make_ops = find_ops(setup.ops, find_device(setup.device), checkpoint.config)
+        return load_with_ops(make_ops, checkpoint.config, checkpoint.weights, setup)
 
-    def load_witness(
-        self, model: ModelConfig, weights: Weights, max_model_len: int
-    ) -> SequenceModel | None:
+    def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         from cadenza.backends.xla.reference_model import ReferenceModel
 
-        return ReferenceModel(model, weights, max_model_len)
+        return ReferenceModel(checkpoint.config, checkpoint.weights, max_model_len)
 
     def watch_compiles(self) -> Callable[[], int]:
         return CompileCount()

@@ -1,0 +1,106 @@
+"""`MlxBackend`: `backends.base.Backend` on MLX, over mlx-lm's models.
+
+Owns the traits of a device. Imports neither MLX nor mlx-lm before it is asked for a device, so that
+a missing installation is explained.
+"""
+
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+
+from cadenza.backends.base import (
+    BackendTraits,
+    FaultSet,
+    Instruments,
+    Runner,
+    RunnerSetup,
+    SequenceModel,
+)
+from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.config import Ops
+from cadenza.errors import CheckpointError, ConfigError
+
+DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16", "float16")
+
+MAX_NUM_BATCHED_TOKENS = 512
+
+DEFAULT_MAX_MODEL_LEN = 4096
+"""Attention always covers a slot's whole capacity, so that its arithmetic does not depend on other
+requests. A longer context costs time in every step and must be asked for with --max-model-len."""
+
+POISON = 1000.0
+"""A large number: MLX multiplies masked values by 0, which would spread NaN."""
+
+
+class MlxBackend:
+    """Apple's GPUs, and MLX's CPU and CUDA builds. `find` looks an installed package up."""
+
+    def __init__(self, find: Callable[[str], object | None] = find_spec) -> None:
+        self._find = find
+
+    def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
+        self._check_installed()
+        from cadenza.backends.mlx.device import find_mlx_device
+        from cadenza.backends.mlx.memory import measure_model
+
+        if ops != "auto":
+            raise ConfigError(f"--ops {ops}: the mlx backend has one implementation; use auto")
+        if checkpoint.format == "gguf":
+            raise CheckpointError(
+                "the mlx backend reads folders with config.json and safetensors weights, not GGUF "
+                "files; choose another --backend, or an MLX checkpoint of the model"
+            )
+        found = find_mlx_device(device)
+        return BackendTraits(
+            name=f"mlx:{found.name}",
+            ops="mlx-lm",
+            exactness="bitwise" if found.name == "cpu" else "token",
+            dtypes=DTYPES,
+            dtype_for={each: each for each in DTYPES},
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            device_memory_bytes=found.memory_bytes,
+            kv_layouts=("dense",),
+            default_max_model_len=DEFAULT_MAX_MODEL_LEN,
+            poison=POISON,
+            memory=measure_model(checkpoint.folder, checkpoint.outline.vocab_size, DTYPES),
+        )
+
+    def describe_arithmetic(
+        self,
+        device: str,
+        ops: Ops,  # noqa: ARG002 (there is one implementation)
+        checkpoint: Checkpoint,  # noqa: ARG002 (the versions decide for all of them)
+    ) -> tuple[str, ...]:
+        self._check_installed()
+        from cadenza.backends.mlx.device import find_mlx_device
+
+        versions = (version("mlx"), version("mlx-lm"))
+        return (*versions, *find_mlx_device(device).described)
+
+    def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
+        self._check_installed()
+        from cadenza.backends.mlx.runner import MlxRunner
+
+        return MlxRunner(checkpoint.folder, checkpoint.outline.vocab_size, setup)
+
+    def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:  # noqa: ARG002 (it has none)
+        return None
+
+    def watch_compiles(self) -> Callable[[], int]:
+        return lambda: 0
+
+    def open_instruments(self) -> Instruments | None:
+        return None
+
+    def find_faults(self, ops: str) -> FaultSet | None:  # noqa: ARG002 (it has none)
+        return None
+
+    def _check_installed(self) -> None:
+        """Raises ConfigError if MLX or mlx-lm is not installed."""
+        missing = [name for name in ("mlx", "mlx_lm") if self._find(name) is None]
+        if missing:
+            raise ConfigError(
+                f"--backend mlx needs {' and '.join(missing)}, which this installation lacks; "
+                f"pip install 'cadenza[mlx]', or choose another --backend"
+            )

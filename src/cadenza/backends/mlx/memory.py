@@ -1,0 +1,60 @@
+"""The memory that a model of mlx-lm takes: `measure_model`.
+
+The model is built and called without being evaluated, which gives the shapes of its weights, of its
+KV and of its state without allocating any. Legend: V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from cadenza.backends.base import ModelMemory
+from cadenza.backends.mlx.device import CACHE_BYTES
+from cadenza.backends.mlx.slot_model import SlotModel
+from cadenza.backends.mlx.slots import SlotSizes
+from cadenza.backends.mlx.zoo import ZooModel, load_zoo_model, set_dtype
+from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.config import PAGE_SIZE_UNIT
+
+CHUNK = 64
+LOGIT_COPIES = 6
+"""Arrays [R, V] of float32 that exist at the same time while tokens are chosen."""
+
+
+def measure_model(
+    folder: Path, vocab_size: int, dtypes: Sequence[WeightDType]
+) -> Mapping[WeightDType, ModelMemory]:
+    """The memory of a checkpoint in each compute type.
+
+    Raises:
+        CheckpointError: mlx-lm does not have the model, or its caches have no slots.
+    """
+    loaded = load_zoo_model(folder)
+    return {dtype: _measure(loaded, vocab_size, dtype) for dtype in dtypes}
+
+
+def _measure(loaded: ZooModel, vocab_size: int, dtype: WeightDType) -> ModelMemory:
+    set_dtype(loaded, dtype)
+    parameters: Any = tree_flatten(loaded.model.parameters())
+    weight_bytes = sum(each.nbytes for _, each in parameters)
+    short, long = (_slot_bytes(loaded.model, loaded.new_caches(), size) for size in (32, 64))
+    per_token = (long - short) // 32
+    state_bytes = max(0, short - 32 * per_token)
+    logit_bytes = LOGIT_COPIES * vocab_size * 4
+    return ModelMemory(
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=per_token,
+        row_bytes=state_bytes + PAGE_SIZE_UNIT * per_token + logit_bytes,
+        scratch_bytes=CACHE_BYTES + CHUNK * per_token * 4,
+    )
+
+
+def _slot_bytes(model: Any, caches: Sequence[Any], capacity: int) -> int:
+    """Bytes of one slot of `capacity` positions."""
+    slots = SlotModel(model, caches, SlotSizes(num_slots=1, capacity=capacity), (CHUNK,))
+    slots.compute(0, 0, mx.zeros(1, mx.int32))
+    return int(np.sum([each.nbytes for each in slots.arrays()]))

@@ -1,0 +1,383 @@
+"""`MlxRunner`: `backends.base.Runner` on MLX, over a model of mlx-lm.
+
+Owns the model, its slots, the token history and a thread in which everything of MLX happens: MLX's
+streams belong to threads. Knows no requests and no text. Invariants: a page is a slot, of one
+sequence; steps run in launch order; a step is started before the previous one has been computed;
+and nothing runs after `close`.
+
+Legend as in `core.step_schema`; B slots · S capacity of a slot.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.backends.base import Capability, RunnerSetup
+from cadenza.backends.mlx.arrays import to_device
+from cadenza.backends.mlx.device import MlxDevice, find_mlx_device, limit_memory
+from cadenza.backends.mlx.probe import find_abilities
+from cadenza.backends.mlx.rules import apply_token_rules
+from cadenza.backends.mlx.sampling import ChosenTokens, sample_tokens
+from cadenza.backends.mlx.slot_model import Abilities, SlotModel
+from cadenza.backends.mlx.slots import SlotSizes
+from cadenza.backends.mlx.zoo import load_zoo_model, set_dtype
+from cadenza.config import PAGE_SIZE_UNIT
+from cadenza.core.step_schema import LAST_SAMPLED, NO_TARGET, LogitInputs, ModelInputs, StepOutput
+from cadenza.core.token_rules import NONE, RuleLayout
+from cadenza.errors import RunnerError
+
+Int32Array = npt.NDArray[np.int32]
+Result = TypeVar("Result")
+
+CPU_CHUNK_SIZES = (16, 64)
+"""MLX's CPU kernels give a token the same bits in calls of every size."""
+
+GPU_CHUNK_SIZES = (64,)
+"""Metal's kernels are chosen by the size of a call, so there is one size."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlxStepHandle:
+    """A launched step, whose computation the runner's thread has started."""
+
+    started: "Future[ChosenTokens | None]"
+    num_logits: int
+    run: Callable[[Callable[[], StepOutput]], "Future[StepOutput]"]
+
+    def result(self) -> StepOutput:
+        choices = self.started.result()
+        if choices is None:
+            return _no_output()
+        return self.run(lambda: choices.read(self.num_logits)).result()
+
+
+class MlxRunner:
+    """A model in dense slots, of which there is one for each page of the limits."""
+
+    def __init__(self, folder: Path, vocab_size: int, setup: RunnerSetup) -> None:
+        limits = setup.limits
+        if limits.max_pages_per_seq != 1:
+            raise RunnerError(
+                f"the mlx backend keeps a sequence in one page, but {limits.max_model_len} tokens "
+                f"need {limits.max_pages_per_seq} pages of {limits.page_size}"
+            )
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._is_closed = False
+        self._device = device = find_mlx_device(setup.device)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlx")
+        self._step: _Steps | None = None
+        try:
+            self._step = self._run(lambda: _Steps(folder, vocab_size, device, setup)).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
+
+    @property
+    def name(self) -> str:
+        return f"mlx:{self._device.name} (mlx-lm ops)"
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return frozenset({"logprobs"})
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        return (self._limits.max_num_batched_tokens,)
+
+    @property
+    def abilities(self) -> Abilities:
+        """What the model's layers can compute together; found by `warmup`."""
+        return self._steps.abilities
+
+    def warmup(self) -> None:
+        """Finds what the model's layers allow, and runs each kind of call once."""
+        self._run(self._steps.warm_up).result()
+
+    def launch(self, inputs: ModelInputs) -> MlxStepHandle:
+        steps = self._steps
+        return MlxStepHandle(self._run(lambda: steps.start(inputs)), inputs.num_logits, self._run)
+
+    def reset(self) -> None:
+        self._run(self._steps.reset).result()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        steps, self._step = self._step, None
+        if steps is not None:
+            self._thread.submit(steps.close).result()
+        self._thread.shutdown()
+
+    @property
+    def _steps(self) -> "_Steps":
+        if self._step is None:
+            raise RunnerError("the runner was closed; make a new one")
+        return self._step
+
+    def _run(self, work: Callable[[], Result]) -> "Future[Result]":
+        try:
+            return self._thread.submit(work)
+        except RuntimeError as error:  # after close, or when the interpreter exits
+            raise RunnerError("the runner was closed; make a new one") from error
+
+
+class _Steps:
+    """What happens in the runner's thread."""
+
+    def __init__(
+        self, folder: Path, vocab_size: int, device: MlxDevice, setup: RunnerSetup
+    ) -> None:
+        limits = setup.limits
+        self._num_rows = limits.max_num_seqs
+        self._sizes = SlotSizes(
+            num_slots=limits.num_pages,
+            capacity=limits.page_size + PAGE_SIZE_UNIT,
+            fill=setup.fill,
+        )
+        mx.set_default_device(device.device)
+        limit_memory(device)
+        is_cpu = device.name == "cpu"
+        loaded = load_zoo_model(folder)
+        set_dtype(loaded, setup.dtype)
+        self._caches = loaded.new_caches
+        chunk_sizes = CPU_CHUNK_SIZES if is_cpu else GPU_CHUNK_SIZES
+        self._model = SlotModel(loaded.model, loaded.new_caches(), self._sizes, chunk_sizes)
+        mx.eval(loaded.model.parameters())
+        self._loaded = loaded
+        self._num_words = RuleLayout(vocab_size).num_words
+        self._has_state = False
+        self._allocate()
+
+    @property
+    def abilities(self) -> Abilities:
+        return self._model.abilities
+
+    def warm_up(self) -> None:
+        self._model.abilities = find_abilities(self._loaded)
+        tokens = mx.zeros(self._sizes.num_slots, mx.int32)
+        self._model.extend(0, 0, mx.zeros(1, mx.int32))
+        positions = np.ones(self._sizes.num_slots, np.int32)
+        logits = self._model.decode(tokens, positions, [0])
+        mx.eval(logits, *self._model.arrays())
+        self.reset()
+
+    def start(self, inputs: ModelInputs) -> ChosenTokens | None:
+        """Starts a step; None if it has no logit rows."""
+        if not self._has_state:
+            raise RunnerError("the step before this one failed; call reset() first")
+        self._has_state = False
+        choices = self._compute(inputs)
+        mx.async_eval(*self._arrays(), *([] if choices is None else choices.arrays()))
+        self._has_state = True
+        return choices
+
+    def reset(self) -> None:
+        mx.synchronize()
+        self._has_state = False
+        self._model.forget()
+        mx.clear_cache()
+        self._allocate()
+
+    def close(self) -> None:
+        mx.synchronize()
+        self._model.forget()
+        del self._model, self._loaded, self._last_sampled, self._history
+        mx.clear_cache()
+
+    def _allocate(self) -> None:
+        self._slot_of_row = np.zeros(self._num_rows, np.intp)
+        self._records = np.zeros((self._num_rows, self._num_words), np.int32)
+        self._last_sampled = mx.zeros(self._num_rows, mx.int32)
+        shape = (self._sizes.num_slots, self._sizes.capacity)
+        self._history = mx.full(shape, NONE, mx.int32)
+        self._has_state = True
+
+    def _arrays(self) -> list[mx.array]:
+        return [self._last_sampled, self._history, *self._model.arrays()]
+
+    def _compute(self, inputs: ModelInputs) -> ChosenTokens | None:
+        for row, index, page in inputs.page_updates:
+            assert index == 0
+            self._slot_of_row[row] = page
+        for update in inputs.rule_updates:
+            self._records[update.row] = update.record
+        for source, destination, num_tokens in inputs.page_copies.tolist():
+            self._model.copy(source, destination, num_tokens)
+            self._history[destination, :num_tokens] = self._history[source, :num_tokens]
+        step = _Split.of(inputs, self._slot_of_row, is_recurrent=self._model.has_state)
+        parts = self._compute_spans(step)
+        if step.decoding:
+            parts.append(self._decode(step))
+        if not inputs.num_logits:
+            return None
+        logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return self._choose(inputs, step, logits)
+
+    def _compute_spans(self, step: "_Split") -> list[mx.array]:
+        """Computes the tokens that are not decoded; the logits of those that need any."""
+        needed: list[mx.array] = []
+        for span in step.spans:
+            tokens = self._known(mx.array(span.token_ids), mx.array([span.row]))
+            places = np.arange(span.start, span.start + len(span.token_ids))
+            self._history[span.slot, mx.array(places)] = tokens
+            if not span.wanted:
+                self._model.extend(span.slot, span.start, tokens)
+                continue
+            logits = self._model.compute(span.slot, span.start, tokens)
+            joined = logits[0] if len(logits) == 1 else mx.concatenate(logits)
+            needed.append(joined[mx.array(span.wanted)])
+        return needed
+
+    def _decode(self, step: "_Split") -> mx.array:
+        """Computes the last tokens of rows: logits [B, V]."""
+        num_slots = self._sizes.num_slots
+        ids = np.zeros(num_slots, np.int32)
+        positions = np.zeros(num_slots, np.int32)
+        rows = np.zeros(num_slots, np.int32)
+        for each in step.decoding:
+            ids[each.slot], positions[each.slot], rows[each.slot] = (
+                each.token_id,
+                each.position,
+                each.row,
+            )
+        active = [each.slot for each in step.decoding]
+        tokens = self._known(mx.array(ids), mx.array(rows))
+        slots = mx.array(np.array(active, np.int32))
+        self._history[slots, mx.array(positions[active])] = tokens[slots]
+        return self._model.decode(tokens, positions, active)
+
+    def _known(self, ids: mx.array, rows: mx.array) -> mx.array:
+        """Token ids in which LAST_SAMPLED is replaced by the last token of its row."""
+        return mx.where(ids == LAST_SAMPLED, self._last_sampled[rows], ids)
+
+    def _choose(self, inputs: ModelInputs, step: "_Split", logits: mx.array) -> ChosenTokens:
+        count = inputs.num_logits
+        size = self._num_rows if count <= self._num_rows else len(inputs.logits.rows)
+        rows = _first_rows(inputs.logits, count, size)
+        sources = np.zeros(size, np.int32)
+        sources[:count] = step.sources
+        logits = logits[mx.array(sources)].astype(mx.float32)
+        choices = sample_tokens(logits, rows, self._ruled(logits, rows))
+        is_choice = rows.targets[:count] == NO_TARGET
+        newest = np.full(self._num_rows, -1, np.int32)
+        newest[rows.rows[:count][is_choice]] = np.flatnonzero(is_choice)
+        chosen = choices.tokens[mx.array(np.maximum(newest, 0))]
+        self._last_sampled = mx.where(to_device(newest >= 0), chosen, self._last_sampled)
+        return choices
+
+    def _ruled(self, logits: mx.array, rows: LogitInputs[Any]) -> mx.array | None:
+        """The logits after token rules; None if no row has any."""
+        if not (rows.has_rules > 0).any():
+            return None
+        records = np.where(rows.has_rules[:, None] > 0, self._records[rows.rows], NONE)
+        slots = mx.array(self._slot_of_row[rows.rows].astype(np.int32))
+        is_inside = np.arange(self._sizes.capacity) < rows.positions[:, None]
+        context = mx.where(to_device(is_inside), self._history[slots], NONE)
+        ruled = apply_token_rules(logits, records, context, rows.positions)
+        return mx.where(to_device(rows.has_rules > 0)[:, None], ruled, logits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """Consecutive tokens of a row; `wanted` are the places of those whose logits are needed."""
+
+    row: int
+    slot: int
+    start: int
+    token_ids: Int32Array
+    wanted: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decoded:
+    """The last token of a row, whose logits are needed."""
+
+    row: int
+    slot: int
+    position: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """A step as calls: spans of tokens first, then one token of each decoding row.
+
+    `sources` are the places of the logit rows [N] in the logits of the spans and of the slots [B],
+    one after the other.
+    """
+
+    spans: list[_Span]
+    decoding: list[_Decoded]
+    sources: Int32Array
+
+    @classmethod
+    def of(
+        cls, inputs: ModelInputs, slot_of_row: npt.NDArray[np.intp], *, is_recurrent: bool
+    ) -> "_Split":
+        """A row's last token is decoded if its logits are needed, so that the shape of the call
+        that gives them is always the same; a recurrent layer's first token is not."""
+        starts, tokens = inputs.rows.query_starts, inputs.tokens
+        indices = inputs.logits.token_indices[: inputs.num_logits]
+        wanted = set(indices.tolist())
+        spans: list[_Span] = []
+        decoding: list[_Decoded] = []
+        place_of: dict[int, int] = {}
+        num_places = 0
+        for row in np.flatnonzero(starts[1:] > starts[:-1]).tolist():
+            begin, end, slot = int(starts[row]), int(starts[row + 1]), int(slot_of_row[row])
+            start = int(tokens.positions[begin])
+            last = end - 1
+            is_decoded = last in wanted and not (is_recurrent and start + last == begin)
+            span_end = last if is_decoded else end
+            inside = [index for index in range(begin, span_end) if index in wanted]
+            place_of |= {index: num_places + place for place, index in enumerate(inside)}
+            num_places += len(inside)
+            if span_end > begin:
+                span = _Span(
+                    row=row,
+                    slot=slot,
+                    start=start,
+                    token_ids=tokens.ids[begin:span_end],
+                    wanted=[index - begin for index in inside],
+                )
+                spans.append(span)
+            if is_decoded:
+                position, token_id = start + last - begin, int(tokens.ids[last])
+                decoding.append(_Decoded(row=row, slot=slot, position=position, token_id=token_id))
+        for each in decoding:
+            place_of[int(starts[each.row + 1]) - 1] = num_places + each.slot
+        sources = np.array([place_of[index] for index in indices.tolist()], np.int32)
+        return cls(spans=spans, decoding=decoding, sources=sources)
+
+
+def _first_rows(logits: LogitInputs[Any], count: int, size: int) -> LogitInputs[Any]:
+    """The first `size` logit rows; those from `count` on choose greedily."""
+    cut = {each.name: getattr(logits, each.name)[:size].copy() for each in fields(logits)}
+    rows = replace(logits, **cut)
+    for values, off in (
+        (rows.rows, 0),
+        (rows.positions, 0),
+        (rows.targets, NO_TARGET),
+        (rows.temperature, 0),
+        (rows.num_logprobs, -1),
+        (rows.has_rules, 0),
+    ):
+        values[count:] = off
+    return rows
+
+
+def _no_output() -> StepOutput:
+    nothing = mx.zeros(0, mx.int32)
+    return ChosenTokens(tokens=nothing, is_finite=nothing, has_choice=nothing).read(0)

@@ -1,0 +1,216 @@
+"""`SlotModel`: a model of mlx-lm over dense slots, and what its layers can compute together.
+
+Owns the slots and the shapes of the calls: one token for every slot (`decode`), and consecutive
+tokens of one slot in calls of few sizes (`compute`). Knows no rows, steps or sampling. Invariant: a
+slot's results do not depend on the tokens of other slots.
+
+Legend: B slots · V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.backends.mlx.arrays import to_device
+from cadenza.backends.mlx.slots import RaggedCall, SlotCall, SlotSizes, has_state, new_slots
+from cadenza.errors import RunnerError
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a model's code allows, found by `probe.find_abilities`.
+
+    Args:
+        is_ragged: rows of different lengths can decode in one call; otherwise each has its own.
+        is_padded: a call may end with padding; otherwise every length has a call of its own size.
+    """
+
+    is_ragged: bool
+    is_padded: bool
+
+
+class SlotModel:
+    """`sizes.fill` fills new slots. `chunk_sizes` are the padded sizes of calls, ascending."""
+
+    def __init__(
+        self, model: Any, caches: Sequence[Any], sizes: SlotSizes, chunk_sizes: tuple[int, ...]
+    ) -> None:
+        self._model = model
+        self._sizes = sizes
+        self._chunk_sizes = chunk_sizes
+        self.slots = new_slots(caches, sizes)
+        self.has_state = has_state(self.slots)
+        self.abilities = Abilities(is_ragged=True, is_padded=not self.has_state)
+        self._lengths = np.zeros(sizes.num_slots, np.int64)  # [B], positions in use
+        self._saved: dict[int, int] = {}  # slot to the number of tokens of its saved state
+        self._waiting: dict[int, tuple[int, mx.array]] = {}  # slot to start and tokens
+
+    def decode(self, tokens: mx.array, positions: Int32Array, active: Sequence[int]) -> mx.array:
+        """Computes the tokens [B] at `positions` [B] of the slots `active`: their logits [B, V].
+
+        The other slots stay as they are; their logits are arbitrary. A recurrent layer's first
+        token must be given to `compute`.
+        """
+        for slot in active:
+            self._prepare(slot, int(positions[slot]))
+        if not self.abilities.is_ragged:
+            return self._decode_in_turn(tokens, positions, active)
+        is_active = np.zeros(self._sizes.num_slots, np.bool_)
+        is_active[list(active)] = True
+        call = RaggedCall(
+            positions=mx.array(np.where(is_active, positions, 0).astype(np.int32)),
+            places=mx.array(
+                np.where(is_active, positions, self._sizes.padding_place).astype(np.int32)
+            ),
+            is_active=to_device(is_active),
+        )
+        self._count(active, positions[list(active)] + 1)
+        return self._run(tokens[:, None], call)[:, 0]
+
+    def extend(self, slot: int, start: int, tokens: mx.array) -> None:
+        """Computes consecutive tokens of a slot whose logits are not needed.
+
+        A recurrent layer's arithmetic depends on where a sequence is cut into calls. So its tokens
+        wait until they fill a call that begins at a multiple of the largest size, or until the
+        logits of a later token are needed: then the cuts follow from the position of that token.
+        """
+        if not start:
+            self._restart(slot)
+        if not self.has_state:
+            self.compute(slot, start, tokens)
+            return
+        start, tokens = self._with_waiting(slot, start, tokens)
+        size = self._chunk_sizes[-1]
+        whole = max(0, (start + tokens.shape[0]) // size * size - start)
+        if whole:
+            self.compute(slot, start, tokens[:whole])
+        if whole < tokens.shape[0]:
+            self._waiting[slot] = (start + whole, tokens[whole:])
+
+    def compute(self, slot: int, start: int, tokens: mx.array) -> list[mx.array]:
+        """Computes consecutive tokens of a slot from position `start` on.
+
+        Returns the logits [·, V] of its calls, which follow one another; those that nobody
+        evaluates are never computed.
+        """
+        if not start:
+            self._restart(slot)
+        if slot in self._waiting:
+            self._compute_waiting(slot)
+        count = tokens.shape[0]
+        logits: list[mx.array] = []
+        done = 0
+        while done < count:
+            size, padded = self._next_size(start + done, count - done)
+            part = tokens[done : done + size]
+            places = np.full(padded, self._sizes.padding_place, np.int32)
+            places[:size] = np.arange(start + done, start + done + size)
+            call = SlotCall(
+                slot=slot, start=start + done, places=mx.array(places), is_fresh=not start + done
+            )
+            part = mx.pad(part, (0, padded - size)) if padded > size else part
+            logits.append(self._run(part[None], call)[0, :size])
+            done += size
+        self._count([slot], np.array([start + count]))
+        return logits
+
+    def copy(self, source: int, destination: int, num_tokens: int) -> None:
+        """Copies the first `num_tokens` positions of a slot.
+
+        Of a recurrent layer this is the saved state: of the tokens before the first `decode`.
+        Raises RunnerError if that is another number.
+        """
+        if self.has_state and self._saved.get(source) != num_tokens:
+            raise RunnerError(
+                f"slot {source} has no saved state of {num_tokens} tokens, but of "
+                f"{self._saved.get(source)}"
+            )
+        self._restart(destination)
+        for each in self.slots:
+            each.copy(source, destination, num_tokens)
+        self._count([destination], np.array([num_tokens]))
+
+    def arrays(self) -> list[mx.array]:
+        return [array for each in self.slots for array in each.arrays()]
+
+    def forget(self) -> None:
+        """Drops all slots; they are allocated again by the next call."""
+        for each in self.slots:
+            each.forget()
+        self._lengths[:] = 0
+        self._saved.clear()
+        self._waiting.clear()
+
+    def _prepare(self, slot: int, position: int) -> None:
+        """Computes what waits, and saves the state before the slot's first decoded token."""
+        if not position:
+            self._restart(slot)
+        if slot in self._waiting:
+            self._compute_waiting(slot)
+        if self.has_state and slot not in self._saved:
+            for each in self.slots:
+                each.save(slot)
+            self._saved[slot] = position
+
+    def _with_waiting(self, slot: int, start: int, tokens: mx.array) -> tuple[int, mx.array]:
+        if slot not in self._waiting:
+            return start, tokens
+        start, waiting = self._waiting.pop(slot)
+        return start, mx.concatenate([waiting, tokens])
+
+    def _compute_waiting(self, slot: int) -> None:
+        start, tokens = self._waiting.pop(slot)
+        self.compute(slot, start, tokens)
+
+    def _decode_in_turn(
+        self, tokens: mx.array, positions: Int32Array, active: Sequence[int]
+    ) -> mx.array:
+        """The same by a call for each slot, with a plain number as its offset."""
+        rows: list[mx.array] = []
+        nothing: mx.array | None = None
+        own = {
+            slot: self.compute(slot, int(positions[slot]), tokens[slot : slot + 1])[0]
+            for slot in active
+        }
+        for slot in range(self._sizes.num_slots):
+            if slot in own:
+                rows.append(own[slot])
+                continue
+            if nothing is None:
+                nothing = mx.zeros_like(next(iter(own.values())))
+            rows.append(nothing)
+        return mx.concatenate(rows)
+
+    def _next_size(self, start: int, count: int) -> tuple[int, int]:
+        """How many of `count` tokens a call from `start` on computes, and its padded size."""
+        largest = self._chunk_sizes[-1]
+        if not self.abilities.is_padded:
+            size = min(count, largest - start % largest)
+            return size, size
+        fitting = next((size for size in self._chunk_sizes if size >= count), largest)
+        return min(count, fitting), fitting
+
+    def _run(self, tokens: mx.array, call: RaggedCall | SlotCall) -> mx.array:
+        for each in self.slots:
+            each.begin(call)
+        output: mx.array = self._model(tokens, cache=self.slots)
+        return output
+
+    def _restart(self, slot: int) -> None:
+        """Clears what the slot's last sequence left."""
+        self._saved.pop(slot, None)
+        self._waiting.pop(slot, None)
+        if self._lengths[slot]:
+            for each in self.slots:
+                each.clear(slot, int(self._lengths[slot]))
+            self._lengths[slot] = 0
+
+    def _count(self, slots: Sequence[int], lengths: npt.NDArray[np.integer[Any]]) -> None:
+        places = list(slots)
+        self._lengths[places] = np.maximum(self._lengths[places], lengths)

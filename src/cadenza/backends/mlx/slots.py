@@ -1,0 +1,319 @@
+"""KV and state of a model's layers in dense slots, under the interface of mlx-lm's caches.
+
+A slot holds one sequence: `capacity` positions of keys and values in an attention layer, or the
+arrays of a recurrent layer. Two kinds of call use them: `RaggedCall` computes one token for each of
+several slots, `SlotCall` consecutive tokens of one slot. Invariants: arrays are updated in place; a
+call writes no position but those of its own tokens, and the last one, `capacity` - 1, which is for
+padding and is never attended to.
+
+Legend: B slots · S capacity · C tokens of a call · H KV heads · D head size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from cadenza.errors import CheckpointError
+
+Masks = dict[int | None, mx.array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedCall:
+    """One token of each active slot; the other slots compute one that is dropped."""
+
+    positions: mx.array  # [B]; 0 if inactive
+    places: mx.array  # [B]; the position to write: the padding one if inactive
+    is_active: mx.array  # [B]
+    masks: Masks = field(default_factory=dict)
+
+    @property
+    def offset(self) -> mx.array:
+        return self.positions
+
+    def mask(self, capacity: int, num_tokens: int, window: int | None) -> mx.array:
+        """Which positions each token attends to: [B, 1, 1, S]."""
+        assert num_tokens == 1
+        return _mask(self.masks, self.positions[:, None], capacity, window)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotCall:
+    """Tokens of one slot from position `start` on. `places` has the padding position for padding;
+    `is_fresh` if the slot's state starts anew."""
+
+    slot: int
+    start: int
+    places: mx.array  # [C]
+    is_fresh: bool
+    masks: Masks = field(default_factory=dict)
+
+    @property
+    def offset(self) -> int:
+        return self.start
+
+    def mask(self, capacity: int, num_tokens: int, window: int | None) -> mx.array:
+        """Which positions each token attends to: [1, 1, C, S]."""
+        positions = mx.arange(self.start, self.start + num_tokens)[None]
+        return _mask(self.masks, positions, capacity, window)
+
+
+Call = RaggedCall | SlotCall
+
+
+def _mask(masks: Masks, positions: mx.array, capacity: int, window: int | None) -> mx.array:
+    """The attention mask [B, 1, C, S] of queries at `positions` [B, C]; made once a call."""
+    if window not in masks:
+        keys = mx.arange(capacity)
+        mask = keys <= positions[:, :, None]
+        if window is not None:
+            mask = mask & (keys > positions[:, :, None] - window)
+        masks[window] = mask[:, None]
+    return masks[window]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotSizes:
+    """`fill` is the initial value of keys and values."""
+
+    num_slots: int
+    capacity: int
+    fill: float = 0.0
+
+    @property
+    def padding_place(self) -> int:
+        return self.capacity - 1
+
+
+class KVSlots:
+    """Keys and values of one attention layer, which takes the place of mlx-lm's `KVCache` or
+    `RotatingKVCache`.
+
+    A layer with a window keeps all positions and masks those that are out of it. MLX's masked
+    attention weights are exactly 0 but still multiplied, so values that are not finite must not
+    remain in a slot that is used again: `clear`.
+    """
+
+    def __init__(self, sizes: SlotSizes, window: int | None) -> None:
+        self.max_size = window
+        self.keys: Any = None  # [B, H, S, D]
+        self.values: Any = None  # [B, H, S, D']
+        self.offset: Any = 0
+        self._sizes = sizes
+        self._call: Call | None = None
+
+    def begin(self, call: Call) -> None:
+        self._call = call
+        self.offset = call.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        call, count = self._call, keys.shape[2]
+        if self.keys is None:
+            self.keys, self.values = self._new(keys), self._new(values)
+        self.offset = self.offset + count
+        if isinstance(call, RaggedCall):
+            rows = mx.arange(self._sizes.num_slots)
+            self.keys[rows, :, call.places] = keys[:, :, 0]
+            self.values[rows, :, call.places] = values[:, :, 0]
+            return self.keys, self.values
+        assert call is not None
+        slots = mx.full(count, call.slot, mx.int32)
+        self.keys[slots, :, call.places] = keys[0].swapaxes(0, 1)
+        self.values[slots, :, call.places] = values[0].swapaxes(0, 1)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The keys and values of the call's slots, for layers that share those of another one."""
+        if isinstance(self._call, SlotCall):
+            slot = self._call.slot
+            return self.keys[slot : slot + 1], self.values[slot : slot + 1]
+        return self.keys, self.values
+
+    @property
+    def state(self) -> tuple[mx.array, mx.array, Any]:
+        return (*self.keys_and_values(), self.offset)
+
+    def make_mask(
+        self,
+        N: int,
+        return_array: bool = False,  # noqa: ARG002 (it is always an array)
+        window_size: int | None = None,
+    ) -> mx.array:
+        assert self._call is not None
+        return self._call.mask(self._sizes.capacity, N, window_size or self.max_size)
+
+    def arrays(self) -> list[mx.array]:
+        return [] if self.keys is None else [self.keys, self.values]
+
+    def copy(self, source: int, destination: int, num_tokens: int) -> None:
+        for each in self.arrays():
+            each[destination, :, :num_tokens] = each[source, :, :num_tokens]
+
+    def clear(self, slot: int, num_tokens: int) -> None:
+        if self.values is not None:
+            self.values[slot, :, :num_tokens] = 0
+            self.values[slot, :, self._sizes.padding_place] = 0
+
+    def forget(self) -> None:
+        self.keys = self.values = None
+
+    def save(self, slot: int) -> None:
+        """Nothing to save: the keys and values of each position remain."""
+
+    def _new(self, like: mx.array) -> mx.array:
+        _, num_heads, _, size = like.shape
+        shape = (self._sizes.num_slots, num_heads, self._sizes.capacity, size)
+        return mx.full(shape, self._sizes.fill, like.dtype)
+
+
+class StateSlots:
+    """The arrays of one recurrent layer, which takes the place of mlx-lm's `ArraysCache`.
+
+    A state stands for all tokens of its slot and cannot be cut. `save` keeps a slot's present
+    state, from which `copy` makes that of another slot.
+    """
+
+    lengths = None
+    left_padding = None
+
+    def __init__(self, sizes: SlotSizes, size: int) -> None:
+        self._sizes = sizes
+        self._pools: list[Any] = [None] * size  # [B, ...] each
+        self._saved: list[Any] = [None] * size
+        self._fresh: set[int] = set()
+        self._call: Call | None = None
+
+    def begin(self, call: Call) -> None:
+        self._call = call
+        is_fresh = isinstance(call, SlotCall) and call.is_fresh
+        self._fresh = set(range(len(self._pools))) if is_fresh else set()
+
+    @property
+    def cache(self) -> list[Any]:
+        return [self[index] for index in range(len(self._pools))]
+
+    @property
+    def state(self) -> list[Any]:
+        return self.cache
+
+    def __getitem__(self, index: int) -> Any:
+        pool = self._pools[index]
+        if pool is None or index in self._fresh:
+            return None
+        if isinstance(self._call, SlotCall):
+            return pool[self._call.slot : self._call.slot + 1]
+        return pool
+
+    def __setitem__(self, index: int, value: mx.array) -> None:
+        call = self._call
+        if self._pools[index] is None:
+            shape = (self._sizes.num_slots, *value.shape[1:])
+            self._pools[index] = mx.zeros(shape, value.dtype)
+            self._saved[index] = mx.zeros(shape, value.dtype)
+        if isinstance(call, SlotCall):
+            self._pools[index][call.slot : call.slot + 1] = value
+            self._fresh.discard(index)
+            return
+        assert call is not None
+        is_active = call.is_active.reshape(-1, *[1] * (value.ndim - 1))
+        self._pools[index] = mx.where(is_active, value, self._pools[index])
+
+    def make_mask(self, N: int) -> None:
+        """No mask: a call of a recurrent layer has no padding."""
+
+    def advance(self, N: int) -> None:
+        """Nothing to count: there is no padding."""
+
+    def empty(self) -> bool:
+        return self[0] is None
+
+    def arrays(self) -> list[mx.array]:
+        return [each for each in (*self._pools, *self._saved) if each is not None]
+
+    def copy(self, source: int, destination: int, num_tokens: int) -> None:  # noqa: ARG002 (a state is whole)
+        for pool, saved in zip(self._pools, self._saved, strict=True):
+            if pool is not None:
+                pool[destination] = saved[source]
+
+    def clear(self, slot: int, num_tokens: int) -> None:
+        """Nothing to clear: a fresh call starts from an empty state."""
+
+    def forget(self) -> None:
+        self._pools = [None] * len(self._pools)
+        self._saved = [None] * len(self._saved)
+
+    def save(self, slot: int) -> None:
+        for pool, saved in zip(self._pools, self._saved, strict=True):
+            if pool is not None:
+                saved[slot] = pool[slot]
+
+
+class ListSlots:
+    """Several kinds of slots of one layer, which take the place of mlx-lm's `CacheList`."""
+
+    def __init__(self, parts: Sequence["LayerSlots"]) -> None:
+        self.caches = tuple(parts)
+
+    def __getitem__(self, index: int) -> "LayerSlots":
+        return self.caches[index]
+
+    def begin(self, call: Call) -> None:
+        for each in self.caches:
+            each.begin(call)
+
+    def arrays(self) -> list[mx.array]:
+        return [array for each in self.caches for array in each.arrays()]
+
+    def copy(self, source: int, destination: int, num_tokens: int) -> None:
+        for each in self.caches:
+            each.copy(source, destination, num_tokens)
+
+    def clear(self, slot: int, num_tokens: int) -> None:
+        for each in self.caches:
+            each.clear(slot, num_tokens)
+
+    def forget(self) -> None:
+        for each in self.caches:
+            each.forget()
+
+    def save(self, slot: int) -> None:
+        for each in self.caches:
+            each.save(slot)
+
+
+LayerSlots = KVSlots | StateSlots | ListSlots
+
+
+def new_slots(caches: Sequence[Any], sizes: SlotSizes) -> list[LayerSlots]:
+    """The slots that take the place of mlx-lm's `caches`, one for each layer.
+
+    Raises:
+        CheckpointError: a layer needs a kind of cache that has no slots.
+    """
+    return [_slots_for(cache, sizes) for cache in caches]
+
+
+def has_state(slots: Sequence[LayerSlots]) -> bool:
+    """Whether a layer is recurrent."""
+    return any(
+        isinstance(each, StateSlots) or (isinstance(each, ListSlots) and has_state(each.caches))
+        for each in slots
+    )
+
+
+def _slots_for(cache: Any, sizes: SlotSizes) -> LayerSlots:
+    makers: dict[str, Callable[[], LayerSlots]] = {
+        "KVCache": lambda: KVSlots(sizes, None),
+        "RotatingKVCache": lambda: KVSlots(sizes, cache.max_size),
+        "ArraysCache": lambda: StateSlots(sizes, len(cache.cache)),
+        "CacheList": lambda: ListSlots([_slots_for(each, sizes) for each in cache.caches]),
+    }
+    kind = type(cache).__name__
+    if kind not in makers or getattr(cache, "keep", 0):
+        raise CheckpointError(
+            f"the model keeps its context in mlx-lm's {kind}, which the mlx backend cannot share "
+            f"among requests; supported are {', '.join(makers)}"
+        )
+    return makers[kind]()

@@ -1,0 +1,98 @@
+"""HTTP end to end on MLX: an engine process, streams, clients that leave, kill -9, and the gate."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from cadenza.checkpoint import open_checkpoint
+from cadenza.config import EngineConfig
+from cadenza.engine.process.engine_process import EngineProcess
+from cadenza.errors import ConfigError
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.loading.build import plan_model
+from cadenza.verification.run import VerifyOptions, verify
+from tests.server.harness import RunningServer, running_server
+
+CONFIG = EngineConfig(backend="mlx", dtype="float32", max_num_seqs=4, max_model_len=128)
+LOAD_S = 180.0
+BODY: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
+
+ENDLESS = BODY | {"max_tokens": 100, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[RunningServer, EngineProcess]]:
+    engine = EngineProcess(None, CONFIG)
+    with running_server(engine, TextFrontend(open_checkpoint(None))) as server:
+        engine.wait_ready(LOAD_S)
+        yield server, engine
+
+
+def test_an_answer_comes_from_an_engine_process_on_mlx(served: Any):
+    server, engine = served
+    answer = server.post("/v1/completions", BODY)
+    assert answer.status_code == 200, answer.text
+    assert "Paris" in answer.json()["choices"][0]["text"]
+    assert engine.pid not in (None, os.getpid())
+
+
+def test_a_client_that_leaves_its_stream_frees_its_row(served: Any):
+    server, _ = served
+    for _ in range(CONFIG.max_num_seqs + 1):
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=60) as left:
+            assert next(left.iter_lines()).startswith("data: ")
+    assert server.post("/v1/completions", BODY).status_code == 200
+
+
+def texts(lines: Iterator[str]) -> Iterator[str]:
+    """The texts of a stream's events. Fails if one is an error."""
+    for line in lines:
+        content = line.removeprefix("data: ")
+        if content and content != "[DONE]":
+            yield from (each["text"] for each in json.loads(content)["choices"])
+
+
+def test_a_stream_goes_on_in_the_next_engine_when_its_own_is_killed(served: Any):
+    server, engine = served
+    url = f"{server.url}/v1/completions"
+    with httpx.stream("POST", url, json=ENDLESS, timeout=LOAD_S) as stream:
+        undisturbed = "".join(texts(stream.iter_lines()))
+    killed = engine.pid
+    with httpx.stream("POST", url, json=ENDLESS, timeout=LOAD_S) as stream:
+        parts = texts(stream.iter_lines())
+        first = next(parts)
+        os.kill(killed, signal.SIGKILL)
+        rest = "".join(parts)
+    assert first + rest == undisturbed
+    assert engine.pid != killed
+
+
+def test_the_gate_passes_on_mlx():
+    options = VerifyOptions(
+        model=None, num_requests=8, max_tokens=8, reference="solo", config=CONFIG
+    )
+    result, plan = verify(options, lambda _: None)
+    assert result.passed, result.last_line
+    assert plan.traits.exactness == "bitwise"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kv_layout": "paged"}, r"--kv-layout paged is not one of auto, dense on mlx:cpu"),
+        ({"ops": "native"}, r"--ops native: the mlx backend has one implementation"),
+        ({"device": "tpu"}, r"--device 'tpu' is not one of auto, cpu"),
+        ({"kv_cache_memory_bytes": 4096}, r"--max-model-len 128 needs KV for 127 tokens"),
+        ({"max_num_seqs": 1024, "num_pages": 1 << 30}, r"needs \d+ bytes, but the weights leave"),
+    ],
+    ids=str,
+)
+def test_what_mlx_cannot_do_is_refused_with_the_reason(options: dict[str, Any], reason: str):
+    config = EngineConfig(backend="mlx", max_model_len=128, **options)
+    with pytest.raises(ConfigError, match=reason):
+        plan_model(open_checkpoint(None), config)
