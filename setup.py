@@ -10,10 +10,12 @@ import importlib.util
 import os
 import platform
 import sys
+import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 CSRC = Path("csrc")
@@ -51,6 +53,9 @@ ISA_FLAGS = {
         "int8_scalar": [],
     },
 }
+OPTIONAL_ISAS = ("int8_avx_vnni",)
+"""Left out if the compiler does not know their flags: g++ knows this one's from version 11 on."""
+
 MACHINE_ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
@@ -107,13 +112,34 @@ class BuildNative(build_ext):
     def get_ext_fullpath_built(self, ext: Extension) -> str:
         return os.path.join(self.build_lib, self.get_ext_filename(self.get_ext_fullname(ext.name)))
 
+    def _accepts(self, flags: list[str]) -> bool:
+        """Whether the compiler knows the flags."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "empty.cpp"
+            source.write_text("")
+            try:
+                self.compiler.compile([str(source)], output_dir=folder, extra_postargs=flags)
+            except CompileError:
+                return False
+        return True
+
     def _build(self, ext: Extension) -> None:
+        isas = {
+            isa: flags
+            for isa, flags in isa_flags().items()
+            if isa not in OPTIONAL_ISAS or self._accepts(flags)
+        }
+        left_out = sorted(isa_flags().keys() - isas.keys())
         objects: list[str] = []
         for source in ext.sources:
-            flags = isa_flags().get(Path(source).stem, []) if "isa" in Path(source).parts else []
+            is_kernel = "isa" in Path(source).parts
+            if is_kernel and Path(source).stem in left_out:
+                continue
+            flags = isas[Path(source).stem] if is_kernel else []
             objects += self.compiler.compile(
                 [source],
                 output_dir=str(OBJECTS) if self.editable_mode else self.build_temp,
+                macros=[(f"CADENZA_WITHOUT_{isa.upper()}", None) for isa in left_out],
                 include_dirs=[str(CSRC), ffi_include_dir()],
                 extra_postargs=[*COMMON_FLAGS, *flags],
                 depends=ext.depends,

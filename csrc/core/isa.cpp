@@ -19,7 +19,10 @@ extern const KernelTable scalar_kernels;
 extern const IntegerKernels int8_scalar_kernels;
 #if defined(__x86_64__)
 extern const KernelTable avx512_bf16_kernels, avx512_kernels, avx2_kernels;
-extern const IntegerKernels int8_avx512_vnni_kernels, int8_avx_vnni_kernels, int8_avx2_kernels;
+extern const IntegerKernels int8_avx512_vnni_kernels, int8_avx2_kernels;
+#ifndef CADENZA_WITHOUT_INT8_AVX_VNNI  // a compiler that does not know the instructions
+extern const IntegerKernels int8_avx_vnni_kernels;
+#endif
 #elif defined(__aarch64__)
 extern const KernelTable neon_bf16_kernels, neon_kernels;
 extern const IntegerKernels int8_neon_dotprod_kernels, int8_neon_kernels;
@@ -51,10 +54,12 @@ bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c >> 29 & 1) != 0;
 }
+#ifndef CADENZA_WITHOUT_INT8_AVX_VNNI
 bool has_avx_vnni() {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
 }
+#endif
 std::vector<Candidate> candidates() {
   const bool avx2 = has_avx2(), avx512 = has_avx512();
   bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
@@ -67,7 +72,9 @@ std::vector<Candidate> candidates() {
 std::vector<IntegerCandidate> integer_candidates() {
   const bool avx2 = has_avx2() && has_f16c();
   return {{&int8_avx512_vnni_kernels, has_avx512() && __builtin_cpu_supports("avx512vnni")},
+#ifndef CADENZA_WITHOUT_INT8_AVX_VNNI
           {&int8_avx_vnni_kernels, avx2 && has_avx_vnni()},
+#endif
           {&int8_avx2_kernels, avx2},
           {&int8_scalar_kernels, true}};
 }

@@ -71,19 +71,19 @@ struct KernelTable {
   UnitFn multiply[2];
 };
 
-// The kernels of quantised products, whose ISA is selected on its own. Arrays of arrays are indexed
-// by WeightFormat, beginning with kInt8, then by the activations' DType.
+// The kernels of quantised products, whose ISA is selected on its own. Arrays are indexed by the
+// activations' DType; a packed weight has its formats.
 struct IntegerKernels {
   const char* isa;
   int max_rows;
   UnitFn quantise[2];
   UnitFn multiply;  // only measures the roofline
-  UnitFn embed[kNumCodeFormats];
-  UnitFn linear[kNumCodeFormats][2];
-  UnitFn gated[kNumCodeFormats][2];
-  UnitFn logits[kNumCodeFormats];
-  UnitFn grouped_gated[kNumCodeFormats][2];
-  UnitFn grouped_linear[kNumCodeFormats][2];
+  UnitFn embed;
+  UnitFn linear[2];
+  UnitFn gated[2];
+  UnitFn logits;
+  UnitFn grouped_gated[2];
+  UnitFn grouped_linear[2];
 };
 
 }  // namespace cadenza

@@ -11,7 +11,11 @@ namespace cadenza {
 namespace {
 
 Weight weight_of(const void* packed, int64_t panels, int64_t k, WeightFormat format) {
-  return {static_cast<const char*>(packed), panels, panel_bytes(format, k)};
+  const char* data = static_cast<const char*>(packed);
+  if (!is_quantised(format)) return {data, panels, panel_bytes(format, k)};
+  // With panels of several sizes their average: a prefetch may begin anywhere.
+  const int64_t header = int64_t(sizeof(CodesHeader));
+  return {data + header, panels, (codes_header(packed).num_bytes() - header) / panels};
 }
 
 }  // namespace
@@ -62,7 +66,7 @@ void embed(const Runtime& runtime, WeightFormat format, const EmbedTask& task) {
   if (task.rows == 0) return;
   Executor::Lease lease(runtime.executor);
   const UnitFn run = is_quantised(format)
-                         ? runtime.integer.embed[index_of(format) - index_of(WeightFormat::kInt8)]
+                         ? runtime.integer.embed
                          : runtime.kernels.embed[index_of(format)];
   lease.run({run, &task, task.rows, 16},
             task.rows * task.width > kMinParallelElements / 8);

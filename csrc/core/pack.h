@@ -35,22 +35,26 @@ void pack(Executor& executor, const PackTask& task);
 
 // A weight to be quantised, or the codes of one.
 struct CodeSource {
-  PackSource rows;             // floats; or codes of a byte, with any `dtype`, if there are scales
-  const uint16_t* scales;      // f16 [rows, groups], or null
-  const uint8_t* zero_points;  // [rows, groups] for int4 codes with scales, or null
+  PackSource rows;          // floats, or with scales codes of a byte, signed, with any `dtype`
+  int target;               // the format in which it is packed
+  int format;               // of codes with scales
+  const void* scales;       // [rows, K / group], or null
+  const void* corrections;  // zero points or offsets [rows, K / group], if the format has them
 };
 
-// The sources of a weight of integer codes; panels and columns as in PackTask.
+// The sources of a weight of integer codes; panels and columns as in PackTask. Sources of different
+// targets begin at a panel, and those of gate and up have one target.
 struct QuantisedPackTask {
   std::vector<CodeSource> sources;
   int64_t k;
-  uint8_t* packed;  // 32-byte aligned, panels * panel_bytes(format, k) long
+  uint8_t* packed;  // 64-byte aligned
+  int64_t packed_bytes;  // those of the header and its panels
   bool gated;
-  WeightFormat format = WeightFormat::kInt8;
 };
 
-// Quantises by the rules of core/quantised.h. The padding has codes and scales of 0. Throws
-// std::invalid_argument for unsupported sizes or alignments.
+// Quantises floats by the rules of core/quantised.h; codes keep their values in a target that has
+// them. The padding has codes and scales of 0. Throws std::invalid_argument for unsupported sizes,
+// formats or alignments.
 void pack_quantised(Executor& executor, const QuantisedPackTask& task);
 
 // Reads back one packed column as f32; used by tests.

@@ -4,6 +4,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "core/code_format.h"
 #include "core/half.h"
 #include "core/pack.h"
 
@@ -14,7 +15,7 @@ namespace {
 constexpr int64_t kPanelsPerClaim = 4;
 constexpr int kMostCode = 127;     // of int8, and its negative
 constexpr int kMostNibble = 15;    // of int4
-constexpr uint16_t kNaN = 0x7e00;  // as f16
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 float bf16_to_f32(uint16_t half) {
   uint32_t raw = uint32_t(half) << 16;
@@ -29,11 +30,11 @@ struct CodeColumn {
   int64_t row;
 };
 
-// One column's part of a group.
+// One column's part of a group: an element is (code - zero_point) * scale + offset of its half.
 struct CodeGroup {
-  int8_t codes[kGroup];  // int4 codes are from 0 to 15
-  uint16_t scale;
-  uint8_t zero_point;
+  int8_t codes[kGroup];
+  int zero_point;
+  float scales[2], offsets[2];
 };
 
 CodeColumn code_column(const QuantisedPackTask& task, int64_t panel, int64_t lane) {
@@ -65,11 +66,15 @@ void read_floats(const PackSource& source, int64_t row, int64_t begin, int64_t c
 // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
 float round_even(float value) { return (value + 12582912.0f) - 12582912.0f; }
 
-// Rounds a group's scale and returns its inverse, or 0 if all codes are 0.
+uint16_t to_f16(float value) {
+  return std::signbit(value) ? uint16_t(0x8000 | f32_to_f16(-value)) : f32_to_f16(value);
+}
+
+// Rounds a group's scale to f16 and returns its inverse, or 0 if all codes are 0.
 float set_scale(float scale, CodeGroup& group) {
-  group.scale = f32_to_f16(scale);
-  const float rounded = f16_to_f32(group.scale);
-  if (!(rounded <= std::numeric_limits<float>::max())) group.scale = kNaN;
+  const float rounded = f16_to_f32(f32_to_f16(scale));
+  const bool is_finite = rounded <= std::numeric_limits<float>::max();
+  group.scales[0] = group.scales[1] = is_finite ? rounded : kNaN;
   return rounded > 0.0f ? 1.0f / rounded : 0.0f;
 }
 
@@ -88,72 +93,121 @@ void quantise_int4(const float (&values)[kGroup], CodeGroup& group) {
   for (float value : values) low = std::min(low, value), high = std::max(high, value);
   const float inverse = set_scale((high - low) / float(kMostNibble), group);
   const float zero = std::clamp(round_even(-low * inverse), 0.0f, float(kMostNibble));
-  group.zero_point = uint8_t(zero);
+  group.zero_point = int(zero);
   for (int i = 0; i < kGroup; i++) {
     const float code = round_even(values[i] * inverse) + zero;
     group.codes[i] = int8_t(std::clamp(code, 0.0f, float(kMostNibble)));
   }
 }
 
-void quantise(WeightFormat format, const float (&values)[kGroup], CodeGroup& group) {
+void quantise(int target, const float (&values)[kGroup], CodeGroup& group) {
   for (float value : values) {
     if (value - value == 0.0f) continue;
-    group.scale = kNaN;
+    group.scales[0] = group.scales[1] = kNaN;
     return;
   }
-  format == WeightFormat::kInt4 ? quantise_int4(values, group) : quantise_int8(values, group);
+  target == kInt4Format ? quantise_int4(values, group) : quantise_int8(values, group);
 }
 
-CodeGroup read_group(WeightFormat format, CodeColumn column, int64_t k, int64_t index) {
+float read_scale(ScaleType type, const void* scales, int64_t at) {
+  if (type == ScaleType::kF32) return static_cast<const float*>(scales)[at];
+  return f16_to_f32(static_cast<const uint16_t*>(scales)[at]);
+}
+
+void read_codes(const CodeColumn& column, int64_t k, int64_t index, CodeGroup& group) {
+  const CodeSource& source = *column.source;
+  const CodeFormat format = kCodeFormats[source.format];
+  const int64_t begin = index * kGroup, count = std::min<int64_t>(kGroup, k - begin);
+  const auto* codes = static_cast<const int8_t*>(source.rows.data);
+  std::memcpy(group.codes, codes + column.row * source.rows.row_stride + begin, size_t(count));
+  const int64_t per_row = ceil_div(k, format.group), first = begin / format.group;
+  for (int part = 0; part < 2; part++) {
+    const int64_t within = format.num_parts() == 2 ? part : 0;
+    if (first + within >= per_row) break;  // the rest of the last group
+    const int64_t at = column.row * per_row + first + within;
+    group.scales[part] = read_scale(format.scale, source.scales, at);
+    if (format.correction == Correction::kOffset) {
+      group.offsets[part] = read_scale(format.scale, source.corrections, at);
+    }
+    if (format.correction == Correction::kZeroPoint) {
+      group.zero_point = static_cast<const uint8_t*>(source.corrections)[at];
+    }
+  }
+  // Elements beyond K are zeros, as if they had been quantised.
+  std::fill(group.codes + count, group.codes + kGroup, int8_t(group.zero_point));
+}
+
+CodeGroup read_group(CodeColumn column, int64_t k, int64_t index) {
   CodeGroup group{};
   if (column.source == nullptr) return group;
-  const PackSource& rows = column.source->rows;
-  const int64_t begin = index * kGroup, count = std::min<int64_t>(kGroup, k - begin);
-  if (const uint16_t* scales = column.source->scales; scales != nullptr) {
-    const auto* codes = static_cast<const int8_t*>(rows.data) + column.row * rows.row_stride;
-    std::memcpy(group.codes, codes + begin, size_t(count));
-    const int64_t at = column.row * ceil_div(k, kGroup) + index;
-    group.scale = scales[at];
-    if (format == WeightFormat::kInt4) group.zero_point = column.source->zero_points[at];
-    // Elements beyond K are zeros, as if they had been quantised.
-    std::fill(group.codes + count, group.codes + kGroup, int8_t(group.zero_point));
+  if (column.source->scales != nullptr) {
+    read_codes(column, k, index, group);
     return group;
   }
+  const int64_t begin = index * kGroup, count = std::min<int64_t>(kGroup, k - begin);
   float values[kGroup] = {};
-  read_floats(rows, column.row, begin, count, values);
-  quantise(format, values, group);
+  read_floats(column.source->rows, column.row, begin, count, values);
+  quantise(column.source->target, values, group);
   return group;
 }
 
-// Stores a column's codes, scale and zero point in a group of a panel.
-void store_group(WeightFormat format, const CodeGroup& group, int64_t column, uint8_t* to) {
-  uint8_t* scales = to + kGroup * kPanel;
-  if (format == WeightFormat::kInt8) {
-    for (int64_t i = 0; i < kGroup; i++) {
-      to[(i / 4 * kPanel + column) * 4 + i % 4] = uint8_t(group.codes[i] + 128);
+void store_scales(const CodeFormat& format, const float (&scales)[2], int64_t column, uint8_t* to) {
+  for (int part = 0; part < format.num_parts(); part++) {
+    const int64_t at = part * kPanel + column;
+    if (format.scale == ScaleType::kF32) {
+      std::memcpy(to + at * 4, &scales[part], 4);
+    } else {
+      const uint16_t half = to_f16(scales[part]);
+      std::memcpy(to + at * 2, &half, 2);
     }
+  }
+}
+
+// Stores a column's codes, scales and correction in a group of a panel.
+void store_group(const CodeFormat& format, CodeGroup group, bool has_zero_point, int64_t column,
+                 uint8_t* to) {
+  // What is stored for a code: without sign, less a zero point that the format has no place for.
+  int bias = format.bits == 8 ? 128 - group.zero_point : 0;
+  if (format.bits == 4 && format.correction == Correction::kNone) bias = 8 - group.zero_point;
+  if (format.correction == Correction::kZeroPoint && !has_zero_point) bias = group.zero_point = 8;
+  uint8_t stored[kGroup];
+  for (int i = 0; i < kGroup; i++) stored[i] = uint8_t(group.codes[i] + bias);
+  if (format.bits == 8) {
+    for (int64_t i = 0; i < kGroup; i++) to[(i / 4 * kPanel + column) * 4 + i % 4] = stored[i];
   } else {
     for (int64_t i = 0; i < kGroup / 2; i++) {
       const int64_t code = i / 4 * 8 + i % 4;  // beside code + 4
       to[(i / 4 * kPanel + column) * 4 + i % 4] =
-          uint8_t(group.codes[code] | group.codes[code + 4] << 4);
+          uint8_t((stored[code] & 15) | stored[code + 4] << 4);
     }
-    scales = to + kGroup * kPanel / 2;
-    scales[kPanel * 2 + column] = group.zero_point;
   }
-  std::memcpy(scales + column * 2, &group.scale, sizeof(group.scale));
+  store_scales(format, group.scales, column, to + format.code_bytes());
+  uint8_t* corrections = to + format.corrections_at();
+  if (format.correction == Correction::kOffset) {
+    store_scales(format, group.offsets, column, corrections);
+  } else if (format.correction == Correction::kZeroPoint) {
+    corrections[column] = uint8_t(group.zero_point);
+  }
+}
+
+bool has_zero_points(const CodeColumn& column) {
+  if (column.source == nullptr || column.source->scales == nullptr) return true;
+  return kCodeFormats[column.source->format].correction == Correction::kZeroPoint;
 }
 
 // A unit is one panel.
 void pack_code_panels(const void* context, int64_t begin, int64_t end, Worker&) {
   const auto& task = *static_cast<const QuantisedPackTask*>(context);
-  for (int64_t panel = begin; panel < end; panel++) {
-    uint8_t* to = task.packed + panel * panel_bytes(task.format, task.k);
+  for (int64_t index = begin; index < end; index++) {
+    const CodePanel panel = code_panel(task.packed, index);
+    const CodeFormat format = kCodeFormats[panel.format];
+    uint8_t* to = task.packed + (panel.data - task.packed);
     CodeColumn columns[kPanel];
-    for (int64_t c = 0; c < kPanel; c++) columns[c] = code_column(task, panel, c);
-    for (int64_t g = 0; g < ceil_div(task.k, kGroup); g++, to += group_bytes(task.format)) {
+    for (int64_t c = 0; c < kPanel; c++) columns[c] = code_column(task, index, c);
+    for (int64_t g = 0; g < ceil_div(task.k, kGroup); g++, to += format.group_bytes()) {
       for (int64_t c = 0; c < kPanel; c++) {
-        store_group(task.format, read_group(task.format, columns[c], task.k, g), c, to);
+        const CodeGroup group = read_group(columns[c], task.k, g);
+        store_group(format, group, has_zero_points(columns[c]), c, to);
       }
     }
   }
@@ -163,27 +217,69 @@ void check(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
+bool is_code_format(int index) { return index >= 0 && index < kNumCodeFormats; }
+
+void check_source(const CodeSource& source, int64_t k) {
+  check(source.rows.rows >= 0 && source.rows.row_stride >= k,
+        "pack: a source has too few elements");
+  check(is_code_format(source.target), "pack: the target is not a format of codes");
+  if (source.scales == nullptr) {
+    check(source.target == kInt8Format || source.target == kInt4Format,
+          "pack: floats are quantised to int8 or int4 only");
+    return;
+  }
+  check(is_code_format(source.format), "pack: codes of a format without kernels");
+  const CodeFormat from = kCodeFormats[source.format], to = kCodeFormats[source.target];
+  check((from.correction == Correction::kNone) == (source.corrections == nullptr),
+        "pack: codes need the zero points or offsets of their format");
+  check(from.bits <= to.bits && from.scale <= to.scale && from.group >= to.group,
+        "pack: the target is smaller than the codes' format");
+  check(from.correction != Correction::kOffset || to.correction == Correction::kOffset,
+        "pack: the target has no offsets");
+  check(to.bits == 8 || from.correction == to.correction ||
+            (from.correction == Correction::kNone && to.correction == Correction::kZeroPoint),
+        "pack: the target's 4 bits cannot hold the codes");
+}
+
+// The segments of a weight: of consecutive sources with one target.
+CodesHeader header_of(const QuantisedPackTask& task) {
+  CodesHeader header{CodesHeader::kVersion, 0, task.k, {}};
+  const int64_t width = task.gated ? kLanes : kPanel;
+  int64_t columns = 0;
+  for (size_t i = 0; i < task.sources.size(); i++) {
+    const CodeSource& source = task.sources[i];
+    if (i > 0 && source.target != task.sources[i - 1].target) {
+      check(!task.gated && columns % kPanel == 0 && header.num_segments < CodesHeader::kMaxSegments,
+            "pack: the formats change within a panel");
+      columns = 0;
+    }
+    if (columns == 0) header.segments[header.num_segments++].format = source.target;
+    if (!task.gated || i == 0) columns += source.rows.rows;
+    header.segments[header.num_segments - 1].panels = int32_t(ceil_div(columns, width));
+  }
+  return header;
+}
+
 }  // namespace
 
 void pack_quantised(Executor& executor, const QuantisedPackTask& task) {
-  check(is_quantised(task.format), "pack: the format must be int8 or int4");
   check(!task.sources.empty() && task.k > 0, "pack: sizes must be positive");
-  check(reinterpret_cast<uintptr_t>(task.packed) % 32 == 0, "pack: buffer is not 32-byte aligned");
+  check(reinterpret_cast<uintptr_t>(task.packed) % 64 == 0, "pack: buffer is not 64-byte aligned");
   int64_t columns = 0;
   for (const CodeSource& source : task.sources) {
-    check(source.rows.rows >= 0 && source.rows.row_stride >= task.k,
-          "pack: a source has too few elements");
-    check(task.format != WeightFormat::kInt4 || (source.scales == nullptr) == (source.zero_points == nullptr),
-          "pack: int4 codes need zero points");
+    check_source(source, task.k);
     columns += source.rows.rows;
   }
   if (task.gated) {
     check(task.sources.size() == 2 && task.sources[0].rows.rows == task.sources[1].rows.rows,
           "pack: gate and up must be two sources of equal sizes");
   }
-  int64_t panels = task.gated ? ceil_div(columns / 2, kLanes) : ceil_div(columns, kPanel);
+  const CodesHeader header = header_of(task);
+  check(header.num_bytes() == task.packed_bytes, "pack: the buffer has another size");
+  std::memcpy(task.packed, &header, sizeof(header));
   Executor::Lease lease(executor);
-  lease.run({pack_code_panels, &task, panels, kPanelsPerClaim}, columns * task.k > (1 << 16));
+  lease.run({pack_code_panels, &task, header.num_panels(), kPanelsPerClaim},
+            columns * task.k > (1 << 16));
 }
 
 }  // namespace cadenza

@@ -10,9 +10,8 @@ ProductKernels product_kernels(const Runtime& runtime, ProductTypes types) {
             table.logits[weight], table.grouped_gated[weight], table.grouped_linear[weight]};
   }
   const IntegerKernels& table = runtime.integer;
-  const int code = weight - index_of(WeightFormat::kInt8);
-  return {table.max_rows,     table.linear[code][act],        table.gated[code][act],
-          table.logits[code], table.grouped_gated[code][act], table.grouped_linear[code][act]};
+  return {table.max_rows,   table.linear[act],        table.gated[act],
+          table.logits,     table.grouped_gated[act], table.grouped_linear[act]};
 }
 
 int64_t product_row_bytes(ProductTypes types, int64_t k) {

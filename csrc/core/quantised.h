@@ -4,19 +4,23 @@
 //   largest = max |x| of the group; code = round_even(x * (127 / largest)); scale = largest / 127.
 //   A group whose largest is below 2^-64 has codes and scale 0, so no later value is denormal. One
 //   with a NaN or an infinity has codes 0 and a NaN scale, so that the row's outputs are NaN.
-// Weights are integer codes with one f16 scale for each column and group. Quantised from floats:
+// Weights are integer codes with one scale for each column and group of 32 or 16 elements, and with a
+// zero point, an offset or neither (core/code_format.h); an element is (code - zero point) * scale +
+// offset. Quantised from floats, in groups of 32 with f16 scales:
 //   int8: largest = max |w|; scale = f16(largest / 127); code = round_even(w * (1 / scale)), clamped
 //   to [-127, 127]; all 0 if the scale is 0, and a NaN scale if a value or the scale is not finite.
 //   int4: low = min(0, min w), high = max(0, max w); scale = f16((high - low) / 15); zero point =
 //   round_even(-low * (1 / scale)); code = round_even(w * (1 / scale)) + zero point, both clamped to
 //   [0, 15]. Not finite as for int8.
-// A product folds the groups in ascending order, from 0, with dot = the sum of activation code *
-// (weight code - zero point), where int8 codes have no zero point:
-//   sum = fma(f32(dot) * activation scale, weight scale, sum)
-// The dot is an exact integer, so these two roundings a group are all: the bits depend neither on
-// the number of rows nor on the instruction set.
+// A product folds the weight's groups in ascending order, from 0, with dot = the sum of activation
+// code * (weight code - zero point) and total = the sum of the activation codes:
+//   sum = fma(f32(dot) * activation scale, weight scale, sum), then with offsets
+//   sum = fma(f32(total) * activation scale, offset, sum)
+// Dots and totals are exact integers, so these roundings are all: the bits depend neither on the
+// number of rows nor on the instruction set.
 #pragma once
 
+#include "core/code_format.h"
 #include "core/ops.h"
 
 namespace cadenza {
@@ -24,7 +28,7 @@ namespace cadenza {
 // The codes of an activation group's elements are followed by these, for all groups of the row.
 struct GroupTerms {
   float scale;
-  int32_t sum;  // of the group's codes
+  int16_t totals[2];  // the sums of the first and of the last sixteen codes
 };
 
 // Bytes of a row of activation codes: [groups][32] int8, zero beyond K, then [groups] GroupTerms.

@@ -11,10 +11,10 @@ struct bf16 {
 
 enum class DType : int32_t { kBf16 = 0, kF32 = 1, kF16 = 2 };
 
-// How a packed weight stores its elements.
-enum class WeightFormat : int32_t { kBf16 = 0, kF32 = 1, kInt8 = 2, kInt4 = 3 };
-constexpr int kNumCodeFormats = 2;
-constexpr bool is_quantised(WeightFormat format) { return format >= WeightFormat::kInt8; }
+// How a packed weight stores its elements. One of integer codes begins with its formats
+// (core/code_format.h).
+enum class WeightFormat : int32_t { kBf16 = 0, kF32 = 1, kCodes = 2 };
+constexpr bool is_quantised(WeightFormat format) { return format == WeightFormat::kCodes; }
 
 // The format of weights that are stored like activations, in bf16 or f32.
 constexpr WeightFormat format_of(DType dtype) {
@@ -49,22 +49,11 @@ constexpr int kStep<bf16> = 2;
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// Consecutive elements of a reduction whose codes have one scale.
+// Consecutive elements of a reduction that are rounded together.
 constexpr int kGroup = 32;
-// Bytes of a group of a panel of int8 codes: [32 / 4][32 columns][4] codes, then 32 f16 scales. A
-// code is stored as code + 128.
-constexpr int64_t kInt8GroupBytes = kGroup * kPanel + kPanel * 2;
-// Bytes of a group of a panel of int4 codes: [32 / 8][32 columns][4] bytes, whose low nibbles are
-// codes 0 to 3 of eight and whose high nibbles are codes 4 to 7; then 32 f16 scales and 32 u8 zero
-// points.
-constexpr int64_t kInt4GroupBytes = kGroup * kPanel / 2 + kPanel * 3;
-constexpr int64_t group_bytes(WeightFormat format) {
-  return format == WeightFormat::kInt4 ? kInt4GroupBytes : kInt8GroupBytes;
-}
 
-// Bytes of one packed panel of a weight with reduction k.
+// Bytes of one packed panel of a weight of floats with reduction k.
 constexpr int64_t panel_bytes(WeightFormat format, int64_t k) {
-  if (is_quantised(format)) return ceil_div(k, kGroup) * group_bytes(format);
   return format == WeightFormat::kF32 ? k * kPanel * 4 : ceil_div(k, kStep<bf16>) * kPanel * 4;
 }
 

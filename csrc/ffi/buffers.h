@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/code_format.h"
 #include "core/isa.h"
 #include "core/ops.h"
 #include "core/profile.h"
@@ -61,16 +62,10 @@ inline int64_t true_count(const Any& count, int64_t padded) {
   return n;
 }
 
-// The format of a packed weight: by its element type, and for quantised weights, which are u8, by
-// the bytes of a group, their last axis.
+// The format of a packed weight by its element type: one of codes is u8.
 inline WeightFormat weight_format(const Any& weight) {
-  if (weight.element_type() != ffi::U8) return format_of(element_type(weight));
-  const size_t rank = weight.dimensions().size();
-  require(rank > 0, "a quantised weight must have axes");
-  for (WeightFormat format : {WeightFormat::kInt8, WeightFormat::kInt4}) {
-    if (dim(weight, rank - 1) == group_bytes(format)) return format;
-  }
-  throw std::invalid_argument("the bytes of a quantised weight's group fit no format");
+  if (weight.element_type() == ffi::U8) return WeightFormat::kCodes;
+  return format_of(element_type(weight));
 }
 
 // The types of a product of activations x and a packed weight.
@@ -81,14 +76,20 @@ inline ProductTypes product_types(const Any& x, const Any& weight) {
   return types;
 }
 
-// Whether the axes from `first` on are those of a packed weight: [panels, steps, 32, step], or
-// [panels, groups, bytes of a group].
+// Whether the header of a weight of codes is valid and fits its columns, its reduction and its bytes.
+inline bool is_packed_codes(const Any& weight, size_t first, int64_t columns, int64_t k) {
+  if (weight.dimensions().size() != first + 1) return false;
+  const int64_t bytes = dim(weight, first);
+  if (bytes < int64_t(sizeof(CodesHeader))) return false;
+  const CodesHeader& header = codes_header(weight.untyped_data());
+  return header.is_valid() && header.k == k && header.num_panels() == ceil_div(columns, kPanel) &&
+         header.num_bytes() == bytes;
+}
+
+// Whether the axes from `first` on are those of a packed weight: [panels, steps, 32, step], or [bytes]
+// for one of codes.
 inline bool is_packed(const Any& weight, size_t first, int64_t columns, int64_t k) {
-  if (is_quantised(weight_format(weight))) {
-    return weight.dimensions().size() == first + 3 &&
-           dim(weight, first) == ceil_div(columns, kPanel) &&
-           dim(weight, first + 1) == ceil_div(k, kGroup);
-  }
+  if (is_quantised(weight_format(weight))) return is_packed_codes(weight, first, columns, k);
   int64_t step = weight_format(weight) == WeightFormat::kBf16 ? 2 : 1;
   return weight.dimensions().size() == first + 4 &&
          dim(weight, first) == ceil_div(columns, kPanel) &&

@@ -2,6 +2,7 @@
 #include <exception>
 #include <string>
 
+#include "core/code_format.h"
 #include "core/faults.h"
 #include "core/isa.h"
 #include "core/logit_rows.h"
@@ -85,22 +86,32 @@ CADENZA_EXPORT const char* cadenza_pack(int num_sources, const void* const* data
   });
 }
 
-// Source i is [rows[i], k] at data[i], with a row stride of strides[i] elements: floats that are
-// quantised, or codes of a byte where scales[i] is not null, f16 [rows[i], groups], with the zero
-// points of int4 codes, u8 [rows[i], groups]. `format` is a WeightFormat.
-CADENZA_EXPORT const char* cadenza_pack_quantised(int num_sources, const void* const* data,
-                                                  const int* dtypes, const int64_t* rows,
-                                                  const int64_t* strides,
-                                                  const uint16_t* const* scales,
-                                                  const uint8_t* const* zero_points, int64_t k,
-                                                  void* packed, int format, int gated) {
+// A weight [rows, k] with a row stride in elements: floats that are quantised, or signed codes of a
+// byte with scales (core/pack.h). Formats are those of cadenza_code_format.
+struct CadenzaCodeSource {
+  const void* data;
+  const void* scales;
+  const void* corrections;
+  int64_t rows, row_stride;
+  int32_t dtype, format, target;
+};
+
+// The index of the format of codes with these properties (core/code_format.h), or -1.
+CADENZA_EXPORT int cadenza_code_format(int bits, int group, int scale, int correction) {
+  return cadenza::index_of(cadenza::CodeFormat{bits, group, static_cast<cadenza::ScaleType>(scale),
+                                               static_cast<cadenza::Correction>(correction)});
+}
+
+CADENZA_EXPORT const char* cadenza_pack_quantised(int num_sources, const CadenzaCodeSource* sources,
+                                                  int64_t k, void* packed, int64_t packed_bytes,
+                                                  int gated) {
   return guarded([&] {
-    cadenza::QuantisedPackTask task{{}, k, static_cast<uint8_t*>(packed), gated != 0,
-                                    static_cast<cadenza::WeightFormat>(format)};
+    cadenza::QuantisedPackTask task{{}, k, static_cast<uint8_t*>(packed), packed_bytes, gated != 0};
     for (int i = 0; i < num_sources; i++) {
-      cadenza::PackSource source{data[i], static_cast<cadenza::DType>(dtypes[i]), rows[i],
-                                 strides[i]};
-      task.sources.push_back({source, scales[i], zero_points[i]});
+      const CadenzaCodeSource& each = sources[i];
+      cadenza::PackSource rows{each.data, static_cast<cadenza::DType>(each.dtype), each.rows,
+                               each.row_stride};
+      task.sources.push_back({rows, each.target, each.format, each.scales, each.corrections});
     }
     cadenza::pack_quantised(cadenza::executor(), task);
   });

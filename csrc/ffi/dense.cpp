@@ -1,4 +1,6 @@
 // Operations as XLA calls them: embedding, norms, row gather and linear products. Conventions: csrc/README.md.
+#include <algorithm>
+
 #include "ffi/targets.h"
 
 namespace cadenza::xla_ffi {
@@ -21,15 +23,15 @@ ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_
     task.vocab = vocab;
     task.token_ids = int32(token_ids);
     task.table = table.untyped_data();
-    task.packed = table.dimensions().size() > 2;
+    WeightFormat format = weight_format(table);
+    task.packed = is_quantised(format) || table.dimensions().size() > 2;
     task.scale = scale;
     task.out = static_cast<float*>(out->untyped_data());
-    WeightFormat format = weight_format(table);
     if (task.packed) require_packed(table, vocab, task.width);
     require(task.packed || (dim(table, 0) == vocab && dim(table, 1) == task.width),
             "the plain table must be [vocab, width]");
     require(is_f32(*out), "the result must be f32");
-    if (profile.is_on()) profile.reads(task.rows * panel_bytes(format, task.width) / kPanel);
+    if (profile.is_on()) profile.reads(task.rows * int64_t(table.size_bytes()) / std::max<int64_t>(vocab, 1));
     embed(runtime(), format, task);
   });
 }

@@ -79,16 +79,6 @@ inline void route_units(const void* context, int64_t begin, int64_t end, Worker&
   }
 }
 
-template <class T>
-inline const T* expert_weight(const void* w, int64_t expert, int64_t panels, int64_t k) {
-  return static_cast<const T*>(w) + expert * panels * ceil_div(k, kStep<T>) * kPanel * kStep<T>;
-}
-
-template <class T>
-inline const T* gathered_row(const ExpertGroups& experts, int64_t row, int64_t k) {
-  return static_cast<const T*>(experts.x) + row * k;
-}
-
 // Finishes one row of one panel. Not inlined: unrolling three activations over kMaxRows rows would
 // bloat the code.
 template <class T>
@@ -117,7 +107,7 @@ struct GroupedGatedEpilogue {
 };
 
 // A unit is one panel of one expert for one block of its rows.
-template <class T>
+template <class P, class T>
 void grouped_gated_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& units = *static_cast<const GroupedGatedUnits*>(context);
   const ExpertGroups& experts = units.experts;
@@ -131,12 +121,11 @@ void grouped_gated_units(const void* context, int64_t begin, int64_t end, Worker
     if (first >= last) continue;
     const float* bias = units.task->product.bias;
     task.bias = bias == nullptr ? nullptr : bias + group.expert * 2 * task.f;
-    run_panels<T>(
-        gathered_row<T>(experts, group.first, task.k),
-        expert_weight<T>(task.w, group.expert, group.grid.panels, task.k), group.grid, first, last,
-        within, [&](int64_t panel) {
-          return GroupedGatedEpilogue<T>{task, experts.pairs + group.first, panel * kLanes};
-        });
+    P::run(P::row(experts.x, group.first, task.k),
+           P::expert(task.w, group.expert, group.grid.panels, task.k), group.grid, first, last,
+           within, [&](int64_t panel) {
+             return GroupedGatedEpilogue<T>{task, experts.pairs + group.first, panel * kLanes};
+           });
   }
 }
 
@@ -183,7 +172,7 @@ void combine_slots(const GroupedLinearTask& task, int64_t begin, int64_t end,
 }
 
 // A unit is one panel of every expert for all rows.
-template <class T>
+template <class P, class T>
 void grouped_linear_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& units = *static_cast<const GroupedLinearUnits*>(context);
   const ExpertGroups& experts = units.experts;
@@ -194,14 +183,13 @@ void grouped_linear_units(const void* context, int64_t begin, int64_t end, Worke
   for (int64_t g = 0; g < experts.num_groups; g++) {
     const ExpertGroup& group = experts.groups[g];
     const float* bias = task.bias == nullptr ? nullptr : task.bias + group.expert * task.n;
-    run_panels<T>(gathered_row<T>(experts, group.first, task.k),
-                  expert_weight<T>(task.w, group.expert, panels, task.k),
-                  {group.rows, task.k, panels, 1}, begin, end, within, [&](int64_t panel) {
-                    int64_t column = panel * kPanel;
-                    return PartialEpilogue{
-                        partials + (panel - begin) * kPanel, stride, experts.pairs + group.first,
-                        bias == nullptr ? nullptr : bias + column, task.n - column};
-                  });
+    P::run(P::row(experts.x, group.first, task.k), P::expert(task.w, group.expert, panels, task.k),
+           {group.rows, task.k, panels, 1}, begin, end, within, [&](int64_t panel) {
+             int64_t column = panel * kPanel;
+             return PartialEpilogue{partials + (panel - begin) * kPanel, stride,
+                                    experts.pairs + group.first,
+                                    bias == nullptr ? nullptr : bias + column, task.n - column};
+           });
   }
   combine_slots<T>(*units.task, begin, end, partials);
 }

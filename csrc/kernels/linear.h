@@ -155,6 +155,24 @@ inline void run_panels(const void* x, const void* w, const Grid& grid, int64_t b
   }
 }
 
+// How the kernels below, which are written for any product, find and multiply weights of floats.
+template <class T>
+struct FloatProduct {
+  // Row `row` of activations [rows, K].
+  static const void* row(const void* x, int64_t row, int64_t k) {
+    return static_cast<const T*>(x) + row * k;
+  }
+  // The packed weight of one expert.
+  static const void* expert(const void* w, int64_t expert, int64_t panels, int64_t k) {
+    return static_cast<const T*>(w) + expert * panels * ceil_div(k, kStep<T>) * kPanel * kStep<T>;
+  }
+  template <class MakeEpilogue>
+  static void run(const void* x, const void* w, const Grid& grid, int64_t begin, int64_t end,
+                  Worker& worker, const MakeEpilogue& make_epilogue) {
+    run_panels<T>(x, w, grid, begin, end, worker, make_epilogue);
+  }
+};
+
 template <class T>
 struct LinearEpilogue {
   const LinearTask& task;
@@ -178,11 +196,12 @@ struct LinearEpilogue {
   }
 };
 
-template <class T>
+// P is how weights are multiplied, T the type of the activations.
+template <class P, class T>
 void linear_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& units = *static_cast<const LinearUnits*>(context);
   const LinearTask& task = *units.task;
-  run_panels<T>(task.x, task.w, units.grid, begin, end, worker, [&](int64_t panel) {
+  P::run(task.x, task.w, units.grid, begin, end, worker, [&](int64_t panel) {
     return LinearEpilogue<T>{task, panel * kPanel};
   });
 }
@@ -206,24 +225,24 @@ struct GatedEpilogue {
   }
 };
 
-template <class T, Activation A>
+template <class P, class T, Activation A>
 void gated_units_as(const GatedUnits& units, int64_t begin, int64_t end, Worker& worker) {
   const GatedTask& task = *units.task;
-  run_panels<T>(task.x, task.w, units.grid, begin, end, worker, [&](int64_t panel) {
+  P::run(task.x, task.w, units.grid, begin, end, worker, [&](int64_t panel) {
     return GatedEpilogue<T, A>{task, panel * kLanes};
   });
 }
 
-template <class T>
+template <class P, class T>
 void gated_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& units = *static_cast<const GatedUnits*>(context);
   switch (units.task->activation) {
     case Activation::kSilu:
-      return gated_units_as<T, Activation::kSilu>(units, begin, end, worker);
+      return gated_units_as<P, T, Activation::kSilu>(units, begin, end, worker);
     case Activation::kGeluTanh:
-      return gated_units_as<T, Activation::kGeluTanh>(units, begin, end, worker);
+      return gated_units_as<P, T, Activation::kGeluTanh>(units, begin, end, worker);
     case Activation::kGelu:
-      return gated_units_as<T, Activation::kGelu>(units, begin, end, worker);
+      return gated_units_as<P, T, Activation::kGelu>(units, begin, end, worker);
   }
 }
 
@@ -278,13 +297,13 @@ struct LogitsEpilogue {
   }
 };
 
-template <class T>
+template <class P>
 void logits_units(const void* context, int64_t begin, int64_t end, Worker& worker) {
   const auto& task = *static_cast<const LogitsTask*>(context);
   const LinearTask& product = task.product;
   RowBest* best = task.best + worker.index * product.rows;
   const Grid grid{product.rows, product.k, ceil_div(product.n, kPanel), 1};
-  run_panels<T>(product.x, product.w, grid, begin, end, worker, [&](int64_t panel) {
+  P::run(product.x, product.w, grid, begin, end, worker, [&](int64_t panel) {
     return LogitsEpilogue{task, best, panel * kPanel};
   });
 }

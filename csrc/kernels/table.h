@@ -11,21 +11,23 @@
 namespace cadenza::CADENZA_ISA {
 
 constexpr KernelTable make_table(const char* isa) {
+  using Bf16 = FloatProduct<bf16>;
+  using F32 = FloatProduct<float>;
   return {isa,
           kMaxRows,
-          {linear_units<bf16>, linear_units<float>},
-          {gated_units<bf16>, gated_units<float>},
+          {linear_units<Bf16, bf16>, linear_units<F32, float>},
+          {gated_units<Bf16, bf16>, gated_units<F32, float>},
           {norm_units<bf16>, norm_units<float>},
           {convert_units<bf16>, convert_units<float>},
           {embed_units<bf16>, embed_units<float>},
           {append_units<bf16>, append_units<float>},
           {attend_units<bf16>, attend_units<float>},
           {merge_units<bf16>, merge_units<float>},
-          {logits_units<bf16>, logits_units<float>},
+          {logits_units<Bf16>, logits_units<F32>},
           sample_units,
           route_units,
-          {grouped_gated_units<bf16>, grouped_gated_units<float>},
-          {grouped_linear_units<bf16>, grouped_linear_units<float>},
+          {grouped_gated_units<Bf16, bf16>, grouped_gated_units<F32, float>},
+          {grouped_linear_units<Bf16, bf16>, grouped_linear_units<F32, float>},
           read_units,
           {multiply_units<bf16>, multiply_units<float>}};
 }

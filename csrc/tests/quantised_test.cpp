@@ -10,39 +10,40 @@
 namespace cadenza::tests {
 namespace {
 
-constexpr WeightFormat kFormats[] = {WeightFormat::kInt8, WeightFormat::kInt4};
+constexpr int kFormats[] = {kInt8Format, kInt4Format};  // those that floats are quantised to
 
 struct Codes {
-  WeightFormat format;
+  int format;
   int64_t n, k;
   std::vector<float> rows;
   Aligned packed;
 
-  Codes(Random& random, WeightFormat format_, int64_t n_, int64_t k_, Executor& executor)
+  Codes(Random& random, int format_, int64_t n_, int64_t k_, Executor& executor)
       : format(format_),
         n(n_),
         k(k_),
         rows(random_values<float>(random, n_ * k_, 0.2f)),
-        packed(ceil_div(n_, kPanel) * panel_bytes(format_, k_)) {
-    pack_rows({{rows.data(), DType::kF32, n, k}, nullptr, nullptr}, executor);
+        packed(num_bytes()) {
+    pack_rows({{rows.data(), DType::kF32, n, k}, format, 0, nullptr, nullptr}, executor);
   }
 
   void pack_rows(const CodeSource& source, Executor& executor) {
-    pack_quantised(executor, {{source}, k, static_cast<uint8_t*>(packed.data()), false, format});
+    uint8_t* to = static_cast<uint8_t*>(packed.data());
+    pack_quantised(executor, {{source}, k, to, num_bytes(), false});
   }
-  ProductTypes types() const { return {format, DType::kF32}; }
+  int64_t num_bytes() const {
+    return int64_t(sizeof(CodesHeader)) + ceil_div(n, kPanel) * code_panel_bytes(format, k);
+  }
+  ProductTypes types() const { return {WeightFormat::kCodes, DType::kF32}; }
   const uint8_t* group(int64_t column, int64_t g) {
-    int64_t panel = column / kPanel * panel_bytes(format, k);
-    return static_cast<uint8_t*>(packed.data()) + panel + g * group_bytes(format);
+    return code_panel(packed.data(), column / kPanel).data + g * kCodeFormats[format].group_bytes();
   }
-  int64_t code_bytes() const {
-    return kGroup * kPanel / (format == WeightFormat::kInt4 ? 2 : 1);
-  }
+  int64_t code_bytes() const { return kCodeFormats[format].code_bytes(); }
   // A code without its zero point.
   int code(int64_t column, int64_t i) {
     const uint8_t* from = group(column, i / kGroup);
     const int64_t at = i % kGroup, lane = column % kPanel;
-    if (format == WeightFormat::kInt8) return from[(at / 4 * kPanel + lane) * 4 + at % 4] - 128;
+    if (format == kInt8Format) return from[(at / 4 * kPanel + lane) * 4 + at % 4] - 128;
     int byte = from[(at / 8 * kPanel + lane) * 4 + at % 4];
     return (at % 8 < 4 ? byte & 15 : byte >> 4) - from[code_bytes() + kPanel * 2 + lane];
   }
@@ -90,14 +91,14 @@ std::vector<Runtime> runtimes(const Context& context) {
 }
 
 TEST(a_quantised_product_is_its_definition_on_every_integer_isa) {
-  for (auto [format, n, k] : {std::tuple{WeightFormat::kInt8, 70, 96},
-                              {WeightFormat::kInt8, 33, 31},
-                              {WeightFormat::kInt8, 20, 130},
-                              {WeightFormat::kInt8, 1, 1},
-                              {WeightFormat::kInt4, 70, 96},
-                              {WeightFormat::kInt4, 33, 31},
-                              {WeightFormat::kInt4, 20, 130},
-                              {WeightFormat::kInt4, 1, 1}}) {
+  for (auto [format, n, k] : {std::tuple{kInt8Format, 70, 96},
+                              {kInt8Format, 33, 31},
+                              {kInt8Format, 20, 130},
+                              {kInt8Format, 1, 1},
+                              {kInt4Format, 70, 96},
+                              {kInt4Format, 33, 31},
+                              {kInt4Format, 20, 130},
+                              {kInt4Format, 1, 1}}) {
     Random random(uint64_t(n * 1000 + k));
     Codes w(random, format, n, k, *context.executors[0]);
     const int64_t rows = context.quick ? 17 : 65;
@@ -119,11 +120,11 @@ TEST(a_quantised_product_is_its_definition_on_every_integer_isa) {
 TEST(no_dot_of_extreme_codes_saturates) {
   const int64_t n = 32, k = 64;
   Random random(5);
-  for (WeightFormat format : kFormats) {
+  for (int format : kFormats) {
     Codes w(random, format, n, k, *context.executors[0]);
     for (float sign : {1.0f, -1.0f}) {
       std::vector<float> weight(size_t(n * k), 1.0f), x(size_t(k), sign);
-      w.pack_rows({{weight.data(), DType::kF32, n, k}, nullptr, nullptr}, *context.executors[0]);
+      w.pack_rows({{weight.data(), DType::kF32, n, k}, format, 0, nullptr, nullptr}, *context.executors[0]);
       for (const Runtime& runtime : runtimes(context)) {
         CHECK_NEAR(product(runtime, w, x, 1)[0], sign * float(k), 0.1);
       }
@@ -134,7 +135,7 @@ TEST(no_dot_of_extreme_codes_saturates) {
 TEST(a_quantised_row_does_not_depend_on_its_batch) {
   Random random(6);
   const int most = context.quick ? 129 : 513;
-  for (WeightFormat format : kFormats) {
+  for (int format : kFormats) {
     Codes w(random, format, 77, 151, *context.executors[0]);
     std::vector<float> x = random_values<float>(random, most * w.k);
     auto run = [&](const RowBatch& batch) {
@@ -148,7 +149,7 @@ TEST(a_quantised_row_does_not_depend_on_its_batch) {
 
 TEST(a_quantised_row_that_is_not_finite_has_no_finite_output) {
   Random random(7);
-  Codes w(random, WeightFormat::kInt4, 40, 70, *context.executors[0]);
+  Codes w(random, kInt4Format, 40, 70, *context.executors[0]);
   for (float poison : {kNaN, kInf, -kInf}) {
     for (int64_t at : {0, 40, 69}) {
       std::vector<float> x = random_values<float>(random, 3 * w.k);
@@ -162,10 +163,11 @@ TEST(a_quantised_row_that_is_not_finite_has_no_finite_output) {
   }
 }
 
-void check_experts(const Context& context, WeightFormat format) {
+void check_experts(const Context& context, int format) {
   Random random(8);
   const int64_t experts = 3, rows = 19, n = 45, k = 70;
-  const int64_t bytes = ceil_div(n, kPanel) * panel_bytes(format, k);
+  const int64_t bytes =
+      int64_t(sizeof(CodesHeader)) + ceil_div(n, kPanel) * code_panel_bytes(format, k);
   std::vector<Codes> weights;
   Aligned packed(experts * bytes);
   for (int64_t e = 0; e < experts; e++) {
@@ -187,13 +189,13 @@ void check_experts(const Context& context, WeightFormat format) {
 }
 
 TEST(each_experts_quantised_output_is_that_of_the_dense_product) {
-  for (WeightFormat format : kFormats) check_experts(context, format);
+  for (int format : kFormats) check_experts(context, format);
 }
 
 TEST(the_head_chooses_the_largest_quantised_logit) {
   Random random(9);
   const int64_t rows = 21;
-  Codes w(random, WeightFormat::kInt8, 1003, 70, *context.executors[0]);
+  Codes w(random, kInt8Format, 1003, 70, *context.executors[0]);
   std::vector<float> x = random_values<float>(random, rows * w.k);
   std::vector<float> logits = product(context.runtime(1), w, x, rows);
   std::vector<SampleParams> params(size_t(rows), SampleParams{0, 0, 1, 0, {0, 0}, -1});
@@ -216,14 +218,15 @@ TEST(packing_codes_with_their_scales_and_zero_points_keeps_them) {
     scales.push_back(uint16_t(0x2000 + random.below(4096)));
     zeros.push_back(uint8_t(random.below(16)));
   }
-  for (WeightFormat format : kFormats) {
-    const bool is_int4 = format == WeightFormat::kInt4;
+  for (int format : kFormats) {
+    const bool is_int4 = format == kInt4Format;
     std::vector<int8_t> codes;
     for (int64_t i = 0; i < n * k; i++) {
       codes.push_back(int8_t(is_int4 ? random.below(16) : random.below(255) - 127));
     }
     Codes w(random, format, n, k, *context.executors[0]);
-    w.pack_rows({{codes.data(), DType::kF32, n, k}, scales.data(), is_int4 ? zeros.data() : nullptr},
+    const void* corrections = is_int4 ? zeros.data() : nullptr;
+    w.pack_rows({{codes.data(), DType::kF32, n, k}, format, format, scales.data(), corrections},
                 *context.executors[1]);
     for (int64_t c = 0; c < n; c++) {
       for (int64_t i = 0; i < k; i++) {

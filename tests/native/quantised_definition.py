@@ -7,7 +7,8 @@ Prints a digest of every operation's results, which must be equal on every instr
 import functools
 import hashlib
 import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +16,24 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.native_library import load_native_library, quantised_shape
+from cadenza.backends.xla.ops.native_library import load_native_library, packed_bytes
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.checkpoint.quantised_weight import (
-    GROUP,
+    HostWeight,
     QuantisedWeight,
     quantise_int4,
     quantise_int8,
 )
-from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat
+from cadenza.checkpoint.weight_format import (
+    GROUP,
+    INT4,
+    INT8,
+    Correction,
+    ScaleType,
+    WeightFormat,
+    code_format,
+)
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -32,7 +41,21 @@ ROWS = (*range(1, 41), 63, 64, 65, 255, 256, 257)
 SHAPES = ((70, 96), (33, 31), (64, 32), (100, 57), (17, 130))
 """Columns and reductions, most with incomplete panels and groups."""
 
-FORMATS = {INT8: quantise_int8, INT4: quantise_int4}
+QUANTISED = {INT8: quantise_int8, INT4: quantise_int4}
+
+_CORRECTED: tuple[tuple[Literal[4, 8], Correction | None], ...] = (
+    (4, None),
+    (4, "zero_point"),
+    (4, "offset"),
+    (8, None),
+    (8, "offset"),
+)
+_SCALES: tuple[ScaleType, ...] = ("float16", "float32")
+FORMATS = [
+    *(code_format(bits, scale, kind) for scale in _SCALES for bits, kind in _CORRECTED),
+    code_format(8, "float32", None, 16),
+    code_format(8, "float32", "offset", 16),
+]
 
 
 def fma(a: Float32Array, b: Float32Array, c: Float32Array) -> Float32Array:
@@ -65,32 +88,66 @@ def quantise_rows(x: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int32], Float32Ar
     return codes.astype(np.int32), scales.astype(np.float32)
 
 
-def product(x: npt.NDArray[Any], weight: QuantisedWeight) -> Float32Array:
-    """x [T, K] times the transposed weight [N, K]."""
+def product(x: npt.NDArray[Any], *parts: QuantisedWeight) -> Float32Array:
+    """x [T, K] times the transposed weights [Ni, K] side by side."""
     codes, scales = quantise_rows(x)
-    groups = weight.scales.shape[1]
-    padding = groups * GROUP - weight.shape[1]
-    columns = np.pad(weight.codes.astype(np.int32), ((0, 0), (0, padding)))
-    columns = columns.reshape(len(weight), groups, GROUP)
+    return np.concatenate([_product(codes, scales, weight) for weight in parts], axis=1)
+
+
+def _product(
+    codes: npt.NDArray[np.int32], scales: Float32Array, weight: QuantisedWeight
+) -> Float32Array:
+    """Activation codes [T, G, GROUP] with scales [T, G] times one weight."""
+    rows, num_groups = len(weight), weight.scales.shape[1]
+    padded = np.pad(weight.codes.astype(np.int32), ((0, 0), (0, -weight.shape[1] % weight.group)))
+    columns = padded.reshape(rows, num_groups, weight.group)
     if weight.zero_points is not None:
         columns = columns - weight.zero_points[..., None]
-    total = np.zeros((len(x), len(weight)), np.float32)
-    for group in range(groups):
-        dot = (codes[:, group] @ columns[:, group].T).astype(np.float32)
-        part = dot * scales[:, group, None]
-        total = fma(part, weight.scales[:, group].astype(np.float32)[None], total)
+    own = codes.reshape(len(codes), -1, weight.group)
+    total = np.zeros((len(codes), rows), np.float32)
+    for group in range(num_groups):
+        scale = scales[:, group * weight.group // GROUP, None]
+        dot = (own[:, group] @ columns[:, group].T).astype(np.float32)
+        total = fma(dot * scale, weight.scales[:, group].astype(np.float32)[None], total)
+        if weight.offsets is not None:
+            of_row = own[:, group].sum(axis=-1, keepdims=True).astype(np.float32) * scale
+            total = fma(of_row, weight.offsets[:, group].astype(np.float32)[None], total)
     return total
 
 
+def random_weight(
+    random: np.random.Generator, format: WeightFormat, rows: int, reduction: int
+) -> QuantisedWeight:
+    """A weight of codes with every value that the format has."""
+    assert format.group is not None
+    shape = (rows, -(-reduction // format.group))
+    low = -128 if format.bits == 8 else (-8 if format.correction is None else 0)
+    codes = random.integers(low, low + (1 << format.bits), (rows, reduction)).astype(np.int8)
+    scales, offsets = (
+        (random.normal(size=shape) * 0.01).astype(format.scale) for _ in range(2)
+    )  # also negative
+    zeros = random.integers(0, 16, shape).astype(np.uint8)
+    return QuantisedWeight(
+        codes=codes,
+        scales=scales,
+        zero_points=zeros if format.correction == "zero_point" else None,
+        offsets=offsets if format.correction == "offset" else None,
+        bits=8 if format.bits == 8 else 4,
+        group=format.group,
+    )
+
+
 def pack(
-    format: WeightFormat,
-    *parts: npt.NDArray[Any] | QuantisedWeight,
+    targets: WeightFormat | Sequence[WeightFormat],
+    *parts: HostWeight,
     is_gated: bool = False,
 ) -> npt.NDArray[Any]:
-    columns = len(parts[0]) if is_gated else sum(map(len, parts))
-    shape = quantised_shape(format, columns, parts[0].shape[1], is_gated=is_gated)
-    packed = PackedMemory().empty(shape, np.uint8)
-    load_native_library().pack_quantised(format, parts, packed, is_gated=is_gated)
+    each = [targets] * len(parts) if isinstance(targets, WeightFormat) else targets
+    columns = [len(parts[0])] if is_gated else [len(part) for part in parts]
+    formats = [*zip(each, columns, strict=False)]
+    size = packed_bytes(formats, parts[0].shape[1], is_gated=is_gated)
+    packed = PackedMemory().empty((size,), np.uint8)
+    load_native_library().pack_quantised(each, parts, packed, is_gated=is_gated)
     return packed
 
 
@@ -114,26 +171,49 @@ def _emit(name: str, shape: Any, *operands: Any, **attributes: Any) -> Any:
 def compare_products(digest: Any) -> int:
     """Compares every number of rows with the definition, bit for bit; the number of products."""
     random, count = np.random.default_rng(7), 0
-    for (columns, reduction), (format, quantise) in itertools.product(SHAPES, FORMATS.items()):
+    for (columns, reduction), (format, quantise) in itertools.product(SHAPES, QUANTISED.items()):
         floats = random.normal(size=(columns, reduction)).astype(np.float32)
         weight = quantise(floats)
         packed = pack(format, floats)
         assert pack(format, weight).tobytes() == packed.tobytes(), "packed otherwise"
         for dtype in (np.float32, ml_dtypes.bfloat16):
-            x = (random.normal(size=(257, reduction)) * 3).astype(dtype)
-            expected = product(x, weight)
-            for rows in ROWS:
-                found = np.asarray(linear(x, packed, np.int32(rows), columns=columns))[:rows]
-                assert found.tobytes() == expected[:rows].tobytes(), (columns, reduction, rows)
-                count += 1
-            digest.update(expected.tobytes())
+            count += compare(random, packed, dtype, weight, digest=digest)
     return count
+
+
+def compare_formats(digest: Any) -> int:
+    """As `compare_products`, every format of codes, and parts of several formats side by side."""
+    random, count = np.random.default_rng(9), 0
+    for (columns, reduction), format in itertools.product(SHAPES, FORMATS):
+        weight = random_weight(random, format, columns, reduction)
+        count += compare(random, pack(format, weight), np.float32, weight, digest=digest)
+    parts = [random_weight(random, format, 32, 57) for format in FORMATS[:5]]
+    packed = pack([part.format for part in parts], *parts)
+    return count + compare(random, packed, np.float32, *parts, digest=digest)
+
+
+def compare(
+    random: np.random.Generator,
+    packed: npt.NDArray[Any],
+    dtype: Any,
+    *parts: QuantisedWeight,
+    digest: Any,
+) -> int:
+    reduction, columns = parts[0].shape[1], sum(map(len, parts))
+    x = (random.normal(size=(max(ROWS), reduction)) * 3).astype(dtype)
+    expected = product(x, *parts)
+    digest.update(expected.tobytes())
+    for rows in ROWS:
+        found = np.asarray(linear(x, packed, np.int32(rows), columns=columns))[:rows]
+        where = (*(part.format.name for part in parts), reduction, rows)
+        assert found.tobytes() == expected[:rows].tobytes(), where
+    return len(ROWS)
 
 
 def add_other_operations(format: WeightFormat, digest: Any) -> None:
     """The gated product and the embedding."""
     random = np.random.default_rng(8)
-    gate, up = (random.normal(size=(37, 45)).astype(np.float32) for _ in range(2))
+    gate, up = (random_weight(random, format, 37, 45) for _ in range(2))
     x = random.normal(size=(19, 45)).astype(np.float32)
     shape = jax.ShapeDtypeStruct((19, 37), jnp.float32)
     for activation in range(3):
@@ -151,13 +231,15 @@ def add_other_operations(format: WeightFormat, digest: Any) -> None:
     shape = jax.ShapeDtypeStruct((4, 45), jnp.float32)
     attributes = {"vocab": np.int64(37), "scale": np.float32(1.7)}
     rows = call("embed", shape, ids, pack(format, gate), np.int32(4), **attributes)
-    assert rows[0].tobytes() == (FORMATS[format](gate).dequantised()[0] * np.float32(1.7)).tobytes()
+    expected = gate.dequantised() * np.float32(1.7)
+    assert rows[[0, 1, 3]].tobytes() == expected[ids[[0, 1, 3]]].tobytes()
+    assert not rows[2].any()
     digest.update(rows.tobytes())
 
 
 def main() -> None:
     digest = hashlib.sha256()
-    count = compare_products(digest)
+    count = compare_products(digest) + compare_formats(digest)
     for format in FORMATS:
         add_other_operations(format, digest)
     print(load_native_library().cpu_integer_isa, count, digest.hexdigest())

@@ -1,5 +1,6 @@
 """Quantised products through XLA equal their definition in numpy, on every instruction set."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,12 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.native_library import NativeLibrary, quantised_shape
+from cadenza.backends.xla.ops.native_library import NativeLibrary, packed_bytes
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.checkpoint.quantised_weight import QuantisedWeight, quantise_int4, quantise_int8
-from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat
+from cadenza.checkpoint.weight_format import (
+    INT4,
+    INT8,
+    WeightFormat,
+    code_format,
+    joined,
+    panel_formats,
+)
 from cadenza.errors import ConfigError
-from tests.native.quantised_definition import linear, pack, product
+from tests.native.quantised_definition import FORMATS, linear, pack, product, random_weight
 
 pytestmark = pytest.mark.native
 
@@ -37,7 +45,7 @@ def test_every_instruction_set_gives_the_bits_of_the_definition(library: NativeL
         )
         assert ran.returncode == 0, ran.stderr
         used, num_products, digest = ran.stdout.split()
-        assert (used, num_products) == (isa, "920")
+        assert (used, num_products) == (isa, str(46 * (20 + 5 * 12 + 1)))
         found[isa] = digest
     assert "scalar" in found
     assert len(set(found.values())) == 1, found
@@ -79,16 +87,60 @@ def test_a_row_with_a_value_that_is_not_finite_is_nan_and_its_neighbours_are_not
 
 def test_a_target_refuses_quantised_weights_that_do_not_fit(call, random: np.random.Generator):
     packed = pack(INT8, random.normal(size=(40, 70)).astype(np.float32))
+    other_reduction, other_format, of_another_version = (packed.copy() for _ in range(3))
+    of_another_version[0] ^= 1
+    other_reduction[8] ^= 64
+    other_format[16] ^= 1
     x = np.zeros((2, 70), np.float32)
     shape = jax.ShapeDtypeStruct((2, 40), jnp.float32)
-    for unfit, words in (
-        (packed[:, :2], "the packed weight's shape does not fit"),
-        (packed[:1], "the packed weight's shape does not fit"),
-        (packed[:, :, 1:], "fit no format"),
+    for unfit in (
+        packed[:-64],
+        packed[:40],
+        pack(INT8, np.zeros((20, 70), np.float32)),
+        other_reduction,
+        other_format,
+        of_another_version,
     ):
         given = np.ascontiguousarray(unfit)
+        words = "the packed weight's shape does not fit"
         with pytest.raises(jax.errors.JaxRuntimeError, match=words):
             call("linear", shape, x, given, np.int32(2), NONE, NONE, scale=np.float32(1))
+
+
+def groups_of(packed: np.ndarray) -> np.ndarray:
+    """The groups of an int4 weight's panels, which follow 64 bytes of header."""
+    return packed[64:].reshape(-1, 608)
+
+
+def test_parts_whose_formats_do_not_change_at_a_panel_are_refused(random: np.random.Generator):
+    parts = [random_weight(random, format, 31, 64) for format in (INT8, INT4)]
+    with pytest.raises(ConfigError, match="the formats change within a panel"):
+        pack([INT8, INT4], *parts)
+    assert panel_formats([INT8, INT4], [31, 31]) == [INT8, INT8]
+    assert panel_formats([INT8, INT4], [32, 31]) == [INT8, INT4]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_weight_in_a_larger_format_gives_the_same_product(seed: int):
+    """Of pairs of all formats: packed in one format that holds both, as `in_format` has them."""
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(3, 57)).astype(np.float32)
+    for left, right in itertools.product(FORMATS, FORMATS):
+        parts = [random_weight(random, format, 33, 57) for format in (left, right)]
+        target = joined([left, right])
+        found = np.asarray(linear(x, pack(target, *parts), np.int32(3), columns=66))
+        assert found.tobytes() == product(x, *(part.in_format(target) for part in parts)).tobytes()
+        for part in parts:
+            wide = part.in_format(target)
+            assert wide.format == target
+            np.testing.assert_array_equal(wide.dequantised(), part.dequantised())
+
+
+def test_a_smaller_format_than_the_codes_is_refused(random: np.random.Generator):
+    weight = random_weight(random, code_format(8, "float32", "offset"), 32, 64)
+    for target in (INT8, INT4, code_format(4, "float32", "offset"), code_format(8, "float32")):
+        with pytest.raises(ConfigError, match="the target"):
+            pack(target, weight)
 
 
 def test_nibbles_in_another_order_and_a_shifted_zero_point_are_seen(random: np.random.Generator):
@@ -99,23 +151,23 @@ def test_nibbles_in_another_order_and_a_shifted_zero_point_are_seen(random: np.r
     expected = np.asarray(linear(x, pack(INT4, weight), np.int32(3), columns=40))
     assert expected.tobytes() == product(x, weight).tobytes()
     swapped = pack(INT4, weight)
-    codes = swapped[:, :, :512]
+    codes = groups_of(swapped)[:, :512]
     codes[:] = codes >> 4 | codes << 4
     shifted = pack(INT4, weight)
-    shifted[:, :, 576:] += 1
+    groups_of(shifted)[:, 576:] += 1
     for wrong in (swapped, shifted):
         found = np.asarray(linear(x, wrong, np.int32(3), columns=40))
         assert np.abs(found - expected).max() > 1
 
 
 def test_packing_codes_refuses_what_does_not_fit(library: NativeLibrary):
-    packed = PackedMemory().empty(quantised_shape(INT8, 32, 64), np.uint8)
+    packed = PackedMemory().empty((packed_bytes([(INT8, 32)], 64),), np.uint8)
     zeros = np.zeros((32, 64), np.float32)
     for unfit in ([zeros[:, :32]], [zeros, zeros], [zeros[:16], zeros[16:, :60]]):
         with pytest.raises(ConfigError, match="fit"):
-            library.pack_quantised(INT8, unfit, packed)
+            library.pack_quantised([INT8] * len(unfit), unfit, packed)
     with pytest.raises(ConfigError, match="cannot be packed"):
-        library.pack_quantised(INT8, [zeros.astype(np.int32)], packed)
+        library.pack_quantised([INT8], [zeros.astype(np.int32)], packed)
 
 
 def test_an_unknown_integer_instruction_set_is_refused_by_name():

@@ -10,11 +10,12 @@ import pytest
 
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
-from cadenza.backends.xla.ops.table import DecoderSpec, OpTable, StepArrays
+from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, OpTable, StepArrays
 from cadenza.backends.xla.wire import unpack
 from cadenza.checkpoint import ModelConfig, named_shape
-from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat
+from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat, code_format
 from cadenza.core.step_schema import ModelInputs, StepLayout
+from tests.native.quantised_definition import random_weight
 
 pytestmark = pytest.mark.native
 
@@ -71,6 +72,49 @@ def test_fused_linears_with_biases_agree(spec: DecoderSpec, format: WeightFormat
             x, ops.load_linear(parts, bias, format), num_out=61, count=np.int32(TOKENS)
         )
         for ops in both(spec)
+    )
+    assert_close(ours, expected, spec)
+
+
+def test_fused_linears_with_codes_of_several_formats_agree(spec: DecoderSpec):
+    random = np.random.default_rng(1)
+    x = normal(5, TOKENS, 70).astype(spec.dtype)
+    for rows in ((32, 64, 21), (31, 20, 10)):
+        formats = (INT8, code_format(4, "float32", "offset"), code_format(8, "float32", None, 16))
+        parts = [random_weight(random, *each, 70) for each in zip(formats, rows, strict=True)]
+        ours, expected = (
+            jax.jit(ops.linear, static_argnames="num_out")(
+                x, ops.load_linear(parts, []), num_out=sum(rows), count=np.int32(TOKENS)
+            )
+            for ops in both(spec)
+        )
+        assert_close(ours, expected, spec)
+
+
+def test_codes_beside_floats_are_dequantised(spec: DecoderSpec):
+    codes = random_weight(np.random.default_rng(1), INT8, 32, 70)
+    floats = normal(5, 21, 70)
+    for ops in both(spec):
+        mixed = ops.load_linear([codes, floats], [])
+        assert mixed.format == spec.weight_format
+        wanted = ops.load_linear([codes.dequantised(), floats], [])
+        assert np.asarray(mixed.weight).tobytes() == np.asarray(wanted.weight).tobytes()
+
+
+def test_a_mixture_of_experts_with_codes_of_several_formats_agrees(spec: DecoderSpec):
+    random, x = np.random.default_rng(2), normal(9, TOKENS, 70).astype(spec.dtype)
+    formats = (code_format(4, "float16", "offset"), INT4)
+    pairs = [tuple(random_weight(random, each, 96, 70) for each in formats) for _ in range(2)]
+    ids = jnp.asarray([[row % 2] for row in range(TOKENS)], jnp.int32)
+    choice = ExpertChoice(ids, jnp.ones((TOKENS, 1), jnp.float32))
+    assert MODEL.experts is not None
+    experts = replace(MODEL.experts, num_experts=2, num_chosen=1, intermediate_size=96)
+    small = replace(spec, model=replace(MODEL, experts=experts))
+    ours, expected = (
+        jax.jit(ops.grouped_gated_linear)(
+            x, ops.load_experts_gate_up(pairs), choice, np.int32(TOKENS)
+        )
+        for ops in both(small)
     )
     assert_close(ours, expected, spec)
 

@@ -25,7 +25,7 @@ from cadenza.checkpoint.declaration import (
     declare_layer,
 )
 from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.weight_format import stored_bytes
+from cadenza.checkpoint.tensor_formats import stored_bytes
 from cadenza.config import Quantization
 
 Limit = Literal["read", "multiply"]

@@ -3,36 +3,59 @@
 Owns the rounding of weights; `csrc/core/quantised.h` states the rules for weights, activations and
 products, and `core/pack_quantised.cpp` makes the same bits from floats. Knows no layouts.
 
-Shapes: N out, K in, G groups of `GROUP` consecutive elements of K; the last one may be shorter.
+Shapes: N out, K in, G groups of 32 or 16 consecutive elements of K; the last one may be shorter.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-GROUP = 32
+from cadenza.checkpoint.weight_format import (
+    GROUP,
+    HALF_GROUP,
+    Correction,
+    ScaleType,
+    WeightFormat,
+    code_format,
+)
+
 MOST_CODE = 127
 
 
 MOST_NIBBLE = 15
 
+Scales = npt.NDArray[np.float16] | npt.NDArray[np.float32]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedWeight:
-    """The element [n, k] is (codes[n, k] - zero_points[n, g]) * scales[n, g], g = k // GROUP.
+    """The element [n, k] is (codes[n, k] - zero_points[n, g]) * scales[n, g] + offsets[n, g], where
+    g = k // group; without zero points or offsets they are 0. There are never both.
 
-    int4 codes are from 0 to 15 and have zero points; int8 codes have none.
+    Codes of 8 bits are from -128 to 127 and have no zero points. Codes of 4 bits are from 0 to 15
+    with zero points or offsets, and from -8 to 7 without. Groups of 16 have codes of 8 bits and
+    float32 scales. Scales and offsets, of one type, keep the type in which they are stored.
     """
 
     codes: npt.NDArray[np.int8]  # [N, K]
-    scales: npt.NDArray[np.float16]  # [N, G]
+    scales: Scales  # [N, G]
     zero_points: npt.NDArray[np.uint8] | None = None  # [N, G]
+    offsets: Scales | None = None  # [N, G]
+    bits: Literal[4, 8] = 8
+    group: int = GROUP
 
     def __post_init__(self) -> None:
         rows, reduction = self.codes.shape
-        assert self.scales.shape == (rows, -(-reduction // GROUP)), "one scale for each group"
+        assert self.scales.shape == (rows, -(-reduction // self.group)), "one scale for each group"
+        assert self.zero_points is None or self.offsets is None, "zero points or offsets"
+        for each in (self.zero_points, self.offsets):
+            assert each is None or each.shape == self.scales.shape, "one for each group"
+        assert self.offsets is None or self.offsets.dtype == self.scales.dtype, "of one type"
+        assert self.group == GROUP or (self.bits, self.scales.dtype.name) == (8, "float32")
+        assert self.zero_points is None or self.bits == 4, "8 bits have no zero points"
+        assert self.group in (GROUP, HALF_GROUP)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,14 +64,64 @@ class QuantisedWeight:
     def __len__(self) -> int:
         return len(self.codes)
 
+    @property
+    def format(self) -> WeightFormat:
+        correction: Correction | None = "offset" if self.offsets is not None else None
+        if self.zero_points is not None:
+            correction = "zero_point"
+        scale = cast(ScaleType, self.scales.dtype.name)
+        return code_format(self.bits, scale, correction, self.group)
+
+    def rows(self, start: int, stop: int) -> "QuantisedWeight":
+        """Rows [start, stop), without a copy."""
+        part = slice(start, stop)
+        return QuantisedWeight(
+            codes=self.codes[part],
+            scales=self.scales[part],
+            zero_points=None if self.zero_points is None else self.zero_points[part],
+            offsets=None if self.offsets is None else self.offsets[part],
+            bits=self.bits,
+            group=self.group,
+        )
+
+    def in_format(self, format: WeightFormat) -> "QuantisedWeight":
+        """The same weight in a larger format, one of `joined`."""
+        if format == self.format:
+            return self
+        codes, zeros = self.codes, self.zero_points
+        if format.correction == "zero_point" and zeros is None:
+            codes, zeros = codes + np.int8(8), np.full(self.scales.shape, 8, np.uint8)
+        elif format.correction != "zero_point" and zeros is not None:
+            signed = zeros.astype(np.int8)
+            codes, zeros = codes - np.repeat(signed, GROUP, axis=1)[:, : self.shape[1]], None
+        scales = self.scales.astype(format.scale)
+        offsets = None if self.offsets is None else self.offsets.astype(format.scale)
+        if format.correction == "offset" and offsets is None:
+            offsets = np.zeros_like(scales)
+        if format.group != self.group:
+            width = -(-self.shape[1] // HALF_GROUP)
+            scales = np.repeat(scales, 2, axis=1)[:, :width]
+            offsets = None if offsets is None else np.repeat(offsets, 2, axis=1)[:, :width]
+        bits = 8 if format.bits == 8 else 4
+        return QuantisedWeight(codes, scales, zeros, offsets, bits, format.group or GROUP)
+
     def dequantised(self) -> npt.NDArray[np.float32]:
-        """The elements in float32, exactly: [N, K]."""
-        reduction = self.codes.shape[1]
-        wide = np.repeat(self.scales.astype(np.float32), GROUP, axis=1)[:, :reduction]
+        """The elements in float32, the product and the sum rounded once each: [N, K]."""
+
+        def wide(each: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+            repeated = np.repeat(each, self.group, axis=1)[:, : self.shape[1]]
+            return repeated.astype(np.float32)
+
         codes = self.codes.astype(np.float32)
         if self.zero_points is not None:
-            codes -= np.repeat(self.zero_points, GROUP, axis=1)[:, :reduction]
-        return codes * wide
+            codes -= wide(self.zero_points)
+        with np.errstate(invalid="ignore", over="ignore"):
+            codes *= wide(self.scales)
+            return codes if self.offsets is None else codes + wide(self.offsets)
+
+
+HostWeight = npt.NDArray[Any] | QuantisedWeight
+"""A weight [N, K] as it is loaded: floats, or codes."""
 
 
 def quantise_int8(weight: npt.NDArray[Any]) -> QuantisedWeight:
@@ -71,7 +144,7 @@ def quantise_int4(weight: npt.NDArray[Any]) -> QuantisedWeight:
     zeros = np.clip(np.rint(-low * inverse), 0, MOST_NIBBLE)
     codes = np.rint(groups * inverse[..., None]) + zeros[..., None]
     codes = _flat(np.clip(codes, 0, MOST_NIBBLE), weight.shape[1])
-    return QuantisedWeight(codes, scales, zeros.astype(np.uint8))
+    return QuantisedWeight(codes, scales, zeros.astype(np.uint8), bits=4)
 
 
 def _finite_groups(

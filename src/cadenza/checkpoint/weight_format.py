@@ -1,17 +1,26 @@
-"""How a model's tensors are held in memory: `WeightFormat`, and the format of each tensor.
+"""How a tensor is held in memory: `WeightFormat`, and the formats of integer codes.
 
-Owns the formats and their sizes. Knows no files and no layouts. Invariant: memory plans, bounds and
-loading derive the format of a tensor from `format_of`, so that they agree.
+Owns the formats, their sizes and `joined`. Knows no files and no layouts; `csrc/core/code_format.h`
+has the layout of each and lists those that kernels exist for.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from cadenza.checkpoint.declaration import TensorKind, TensorSpec
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WEIGHT_DTYPES, WeightDType
-from cadenza.checkpoint.quantised_weight import GROUP
-from cadenza.config import Quantization
+
+GROUP = 32
+"""Consecutive elements of the last axis that are rounded together."""
+
+HALF_GROUP = 16
+
+ScaleType = Literal["float16", "float32"]
+
+Correction = Literal["zero_point", "offset"]
+"""Of codes without sign: an integer that is subtracted from the codes of a group, or a number that
+is added to the products of its codes and its scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,24 +30,32 @@ class WeightFormat:
     Args:
         bits: of each element.
         group: consecutive elements of the last axis that have one scale; None for floats.
-        group_bits: of what a group has beside its elements.
+        scale: the type of scales and offsets.
+        correction: what a group has beside its scale; a zero point is a byte.
     """
 
     name: str
     bits: int
     group: int | None = None
-    group_bits: int = 0
+    scale: ScaleType = "float16"
+    correction: Correction | None = None
 
     @property
     def is_quantised(self) -> bool:
         return self.group is not None
 
+    @property
+    def group_bits(self) -> int:
+        """Of what a group has beside its elements."""
+        scale = 16 if self.scale == "float16" else 32
+        return scale + {None: 0, "zero_point": 8, "offset": scale}[self.correction]
+
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a tensor [..., K]; its last group is complete."""
+        """Bytes of a tensor [..., K]; its last `GROUP` elements are complete."""
         *rows, columns = shape
         if self.group is None:
             return math.prod(shape) * self.bits // 8
-        groups = -(-columns // self.group)
+        groups = -(-columns // GROUP) * (GROUP // self.group)
         return math.prod(rows) * groups * (self.group * self.bits + self.group_bits) // 8
 
 
@@ -48,28 +65,59 @@ FLOAT_FORMATS: dict[WeightDType, WeightFormat] = {
 }
 
 
-INT8 = WeightFormat(name="int8", bits=8, group=GROUP, group_bits=16)
+def code_format(
+    bits: Literal[4, 8],
+    scale: ScaleType = "float16",
+    correction: Correction | None = None,
+    group: int = GROUP,
+) -> WeightFormat:
+    """A format of integer codes: with a correction from 0 to 15 in 4 bits, otherwise signed.
+
+    Codes of 8 bits have no zero points (an offset -scale * zero point says the same), and groups of
+    16 have 8 bits and float32 scales.
+    """
+    name = f"int{bits}"
+    if group != GROUP:
+        name += f"-g{group}"
+    elif scale != "float16":
+        name += f"-{scale}"
+    if correction == "offset" or (bits == 4 and correction is None):
+        name += f"-{correction or 'symmetric'}"
+    return WeightFormat(name=name, bits=bits, group=group, scale=scale, correction=correction)
+
+
+INT8 = code_format(8)
 """Codes from -127 to 127 with one float16 scale for each group."""
 
-INT4 = WeightFormat(name="int4", bits=4, group=GROUP, group_bits=24)
+INT4 = code_format(4, correction="zero_point")
 """Codes from 0 to 15 with a float16 scale and an integer zero point of a byte for each group."""
 
-_QUANTISED_KINDS: frozenset[TensorKind] = frozenset({"embedding", "head", "linear"})
-"""Routers choose experts, where a small error is a large one; norms and biases are small. Embedding
-and head have 8 bits in either case: 4 bits there would cost much accuracy."""
+
+PANEL = 32
+"""Columns of one panel of a packed weight, which has one format."""
 
 
-def format_of(
-    spec: TensorSpec, dtype: WeightDType, quantization: Quantization = "none"
-) -> WeightFormat:
-    """The format in which a tensor is held by a model that computes in `dtype`."""
-    if quantization == "none" or spec.kind not in _QUANTISED_KINDS:
-        return FLOAT_FORMATS[dtype]
-    return INT4 if quantization == "int4" and spec.kind == "linear" else INT8
+def panel_formats(formats: Sequence[WeightFormat], num_rows: Sequence[int]) -> list[WeightFormat]:
+    """The formats of codes for weights side by side: their own if each of them begins at a panel,
+    otherwise one that holds all of them.
+    """
+    if any(rows % PANEL for rows in num_rows[:-1]):
+        return [joined(formats)] * len(formats)
+    return [*formats]
 
 
-def stored_bytes(
-    specs: Iterable[TensorSpec], dtype: WeightDType, quantization: Quantization = "none"
-) -> int:
-    """Bytes of tensors in their formats."""
-    return sum(format_of(spec, dtype, quantization).num_bytes(spec.shape) for spec in specs)
+def joined(formats: Iterable[WeightFormat]) -> WeightFormat:
+    """The smallest format of codes that holds weights of all `formats` exactly."""
+    each = list(formats)
+    corrections: set[Correction | None] = {format.correction for format in each}
+    if len(set(each)) == 1:
+        return each[0]
+    group = min(format.group or GROUP for format in each)
+    is_wide = group == HALF_GROUP or any(format.scale == "float32" for format in each)
+    scale: ScaleType = "float32" if is_wide else "float16"
+    if group == GROUP and all(format.bits == 4 for format in each):
+        if len(corrections) == 1:
+            return code_format(4, scale, corrections.pop())
+        if "offset" not in corrections:
+            return code_format(4, scale, "zero_point")
+    return code_format(8, scale, "offset" if "offset" in corrections else None, group)

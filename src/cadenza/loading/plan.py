@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
 from cadenza.checkpoint import Checkpoint, ModelConfig, declare
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
-from cadenza.checkpoint.weight_format import stored_bytes
+from cadenza.checkpoint.tensor_formats import stored_bytes
 from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, EngineLimits, Quantization
 from cadenza.errors import ConfigError
 from cadenza.request import Request

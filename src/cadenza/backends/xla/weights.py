@@ -32,6 +32,7 @@ from cadenza.checkpoint.declaration import (
     declare_layer,
 )
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.quantised_weight import HostWeight, QuantisedWeight
 from cadenza.checkpoint.rope_factors import rope_factors
 from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.checkpoint.weights import Weights
@@ -114,15 +115,23 @@ def _load_gated_mlp(source: _Source, mlp: GatedMLPSpec) -> GatedMLPWeights:
     weights, format = source.weights, source.format_of(mlp.gate_up)
     gate, up = _halves([weights[linear.weight] for linear in mlp.gate_up])
     biases = _biases(weights, mlp.gate_up)
+    if len(biases) == 1:
+        biases = np.split(biases[0], 2)
     return GatedMLPWeights(
-        gate_up=source.ops.load_gate_up(gate, up, _halves(biases) if biases else [], format),
+        gate_up=source.ops.load_gate_up(gate, up, biases, format),
         down=_linear(source, (mlp.down,)),
     )
 
 
-def _halves(parts: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+def _halves(parts: Sequence[HostWeight]) -> Sequence[HostWeight]:
     """Gate and up, from two tensors or from the halves of a fused one."""
-    return parts if len(parts) == 2 else list(np.split(parts[0], 2))
+    if len(parts) == 2:
+        return parts
+    (fused,) = parts
+    half = len(fused) // 2
+    if isinstance(fused, QuantisedWeight):
+        return fused.rows(0, half), fused.rows(half, len(fused))
+    return fused[:half], fused[half:]
 
 
 def _linear(source: _Source, linears: tuple[LinearSpec, ...]) -> Linear:

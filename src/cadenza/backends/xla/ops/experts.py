@@ -66,7 +66,7 @@ def grouped_product(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
 
     `weight.weight` is [X, N, K], `weight.bias` [X, N] or None.
     """
-    num_experts, num_out = _num_experts(weight), jax.tree.leaves(weight.weight)[0].shape[1]
+    num_experts, num_out = _num_experts(weight), _num_out(weight)
 
     def body(expert: jax.Array, out: jax.Array) -> jax.Array:
         y = _expert_product(x, weight, expert)
@@ -80,6 +80,12 @@ def grouped_product(x: jax.Array, weight: Linear, ids: jax.Array) -> jax.Array:
 
 def _num_experts(weight: Linear) -> int:
     return len(jax.tree.leaves(weight.weight)[0])
+
+
+def _num_out(weight: Linear) -> int:
+    if weight.format.is_quantised:
+        return sum(part.codes.shape[1] for part in weight.weight)
+    return weight.weight.shape[1]
 
 
 def _expert_product(x: jax.Array, weight: Linear, expert: jax.Array) -> jax.Array:

@@ -18,11 +18,12 @@ from cadenza.backends.xla.ops.experts import Routing
 from cadenza.backends.xla.ops.native_library import (
     NativeLibrary,
     load_native_library,
+    packed_bytes,
     packed_shape,
-    quantised_shape,
 )
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
+from cadenza.backends.xla.ops.quantised import are_codes, as_floats, as_operand, formats_of
 from cadenza.backends.xla.ops.table import (
     NUM_COLUMNS,
     AttendingLayer,
@@ -35,7 +36,8 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
 )
 from cadenza.checkpoint.model_config import Activation
-from cadenza.checkpoint.weight_format import WeightFormat
+from cadenza.checkpoint.quantised_weight import HostWeight
+from cadenza.checkpoint.weight_format import WeightFormat, joined, panel_formats
 from cadenza.core.step_schema import LogitInputs, specs_of
 
 DECODE_BUCKET = 64
@@ -69,76 +71,85 @@ class NativeOps:
 
     def load_linear(
         self,
-        parts: list[npt.NDArray[Any]],
+        parts: Sequence[HostWeight],
         bias: list[npt.NDArray[Any]],
         format: WeightFormat | None = None,
     ) -> Linear:
-        format = format or self._spec.weight_format
-        num_columns = sum(len(part) for part in parts)
-        packed = self._empty(format, (num_columns, parts[0].shape[1]))
-        self._pack(parts, packed, format)
-        return Linear(packed, np.concatenate(bias).astype(np.float32) if bias else None, format)
+        packed, own = self._pack_all([parts], format)
+        return Linear(packed[0], np.concatenate(bias).astype(np.float32) if bias else None, own)
 
-    def load_embedding(self, table: npt.NDArray[Any], format: WeightFormat | None = None) -> Linear:
+    def load_embedding(self, table: HostWeight, format: WeightFormat | None = None) -> Linear:
         return self.load_linear([table], [], format)
 
     def load_gate_up(
         self,
-        gate: npt.NDArray[Any],
-        up: npt.NDArray[Any],
+        gate: HostWeight,
+        up: HostWeight,
         bias: list[npt.NDArray[Any]],
         format: WeightFormat | None = None,
     ) -> Linear:
-        format = format or self._spec.weight_format
-        packed = self._empty(format, gate.shape, is_gated=True)
-        self._pack((gate, up), packed, format, is_gated=True)
-        return Linear(packed, np.stack(bias).astype(np.float32) if bias else None, format)
+        packed, own = self._pack_all([(gate, up)], format, is_gated=True)
+        return Linear(packed[0], np.stack(bias).astype(np.float32) if bias else None, own)
 
     def load_experts_gate_up(
         self,
-        experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
+        experts: Sequence[tuple[HostWeight, HostWeight]],
         format: WeightFormat | None = None,
     ) -> Linear:
-        format = format or self._spec.weight_format
-        shape = (len(experts), *experts[0][0].shape)
-        packed = self._empty(format, shape, is_gated=True)
-        for place, pair in zip(packed, experts, strict=True):
-            self._pack(pair, place, format, is_gated=True)
-        return Linear(packed, None, format)
+        packed, own = self._pack_all(experts, format, is_gated=True)
+        return Linear(packed, None, own)
 
     def load_experts_down(
-        self, experts: Sequence[npt.NDArray[Any]], format: WeightFormat | None = None
+        self, experts: Sequence[HostWeight], format: WeightFormat | None = None
     ) -> Linear:
-        format = format or self._spec.weight_format
-        packed = self._empty(format, (len(experts), *experts[0].shape))
-        for place, weight in zip(packed, experts, strict=True):
-            self._pack([weight], place, format)
-        return Linear(packed, None, format)
+        packed, own = self._pack_all([(each,) for each in experts], format)
+        return Linear(packed, None, own)
 
-    def _empty(
-        self, format: WeightFormat, shape: tuple[int, ...], *, is_gated: bool = False
-    ) -> npt.NDArray[Any]:
-        """Memory for a packed weight [..., N, K], or for gate and up of [..., N, K] each."""
-        *experts, num_columns, reduction = shape
-        if format.is_quantised:
-            packed = quantised_shape(format, num_columns, reduction, is_gated=is_gated)
-            return self._memory.empty((*experts, *packed), np.uint8)
-        dtype = jnp.dtype(format.name)
-        packed = packed_shape(num_columns, reduction, dtype, is_gated=is_gated)
-        return self._memory.empty((*experts, *packed), dtype)
-
-    def _pack(
+    def _pack_all(
         self,
-        parts: Sequence[npt.NDArray[Any]],
-        packed: npt.NDArray[Any],
-        format: WeightFormat,
+        experts: Sequence[Sequence[HostWeight]],
+        format: WeightFormat | None,
         *,
         is_gated: bool = False,
-    ) -> None:
-        if format.is_quantised:
-            self._library.pack_quantised(format, parts, packed, is_gated=is_gated)
+    ) -> tuple[npt.NDArray[Any], WeightFormat]:
+        """The packed weights [X, ...] of experts with equal parts, and the format of the first."""
+        format = format or self._spec.weight_format
+        held = [as_operand(parts, format) for parts in experts]
+        if not all(are_codes(parts, format) for parts in held):
+            floats = [[as_floats(part) for part in parts] for parts in held]
+            return self._pack_floats(floats, format, is_gated=is_gated), format
+        formats = [each for parts in held for each in formats_of(parts, format)]
+        rows = [len(part) for part in held[0]]
+        if is_gated or len(held) > 1:
+            targets = [joined(formats)] * len(rows)
         else:
-            self._library.pack(parts, packed, is_gated=is_gated)
+            targets = panel_formats(formats, rows)
+        columns = [rows[0]] if is_gated else rows
+        size = packed_bytes(
+            [*zip(targets[: len(columns)], columns, strict=True)],
+            held[0][0].shape[1],
+            is_gated=is_gated,
+        )
+        packed = self._memory.empty((len(held), size), np.uint8)
+        for place, parts in zip(packed, held, strict=True):
+            self._library.pack_quantised(targets, parts, place, is_gated=is_gated)
+        return packed, targets[0]
+
+    def _pack_floats(
+        self,
+        experts: Sequence[Sequence[npt.NDArray[Any]]],
+        format: WeightFormat,
+        *,
+        is_gated: bool,
+    ) -> npt.NDArray[Any]:
+        parts = experts[0]
+        num_columns = len(parts[0]) if is_gated else sum(map(len, parts))
+        dtype = jnp.dtype(format.name)
+        shape = packed_shape(num_columns, parts[0].shape[1], dtype, is_gated=is_gated)
+        packed = self._memory.empty((len(experts), *shape), dtype)
+        for place, each in zip(packed, experts, strict=True):
+            self._library.pack(each, place, is_gated=is_gated)
+        return packed
 
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
         model = self._model

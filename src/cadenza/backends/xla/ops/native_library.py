@@ -16,6 +16,7 @@ conventions.
 import ctypes
 import functools
 import hashlib
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,15 +28,12 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.quantised_weight import GROUP, QuantisedWeight
-from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat
+from cadenza.checkpoint.quantised_weight import HostWeight, QuantisedWeight
+from cadenza.checkpoint.weight_format import PANEL, Correction, ScaleType, WeightFormat
 from cadenza.core.step_schema import LogitInputs, specs_of
 from cadenza.errors import ConfigError
 
 LIBRARY_NAME = "_native.dylib" if sys.platform == "darwin" else "_native.so"
-
-PANEL = 32
-"""Columns of one panel of a packed weight."""
 
 _GATED_PANEL = PANEL // 2
 _DTYPE_CODES = {
@@ -43,7 +41,9 @@ _DTYPE_CODES = {
     np.dtype(np.float32): 1,
     np.dtype(np.float16): 2,
 }
-_FORMAT_CODES = {INT8: 2, INT4: 3}
+_SCALE_CODES: dict[ScaleType, int] = {"float16": 0, "float32": 1}
+_CORRECTION_CODES: dict[Correction | None, int] = {None: 0, "zero_point": 1, "offset": 2}
+_CODES_HEADER_BYTES = 64
 _LOGIT_COLUMNS = " ".join(spec.name for spec in specs_of(LogitInputs) for _ in range(spec.columns))
 
 _TARGET = "cadenza_program"
@@ -130,52 +130,99 @@ class NativeLibrary:
 
     def pack_quantised(
         self,
-        format: WeightFormat,
-        sources: Sequence[npt.NDArray[Any] | QuantisedWeight],
+        targets: Sequence[WeightFormat],
+        sources: Sequence[HostWeight],
         packed: npt.NDArray[np.uint8],
         *,
         is_gated: bool = False,
     ) -> None:
-        """As `pack`, into the codes of `format`: `packed` has `quantised_shape`.
+        """As `pack`, each source into the codes of its target: `packed` has `packed_bytes`.
 
         Floats are quantised as by `checkpoint.quantised_weight`, without a copy of the weight.
         """
         reduction = sources[0].shape[1]
-        num_columns = len(sources[0]) if is_gated else sum(map(len, sources))
-        wanted = quantised_shape(format, num_columns, reduction, is_gated=is_gated)
-        if packed.shape != wanted or not packed.flags.c_contiguous:
-            raise ConfigError(f"weights that pack to {wanted} do not fit {packed.shape}")
-        rows = [each.codes if isinstance(each, QuantisedWeight) else each for each in sources]
-        scales = [_contiguous(each, "scales") for each in sources]
-        zero_points = [_contiguous(each, "zero_points") for each in sources]
-        _check_sources(rows, reduction)
-        count = len(sources)
+        columns = [len(sources[0])] if is_gated else [len(each) for each in sources]
+        formats = [*zip(targets[: len(columns)], columns, strict=True)]
+        wanted = packed_bytes(formats, reduction, is_gated=is_gated)
+        if packed.shape != (wanted,) or not packed.flags.c_contiguous:
+            raise ConfigError(f"weights that pack to {(wanted,)} do not fit {packed.shape}")
+        weights = [_CodeArrays.of(each) for each in sources]
+        _check_sources([each.rows for each in weights], reduction)
+        passed = [
+            self._source(weight, target) for weight, target in zip(weights, targets, strict=True)
+        ]
         error = self.handle.cadenza_pack_quantised(
-            count,
-            (ctypes.c_void_p * count)(*(each.ctypes.data for each in rows)),
-            (ctypes.c_int * count)(
-                *(
-                    _dtype_code(each.dtype) if scale is None else 0
-                    for each, scale in zip(rows, scales, strict=True)
-                )
-            ),
-            (ctypes.c_int64 * count)(*(len(each) for each in rows)),
-            (ctypes.c_int64 * count)(*(each.strides[0] // each.itemsize for each in rows)),
-            (ctypes.c_void_p * count)(*map(_address, scales)),
-            (ctypes.c_void_p * count)(*map(_address, zero_points)),
+            len(passed),
+            (_CodeSource * len(passed))(*passed),
             reduction,
             packed.ctypes.data,
-            _FORMAT_CODES[format],
+            packed.nbytes,
             is_gated,
         )
         if error is not None:
             raise ConfigError(error.decode())
 
+    def _source(self, weight: "_CodeArrays", target: WeightFormat) -> "_CodeSource":
+        rows = weight.rows
+        return _CodeSource(
+            data=rows.ctypes.data,
+            scales=_address(weight.scales),
+            corrections=_address(weight.corrections),
+            rows=len(rows),
+            row_stride=rows.strides[0] // rows.itemsize,
+            dtype=_dtype_code(rows.dtype) if weight.format is None else 0,
+            format=0 if weight.format is None else self._format_code(weight.format),
+            target=self._format_code(target),
+        )
 
-def _contiguous(source: npt.NDArray[Any] | QuantisedWeight, field: str) -> npt.NDArray[Any] | None:
-    """A contiguous array of a quantised weight's field; None for floats, or if there is none."""
-    found = getattr(source, field) if isinstance(source, QuantisedWeight) else None
-    return None if found is None else np.ascontiguousarray(found)
+    def _format_code(self, format: WeightFormat) -> int:
+        """The library's number of a format of codes."""
+        code = self.handle.cadenza_code_format(
+            format.bits,
+            format.group,
+            _SCALE_CODES[format.scale],
+            _CORRECTION_CODES[format.correction],
+        )
+        if code < 0:
+            raise ConfigError(f"there are no kernels for weights in {format.name}")
+        return code
+
+
+class _CodeSource(ctypes.Structure):
+    """As `CadenzaCodeSource` of csrc/ffi/c_api.cpp."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("corrections", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+        ("target", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CodeArrays:
+    """Floats, or codes with contiguous scales and corrections, while they are packed."""
+
+    rows: npt.NDArray[Any]
+    format: WeightFormat | None = None
+    scales: npt.NDArray[Any] | None = None
+    corrections: npt.NDArray[Any] | None = None
+
+    @classmethod
+    def of(cls, source: HostWeight) -> "_CodeArrays":
+        if not isinstance(source, QuantisedWeight):
+            return cls(rows=source)
+        corrections = source.offsets if source.zero_points is None else source.zero_points
+        return cls(
+            rows=source.codes,
+            format=source.format,
+            scales=np.ascontiguousarray(source.scales),
+            corrections=None if corrections is None else np.ascontiguousarray(corrections),
+        )
 
 
 def _address(array: npt.NDArray[Any] | None) -> int | None:
@@ -191,13 +238,20 @@ def _check_sources(sources: Sequence[npt.NDArray[Any]], reduction: int) -> None:
             raise ConfigError(f"a weight with strides {each.strides} cannot be packed; copy it")
 
 
-def quantised_shape(
-    format: WeightFormat, num_columns: int, reduction: int, *, is_gated: bool = False
-) -> tuple[int, int, int]:
-    """Shape [panels, groups, bytes of a group] of a packed weight of integer codes."""
+def packed_bytes(
+    formats: Sequence[tuple[WeightFormat, int]], reduction: int, *, is_gated: bool = False
+) -> int:
+    """Bytes of a packed weight of codes, from the format and the columns of each part; for a gated
+    weight those of one of the two.
+
+    Parts of another format than the one before begin at a panel.
+    """
     width = _GATED_PANEL if is_gated else PANEL
-    groups = -(-reduction // GROUP)
-    return -(-num_columns // width), groups, format.num_bytes((PANEL, GROUP))
+    total = _CODES_HEADER_BYTES
+    for format, group in itertools.groupby(formats, key=lambda each: each[0]):
+        panels = -(-sum(columns for _, columns in group) // width)
+        total += panels * format.num_bytes((PANEL, reduction))
+    return total
 
 
 def packed_shape(
@@ -305,15 +359,10 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.cadenza_pack_quantised.restype = ctypes.c_char_p
     handle.cadenza_pack_quantised.argtypes = [
         ctypes.c_int,
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.POINTER(ctypes.c_int),
-        ctypes.POINTER(ctypes.c_int64),
-        ctypes.POINTER(ctypes.c_int64),
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.POINTER(_CodeSource),
         ctypes.c_int64,
         ctypes.c_void_p,
-        ctypes.c_int,
+        ctypes.c_int64,
         ctypes.c_int,
     ]
 

@@ -3,7 +3,8 @@
 `csrc/core/quantised.h` states the rules. Activations are rounded to int8 for each row and group;
 the dot of a group's codes is an exact integer, and the groups are folded in ascending order.
 
-Legend as in `ops.table`; G groups of `GROUP` elements of K.
+Legend as in `ops.table`; G groups of `GROUP` elements of K, which consist of one or two parts with
+one scale of the weight each.
 """
 
 from collections.abc import Sequence
@@ -15,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.checkpoint.quantised_weight import (
-    GROUP,
     MOST_CODE,
+    HostWeight,
     QuantisedWeight,
     quantise_int4,
     quantise_int8,
 )
-from cadenza.checkpoint.weight_format import INT4, WeightFormat
+from cadenza.checkpoint.weight_format import GROUP, INT4, WeightFormat
 
 SMALLEST_LARGEST = np.float32(2.0**-64)
 """A group whose largest magnitude is smaller counts as zero, so that no later value is denormal."""
@@ -30,32 +31,71 @@ SMALLEST_LARGEST = np.float32(2.0**-64)
 class Codes(NamedTuple):
     """A quantised weight on the device; elements beyond K are zero."""
 
-    codes: Any  # [..., N, G, GROUP] int8
-    scales: Any  # [..., N, G] float16
-    zero_points: Any  # [..., N, G] int32; zeros for int8 codes
+    codes: Any  # [..., N, 32 elements of K, parts with one scale, elements of a part] int8
+    scales: Any  # [..., N, ., parts] float16 or float32
+    zero_points: Any | None  # [..., N, ., parts] int32
+    offsets: Any | None  # [..., N, ., parts], in the type of the scales
 
 
-def quantise_parts(
-    format: WeightFormat, parts: Sequence[npt.NDArray[Any] | QuantisedWeight]
-) -> Codes:
-    """Weights [Ni, K] side by side, quantised unless they are already."""
+CodedParts = tuple[Codes, ...]
+"""Weights side by side, each in its own format."""
+
+
+def as_operand(parts: Sequence[HostWeight], format: WeightFormat) -> Sequence[HostWeight]:
+    """Weights that are multiplied as one operand: all of codes, or all of floats.
+
+    Codes beside floats that stay floats are dequantised.
+    """
+    if format.is_quantised or all(isinstance(part, QuantisedWeight) for part in parts):
+        return parts
+    return [as_floats(part) for part in parts]
+
+
+def as_floats(weight: HostWeight) -> npt.NDArray[Any]:
+    """The weight itself, or the elements of its codes in float32."""
+    return weight.dequantised() if isinstance(weight, QuantisedWeight) else weight
+
+
+def are_codes(parts: Sequence[HostWeight], format: WeightFormat) -> bool:
+    """Whether an operand is held as codes; floats are quantised to `format`."""
+    return format.is_quantised or isinstance(parts[0], QuantisedWeight)
+
+
+def formats_of(parts: Sequence[HostWeight], format: WeightFormat) -> list[WeightFormat]:
+    """The formats of the parts of an operand that is held as codes."""
+    return [part.format if isinstance(part, QuantisedWeight) else format for part in parts]
+
+
+def quantise_parts(format: WeightFormat, parts: Sequence[HostWeight]) -> CodedParts:
+    """Weights [Ni, K], quantised unless they are already."""
     quantise = quantise_int4 if format == INT4 else quantise_int8
-    weights = [part if isinstance(part, QuantisedWeight) else quantise(part) for part in parts]
-    codes = np.concatenate([weight.codes for weight in weights])
-    scales = np.concatenate([weight.scales for weight in weights])
-    zeros = [
-        np.zeros(each.scales.shape) if each.zero_points is None else each.zero_points
-        for each in weights
-    ]
-    padding = scales.shape[1] * GROUP - codes.shape[1]
-    padded = np.pad(codes, ((0, 0), (0, padding)))
-    groups = padded.reshape(*scales.shape, GROUP)
-    return Codes(groups, scales, np.concatenate(zeros).astype(np.int32))
+    return tuple(
+        _codes_of(part if isinstance(part, QuantisedWeight) else quantise(part)) for part in parts
+    )
 
 
-def stack_codes(weights: Sequence[Codes]) -> Codes:
-    """The weights of all experts: [X, N, G, GROUP]."""
-    return Codes(*(np.stack(field) for field in zip(*weights, strict=True)))
+def _codes_of(weight: QuantisedWeight) -> Codes:
+    rows, reduction = weight.shape
+    shape = (rows, -(-reduction // GROUP), GROUP // weight.group)
+
+    def complete(each: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+        if each is None:
+            return None
+        return np.pad(each, ((0, 0), (0, shape[1] * shape[2] - each.shape[1]))).reshape(shape)
+
+    codes = np.pad(weight.codes, ((0, 0), (0, shape[1] * GROUP - reduction)))
+    zeros = None if weight.zero_points is None else weight.zero_points.astype(np.int32)
+    return Codes(
+        codes=codes.reshape(*shape, weight.group),
+        scales=complete(weight.scales),
+        zero_points=complete(zeros),
+        offsets=complete(weight.offsets),
+    )
+
+
+def stack_codes(weights: Sequence[CodedParts]) -> CodedParts:
+    """The weights of all experts: [X, N, ...] in each part, whose formats are equal."""
+    return jax.tree.map(lambda *each: np.stack(each), *weights)
 
 
 def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -75,30 +115,50 @@ def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return codes.astype(jnp.int8), jnp.where(is_finite, scales, jnp.nan)
 
 
-def quantised_product(x: jax.Array, weight: Codes) -> jax.Array:
-    """Activations [T, K] times the transposed weight [N, K]: float32 [T, N]."""
-    codes, scales = quantise_rows(x)
-    sums = jnp.sum(codes.astype(jnp.int32), axis=-1)  # [T, G]
-    weight_scales = weight.scales.astype(jnp.float32)  # [N, G]
+def quantised_product(x: jax.Array, parts: CodedParts) -> jax.Array:
+    """Activations [T, K] times the transposed weights [Ni, K]: float32 [T, N]."""
+    rows = quantise_rows(x)
+    return jnp.concatenate([_product(*rows, weight) for weight in parts], axis=1)
 
-    def fold(group: jax.Array, total: jax.Array) -> jax.Array:
+
+def _product(codes: jax.Array, scales: jax.Array, weight: Codes) -> jax.Array:
+    """Codes [T, G, GROUP] with scales [T, G] times one weight."""
+    num_parts, part_len = weight.codes.shape[-2:]
+    cut = codes.reshape(*codes.shape[:2], num_parts, part_len)
+    totals = jnp.sum(cut.astype(jnp.int32), axis=-1)  # [T, G, parts]
+
+    def fold(step: jax.Array, sums: jax.Array) -> jax.Array:
+        group, part = step // num_parts, step % num_parts
+        scale = scales[:, group, None]
         dot = jax.lax.dot_general(
-            codes[:, group],
-            weight.codes[:, group],
+            cut[:, group, part],
+            weight.codes[:, group, part],
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.int32,
         )
-        dot = dot - sums[:, group, None] * weight.zero_points[:, group]
-        part = dot.astype(jnp.float32) * scales[:, group, None]
-        return total + part * weight_scales[:, group]
+        total = totals[:, group, part, None]
+        if weight.zero_points is not None:
+            dot = dot - total * weight.zero_points[:, group, part]
+        sums = sums + dot.astype(jnp.float32) * scale * _wide(weight.scales[:, group, part])
+        if weight.offsets is not None:
+            sums += total.astype(jnp.float32) * scale * _wide(weight.offsets[:, group, part])
+        return sums
 
-    start = jnp.zeros((len(x), weight.scales.shape[0]), jnp.float32)
-    return jax.lax.fori_loop(0, scales.shape[1], fold, start)
+    start = jnp.zeros((len(codes), weight.scales.shape[0]), jnp.float32)
+    return jax.lax.fori_loop(0, scales.shape[1] * num_parts, fold, start)
 
 
-def dequantised_rows(weight: Codes, ids: jax.Array, num_columns: int) -> jax.Array:
-    """Rows `ids` [T] of a weight [N, K] in float32: [T, K]."""
-    scales = weight.scales[ids].astype(jnp.float32)[..., None]
-    codes = weight.codes[ids].astype(jnp.int32) - weight.zero_points[ids][..., None]
-    rows = codes.astype(jnp.float32) * scales  # [T, G, GROUP]
+def dequantised_rows(parts: CodedParts, ids: jax.Array, num_columns: int) -> jax.Array:
+    """Rows `ids` [T] of a weight [N, K], which has one part, in float32: [T, K]."""
+    (weight,) = parts
+    codes = weight.codes[ids].astype(jnp.int32)
+    if weight.zero_points is not None:
+        codes = codes - weight.zero_points[ids][..., None]
+    rows = codes.astype(jnp.float32) * _wide(weight.scales[ids])[..., None]
+    if weight.offsets is not None:
+        rows = rows + _wide(weight.offsets[ids])[..., None]
     return rows.reshape(len(ids), -1)[:, :num_columns]
+
+
+def _wide(values: jax.Array) -> jax.Array:
+    return values.astype(jnp.float32)

@@ -21,7 +21,11 @@ from cadenza.backends.xla.ops.experts import (
     grouped_linear,
 )
 from cadenza.backends.xla.ops.quantised import (
+    are_codes,
+    as_floats,
+    as_operand,
     dequantised_rows,
+    formats_of,
     quantise_parts,
     quantised_product,
     stack_codes,
@@ -39,7 +43,8 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
 )
 from cadenza.checkpoint.model_config import Activation
-from cadenza.checkpoint.weight_format import WeightFormat
+from cadenza.checkpoint.quantised_weight import HostWeight
+from cadenza.checkpoint.weight_format import WeightFormat, joined
 from cadenza.errors import ConfigError
 
 MAX_TOKENS = 64
@@ -78,21 +83,25 @@ class ReferenceOps:
 
     def load_linear(
         self,
-        parts: list[npt.NDArray[Any]],
+        parts: Sequence[HostWeight],
         bias: list[npt.NDArray[Any]],
         format: WeightFormat | None = None,
     ) -> Linear:
         format = format or self._spec.weight_format
-        weight = quantise_parts(format, parts) if format.is_quantised else _as(format, parts)
-        return Linear(weight, np.concatenate(bias).astype(np.float32) if bias else None, format)
+        held = as_operand(parts, format)
+        bias_of_all = np.concatenate(bias).astype(np.float32) if bias else None
+        if are_codes(held, format):
+            codes = quantise_parts(format, held)
+            return Linear(codes, bias_of_all, formats_of(held, format)[0])
+        return Linear(_as(format, [as_floats(part) for part in held]), bias_of_all, format)
 
-    def load_embedding(self, table: npt.NDArray[Any], format: WeightFormat | None = None) -> Linear:
+    def load_embedding(self, table: HostWeight, format: WeightFormat | None = None) -> Linear:
         return self.load_linear([table], [], format)
 
     def load_gate_up(
         self,
-        gate: npt.NDArray[Any],
-        up: npt.NDArray[Any],
+        gate: HostWeight,
+        up: HostWeight,
         bias: list[npt.NDArray[Any]],
         format: WeightFormat | None = None,
     ) -> Linear:
@@ -100,20 +109,29 @@ class ReferenceOps:
 
     def load_experts_gate_up(
         self,
-        experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
+        experts: Sequence[tuple[HostWeight, HostWeight]],
         format: WeightFormat | None = None,
     ) -> Linear:
-        return self._stack([self.load_linear(list(pair), [], format) for pair in experts])
+        return self._stack(experts, format)
 
     def load_experts_down(
-        self, experts: Sequence[npt.NDArray[Any]], format: WeightFormat | None = None
+        self, experts: Sequence[HostWeight], format: WeightFormat | None = None
     ) -> Linear:
-        return self._stack([self.load_linear([each], [], format) for each in experts])
+        return self._stack([(each,) for each in experts], format)
 
-    def _stack(self, experts: Sequence[Linear]) -> Linear:
-        weights, format = [each.weight for each in experts], experts[0].format
-        stacked = stack_codes(weights) if format.is_quantised else np.stack(weights)
-        return Linear(stacked, None, format)
+    def _stack(
+        self, experts: Sequence[tuple[HostWeight, ...]], format: WeightFormat | None
+    ) -> Linear:
+        """One weight of all experts' parts, which have one format."""
+        own = format or self._spec.weight_format
+        held = as_operand([part for parts in experts for part in parts], own)
+        if not are_codes(held, own):
+            loaded = [self.load_linear(parts, [], own).weight for parts in experts]
+            return Linear(np.stack(loaded), None, own)
+        common, width = joined(formats_of(held, own)), len(experts[0])
+        each = [part if isinstance(part, np.ndarray) else part.in_format(common) for part in held]
+        codes = [quantise_parts(own, each[at : at + width]) for at in range(0, len(each), width)]
+        return Linear(stack_codes(codes), None, common)
 
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
         slots = num_pages * self._spec.page_size
@@ -355,7 +373,7 @@ def _append(pool: KVPool, key: jax.Array, value: jax.Array, places: Places) -> K
     )
 
 
-def _as(format: WeightFormat, parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def _as(format: WeightFormat, parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.concatenate(parts).astype(jnp.dtype(format.name))
 
 

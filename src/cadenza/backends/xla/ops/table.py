@@ -19,7 +19,9 @@ import numpy.typing as npt
 from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.weight_format import FLOAT_FORMATS, WeightFormat, format_of
+from cadenza.checkpoint.quantised_weight import HostWeight
+from cadenza.checkpoint.tensor_formats import format_of
+from cadenza.checkpoint.weight_format import FLOAT_FORMATS, WeightFormat
 from cadenza.config import Quantization
 from cadenza.core.step_schema import LogitInputs, RowInputs, TokenInputs, specs_of
 
@@ -67,7 +69,10 @@ class DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight in the layout of its op table, its bias, and the format of the weight's elements."""
+    """A weight in the layout of its op table, its bias, and the format of the weight's elements.
+
+    Linears that are fused may have several formats of codes; `format` is then the first one's.
+    """
 
     weight: Any  # [N, K] in the reference table
     bias: Any | None  # [N]
@@ -154,24 +159,25 @@ class OpTable(Protocol):
 
     def load_linear(
         self,
-        parts: list[npt.NDArray[Any]],
+        parts: Sequence[HostWeight],
         bias: list[npt.NDArray[Any]],
         format: WeightFormat | None = None,
     ) -> Linear:
         """Fuses weights [Ni, K] of linears with the same input along N, in host memory.
 
-        Here and below the weight is held in `format`; None is the type of the activations.
+        Here and below floats are held in `format`, by default the type of the activations, and a
+        weight of codes in its own.
         """
         ...
 
-    def load_embedding(self, table: npt.NDArray[Any], format: WeightFormat | None = None) -> Linear:
+    def load_embedding(self, table: HostWeight, format: WeightFormat | None = None) -> Linear:
         """The embedding table [V, E], also used as the weight of a tied head."""
         ...
 
     def load_gate_up(
         self,
-        gate: npt.NDArray[Any],
-        up: npt.NDArray[Any],
+        gate: HostWeight,
+        up: HostWeight,
         bias: list[npt.NDArray[Any]],
         format: WeightFormat | None = None,
     ) -> Linear:
@@ -180,14 +186,14 @@ class OpTable(Protocol):
 
     def load_experts_gate_up(
         self,
-        experts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
+        experts: Sequence[tuple[HostWeight, HostWeight]],
         format: WeightFormat | None = None,
     ) -> Linear:
         """Gate and up [F, E] of each expert, for `grouped_gated_linear`."""
         ...
 
     def load_experts_down(
-        self, experts: Sequence[npt.NDArray[Any]], format: WeightFormat | None = None
+        self, experts: Sequence[HostWeight], format: WeightFormat | None = None
     ) -> Linear:
         """Each expert's weight [E, F], for `grouped_linear`."""
         ...

@@ -1,0 +1,135 @@
+// Packed weights of integer codes: their formats and their layout.
+//
+// A packed weight is a CodesHeader and then its panels of 32 columns. Consecutive panels of one
+// format are a segment, so operands that are fused may have several formats. A panel has a group for
+// each 32 elements of K, one behind the other, and a group has
+//   codes: 8 bits: [32 / 4][32 columns][4] bytes, each a code + 128
+//          4 bits: [32 / 8][32 columns][4] bytes, whose low nibbles are codes 0 to 3 of eight and
+//          whose high nibbles are codes 4 to 7; codes from 0 to 15, or code + 8 without a correction
+//   scales: [32 / group][32 columns]
+//   zero points, u8 [32 columns], or offsets like the scales
+#pragma once
+
+#include <cstdint>
+
+#include "core/types.h"
+
+namespace cadenza {
+
+enum class ScaleType : int32_t { kF16 = 0, kF32 = 1 };
+
+// What corrects codes without sign: an integer that is subtracted from the codes, or a float that is
+// added to the products of code and scale.
+enum class Correction : int32_t { kNone = 0, kZeroPoint = 1, kOffset = 2 };
+
+struct CodeFormat {
+  int bits;   // of a code: 4 or 8
+  int group;  // consecutive elements with one scale: 32 or 16
+  ScaleType scale;  // also of offsets
+  Correction correction;
+
+  constexpr int num_parts() const { return kGroup / group; }
+  constexpr int64_t code_bytes() const { return kGroup * kPanel * bits / 8; }
+  constexpr int64_t scale_size() const { return scale == ScaleType::kF16 ? 2 : 4; }
+  constexpr int64_t scale_bytes() const { return num_parts() * kPanel * scale_size(); }
+  constexpr int64_t correction_bytes() const {
+    if (correction == Correction::kZeroPoint) return num_parts() * kPanel;
+    return correction == Correction::kOffset ? scale_bytes() : 0;
+  }
+  constexpr int64_t corrections_at() const { return code_bytes() + scale_bytes(); }
+  constexpr int64_t group_bytes() const { return corrections_at() + correction_bytes(); }
+  constexpr bool operator==(const CodeFormat& other) const {
+    return bits == other.bits && group == other.group && scale == other.scale &&
+           correction == other.correction;
+  }
+};
+
+// The formats that kernels exist for; a format is named by its index.
+constexpr CodeFormat kCodeFormats[] = {
+    {8, 32, ScaleType::kF16, Correction::kNone},   {8, 32, ScaleType::kF16, Correction::kOffset},
+    {8, 32, ScaleType::kF32, Correction::kNone},   {8, 32, ScaleType::kF32, Correction::kOffset},
+    {4, 32, ScaleType::kF16, Correction::kNone},   {4, 32, ScaleType::kF16, Correction::kZeroPoint},
+    {4, 32, ScaleType::kF16, Correction::kOffset}, {4, 32, ScaleType::kF32, Correction::kNone},
+    {4, 32, ScaleType::kF32, Correction::kZeroPoint},
+    {4, 32, ScaleType::kF32, Correction::kOffset}, {8, 16, ScaleType::kF32, Correction::kNone},
+    {8, 16, ScaleType::kF32, Correction::kOffset},
+};
+constexpr int kNumCodeFormats = sizeof(kCodeFormats) / sizeof(*kCodeFormats);
+
+// The index of a format, or -1.
+constexpr int index_of(const CodeFormat& format) {
+  for (int i = 0; i < kNumCodeFormats; i++) {
+    if (kCodeFormats[i] == format) return i;
+  }
+  return -1;
+}
+
+constexpr int kInt8Format = index_of(CodeFormat{8, 32, ScaleType::kF16, Correction::kNone});
+constexpr int kInt4Format = index_of(CodeFormat{4, 32, ScaleType::kF16, Correction::kZeroPoint});
+
+constexpr int64_t code_panel_bytes(int format, int64_t k) {
+  return ceil_div(k, kGroup) * kCodeFormats[format].group_bytes();
+}
+
+struct CodeSegment {
+  int32_t format;
+  int32_t panels;
+};
+
+struct CodesHeader {
+  static constexpr uint32_t kVersion = 0x43445a02;
+  static constexpr int kMaxSegments = 6;
+
+  uint32_t version;
+  int32_t num_segments;
+  int64_t k;
+  CodeSegment segments[kMaxSegments];
+
+  bool is_valid() const {
+    if (version != kVersion || num_segments < 1 || num_segments > kMaxSegments) return false;
+    for (int i = 0; i < num_segments; i++) {
+      const CodeSegment& each = segments[i];
+      if (each.format < 0 || each.format >= kNumCodeFormats || each.panels < 0) return false;
+    }
+    return true;
+  }
+  int64_t num_panels() const {
+    int64_t panels = 0;
+    for (int i = 0; i < num_segments; i++) panels += segments[i].panels;
+    return panels;
+  }
+  // Of the whole weight.
+  int64_t num_bytes() const {
+    int64_t bytes = int64_t(sizeof(CodesHeader));
+    for (int i = 0; i < num_segments; i++) {
+      bytes += segments[i].panels * code_panel_bytes(segments[i].format, k);
+    }
+    return bytes;
+  }
+};
+static_assert(sizeof(CodesHeader) == 64, "panels begin at a cache line");
+
+inline const CodesHeader& codes_header(const void* weight) {
+  return *static_cast<const CodesHeader*>(weight);
+}
+
+struct CodePanel {
+  const uint8_t* data;
+  int format;
+  int64_t bytes;
+};
+
+inline CodePanel code_panel(const void* weight, int64_t index) {
+  const CodesHeader& header = codes_header(weight);
+  const uint8_t* data = static_cast<const uint8_t*>(weight) + sizeof(CodesHeader);
+  int i = 0;
+  for (; i + 1 < header.num_segments && index >= header.segments[i].panels; i++) {
+    data += header.segments[i].panels * code_panel_bytes(header.segments[i].format, header.k);
+    index -= header.segments[i].panels;
+  }
+  const int format = header.segments[i].format;
+  const int64_t bytes = code_panel_bytes(format, header.k);
+  return {data + index * bytes, format, bytes};
+}
+
+}  // namespace cadenza

@@ -1,0 +1,32 @@
+"""The format in which each tensor of a model is held: `format_of`.
+
+Knows no files and no layouts. Invariant: memory plans, bounds and loading derive the format of a
+tensor from `format_of`, so that they agree.
+"""
+
+from collections.abc import Iterable
+
+from cadenza.checkpoint.declaration import TensorKind, TensorSpec
+from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.weight_format import FLOAT_FORMATS, INT4, INT8, WeightFormat
+from cadenza.config import Quantization
+
+_QUANTISED_KINDS: frozenset[TensorKind] = frozenset({"embedding", "head", "linear"})
+"""Routers choose experts, where a small error is a large one; norms and biases are small. Embedding
+and head have 8 bits in either case: 4 bits there would cost much accuracy."""
+
+
+def format_of(
+    spec: TensorSpec, dtype: WeightDType, quantization: Quantization = "none"
+) -> WeightFormat:
+    """The format in which a tensor is held by a model that computes in `dtype`."""
+    if quantization == "none" or spec.kind not in _QUANTISED_KINDS:
+        return FLOAT_FORMATS[dtype]
+    return INT4 if quantization == "int4" and spec.kind == "linear" else INT8
+
+
+def stored_bytes(
+    specs: Iterable[TensorSpec], dtype: WeightDType, quantization: Quantization = "none"
+) -> int:
+    """Bytes of tensors in their formats."""
+    return sum(format_of(spec, dtype, quantization).num_bytes(spec.shape) for spec in specs)
