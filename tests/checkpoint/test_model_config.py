@@ -147,7 +147,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "a model type of another architecture": (changed(model_type="qwen3"), "does not match"),
     "no family": (without("architectures", "model_type"), "neither"),
     "custom code": (changed(auto_map={"AutoModel": "evil.Model"}), "auto_map"),
-    "quantised weights": (changed(quantization_config={"quant_method": "awq"}), "unquantised"),
+    "quantised weights": (
+        changed(quantization_config={"quant_method": "awq"}),
+        "remove",
+    ),
     "another activation": (changed(hidden_act="relu2"), "silu"),
     "soft-capped logits": (changed(final_logit_softcapping=30.0), "final_logit_softcapping"),
     "experts": (changed(num_local_experts=8), "experts"),

@@ -176,7 +176,7 @@ class MemoryWatch:
 
 def largest_tensor_bytes(checkpoint: Checkpoint) -> int:
     """Of the tensors as they are stored."""
-    return max(checkpoint.weights.entry(name).num_bytes for name in checkpoint.weights)
+    return max(checkpoint.weights.num_bytes(name) for name in checkpoint.weights)
 
 
 def _measure(argument: str) -> Load:

@@ -30,8 +30,8 @@ _SUPPORTED = "supported are " + ", ".join(family.architecture for family in FAMI
 
 _REFUSED: dict[str, str] = {
     "auto_map": "code from a checkpoint is never run; use a checkpoint that needs none",
-    "quantization_config": "quantised checkpoints are not supported; use the unquantised one",
-    "compression_config": "compressed checkpoints are not supported; use the uncompressed one",
+    "quantization_config": "a shape has no quantised weights; remove the setting",
+    "compression_config": "a shape has no quantised weights; remove the setting",
     "is_encoder_decoder": "encoder-decoder models are not supported",
     "vision_config": "models with image input are not supported; use a text-only checkpoint",
     "audio_config": "models with audio input are not supported; use a text-only checkpoint",
@@ -49,7 +49,8 @@ _REFUSED: dict[str, str] = {
         "shared experts are not supported; use a checkpoint without them",
     ),
 }
-"""Settings that are refused unless a family reads them, with the reason."""
+"""Settings that are refused unless a family reads them, with the reason. `open_checkpoint` reads
+those of quantised weights by itself."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_bias": (False,),

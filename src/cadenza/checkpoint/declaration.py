@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from cadenza.checkpoint.dtypes import WEIGHT_DTYPES, as_weight_dtype
 from cadenza.checkpoint.model_config import ExpertsConfig, ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
@@ -253,7 +254,7 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
     A tied model may store its head as well, if it equals the embedding.
 
     Raises:
-        CheckpointError: a tensor is missing, not part of the model, or of a different shape.
+        CheckpointError: a tensor is missing, not part of the model, or of another shape or type.
     """
     specs = {spec.name: spec for spec in declare(config)}
     missing = [name for name in specs if name not in weights]
@@ -272,15 +273,22 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
             f"use a checkpoint whose config.json describes the model completely"
         )
     for spec in specs.values():
-        _check_shape(spec, weights)
+        _check_tensor(spec, weights)
 
 
-def _check_shape(spec: TensorSpec, weights: Weights) -> None:
-    found = weights.entry(spec.name).shape
+def _check_tensor(spec: TensorSpec, weights: Weights) -> None:
+    found = weights.shape(spec.name)
     if found != spec.shape:
         raise CheckpointError(
             f"tensor {spec.name} has shape {list(found)}; config.json requires "
             f"{list(spec.shape)}; correct config.json or fetch the checkpoint again"
+        )
+    is_quantised = spec.name in weights.quantised
+    if not is_quantised and as_weight_dtype(weights.entry(spec.name).dtype) is None:
+        raise CheckpointError(
+            f"tensor {spec.name} has the type {weights.entry(spec.name).dtype}, but by config.json "
+            f"it is not quantised; supported are {', '.join(WEIGHT_DTYPES)}; correct config.json "
+            f"or fetch the checkpoint again"
         )
 
 

@@ -1,7 +1,7 @@
-"""The data types of stored weights.
+"""The data types of stored tensors.
 
 Owns the table of Cadenza's names, safetensors codes and numpy dtypes. Knows no files. Invariant:
-every type here converts to float32 exactly.
+every `WeightDType` converts to float32 exactly; the other types occur in quantised weights only.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,14 @@ WeightDType = Literal["bfloat16", "float16", "float32"]
 
 WEIGHT_DTYPES: tuple[WeightDType, ...] = get_args(WeightDType)
 
+StoredDType = Literal[WeightDType, "float8_e4m3", "int8", "uint8", "int32", "uint32", "int64"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """A data type: Cadenza's name, the safetensors code and the numpy dtype."""
 
-    name: WeightDType
+    name: StoredDType
     code: str
     numpy: np.dtype[Any]
 
@@ -28,12 +30,23 @@ _FORMATS: tuple[Format, ...] = (
     Format(name="bfloat16", code="BF16", numpy=np.dtype(ml_dtypes.bfloat16)),
     Format(name="float16", code="F16", numpy=np.dtype("<f2")),
     Format(name="float32", code="F32", numpy=np.dtype("<f4")),
+    Format(name="float8_e4m3", code="F8_E4M3", numpy=np.dtype(ml_dtypes.float8_e4m3fn)),
+    Format(name="int8", code="I8", numpy=np.dtype("i1")),
+    Format(name="uint8", code="U8", numpy=np.dtype("u1")),
+    Format(name="int32", code="I32", numpy=np.dtype("<i4")),
+    Format(name="uint32", code="U32", numpy=np.dtype("<u4")),
+    Format(name="int64", code="I64", numpy=np.dtype("<i8")),
 )
 
-FORMAT_OF_NAME: dict[WeightDType, Format] = {format.name: format for format in _FORMATS}
+FORMAT_OF_NAME: dict[StoredDType, Format] = {format.name: format for format in _FORMATS}
 FORMAT_OF_CODE: dict[str, Format] = {format.code: format for format in _FORMATS}
 
 
-def item_bytes(dtype: WeightDType) -> int:
+def item_bytes(dtype: StoredDType) -> int:
     """Bytes of one element."""
     return FORMAT_OF_NAME[dtype].numpy.itemsize
+
+
+def as_weight_dtype(dtype: StoredDType) -> WeightDType | None:
+    """The same type if weights that are not quantised can have it, otherwise None."""
+    return next((each for each in WEIGHT_DTYPES if each == dtype), None)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config, read_token_ids
-from cadenza.checkpoint.declaration import EMBEDDING, check_weights, declare
+from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, check_weights, declare
+from cadenza.checkpoint.dtypes import WeightDType, as_weight_dtype
+from cadenza.checkpoint.formats import SETTINGS, apply_scheme, read_scheme
 from cadenza.checkpoint.generation_defaults import (
     GenerationDefaults,
     parse_generation_defaults,
@@ -24,6 +26,7 @@ from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_s
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.outline import ModelOutline, outline_of, read_outline
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
+from cadenza.checkpoint.stored_weight import StoredScheme
 from cadenza.checkpoint.tokenizer_files import (
     TOKENIZER_FILE,
     TokenizerFiles,
@@ -88,6 +91,11 @@ class Checkpoint:
         return self.known
 
     @property
+    def scheme(self) -> StoredScheme | None:
+        """How the weights are quantised as stored; None if they are floats, or only a backend knows."""
+        return self.weights.scheme if self.is_known else None
+
+    @property
     def chat_template(self) -> str | None:
         """The source of the default chat template; None if the folder has none."""
         return self.tokenizer.chat_templates.get("default")
@@ -103,7 +111,7 @@ class Checkpoint:
     @property
     def num_weight_bytes(self) -> int:
         """Stored bytes of the model's tensors; a tied head is not counted again."""
-        return sum(self.weights.entry(spec.name).num_bytes for spec in declare(self.config))
+        return sum(self.weights.num_bytes(spec.name) for spec in declare(self.config))
 
 
 def open_checkpoint(
@@ -149,12 +157,27 @@ def open_checkpoint(
 
 def _read_known(raw_config: JsonObject, folder: Path) -> tuple[ModelConfig, Weights]:
     """The arithmetic of a model and its weights, which match. Raises `CheckpointError`."""
-    config = parse_model_config(raw_config.values)
+    config = parse_model_config(_without_quantisation(raw_config))
+    scheme = read_scheme(raw_config)
     weights = split_stacked_experts(config, open_weights(folder))
+    if scheme is not None:
+        weights = apply_scheme(scheme, config, weights)
     check_weights(config, weights)
     if not raw_config.has("dtype") and not raw_config.has("torch_dtype"):
-        config = replace(config, dtype=weights.entry(EMBEDDING).dtype)
+        config = replace(config, dtype=_float_type(weights))
     return config, weights
+
+
+def _without_quantisation(raw: JsonObject) -> dict[str, object]:
+    return {key: value for key, value in raw.values.items() if key not in SETTINGS}
+
+
+def _float_type(weights: Weights) -> WeightDType:
+    """The type of the embedding, or of the final norm if the embedding is quantised."""
+    name = FINAL_NORM if EMBEDDING in weights.quantised else EMBEDDING
+    dtype = as_weight_dtype(weights.entry(name).dtype)
+    assert dtype is not None, "checked by check_weights"
+    return dtype
 
 
 def _digest_of_unread(folder: Path) -> str:

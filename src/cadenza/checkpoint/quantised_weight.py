@@ -64,6 +64,12 @@ class QuantisedWeight:
     def __len__(self) -> int:
         return len(self.codes)
 
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        """`np.asarray` gives the elements."""
+        return self.dequantised() if dtype is None else self.dequantised().astype(dtype)
+
     @property
     def format(self) -> WeightFormat:
         correction: Correction | None = "offset" if self.offsets is not None else None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WeightDType
+from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, StoredDType
 
 AnyArray = npt.NDArray[Any]
 
@@ -38,7 +38,7 @@ class TensorEntry:
     """
 
     name: str
-    dtype: WeightDType
+    dtype: StoredDType
     shape: tuple[int, ...]
     start: int
     stop: int

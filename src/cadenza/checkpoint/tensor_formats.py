@@ -4,7 +4,7 @@ Knows no files and no layouts. Invariant: memory plans, bounds and loading deriv
 tensor from `format_of`, so that they agree.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from cadenza.checkpoint.declaration import TensorKind, TensorSpec
 from cadenza.checkpoint.dtypes import WeightDType
@@ -17,16 +17,30 @@ and head have 8 bits in either case: 4 bits there would cost much accuracy."""
 
 
 def format_of(
-    spec: TensorSpec, dtype: WeightDType, quantization: Quantization = "none"
+    spec: TensorSpec,
+    dtype: WeightDType,
+    quantization: Quantization = "none",
+    stored: WeightFormat | None = None,
 ) -> WeightFormat:
-    """The format in which a tensor is held by a model that computes in `dtype`."""
+    """The format in which a tensor is held by a model that computes in `dtype`.
+
+    `stored` is that of a weight which the checkpoint stores quantised.
+    """
+    if stored is not None:
+        return stored
     if quantization == "none" or spec.kind not in _QUANTISED_KINDS:
         return FLOAT_FORMATS[dtype]
     return INT4 if quantization == "int4" and spec.kind == "linear" else INT8
 
 
 def stored_bytes(
-    specs: Iterable[TensorSpec], dtype: WeightDType, quantization: Quantization = "none"
+    specs: Iterable[TensorSpec],
+    dtype: WeightDType,
+    quantization: Quantization = "none",
+    stored_format: Callable[[str], WeightFormat | None] = lambda _: None,
 ) -> int:
-    """Bytes of tensors in their formats."""
-    return sum(format_of(spec, dtype, quantization).num_bytes(spec.shape) for spec in specs)
+    """Bytes of tensors in their formats; `stored_format` gives that of a tensor's name."""
+    return sum(
+        format_of(spec, dtype, quantization, stored_format(spec.name)).num_bytes(spec.shape)
+        for spec in specs
+    )

@@ -1,18 +1,23 @@
 """The tensors of a folder by name, from one safetensors file or several: `Weights`.
 
 Owns the choice of files and the check of the index. Knows no models. Invariant: every file lies
-directly in the folder, and a name refers to exactly one tensor.
+directly in the folder, and a name refers to exactly one tensor or quantised weight.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from cadenza.checkpoint.json_object import JsonObject, read_json_object, shorten
 from cadenza.checkpoint.safetensors_file import open_safetensors
 from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry, TensorFile
 from cadenza.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from cadenza.checkpoint.stored_weight import StoredScheme, StoredWeight
+    from cadenza.checkpoint.weight_format import WeightFormat
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,10 +29,15 @@ _OTHER_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolid
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """Tensors by name, as read-only views of mapped files; pages are read on first access."""
+    """Tensors by name, as read-only views of mapped files; pages are read on first access.
+
+    A weight that is stored quantised has its own name in place of the tensors that it is stored in.
+    """
 
     files: tuple[TensorFile, ...]
     _file_of: dict[str, TensorFile]
+    scheme: "StoredScheme | None" = None
+    quantised: "Mapping[str, StoredWeight]" = field(default_factory=dict[str, "StoredWeight"])
 
     @classmethod
     def of(cls, files: Sequence[TensorFile]) -> "Weights":
@@ -36,26 +46,65 @@ class Weights:
             files=tuple(files), _file_of={name: file for file in files for name in file.entries}
         )
 
-    def __getitem__(self, name: str) -> AnyArray:
-        """A zero-copy view of the stored tensor. Raises `KeyError` for unknown names."""
-        return self._file_of[name].view(name)
+    def __getitem__(self, name: str) -> Any:
+        """A zero-copy view of a stored tensor, or a `QuantisedWeight`, read on each access.
+
+        Raises `KeyError` for unknown names.
+        """
+        stored = self.quantised.get(name)
+        return self.view(name) if stored is None else stored.load()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._file_of or name in self.quantised
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        yield from self._file_of
+        yield from self.quantised
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self._file_of) + len(self.quantised)
 
     def entry(self, name: str) -> TensorEntry:
         """Data type, shape and place of a tensor. Raises `KeyError` for unknown names."""
         return self._file_of[name].entries[name]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor or quantised weight. Raises `KeyError` for unknown names."""
+        stored = self.quantised.get(name)
+        return self.entry(name).shape if stored is None else stored.shape
+
+    def stored_type(self, name: str) -> str:
+        """How a tensor or quantised weight is stored. Raises `KeyError` for unknown names."""
+        stored = self.quantised.get(name)
+        return self.entry(name).stored_type if stored is None else stored.stored_type
+
+    def num_bytes(self, name: str) -> int:
+        """Stored bytes of a tensor or quantised weight. Raises `KeyError` for unknown names."""
+        stored = self.quantised.get(name)
+        if stored is None:
+            return self.entry(name).num_bytes
+        return sum(entry.num_bytes for entry in stored.parts)
+
+    def format(self, name: str) -> "WeightFormat | None":
+        """The format of a quantised weight's codes; None if it is loaded as floats."""
+        stored = self.quantised.get(name)
+        return None if stored is None else stored.format
+
+    def view(self, name: str) -> AnyArray:
+        """A zero-copy view of a stored tensor. Raises `KeyError` for unknown names."""
+        return self._file_of[name].view(name)
+
     def raw_bytes(self, name: str) -> memoryview:
         """The stored bytes of a tensor, without a copy."""
         return self._file_of[name].raw_bytes(name)
+
+    def with_quantised(
+        self, scheme: "StoredScheme", quantised: "Mapping[str, StoredWeight]"
+    ) -> "Weights":
+        """A copy with quantised weights in place of the tensors that they are stored in."""
+        parts = {entry.name for stored in quantised.values() for entry in stored.parts}
+        file_of = {name: file for name, file in self._file_of.items() if name not in parts}
+        return replace(self, _file_of=file_of, scheme=scheme, quantised=quantised)
 
     def with_parts(self, parts: Mapping[str, Sequence[TensorEntry]]) -> "Weights":
         """A copy in which each tensor named in `parts` is replaced by those entries.

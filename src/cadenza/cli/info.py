@@ -134,7 +134,7 @@ def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
 def _stored_types(checkpoint: "Checkpoint") -> dict[str, int]:
     """How many tensors are stored in each data type or encoding."""
     weights = checkpoint.weights
-    return dict(Counter(sorted(weights.entry(name).stored_type for name in weights)))
+    return dict(Counter(sorted(weights.stored_type(name) for name in weights)))
 
 
 def _files(checkpoint: "Checkpoint") -> dict[str, int]:

@@ -70,7 +70,7 @@ def make_plan(
         ConfigError: the model or the requested sizes do not fit; the message has both numbers.
     """
     dtype = _choose_dtype(config, checkpoint, traits)
-    quantization = _choose_quantization(config, traits)
+    quantization = _choose_quantization(config, checkpoint, traits)
     kv_layout = _choose_layout(config, traits)
     config = replace(config, kv_layout=kv_layout)
     memory = _memory_of(checkpoint, traits, dtype, quantization)
@@ -156,7 +156,14 @@ def _choose_dtype(
     return config.dtype
 
 
-def _choose_quantization(config: EngineConfig, traits: BackendTraits) -> Quantization:
+def _choose_quantization(
+    config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits
+) -> Quantization:
+    if config.quantization != "none" and checkpoint.scheme is not None:
+        raise ConfigError(
+            f"--quantization {config.quantization}: the checkpoint is already quantised as "
+            f"{checkpoint.scheme.name}; leave the flag out, or use the unquantised checkpoint"
+        )
     if config.quantization not in traits.quantizations:
         raise ConfigError(
             f"--quantization {config.quantization} is not one of "
@@ -187,7 +194,9 @@ def _memory_of(
         return traits.memory[dtype]
     model = checkpoint.config
     return ModelMemory(
-        weight_bytes=stored_bytes(declare(model), dtype, quantization),
+        weight_bytes=stored_bytes(
+            declare(model), dtype, quantization, checkpoint.weights.format
+        ),
         kv_bytes_per_token=model.kv_bytes_per_token(dtype),
         row_bytes=0,
         scratch_bytes=0,

@@ -224,8 +224,10 @@ def _witness(
         max_model_len=plan.limits.max_model_len,
         backends=options.backends,
     )
-    if plan.quantization != "none":
-        tolerance = QUANTISED_TOLERANCE[plan.quantization]
+    if plan.quantization != "none" or checkpoint.scheme is not None:
+        made = plan.quantization != "none"
+        # The witness has a checkpoint's own codes; what differs are the activations in int8.
+        tolerance = QUANTISED_TOLERANCE[plan.quantization if made else "int8"]
         yield Witness(reference=reference, make_core=make_core, tolerance=tolerance)
         return
     if plan.dtype == "float32":

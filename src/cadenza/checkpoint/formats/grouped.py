@@ -1,0 +1,97 @@
+"""Codes as the methods store them: `GroupedCodes` of groups of any length, and their packing.
+
+Owns the way from stored codes, which have no sign, to a `QuantisedWeight`. Knows no method.
+
+Shapes: N out, K in, S stored groups of K, G groups of `GROUP`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.checkpoint.dtypes import StoredDType
+from cadenza.checkpoint.quantised_weight import QuantisedWeight
+from cadenza.checkpoint.tensor_file import AnyArray
+from cadenza.checkpoint.weight_format import GROUP, ScaleType, WeightFormat, code_format
+
+Bits = Literal[4, 8]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeLayout:
+    """What the codes of a weight are.
+
+    Args:
+        group: consecutive elements of K with one scale; None for all of K.
+        correction: what is beside the scales: nothing, so that the middle code stands for 0; the
+            code that stands for 0; or the number for which the code 0 stands.
+    """
+
+    bits: Bits
+    group: int | None
+    scale_dtype: StoredDType
+    correction: Literal["zero_point", "minimum"] | None = None
+
+    @property
+    def middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    @property
+    def scale_type(self) -> ScaleType:
+        """bfloat16 is held in float32, and so are the scales beside offsets that are computed."""
+        is_computed = self.bits == 8 and self.correction is not None
+        return "float16" if self.scale_dtype == "float16" and not is_computed else "float32"
+
+    @property
+    def format(self) -> WeightFormat:
+        """The format of `weight`."""
+        if self.correction == "zero_point" and self.bits == 4:
+            return code_format(4, self.scale_type, "zero_point")
+        return code_format(self.bits, self.scale_type, "offset" if self.correction else None)
+
+    def num_groups(self, reduction: int) -> int:
+        """Stored groups of K."""
+        return 1 if self.group is None else -(-reduction // self.group)
+
+    def weight(
+        self, codes: Bytes, scales: AnyArray, correction: AnyArray | None = None
+    ) -> QuantisedWeight:
+        """The weight of codes [N, K], with scales and corrections [N, S]."""
+        reduction = codes.shape[1]
+
+        def per_group(each: AnyArray) -> npt.NDArray[Any]:
+            """[N, S] as [N, G]; `group` is a multiple of `GROUP`."""
+            wide = np.broadcast_to(each, (len(codes), each.shape[1]))
+            return wide[:, np.arange(0, reduction, GROUP) // (self.group or reduction)]
+
+        factors = per_group(scales).astype(self.scale_type)
+        zeros, offsets = None, None
+        if correction is not None and self.correction == "zero_point" and self.bits == 4:
+            zeros = per_group(correction).astype(np.uint8)
+        elif correction is not None:
+            offsets = self._offsets(factors, per_group(correction))
+        is_signed = self.bits == 8 or correction is None
+        signed = (codes - np.uint8(self.middle)) if is_signed else codes
+        return QuantisedWeight(
+            np.ascontiguousarray(signed).view(np.int8), factors, zeros, offsets, self.bits
+        )
+
+    def _offsets(self, scales: npt.NDArray[Any], correction: AnyArray) -> npt.NDArray[Any]:
+        """The number for which the code 0 stands, once codes of 8 bits have a sign."""
+        if self.correction == "zero_point":
+            return scales * (np.float32(self.middle) - correction.astype(np.float32))
+        minimums = correction.astype(self.scale_type)
+        return minimums if self.bits == 4 else minimums + scales * np.float32(self.middle)
+
+
+def unpack_codes(words: AnyArray, bits: int, count: int) -> Bytes:
+    """The first `count` codes of 4 or 8 bits in words [..., W] of 32, lowest bits first."""
+    stored: Bytes = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 4:
+        halves = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1)
+        stored = halves.reshape(*words.shape[:-1], -1)
+    return stored[..., :count]
