@@ -1,11 +1,12 @@
 """Converts a random Llama-shaped checkpoint to GGUF, for comparison with llama.cpp.
 
     pip install gguf
-    python benchmarks/rivals/as_gguf.py FOLDER OUT.gguf
+    python benchmarks/rivals/as_gguf.py FOLDER OUT.gguf [BF16|Q8_0|Q4_0|Q4_1]
 
 Create FOLDER with `cadenza bench make-checkpoint --shape smollm2-135m FOLDER`. Weights become
-bfloat16, norms float32, and rows of query and key weights have llama.cpp's order, so that Cadenza
-gives the same tokens for both. Scaled rotary positions are not written.
+bfloat16 or the given type (in 4 bits the embedding is in Q8_0), norms float32, and rows of query
+and key weights have llama.cpp's order, so that Cadenza gives the same tokens for both. Scaled
+rotary positions are not written.
 """
 
 import json
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import ml_dtypes
 import numpy as np
 
 from cadenza.checkpoint.weights import open_weights
@@ -61,7 +61,6 @@ def add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
 
 
 def unreachable_merge(tokens: set[str]) -> list[str]:
@@ -91,10 +90,16 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocab_size
     writer.add_add_bos_token(False)
 
 
-def main(folder: Path, out: Path) -> None:
+def type_of(tensor: str, wanted: str) -> gguf.GGMLQuantizationType:
+    is_embedding = tensor == "model.embed_tokens.weight"
+    return gguf.GGMLQuantizationType["Q8_0" if is_embedding and wanted != "BF16" else wanted]
+
+
+def main(folder: Path, out: Path, wanted: str = "BF16") -> None:
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(out, "llama")
     add_shape(writer, config)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{wanted}"])
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     add_tokenizer(writer, tokenizer, config["vocab_size"])
     weights = open_weights(folder)
@@ -105,8 +110,8 @@ def main(folder: Path, out: Path) -> None:
             array = weights[name]
             if name.endswith((".q_proj.weight", ".k_proj.weight")):
                 array = in_pairs(array, config["head_dim"])
-            raw = array.astype(ml_dtypes.bfloat16).view(np.uint8)
-            kind = gguf.GGMLQuantizationType.BF16
+            kind = type_of(name, wanted)
+            raw = gguf.quantize(np.asarray(array, np.float32), kind)
             writer.add_tensor(name_of(name), raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -115,4 +120,4 @@ def main(folder: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
