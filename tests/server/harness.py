@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 
 from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.server.handover import ServerSockets
 from cadenza.server.listening import Address, listening
-from cadenza.server.run import Shutdown, run_server
+from cadenza.server.run import Lifecycle, run_server
 from cadenza.server.service import ServedEngine, ServerOptions, Service
 
 TIMEOUT_S = 60.0
@@ -31,7 +32,7 @@ class RunningServer:
     service: Service
     port: int
     loop: asyncio.AbstractEventLoop
-    shutdown: Shutdown
+    lifecycle: Lifecycle
     thread: threading.Thread
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -130,25 +131,33 @@ def running_server(
         if num_sent_bytes is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_sent_bytes)
         service = Service(engine, text, server_options or options())
-        started = threading.Event()
-        found: list[tuple[asyncio.AbstractEventLoop, Shutdown]] = []
-
-        def on_shutdown(shutdown: Shutdown) -> None:
-            found.append((asyncio.get_running_loop(), shutdown))
-            started.set()
-
-        thread = threading.Thread(
-            target=lambda: asyncio.run(run_server(service, address, bound, on_shutdown))
-        )
-        port = bound.getsockname()[1]
-        thread.start()
-        assert started.wait(TIMEOUT_S)
-        loop, shutdown = found[0]
-        server = RunningServer(service, port, loop, shutdown, thread)
-        try:
+        with serving_at(service, address, ServerSockets(bound=bound)) as server:
             yield server
-        finally:
-            if thread.is_alive():
-                loop.call_soon_threadsafe(shutdown.ask)
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def serving_at(
+    service: Service, address: Address, sockets: ServerSockets
+) -> Generator[RunningServer]:
+    """Serves until the block ends, or until another server has taken over."""
+    started = threading.Event()
+    found: list[tuple[asyncio.AbstractEventLoop, Lifecycle]] = []
+
+    def on_start(lifecycle: Lifecycle) -> None:
+        lifecycle.listen(sockets)
+        found.append((asyncio.get_running_loop(), lifecycle))
+        started.set()
+
+    port = 0 if address.uds is not None else sockets.bound.getsockname()[1]
+    thread = threading.Thread(target=lambda: asyncio.run(run_server(service, address, on_start)))
+    thread.start()
+    assert started.wait(TIMEOUT_S)
+    loop, lifecycle = found[0]
+    try:
+        yield RunningServer(service, port, loop, lifecycle, thread)
+    finally:
+        if thread.is_alive():
+            with suppress(RuntimeError):  # it may be about to end
+                loop.call_soon_threadsafe(lifecycle.ask)
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "the server did not end"

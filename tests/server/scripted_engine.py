@@ -85,7 +85,7 @@ class ScriptedEngine:
         self._running: dict[int, tuple[Request, int]] = {}
         self._may_go = threading.Event()
         self._may_go.set()
-        self._is_shut_down = False
+        self.is_shut_down = False
         self._step_s = step_s
         self._ending = threading.Event()
 
@@ -105,7 +105,7 @@ class ScriptedEngine:
         return self._requests.timeouts
 
     def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
-        if self._is_shut_down:
+        if self.is_shut_down:
             raise EngineClosedError("the engine was shut down")
         if self.state != "ready":
             raise EngineUnavailableError("not now")
@@ -124,13 +124,13 @@ class ScriptedEngine:
         self.state = "draining"
 
     def shutdown(self) -> None:
-        self._is_shut_down = True
+        self.is_shut_down = True
         self._ending.set()
         self._may_go.set()
         self._inbox.put(None)
 
     def serve(self, emit: Emit) -> None:
-        while not self._is_shut_down:
+        while not self.is_shut_down:
             self._take_messages()
             self._may_go.wait(WAIT_S)
             self._ending.wait(self._step_s)

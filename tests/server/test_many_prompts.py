@@ -278,7 +278,7 @@ def test_a_server_that_ends_tells_a_call_whose_prompts_wait(
         engine.pause()
         call = post_in_background(server, {"prompt": [[5]] * 500, "max_tokens": 1})
         wait_until(lambda: engine.num_open == NUM_PLACES // 2)
-        server.call(server.shutdown.ask)
+        server.call(server.lifecycle.ask)
         answer = call.result()
         server.thread.join(TIMEOUT_S)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")

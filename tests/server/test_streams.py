@@ -98,7 +98,7 @@ def test_a_client_that_leaves_an_answers_end_unread_is_dropped(
         # The description is larger than what kernels hold here and smaller than 64 KiB.
         connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         assert select.select([connection], [], [], TIMEOUT_S)[0], "there is no answer"
-        wait_until(lambda: not server.shutdown._front.server_state.connections)
+        wait_until(lambda: not server.lifecycle._front.server_state.connections)
         connection.close()
 
 

@@ -9,6 +9,8 @@ import asyncio
 import logging
 import os
 import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,8 +25,9 @@ from cadenza.errors import CadenzaError, ConfigError
 
 if TYPE_CHECKING:
     from cadenza.engine.process.engine_process import EngineProcess
+    from cadenza.server.handover import ServerSockets
     from cadenza.server.listening import Address
-    from cadenza.server.run import Shutdown
+    from cadenza.server.run import Lifecycle
     from cadenza.server.service import ServerOptions, Service
 
 logger = logging.getLogger(__name__)
@@ -75,6 +78,11 @@ class ServeFlags:
         False,
         "Ignore unknown fields of a request's body, which are refused otherwise; for gateways that "
         "add their own.",
+    )
+    handover: bool = _flag(
+        False,
+        "Take over from the server at this address once the model is loaded, without refusing a "
+        "connection; that server finishes its open requests and ends. Without one: start as usual.",
     )
     ssl_certfile: str | None = _flag(None, "The TLS certificate, in PEM.", metavar="FILE")
     ssl_keyfile: str | None = _flag(None, "The certificate's key.", metavar="FILE")
@@ -149,7 +157,8 @@ def serve(
     """
     del unbuilt  # each of its flags was refused by its own callback
     from cadenza.cli.interrupts import terminable
-    from cadenza.server.listening import listening, raise_descriptor_limit
+    from cadenza.server.handover import find_predecessor, opened, taken_over
+    from cadenza.server.listening import raise_descriptor_limit
     from cadenza.server.log_output import set_up_logging
 
     raise_descriptor_limit()
@@ -162,35 +171,63 @@ def serve(
     logger.debug("resolved configuration: %s %s", config, _without_keys(flags))
     if flags.ignore_unknown_fields:
         logger.warning("--ignore-unknown-fields: unknown fields of requests have no effect")
-    with terminable(), listening(address) as bound:
-        logger.info(
-            "cadenza %s serves %s at %s", __version__, options.model_names[0], address.url(bound)
-        )
-        asyncio.run(_run(engine, service, address, bound))
+    with terminable(), ExitStack() as held:
+        predecessor = find_predecessor(address) if flags.handover else None
+        if predecessor is None:
+            if flags.handover:
+                logger.info("--handover: there is no server to take over from")
+            opening = Opening(address, lambda: held.enter_context(opened(address)))
+            opening.open(service)
+        else:
+            opening = Opening(address, lambda: held.enter_context(taken_over(address)))
+            pid, version = predecessor.pid, predecessor.version
+            logger.info("takes over from process %d, cadenza %s, once loaded", pid, version)
+        asyncio.run(_run(engine, service, opening))
 
 
-async def _run(engine: "EngineProcess", service: "Service", address: "Address", bound: Any) -> None:
-    """Serves until the server is shut down. Raises the error when the model cannot be loaded."""
+@dataclass(slots=True, eq=False)
+class Opening:
+    """Opens the server's sockets, at once or when the model is loaded."""
+
+    address: "Address"
+    open_sockets: Callable[[], "ServerSockets"]
+    sockets: "ServerSockets | None" = None
+
+    def open(self, service: "Service") -> "ServerSockets":
+        """Raises ConfigError."""
+        self.sockets = self.open_sockets()
+        name, url = service.options.model_names[0], self.address.url(self.sockets.bound)
+        logger.info("cadenza %s serves %s at %s", __version__, name, url)
+        return self.sockets
+
+
+async def _run(engine: "EngineProcess", service: "Service", opening: Opening) -> None:
+    """Serves until the server is shut down. Raises the error when the model cannot be loaded, or
+    when the address cannot be had then."""
     from cadenza.server.run import run_server, shut_down_on_signals
 
     loop = asyncio.get_running_loop()
-    shutdowns: list[Shutdown] = []
+    lifecycles: list[Lifecycle] = []
     failures: list[CadenzaError] = []
 
-    def take(shutdown: "Shutdown") -> None:
-        shutdowns.append(shutdown)
-        shut_down_on_signals(loop, shutdown)
+    def start(lifecycle: "Lifecycle") -> None:
+        lifecycles.append(lifecycle)
+        if opening.sockets is not None:
+            lifecycle.listen(opening.sockets)
+        shut_down_on_signals(loop, lifecycle)
 
     async def watch_load() -> None:
         try:
             await asyncio.to_thread(engine.wait_ready, MAX_LOAD_S)
+            if opening.sockets is None and not service.is_draining:
+                lifecycles[0].listen(await asyncio.to_thread(opening.open, service))
         except CadenzaError as error:
             if not service.is_draining:
                 failures.append(error)
-                shutdowns[0].ask()
+                lifecycles[0].ask()
 
     watching = asyncio.create_task(watch_load())
-    await run_server(service, address, bound, take)
+    await run_server(service, opening.address, start)
     await watching
     if failures:
         raise failures[0]

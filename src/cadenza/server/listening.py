@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import os
 import resource
 import socket
@@ -20,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cadenza.errors import ConfigError
 from cadenza.server.metrics import ServedCounts
@@ -75,18 +77,21 @@ class Address:
 @contextlib.contextmanager
 def listening(address: Address) -> Generator[socket.socket]:
     """A listening socket. Raises ConfigError where the address cannot be listened on."""
-    _check_certificate(address)
-    if address.uds is None:
-        with contextlib.closing(_open_port(address)) as bound:
-            yield bound
-        return
-    bound = _open_path(address.uds, address.uds_mode)
+    check_certificate(address)
+    with owned(address, _open(address)) as bound:
+        yield bound
+
+
+@contextlib.contextmanager
+def owned(address: Address, bound: socket.socket) -> Generator[socket.socket]:
+    """Closes the socket at the end; its path is removed unless another process listens on it."""
     try:
         yield bound
     finally:
         bound.close()
-        with contextlib.suppress(OSError), _held(address.uds.parent):
-            _remove_what_was_left(address.uds)
+        if address.uds is not None:
+            with contextlib.suppress(OSError), _held(address.uds.parent):
+                _remove_what_was_left(address.uds)
 
 
 def abandon(address: Address, bound: socket.socket) -> None:
@@ -107,7 +112,8 @@ def why_not(error: Exception) -> str:
     return _REASONS.get(number or 0, "nobody can listen there; choose another place")
 
 
-def _check_certificate(address: Address) -> None:
+def check_certificate(address: Address) -> None:
+    """Raises ConfigError where TLS is asked for and cannot work."""
     if (address.ssl_certfile is None) != (address.ssl_keyfile is None):
         raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or neither")
     if address.ssl_certfile is None:
@@ -122,22 +128,39 @@ def _check_certificate(address: Address) -> None:
         ) from None
 
 
-def _open_port(address: Address) -> socket.socket:
-    """Two processes can bind one port before either listens, so this listens at once."""
+def _open(address: Address) -> socket.socket:
+    if address.uds is None:
+        return _open_port(address)
+    return _open_path(address.uds, address.uds_mode)
+
+
+def resolve(address: Address) -> tuple[int, Any]:
+    """The family of a host and port, and what to bind. Raises ConfigError."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, place = found[0]
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise _refused(address, error) from None
+    family, _, _, _, place = found[0]
+    return family, place
+
+
+def _open_port(address: Address) -> socket.socket:
+    """Two processes can bind one port before either listens, so this listens at once."""
+    family, place = resolve(address)
+    try:
         with contextlib.ExitStack() as on_error:
-            bound = on_error.enter_context(socket.socket(family, kind, protocol))
+            bound = on_error.enter_context(socket.socket(family, socket.SOCK_STREAM))
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(place)
             bound.listen(BACKLOG)
             on_error.pop_all()
-    except (OSError, OverflowError, UnicodeError) as error:
-        raise ConfigError(
-            f"--host {address.host} --port {address.port}: {why_not(error)}"
-        ) from None
+    except (OSError, OverflowError) as error:
+        raise _refused(address, error) from None
     return bound
+
+
+def _refused(address: Address, error: Exception) -> ConfigError:
+    return ConfigError(f"--host {address.host} --port {address.port}: {why_not(error)}")
 
 
 def _open_path(path: Path, mode: int) -> socket.socket:
@@ -223,13 +246,23 @@ class Connections:
         self._max_busy = max_open - min(SPARE, max_open // 4)
         self._counts = counts
         self._clock = clock
+        self.is_winding_down = False
+        """Each connection is closed after its next answer."""
         self._idle: OrderedDict[object, Callable[[], object]] = OrderedDict()
+        self._idle_since_s = clock()
         self._busy: set[object] = set()
         self._tell_at_s = clock()
 
     @property
     def num_open(self) -> int:
         return len(self._idle) + len(self._busy)
+
+    @property
+    def idle_s(self) -> float:
+        """For how long all have been idle: 0 if one is not, infinite if none is open."""
+        if self._busy:
+            return 0.0
+        return self._clock() - self._idle_since_s if self._idle else math.inf
 
     @property
     def can_accept(self) -> bool:
@@ -250,6 +283,7 @@ class Connections:
         """Marks it as idle; `close` drops it at once."""
         self._busy.discard(connection)
         self._idle[connection] = close
+        self._idle_since_s = self._clock()
 
     def work(self, connection: object) -> None:
         """Marks it as having a request in progress."""
@@ -316,27 +350,36 @@ class Acceptor:
         self._handshake_s = None if context is None else handshake_s
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
+        self._is_listening = False
         self._retry: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         self._listener.setblocking(False)
         self._listen()
 
-    def close(self) -> None:
-        """Accepts no more; connections that are open stay so."""
+    def stop(self) -> None:
+        """Accepts no more, until `start`; connections that are being opened go on."""
         if self._retry is not None:
             self._retry.cancel()
-        self._loop.remove_reader(self._listener)
+            self._retry = None
+        if self._is_listening:
+            self._loop.remove_reader(self._listener)
+            self._is_listening = False
+
+    def close(self) -> None:
+        """Accepts no more; connections that are open stay so."""
+        self.stop()
         for task in self._opening:
             task.cancel()
 
     def _listen(self) -> None:
         self._retry = None
         self._loop.add_reader(self._listener, self._accept)
+        self._is_listening = True
 
     def _pause(self) -> None:
         """Stops accepting for a moment; new connections wait in the kernel's queue."""
-        self._loop.remove_reader(self._listener)
+        self.stop()
         self._retry = self._loop.call_later(RETRY_S, self._listen)
 
     def _accept(self) -> None:

@@ -137,6 +137,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.cycle.transport = cast(asyncio.Transport, CycleTransport(self))
         self._cycles = [*self._unanswered(), self.cycle]
         self.all_open_connections.work(self)
+        if self.all_open_connections.is_winding_down:
+            self.wind_down()
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
@@ -160,6 +162,14 @@ class BoundedProtocol(HttpToolsProtocol):
             not self._is_in_head and self._rest_timer is None
         ):  # answered before the body was complete
             self._rest_timer = self.loop.call_later(self.bounds.body_s, self._close)
+
+    def wind_down(self) -> None:
+        """Has the answer to the newest request say that it is the connection's last. If that answer
+        has begun already, the next one will.
+        """
+        for cycle in self._unanswered()[-1:]:
+            if not cycle.response_started:
+                cycle.keep_alive = False
 
     def close(self) -> None:
         """After an answer that is the connection's last."""

@@ -1,7 +1,8 @@
-"""Runs a server: signals and shutdown.
+"""Runs a server: signals, shutdown, and leaving its address to a successor.
 
-Owns draining: new calls are refused at once, open ones may finish within the drain time, the rest
-end with an error. Invariant: `run_server` leaves no socket, file or task.
+Owns draining: open calls may finish within the drain time, the rest end with an error. New calls
+are refused at once, unless a successor has taken over: then those on open connections are served,
+for their clients do not know of it. Invariant: `run_server` leaves no socket, file or task.
 """
 
 import asyncio
@@ -17,14 +18,18 @@ from typing import cast
 import uvicorn
 
 from cadenza.server.app import App
+from cadenza.server.handover import Accepting, ServerSockets, hand_over
 from cadenza.server.listening import BACKLOG, Acceptor, Address, Connections, abandon
-from cadenza.server.protocol import bounded_protocol
+from cadenza.server.protocol import BoundedProtocol, bounded_protocol
 from cadenza.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 30
 POLL_S = 0.02
+IDLE_GRACE_S = 5.0
+"""Without a request for so long, connections are closed when a successor has taken over. A request
+on an open connection gets an answer that is its last, so that the client opens its next one."""
 LAST_FRAMES_S = 1.0
 """After the drain time: for the error frames to be sent."""
 SECOND_SIGNAL_S = 1.5
@@ -41,21 +46,48 @@ class Front(uvicorn.Server):
         super().__init__(config)
         self._connections = connections
         self._handshake_s = handshake_s
-        self._acceptors: list[Acceptor] = []
+        self._listener: socket.socket | None = None
+        self._acceptor: Acceptor | None = None
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accepts connections, from its start on."""
+        self._listener = listener
+        if self.started:
+            self._start_accepting()
+
+    def pause_accepting(self) -> None:
+        """New connections wait in the kernel's queue."""
+        if self._acceptor is not None:
+            self._acceptor.stop()
+
+    def resume_accepting(self) -> None:
+        if self._acceptor is not None:
+            self._acceptor.start()
+
+    def wind_down(self) -> None:
+        """Each open connection is closed after its next answer, which says so."""
+        self._connections.is_winding_down = True
+        for connection in self.server_state.connections:
+            cast(BoundedProtocol, connection).wind_down()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])
-        for listener in sockets or []:
-            acceptor = Acceptor(
-                listener, self._connections, self._protocol, self.config.ssl, self._handshake_s
-            )
-            self._acceptors.append(acceptor)
-            acceptor.start()
+        await super().startup(sockets=sockets)
+        if self._listener is not None:
+            self._start_accepting()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for acceptor in self._acceptors:
-            acceptor.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
+        if self._listener is not None:
+            self._listener.close()
         await super().shutdown(sockets=sockets)
+
+    def _start_accepting(self) -> None:
+        assert self._listener is not None
+        self._acceptor = Acceptor(
+            self._listener, self._connections, self._protocol, self.config.ssl, self._handshake_s
+        )
+        self._acceptor.start()
 
     def _protocol(self) -> asyncio.Protocol:
         make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
@@ -68,38 +100,76 @@ class Front(uvicorn.Server):
         yield
 
 
-class Shutdown:
-    """Shuts a server down: a first request drains it, a second one ends it at once."""
+class Lifecycle:
+    """A server from listening to its end, on the event loop.
 
-    def __init__(self, service: Service, front: Front, force: Callable[[], None]) -> None:
+    It ends in one of two ways. Asked to end, it refuses new calls; asked again, it ends at once.
+    Taken over from, it accepts no more connections and serves the calls of those that are open.
+    """
+
+    def __init__(self, service: Service, front: Front, address: Address) -> None:
         self._service = service
         self._front = front
-        self._force = force
+        self._address = address
+        self._sockets: ServerSockets | None = None
         self._is_asked = False
+        self._offering: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
 
+    def listen(self, sockets: ServerSockets) -> None:
+        """Accepts connections, and offers the sockets to a successor."""
+        self._sockets = sockets
+        self._front.listen(sockets.bound)
+        if sockets.control is not None:
+            self._offering = asyncio.create_task(self._offer(sockets))
+
     def drain(self) -> None:
-        """On the event loop. Further calls change nothing."""
-        if self._draining is None:
+        """Refuses new calls from now on. Further calls change nothing."""
+        if not self._service.is_draining:
             logger.info("draining: new requests are refused, open ones may finish")
             self._service.drain()
-            self._draining = asyncio.create_task(self._drain())
+            self._end_when_done()
 
     def ask(self) -> None:
-        """On the event loop."""
+        """Drains, or, the second time, ends at once."""
         if not self._is_asked:
             self._is_asked = True
             self.drain()
             return
         logger.info("ending at once")
-        self._force()
+        self._exit_soon()
         self._front.force_exit = True
         self._front.should_exit = True
+
+    async def close(self) -> None:
+        """Closes the sockets, unless a successor has them."""
+        if self._offering is not None:
+            self._offering.cancel()
+            await asyncio.wait({self._offering})
+        if self._sockets is not None:
+            self._sockets.close()
+
+    async def _offer(self, sockets: ServerSockets) -> None:
+        front = self._front
+        accepting = Accepting(pause=front.pause_accepting, resume=front.resume_accepting)
+        successor = await hand_over(sockets, accepting)
+        logger.info(
+            "process %d has taken over: new connections are its own, open ones may finish here",
+            successor,
+        )
+        self._sockets = None
+        sockets.close()
+        front.wind_down()
+        self._end_when_done()
+
+    def _end_when_done(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._service.options.limits.drain_s
-        while self._service.num_open and loop.time() < deadline:
+        while not self._is_done() and loop.time() < deadline:
             await asyncio.sleep(POLL_S)
         if self._service.num_open:
             logger.info("the drain time is over: %d requests end", self._service.num_open)
@@ -109,8 +179,26 @@ class Shutdown:
                 await asyncio.sleep(POLL_S)
         self._front.should_exit = True
 
+    def _is_done(self) -> bool:
+        """No call is open and, unless new ones are refused, none is to be expected."""
+        if self._service.num_open:
+            return False
+        return self._service.is_draining or self._service.connections.idle_s >= IDLE_GRACE_S
 
-def shut_down_on_signals(loop: asyncio.AbstractEventLoop, shutdown: Shutdown) -> None:
+    def _exit_soon(self) -> None:
+        """Exits on a thread of its own, so that a hanging step cannot keep the process alive."""
+
+        def leave() -> None:
+            if self._sockets is not None:
+                abandon(self._address, self._sockets.bound)
+            os._exit(TERMINATED)
+
+        timer = threading.Timer(SECOND_SIGNAL_S, leave)
+        timer.daemon = True
+        timer.start()
+
+
+def shut_down_on_signals(loop: asyncio.AbstractEventLoop, lifecycle: Lifecycle) -> None:
     """SIGTERM and SIGINT end the server, a second one at once.
 
     SIGHUP drains, but never ends it at once: when a terminal closes it may come twice, from the
@@ -118,9 +206,9 @@ def shut_down_on_signals(loop: asyncio.AbstractEventLoop, shutdown: Shutdown) ->
     that was started to ignore it, as by nohup, still does.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, shutdown.ask)
+        loop.add_signal_handler(number, lifecycle.ask)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        loop.add_signal_handler(signal.SIGHUP, shutdown.drain)
+        loop.add_signal_handler(signal.SIGHUP, lifecycle.drain)
 
 
 def make_front(service: Service, address: Address) -> Front:
@@ -146,32 +234,15 @@ def make_front(service: Service, address: Address) -> Front:
 
 
 async def run_server(
-    service: Service,
-    address: Address,
-    bound: socket.socket,
-    on_shutdown: Callable[[Shutdown], None] | None = None,
+    service: Service, address: Address, on_start: Callable[[Lifecycle], None]
 ) -> None:
-    """Serves until a signal, or until the `Shutdown` that `on_shutdown` is given is asked."""
+    """Serves until `on_start`'s `Lifecycle`, which it may tell where to listen, is over."""
     front = make_front(service, address)
-    shutdown = Shutdown(service, front, lambda: _exit_soon(address, bound))
-    if on_shutdown is None:
-        shut_down_on_signals(asyncio.get_running_loop(), shutdown)
-    else:
-        on_shutdown(shutdown)
+    lifecycle = Lifecycle(service, front, address)
+    on_start(lifecycle)
     service.start()
     try:
-        await front.serve(sockets=[bound])
+        await front.serve(sockets=[])
     finally:
+        await lifecycle.close()
         await service.stop()
-
-
-def _exit_soon(address: Address, bound: socket.socket) -> None:
-    """Exits on a thread of its own, so that a hanging step cannot keep the process alive."""
-
-    def leave() -> None:
-        abandon(address, bound)
-        os._exit(TERMINATED)
-
-    timer = threading.Timer(SECOND_SIGNAL_S, leave)
-    timer.daemon = True
-    timer.start()

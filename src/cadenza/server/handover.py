@@ -1,0 +1,438 @@
+"""Handing an address over from a server process to its successor, without refusing a connection.
+
+Owns the control socket, over which a server (the predecessor) offers its listening socket to a
+process of the same user (the successor), and the messages on it. Knows no HTTP and no engine. The
+control socket is an abstract Unix socket, named after the address, which the kernel removes with
+the last process that has it open; it is passed on together with the listening socket, so that a
+server can be found at any time. Invariants: until the successor commits nothing changes for the
+predecessor; at any time at most one of them accepts, and connections that come between wait in the
+kernel's queue; a process of another user gets no socket.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import msgspec
+
+from cadenza import __version__
+from cadenza.errors import ConfigError
+from cadenza.server.listening import Address, check_certificate, listening, owned, resolve
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = 1
+"""To be raised when a message changes its meaning; `Hello` and `Refused` stay as they are."""
+EXCHANGE_S = 10.0
+ANSWER_S = 3 * EXCHANGE_S
+RETRY_S = 0.1
+NUM_WAITING = 8
+MAX_MESSAGE_BYTES = 4096
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Successor: who asks."""
+
+    protocol: int
+    pid: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Predecessor: it has another version of the protocol."""
+
+    protocol: int
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer"):
+    """Predecessor: who would be taken over from."""
+
+    pid: int
+    version: str
+
+
+class Take(msgspec.Struct, frozen=True, tag="take"):
+    """Successor: asks for the sockets."""
+
+
+class Sockets(msgspec.Struct, frozen=True, tag="sockets"):
+    """Predecessor: comes with the descriptors of the listening and the control socket."""
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit"):
+    """Successor: has the sockets and will accept."""
+
+
+class Left(msgspec.Struct, frozen=True, tag="left"):
+    """Predecessor: has accepted its last connection."""
+
+
+Message = Hello | Refused | Offer | Take | Sockets | Commit | Left
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSockets:
+    """Where a server listens; `control` is None where it cannot be taken over from."""
+
+    bound: socket.socket
+    control: socket.socket | None = None
+
+    def close(self) -> None:
+        self.bound.close()
+        if self.control is not None:
+            self.control.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepting:
+    """How to make a server stop and resume accepting connections."""
+
+    pause: Callable[[], None]
+    resume: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeOptions:
+    """One side of the exchange.
+
+    Args:
+        user_id: the user that the other side must be, too.
+        exchange_s: the longest time for which a predecessor serves one successor.
+        answer_s: the longest wait of a successor for an answer; others may be served before it.
+    """
+
+    user_id: int = field(default_factory=os.geteuid)
+    protocol: int = PROTOCOL
+    exchange_s: float = EXCHANGE_S
+    answer_s: float = ANSWER_S
+
+
+class GoneError(Exception):
+    """The other process has closed the connection."""
+
+
+def is_supported() -> bool:
+    """Abstract sockets, and the user behind a connection, are Linux's."""
+    return sys.platform == "linux"
+
+
+def control_name(place: object) -> bytes:
+    """The abstract name for a bound address: of `getsockname`, or the complete path."""
+    digest = blake2b(repr(place).encode(), digest_size=16).hexdigest()
+    return f"\0cadenza-handover-{digest}".encode()
+
+
+# --- the predecessor ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def opened(address: Address) -> Generator[ServerSockets]:
+    """Sockets of a server that starts at a free address. Raises ConfigError, as `listening`."""
+    with listening(address) as bound:
+        control = _open_control(address, bound)
+        try:
+            yield ServerSockets(bound=bound, control=control)
+        finally:
+            bound.close()
+            if control is not None:
+                control.close()
+
+
+def _open_control(address: Address, bound: socket.socket) -> socket.socket | None:
+    if not is_supported():
+        return None
+    place = bound.getsockname() if address.uds is None else os.path.realpath(address.uds)
+    with contextlib.ExitStack() as on_error:
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        on_error.callback(control.close)
+        try:
+            control.bind(control_name(place))
+            control.listen(NUM_WAITING)
+        except OSError as error:
+            logger.warning(
+                "no other process can take over from this one with --handover: its control socket "
+                "cannot be opened (%s)",
+                error.strerror,
+            )
+            return None
+        on_error.pop_all()
+    return control
+
+
+async def hand_over(
+    sockets: ServerSockets, accepting: Accepting, exchange: ExchangeOptions | None = None
+) -> int:
+    """Offers the sockets until a successor has taken them; its process id. Processes that ask at
+    the same time are answered one after the other.
+    """
+    assert sockets.control is not None, "a server without a control socket offers nothing"
+    exchange = exchange or ExchangeOptions()
+    loop = asyncio.get_running_loop()
+    sockets.control.setblocking(False)
+    while True:
+        try:
+            connection, _ = await loop.sock_accept(sockets.control)
+        except OSError:  # for want of descriptors, which may pass
+            await asyncio.sleep(RETRY_S)
+            continue
+        with connection:
+            try:
+                async with asyncio.timeout(exchange.exchange_s):
+                    successor = await _exchange(connection, sockets, accepting, exchange)
+            except (TimeoutError, GoneError, OSError, msgspec.MsgspecError) as error:
+                logger.info("a process that asked to take over did not go on (%r)", error)
+                continue
+        if successor is not None:
+            return successor
+
+
+async def _exchange(
+    connection: socket.socket,
+    sockets: ServerSockets,
+    accepting: Accepting,
+    exchange: ExchangeOptions,
+) -> int | None:
+    """One process's questions; its id if it has taken over.
+
+    Raises GoneError, OSError, msgspec.MsgspecError.
+    """
+    if user_of(connection) != exchange.user_id:
+        logger.warning("a process of user %d may not take over", user_of(connection))
+        return None
+    hello = await _receive_from(connection, Hello)
+    if hello.protocol != exchange.protocol:
+        _send(connection, Refused(exchange.protocol))
+        return None
+    _send(connection, Offer(os.getpid(), __version__))
+    try:
+        await _receive_from(connection, Take)
+    except GoneError:  # it only asked
+        return None
+    assert sockets.control is not None
+    descriptors = [sockets.bound.fileno(), sockets.control.fileno()]
+    socket.send_fds(connection, [msgspec.json.encode(Sockets())], descriptors)
+    await _receive_from(connection, Commit)
+    accepting.pause()
+    try:
+        _send(connection, Left())
+    except OSError:
+        accepting.resume()
+        raise
+    return hello.pid
+
+
+async def _receive_from(connection: socket.socket, kind: type[Kind]) -> Kind:
+    """Raises GoneError, OSError, msgspec.MsgspecError."""
+    loop = asyncio.get_running_loop()
+    return _decode(await loop.sock_recv(connection, MAX_MESSAGE_BYTES), kind)
+
+
+# --- the successor --------------------------------------------------------------------------------
+
+
+def find_predecessor(address: Address, exchange: ExchangeOptions | None = None) -> Offer | None:
+    """The server that can be taken over from at `address`; None where there is none.
+
+    Raises ConfigError where it cannot be taken over from, by this process or in this way.
+    """
+    if not is_supported():
+        raise ConfigError(
+            "--handover needs Linux; stop the other server and start this one without --handover"
+        )
+    if address.uds is None and address.port == 0:
+        raise ConfigError(
+            "--handover with --port 0: a server is taken over from at its own port; name that port"
+        )
+    check_certificate(address)
+    asked = _ask(address, exchange or ExchangeOptions())
+    if asked is None:
+        return None
+    connection, offer = asked
+    connection.close()
+    return offer
+
+
+@contextlib.contextmanager
+def taken_over(
+    address: Address,
+    exchange: ExchangeOptions | None = None,
+    wait: Callable[[float], None] = time.sleep,
+) -> Generator[ServerSockets]:
+    """The sockets of the server at `address`, which accepts no more from now on. Where it has ended
+    since it was found: sockets of this process's own.
+
+    Raises ConfigError; then the other server goes on as before.
+    """
+    with contextlib.ExitStack() as stack:
+        yield _take_or_open(stack, address, exchange or ExchangeOptions(), wait)
+
+
+def _take_or_open(
+    stack: contextlib.ExitStack,
+    address: Address,
+    exchange: ExchangeOptions,
+    wait: Callable[[float], None],
+) -> ServerSockets:
+    """A server that is about to end may answer no more and not have closed its sockets yet."""
+    num_left = int(exchange.exchange_s / RETRY_S)
+    while True:
+        taken = _take(address, exchange)
+        if taken is not None:
+            stack.enter_context(owned(address, taken.bound))
+            stack.callback(taken.close)
+            return taken
+        try:
+            return stack.enter_context(opened(address))
+        except ConfigError:
+            if not num_left:
+                raise
+        num_left -= 1
+        wait(RETRY_S)
+
+
+def _take(address: Address, exchange: ExchangeOptions) -> ServerSockets | None:
+    """None where nobody can be taken over from. Raises ConfigError."""
+    asked = _ask(address, exchange)
+    if asked is None:
+        return None
+    connection, offer = asked
+    with connection, contextlib.ExitStack() as on_error:
+        try:
+            sockets = _receive_sockets(connection)
+            on_error.callback(sockets.close)
+            _set_mode(address)
+            _send(connection, Commit())
+            with contextlib.suppress(GoneError):  # it ended just then, so that it accepts no more
+                _receive(connection, Left)
+        except (GoneError, ConnectionError):
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise _unanswered(address, exchange) from error
+        on_error.pop_all()
+    logger.info("took over from process %d, cadenza %s", offer.pid, offer.version)
+    return sockets
+
+
+def _ask(address: Address, exchange: ExchangeOptions) -> tuple[socket.socket, Offer] | None:
+    """A connection to the server at `address`, and its offer. Raises ConfigError."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(connection.close)
+        connection.settimeout(exchange.answer_s)
+        try:
+            connection.connect(control_name(_place_of(address)))
+            _check_user(address, user_of(connection), exchange)
+            _send(connection, Hello(exchange.protocol, os.getpid()))
+            answer = _decode(connection.recv(MAX_MESSAGE_BYTES), Offer | Refused)
+        except (GoneError, ConnectionError):
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise _unanswered(address, exchange) from error
+        if isinstance(answer, Refused):
+            raise ConfigError(
+                f"--handover: the server at {_flags_of(address)} has version {answer.protocol} of "
+                f"the handover protocol, and this one version {exchange.protocol}; stop it with "
+                f"SIGTERM and start this one without --handover"
+            )
+        on_error.pop_all()
+    return connection, answer
+
+
+def _receive_sockets(connection: socket.socket) -> ServerSockets:
+    """Raises GoneError, OSError, msgspec.MsgspecError."""
+    _send(connection, Take())
+    message, descriptors, _, _ = socket.recv_fds(
+        connection, MAX_MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC
+    )
+    found = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    with contextlib.ExitStack() as on_error:
+        for each in found:
+            on_error.callback(each.close)
+        _decode(message, Sockets)
+        if len(found) != 2:
+            raise msgspec.ValidationError(f"{len(found)} sockets came in place of 2")
+        on_error.pop_all()
+    bound, control = found
+    return ServerSockets(bound=bound, control=control)
+
+
+def _check_user(address: Address, user_id: int, exchange: ExchangeOptions) -> None:
+    if user_id != exchange.user_id:
+        raise ConfigError(
+            f"--handover: the server at {_flags_of(address)} is user {user_id}'s and this process "
+            f"user {exchange.user_id}'s; start it as the same user"
+        )
+
+
+def _set_mode(address: Address) -> None:
+    """Raises ConfigError where clients cannot reach the socket by its path any more."""
+    if address.uds is None:
+        return
+    try:
+        address.uds.chmod(address.uds_mode)
+    except OSError:
+        raise ConfigError(
+            f"--uds {address.uds}: the socket of the server that runs is not there any more; stop "
+            f"that server and start this one without --handover"
+        ) from None
+
+
+def _unanswered(address: Address, exchange: ExchangeOptions) -> ConfigError:
+    return ConfigError(
+        f"--handover: the server at {_flags_of(address)} did not answer within "
+        f"{exchange.answer_s:g} seconds, or not as this version does; stop it with SIGTERM and "
+        f"start this one without --handover"
+    )
+
+
+def _place_of(address: Address) -> object:
+    """What `control_name` is made of. Raises ConfigError."""
+    if address.uds is not None:
+        return os.path.realpath(address.uds)
+    _, place = resolve(address)
+    return place
+
+
+def _flags_of(address: Address) -> str:
+    if address.uds is not None:
+        return f"--uds {address.uds}"
+    return f"--host {address.host} --port {address.port}"
+
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user id of the process at the other end; of a listening one, of who began to listen."""
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, user_id, _ = struct.unpack("3i", credentials)
+    return user_id
+
+
+def _send(connection: socket.socket, message: Message) -> None:
+    connection.send(msgspec.json.encode(message))
+
+
+def _receive(connection: socket.socket, kind: type[Kind]) -> Kind:
+    """Raises GoneError, OSError, msgspec.MsgspecError."""
+    try:
+        return _decode(connection.recv(MAX_MESSAGE_BYTES), kind)
+    except ConnectionError:
+        raise GoneError from None
+
+
+def _decode(packet: bytes, kind: Any) -> Any:
+    """Raises GoneError where there is none, msgspec.MsgspecError where it is another one."""
+    if not packet:
+        raise GoneError
+    return msgspec.json.decode(packet, type=kind)
