@@ -7,9 +7,11 @@ happens, each stream is what it is when nothing happens, and ends once.
 import asyncio
 import os
 import random
+import resource
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,11 @@ from cadenza.engine.batch_engine import Clock
 from cadenza.engine.process.child_process import COMMAND
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
 from cadenza.engine.process.supervision import Patience
-from cadenza.errors import CheckpointError
+from cadenza.errors import CheckpointError, EngineUnavailableError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import find_checkpoint
-from cadenza.request import Request
+from cadenza.request import Finished, Request
+from tests.e2e.figures import Figures
 from tests.engine.process.conftest import Front, HandClock
 from tests.engine.process.test_recovery import StreamId, content_of
 from tests.process_cost import IDLE_SHARE, SHORT_IDLE_SHARE, idle_share, needs_proc
@@ -33,6 +36,9 @@ FAULTY = (sys.executable, str(Path(__file__).with_name("faulty_child.py")))
 LOAD_S = 120.0
 NUM_STREAMS = 64
 NUM_TOKENS = 400
+LENIENT = 60.0
+MOST_ROUNDS = 50
+UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 PATIENT = Patience(hung_after_s=LOAD_S, max_crashes=1000, backoff_s=0.0)
 """A machine that stands still for a while is no hang."""
 STRICT = Patience(max_crashes=1000, backoff_s=0.0)
@@ -109,17 +115,48 @@ class Rounds:
     def check(self) -> None:
         assert self.finish() == self._undisturbed
 
-    def signal(self, number: signal.Signals) -> None:
+    def check_short_of_memory(self) -> None:
+        """A request whose own step gets no memory, twice, ends with an error behind its beginning;
+        all others are whole.
+        """
+        for key, own in self.finish().items():
+            whole, end = self._undisturbed[key], own[-1]
+            if isinstance(end, list) and end[0] == "error":
+                assert own[:-1] == whole[: len(own) - 1]
+            else:
+                assert own == whole
+        kinds = {event.error_kind for event in self.front.events if isinstance(event, Finished)}
+        assert kinds <= {None, "step_failed"}
+
+    def wait_token_of_another_engine(self, num_restarts: int) -> None:
+        """After that restart; or until all has ended, for its tokens may have arrived before."""
+        front = self.front
+        front.wait_restarts(num_restarts)
+        num_events = len(front.events)
+        front.wait(lambda: len(front.events) > num_events or not front.engine.load().num_open)
+
+    @property
+    def pid(self) -> int:
         pid = self.front.engine.pid
         assert pid is not None
-        os.kill(pid, number)
+        return pid
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
 
 
 def kill_again_and_again(times: int) -> None:
     rounds, rng = Rounds(front := open_front()), random.Random(times)
+    figures = Figures(LENIENT)
     for turn in range(times):
         rounds.begin(rng.randint(1, 3000))
-        rounds.signal(signal.SIGKILL)
+        if front.engine.load().num_open:
+            start_s = time.monotonic()
+            rounds.signal(signal.SIGKILL)
+            rounds.wait_token_of_another_engine(turn + 1)
+            figures.note("from kill to the next token", time.monotonic() - start_s, 5.0)
+        else:
+            rounds.signal(signal.SIGKILL)
         rounds.check()
         front.wait_restarts(turn + 1)
         front.wait(lambda: front.engine.status().is_ready, LOAD_S)
@@ -129,7 +166,8 @@ def kill_again_and_again(times: int) -> None:
     assert resumed.ends.keys() <= {"length", "stop"}
     assert resumed.resume_seconds.count
     mean_s = resumed.resume_seconds.total / resumed.resume_seconds.count
-    print(f"{times} kills, {resumed.num_resumed} requests resumed, {mean_s:.2f} s to a token")
+    print(f"{resumed.num_resumed} requests resumed, {mean_s:.2f} s to a token of each")
+    figures.tell(f"{times} kills of the engine")
     front.stop()
 
 
@@ -162,6 +200,72 @@ def test_a_stopped_engine_changes_no_stream():
 @pytest.mark.soak
 def test_twenty_stopped_engines_change_no_stream():
     stop_again_and_again(20)
+
+
+def memory_of(pid: int) -> int:
+    """Bytes of its data: heaps, stacks and other private memory."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel does not say")
+
+
+def get_no_more_memory(spare_bytes: int) -> None:
+    """From some moment on; the engine is lost, or its steps fail, and the next one has no limit."""
+    rounds = Rounds(front := open_front())
+    rounds.begin(300)
+    limit = memory_of(rounds.pid) + spare_bytes
+    resource.prlimit(rounds.pid, resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+    for _ in range(MOST_ROUNDS):
+        rounds.check_short_of_memory()
+        stats = front.engine.stats()
+        if front.engine.status().num_restarts or (stats and stats.num_failed_steps):
+            break
+        rounds.begin()
+    else:
+        raise AssertionError("the limit was never reached")
+    front.wait(lambda: front.engine.status().is_ready, LOAD_S)
+    resource.prlimit(rounds.pid, resource.RLIMIT_DATA, UNLIMITED)
+    rounds.begin()
+    rounds.check()
+    front.stop()
+
+
+@needs_proc
+def test_an_engine_that_gets_no_more_memory_loses_no_stream():
+    get_no_more_memory(0)
+
+
+@pytest.mark.soak
+@needs_proc
+@pytest.mark.parametrize("spare_bytes", [1 << 16, 1 << 18, 1 << 20, 1 << 22])
+def test_an_engine_that_gets_little_more_memory_loses_no_stream(spare_bytes: int):
+    get_no_more_memory(spare_bytes)
+
+
+@needs_proc
+def test_engines_without_the_memory_to_load_end_streams_with_one_clean_error(tmp_path: Path):
+    limit = tmp_path / "limit"
+    script = f'test -e {limit} && ulimit -d 100000; exec "$@"'
+    patience = replace(PATIENT, max_crashes=3)
+    front = open_front(("sh", "-c", script, "sh", *COMMAND), patience=patience)
+    requests = mixed_requests()
+    for each in requests:
+        front.engine.submit(each)
+    front.wait(lambda: len(front.events) > 300)
+    limit.touch()
+    pid = front.engine.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    front.wait_state("dead")
+    front.wait(lambda: not front.engine.load().num_open)
+    ends = [event for event in front.events if isinstance(event, Finished)]
+    assert {end.error_kind for end in ends} <= {None, "engine_lost"}
+    assert sum(end.error_kind == "engine_lost" for end in ends) > 0
+    assert len(ends) == sum(each.params.n for each in requests)
+    with pytest.raises(EngineUnavailableError, match="failed too often"):
+        front.engine.submit(requests[0])
+    front.stop()
 
 
 def test_a_step_that_fails_twice_ends_its_request_alone():
