@@ -1,12 +1,15 @@
 // Packed weights of integer codes: their formats and their layout.
 //
 // A packed weight is a CodesHeader and then its panels of 32 columns. Consecutive panels of one
-// format are a segment, so operands that are fused may have several formats. A panel has a group for
-// each 32 elements of K, one behind the other, and a group has
+// format are a segment, so operands that are fused may have several formats. A panel of nested scales
+// begins with their factors: for each 256 elements of K, [32 columns] f16 of the scales and [32] f16
+// of the offsets, if there are any. Then a panel has a group for each 32 elements of K, one behind the
+// other, and a group has
 //   codes: 8 bits: [32 / 4][32 columns][4] bytes, each a code + 128
 //          4 bits: [32 / 8][32 columns][4] bytes, whose low nibbles are codes 0 to 3 of eight and
 //          whose high nibbles are codes 4 to 7; codes from 0 to 15, or code + 8 without a correction
-//   scales: [32 / group][32 columns]
+//   scales: [32 / group][32 columns]; nested ones are bytes, each an integer + 128, and multiplied by
+//   the factor, which is exact in f32
 //   zero points, u8 [32 columns], or offsets like the scales
 #pragma once
 
@@ -16,11 +19,14 @@
 
 namespace cadenza {
 
-enum class ScaleType : int32_t { kF16 = 0, kF32 = 1 };
+enum class ScaleType : int32_t { kF16 = 0, kF32 = 1, kNested = 2 };
 
 // What corrects codes without sign: an integer that is subtracted from the codes, or a float that is
 // added to the products of code and scale.
 enum class Correction : int32_t { kNone = 0, kZeroPoint = 1, kOffset = 2 };
+
+// Elements of K whose nested scales have one factor.
+constexpr int kNested = 256;
 
 struct CodeFormat {
   int bits;   // of a code: 4 or 8
@@ -30,7 +36,9 @@ struct CodeFormat {
 
   constexpr int num_parts() const { return kGroup / group; }
   constexpr int64_t code_bytes() const { return kGroup * kPanel * bits / 8; }
-  constexpr int64_t scale_size() const { return scale == ScaleType::kF16 ? 2 : 4; }
+  constexpr int64_t scale_size() const {
+    return scale == ScaleType::kNested ? 1 : (scale == ScaleType::kF16 ? 2 : 4);
+  }
   constexpr int64_t scale_bytes() const { return num_parts() * kPanel * scale_size(); }
   constexpr int64_t correction_bytes() const {
     if (correction == Correction::kZeroPoint) return num_parts() * kPanel;
@@ -38,6 +46,16 @@ struct CodeFormat {
   }
   constexpr int64_t corrections_at() const { return code_bytes() + scale_bytes(); }
   constexpr int64_t group_bytes() const { return corrections_at() + correction_bytes(); }
+  // Of the factors of nested scales for 256 elements of K.
+  constexpr int64_t factor_bytes() const {
+    if (scale != ScaleType::kNested) return 0;
+    return kPanel * 2 * (correction == Correction::kOffset ? 2 : 1);
+  }
+  // Where a panel's groups begin.
+  constexpr int64_t groups_at(int64_t k) const { return ceil_div(k, kNested) * factor_bytes(); }
+  constexpr int64_t panel_bytes(int64_t k) const {
+    return groups_at(k) + ceil_div(k, kGroup) * group_bytes();
+  }
   constexpr bool operator==(const CodeFormat& other) const {
     return bits == other.bits && group == other.group && scale == other.scale &&
            correction == other.correction;
@@ -52,7 +70,9 @@ constexpr CodeFormat kCodeFormats[] = {
     {4, 32, ScaleType::kF16, Correction::kOffset}, {4, 32, ScaleType::kF32, Correction::kNone},
     {4, 32, ScaleType::kF32, Correction::kZeroPoint},
     {4, 32, ScaleType::kF32, Correction::kOffset}, {8, 16, ScaleType::kF32, Correction::kNone},
-    {8, 16, ScaleType::kF32, Correction::kOffset},
+    {8, 16, ScaleType::kF32, Correction::kOffset}, {4, 32, ScaleType::kNested, Correction::kOffset},
+    {8, 32, ScaleType::kNested, Correction::kOffset},
+    {8, 16, ScaleType::kNested, Correction::kNone},
 };
 constexpr int kNumCodeFormats = sizeof(kCodeFormats) / sizeof(*kCodeFormats);
 
@@ -68,7 +88,7 @@ constexpr int kInt8Format = index_of(CodeFormat{8, 32, ScaleType::kF16, Correcti
 constexpr int kInt4Format = index_of(CodeFormat{4, 32, ScaleType::kF16, Correction::kZeroPoint});
 
 constexpr int64_t code_panel_bytes(int format, int64_t k) {
-  return ceil_div(k, kGroup) * kCodeFormats[format].group_bytes();
+  return kCodeFormats[format].panel_bytes(k);
 }
 
 struct CodeSegment {

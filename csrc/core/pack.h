@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "core/gguf_blocks.h"
 #include "core/pool.h"
 #include "core/types.h"
 
@@ -35,11 +36,14 @@ void pack(Executor& executor, const PackTask& task);
 
 // A weight to be quantised, or the codes of one.
 struct CodeSource {
-  PackSource rows;          // floats, or with scales codes of a byte, signed, with any `dtype`
+  PackSource rows;          // floats; with scales codes of a byte, signed; or blocks, in bytes
   int target;               // the format in which it is packed
-  int format;               // of codes with scales
+  int format;               // of codes or blocks
   const void* scales;       // [rows, K / group], or null
   const void* corrections;  // zero points or offsets [rows, K / group], if the format has them
+  const BlockType* blocks;  // the type of a GGUF tensor's rows, or null
+  int64_t paired_heads;     // the rows are those of so many heads, each in the order 0, D / 2, 1,
+                            // D / 2 + 1, ..., and are packed in the order 0, 1, ...; or 0
 };
 
 // The sources of a weight of integer codes; panels and columns as in PackTask. Sources of different

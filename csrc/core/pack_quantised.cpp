@@ -30,22 +30,23 @@ struct CodeColumn {
   int64_t row;
 };
 
-// One column's part of a group: an element is (code - zero_point) * scale + offset of its half.
-struct CodeGroup {
-  int8_t codes[kGroup];
-  int zero_point;
-  float scales[2], offsets[2];
-};
+// The stored row of row `row` of a source.
+int64_t stored_row(const CodeSource& source, int64_t row) {
+  if (source.paired_heads == 0) return row;
+  const int64_t height = source.rows.rows / source.paired_heads, half = height / 2;
+  const int64_t within = row % height;
+  return row - within + 2 * (within % half) + within / half;
+}
 
 CodeColumn code_column(const QuantisedPackTask& task, int64_t panel, int64_t lane) {
   if (task.gated) {
     const CodeSource& source = task.sources[size_t(lane / kLanes)];
     int64_t row = panel * kLanes + lane % kLanes;
-    return row < source.rows.rows ? CodeColumn{&source, row} : CodeColumn{nullptr, 0};
+    return row < source.rows.rows ? CodeColumn{&source, stored_row(source, row)} : CodeColumn{};
   }
   int64_t row = panel * kPanel + lane;
   for (const CodeSource& source : task.sources) {
-    if (row < source.rows.rows) return {&source, row};
+    if (row < source.rows.rows) return {&source, stored_row(source, row)};
     row -= source.rows.rows;
   }
   return {nullptr, 0};
@@ -140,6 +141,11 @@ void read_codes(const CodeColumn& column, int64_t k, int64_t index, CodeGroup& g
 CodeGroup read_group(CodeColumn column, int64_t k, int64_t index) {
   CodeGroup group{};
   if (column.source == nullptr) return group;
+  if (const BlockType* blocks = column.source->blocks; blocks != nullptr) {
+    const auto* rows = static_cast<const uint8_t*>(column.source->rows.data);
+    blocks->read(rows + column.row * column.source->rows.row_stride, index, group);
+    return group;
+  }
   if (column.source->scales != nullptr) {
     read_codes(column, k, index, group);
     return group;
@@ -163,51 +169,87 @@ void store_scales(const CodeFormat& format, const float (&scales)[2], int64_t co
   }
 }
 
-// Stores a column's codes, scales and correction in a group of a panel.
-void store_group(const CodeFormat& format, CodeGroup group, bool has_zero_point, int64_t column,
-                 uint8_t* to) {
+// Stores nested scales in a group, and their factors, which the groups of a column share.
+void store_nested(const CodeFormat& format, const NestedScales& nested, int64_t column, uint8_t* to,
+                  uint8_t* factors) {
+  for (int part = 0; part < format.num_parts(); part++) {
+    to[format.code_bytes() + part * kPanel + column] = uint8_t(nested.scales[part] + 128);
+  }
+  std::memcpy(factors + column * 2, &nested.factor, 2);
+  if (format.correction != Correction::kOffset) return;
+  to[format.corrections_at() + column] = uint8_t(nested.offset + 128);
+  std::memcpy(factors + (kPanel + column) * 2, &nested.offset_factor, 2);
+}
+
+// Stores the codes of a column, four bytes at a time; 4 bits are from 0 to 15.
+void store_codes(int bits, const uint8_t (&codes)[kGroup], int64_t column, uint8_t* to) {
+  for (int64_t i = 0; i < kGroup * bits / 32; i++) {
+    uint32_t word;
+    if (bits == 8) {
+      std::memcpy(&word, codes + 4 * i, sizeof(word));
+    } else {
+      uint32_t low, high;
+      std::memcpy(&low, codes + 8 * i, sizeof(low));
+      std::memcpy(&high, codes + 8 * i + 4, sizeof(high));
+      word = (low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4;
+    }
+    std::memcpy(to + (i * kPanel + column) * 4, &word, sizeof(word));
+  }
+}
+
+// Where a group of a panel is stored.
+struct GroupPlace {
+  const CodeFormat& format;
+  uint8_t* group;
+  uint8_t* factors;
+};
+
+// Stores a column's codes, scales and correction.
+void store_group(const GroupPlace& place, const CodeGroup& group, bool has_zero_point,
+                 int64_t column) {
+  const CodeFormat& format = place.format;
   // What is stored for a code: without sign, less a zero point that the format has no place for.
-  int bias = format.bits == 8 ? 128 - group.zero_point : 0;
-  if (format.bits == 4 && format.correction == Correction::kNone) bias = 8 - group.zero_point;
-  if (format.correction == Correction::kZeroPoint && !has_zero_point) bias = group.zero_point = 8;
+  int zero_point = group.zero_point, bias = format.bits == 8 ? 128 - zero_point : 0;
+  if (format.bits == 4 && format.correction == Correction::kNone) bias = 8 - zero_point;
+  if (format.correction == Correction::kZeroPoint && !has_zero_point) bias = zero_point = 8;
   uint8_t stored[kGroup];
   for (int i = 0; i < kGroup; i++) stored[i] = uint8_t(group.codes[i] + bias);
-  if (format.bits == 8) {
-    for (int64_t i = 0; i < kGroup; i++) to[(i / 4 * kPanel + column) * 4 + i % 4] = stored[i];
-  } else {
-    for (int64_t i = 0; i < kGroup / 2; i++) {
-      const int64_t code = i / 4 * 8 + i % 4;  // beside code + 4
-      to[(i / 4 * kPanel + column) * 4 + i % 4] =
-          uint8_t((stored[code] & 15) | stored[code + 4] << 4);
-    }
+  store_codes(format.bits, stored, column, place.group);
+  if (format.scale == ScaleType::kNested) {
+    store_nested(format, group.nested, column, place.group, place.factors);
+    return;
   }
-  store_scales(format, group.scales, column, to + format.code_bytes());
-  uint8_t* corrections = to + format.corrections_at();
+  store_scales(format, group.scales, column, place.group + format.code_bytes());
+  uint8_t* corrections = place.group + format.corrections_at();
   if (format.correction == Correction::kOffset) {
     store_scales(format, group.offsets, column, corrections);
   } else if (format.correction == Correction::kZeroPoint) {
-    corrections[column] = uint8_t(group.zero_point);
+    corrections[column] = uint8_t(zero_point);
   }
 }
 
 bool has_zero_points(const CodeColumn& column) {
-  if (column.source == nullptr || column.source->scales == nullptr) return true;
+  if (column.source == nullptr) return true;
+  if (column.source->scales == nullptr && column.source->blocks == nullptr) return true;
   return kCodeFormats[column.source->format].correction == Correction::kZeroPoint;
 }
 
 // A unit is one panel.
-void pack_code_panels(const void* context, int64_t begin, int64_t end, Worker&) {
+void pack_code_panels(const void* context, int64_t first, int64_t last, Worker&) {
   const auto& task = *static_cast<const QuantisedPackTask*>(context);
-  for (int64_t index = begin; index < end; index++) {
+  for (int64_t index = first; index < last; index++) {
     const CodePanel panel = code_panel(task.packed, index);
     const CodeFormat format = kCodeFormats[panel.format];
-    uint8_t* to = task.packed + (panel.data - task.packed);
+    uint8_t* begin = task.packed + (panel.data - task.packed);
+    uint8_t* groups = begin + format.groups_at(task.k);
     CodeColumn columns[kPanel];
     for (int64_t c = 0; c < kPanel; c++) columns[c] = code_column(task, index, c);
-    for (int64_t g = 0; g < ceil_div(task.k, kGroup); g++, to += format.group_bytes()) {
+    for (int64_t g = 0; g < ceil_div(task.k, kGroup); g++) {
+      const GroupPlace place{format, groups + g * format.group_bytes(),
+                             begin + g / (kNested / kGroup) * format.factor_bytes()};
       for (int64_t c = 0; c < kPanel; c++) {
         const CodeGroup group = read_group(columns[c], task.k, g);
-        store_group(format, group, has_zero_points(columns[c]), c, to);
+        store_group(place, group, has_zero_points(columns[c]), c);
       }
     }
   }
@@ -219,26 +261,47 @@ void check(bool holds, const char* message) {
 
 bool is_code_format(int index) { return index >= 0 && index < kNumCodeFormats; }
 
-void check_source(const CodeSource& source, int64_t k) {
-  check(source.rows.rows >= 0 && source.rows.row_stride >= k,
-        "pack: a source has too few elements");
-  check(is_code_format(source.target), "pack: the target is not a format of codes");
-  if (source.scales == nullptr) {
-    check(source.target == kInt8Format || source.target == kInt4Format,
-          "pack: floats are quantised to int8 or int4 only");
-    return;
-  }
-  check(is_code_format(source.format), "pack: codes of a format without kernels");
-  const CodeFormat from = kCodeFormats[source.format], to = kCodeFormats[source.target];
-  check((from.correction == Correction::kNone) == (source.corrections == nullptr),
-        "pack: codes need the zero points or offsets of their format");
-  check(from.bits <= to.bits && from.scale <= to.scale && from.group >= to.group,
+// Checks that codes keep their values in the target.
+void check_target(const CodeFormat& from, const CodeFormat& to) {
+  const bool fits = to.scale == ScaleType::kNested ? from == to
+                    : to.scale == ScaleType::kF16  ? from.scale == ScaleType::kF16
+                                                   : true;
+  check(from.bits <= to.bits && fits && from.group >= to.group,
         "pack: the target is smaller than the codes' format");
   check(from.correction != Correction::kOffset || to.correction == Correction::kOffset,
         "pack: the target has no offsets");
   check(to.bits == 8 || from.correction == to.correction ||
             (from.correction == Correction::kNone && to.correction == Correction::kZeroPoint),
         "pack: the target's 4 bits cannot hold the codes");
+}
+
+void check_blocks(const CodeSource& source, int64_t k) {
+  const BlockType& type = *source.blocks;
+  check(k % type.elements == 0 && source.rows.row_stride >= k / type.elements * type.bytes,
+        "pack: a row of blocks is too short");
+  check(type.is_nested || kCodeFormats[source.target].scale != ScaleType::kNested,
+        "pack: the blocks have no nested scales");
+}
+
+void check_source(const CodeSource& source, int64_t k) {
+  check(source.rows.rows >= 0 && is_code_format(source.target), "pack: the target has no kernels");
+  check(source.paired_heads >= 0 && (source.paired_heads == 0 ||
+                                     source.rows.rows % (2 * source.paired_heads) == 0),
+        "pack: the heads' rows are not pairs");
+  if (source.scales == nullptr && source.blocks == nullptr) {
+    check(source.rows.row_stride >= k, "pack: a source has too few elements");
+    check(source.target == kInt8Format || source.target == kInt4Format,
+          "pack: floats are quantised to int8 or int4 only");
+    return;
+  }
+  check(is_code_format(source.format), "pack: codes of a format without kernels");
+  const CodeFormat from = kCodeFormats[source.format];
+  check_target(from, kCodeFormats[source.target]);
+  if (source.blocks != nullptr) return check_blocks(source, k);
+  check(source.rows.row_stride >= k && from.scale != ScaleType::kNested,
+        "pack: a source has too few elements");
+  check((from.correction == Correction::kNone) == (source.corrections == nullptr),
+        "pack: codes need the zero points or offsets of their format");
 }
 
 // The segments of a weight: of consecutive sources with one target.

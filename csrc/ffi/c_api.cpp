@@ -1,5 +1,6 @@
 // C entry points for ctypes: configuration, packing, and the ISA and threads in use.
 #include <exception>
+#include <stdexcept>
 #include <string>
 
 #include "core/code_format.h"
@@ -86,14 +87,15 @@ CADENZA_EXPORT const char* cadenza_pack(int num_sources, const void* const* data
   });
 }
 
-// A weight [rows, k] with a row stride in elements: floats that are quantised, or signed codes of a
-// byte with scales (core/pack.h). Formats are those of cadenza_code_format.
+// A weight [rows, k] with a row stride in elements: floats that are quantised, signed codes of a byte
+// with scales, or blocks of ggml's type `blocks` with a row stride in bytes, otherwise -1
+// (core/pack.h). Formats are those of cadenza_code_format.
 struct CadenzaCodeSource {
   const void* data;
   const void* scales;
   const void* corrections;
-  int64_t rows, row_stride;
-  int32_t dtype, format, target;
+  int64_t rows, row_stride, paired_heads;
+  int32_t dtype, format, target, blocks;
 };
 
 // The index of the format of codes with these properties (core/code_format.h), or -1.
@@ -111,7 +113,12 @@ CADENZA_EXPORT const char* cadenza_pack_quantised(int num_sources, const Cadenza
       const CadenzaCodeSource& each = sources[i];
       cadenza::PackSource rows{each.data, static_cast<cadenza::DType>(each.dtype), each.rows,
                                each.row_stride};
-      task.sources.push_back({rows, each.target, each.format, each.scales, each.corrections});
+      const cadenza::BlockType* blocks = cadenza::find_block_type(each.blocks);
+      if (each.blocks >= 0 && blocks == nullptr) {
+        throw std::invalid_argument("pack: blocks of an unknown type");
+      }
+      task.sources.push_back({rows, each.target, each.format, each.scales, each.corrections, blocks,
+                              each.paired_heads});
     }
     cadenza::pack_quantised(cadenza::executor(), task);
   });

@@ -41,8 +41,11 @@ struct Codes {
     if constexpr (kFormat.bits == 8) return (kCodeBias - 128) * total;
     return kFormat.correction == Correction::kNone ? -8 * total : 0;
   }
-  static Vec load_scales(const uint8_t* scales, int64_t lane) {
-    if constexpr (kFormat.scale == ScaleType::kF32) {
+  static Vec load_scales(const uint8_t* scales, const uint8_t* factors, int64_t lane) {
+    if constexpr (kFormat.scale == ScaleType::kNested) {
+      const Vec factor = load_f16(reinterpret_cast<const uint16_t*>(factors) + lane);
+      return mul(factor, sub(load_u8(scales + lane), set1(128.0f)));
+    } else if constexpr (kFormat.scale == ScaleType::kF32) {
       return load(reinterpret_cast<const float*>(scales) + lane);
     } else {
       return load_f16(reinterpret_cast<const uint16_t*>(scales) + lane);
@@ -84,6 +87,7 @@ struct GroupPart {
   const uint8_t* codes;  // of the first column vector
   const uint8_t* scales;
   const uint8_t* corrections;
+  const uint8_t* factors;
   const uint8_t* x;
   int64_t lane;  // of the first column
 };
@@ -102,10 +106,12 @@ template <class F, int MR, int NR>
 #pragma GCC unroll 2
   for (int j = 0; j < NR; j++) {
     const int64_t lane = part.lane + j * kLanes;
-    const Vec column = F::load_scales(part.scales, lane);
+    const Vec column = F::load_scales(part.scales, part.factors, lane);
     Vec correction = zero();
     if constexpr (F::kHasZeroPoints) correction = load_u8(part.corrections + lane);
-    if constexpr (F::kHasOffsets) correction = F::load_scales(part.corrections, lane);
+    if constexpr (F::kHasOffsets) {
+      correction = F::load_scales(part.corrections, part.factors + kPanel * 2, lane);
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++) {
       Vec dot = from_i32(dots[i][j]);
@@ -128,7 +134,7 @@ template <class F, int MR, int NR>
   const int64_t groups = ceil_div(product.k, kGroup), stride = code_row_bytes(product.k);
   const uint8_t* x = product.x + row * stride;
   const uint8_t* terms = x + groups * kGroup;
-  const uint8_t* w = product.w;
+  const uint8_t* w = product.w + kFormat.groups_at(product.k);
   clear(sums);
   for (int64_t g = 0; g < groups; g++) {
     float scales[MR];
@@ -146,6 +152,7 @@ template <class F, int MR, int NR>
       const GroupPart at{w + part * kFormat.code_bytes() / kParts + first * 64,
                          w + kFormat.code_bytes() + part * kFormat.scale_bytes() / kParts,
                          w + kFormat.corrections_at() + part * kFormat.correction_bytes() / kParts,
+                         product.w + g / (kNested / kGroup) * kFormat.factor_bytes(),
                          x + part * kFormat.group, first * kLanes};
       fold_part<F>(sums, at, stride, scales, totals[part]);
     }
@@ -292,16 +299,20 @@ void quantise_units(const void* context, int64_t begin, int64_t end, Worker&) {
 }
 
 // Element i of a panel's column.
-inline float code_element(const CodePanel& panel, int64_t column, int64_t i) {
+inline float code_element(const CodePanel& panel, int64_t k, int64_t column, int64_t i) {
   const CodeFormat format = kCodeFormats[panel.format];
-  const uint8_t* group = panel.data + i / kGroup * format.group_bytes();
+  const uint8_t* group = panel.data + format.groups_at(k) + i / kGroup * format.group_bytes();
+  const uint8_t* factors = panel.data + i / kNested * format.factor_bytes();
   const int64_t within = i % kGroup, lane = within / format.group * kPanel + column;
-  const auto scale_at = [&](int64_t bytes) {
+  // A scale, or with `which` 1 an offset.
+  const auto scale_at = [&](int64_t bytes, int which) {
     const uint8_t* at = group + bytes + lane * format.scale_size();
+    if (format.scale == ScaleType::kF32) return *reinterpret_cast<const float*>(at);
     if (format.scale == ScaleType::kF16) {
       return f16_to_f32(*reinterpret_cast<const uint16_t*>(at));
     }
-    return *reinterpret_cast<const float*>(at);
+    const auto* factor = reinterpret_cast<const uint16_t*>(factors) + which * kPanel + column;
+    return f16_to_f32(*factor) * float(int(*at) - 128);
   };
   int code;
   if (format.bits == 8) {
@@ -312,8 +323,9 @@ inline float code_element(const CodePanel& panel, int64_t column, int64_t i) {
     if (format.correction == Correction::kNone) code -= 8;
   }
   if (format.correction == Correction::kZeroPoint) code -= group[format.corrections_at() + lane];
-  const float value = float(code) * scale_at(format.code_bytes());
-  return format.correction == Correction::kOffset ? value + scale_at(format.corrections_at()) : value;
+  const float value = float(code) * scale_at(format.code_bytes(), 0);
+  if (format.correction != Correction::kOffset) return value;
+  return value + scale_at(format.corrections_at(), 1);
 }
 
 // A unit is one row of the embedding.
@@ -325,7 +337,7 @@ inline void quantised_embed_units(const void* context, int64_t begin, int64_t en
     bool is_token = id >= 0 && id < task.vocab;
     const CodePanel panel = code_panel(task.table, is_token ? id / kPanel : 0);
     for (int64_t i = 0; i < task.width; i++) {
-      out[i] = is_token ? code_element(panel, id % kPanel, i) * task.scale : 0.0f;
+      out[i] = is_token ? code_element(panel, task.width, id % kPanel, i) * task.scale : 0.0f;
     }
   }
 }

@@ -24,7 +24,7 @@ struct Codes {
         k(k_),
         rows(random_values<float>(random, n_ * k_, 0.2f)),
         packed(num_bytes()) {
-    pack_rows({{rows.data(), DType::kF32, n, k}, format, 0, nullptr, nullptr}, executor);
+    pack_rows({{rows.data(), DType::kF32, n, k}, format, 0, nullptr, nullptr, nullptr, 0}, executor);
   }
 
   void pack_rows(const CodeSource& source, Executor& executor) {
@@ -124,7 +124,7 @@ TEST(no_dot_of_extreme_codes_saturates) {
     Codes w(random, format, n, k, *context.executors[0]);
     for (float sign : {1.0f, -1.0f}) {
       std::vector<float> weight(size_t(n * k), 1.0f), x(size_t(k), sign);
-      w.pack_rows({{weight.data(), DType::kF32, n, k}, format, 0, nullptr, nullptr}, *context.executors[0]);
+      w.pack_rows({{weight.data(), DType::kF32, n, k}, format, 0, nullptr, nullptr, nullptr, 0}, *context.executors[0]);
       for (const Runtime& runtime : runtimes(context)) {
         CHECK_NEAR(product(runtime, w, x, 1)[0], sign * float(k), 0.1);
       }
@@ -226,7 +226,7 @@ TEST(packing_codes_with_their_scales_and_zero_points_keeps_them) {
     }
     Codes w(random, format, n, k, *context.executors[0]);
     const void* corrections = is_int4 ? zeros.data() : nullptr;
-    w.pack_rows({{codes.data(), DType::kF32, n, k}, format, format, scales.data(), corrections},
+    w.pack_rows({{codes.data(), DType::kF32, n, k}, format, format, scales.data(), corrections, nullptr, 0},
                 *context.executors[1]);
     for (int64_t c = 0; c < n; c++) {
       for (int64_t i = 0; i < k; i++) {

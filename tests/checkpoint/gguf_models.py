@@ -26,6 +26,7 @@ from cadenza.checkpoint import (
 )
 from cadenza.checkpoint.config_json import format_model_config, parse_model_config
 from cadenza.checkpoint.weights import Weights, open_weights
+from tests.checkpoint.gguf_random import FACTORS, random_tensor
 
 Arrays = dict[str, np.ndarray]
 
@@ -67,7 +68,8 @@ class Conversion:
     """What is to be written; a test changes a part of it.
 
     `metadata`: beyond the architecture's prefix. `others`: complete keys. `tensors`: by GGUF's
-    names. `kind`: type of the tensors with two axes or more, `kinds` of those that differ.
+    names. `kind`: type of the tensors with two axes or more, `kinds` of those that differ; those in
+    a K-quant are random.
     """
 
     architecture: str
@@ -88,8 +90,11 @@ class Conversion:
         for name, array in self.tensors.items():
             kind = self.kinds.get(name, self.kind if array.ndim > 1 else "F32")
             code = gguf.GGMLQuantizationType[kind]
-            data = np.ascontiguousarray(array, np.float32)
-            writer.add_tensor(name, gguf.quants.quantize(data, code), raw_dtype=code)
+            if kind in FACTORS:
+                stored = random_tensor(kind, array.shape, seed=len(name))
+            else:
+                stored = gguf.quants.quantize(np.ascontiguousarray(array, np.float32), code)
+            writer.add_tensor(name, stored, raw_dtype=code)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

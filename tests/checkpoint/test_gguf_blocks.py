@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.gguf.blocks import BLOCKS, DECODED_AT_ONCE, ENCODINGS
-from cadenza.checkpoint.gguf.types import TENSOR_TYPES
+from cadenza.checkpoint.block_weight import DECODED_AT_ONCE, BlockWeight
+from cadenza.checkpoint.gguf.blocks import BLOCKS, ENCODINGS
 from tests.checkpoint.gguf_models import convert_config, tiny_config
+from tests.checkpoint.gguf_random import TYPES, any_blocks
 
 FIXTURES: dict[str, str] = json.loads(Path("tests/checkpoint/gguf_blocks.json").read_text())
 PLACES = np.arange(768, dtype=np.float64)
@@ -28,27 +29,10 @@ WRITTEN_BY_GGUF_PY = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
 MAX_ERROR = {"Q4_K": 0.06, "Q5_K": 0.04, "Q6_K": 0.016, "Q4_0": 0.14, "Q5_1": 0.05}
 """Of any element, relative to the largest."""
 
-TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
-HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
-"""Where a block has float16 numbers; at 0 for others."""
-
 
 def by_gguf_py(stored: np.ndarray, name: str) -> np.ndarray:
     kind = gguf.GGMLQuantizationType[name]
     return gguf.quants.dequantize(stored.reshape(1, -1), kind).reshape(-1)
-
-
-def any_blocks(name: str, count: int, seed: int) -> np.ndarray:
-    """Random bytes, whose float16 numbers are finite: every bit of a block has its meaning."""
-    draw = np.random.default_rng(seed)
-    stored = draw.integers(0, 256, (count, TYPES[name].block_bytes), np.uint8)
-    if name == "MXFP4":
-        stored[:, 0] = draw.integers(0, 240, count)  # twelve times 2^112 is finite
-        return stored
-    for place in HALVES.get(name, (0,)):
-        numbers = draw.normal(0, 0.1, count).astype("<f2")
-        stored[:, place : place + 2] = numbers.view(np.uint8).reshape(-1, 2)
-    return stored
 
 
 def test_every_type_is_tested():
@@ -124,6 +108,19 @@ def test_codes_are_in_the_range_of_their_bits(name: str):
     assert (codes.min(), codes.max()) == (low, high)
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_become_codes_of_the_same_values(name: str):
+    stored = any_blocks(name, 40, seed=12).reshape(10, -1)
+    for heads in (None, 5):
+        weight = BlockWeight(encoding=ENCODINGS[name], stored=stored, num_paired_heads=heads)
+        assert weight.shape == (10, 4 * TYPES[name].block_len)
+        assert np.array_equal(weight.as_codes().dequantised(), np.asarray(weight))
+        expected = by_gguf_py(stored, name).reshape(weight.shape)
+        assert np.array_equal(np.asarray(weight), expected)  # pairs of two rows are in order
+    part = BlockWeight(encoding=ENCODINGS[name], stored=stored).rows(3, 7)
+    assert np.array_equal(np.asarray(part), expected[3:7])
+
+
 def test_a_scale_that_is_not_finite_gives_elements_that_are_not():
     """No warning, and no number that looks like a weight."""
     stored = np.zeros((1, 34), np.uint8)
@@ -155,5 +152,8 @@ def test_a_quantised_model_has_the_weights_of_its_blocks(tmp_path: Path, name: s
             expected = np.concatenate([heads[:, 0::2], heads[:, 1::2]], axis=1).reshape(array.shape)
         entry = found.weights.entry(f"model.layers.1.{ours}.weight")
         assert (entry.stored_type, entry.dtype) == (name, "float32")
-        assert np.array_equal(found.weights[entry.name], expected)
+        weight = found.weights[entry.name]
+        assert isinstance(weight, BlockWeight)
+        assert np.array_equal(np.asarray(weight), expected)
+        assert np.array_equal(weight.as_codes().dequantised(), expected)
     assert found.config.dtype == "bfloat16"

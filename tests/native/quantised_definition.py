@@ -19,6 +19,8 @@ import numpy.typing as npt
 from cadenza.backends.xla.ops.native_library import load_native_library, packed_bytes
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
+from cadenza.checkpoint.block_weight import BlockWeight
+from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.quantised_weight import (
     HostWeight,
     QuantisedWeight,
@@ -34,6 +36,7 @@ from cadenza.checkpoint.weight_format import (
     WeightFormat,
     code_format,
 )
+from tests.checkpoint.gguf_random import TYPES, any_blocks
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -192,6 +195,37 @@ def compare_formats(digest: Any) -> int:
     return count + compare(random, packed, np.float32, *parts, digest=digest)
 
 
+def random_blocks(
+    name: str, rows: int, reduction: int, num_paired_heads: int | None = None
+) -> BlockWeight:
+    """A weight in blocks of one of GGUF's types."""
+    kind = TYPES[name]
+    stored = any_blocks(name, rows * reduction // kind.block_len, seed=len(name) + rows)
+    if name == "MXFP4":
+        stored[:, 0] = 120 + stored[:, 0] % 8  # scales that do not exceed float32 in a sum
+    return BlockWeight(
+        encoding=ENCODINGS[name],
+        stored=stored.reshape(rows, -1),
+        num_paired_heads=num_paired_heads,
+    )
+
+
+def compare_blocks(digest: Any) -> int:
+    """Every type of blocks, by themselves, with the rows of heads in pairs, and side by side."""
+    random, count = np.random.default_rng(10), 0
+    for name in ENCODINGS:
+        for rows, heads in ((70, None), (80, 5)):
+            weight = random_blocks(name, rows, 512, heads)
+            packed = pack(weight.format, weight)
+            count += compare(random, packed, np.float32, weight.as_codes(), digest=digest)
+    for names in (("Q4_K", "Q6_K", "Q5_0"), ("Q5_K", "Q8_0", "MXFP4")):
+        parts = [random_blocks(name, 32, 256) for name in names]
+        codes = [part.as_codes() for part in parts]
+        packed = pack([part.format for part in parts], *parts)
+        count += compare(random, packed, np.float32, *codes, digest=digest)
+    return count
+
+
 def compare(
     random: np.random.Generator,
     packed: npt.NDArray[Any],
@@ -210,11 +244,13 @@ def compare(
     return len(ROWS)
 
 
-def add_other_operations(format: WeightFormat, digest: Any) -> None:
+def add_other_operations(
+    format: WeightFormat, pair: Sequence[QuantisedWeight | BlockWeight], digest: Any
+) -> None:
     """The gated product and the embedding."""
-    random = np.random.default_rng(8)
-    gate, up = (random_weight(random, format, 37, 45) for _ in range(2))
-    x = random.normal(size=(19, 45)).astype(np.float32)
+    gate, up = pair
+    width = gate.shape[1]
+    x = np.random.default_rng(8).normal(size=(19, width)).astype(np.float32)
     shape = jax.ShapeDtypeStruct((19, 37), jnp.float32)
     for activation in range(3):
         out = call(
@@ -228,7 +264,7 @@ def add_other_operations(format: WeightFormat, digest: Any) -> None:
         )
         digest.update(out.tobytes())
     ids = np.array([0, 36, -1, 12], np.int32)
-    shape = jax.ShapeDtypeStruct((4, 45), jnp.float32)
+    shape = jax.ShapeDtypeStruct((4, width), jnp.float32)
     attributes = {"vocab": np.int64(37), "scale": np.float32(1.7)}
     rows = call("embed", shape, ids, pack(format, gate), np.int32(4), **attributes)
     expected = gate.dequantised() * np.float32(1.7)
@@ -239,9 +275,14 @@ def add_other_operations(format: WeightFormat, digest: Any) -> None:
 
 def main() -> None:
     digest = hashlib.sha256()
-    count = compare_products(digest) + compare_formats(digest)
+    count = compare_products(digest) + compare_formats(digest) + compare_blocks(digest)
+    random = np.random.default_rng(8)
     for format in FORMATS:
-        add_other_operations(format, digest)
+        pair = [random_weight(random, format, 37, 45) for _ in range(2)]
+        add_other_operations(format, pair, digest)
+    for name in ENCODINGS:
+        pair = [random_blocks(name, 37, 256) for _ in range(2)]
+        add_other_operations(pair[0].format, pair, digest)
     print(load_native_library().cpu_integer_isa, count, digest.hexdigest())
 
 

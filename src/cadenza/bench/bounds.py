@@ -12,8 +12,9 @@ tokens choose the same experts a step reads less, so a share can exceed 100 %.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Self
 
 from cadenza.checkpoint import ModelConfig, declare
@@ -25,7 +26,7 @@ from cadenza.checkpoint.declaration import (
     declare_layer,
 )
 from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.tensor_formats import stored_bytes
+from cadenza.checkpoint.tensor_formats import StoredFormat, stored_bytes
 from cadenza.config import Quantization
 
 Limit = Literal["read", "multiply"]
@@ -133,9 +134,18 @@ class ModelCost:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, dtype: WeightDType, quantization: Quantization = "none"
+        cls,
+        config: ModelConfig,
+        dtype: WeightDType,
+        quantization: Quantization = "none",
+        stored_format: StoredFormat = lambda _: None,
     ) -> Self:
-        """The cost of a shape that computes in `dtype`, with quantised weights."""
+        """The cost of a shape that computes in `dtype`, with quantised weights, or with weights in
+        the formats in which a checkpoint stores them.
+        """
+        size = partial(
+            stored_bytes, dtype=dtype, quantization=quantization, stored_format=stored_format
+        )
         experts, head = _expert_tensors(config), _head(config)
         apart = {spec.name for expert in experts for spec in expert}
         layers = [
@@ -145,10 +155,10 @@ class ModelCost:
         ]
         return cls(
             layer_parameters=sum(spec.num_elements for spec in layers),
-            layer_bytes=stored_bytes(layers, dtype, quantization),
-            experts=_experts_cost(config, experts, (dtype, quantization)),
+            layer_bytes=size(layers),
+            experts=_experts_cost(config, experts, size),
             head_parameters=head.num_elements,
-            head_bytes=stored_bytes([head], dtype, quantization),
+            head_bytes=size([head]),
             pair_operations=4 * config.query_size * config.num_layers,
             kv_bytes_per_token=config.kv_bytes_per_token(dtype),
         )
@@ -201,13 +211,13 @@ def _expert_tensors(config: ModelConfig) -> list[list[TensorSpec]]:
 def _experts_cost(
     config: ModelConfig,
     experts: list[list[TensorSpec]],
-    types: tuple[WeightDType, Quantization],
+    size: Callable[[list[TensorSpec]], int],
 ) -> ExpertsCost | None:
     if config.experts is None or not experts:
         return None
     return ExpertsCost(
         parameters=sum(spec.num_elements for spec in experts[0]),
-        num_bytes=stored_bytes(experts[0], *types),
+        num_bytes=size(experts[0]),
         num_experts=config.experts.num_experts,
         num_chosen=config.experts.num_chosen,
     )

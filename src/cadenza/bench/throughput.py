@@ -157,8 +157,13 @@ def measure_throughput(
         runs = _Runs(
             core=loaded.core,
             workload=workload,
-            cost=ModelCost.of(loaded.checkpoint.config, plan.dtype, plan.quantization),
-            probe=RooflineProbe(instruments, plan.dtype if plan.quantization == "none" else "int8"),
+            cost=ModelCost.of(
+                loaded.checkpoint.config,
+                plan.dtype,
+                plan.quantization,
+                loaded.checkpoint.weights.format,
+            ),
+            probe=RooflineProbe(instruments, "int8" if plan.is_quantised else plan.dtype),
             random=random.Random(fitted.seed),  # noqa: S311 - prompts, not secrets
         )
         results: list[ConcurrencyResult] = []

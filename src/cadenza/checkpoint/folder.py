@@ -92,7 +92,7 @@ class Checkpoint:
 
     @property
     def scheme(self) -> StoredScheme | None:
-        """How the weights are quantised as stored; None if they are floats, or only a backend knows."""
+        """How the stored weights are quantised; None if they are not, or not known."""
         return self.weights.scheme if self.is_known else None
 
     @property

@@ -7,7 +7,7 @@ Shapes: N out, K in, G groups of 32 or 16 consecutive elements of K; the last on
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,9 @@ class QuantisedWeight:
         scale = cast(ScaleType, self.scales.dtype.name)
         return code_format(self.bits, scale, correction, self.group)
 
+    def as_codes(self) -> "QuantisedWeight":
+        return self
+
     def rows(self, start: int, stop: int) -> "QuantisedWeight":
         """Rows [start, stop), without a copy."""
         part = slice(start, stop)
@@ -126,7 +129,35 @@ class QuantisedWeight:
             return codes if self.offsets is None else codes + wide(self.offsets)
 
 
-HostWeight = npt.NDArray[Any] | QuantisedWeight
+class CodedWeight(Protocol):
+    """A weight [N, K] as integer codes, in whatever form they are stored."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def format(self) -> WeightFormat:
+        """In which it is held."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def rows(self, start: int, stop: int) -> "CodedWeight":
+        """Rows [start, stop), without a copy."""
+        ...
+
+    def as_codes(self) -> QuantisedWeight: ...
+
+    def dequantised(self) -> npt.NDArray[np.float32]:
+        """The elements: [N, K]."""
+        ...
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]: ...
+
+
+HostWeight = npt.NDArray[Any] | CodedWeight
 """A weight [N, K] as it is loaded: floats, or codes."""
 
 

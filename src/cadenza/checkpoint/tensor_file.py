@@ -1,30 +1,23 @@
 """A file of tensors mapped into memory: `TensorFile`, and the place of each tensor, `TensorEntry`.
 
 Owns views of the mapped bytes. Knows no format: `safetensors_file` and `gguf/tensors` read the
-entries and check them. Invariant: a view copies nothing, unless the tensor has to be decoded or its
-rows have to be put into order.
+entries and check them. Invariant: a view copies nothing, unless a vector has to be decoded or the
+rows of floats have to be put into order.
 """
 
 import math
 import mmap
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.checkpoint.block_weight import BlockWeight, Encoding
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, StoredDType
+from cadenza.checkpoint.weight_format import WeightFormat
 
 AnyArray = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoding:
-    """A way to store float32 in fewer bytes; `decode` gives the elements of a tensor's bytes."""
-
-    name: str
-    decode: Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +44,11 @@ class TensorEntry:
         return self.dtype if self.encoding is None else self.encoding.name
 
     @property
+    def format(self) -> WeightFormat | None:
+        """That of a weight of codes; None if the tensor is read as floats."""
+        return self.encoding.format if self.encoding and len(self.shape) > 1 else None
+
+    @property
     def num_bytes(self) -> int:
         return self.stop - self.start
 
@@ -68,11 +66,18 @@ class TensorFile:
     data: mmap.mmap
     modified_ns: int
 
-    def view(self, name: str) -> AnyArray:
-        """An array over the mapped bytes, read-only and possibly unaligned; a new array if the
-        tensor is encoded or its rows are paired.
+    def view(self, name: str) -> AnyArray | BlockWeight:
+        """An array over the mapped bytes, read-only and possibly unaligned, or the blocks of an
+        encoded weight; a new array if a vector is encoded or the rows of floats are paired.
         """
         entry = self.entries[name]
+        if entry.encoding is not None and entry.format is not None:
+            stored = np.frombuffer(self.data, np.uint8, entry.num_bytes, entry.start)
+            return BlockWeight(
+                encoding=entry.encoding,
+                stored=stored.reshape(entry.shape[0], -1),
+                num_paired_heads=entry.num_paired_heads,
+            )
         if entry.encoding is None:
             dtype = FORMAT_OF_NAME[entry.dtype].numpy
             count = math.prod(entry.shape)

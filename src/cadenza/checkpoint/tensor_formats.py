@@ -11,6 +11,9 @@ from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.weight_format import FLOAT_FORMATS, INT4, INT8, WeightFormat
 from cadenza.config import Quantization
 
+StoredFormat = Callable[[str], WeightFormat | None]
+"""Of the tensor of a name that a checkpoint stores as codes; None for floats."""
+
 _QUANTISED_KINDS: frozenset[TensorKind] = frozenset({"embedding", "head", "linear"})
 """Routers choose experts, where a small error is a large one; norms and biases are small. Embedding
 and head have 8 bits in either case: 4 bits there would cost much accuracy."""
@@ -37,7 +40,7 @@ def stored_bytes(
     specs: Iterable[TensorSpec],
     dtype: WeightDType,
     quantization: Quantization = "none",
-    stored_format: Callable[[str], WeightFormat | None] = lambda _: None,
+    stored_format: StoredFormat = lambda _: None,
 ) -> int:
     """Bytes of tensors in their formats; `stored_format` gives that of a tensor's name."""
     return sum(

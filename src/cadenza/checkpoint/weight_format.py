@@ -16,7 +16,10 @@ GROUP = 32
 
 HALF_GROUP = 16
 
-ScaleType = Literal["float16", "float32"]
+ScaleType = Literal["float16", "float32", "nested"]
+"""Nested scales are integers of a byte with one float16 factor for 256 elements; so are offsets."""
+
+NESTED = 256
 
 Correction = Literal["zero_point", "offset"]
 """Of codes without sign: an integer that is subtracted from the codes of a group, or a number that
@@ -47,7 +50,8 @@ class WeightFormat:
     @property
     def group_bits(self) -> int:
         """Of what a group has beside its elements."""
-        scale = 16 if self.scale == "float16" else 32
+        assert self.group is not None, "floats have no groups"
+        scale = {"float16": 16, "float32": 32, "nested": 8 + 16 * self.group // NESTED}[self.scale]
         return scale + {None: 0, "zero_point": 8, "offset": scale}[self.correction]
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
@@ -74,7 +78,7 @@ def code_format(
     """A format of integer codes: with a correction from 0 to 15 in 4 bits, otherwise signed.
 
     Codes of 8 bits have no zero points (an offset -scale * zero point says the same), and groups of
-    16 have 8 bits and float32 scales.
+    16 have 8 bits and scales in float32 or nested ones.
     """
     name = f"int{bits}"
     if group != GROUP:
@@ -113,7 +117,7 @@ def joined(formats: Iterable[WeightFormat]) -> WeightFormat:
     if len(set(each)) == 1:
         return each[0]
     group = min(format.group or GROUP for format in each)
-    is_wide = group == HALF_GROUP or any(format.scale == "float32" for format in each)
+    is_wide = group == HALF_GROUP or any(format.scale != "float16" for format in each)
     scale: ScaleType = "float32" if is_wide else "float16"
     if group == GROUP and all(format.bits == 4 for format in each):
         if len(corrections) == 1:

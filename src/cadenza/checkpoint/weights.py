@@ -10,14 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cadenza.checkpoint.block_weight import BlockWeight
 from cadenza.checkpoint.json_object import JsonObject, read_json_object, shorten
 from cadenza.checkpoint.safetensors_file import open_safetensors
 from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry, TensorFile
+from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.errors import CheckpointError
 
 if TYPE_CHECKING:
     from cadenza.checkpoint.stored_weight import StoredScheme, StoredWeight
-    from cadenza.checkpoint.weight_format import WeightFormat
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -47,7 +48,7 @@ class Weights:
         )
 
     def __getitem__(self, name: str) -> Any:
-        """A zero-copy view of a stored tensor, or a `QuantisedWeight`, read on each access.
+        """A zero-copy view of a stored tensor, or a `CodedWeight`, read on each access.
 
         Raises `KeyError` for unknown names.
         """
@@ -85,12 +86,12 @@ class Weights:
             return self.entry(name).num_bytes
         return sum(entry.num_bytes for entry in stored.parts)
 
-    def format(self, name: str) -> "WeightFormat | None":
+    def format(self, name: str) -> WeightFormat | None:
         """The format of a quantised weight's codes; None if it is loaded as floats."""
         stored = self.quantised.get(name)
-        return None if stored is None else stored.format
+        return self.entry(name).format if stored is None else stored.format
 
-    def view(self, name: str) -> AnyArray:
+    def view(self, name: str) -> AnyArray | BlockWeight:
         """A zero-copy view of a stored tensor. Raises `KeyError` for unknown names."""
         return self._file_of[name].view(name)
 

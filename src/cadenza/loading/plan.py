@@ -34,6 +34,7 @@ class EnginePlan:
     limits: EngineLimits
     dtype: WeightDType
     quantization: Quantization = "none"
+    scheme: str | None = None
     kv_layout: KVArrangement
     weight_bytes: int
     kv_bytes_per_token: int
@@ -47,7 +48,13 @@ class EnginePlan:
     @property
     def weights_name(self) -> str:
         """The type of most weights."""
-        return self.dtype if self.quantization == "none" else self.quantization
+        own = self.scheme or self.dtype
+        return own if self.quantization == "none" else self.quantization
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether products have int8 activations, at least some of them."""
+        return self.quantization != "none" or self.scheme is not None
 
     @property
     def summary(self) -> str:
@@ -98,6 +105,7 @@ def make_plan(
         limits=limits,
         dtype=dtype,
         quantization=quantization,
+        scheme=None if checkpoint.scheme is None else checkpoint.scheme.name,
         kv_layout=kv_layout,
         weight_bytes=memory.weight_bytes,
         kv_bytes_per_token=per_token,
@@ -194,9 +202,7 @@ def _memory_of(
         return traits.memory[dtype]
     model = checkpoint.config
     return ModelMemory(
-        weight_bytes=stored_bytes(
-            declare(model), dtype, quantization, checkpoint.weights.format
-        ),
+        weight_bytes=stored_bytes(declare(model), dtype, quantization, checkpoint.weights.format),
         kv_bytes_per_token=model.kv_bytes_per_token(dtype),
         row_bytes=0,
         scratch_bytes=0,

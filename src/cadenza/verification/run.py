@@ -44,7 +44,8 @@ MODEL_SAMPLED, RANDOM_SAMPLED = 0.5, 0.8
 
 
 QUANTISED_TOLERANCE: Mapping[Quantization, float] = {"int8": 0.1, "int4": 0.6}
-"""The largest mean difference of log probabilities (nats) from the unquantised reference."""
+"""The largest mean difference of log probabilities (nats) from the reference, by the rounding at
+load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,10 +225,10 @@ def _witness(
         max_model_len=plan.limits.max_model_len,
         backends=options.backends,
     )
-    if plan.quantization != "none" or checkpoint.scheme is not None:
-        made = plan.quantization != "none"
-        # The witness has a checkpoint's own codes; what differs are the activations in int8.
-        tolerance = QUANTISED_TOLERANCE[plan.quantization if made else "int8"]
+    if plan.is_quantised:
+        # The witness has a checkpoint's own codes; only the activations in int8 differ.
+        made = plan.quantization if plan.quantization != "none" else "int8"
+        tolerance = QUANTISED_TOLERANCE[made]
         yield Witness(reference=reference, make_core=make_core, tolerance=tolerance)
         return
     if plan.dtype == "float32":

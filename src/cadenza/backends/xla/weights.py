@@ -32,7 +32,7 @@ from cadenza.checkpoint.declaration import (
     declare_layer,
 )
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.quantised_weight import HostWeight, QuantisedWeight
+from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.rope_factors import rope_factors
 from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.checkpoint.weights import Weights
@@ -129,9 +129,9 @@ def _halves(parts: Sequence[HostWeight]) -> Sequence[HostWeight]:
         return parts
     (fused,) = parts
     half = len(fused) // 2
-    if isinstance(fused, QuantisedWeight):
-        return fused.rows(0, half), fused.rows(half, len(fused))
-    return fused[:half], fused[half:]
+    if isinstance(fused, np.ndarray):
+        return fused[:half], fused[half:]
+    return fused.rows(0, half), fused.rows(half, len(fused))
 
 
 def _linear(source: _Source, linears: tuple[LinearSpec, ...]) -> Linear:

@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.checkpoint.block_weight import Encoding
 from cadenza.checkpoint.gguf.types import TENSOR_TYPES, TensorType
-from cadenza.checkpoint.tensor_file import Encoding
+from cadenza.checkpoint.quantised_weight import QuantisedWeight
+from cadenza.checkpoint.weight_format import WeightFormat, code_format
 
 Bytes = npt.NDArray[Any]
 """Of uint8."""
 
 Float32Array = npt.NDArray[np.float32]
-
-DECODED_AT_ONCE = 1 << 22
-"""Elements; bounds the memory beside the result."""
 
 _E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
@@ -37,13 +36,16 @@ class CodedBlocks:
     scales: Float32Array  # [B, G]
     offsets: Float32Array | None = None  # [B, G]
 
-    def decoded(self) -> Float32Array:
-        """[B, C]. The product is exact in float32; the sum is rounded once."""
-        with np.errstate(invalid="ignore", over="ignore"):
-            values = self.codes.astype(np.float32) * self.scales[..., None]
-            if self.offsets is not None:
-                values += self.offsets[..., None]
-        return values.reshape(len(values), -1)
+    def as_weight(self, format: WeightFormat) -> QuantisedWeight:
+        """A weight [B, C] with the scales as `format` has them, nested ones in float32."""
+        scale = np.float16 if format.scale == "float16" else np.float32
+        return QuantisedWeight(
+            codes=self.codes.reshape(len(self.codes), -1),
+            scales=self.scales.astype(scale),
+            offsets=None if self.offsets is None else self.offsets.astype(scale),
+            bits=8 if format.bits == 8 else 4,
+            group=self.codes.shape[2],
+        )
 
 
 def _half(stored: Bytes) -> Float32Array:
@@ -159,22 +161,39 @@ BLOCKS: dict[str, Read] = {
 }
 
 
-def _encoding_of(kind: TensorType) -> Encoding:
-    read = BLOCKS[kind.name]
+_FORMATS: dict[str, WeightFormat] = {
+    "Q8_0": code_format(8),
+    "Q4_0": code_format(4),
+    "Q4_1": code_format(4, "float16", "offset"),
+    "Q5_0": code_format(8),
+    "Q5_1": code_format(8, "float16", "offset"),
+    "Q4_K": code_format(4, "nested", "offset"),
+    "Q5_K": code_format(8, "nested", "offset"),
+    "Q6_K": code_format(8, "nested", None, 16),
+    "MXFP4": code_format(8, "float32"),
+}
+"""Codes of 5 and 6 bits, and those of E2M1, are held in 8 bits."""
 
-    def decode(stored: Bytes) -> Float32Array:
-        blocks = stored.reshape(-1, kind.block_bytes)
-        decoded = np.empty((len(blocks), kind.block_len), np.float32)
-        step = DECODED_AT_ONCE // kind.block_len
-        for start in range(0, len(blocks), step):
-            part = slice(start, start + step)
-            decoded[part] = read(blocks[part]).decoded()
-        return decoded.reshape(-1)
 
-    return Encoding(name=kind.name, decode=decode)
+def _encoding_of(number: int, kind: TensorType) -> Encoding:
+    read, format = BLOCKS[kind.name], _FORMATS[kind.name]
+
+    def read_codes(stored: Bytes) -> QuantisedWeight:
+        return read(stored).as_weight(format)
+
+    return Encoding(
+        name=kind.name,
+        number=number,
+        block_len=kind.block_len,
+        block_bytes=kind.block_bytes,
+        format=format,
+        read=read_codes,
+    )
 
 
 ENCODINGS: dict[str, Encoding] = {
-    kind.name: _encoding_of(kind) for kind in TENSOR_TYPES.values() if kind.name in BLOCKS
+    kind.name: _encoding_of(number, kind)
+    for number, kind in TENSOR_TYPES.items()
+    if kind.name in BLOCKS
 }
 """Of the types that can be read."""

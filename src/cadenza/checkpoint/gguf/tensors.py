@@ -8,7 +8,7 @@ Shapes: E embed, F MLP, D head dim, X experts.
 """
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cadenza.checkpoint.declaration import (
     EMBEDDING,
@@ -28,6 +28,7 @@ from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.gguf.config import Architecture
 from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.stored_weight import StoredScheme
 from cadenza.checkpoint.tensor_file import TensorEntry, TensorFile
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
@@ -85,7 +86,12 @@ def map_tensors(
                 modified_ns=file.modified_ns,
             )
         )
-    return Weights.of(opened)
+    weights = Weights.of(opened)
+    types = sorted(
+        {weights.stored_type(name) for name in weights if weights.format(name) is not None}
+    )
+    scheme = StoredScheme(name=", ".join(types), activations=None) if types else None
+    return replace(weights, scheme=scheme)
 
 
 def _places(config: ModelConfig, stored: Container[str]) -> Iterator[_Place]:

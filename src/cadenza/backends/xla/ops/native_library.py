@@ -28,7 +28,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.quantised_weight import HostWeight, QuantisedWeight
+from cadenza.checkpoint.block_weight import BlockWeight
+from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.weight_format import PANEL, Correction, ScaleType, WeightFormat
 from cadenza.core.step_schema import LogitInputs, specs_of
 from cadenza.errors import ConfigError
@@ -41,9 +42,10 @@ _DTYPE_CODES = {
     np.dtype(np.float32): 1,
     np.dtype(np.float16): 2,
 }
-_SCALE_CODES: dict[ScaleType, int] = {"float16": 0, "float32": 1}
+_SCALE_CODES: dict[ScaleType, int] = {"float16": 0, "float32": 1, "nested": 2}
 _CORRECTION_CODES: dict[Correction | None, int] = {None: 0, "zero_point": 1, "offset": 2}
 _CODES_HEADER_BYTES = 64
+_NO_BLOCKS = -1
 _LOGIT_COLUMNS = " ".join(spec.name for spec in specs_of(LogitInputs) for _ in range(spec.columns))
 
 _TARGET = "cadenza_program"
@@ -147,7 +149,10 @@ class NativeLibrary:
         if packed.shape != (wanted,) or not packed.flags.c_contiguous:
             raise ConfigError(f"weights that pack to {(wanted,)} do not fit {packed.shape}")
         weights = [_CodeArrays.of(each) for each in sources]
-        _check_sources([each.rows for each in weights], reduction)
+        if any(each.shape[1] != reduction for each in sources):
+            raise ConfigError(f"weights of {sorted({s.shape[1] for s in sources})} do not fit")
+        for weight in weights:
+            _check_strides(weight.rows)
         passed = [
             self._source(weight, target) for weight, target in zip(weights, targets, strict=True)
         ]
@@ -170,9 +175,11 @@ class NativeLibrary:
             corrections=_address(weight.corrections),
             rows=len(rows),
             row_stride=rows.strides[0] // rows.itemsize,
+            paired_heads=weight.num_paired_heads or 0,
             dtype=_dtype_code(rows.dtype) if weight.format is None else 0,
             format=0 if weight.format is None else self._format_code(weight.format),
             target=self._format_code(target),
+            blocks=_NO_BLOCKS if weight.block_type is None else weight.block_type,
         )
 
     def _format_code(self, format: WeightFormat) -> int:
@@ -197,30 +204,42 @@ class _CodeSource(ctypes.Structure):
         ("corrections", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("row_stride", ctypes.c_int64),
+        ("paired_heads", ctypes.c_int64),
         ("dtype", ctypes.c_int32),
         ("format", ctypes.c_int32),
         ("target", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CodeArrays:
-    """Floats, or codes with contiguous scales and corrections, while they are packed."""
+    """Floats, codes with contiguous scales and corrections, or blocks, while they are packed."""
 
     rows: npt.NDArray[Any]
     format: WeightFormat | None = None
+    block_type: int | None = None
+    num_paired_heads: int | None = None
     scales: npt.NDArray[Any] | None = None
     corrections: npt.NDArray[Any] | None = None
 
     @classmethod
     def of(cls, source: HostWeight) -> "_CodeArrays":
-        if not isinstance(source, QuantisedWeight):
+        if isinstance(source, np.ndarray):
             return cls(rows=source)
-        corrections = source.offsets if source.zero_points is None else source.zero_points
+        if isinstance(source, BlockWeight):
+            return cls(
+                rows=source.stored,
+                format=source.format,
+                block_type=source.encoding.number,
+                num_paired_heads=source.num_paired_heads,
+            )
+        codes = source.as_codes()
+        corrections = codes.offsets if codes.zero_points is None else codes.zero_points
         return cls(
-            rows=source.codes,
-            format=source.format,
-            scales=np.ascontiguousarray(source.scales),
+            rows=codes.codes,
+            format=codes.format,
+            scales=np.ascontiguousarray(codes.scales),
             corrections=None if corrections is None else np.ascontiguousarray(corrections),
         )
 
@@ -234,8 +253,12 @@ def _check_sources(sources: Sequence[npt.NDArray[Any]], reduction: int) -> None:
     for each in sources:
         if each.shape[1] != reduction:
             raise ConfigError(f"weights of {reduction} and {each.shape[1]} do not fit together")
-        if each.strides[1] != each.itemsize or each.strides[0] % each.itemsize != 0:
-            raise ConfigError(f"a weight with strides {each.strides} cannot be packed; copy it")
+        _check_strides(each)
+
+
+def _check_strides(weight: npt.NDArray[Any]) -> None:
+    if weight.strides[1] != weight.itemsize or weight.strides[0] % weight.itemsize != 0:
+        raise ConfigError(f"a weight with strides {weight.strides} cannot be packed; copy it")
 
 
 def packed_bytes(

@@ -46,31 +46,32 @@ def as_operand(parts: Sequence[HostWeight], format: WeightFormat) -> Sequence[Ho
 
     Codes beside floats that stay floats are dequantised.
     """
-    if format.is_quantised or all(isinstance(part, QuantisedWeight) for part in parts):
+    if format.is_quantised or not any(isinstance(part, np.ndarray) for part in parts):
         return parts
     return [as_floats(part) for part in parts]
 
 
 def as_floats(weight: HostWeight) -> npt.NDArray[Any]:
     """The weight itself, or the elements of its codes in float32."""
-    return weight.dequantised() if isinstance(weight, QuantisedWeight) else weight
+    return weight if isinstance(weight, np.ndarray) else weight.dequantised()
 
 
 def are_codes(parts: Sequence[HostWeight], format: WeightFormat) -> bool:
     """Whether an operand is held as codes; floats are quantised to `format`."""
-    return format.is_quantised or isinstance(parts[0], QuantisedWeight)
+    return format.is_quantised or not isinstance(parts[0], np.ndarray)
 
 
 def formats_of(parts: Sequence[HostWeight], format: WeightFormat) -> list[WeightFormat]:
     """The formats of the parts of an operand that is held as codes."""
-    return [part.format if isinstance(part, QuantisedWeight) else format for part in parts]
+    return [format if isinstance(part, np.ndarray) else part.format for part in parts]
 
 
 def quantise_parts(format: WeightFormat, parts: Sequence[HostWeight]) -> CodedParts:
     """Weights [Ni, K], quantised unless they are already."""
     quantise = quantise_int4 if format == INT4 else quantise_int8
     return tuple(
-        _codes_of(part if isinstance(part, QuantisedWeight) else quantise(part)) for part in parts
+        _codes_of(quantise(part) if isinstance(part, np.ndarray) else part.as_codes())
+        for part in parts
     )
 
 

@@ -128,8 +128,9 @@ class ReferenceOps:
         if not are_codes(held, own):
             loaded = [self.load_linear(parts, [], own).weight for parts in experts]
             return Linear(np.stack(loaded), None, own)
-        common, width = joined(formats_of(held, own)), len(experts[0])
-        each = [part if isinstance(part, np.ndarray) else part.in_format(common) for part in held]
+        coded = [part if isinstance(part, np.ndarray) else part.as_codes() for part in held]
+        common, width = joined(formats_of(coded, own)), len(experts[0])
+        each = [part if isinstance(part, np.ndarray) else part.in_format(common) for part in coded]
         codes = [quantise_parts(own, each[at : at + width]) for at in range(0, len(each), width)]
         return Linear(stack_codes(codes), None, common)
 
