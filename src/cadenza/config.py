@@ -139,6 +139,8 @@ class EngineLimits:
     """The resolved limits of the engine core; every numeric field is a count.
 
     `max_num_batched_tokens` >= `max_num_seqs`, so that every running row gets a token in each step.
+    `slot_unit` says where a sequence's prefix can be continued by another one, if each has a slot
+    of its own: see `core.slot_prefixes`. None if sequences have pages.
     """
 
     max_num_seqs: int
@@ -150,6 +152,7 @@ class EngineLimits:
     max_num_queued_tokens: int = MAX_NUM_QUEUED_TOKENS_BOUND
     max_consecutive_step_errors: int = 10
     enable_prefix_caching: bool = True
+    slot_unit: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

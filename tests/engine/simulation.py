@@ -93,6 +93,7 @@ class Scenario:
             num_pages=max_num_seqs if is_dense else max(1, worst_case + spare),
             max_num_queued_reqs=rng.randint(2, 6),
             enable_prefix_caching=rng.random() < 0.85,
+            slot_unit=(None, 1, 16)[self.seed % 3] if is_dense else None,
         )
 
     @cached_property
@@ -208,6 +209,7 @@ class AssembledEngine(EngineCore):
             page_size=limits.page_size,
             enable_prefix_caching=limits.enable_prefix_caching,
             secret=SECRET,
+            slot_unit=limits.slot_unit,
         )
         admission = Admission(page_size=limits.page_size, reserved_output=options.reserved_output)
         self.scheduler = parts.scheduler(limits, kv_cache, admission)
@@ -420,7 +422,8 @@ class Record:
         num_generated_tokens = len(solo.token_ids) + num_stop_tokens
         assert end.num_generated_tokens == num_generated_tokens, f"usage is wrong: {end}"
         assert 0 <= end.num_cached_tokens < num_prompt_tokens, f"cached tokens are wrong: {end}"
-        is_whole = end.num_cached_tokens % self.engine.limits.page_size == 0
+        limits = self.engine.limits
+        is_whole = end.num_cached_tokens % (limits.slot_unit or limits.page_size) == 0
         assert is_whole, f"a part of a page counts as cached: {end}"
 
     def _verify_failure(self, stream: StreamId) -> None:

@@ -205,3 +205,16 @@ def test_a_backends_arrangement_and_context_are_the_defaults():
     assert plan().kv_layout == "paged"
     with pytest.raises(ConfigError, match=r"--kv-layout paged is not one of auto, dense on test"):
         own_plan(1 << 20, kv_layout="paged")
+
+
+def test_prefixes_are_shared_between_slots_only_where_the_backend_says_how():
+    shared = make_plan(
+        EngineConfig(max_num_seqs=4),
+        open_checkpoint(None),
+        replace(OWN, slot_unit=64),
+        1 << 20,
+    )
+    assert (shared.limits.enable_prefix_caching, shared.limits.slot_unit) == (True, 64)
+    for other in (own_plan(1 << 20), plan(kv_layout="dense")):
+        assert not other.limits.enable_prefix_caching
+    assert (plan().limits.enable_prefix_caching, plan().limits.slot_unit) == (True, None)

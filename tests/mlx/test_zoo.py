@@ -109,10 +109,12 @@ def test_the_measured_memory_is_that_of_the_loaded_model(
     from cadenza.backends.mlx.zoo import load_zoo_model
 
     folder = tiny_model(kind)
-    stated = measure_model(folder, 131, ("float32", "bfloat16"))
+    measured = measure_model(folder, 131, ("float32", "bfloat16"))
+    stated = measured.memory
     loaded = load_zoo_model(folder)
     slots = SlotModel(loaded.model, loaded.new_caches(), SlotSizes(num_slots=3, capacity=50), (16,))
     slots.compute(0, 0, mx.array([1, 2, 3]))
+    assert measured.is_recurrent == (KINDS[kind].slot_unit > 1)
     held = sum(each.nbytes for each in slots.arrays())
     memory = stated["float32"]
     logits = 6 * 131 * 4

@@ -24,11 +24,13 @@ _DENSE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """`bits` of the weights; None is float32. `is_ragged` if rows can decode in one call."""
+    """`bits` of the weights; None is float32. `is_ragged` if rows can decode in one call;
+    `slot_unit` as in `BackendTraits`."""
 
     config: Mapping[str, Any]
     bits: int | None = None
     is_ragged: bool = True
+    slot_unit: int = 1
 
 
 KINDS: dict[str, Kind] = {
@@ -65,7 +67,8 @@ KINDS: dict[str, Kind] = {
             "time_step_limit": [0.0, 1e9],
             "time_step_rank": "auto",
             "dtype": "float32",
-        }
+        },
+        slot_unit=64,
     ),
     "hybrid": Kind(
         config=_DENSE
@@ -85,7 +88,8 @@ KINDS: dict[str, Kind] = {
             "rope_theta": 1e4,
             "partial_rotary_factor": 0.5,
             "full_attention_interval": 3,
-        }
+        },
+        slot_unit=64,
     ),
     "one offset": Kind(
         config=_DENSE

@@ -62,6 +62,8 @@ class BackendTraits:
         default_max_model_len: the longest context that is chosen by default; None is no bound.
         poison: what `verify` fills unwritten KV slots with: a value that changes every result that
             depends on one. NaN, unless the backend multiplies masked values by 0.
+        slot_unit: after which tokens a slot of the dense layout can be continued by another
+            sequence (`core.slot_prefixes`); None if only pages are shared.
         memory: the model's memory by compute type; None if it follows from its `ModelConfig`.
     """
 
@@ -76,6 +78,7 @@ class BackendTraits:
     kv_layouts: tuple[KVArrangement, ...] = ("paged", "dense")
     default_max_model_len: int | None = None
     poison: float = nan
+    slot_unit: int | None = None
     memory: Mapping[WeightDType, ModelMemory] | None = None
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cadenza.core.page_pool import PagePool
 from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
 from cadenza.core.sequence import PageCopy, Sequence
+from cadenza.core.slot_prefixes import SlotPrefix, SlotPrefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,8 @@ class Prefix:
 
     The first `num_published` of `page_ids` came from the prefix cache; `serial` is the serial of
     the last of them. `partial_page` holds the remaining tokens; it is copied, because the sequences
-    write different tokens after them. `num_cached_tokens` is what the sequence reports as cached.
+    write different tokens after them. An unreferenced one is taken over instead if `may_take_over`,
+    or if no other page is left. `num_cached_tokens` is what the sequence reports as cached.
     """
 
     page_ids: tuple[int, ...] = ()
@@ -26,19 +28,32 @@ class Prefix:
     num_published: int = 0
     serial: int = ROOT
     partial_page: int | None = None
+    may_take_over: bool = False
     num_cached_tokens: int = 0
 
 
 class KVCacheManager:
-    """Pages of `page_size` tokens. `secret` keys the prefix cache's hashes."""
+    """Pages of `page_size` tokens. `secret` keys the prefix cache's hashes.
+
+    `slot_unit` is that of `SlotPrefixes`, if a page is a slot; otherwise None.
+    """
 
     def __init__(
-        self, *, num_pages: int, page_size: int, enable_prefix_caching: bool, secret: bytes
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        enable_prefix_caching: bool,
+        secret: bytes,
+        slot_unit: int | None = None,
     ) -> None:
         self.page_size = page_size
-        self.prefix_cache = (
-            PrefixCache(page_size=page_size, secret=secret) if enable_prefix_caching else None
-        )
+        self.prefix_cache: PrefixCache | None = None
+        self.slot_prefixes: SlotPrefixes | None = None
+        if enable_prefix_caching and slot_unit is None:
+            self.prefix_cache = PrefixCache(page_size=page_size, secret=secret)
+        elif enable_prefix_caching and slot_unit is not None:
+            self.slot_prefixes = SlotPrefixes(slot_unit)
         self.pool = PagePool(num_pages, self._forget)
 
     def num_pages_for(self, num_tokens: int) -> int:
@@ -53,9 +68,13 @@ class KVCacheManager:
         source = sequence.fork_source
         if source is not None:
             return self._fork(source)
-        if self.prefix_cache is None or sequence.needs_prompt_logprobs:
+        if sequence.needs_prompt_logprobs:
             return Prefix()
         content = _content_of(sequence)
+        if self.slot_prefixes is not None:
+            return _prefix_of(self.slot_prefixes.find(sequence, content))
+        if self.prefix_cache is None:
+            return Prefix()
         self.prefix_cache.extend_keys(sequence.page_keys, content)
         usable = (len(sequence.token_ids) - 1) // self.page_size
         found, serial = self.prefix_cache.find(sequence.page_keys, content, num_pages=usable)
@@ -80,7 +99,7 @@ class KVCacheManager:
         sequence.num_computed_tokens = prefix.num_tokens
         sequence.num_published_pages = prefix.num_published
         sequence.published_serial = prefix.serial
-        if not self.try_grow(sequence, sequence.num_tokens):
+        if not self._try_grow_beside(sequence, prefix):
             self.release(sequence)
             return False
         if prefix.partial_page is not None:
@@ -103,13 +122,32 @@ class KVCacheManager:
         sequence.page_table.extend(pages)
         return True
 
+    def _try_grow_beside(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """`try_grow` for all tokens; may take over the prefix's partial page."""
+        source = prefix.partial_page
+        if source is None or self.pool.ref_count(source):
+            return self.try_grow(sequence, sequence.num_tokens)
+        if not prefix.may_take_over:
+            self.pool.share((source,))
+            is_grown = self.try_grow(sequence, sequence.num_tokens)
+            self.pool.free((source,))
+            if is_grown:
+                return True
+        self.pool.take_over(source)
+        sequence.page_table.append(source)
+        return self.try_grow(sequence, sequence.num_tokens)
+
     def release(self, sequence: Sequence) -> None:
         """Frees all pages, last one first (the order of eviction), and rewinds the sequence."""
         self.pool.free(reversed(sequence.page_table))
         sequence.rewind()
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """Adds the full pages of the first `num_tokens` tokens to the prefix cache."""
+        """Adds the first `num_tokens` tokens to the prefix cache, as far as they fill pages."""
+        if self.slot_prefixes is not None:
+            if self.slot_prefixes.publish(sequence, _content_of(sequence), num_tokens):
+                self.pool.mark_cached(sequence.page_table[0])
+            return
         full = num_tokens // self.page_size
         if self.prefix_cache is None or full <= sequence.num_published_pages:
             return
@@ -157,6 +195,19 @@ class KVCacheManager:
     def _forget(self, page_id: int) -> None:
         if self.prefix_cache is not None:
             self.prefix_cache.forget(page_id)
+        if self.slot_prefixes is not None:
+            self.slot_prefixes.forget(page_id)
+
+
+def _prefix_of(found: SlotPrefix | None) -> Prefix:
+    if found is None:
+        return Prefix()
+    return Prefix(
+        partial_page=found.slot,
+        may_take_over=found.is_most,
+        num_tokens=found.num_tokens,
+        num_cached_tokens=found.num_tokens,
+    )
 
 
 def _content_of(sequence: Sequence) -> Content:

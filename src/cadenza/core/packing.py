@@ -37,6 +37,8 @@ class Packer:
         self._occupant: list[Sequence | None] = [None] * max_num_seqs
         self._settings = RowSettings(max_num_seqs)
         self._mixed_seeds = np.zeros(max_num_seqs, np.uint64)  # [R]
+        self._prompt_lens = np.zeros(max_num_seqs, np.int32)  # [R]
+        self._decode_starts = np.zeros(max_num_seqs, np.int32)  # [R]
         self._page_table = np.zeros((max_num_seqs, max_pages_per_seq), np.int32)  # [R, P]
         self._rule_layout = RuleLayout(vocab_size)
         self._empty: dict[int, Int32Array] = {}
@@ -85,6 +87,8 @@ class Packer:
         pages = self._page_table[np.repeat(rows, lengths), positions // size]
         tokens.positions[:count] = positions
         tokens.slots[:count] = pages * size + positions % size
+        inputs.rows.prompt_lens[rows] = self._prompt_lens[rows]
+        inputs.rows.decode_starts[rows] = self._decode_starts[rows]
 
     def _write_logits(
         self, inputs: ModelInputs, batch: Batch, rows: IndexArray, starts: Int32Array
@@ -119,11 +123,18 @@ class Packer:
                 continue
             self._occupant[row] = sequence
             self._settings.seat(row, sequence)
+            self._prompt_lens[row] = sequence.num_prompt_tokens
+            self._decode_starts[row] = _decode_start(sequence)
             self._mixed_seeds[row] = mix_seeds(np.array([sequence.seed], np.uint64))[0]
             record = self._rule_layout.encode(sequence)
             if record is not None:
                 updates.append(RuleUpdate(row, record))
         return tuple(updates)
+
+
+def _decode_start(sequence: Sequence) -> int:
+    has_prompt_logprobs = sequence.params.prompt_logprobs is not None
+    return 0 if has_prompt_logprobs else sequence.num_prompt_tokens - 1
 
 
 def _token_ids(batch: Batch) -> list[int]:

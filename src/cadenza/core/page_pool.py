@@ -98,6 +98,14 @@ class PagePool:
                     self._num_cached -= page.is_cached
             page.ref_count += 1
 
+    def take_over(self, page_id: int) -> None:
+        """Removes an unreferenced page from the prefix cache and gives it a reference."""
+        page = self._pages[page_id]
+        assert page.is_cached, "only a cached page can be taken over"
+        self.share((page_id,))
+        page.is_cached = False
+        self._on_evict(page_id)
+
     def free(self, page_ids: Iterable[int]) -> None:
         """Removes a reference from each page; cached pages are evicted in the order given."""
         for page_id in page_ids:

@@ -105,10 +105,17 @@ class TokenInputs(Generic[A]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowInputs(Generic[A]):
-    """[R]; `query_starts` is [R + 1]."""
+    """[R]; `query_starts` is [R + 1].
+
+    `decode_starts` is the position of a prompt's last token, or 0 if the logits of all its tokens
+    are needed. A backend whose results depend on how tokens are cut into calls computes a row's
+    tokens from there on one at a time, also when they are computed again.
+    """
 
     query_starts: A = field(metadata=_words(extra=1))
     kv_lens: A = field(metadata=_words())  # including this step's tokens; 0 for unused rows
+    prompt_lens: A = field(metadata=_words())
+    decode_starts: A = field(metadata=_words())  # the first position that is computed by itself
 
 
 def _num_logprobs(sequence: Sequence) -> int:

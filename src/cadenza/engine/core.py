@@ -66,6 +66,7 @@ class EngineCore:
                 page_size=limits.page_size,
                 enable_prefix_caching=limits.enable_prefix_caching,
                 secret=options.secret or secrets.token_bytes(32),
+                slot_unit=limits.slot_unit,
             ),
             Admission(page_size=limits.page_size, reserved_output=options.reserved_output),
         )

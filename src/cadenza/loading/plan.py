@@ -280,6 +280,7 @@ def _limits(
 ) -> EngineLimits:
     page_size, num_pages = config.page_size, config.num_pages
     token_budget = max(traits.max_num_batched_tokens, config.max_num_seqs)
+    slot_unit = traits.slot_unit if config.kv_layout == "dense" else None
     if config.kv_layout == "dense":
         page_size = -(-max_model_len // PAGE_SIZE_UNIT) * PAGE_SIZE_UNIT
         num_pages = config.max_num_seqs
@@ -296,5 +297,7 @@ def _limits(
         max_num_queued_reqs=config.max_num_queued_reqs or QUEUE_PER_SEQ * config.max_num_seqs,
         max_num_queued_tokens=config.max_num_queued_tokens or config.max_num_seqs * max_model_len,
         max_consecutive_step_errors=config.max_consecutive_step_errors,
-        enable_prefix_caching=config.enable_prefix_caching and config.kv_layout != "dense",
+        enable_prefix_caching=config.enable_prefix_caching
+        and (config.kv_layout != "dense" or slot_unit is not None),
+        slot_unit=slot_unit,
     )

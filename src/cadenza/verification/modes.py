@@ -97,8 +97,7 @@ class Play:
 def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[Mode, ...]:
     """Modes for both loops, chunk sizes, a cold and a hot prefix cache, and preemption.
 
-    The last two need several pages a sequence: one that has its own slot is never preempted, and
-    shares no prefix.
+    The last one needs several pages a sequence: one that has its own slot is never preempted.
     """
     without_cache = replace(limits, enable_prefix_caching=False)
     smallest = max(limits.max_num_seqs, limits.max_num_batched_tokens // 4)
@@ -119,7 +118,19 @@ def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[
             loop="plain",
         ),
     )
-    return modes if limits.max_pages_per_seq == 1 else modes + _paged_modes(limits, arrivals)
+    if limits.max_pages_per_seq > 1:
+        return modes + _paged_modes(limits, arrivals)
+    return modes + _slot_modes(limits)
+
+
+def _slot_modes(limits: EngineLimits) -> tuple[Mode, ...]:
+    """The mode with prefixes that are copied between slots, if the backend can. Snapshots of
+    recurrent layers are of complete prompts, of which the workload need not repeat any."""
+    if limits.slot_unit is None:
+        return ()
+    shows = ("cache_hits",) if limits.slot_unit == 1 else ()
+    with_cache = replace(limits, enable_prefix_caching=True)
+    return (Mode(name="prefix cache, cold then hot", limits=with_cache, rounds=2, shows=shows),)
 
 
 def _paged_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[Mode, ...]:

@@ -43,6 +43,7 @@ class MlxBackend:
         self._check_installed()
         from cadenza.backends.mlx.device import find_mlx_device
         from cadenza.backends.mlx.memory import measure_model
+        from cadenza.backends.mlx.slot_model import CHUNK
 
         if ops != "auto":
             raise ConfigError(f"--ops {ops}: the mlx backend has one implementation; use auto")
@@ -52,6 +53,7 @@ class MlxBackend:
                 "files; choose another --backend, or an MLX checkpoint of the model"
             )
         found = find_mlx_device(device)
+        measured = measure_model(checkpoint.folder, checkpoint.outline.vocab_size, DTYPES)
         return BackendTraits(
             name=f"mlx:{found.name}",
             ops="mlx-lm",
@@ -63,7 +65,8 @@ class MlxBackend:
             kv_layouts=("dense",),
             default_max_model_len=DEFAULT_MAX_MODEL_LEN,
             poison=POISON,
-            memory=measure_model(checkpoint.folder, checkpoint.outline.vocab_size, DTYPES),
+            slot_unit=CHUNK if measured.is_recurrent else 1,
+            memory=measured.memory,
         )
 
     def describe_arithmetic(

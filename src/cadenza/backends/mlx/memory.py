@@ -5,6 +5,7 @@ KV and of its state without allocating any. Legend: V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,35 @@ from mlx.utils import tree_flatten
 
 from cadenza.backends.base import ModelMemory
 from cadenza.backends.mlx.device import CACHE_BYTES
-from cadenza.backends.mlx.slot_model import SlotModel
-from cadenza.backends.mlx.slots import SlotSizes
+from cadenza.backends.mlx.slot_model import CHUNK, SlotModel
+from cadenza.backends.mlx.slots import SlotSizes, has_state, new_slots
 from cadenza.backends.mlx.zoo import ZooModel, load_zoo_model, set_dtype
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.config import PAGE_SIZE_UNIT
 
-CHUNK = 64
 LOGIT_COPIES = 6
 """Arrays [R, V] of float32 that exist at the same time while tokens are chosen."""
 
 
-def measure_model(
-    folder: Path, vocab_size: int, dtypes: Sequence[WeightDType]
-) -> Mapping[WeightDType, ModelMemory]:
-    """The memory of a checkpoint in each compute type.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredModel:
+    """`memory` by compute type, and whether the model has recurrent layers."""
+
+    memory: Mapping[WeightDType, ModelMemory]
+    is_recurrent: bool
+
+
+def measure_model(folder: Path, vocab_size: int, dtypes: Sequence[WeightDType]) -> MeasuredModel:
+    """What a checkpoint takes in each compute type.
 
     Raises:
         CheckpointError: mlx-lm does not have the model, or its caches have no slots.
     """
     loaded = load_zoo_model(folder)
-    return {dtype: _measure(loaded, vocab_size, dtype) for dtype in dtypes}
+    return MeasuredModel(
+        memory={dtype: _measure(loaded, vocab_size, dtype) for dtype in dtypes},
+        is_recurrent=has_state(new_slots(loaded.new_caches(), SlotSizes(num_slots=1, capacity=1))),
+    )
 
 
 def _measure(loaded: ZooModel, vocab_size: int, dtype: WeightDType) -> ModelMemory:

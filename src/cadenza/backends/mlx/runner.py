@@ -24,8 +24,9 @@ from cadenza.backends.mlx.device import MlxDevice, find_mlx_device, limit_memory
 from cadenza.backends.mlx.probe import find_abilities
 from cadenza.backends.mlx.rules import apply_token_rules
 from cadenza.backends.mlx.sampling import ChosenTokens, sample_tokens
-from cadenza.backends.mlx.slot_model import Abilities, SlotModel
+from cadenza.backends.mlx.slot_model import CHUNK, Abilities, SlotModel
 from cadenza.backends.mlx.slots import SlotSizes
+from cadenza.backends.mlx.step_split import DecodedToken, StepSplit
 from cadenza.backends.mlx.zoo import load_zoo_model, set_dtype
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import LAST_SAMPLED, NO_TARGET, LogitInputs, ModelInputs, StepOutput
@@ -35,10 +36,10 @@ from cadenza.errors import RunnerError
 Int32Array = npt.NDArray[np.int32]
 Result = TypeVar("Result")
 
-CPU_CHUNK_SIZES = (16, 64)
+CPU_CHUNK_SIZES = (16, CHUNK)
 """MLX's CPU kernels give a token the same bits in calls of every size."""
 
-GPU_CHUNK_SIZES = (64,)
+GPU_CHUNK_SIZES = (CHUNK,)
 """Metal's kernels are chosen by the size of a call, so there is one size."""
 
 
@@ -216,16 +217,20 @@ class _Steps:
         for source, destination, num_tokens in inputs.page_copies.tolist():
             self._model.copy(source, destination, num_tokens)
             self._history[destination, :num_tokens] = self._history[source, :num_tokens]
-        step = _Split.of(inputs, self._slot_of_row, is_recurrent=self._model.has_state)
+        step = StepSplit.of(inputs, self._slot_of_row, is_recurrent=self._model.has_state)
         parts = self._compute_spans(step)
+        for each in step.single:
+            logits = self._decode([each.token])
+            if each.is_wanted:
+                parts.append(logits[each.token.slot][None])
         if step.decoding:
-            parts.append(self._decode(step))
+            parts.append(self._decode(step.decoding))
         if not inputs.num_logits:
             return None
         logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return self._choose(inputs, step, logits)
 
-    def _compute_spans(self, step: "_Split") -> list[mx.array]:
+    def _compute_spans(self, step: StepSplit) -> list[mx.array]:
         """Computes the tokens that are not decoded; the logits of those that need any."""
         needed: list[mx.array] = []
         for span in step.spans:
@@ -240,29 +245,30 @@ class _Steps:
             needed.append(joined[mx.array(span.wanted)])
         return needed
 
-    def _decode(self, step: "_Split") -> mx.array:
-        """Computes the last tokens of rows: logits [B, V]."""
+    def _decode(self, decoded: list[DecodedToken]) -> mx.array:
+        """Computes one token of each row: logits [B, V]."""
         num_slots = self._sizes.num_slots
         ids = np.zeros(num_slots, np.int32)
         positions = np.zeros(num_slots, np.int32)
         rows = np.zeros(num_slots, np.int32)
-        for each in step.decoding:
+        for each in decoded:
             ids[each.slot], positions[each.slot], rows[each.slot] = (
                 each.token_id,
                 each.position,
                 each.row,
             )
-        active = [each.slot for each in step.decoding]
+        active = [each.slot for each in decoded]
         tokens = self._known(mx.array(ids), mx.array(rows))
         slots = mx.array(np.array(active, np.int32))
         self._history[slots, mx.array(positions[active])] = tokens[slots]
-        return self._model.decode(tokens, positions, active)
+        ending = [each.slot for each in decoded if each.ends_prompt]
+        return self._model.decode(tokens, positions, active, ending)
 
     def _known(self, ids: mx.array, rows: mx.array) -> mx.array:
         """Token ids in which LAST_SAMPLED is replaced by the last token of its row."""
         return mx.where(ids == LAST_SAMPLED, self._last_sampled[rows], ids)
 
-    def _choose(self, inputs: ModelInputs, step: "_Split", logits: mx.array) -> ChosenTokens:
+    def _choose(self, inputs: ModelInputs, step: StepSplit, logits: mx.array) -> ChosenTokens:
         count = inputs.num_logits
         size = self._num_rows if count <= self._num_rows else len(inputs.logits.rows)
         rows = _first_rows(inputs.logits, count, size)
@@ -287,79 +293,6 @@ class _Steps:
         context = mx.where(to_device(is_inside), self._history[slots], NONE)
         ruled = apply_token_rules(logits, records, context, rows.positions)
         return mx.where(to_device(rows.has_rules > 0)[:, None], ruled, logits)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
-    """Consecutive tokens of a row; `wanted` are the places of those whose logits are needed."""
-
-    row: int
-    slot: int
-    start: int
-    token_ids: Int32Array
-    wanted: list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Decoded:
-    """The last token of a row, whose logits are needed."""
-
-    row: int
-    slot: int
-    position: int
-    token_id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Split:
-    """A step as calls: spans of tokens first, then one token of each decoding row.
-
-    `sources` are the places of the logit rows [N] in the logits of the spans and of the slots [B],
-    one after the other.
-    """
-
-    spans: list[_Span]
-    decoding: list[_Decoded]
-    sources: Int32Array
-
-    @classmethod
-    def of(
-        cls, inputs: ModelInputs, slot_of_row: npt.NDArray[np.intp], *, is_recurrent: bool
-    ) -> "_Split":
-        """A row's last token is decoded if its logits are needed, so that the shape of the call
-        that gives them is always the same; a recurrent layer's first token is not."""
-        starts, tokens = inputs.rows.query_starts, inputs.tokens
-        indices = inputs.logits.token_indices[: inputs.num_logits]
-        wanted = set(indices.tolist())
-        spans: list[_Span] = []
-        decoding: list[_Decoded] = []
-        place_of: dict[int, int] = {}
-        num_places = 0
-        for row in np.flatnonzero(starts[1:] > starts[:-1]).tolist():
-            begin, end, slot = int(starts[row]), int(starts[row + 1]), int(slot_of_row[row])
-            start = int(tokens.positions[begin])
-            last = end - 1
-            is_decoded = last in wanted and not (is_recurrent and start + last == begin)
-            span_end = last if is_decoded else end
-            inside = [index for index in range(begin, span_end) if index in wanted]
-            place_of |= {index: num_places + place for place, index in enumerate(inside)}
-            num_places += len(inside)
-            if span_end > begin:
-                span = _Span(
-                    row=row,
-                    slot=slot,
-                    start=start,
-                    token_ids=tokens.ids[begin:span_end],
-                    wanted=[index - begin for index in inside],
-                )
-                spans.append(span)
-            if is_decoded:
-                position, token_id = start + last - begin, int(tokens.ids[last])
-                decoding.append(_Decoded(row=row, slot=slot, position=position, token_id=token_id))
-        for each in decoding:
-            place_of[int(starts[each.row + 1]) - 1] = num_places + each.slot
-        sources = np.array([place_of[index] for index in indices.tolist()], np.int32)
-        return cls(spans=spans, decoding=decoding, sources=sources)
 
 
 def _first_rows(logits: LogitInputs[Any], count: int, size: int) -> LogitInputs[Any]:

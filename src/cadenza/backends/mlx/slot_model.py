@@ -16,10 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.mlx.arrays import to_device
-from cadenza.backends.mlx.slots import RaggedCall, SlotCall, SlotSizes, has_state, new_slots
+from cadenza.backends.mlx.slots import (
+    RaggedCall,
+    SlotCall,
+    SlotSizes,
+    Snapshot,
+    has_state,
+    new_slots,
+)
 from cadenza.errors import RunnerError
 
 Int32Array = npt.NDArray[np.int32]
+
+CHUNK = 64
+"""Tokens of the largest call. With recurrent layers prompts are cut at multiples of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +58,26 @@ class SlotModel:
         self.has_state = has_state(self.slots)
         self.abilities = Abilities(is_ragged=True, is_padded=not self.has_state)
         self._lengths = np.zeros(sizes.num_slots, np.int64)  # [B], positions in use
-        self._saved: dict[int, int] = {}  # slot to the number of tokens of its saved state
+        self._saved: dict[int, dict[Snapshot, int]] = {}  # slot to the tokens of its snapshots
         self._waiting: dict[int, tuple[int, mx.array]] = {}  # slot to start and tokens
 
-    def decode(self, tokens: mx.array, positions: Int32Array, active: Sequence[int]) -> mx.array:
+    def decode(
+        self,
+        tokens: mx.array,
+        positions: Int32Array,
+        active: Sequence[int],
+        ending: Sequence[int] = (),
+    ) -> mx.array:
         """Computes the tokens [B] at `positions` [B] of the slots `active`: their logits [B, V].
 
         The other slots stay as they are; their logits are arbitrary. A recurrent layer's first
-        token must be given to `compute`.
+        token must be given to `compute`. The slots `ending` keep their state before this token,
+        the last one of their prompt, for `copy`.
         """
         for slot in active:
             self._prepare(slot, int(positions[slot]))
+        for slot in ending if self.has_state else ():
+            self._save(slot, "end", int(positions[slot]))
         if not self.abilities.is_ragged:
             return self._decode_in_turn(tokens, positions, active)
         is_active = np.zeros(self._sizes.num_slots, np.bool_)
@@ -90,6 +109,7 @@ class SlotModel:
         whole = max(0, (start + tokens.shape[0]) // size * size - start)
         if whole:
             self.compute(slot, start, tokens[:whole])
+            self._save(slot, "border", start + whole)
         if whole < tokens.shape[0]:
             self._waiting[slot] = (start + whole, tokens[whole:])
 
@@ -121,20 +141,27 @@ class SlotModel:
         return logits
 
     def copy(self, source: int, destination: int, num_tokens: int) -> None:
-        """Copies the first `num_tokens` positions of a slot.
+        """Copies the first `num_tokens` positions of a slot; onto itself, it drops the others.
 
-        Of a recurrent layer this is the saved state: of the tokens before the first `decode`.
-        Raises RunnerError if that is another number.
+        Of a recurrent layer this is a snapshot. Raises RunnerError if there is none of so many
+        tokens.
         """
-        if self.has_state and self._saved.get(source) != num_tokens:
+        saved: dict[Snapshot, int] = dict(self._saved.get(source, {}))
+        found = [each for each, length in saved.items() if length == num_tokens]
+        if self.has_state and not found:
             raise RunnerError(
-                f"slot {source} has no saved state of {num_tokens} tokens, but of "
-                f"{self._saved.get(source)}"
+                f"slot {source} has no snapshot of {num_tokens} tokens, but of {saved}"
             )
-        self._restart(destination)
+        if source != destination:
+            self._restart(destination)
+            for each in self.slots:
+                each.copy(source, destination, num_tokens)
+        self._cut(destination, num_tokens)
         for each in self.slots:
-            each.copy(source, destination, num_tokens)
-        self._count([destination], np.array([num_tokens]))
+            for snapshot in found[:1]:
+                each.restore(destination, snapshot)
+        border = saved.get("border", num_tokens + 1)
+        self._saved[destination] = {"border": border} if border <= num_tokens else {}
 
     def arrays(self) -> list[mx.array]:
         return [array for each in self.slots for array in each.arrays()]
@@ -148,15 +175,11 @@ class SlotModel:
         self._waiting.clear()
 
     def _prepare(self, slot: int, position: int) -> None:
-        """Computes what waits, and saves the state before the slot's first decoded token."""
+        """Computes what waits."""
         if not position:
             self._restart(slot)
         if slot in self._waiting:
             self._compute_waiting(slot)
-        if self.has_state and slot not in self._saved:
-            for each in self.slots:
-                each.save(slot)
-            self._saved[slot] = position
 
     def _with_waiting(self, slot: int, start: int, tokens: mx.array) -> tuple[int, mx.array]:
         if slot not in self._waiting:
@@ -202,14 +225,24 @@ class SlotModel:
         output: mx.array = self._model(tokens, cache=self.slots)
         return output
 
+    def _save(self, slot: int, snapshot: Snapshot, num_tokens: int) -> None:
+        for each in self.slots:
+            each.save(slot, snapshot)
+        self._saved.setdefault(slot, {})[snapshot] = num_tokens
+
     def _restart(self, slot: int) -> None:
         """Clears what the slot's last sequence left."""
         self._saved.pop(slot, None)
+        self._cut(slot, 0)
+
+    def _cut(self, slot: int, num_tokens: int) -> None:
+        """Clears the positions of a slot from `num_tokens` on."""
         self._waiting.pop(slot, None)
-        if self._lengths[slot]:
+        length = int(self._lengths[slot])
+        if length > num_tokens:
             for each in self.slots:
-                each.clear(slot, int(self._lengths[slot]))
-            self._lengths[slot] = 0
+                each.clear(slot, num_tokens, length)
+        self._lengths[slot] = num_tokens
 
     def _count(self, slots: Sequence[int], lengths: npt.NDArray[np.integer[Any]]) -> None:
         places = list(slots)

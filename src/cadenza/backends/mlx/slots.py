@@ -11,13 +11,17 @@ Legend: B slots · S capacity · C tokens of a call · H KV heads · D head size
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import mlx.core as mx
 
 from cadenza.errors import CheckpointError
 
 Masks = dict[int | None, mx.array]
+
+Snapshot = Literal["border", "end"]
+"""What is kept of a slot's recurrent state: after the last whole chunk of its prompt, from where
+other prompts can go on, and before the prompt's last token, where its samples part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,16 +155,19 @@ class KVSlots:
         for each in self.arrays():
             each[destination, :, :num_tokens] = each[source, :, :num_tokens]
 
-    def clear(self, slot: int, num_tokens: int) -> None:
+    def clear(self, slot: int, start: int, stop: int) -> None:
         if self.values is not None:
-            self.values[slot, :, :num_tokens] = 0
+            self.values[slot, :, start:stop] = 0
             self.values[slot, :, self._sizes.padding_place] = 0
 
     def forget(self) -> None:
         self.keys = self.values = None
 
-    def save(self, slot: int) -> None:
+    def save(self, slot: int, snapshot: Snapshot) -> None:
         """Nothing to save: the keys and values of each position remain."""
+
+    def restore(self, slot: int, snapshot: Snapshot) -> None:
+        """Nothing to restore: a call attends to the positions before its own."""
 
     def _new(self, like: mx.array) -> mx.array:
         _, num_heads, _, size = like.shape
@@ -172,7 +179,7 @@ class StateSlots:
     """The arrays of one recurrent layer, which takes the place of mlx-lm's `ArraysCache`.
 
     A state stands for all tokens of its slot and cannot be cut. `save` keeps a slot's present
-    state, from which `copy` makes that of another slot.
+    state, `copy` gives the kept ones to another slot, and `restore` goes back to one of them.
     """
 
     lengths = None
@@ -181,7 +188,7 @@ class StateSlots:
     def __init__(self, sizes: SlotSizes, size: int) -> None:
         self._sizes = sizes
         self._pools: list[Any] = [None] * size  # [B, ...] each
-        self._saved: list[Any] = [None] * size
+        self._saved: dict[Snapshot, list[Any]] = self._no_snapshots()
         self._fresh: set[int] = set()
         self._call: Call | None = None
 
@@ -211,7 +218,8 @@ class StateSlots:
         if self._pools[index] is None:
             shape = (self._sizes.num_slots, *value.shape[1:])
             self._pools[index] = mx.zeros(shape, value.dtype)
-            self._saved[index] = mx.zeros(shape, value.dtype)
+            for saved in self._saved.values():
+                saved[index] = mx.zeros(shape, value.dtype)
         if isinstance(call, SlotCall):
             self._pools[index][call.slot : call.slot + 1] = value
             self._fresh.discard(index)
@@ -230,24 +238,34 @@ class StateSlots:
         return self[0] is None
 
     def arrays(self) -> list[mx.array]:
-        return [each for each in (*self._pools, *self._saved) if each is not None]
+        lists = (self._pools, *self._saved.values())
+        return [each for arrays in lists for each in arrays if each is not None]
 
     def copy(self, source: int, destination: int, num_tokens: int) -> None:  # noqa: ARG002 (a state is whole)
-        for pool, saved in zip(self._pools, self._saved, strict=True):
-            if pool is not None:
-                pool[destination] = saved[source]
+        for saved in self._saved.values():
+            for each in saved:
+                if each is not None:
+                    each[destination] = each[source]
 
-    def clear(self, slot: int, num_tokens: int) -> None:
+    def clear(self, slot: int, start: int, stop: int) -> None:
         """Nothing to clear: a fresh call starts from an empty state."""
 
     def forget(self) -> None:
         self._pools = [None] * len(self._pools)
-        self._saved = [None] * len(self._saved)
+        self._saved = self._no_snapshots()
 
-    def save(self, slot: int) -> None:
-        for pool, saved in zip(self._pools, self._saved, strict=True):
+    def save(self, slot: int, snapshot: Snapshot) -> None:
+        for pool, saved in zip(self._pools, self._saved[snapshot], strict=True):
             if pool is not None:
                 saved[slot] = pool[slot]
+
+    def restore(self, slot: int, snapshot: Snapshot) -> None:
+        for pool, saved in zip(self._pools, self._saved[snapshot], strict=True):
+            if pool is not None:
+                pool[slot] = saved[slot]
+
+    def _no_snapshots(self) -> dict[Snapshot, list[Any]]:
+        return {each: [None] * len(self._pools) for each in get_args(Snapshot)}
 
 
 class ListSlots:
@@ -270,17 +288,21 @@ class ListSlots:
         for each in self.caches:
             each.copy(source, destination, num_tokens)
 
-    def clear(self, slot: int, num_tokens: int) -> None:
+    def clear(self, slot: int, start: int, stop: int) -> None:
         for each in self.caches:
-            each.clear(slot, num_tokens)
+            each.clear(slot, start, stop)
 
     def forget(self) -> None:
         for each in self.caches:
             each.forget()
 
-    def save(self, slot: int) -> None:
+    def save(self, slot: int, snapshot: Snapshot) -> None:
         for each in self.caches:
-            each.save(slot)
+            each.save(slot, snapshot)
+
+    def restore(self, slot: int, snapshot: Snapshot) -> None:
+        for each in self.caches:
+            each.restore(slot, snapshot)
 
 
 LayerSlots = KVSlots | StateSlots | ListSlots

@@ -1,0 +1,109 @@
+"""`SlotPrefixes`: finds slots whose KV begins like a sequence, where a page is a slot.
+
+A slot is a page for a complete sequence (`--kv-layout dense`). It keeps what its last sequence
+computed, until it is allocated again. Owns what each slot can be continued from. Knows nothing of
+reference counts. Invariant: a hit is found by comparing contents, and a slot is known only up to
+the last token whose successor was sampled from finite logits.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from cadenza.core.prefix_cache import Content
+from cadenza.core.sequence import Sequence
+
+MIN_PREFIX = 16
+"""Tokens of the shortest prefix whose copy is worth more than its computation."""
+
+BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A slot's content. Its sequence appends to the same list of tokens, of which the first
+    `num_tokens` are known."""
+
+    content: Content
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotPrefix:
+    """The first `num_tokens` tokens of a slot. `is_most` if they are at least half of its content,
+    so that little is lost if the sequence takes the slot over instead of copying them."""
+
+    slot: int
+    num_tokens: int
+    is_most: bool
+
+
+class SlotPrefixes:
+    """`unit` 1: slots can be continued after any token. A larger one: only after the last multiple
+    of `unit` tokens before the last one of their prompt, of which a runner with recurrent layers
+    keeps a snapshot.
+    """
+
+    def __init__(self, unit: int) -> None:
+        self._unit = unit
+        self._slots: dict[int, _Known] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def find(self, sequence: Sequence, content: Content) -> SlotPrefix | None:
+        """The slot that shares most tokens with a sequence; excludes at least its last token, and
+        all generated ones if there are snapshots only."""
+        most = len(content.token_ids) - 1
+        if self._unit > 1:
+            if sequence.params.prompt_logprobs is not None:
+                return None
+            most = min(most, sequence.num_prompt_tokens - 1)
+        best, length = None, MIN_PREFIX - 1
+        for slot, known in self._slots.items():
+            common = self._common(known, content, most)
+            if common > length:
+                best, length = slot, common
+        if best is None:
+            return None
+        is_most = self._unit == 1 and 2 * length >= self._slots[best].num_tokens
+        return SlotPrefix(slot=best, num_tokens=length, is_most=is_most)
+
+    def publish(self, sequence: Sequence, content: Content, num_tokens: int) -> bool:
+        """Records the first `num_tokens` tokens of a sequence's slot; False if it cannot be
+        continued."""
+        if self._unit > 1:
+            if sequence.params.prompt_logprobs is not None:
+                return False
+            num_tokens = (sequence.num_prompt_tokens - 1) // self._unit * self._unit
+        if num_tokens < MIN_PREFIX:
+            return False
+        self._slots[sequence.page_table[0]] = _Known(content, num_tokens)
+        return True
+
+    def forget(self, slot: int) -> None:
+        """Removes a slot that is about to be overwritten."""
+        del self._slots[slot]
+
+    def _common(self, known: _Known, content: Content, most: int) -> int:
+        """Tokens that `content` can take from a slot; 0 if it is another tenant's."""
+        own = known.content
+        if own.salt != content.salt or own.attachments != content.attachments:
+            return 0
+        limit = min(known.num_tokens, most)
+        if self._unit > 1 and limit < known.num_tokens:
+            return 0
+        common = common_length(own.token_ids, content.token_ids, limit)
+        return common if self._unit == 1 or common == known.num_tokens else 0
+
+
+def common_length(one: SequenceOf[int], other: SequenceOf[int], limit: int) -> int:
+    """The number of tokens, at most `limit`, up to which two sequences are equal."""
+    start = 0
+    while start < limit:
+        end = min(start + BLOCK, limit)
+        ours, theirs = list(one[start:end]), list(other[start:end])
+        if ours != theirs:
+            pairs = zip(ours, theirs, strict=True)
+            return start + next(place for place, pair in enumerate(pairs) if pair[0] != pair[1])
+        start = end
+    return limit
