@@ -1,9 +1,12 @@
-"""HTTP end to end on MLX: an engine process, streams, clients that leave, kill -9, and the gate."""
+"""HTTP end to end on MLX: an engine process, streams, clients that leave, steps that fail, memory
+that does not suffice, kill -9, and the gate."""
 
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,15 +14,17 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import EngineConfig
-from cadenza.engine.process.engine_process import EngineProcess
+from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
 from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import plan_model
 from cadenza.verification.run import VerifyOptions, verify
+from tests.mlx.faulty_child import EXHAUST, RAISE
 from tests.server.harness import RunningServer, running_server
 
 CONFIG = EngineConfig(backend="mlx", dtype="float32", max_num_seqs=4, max_model_len=128)
 LOAD_S = 180.0
+FAULTY = (sys.executable, str(Path(__file__).with_name("faulty_child.py")))
 BODY: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
 
 ENDLESS = BODY | {"max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -27,7 +32,7 @@ ENDLESS = BODY | {"max_tokens": 100, "ignore_eos": True, "stream": True}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[RunningServer, EngineProcess]]:
-    engine = EngineProcess(None, CONFIG)
+    engine = EngineProcess(None, CONFIG, ProcessOptions(command=FAULTY))
     with running_server(engine, TextFrontend(open_checkpoint(None))) as server:
         engine.wait_ready(LOAD_S)
         yield server, engine
@@ -57,27 +62,48 @@ def texts(lines: Iterator[str]) -> Iterator[str]:
             yield from (each["text"] for each in json.loads(content)["choices"])
 
 
-def test_a_stream_goes_on_in_the_next_engine_when_its_own_is_killed(served: Any):
-    server, engine = served
+def undisturbed(server: RunningServer) -> str:
     url = f"{server.url}/v1/completions"
     with httpx.stream("POST", url, json=ENDLESS, timeout=LOAD_S) as stream:
-        undisturbed = "".join(texts(stream.iter_lines()))
-    killed = engine.pid
-    with httpx.stream("POST", url, json=ENDLESS, timeout=LOAD_S) as stream:
+        return "".join(texts(stream.iter_lines()))
+
+
+@pytest.mark.parametrize("token_id", [RAISE, EXHAUST], ids=["raises", "lacks memory"])
+def test_a_failing_step_ends_its_own_request_only(served: Any, token_id: int):
+    server, engine = served
+    expected, pid = undisturbed(server), engine.pid
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=LOAD_S
+    ) as stream:
+        parts = texts(stream.iter_lines())
+        first = next(parts)
+        failed = server.post("/v1/completions", BODY | {"prompt": [3, 4, token_id]})
+        rest = "".join(parts)
+    assert failed.status_code == 500
+    assert failed.json()["error"]["code"] == "step_failed"
+    assert first + rest == expected
+    assert engine.pid == pid
+
+
+def test_a_stream_goes_on_in_the_next_engine_when_its_own_is_killed(served: Any):
+    server, engine = served
+    expected, killed = undisturbed(server), engine.pid
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=LOAD_S
+    ) as stream:
         parts = texts(stream.iter_lines())
         first = next(parts)
         os.kill(killed, signal.SIGKILL)
         rest = "".join(parts)
-    assert first + rest == undisturbed
+    assert first + rest == expected
     assert engine.pid != killed
 
 
 def test_the_gate_passes_on_mlx():
-    options = VerifyOptions(
-        model=None, num_requests=8, max_tokens=8, reference="solo", config=CONFIG
-    )
+    options = VerifyOptions(model=None, num_requests=8, max_tokens=8, config=CONFIG)
     result, plan = verify(options, lambda _: None)
     assert result.passed, result.last_line
+    assert result.last_line.startswith("REFERENCE-EXACT PASS bitwise")
     assert plan.traits.exactness == "bitwise"
 
 

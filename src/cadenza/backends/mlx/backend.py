@@ -87,8 +87,11 @@ class MlxBackend:
 
         return MlxRunner(checkpoint.folder, checkpoint.outline.vocab_size, setup)
 
-    def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:  # noqa: ARG002 (it has none)
-        return None
+    def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:  # noqa: ARG002 (its caches grow)
+        self._check_installed()
+        from cadenza.backends.mlx.witness import MlxWitness
+
+        return MlxWitness(checkpoint.folder, checkpoint.outline.vocab_size)
 
     def watch_compiles(self) -> Callable[[], int]:
         return lambda: 0
