@@ -194,15 +194,21 @@ def test_a_step_that_raises_changes_no_stream(loaded: Loaded, alone: list[Any]):
 
 
 def test_scored_prompts_are_what_each_is_alone(loaded: Loaded):
+    """One of them has two samples, which part after its last token."""
+    whole = requests()[1]
     scored = [
-        replace(each, params=replace(each.params, prompt_logprobs=1, n=1 + index % 2, seed=index))
-        for index, each in enumerate(requests()[:3])
+        replace(
+            whole,
+            prompt_token_ids=whole.prompt_token_ids[:length],
+            params=replace(whole.params, prompt_logprobs=1, n=n, temperature=0.7, seed=6),
+        )
+        for length, n in ((5, 1), (30, 2))
     ]
     each_alone = streams(loaded.engine(), scored, at_once=False)
     small = loaded.engine(max_num_batched_tokens=11)
-    together = streams(small, [*scored, *requests()[3:5]], at_once=True)
+    together = streams(small, [*scored, requests()[3]], at_once=True)
     assert together[: len(each_alone)] == each_alone
-    failing = replace(loaded, runner=FailsOnce(loaded.runner, 8)).engine()
+    failing = replace(loaded, runner=FailsOnce(loaded.runner, 3)).engine()
     assert streams(failing, scored, at_once=True) == each_alone
 
 

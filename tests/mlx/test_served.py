@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
-from cadenza.errors import ConfigError
+from cadenza.errors import CheckpointError, ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import plan_model
 from cadenza.verification.run import VerifyOptions, verify
@@ -122,3 +123,9 @@ def test_what_mlx_cannot_do_is_refused_with_the_reason(options: dict[str, Any], 
     config = EngineConfig(backend="mlx", max_model_len=128, **options)
     with pytest.raises(ConfigError, match=reason):
         plan_model(open_checkpoint(None), config)
+
+
+def test_a_gguf_file_is_refused_by_name():
+    checkpoint = replace(open_checkpoint(None), format="gguf")
+    with pytest.raises(CheckpointError, match="not GGUF files; choose another --backend"):
+        plan_model(checkpoint, CONFIG)

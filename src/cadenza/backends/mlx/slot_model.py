@@ -146,8 +146,9 @@ class SlotModel:
         Of a recurrent layer this is a snapshot. Raises RunnerError if there is none of so many
         tokens.
         """
-        saved: dict[Snapshot, int] = dict(self._saved.get(source, {}))
-        found = [each for each, length in saved.items() if length == num_tokens]
+        nothing: dict[Snapshot, int] = {}
+        saved = self._saved.get(source, nothing)
+        found: list[Snapshot] = [each for each, length in saved.items() if length == num_tokens]
         if self.has_state and not found:
             raise RunnerError(
                 f"slot {source} has no snapshot of {num_tokens} tokens, but of {saved}"
