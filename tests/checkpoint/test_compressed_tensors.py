@@ -1,5 +1,8 @@
 """compressed-tensors folders: which modules are quantised, and what their codes mean."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,11 @@ from cadenza.backends import BACKENDS
 from cadenza.checkpoint import TensorSpec, open_checkpoint
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.config import EngineConfig
-from cadenza.errors import ConfigError
+from cadenza.errors import CheckpointError, ConfigError
 from cadenza.loading.build import describe_backend
 from cadenza.loading.plan import make_plan
 from tests.checkpoint.quantised_folders import packed, write_quantised
 
-SHAPE = "tiny-qwen3-moe"  # K is 96, 192, 168 and 40
 IGNORED = ["lm_head", "re:.*mlp\\.gate$", "model.layers.0.self_attn.o_proj"]
 
 
@@ -86,19 +88,23 @@ CASES = {
 }
 
 
-def write(folder: Path, case: str) -> tuple[Path, Writer]:
+CASES_OF_SHAPE = {"4 bits in groups of 64 with zero points": "tiny-qwen3-moe"}
+"""A mixture has K of 96, 192, 168 and 40."""
+
+
+def write(folder: Path, case: str, shape: str = "tiny-llama") -> tuple[Path, Writer]:
     layout, bits, group, has_zeros = CASES[case]
     writer = Writer(bits, group, layout=layout, has_zeros=has_zeros)
     strategy: dict[str, Any] = {"strategy": "channel"} if group is None else {"group_size": group}
     wanted = settings(layout, num_bits=bits, symmetric=not has_zeros, **strategy)
-    return write_quantised(folder, SHAPE, wanted, writer), writer
+    return write_quantised(folder, shape, wanted, writer), writer
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_codes_mean_what_the_writer_meant(tmp_path: Path, case: str):
-    folder, writer = write(tmp_path, case)
+    folder, writer = write(tmp_path, case, CASES_OF_SHAPE.get(case, "tiny-llama"))
     weights = open_checkpoint(folder).weights
-    assert len(writer.meant) > 100
+    assert len(writer.meant) > 10
     for name, meant in writer.meant.items():
         found = weights[name]
         assert isinstance(found, QuantisedWeight)
@@ -108,11 +114,81 @@ def test_codes_mean_what_the_writer_meant(tmp_path: Path, case: str):
     assert set(weights.quantised) == set(writer.meant)
 
 
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another method": ({"quant_method": "hqq"}, "--quantization int8 or int4"),
+    "an unknown method": ({"quant_method": "x"}, "supported are compressed-tensors, awq, gptq"),
+    "no groups": ({"config_groups": {}}, "config_groups"),
+    "sparsity": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+    "rotations": ({"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
+    "scales of KV": ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    "marlin": ({"format": "marlin-24"}, "format 'marlin-24'"),
+    "a pattern that takes long": ({"ignore": ["re:(a+)+$"]}, "no repeated group"),
+    "a pattern that is none": ({"ignore": ["re:["]}, "not a regular expression"),
+}
+OF_GROUP: dict[str, tuple[dict[str, Any], str]] = {
+    "3 bits": ({"weights": {"num_bits": 3, "group_size": 32}}, "num_bits 3"),
+    "groups of 48": ({"weights": {"num_bits": 4, "group_size": 48}}, "multiple of 32"),
+    "ordered inputs": (
+        {"weights": {"num_bits": 4, "group_size": 32, "actorder": "group"}},
+        "actorder group",
+    ),
+    "static activations": ({"input_activations": {"num_bits": 8, "dynamic": False}}, "static"),
+    "activations of 4 bits": ({"input_activations": {"num_bits": 4, "dynamic": True}}, "4 bits"),
+    "float activations": (
+        {"input_activations": {"num_bits": 8, "type": "float", "dynamic": True}},
+        "float8 per tensor",
+    ),
+}
+
+
+def changed(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    values["quantization_config"] |= changes
+    path.write_text(json.dumps(values))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("small"), "4 bits in groups of 32", "tiny-llama")[0]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_setting_that_is_not_followed_is_refused_by_name(tmp_path: Path, small: Path, case: str):
+    folder = Path(shutil.copytree(small, tmp_path / "model"))
+    changes, message = REFUSED[case]
+    changed(folder, **changes)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("case", OF_GROUP)
+def test_a_group_that_is_not_followed_is_refused_by_name(tmp_path: Path, small: Path, case: str):
+    folder = Path(shutil.copytree(small, tmp_path / "model"))
+    changes, message = OF_GROUP[case]
+    weights = {"num_bits": 4, "group_size": 32, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, **changes}
+    changed(folder, config_groups={"group_0": group})
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        open_checkpoint(folder)
+
+
+def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path, small: Path):
+    folder = Path(shutil.copytree(small, tmp_path / "model"))
+    changed(folder, ignore=[])
+    with pytest.raises(CheckpointError, match=r"lack .*weight_packed"):
+        open_checkpoint(folder)
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 64}}
+    changed(folder, ignore=IGNORED, config_groups={"group_0": group})
+    with pytest.raises(CheckpointError, match=r"weight_scale has shape .* requires"):
+        open_checkpoint(folder)
+
+
 def test_a_quantised_checkpoint_is_planned_with_its_own_bytes(tmp_path: Path):
     folder, _ = write(tmp_path, "4 bits in groups of 32")
     config = EngineConfig(max_model_len=64, max_num_seqs=2)
     checkpoint = open_checkpoint(folder)
-    traits = describe_backend(config, checkpoint.config, BACKENDS)
+    traits = describe_backend(config, checkpoint, BACKENDS)
     plain = make_plan(config, open_checkpoint(tmp_path / "plain"), traits, 1 << 30)
     planned = make_plan(config, checkpoint, traits, 1 << 30)
     assert planned.weight_bytes < 0.6 * plain.weight_bytes

@@ -1,7 +1,8 @@
-"""Reads mixtures that store all experts of a layer in two stacked tensors: `split_stacked_experts`.
+"""Reads mixtures that store all experts of a layer in stacked tensors: `split_stacked_experts`.
 
 Newer versions of transformers write `mlp.experts.gate_up_proj` [X, 2 F, E] and
-`mlp.experts.down_proj` [X, E, F], with the router as `mlp.gate`. Each expert is a contiguous range
+`mlp.experts.down_proj` [X, E, F], with the router as `mlp.gate`. MLX writes `switch_mlp` with gate,
+up and down [X, ...] of each tensor that its linears have. Each expert is a contiguous range
 of bytes, so it is read without a copy. Invariant: the result has only the declared names, and no
 byte belongs to two of them.
 
@@ -29,6 +30,8 @@ def split_stacked_experts(config: ModelConfig, weights: Weights) -> Weights:
         mlp = declare_layer(config, index).mlp
         if isinstance(mlp, ExpertMLPSpec):
             parts |= _parts_of_layer(f"model.layers.{index}.mlp", mlp, weights)
+            block = mlp.router.name.removesuffix(".gate")
+            parts |= _parts_of_mlx(f"{block}.switch_mlp", mlp, weights)
     for name, entries in parts.items():
         twice = next((entry.name for entry in entries if entry.name in weights), None)
         if twice is not None:
@@ -56,6 +59,40 @@ def _parts_of_layer(
     if parts and router in weights and router != mlp.router.weight:
         parts[router] = [replace(weights.entry(router), name=mlp.router.weight)]
     return parts
+
+
+def _parts_of_mlx(
+    prefix: str, mlp: ExpertMLPSpec, weights: Weights
+) -> dict[str, list[TensorEntry]]:
+    """The same for MLX, whose quantised linears have scales and biases beside the weight."""
+    columns = {
+        "gate_proj": [expert.gate_up[0] for expert in mlp.experts],
+        "up_proj": [expert.gate_up[1] for expert in mlp.experts],
+        "down_proj": [expert.down for expert in mlp.experts],
+    }
+    parts: dict[str, list[TensorEntry]] = {}
+    for column, linears in columns.items():
+        for suffix in ("weight", "scales", "biases"):
+            name = f"{prefix}.{column}.{suffix}"
+            if name in weights:
+                parts[name] = list(_cut_evenly(weights.entry(name), linears, suffix))
+    return parts
+
+
+def _cut_evenly(
+    entry: TensorEntry, linears: list[LinearSpec], suffix: str
+) -> Iterator[TensorEntry]:
+    """Cuts a tensor [X, ...] into one for each expert."""
+    if entry.shape[:1] != (len(linears),):
+        raise CheckpointError(
+            f"tensor {entry.name} has shape {list(entry.shape)}; config.json requires "
+            f"{len(linears)} experts; correct config.json or fetch the checkpoint again"
+        )
+    size = entry.num_bytes // len(linears)
+    for index, linear in enumerate(linears):
+        start = entry.start + index * size
+        name, shape = f"{linear.name}.{suffix}", entry.shape[1:]
+        yield replace(entry, name=name, shape=shape, start=start, stop=start + size)
 
 
 def _cut(

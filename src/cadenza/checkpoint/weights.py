@@ -91,6 +91,12 @@ class Weights:
         stored = self.quantised.get(name)
         return self.entry(name).format if stored is None else stored.format
 
+    def array(self, name: str) -> AnyArray:
+        """As `view`, of a tensor that is not stored in blocks."""
+        found = self.view(name)
+        assert not isinstance(found, BlockWeight), "blocks are in GGUF files only"
+        return found
+
     def view(self, name: str) -> AnyArray | BlockWeight:
         """A zero-copy view of a stored tensor. Raises `KeyError` for unknown names."""
         return self._file_of[name].view(name)

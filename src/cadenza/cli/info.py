@@ -91,6 +91,7 @@ def describe(
             "exactness": traits.exactness,
             "dtype": plan.dtype,
             "quantization": plan.quantization,
+            "activations": _activations(checkpoint, plan),
             "max_num_seqs": limits.max_num_seqs,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "max_num_queued_reqs": limits.max_num_queued_reqs,
@@ -99,6 +100,15 @@ def describe(
             "seed": config.seed,
         },
     }
+
+
+def _activations(checkpoint: "Checkpoint", plan: "EnginePlan") -> str:
+    """In which type activations are multiplied with the weights."""
+    is_quantised = plan.quantization != "none"
+    if checkpoint.is_known:
+        formats = [each.format for each in checkpoint.weights.quantised.values()]
+        is_quantised |= any(format is not None and format.is_quantised for format in formats)
+    return "int8 per token and group of 32" if is_quantised else plan.dtype
 
 
 def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
@@ -117,6 +127,7 @@ def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
         "num_parameters": count_parameters(shape),
         "stored_dtype": shape.dtype,
         "stored_types": _stored_types(checkpoint),
+        **_scheme(checkpoint),
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -128,6 +139,15 @@ def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
         "max_position_embeddings": shape.max_position_embeddings,
         "tie_word_embeddings": shape.tie_word_embeddings,
         "eos_token_ids": checkpoint.eos_token_ids,
+    }
+
+
+def _scheme(checkpoint: "Checkpoint") -> dict[str, str | None]:
+    """How the stored weights are quantised, and the rounding of activations that they ask for."""
+    scheme = checkpoint.scheme
+    return {
+        "stored_quantization": scheme and scheme.name,
+        "stated_activations": scheme and scheme.activations,
     }
 
 

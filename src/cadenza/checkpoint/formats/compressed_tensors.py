@@ -1,7 +1,8 @@
 """Reads compressed-tensors checkpoints, as vLLM's llm-compressor writes them.
 
-Owns the settings and the integer layouts (https://github.com/vllm-project/compressed-tensors):
-`pack-quantized` in 4 and 8 bits, and `int-quantized` and `naive-quantized` in 8 bits.
+Owns the settings and the layouts (https://github.com/vllm-project/compressed-tensors):
+`pack-quantized` with integers of 4 and 8 bits, `int-quantized` and `naive-quantized` with integers
+of 8 bits, and `mxfp4-pack-quantized`.
 
 Shapes: N out, K in, S stored groups of K.
 """
@@ -13,7 +14,8 @@ from typing import cast
 import numpy as np
 
 from cadenza.checkpoint.declaration import TensorSpec
-from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, unpack_codes
+from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, as_bits, unpack_codes
+from cadenza.checkpoint.formats.mxfp4 import MXFP4_FORMAT, MXFP4_GROUP, mxfp4_weight
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors
 from cadenza.checkpoint.formats.targets import MAX_TARGETS, Target
 from cadenza.checkpoint.json_object import JsonObject, shorten
@@ -147,11 +149,18 @@ def _read_group(table: JsonObject, key: str, default: str | None) -> ConfigGroup
             f"{raw.where}: output_activations is set, which is not supported; use a checkpoint "
             f"without it"
         )
+    weights = _read_weights(settings)
+    activations = _read_activations(raw.child("input_activations"))
+    if weights.type == "int" and activations is not None and not activations.startswith("int"):
+        raise CheckpointError(
+            f"{raw.where}: activations as {activations} beside integer weights are not supported; "
+            f"use a checkpoint with int8 activations, or without input_activations"
+        )
     return ConfigGroup(
         targets=_read_targets(raw, "targets"),
         layout=layout,
-        weights=_read_weights(settings),
-        activations=_read_activations(raw.child("input_activations")),
+        weights=weights,
+        activations=activations,
     )
 
 
@@ -193,8 +202,12 @@ def _read_activations(raw: JsonObject | None) -> str | None:
             f"{raw.where}: static activation scales are not supported; use a checkpoint whose "
             f"activations are dynamic, or not quantised"
         )
-    if bits != 8:
-        raise raw.wrong("num_bits", "8 for activations")
+    if bits != 8 or not raw.flag("symmetric", True):
+        raise CheckpointError(
+            f"{raw.where}: activations with {bits} bits and symmetric "
+            f"{raw.flag('symmetric', True)} are not supported; use a checkpoint with symmetric "
+            f"activations of 8 bits, or without input_activations"
+        )
     return f"{kind}8 per {strategy}"
 
 
@@ -253,6 +266,31 @@ def _find_plain(settings: WeightSettings, spec: TensorSpec, weights: Weights) ->
     return _stored(spec, layout, (codes, scales, zeros), load)
 
 
+def _find_mxfp4(settings: WeightSettings, spec: TensorSpec, weights: Weights) -> StoredWeight:
+    """`weight_packed` [N, K / 2] has the even elements in the low nibbles."""
+    if settings.group != MXFP4_GROUP or spec.shape[1] % MXFP4_GROUP:
+        raise CheckpointError(
+            f"{settings.where}: mxfp4 needs group_size {MXFP4_GROUP}, and inputs that are a "
+            f"multiple of it; correct config.json"
+        )
+    tensors = ModuleTensors.of(spec, weights)
+    rows, reduction = spec.shape
+    packed = tensors.take("weight_packed", [(rows, reduction // 2)], ("uint8",))
+    scales = tensors.take("weight_scale", [(rows, reduction // MXFP4_GROUP)], ("uint8",))
+
+    def load() -> QuantisedWeight:
+        nibbles = unpack_codes(tensors.read(packed), 4, reduction)
+        return mxfp4_weight(nibbles, tensors.read(scales))
+
+    return StoredWeight(
+        shape=spec.shape,
+        stored_type="compressed-tensors mxfp4",
+        format=MXFP4_FORMAT,
+        parts=(packed, scales),
+        load=load,
+    )
+
+
 def _without_sign(codes: AnyArray) -> Bytes:
     return codes.view(np.uint8) ^ np.uint8(128)
 
@@ -261,13 +299,14 @@ _LAYOUTS: dict[str, Layout] = {
     "pack-quantized": _find_packed,
     "int-quantized": _find_plain,
     "naive-quantized": _find_plain,
+    "mxfp4-pack-quantized": _find_mxfp4,
 }
 
 
 def _check_integers(settings: WeightSettings, supported: tuple[Bits, ...]) -> Bits:
     """The bits of the codes."""
-    bits = next((each for each in supported if each == settings.bits), None)
-    if settings.type != "int" or bits is None:
+    bits = as_bits(settings.bits)
+    if settings.type != "int" or bits is None or bits not in supported:
         raise CheckpointError(
             f"{settings.where}: weights of type {shorten(settings.type)} with num_bits "
             f"{settings.bits} are not supported in this format; supported is int with "

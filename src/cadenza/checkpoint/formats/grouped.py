@@ -88,6 +88,11 @@ class CodeLayout:
         return minimums if self.bits == 4 else minimums + scales * np.float32(self.middle)
 
 
+def as_bits(value: int) -> Bits | None:
+    """The same number if codes of so many bits are supported, otherwise None."""
+    return 4 if value == 4 else 8 if value == 8 else None
+
+
 def unpack_codes(words: AnyArray, bits: int, count: int) -> Bytes:
     """The first `count` codes of 4 or 8 bits in words [..., W] of 32, lowest bits first."""
     stored: Bytes = np.ascontiguousarray(words).view(np.uint8)

@@ -4,9 +4,15 @@ Owns which methods are read and why others are refused.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from cadenza.checkpoint.declaration import TensorKind, declare
+import numpy as np
+
+from cadenza.checkpoint.declaration import TensorKind, TensorSpec, declare
+from cadenza.checkpoint.formats.awq import read_awq
 from cadenza.checkpoint.formats.compressed_tensors import read_compressed_tensors
+from cadenza.checkpoint.formats.gptq import read_gptq
+from cadenza.checkpoint.formats.mlx import read_mlx
 from cadenza.checkpoint.formats.scheme import QuantisationScheme
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.model_config import ModelConfig
@@ -14,17 +20,25 @@ from cadenza.checkpoint.stored_weight import StoredScheme, StoredWeight
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
-SETTINGS = ("quantization_config", "compression_config")
-"""The settings of config.json that `read_scheme` reads; the latter is the former's old name."""
+MLX_SETTING = "quantization"
+SETTINGS = (MLX_SETTING, "quantization_config", "compression_config")
+"""The settings of config.json that `read_scheme` reads. MLX writes the first two, with the same
+content; the last one is an old name of the second."""
 
 _METHODS: dict[str, Callable[[JsonObject], QuantisationScheme]] = {
     "compressed-tensors": read_compressed_tensors,
+    "awq": read_awq,
+    "gptq": read_gptq,
 }
 
 _UNQUANTISED = "use the unquantised checkpoint with --quantization int8 or int4"
 _AT_LOAD = f"it quantises at load with another library; {_UNQUANTISED}"
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(("bitsandbytes", "quanto", "eetq", "torchao", "hqq", "higgs"), _AT_LOAD),
+    **dict.fromkeys(
+        ("aqlm", "quip", "vptq", "spqr", "bitnet", "marlin", "exl2"),
+        f"its codes have no affine values; {_UNQUANTISED}, or one in AWQ, GPTQ or GGUF",
+    ),
 }
 """Methods that are refused with a reason of their own."""
 
@@ -36,10 +50,13 @@ def read_scheme(config: JsonObject) -> QuantisationScheme | None:
 
     Raises CheckpointError for a method or setting that is not supported.
     """
-    raw = next((config.child(key) for key in SETTINGS if config.get(key) not in (None, {})), None)
+    key = next((key for key in SETTINGS if config.get(key) not in (None, {})), None)
+    raw = None if key is None else config.child(key)
     if raw is None:
         return None
     method = raw.text("quant_method")
+    if key == MLX_SETTING and method is None:
+        return read_mlx(raw)
     if method not in _METHODS:
         remedy = _REFUSED.get(method or "", f"supported are {', '.join(_METHODS)}; {_UNQUANTISED}")
         raise CheckpointError(
@@ -58,6 +75,20 @@ def apply_scheme(scheme: QuantisationScheme, config: ModelConfig, weights: Weigh
         if spec.kind in _QUANTISED_KINDS:
             stored = scheme.find(spec, weights)
             if stored is not None:
-                found[spec.name] = stored
+                _check_once(spec, stored, weights)
+                found[spec.name] = stored if spec.kind != "router" else _as_floats(stored)
     stated = StoredScheme(name=scheme.name, activations=scheme.activations)
     return weights.with_quantised(stated, found)
+
+
+def _check_once(spec: TensorSpec, stored: StoredWeight, weights: Weights) -> None:
+    if spec.name in weights and all(part.name != spec.name for part in stored.parts):
+        raise CheckpointError(
+            f"the weights contain {spec.name} twice: as floats and in {stored.parts[0].name}; "
+            f"remove one of the two"
+        )
+
+
+def _as_floats(stored: StoredWeight) -> StoredWeight:
+    """The same weight, loaded as floats: a router is small, and its errors choose experts."""
+    return replace(stored, format=None, load=lambda: np.asarray(stored.load()))

@@ -9,11 +9,14 @@ from typing import Protocol
 
 from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.dtypes import StoredDType
+from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.stored_weight import StoredWeight
 from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry
+from cadenza.checkpoint.weight_format import GROUP
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
+MAX_GROUP = 1 << 20
 SCALE_DTYPES: tuple[StoredDType, ...] = ("float16", "bfloat16", "float32")
 
 
@@ -79,4 +82,14 @@ class ModuleTensors:
 
     def read(self, entry: TensorEntry) -> AnyArray:
         """A view of the stored elements."""
-        return self.weights.view(entry.name)
+        return self.weights.array(entry.name)
+
+
+def read_group_size(raw: JsonObject, key: str) -> int | None:
+    """The inputs with one scale; None if -1 says all of them. Raises `CheckpointError`."""
+    if raw.get(key) == -1:
+        return None
+    group = raw.integer(key, 1, MAX_GROUP)
+    if group % GROUP:
+        raise raw.wrong(key, f"-1 or a multiple of {GROUP}")
+    return group

@@ -1,0 +1,185 @@
+"""Reads GPTQ checkpoints, as AutoGPTQ and GPTQModel write them, in 4 and 8 bits.
+
+Owns the settings, the two versions of zero points, and the order of K by activations. A module is
+quantised if it has `qweight`.
+
+Shapes: N out, K in, S stored groups of K.
+"""
+
+from dataclasses import dataclass, replace
+from re import Pattern
+
+import numpy as np
+
+from cadenza.checkpoint.declaration import TensorSpec
+from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, as_bits, unpack_codes
+from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, read_group_size
+from cadenza.checkpoint.formats.targets import MAX_TARGETS, compile_pattern
+from cadenza.checkpoint.json_object import JsonObject, shorten
+from cadenza.checkpoint.quantised_weight import QuantisedWeight
+from cadenza.checkpoint.stored_weight import StoredWeight
+from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry
+from cadenza.checkpoint.weights import Weights
+from cadenza.errors import CheckpointError
+
+_FIRST_VERSION = "gptq"
+_SECOND_VERSION = "gptq_v2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTQSettings:
+    """How a module is quantised."""
+
+    bits: Bits
+    group: int | None
+    is_symmetric: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTQ:
+    """A `QuantisationScheme`.
+
+    Args:
+        is_first_version: stored zero points are one less than the code that stands for 0.
+        overrides: settings of modules whose name a pattern matches at its start; the first counts.
+    """
+
+    default: GPTQSettings
+    is_first_version: bool
+    overrides: tuple[tuple[Pattern[str], GPTQSettings], ...] = ()
+
+    @property
+    def name(self) -> str:
+        group = self.default.group or "all inputs"
+        return f"gptq int{self.default.bits} with groups of {group}"
+
+    @property
+    def activations(self) -> str | None:
+        return None
+
+    def find(self, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
+        tensors = ModuleTensors.of(spec, weights)
+        if not tensors.has("qweight"):
+            return None
+        columns, reduction = spec.shape
+        settings = self._settings_of(tensors.module)
+        bits, per_word = settings.bits, 32 // settings.bits
+        if columns % per_word or reduction % per_word:
+            raise CheckpointError(
+                f"{tensors.module} has shape {list(spec.shape)}; GPTQ with {bits} bits needs "
+                f"multiples of {per_word}"
+            )
+        groups = -(-reduction // (settings.group or reduction))
+        codes = tensors.take("qweight", [(reduction // per_word, columns)], ("int32",))
+        zeros = tensors.take("qzeros", [(groups, columns // per_word)], ("int32",))
+        scales = tensors.take("scales", [(groups, columns)], SCALE_DTYPES)
+        order = tensors.take("g_idx", [(reduction,)], ("int32",)) if tensors.has("g_idx") else None
+        layout = CodeLayout(
+            bits=bits,
+            group=settings.group,
+            scale_dtype=scales.dtype,
+            correction=None if settings.is_symmetric else "zero_point",
+        )
+
+        def load() -> QuantisedWeight:
+            if order is not None:
+                _check_order(order, tensors.read(order), settings.group)
+            points = unpack_codes(self._zeros(tensors.read(zeros), bits), bits, columns).T
+            if settings.is_symmetric:
+                _check_symmetric(zeros, points, layout.middle)
+            return layout.weight(
+                unpack_codes(tensors.read(codes).T, bits, reduction),
+                tensors.read(scales).T,
+                None if settings.is_symmetric else points,
+            )
+
+        return StoredWeight(
+            shape=spec.shape,
+            stored_type=f"gptq int{bits}",
+            format=layout.format,
+            parts=tuple(part for part in (codes, zeros, scales, order) if part is not None),
+            load=load,
+        )
+
+    def _zeros(self, words: AnyArray, bits: Bits) -> AnyArray:
+        """Words of zero points. The first version subtracts 1 of each with borrows, so that adding
+        it with carries restores a zero point of 0 too.
+        """
+        ones = {4: 0x11111111, 8: 0x01010101}[bits]
+        return words.view(np.uint32) + np.uint32(ones) if self.is_first_version else words
+
+    def _settings_of(self, module: str) -> GPTQSettings:
+        return next((own for pattern, own in self.overrides if pattern.match(module)), self.default)
+
+
+def read_gptq(raw: JsonObject) -> GPTQ:
+    """The scheme of a `quantization_config`. Raises `CheckpointError`."""
+    version = raw.text("checkpoint_format") or raw.text("format") or _FIRST_VERSION
+    if version not in (_FIRST_VERSION, _SECOND_VERSION):
+        raise CheckpointError(
+            f"{raw.where}: checkpoint_format {shorten(version)} is not supported; supported are "
+            f"{_FIRST_VERSION} and {_SECOND_VERSION}; use such a checkpoint"
+        )
+    default = GPTQSettings(
+        bits=_read_bits(raw, None),
+        group=read_group_size(raw, "group_size"),
+        is_symmetric=raw.flag("sym", True),
+    )
+    return GPTQ(
+        default=default,
+        is_first_version=version == _FIRST_VERSION,
+        overrides=_read_overrides(raw.child("dynamic"), default),
+    )
+
+
+def _read_bits(raw: JsonObject, default: Bits | None) -> Bits:
+    bits = raw.integer("bits", 1, 16, default)
+    found = as_bits(bits)
+    if found is None:
+        raise CheckpointError(
+            f"{raw.where}: bits is {bits}; supported for GPTQ are 4 and 8; use such a checkpoint"
+        )
+    return found
+
+
+def _read_overrides(
+    raw: JsonObject | None, default: GPTQSettings
+) -> tuple[tuple[Pattern[str], GPTQSettings], ...]:
+    """Settings by pattern. Patterns with "-:" name modules that are not quantised."""
+    if raw is None:
+        return ()
+    if len(raw.values) > MAX_TARGETS:
+        raise CheckpointError(f"{raw.where} has over {MAX_TARGETS} patterns; use fewer")
+    found: list[tuple[Pattern[str], GPTQSettings]] = []
+    for key in raw.values:
+        own = raw.child(key)
+        pattern = compile_pattern(key.removeprefix("+:").removeprefix("-:"), raw.where)
+        if own is None or key.startswith("-:"):
+            found.append((pattern, default))
+            continue
+        changed = replace(
+            default,
+            bits=_read_bits(own, default.bits),
+            is_symmetric=own.flag("sym", default.is_symmetric),
+        )
+        if own.has("group_size"):
+            changed = replace(changed, group=read_group_size(own, "group_size"))
+        found.append((pattern, changed))
+    return tuple(found)
+
+
+def _check_symmetric(entry: TensorEntry, zeros: Bytes, middle: int) -> None:
+    if (zeros != middle).any():
+        raise CheckpointError(
+            f"tensor {entry.name} has zero points other than {middle}, but config.json says sym; "
+            f"set sym to false or fetch the checkpoint again"
+        )
+
+
+def _check_order(entry: TensorEntry, groups: AnyArray, group: int | None) -> None:
+    """Refuses inputs that are ordered by activations."""
+    if (groups != np.arange(len(groups)) // (group or len(groups))).any():
+        raise CheckpointError(
+            f"tensor {entry.name} orders the inputs by activations, which is not supported; use a "
+            f"checkpoint with desc_act false"
+        )

@@ -1,0 +1,23 @@
+"""mxfp4 (OCP Microscaling Formats 1.0): nibbles of e2m1 in groups of 32 with scales of e8m0.
+
+Twice an e2m1 value is an integer, so the weight has codes of 8 bits, exactly.
+"""
+
+import numpy as np
+
+from cadenza.checkpoint.formats.grouped import Bytes
+from cadenza.checkpoint.quantised_weight import QuantisedWeight
+from cadenza.checkpoint.weight_format import GROUP, code_format
+
+MXFP4_GROUP = GROUP
+MXFP4_FORMAT = code_format(8, "float32")
+
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+_NOT_A_NUMBER = 255
+
+
+def mxfp4_weight(nibbles: Bytes, exponents: Bytes) -> QuantisedWeight:
+    """The weight of nibbles [N, K] and the exponents [N, K / 32] of its scales."""
+    halved = np.ldexp(np.float32(1.0), exponents.astype(np.int32) - 128).astype(np.float32)
+    scales = np.where(exponents == _NOT_A_NUMBER, np.float32(np.nan), halved)
+    return QuantisedWeight(_DOUBLED[nibbles], scales.astype(np.float32))
