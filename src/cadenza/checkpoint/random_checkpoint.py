@@ -1,6 +1,6 @@
 """Writes checkpoints with random weights, of a named shape or any config.
 
-Owns the distribution of random weights and the writing of safetensors files. Knows no devices.
+Owns the distribution of random weights. Knows no devices.
 Invariant: the bytes written depend only on config, seed and data type, and at most a part of one
 tensor is in memory at a time.
 
@@ -15,22 +15,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, format_model_config, parse_model_config
 from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, TensorSpec, declare
-from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, Format, WeightDType
+from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WeightDType
 from cadenza.checkpoint.json_object import parse_json_object, read_json_object
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.safetensors_file import LENGTH_BYTES
+from cadenza.checkpoint.safetensors_writer import (
+    DEFAULT_SHARD_BYTES,
+    NewTensor,
+    Part,
+    write_shards,
+)
 from cadenza.checkpoint.tensor_file import AnyArray
-from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from cadenza.errors import CheckpointError
-
-DEFAULT_SHARD_BYTES = 2 << 30
-HEADER_ALIGNMENT = 64
 
 _CHUNK_ELEMENTS = 1 << 20
 _NORM_NOISE = 0.2
@@ -90,9 +90,8 @@ def write_random_checkpoint(
             raise CheckpointError(
                 f"the folder {folder.name} is not empty; a random checkpoint needs a new one"
             )
-        specs = declare(config)
-        shards = _split(specs, FORMAT_OF_NAME[dtype], max_shard_bytes)
-        _write_weights(config, folder, shards, seed=seed, format=FORMAT_OF_NAME[dtype])
+        parts = [_part(spec, config, seed, dtype) for spec in declare(config)]
+        write_shards(folder, parts, max_shard_bytes=max_shard_bytes)
         text = json.dumps(format_model_config(replace(config, dtype=dtype)), indent=2)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
@@ -101,51 +100,14 @@ def write_random_checkpoint(
         ) from error
 
 
-def _split(
-    specs: tuple[TensorSpec, ...], format: Format, max_shard_bytes: int
-) -> list[list[TensorSpec]]:
-    shards: list[list[TensorSpec]] = [[]]
-    bytes_left = max_shard_bytes
-    for spec in specs:
-        num_bytes = spec.num_elements * format.numpy.itemsize
-        if shards[-1] and num_bytes > bytes_left:
-            shards.append([])
-            bytes_left = max_shard_bytes
-        shards[-1].append(spec)
-        bytes_left -= num_bytes
-    return shards
+def _part(spec: TensorSpec, config: ModelConfig, seed: int, dtype: WeightDType) -> Part:
+    numpy_type = FORMAT_OF_NAME[dtype].numpy
 
+    def make() -> Iterator[AnyArray]:
+        for part in _draw(spec, _distribution(spec, config), seed):
+            yield part.astype(numpy_type)
 
-def _write_weights(
-    config: ModelConfig, folder: Path, shards: list[list[TensorSpec]], *, seed: int, format: Format
-) -> None:
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = SINGLE_FILE
-        if len(shards) > 1:
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with (folder / name).open("wb") as file:
-            _write_header(file, shard, format)
-            for spec in shard:
-                for part in _draw(spec, _distribution(spec, config), seed):
-                    file.write(part.astype(format.numpy).tobytes())
-        weight_map |= dict.fromkeys((spec.name for spec in shard), name)
-    if len(shards) > 1:
-        index = {"metadata": {}, "weight_map": weight_map}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_header(file: BinaryIO, specs: list[TensorSpec], format: Format) -> None:
-    table: dict[str, object] = {}
-    position = 0
-    for spec in specs:
-        stop = position + spec.num_elements * format.numpy.itemsize
-        offsets = [position, stop]
-        table[spec.name] = {"dtype": format.code, "shape": spec.shape, "data_offsets": offsets}
-        position = stop
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-(LENGTH_BYTES + len(header)) % HEADER_ALIGNMENT)
-    file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+    return Part(tensors=(NewTensor(name=spec.name, dtype=dtype, shape=spec.shape),), make=make)
 
 
 def _distribution(spec: TensorSpec, config: ModelConfig) -> _Normal:

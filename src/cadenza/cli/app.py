@@ -13,6 +13,7 @@ from cadenza.cli.chat import chat
 from cadenza.cli.generate import generate
 from cadenza.cli.info import info
 from cadenza.cli.options import with_flags
+from cadenza.cli.quantize import quantize
 from cadenza.cli.serve import serve
 from cadenza.cli.verify import verify_command
 
@@ -36,6 +37,7 @@ def build_app() -> typer.Typer:
     for command in (serve, generate, chat, info, verify_command):
         name = command.__name__.removesuffix("_command")
         app.command(name, epilog=EPILOG)(with_flags(command))
+    app.command("quantize", epilog=EPILOG)(quantize)
     app.add_typer(build_bench(EPILOG), name="bench")
     app.command("version")(_version)
     return app

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from cadenza.checkpoint.declaration import TensorKind, TensorSpec, declare
+from cadenza.checkpoint.formats.at_load import with_weights_at_load
 from cadenza.checkpoint.formats.awq import read_awq
 from cadenza.checkpoint.formats.compressed_tensors import read_compressed_tensors
 from cadenza.checkpoint.formats.gptq import read_gptq
@@ -62,7 +63,7 @@ def read_scheme(config: JsonObject) -> QuantisationScheme | None:
         raise CheckpointError(
             f"{raw.where}: quant_method {shorten(method)} is not supported; {remedy}"
         )
-    return _METHODS[method](raw)
+    return with_weights_at_load(config, _METHODS[method](raw))
 
 
 def apply_scheme(scheme: QuantisationScheme, config: ModelConfig, weights: Weights) -> Weights:

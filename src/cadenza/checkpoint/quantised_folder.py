@@ -1,0 +1,168 @@
+"""Writes a folder with quantised weights: `write_quantised_folder`.
+
+Owns the content of the folder: compressed-tensors in `pack-quantized`, which vLLM and transformers
+read, with the codes that `--quantization` makes at load, so that both give the same bits. Embedding
+and head stay floats in the file, because other readers expect them so; a setting of config.json of
+our own, which others ignore, says that they are rounded to int8 at load. Invariant: the folder
+appears complete or not at all.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.checkpoint.config_json import CONFIG_FILE
+from cadenza.checkpoint.declaration import TensorSpec, declare
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.formats.at_load import format_at_load
+from cadenza.checkpoint.json_object import read_json_object
+from cadenza.checkpoint.quantised_weight import quantise_int4, quantise_int8
+from cadenza.checkpoint.safetensors_writer import (
+    DEFAULT_SHARD_BYTES,
+    NewTensor,
+    Part,
+    write_shards,
+)
+from cadenza.checkpoint.tensor_file import AnyArray
+from cadenza.checkpoint.weight_format import GROUP
+from cadenza.config import Quantization
+from cadenza.errors import CheckpointError
+
+OnProgress = Callable[[int, int], object]
+"""Called with the bytes that are written and those of all tensors."""
+
+_SMALL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_NOTICES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+_BITS = {"int8": 8, "int4": 4}
+
+
+def write_quantised_folder(
+    checkpoint: Checkpoint,
+    out: Path,
+    quantization: Quantization,
+    *,
+    on_progress: OnProgress = lambda _, __: None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Writes weights of `int8` or `int4` and the folder's small files into a new or empty folder.
+
+    Raises:
+        CheckpointError: the checkpoint is quantised already or a GGUF file, or the folder is not
+            empty or cannot be written.
+    """
+    if checkpoint.format == "gguf" or checkpoint.scheme is not None:
+        stored = "a GGUF file" if checkpoint.scheme is None else f"as {checkpoint.scheme.name}"
+        raise CheckpointError(
+            f"the checkpoint is already stored {stored}; quantise a folder with float weights"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{str(out)!r} exists and is not an empty folder; name another one")
+    parts = _parts(checkpoint, _BITS[quantization])
+    total, written = sum(part.num_bytes for part in parts), 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal written
+        written += num_bytes
+        on_progress(written, total)
+
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as name:
+            folder = Path(name) / "folder"
+            folder.mkdir()
+            _copy_small_files(checkpoint.folder, folder)
+            write_shards(folder, parts, max_shard_bytes=max_shard_bytes, on_written=advance)
+            _write_config(checkpoint, folder, _BITS[quantization])
+            os.replace(folder, out)
+    except OSError as error:
+        raise CheckpointError(f"{str(out)!r} cannot be written: {error.strerror}") from error
+
+
+def _parts(checkpoint: Checkpoint, bits: int) -> list[Part]:
+    return [
+        _linear(checkpoint, spec, bits) if spec.kind == "linear" else _copied(checkpoint, spec)
+        for spec in declare(checkpoint.config)
+    ]
+
+
+def _copied(checkpoint: Checkpoint, spec: TensorSpec) -> Part:
+    dtype = checkpoint.weights.entry(spec.name).dtype
+    tensor = NewTensor(name=spec.name, dtype=dtype, shape=spec.shape)
+    return Part(tensors=(tensor,), make=lambda: iter([checkpoint.weights.array(spec.name)]))
+
+
+def _linear(checkpoint: Checkpoint, spec: TensorSpec, bits: int) -> Part:
+    rows, reduction = spec.shape
+    module = spec.name.removesuffix(".weight")
+    groups = -(-reduction // GROUP)
+    words = -(-reduction * bits // 32)
+    tensors = [
+        NewTensor(name=f"{module}.weight_packed", dtype="int32", shape=(rows, words)),
+        NewTensor(name=f"{module}.weight_scale", dtype="float16", shape=(rows, groups)),
+        NewTensor(name=f"{module}.weight_shape", dtype="int64", shape=(2,)),
+    ]
+    if bits == 4:
+        shape = (-(-rows * bits // 32), groups)
+        tensors.append(NewTensor(name=f"{module}.weight_zero_point", dtype="int32", shape=shape))
+
+    def make() -> Iterator[AnyArray]:
+        quantise = quantise_int4 if bits == 4 else quantise_int8
+        made = quantise(checkpoint.weights.array(spec.name))
+        unsigned = made.codes.view(np.uint8)
+        yield _packed(unsigned if bits == 4 else unsigned ^ np.uint8(128), bits)
+        yield made.scales
+        yield np.array(spec.shape, np.int64)
+        if made.zero_points is not None:
+            yield _packed(np.ascontiguousarray(made.zero_points.T), bits).T
+
+    return Part(tensors=tuple(tensors), make=make)
+
+
+def _packed(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int32]:
+    """Codes [R, C] in words of 32 bits, lowest bits first, padded with zeros."""
+    padded = np.pad(codes, ((0, 0), (0, -codes.shape[1] % (32 // bits))))
+    if bits == 4:
+        padded = padded[:, 0::2] | padded[:, 1::2] << np.uint8(4)
+    return np.ascontiguousarray(padded).view("<i4")
+
+
+def _write_config(checkpoint: Checkpoint, folder: Path, bits: int) -> None:
+    values = dict(read_json_object(checkpoint.folder / CONFIG_FILE).values)
+    routers = [
+        spec.name.removesuffix(".weight")
+        for spec in declare(checkpoint.config)
+        if spec.kind == "router"
+    ]
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": bits == 8,
+        "strategy": "group",
+        "group_size": GROUP,
+        "dynamic": False,
+    }
+    values["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", *routers],
+    }
+    values |= format_at_load()
+    text = json.dumps(values, indent=2) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def _copy_small_files(source: Path, target: Path) -> None:
+    """Copies tokenizer, template, generation settings and notices."""
+    for path in sorted(source.iterdir()):
+        is_small = path.suffix in _SMALL_FILES or path.name.startswith(_NOTICES)
+        is_replaced = path.name == CONFIG_FILE or path.name.endswith(".index.json")
+        if path.is_file() and is_small and not is_replaced:
+            shutil.copyfile(path, target / path.name)

@@ -1,0 +1,100 @@
+"""The folder that `cadenza quantize` writes: codes, files, and all or nothing."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cadenza.checkpoint import Checkpoint, declare, named_shape, open_checkpoint
+from cadenza.checkpoint.quantised_folder import write_quantised_folder
+from cadenza.checkpoint.quantised_weight import QuantisedWeight, quantise_int4, quantise_int8
+from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
+from cadenza.checkpoint.tensor_formats import format_of
+from cadenza.config import Quantization
+from cadenza.errors import CheckpointError
+
+SCHEMES: tuple[Quantization, ...] = ("int8", "int4")
+
+
+def original(folder: Path, shape: str = "tiny-qwen2") -> Checkpoint:
+    write_random_checkpoint(named_shape(shape), folder, seed=3, dtype="bfloat16")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "LICENSE").write_text("free")
+    (folder / "pytorch_model.bin").write_text("not copied")
+    return open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shape", ["tiny-qwen2", "tiny-qwen3-moe"])
+def test_the_folder_has_the_codes_that_are_made_at_load(
+    tmp_path: Path, scheme: Quantization, shape: str
+):
+    plain = original(tmp_path / "plain", shape)
+    steps: list[tuple[int, int]] = []
+    write_quantised_folder(
+        plain,
+        tmp_path / "out",
+        scheme,
+        on_progress=lambda done, total: steps.append((done, total)),
+        max_shard_bytes=100_000,
+    )
+    found = open_checkpoint(tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    assert steps[-1][0] == steps[-1][1] == max(steps)[0]
+    for spec in declare(plain.config):
+        weight, floats = found.weights[spec.name], plain.weights[spec.name]
+        wanted = format_of(spec, "bfloat16", scheme)
+        if not wanted.is_quantised:
+            np.testing.assert_array_equal(weight, floats)
+            continue
+        assert isinstance(weight, QuantisedWeight)
+        assert weight.format == wanted == found.weights.format(spec.name)
+        made = quantise_int4(floats) if wanted.bits == 4 else quantise_int8(floats)
+        np.testing.assert_array_equal(weight.codes, made.codes)
+        np.testing.assert_array_equal(weight.scales, made.scales)
+        if made.zero_points is not None:
+            np.testing.assert_array_equal(weight.zero_points, made.zero_points)
+
+
+def test_small_files_are_copied_and_weights_are_not(tmp_path: Path):
+    write_quantised_folder(original(tmp_path / "plain"), tmp_path / "out", "int8")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "LICENSE", "model.safetensors", "tokenizer_config.json"}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path):
+    plain = original(tmp_path / "plain")
+    (tmp_path / "out").mkdir()
+    write_quantised_folder(plain, tmp_path / "out", "int8")  # an empty folder is taken
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    with pytest.raises(CheckpointError, match="not an empty folder"):
+        write_quantised_folder(plain, tmp_path / "out", "int4")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path):
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_quantised_folder(
+            original(tmp_path / "plain"), tmp_path / "out", "int8", on_progress=interrupt
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_a_quantised_folder_is_not_quantised_again(tmp_path: Path):
+    write_quantised_folder(original(tmp_path / "plain"), tmp_path / "out", "int8")
+    with pytest.raises(CheckpointError, match="already stored as compressed-tensors"):
+        write_quantised_folder(open_checkpoint(tmp_path / "out"), tmp_path / "again", "int4")
+
+
+def test_another_value_of_the_setting_for_load_is_refused(tmp_path: Path):
+    write_quantised_folder(original(tmp_path / "plain"), tmp_path / "out", "int8")
+    path = tmp_path / "out" / "config.json"
+    changed = json.loads(path.read_text()) | {"cadenza_quantization": {"embedding": "int3"}}
+    path.write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match="cadenza_quantization"):
+        open_checkpoint(tmp_path / "out")
