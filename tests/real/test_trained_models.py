@@ -31,7 +31,7 @@ PROMPT_LENGTHS = (3, 700, 40, 530, 1, 700)
 NUM_TOKENS = 10
 QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 
-GGUF_PROMPTS = ["The capital of Japan is", "Once upon a time"]
+GGUF_PROMPT = "The capital of Japan is"
 
 pytestmark = [pytest.mark.native, pytest.mark.slow]
 
@@ -131,12 +131,15 @@ def bits_of(output: RequestOutput) -> bytes:
     )
 
 
-def test_the_gguf_file_gives_the_tokens_of_the_folder_made_of_it(llm: LLM, real_folder: Path):
-    """The folder has the blocks' values as gguf-py decodes them, and the tool's tokenizer."""
+def test_the_gguf_file_scores_a_text_like_the_folder_made_of_it(llm: LLM, real_folder: Path):
+    """The folder has the blocks' values as gguf-py decodes them; with the file itself activations
+    are rounded to int8 in products.
+    """
     file = real_folder.with_name(f"{real_folder.name}.gguf")
-    params = SamplingParams(max_tokens=24, temperature=0.0)
     with LLM(file, max_num_seqs=6, max_model_len=1024, enable_prefix_caching=False) as ours:
-        found = ours.generate(GGUF_PROMPTS, params)
-    for mine, other in zip(found, llm.generate(GGUF_PROMPTS, params), strict=True):
-        assert mine.prompt_token_ids == other.prompt_token_ids
-        assert mine.outputs[0].token_ids == other.outputs[0].token_ids
+        found = own_logprobs(ours)
+        answer = ours.generate(GGUF_PROMPT, SamplingParams(temperature=0.0, max_tokens=1))
+    assert answer[0].outputs[0].text == " Tokyo"
+    difference = found - own_logprobs(llm)
+    assert abs(difference.mean()) < 0.01
+    assert np.abs(difference).mean() < 0.05

@@ -53,7 +53,7 @@ class Weights:
         Raises `KeyError` for unknown names.
         """
         stored = self.quantised.get(name)
-        return self.view(name) if stored is None else stored.load()
+        return self._file_of[name].view(name) if stored is None else stored.load()
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of or name in self.quantised
@@ -99,7 +99,9 @@ class Weights:
 
     def view(self, name: str) -> AnyArray | BlockWeight:
         """A zero-copy view of a stored tensor. Raises `KeyError` for unknown names."""
-        return self._file_of[name].view(name)
+        found = self._file_of[name].view(name)
+        assert not isinstance(found, BlockWeight), "a part of a quantised weight has no blocks"
+        return found
 
     def raw_bytes(self, name: str) -> memoryview:
         """The stored bytes of a tensor, without a copy."""

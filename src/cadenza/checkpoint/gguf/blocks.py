@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cadenza.checkpoint.block_weight import Encoding
 from cadenza.checkpoint.gguf.types import TENSOR_TYPES, TensorType
-from cadenza.checkpoint.quantised_weight import QuantisedWeight
+from cadenza.checkpoint.quantised_weight import QuantisedWeight, Scales
 from cadenza.checkpoint.weight_format import WeightFormat, code_format
 
 Bytes = npt.NDArray[Any]
@@ -38,11 +38,14 @@ class CodedBlocks:
 
     def as_weight(self, format: WeightFormat) -> QuantisedWeight:
         """A weight [B, C] with the scales as `format` has them, nested ones in float32."""
-        scale = np.float16 if format.scale == "float16" else np.float32
+
+        def stored(values: Float32Array) -> Scales:
+            return values.astype(np.float16) if format.scale == "float16" else values
+
         return QuantisedWeight(
             codes=self.codes.reshape(len(self.codes), -1),
-            scales=self.scales.astype(scale),
-            offsets=None if self.offsets is None else self.offsets.astype(scale),
+            scales=stored(self.scales),
+            offsets=None if self.offsets is None else stored(self.offsets),
             bits=8 if format.bits == 8 else 4,
             group=self.codes.shape[2],
         )
