@@ -42,7 +42,7 @@ def read(name: str, settings: dict[str, object] | None = None) -> QuantisedWeigh
 
 
 def expected_of(name: str) -> np.ndarray:
-    return open_safetensors(FOLDER / f"{name}.safetensors").view("expected")
+    return open_safetensors(FOLDER / f"{name}.safetensors").array("expected")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -36,7 +36,7 @@ def test_tensors_come_back_as_they_were_written(tmp_path: Path, dtype: Any):
     file = open_safetensors(tmp_path / "x.safetensors")
     assert set(file.entries) == set(tensors)
     for name, array in tensors.items():
-        view = file.view(name)
+        view = file.array(name)
         assert view.dtype == array.dtype
         assert view.shape == array.shape
         assert view.tobytes() == array.tobytes() == bytes(file.raw_bytes(name))
@@ -45,7 +45,7 @@ def test_tensors_come_back_as_they_were_written(tmp_path: Path, dtype: Any):
 def test_views_share_the_files_pages_and_cannot_be_written(tmp_path: Path):
     write_tensors(tmp_path / "x.safetensors", PAIR)
     file = open_safetensors(tmp_path / "x.safetensors")
-    first, second = file.view("a"), file.view("a")
+    first, second = file.array("a"), file.array("a")
     assert np.shares_memory(first, second)
     assert not first.flags.owndata
     assert not first.flags.writeable
@@ -53,7 +53,7 @@ def test_views_share_the_files_pages_and_cannot_be_written(tmp_path: Path):
 
 def test_views_outlive_the_file_object(tmp_path: Path):
     write_tensors(tmp_path / "x.safetensors", PAIR)
-    view = open_safetensors(tmp_path / "x.safetensors").view("a")
+    view = open_safetensors(tmp_path / "x.safetensors").array("a")
     assert view.tolist() == PAIR["a"].tolist()
 
 
@@ -155,5 +155,5 @@ def test_any_damaged_bytes_are_read_or_refused(tmp_path: Path, edits: list[tuple
     except CheckpointError:
         return
     for name, entry in file.entries.items():
-        assert file.view(name).nbytes == entry.num_bytes
+        assert file.array(name).nbytes == entry.num_bytes
         assert 0 <= entry.start <= entry.stop <= len(content)

@@ -90,6 +90,12 @@ class TensorFile:
         pairs = flat.reshape(entry.num_paired_heads, -1, 2, *entry.shape[1:])  # [H, D / 2, 2, …]
         return pairs.swapaxes(1, 2).reshape(entry.shape)
 
+    def array(self, name: str) -> AnyArray:
+        """As `view`, of a tensor that is not in blocks."""
+        found = self.view(name)
+        assert not isinstance(found, BlockWeight), f"{name} is in blocks"
+        return found
+
     def raw_bytes(self, name: str) -> memoryview:
         """A tensor's stored bytes, without a copy."""
         entry = self.entries[name]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cadenza.checkpoint.block_weight import BlockWeight
 from cadenza.checkpoint.json_object import JsonObject, read_json_object, shorten
 from cadenza.checkpoint.safetensors_file import open_safetensors
 from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry, TensorFile
@@ -92,16 +91,10 @@ class Weights:
         return self.entry(name).format if stored is None else stored.format
 
     def array(self, name: str) -> AnyArray:
-        """As `view`, of a tensor that is not stored in blocks."""
-        found = self.view(name)
-        assert not isinstance(found, BlockWeight), "blocks are in GGUF files only"
-        return found
-
-    def view(self, name: str) -> AnyArray | BlockWeight:
-        """A zero-copy view of a stored tensor. Raises `KeyError` for unknown names."""
-        found = self._file_of[name].view(name)
-        assert not isinstance(found, BlockWeight), "a part of a quantised weight has no blocks"
-        return found
+        """A zero-copy view of a stored tensor that is not in blocks. Raises `KeyError` for unknown
+        names.
+        """
+        return self._file_of[name].array(name)
 
     def raw_bytes(self, name: str) -> memoryview:
         """The stored bytes of a tensor, without a copy."""
