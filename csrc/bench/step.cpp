@@ -4,10 +4,10 @@
 // and of multiplying; both rates are measured between its runs.
 //
 //   build/native/bench [--threads N] [--rows 1,4,8] [--context 128] [--prefill 512] [--repeats 10]
-//   [--steps 4] [--cpu-time]
+//   [--steps 4] [--cpu-time] [--kv-int8]
 //
 // --cpu-time measures the calling thread's CPU time instead of wall time; use it with one thread
-// only, as the time of worker threads is not included.
+// only, as the time of worker threads is not included. --kv-int8 stores keys and values as codes.
 #include <time.h>
 
 #include <algorithm>
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/isa.h"
+#include "core/kv_codes.h"
 #include "core/ops.h"
 #include "core/roofline.h"
 
@@ -35,7 +36,7 @@ struct Options {
   int threads = 1;
   int64_t context = 128, prefill = 512;
   std::vector<int64_t> rows{1, 4, 8, 16, 32, 64};
-  bool cpu_time = false;
+  bool cpu_time = false, kv_int8 = false;
   int repeats = 10, steps = 4;
 };
 
@@ -116,6 +117,7 @@ struct Step {
     task.kv_lens = lens.data();
     task.page_table = table.data();
     task.rope = rope;
+    if (options.kv_int8) task.kv_format = KvFormat::kInt8;
     task.k_pool = k_pool;
     task.v_pool = v_pool;
     task.out = act;
@@ -135,8 +137,9 @@ struct Step {
   }
   int64_t bytes() const {
     int64_t layer = (kHeads + 2 * kKvHeads) * kSize + kHidden + 3 * kFfn;
-    int64_t kv = rows * context * 2 * kKvHeads * kSize;
-    return 2 * (kLayers * (layer * kHidden + kv) + kVocab * kHidden);
+    int64_t token = options.kv_int8 ? kv_code_bytes(kSize) : 2 * kSize;
+    int64_t kv = rows * context * 2 * kKvHeads * token;
+    return kLayers * (2 * layer * kHidden + kv) + 2 * kVocab * kHidden;
   }
   double operations() const {
     int64_t layer = (kHeads + 2 * kKvHeads) * kSize + kHidden + 3 * kFfn;
@@ -267,6 +270,10 @@ Options parse(int argc, char** argv) {
     const char* value = i + 1 < argc ? argv[i + 1] : "";
     if (name == "--cpu-time") {
       options.cpu_time = true;
+      continue;
+    }
+    if (name == "--kv-int8") {
+      options.kv_int8 = true;
       continue;
     }
     if (name == "--threads") options.threads = std::atoi(value);

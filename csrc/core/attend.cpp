@@ -101,23 +101,37 @@ class Planner {
   bool has_blocks_ = false;
 };
 
+struct AttendKernels {
+  UnitFn append, attend, merge;
+};
+
+AttendKernels attend_kernels(const Runtime& runtime, DType dtype, KvFormat format) {
+  const int type = static_cast<int>(dtype);
+  if (format == KvFormat::kInt8) {
+    const IntegerKernels& table = runtime.integer;
+    return {table.append[type], table.attend[type], table.merge[type]};
+  }
+  const KernelTable& table = runtime.kernels;
+  return {table.append[type], table.attend[type], table.merge[type]};
+}
+
 }  // namespace
 
 void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& task) {
   if (task.num_tokens == 0) return;
   Executor::Lease lease(runtime.executor);
-  const int type = static_cast<int>(dtype);
+  const AttendKernels kernels = attend_kernels(runtime, dtype, task.kv_format);
   Planner planner(task, choose_partition(task, lease.num_threads()), lease.scratch());
   int64_t stride = round_up(task.head_size + 2, kLanes);
   float* partials = lease.scratch().take<float>(planner.num_partials() * stride);
   AttendPlan plan{&task, planner.units(), planner.num_units(), planner.append_inside(), partials};
   if (!plan.append_inside) {
-    lease.run({runtime.kernels.append[type], &plan, task.num_tokens, 32}, task.num_tokens > 8);
+    lease.run({kernels.append, &plan, task.num_tokens, 32}, task.num_tokens > 8);
   }
-  lease.run({runtime.kernels.attend[type], &plan, plan.num_units, 4}, true);
+  lease.run({kernels.attend, &plan, plan.num_units, 4}, true);
   if (planner.num_groups() == 0) return;
   MergePlan merge{&plan, planner.groups()};
-  lease.run({runtime.kernels.merge[type], &merge, planner.num_groups(), 4},
+  lease.run({kernels.merge, &merge, planner.num_groups(), 4},
             planner.num_partials() > 64);
 }
 

@@ -71,13 +71,16 @@ struct KernelTable {
   UnitFn multiply[2];
 };
 
-// The kernels of quantised products, whose ISA is selected on its own. Arrays are indexed by the
-// activations' DType; a packed weight has its formats.
+// The kernels of quantised products and of attention over KV in int8, whose ISA is selected on its
+// own. Arrays are indexed by the activations' DType; a packed weight has its formats.
 struct IntegerKernels {
   const char* isa;
   int max_rows;
   UnitFn quantise[2];
   UnitFn multiply;  // only measures the roofline
+  UnitFn append[2];  // append, attend and merge: attention over KV in int8
+  UnitFn attend[2];
+  UnitFn merge[2];
   UnitFn embed;
   UnitFn linear[2];
   UnitFn gated[2];

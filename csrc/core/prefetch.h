@@ -47,7 +47,7 @@ inline PrefetchRange prefetch_range(const Weight& weight, int index, int threads
 // products of several row tiles, which leave memory idle.
 class UpcomingBlocks {
  public:
-  static constexpr int64_t kChunk = 512;  // divides the size of every block
+  static constexpr int64_t kChunk = 512;
 
   // Called by each unit of attention: forgets the blocks of another layer.
   void start(int64_t layer, int64_t block_bytes) {
@@ -59,12 +59,14 @@ class UpcomingBlocks {
   void record(const void* block) {
     if (count_ < kMaxBlocks) blocks_[count_++] = static_cast<const char*>(block);
   }
-  // The next chunk to prefetch; if none is left, an address that is in the cache.
+  // The next chunk to prefetch; if none is left, an address that is in the cache. The last chunk of
+  // a block whose size is no multiple of a chunk overlaps the one before.
   const char* take_chunk() {
     if (next_ == count_) return reinterpret_cast<const char*>(blocks_);
-    const char* chunk = blocks_[next_] + taken_;
+    const int64_t last = std::max<int64_t>(0, block_bytes_ - kChunk);
+    const char* chunk = blocks_[next_] + std::min(taken_, last);
     taken_ += kChunk;
-    if (taken_ == block_bytes_) taken_ = 0, next_++;
+    if (taken_ >= block_bytes_) taken_ = 0, next_++;
     return chunk;
   }
 

@@ -116,7 +116,8 @@ struct AttendTask {
   const float* k_weight;        // [D], or [Hkv D] with norm_spans_heads; or null
   float norm_eps;
   bool norm_spans_heads;  // one RMS over all query heads of a token, and one over all key heads
-  void* k_pool;           // [num_pages, layers, Hkv, S, D]; layout of [S, D]: kernels/kv.h
+  KvFormat kv_format = KvFormat::kActivations;
+  void* k_pool;  // [num_pages, layers, Hkv, S, D]; layout of [S, D]: kernels/kv.h
   void* v_pool;
   void* out;  // [T, Hq D]
 

@@ -32,6 +32,9 @@ struct ProductTypes {
       : weight(weight_), activation(activation_) {}
 };
 
+// How keys and values are stored: like the activations, or as int8 codes (core/kv_codes.h).
+enum class KvFormat : int32_t { kActivations = 0, kInt8 = 1 };
+
 // Columns of a packed weight panel; tokens of a KV sub-block. The same for every ISA.
 constexpr int kPanel = 32;
 constexpr int kLanes = 16;

@@ -1,6 +1,7 @@
 // Attention as XLA calls it; updates the donated KV pools in place. Conventions: csrc/README.md.
 #include <algorithm>
 
+#include "core/kv_codes.h"
 #include "ffi/targets.h"
 
 namespace cadenza::xla_ffi {
@@ -27,6 +28,10 @@ AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
   task.kv_heads = dim(b.k_pool, 2);
   task.page_size = dim(b.k_pool, 3);
   task.head_size = dim(b.k_pool, 4);
+  if (b.k_pool.element_type() == ffi::U8) {
+    task.kv_format = KvFormat::kInt8;
+    task.head_size -= kv_code_bytes(0);
+  }
   task.heads = attrs.heads;
   task.rope_rows = dim(b.rope, 0);
   task.rotary_size = dim(b.rope, 1);
@@ -38,13 +43,14 @@ AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
 }
 
 void check(const AttendBuffers& b, const AttendTask& task, DType dtype) {
-  require(element_type(b.k_pool) == dtype && element_type(b.v_pool) == dtype,
-          "k_pool and v_pool must have qkv's type");
+  require(b.k_pool.element_type() == b.v_pool.element_type() &&
+              (task.kv_format == KvFormat::kInt8 || element_type(b.k_pool) == dtype),
+          "k_pool and v_pool must have qkv's type, or be u8");
   require(b.k_pool.dimensions() == b.v_pool.dimensions(),
           "k_pool and v_pool must have the same shape");
   require(task.layer >= 0 && task.layer < task.num_layers, "layer is outside the pools' layers");
   require(task.page_size % kLanes == 0, "the page size must be a multiple of 16");
-  require(task.head_size % kLanes == 0 && task.head_size <= 512,
+  require(task.head_size > 0 && task.head_size % kLanes == 0 && task.head_size <= 512,
           "the head size must be a multiple of 16, at most 512");
   require(task.heads > 0 && task.heads % task.kv_heads == 0,
           "the number of heads must be a multiple of the number of KV heads");
@@ -74,7 +80,9 @@ int64_t bytes_read(const AttendTask& task, DType dtype) {
     if (queries == 0) continue;
     tokens += task.window > 0 ? std::min(context, task.window + queries - 1) : context;
   }
-  int64_t kv = 2 * tokens * task.kv_heads * task.head_size * bytes_of(dtype);
+  const bool has_codes = task.kv_format == KvFormat::kInt8;
+  int64_t token = has_codes ? kv_code_bytes(task.head_size) : task.head_size * bytes_of(dtype);
+  int64_t kv = 2 * tokens * task.kv_heads * token;
   int64_t rope = task.num_tokens * task.rotary_size * int64_t(sizeof(float));
   return kv + rope + task.num_tokens * task.qkv_width() * bytes_of(dtype);
 }
@@ -107,7 +115,7 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 // cadenza_rope_append_attend: qkv act [T, (Hq + 2 Hkv) D]; positions [T]; slot_mapping [T];
 // query_starts [R + 1]; kv_lens [R]; page_table [R, P]; rope f32 [positions, rotary size]; q_weight
 // f32 [D], [Hq D] or [0]; k_weight f32 [D], [Hkv D] or [0]; k_pool and v_pool act [pages, layers,
-// Hkv, S, D]. Results act [T, Hq D], and both pools, which must be donated and alias operands 9 and
+// Hkv, S, D], or u8 [pages, layers, Hkv, S, D + 4] for KV in int8 (core/kv_codes.h). Results act [T, Hq D], and both pools, which must be donated and alias operands 9 and
 // 10. Attributes: layer i64; heads i64; scale f32; window i64, 0 none; soft_cap f32, 0 none;
 // norm_eps f32.
 //

@@ -1,20 +1,31 @@
 // Query and key preparation (norm, RoPE), and appending keys and values to pages.
 //
 // For each KV head a page holds sub-blocks of sixteen tokens: keys as [D/step][16][step], so that
-// one vector accumulates the scores of sixteen tokens; values as [16/step][D][step].
+// one vector accumulates the scores of sixteen tokens; values as [16/step][D][step]. Of codes, step
+// is 4, and their scales follow (core/kv_codes.h).
 #pragma once
 
+#include "core/kv_codes.h"
 #include "kernels/norm.h"
 
 namespace cadenza::CADENZA_ISA {
 
 constexpr int kMaxHeadSize = 512;
 
+// Keys and values in the type of the activations, T.
 template <class T>
+struct FloatKv {
+  using Activation = T;
+  using Stored = T;
+  static int64_t token_bytes(int64_t head_size) { return head_size * int64_t(sizeof(T)); }
+};
+
+// Offset in bytes, in either pool, of the sub-block that holds a slot of a page.
+template <class Kv>
 inline int64_t block_offset(const AttendTask& task, int64_t page, int64_t kv_head, int64_t offset) {
   int64_t layer = page * task.num_layers + task.layer;
   int64_t head = (layer * task.kv_heads + kv_head) * task.page_size;
-  return (head + offset / kLanes * kLanes) * task.head_size;
+  return (head + offset / kLanes * kLanes) * Kv::token_bytes(task.head_size);
 }
 
 // The query heads or the key heads of a token.
@@ -82,7 +93,7 @@ inline void prepare_head(const AttendTask& task, int64_t token, int64_t head,
 
 // Writes one key into its lane of a sub-block: D/step words at a stride of kLanes words.
 template <class T>
-inline void write_key(const AttendTask& task, const T* key, T* block, int64_t lane) {
+inline void write_key(FloatKv<T>, const AttendTask& task, const T* key, char* block, int64_t lane) {
   uint32_t* to = reinterpret_cast<uint32_t*>(block) + lane;
   for (int64_t i = 0; i < task.head_size; i += kStep<T>) {
     uint32_t word;
@@ -109,43 +120,57 @@ inline void write_value_pair(const AttendTask& task, const bf16* value, const bf
   }
 }
 
+// Tokens [begin, end) that are appended together.
+struct NewTokens {
+  int64_t begin, end;
+};
+
+// Writes a token's value, with the next one's if both are a pair; the second of a pair is skipped.
+template <class T>
+inline void append_value(FloatKv<T>, const AttendTask& task, NewTokens tokens, int64_t token,
+                         const T* value, char* block) {
+  const int64_t slot = task.slot_mapping[token], lane = slot % kLanes;
+  T* to = reinterpret_cast<T*>(block);
+  if constexpr (kStep<T> == 2) {
+    bool has_next =
+        token + 1 < tokens.end && slot % 2 == 0 && task.slot_mapping[token + 1] == slot + 1;
+    if (has_next) write_value_pair(task, value, value + task.qkv_width(), to, lane);
+    bool is_done =
+        token > tokens.begin && slot % 2 == 1 && task.slot_mapping[token - 1] == slot - 1;
+    if (has_next || is_done) return;
+  }
+  write_value<T>(task, value, to, lane);
+}
+
 inline bool is_stored(const AttendTask& task, int64_t token) {
   int64_t slot = task.slot_mapping[token];
   return slot >= 0 && slot < task.num_pages * task.page_size;
 }
 
-// Appends keys and values of tokens [begin, end) for one KV head.
-template <class T>
-inline void append_tokens(const AttendTask& task, int64_t begin, int64_t end, int64_t kv_head) {
-  for (int64_t token = begin; token < end; token++) {
+// Appends keys and values of new tokens for one KV head.
+template <class Kv>
+inline void append_tokens(const AttendTask& task, NewTokens tokens, int64_t kv_head) {
+  using T = typename Kv::Activation;
+  for (int64_t token = tokens.begin; token < tokens.end; token++) {
     if (!is_stored(task, token)) continue;
     int64_t slot = task.slot_mapping[token], offset = slot % task.page_size;
-    int64_t at = block_offset<T>(task, slot / task.page_size, kv_head, offset);
+    int64_t at = block_offset<Kv>(task, slot / task.page_size, kv_head, offset);
     alignas(64) T key[kMaxHeadSize];
     prepare_head<T>(task, token, task.heads + kv_head,
                     [&](int64_t i, Vec values) { Elem<T>::store(key + i, values); });
-    write_key<T>(task, key, static_cast<T*>(task.k_pool) + at, offset % kLanes);
+    write_key(Kv{}, task, key, static_cast<char*>(task.k_pool) + at, offset % kLanes);
     const T* value = static_cast<const T*>(task.qkv) + token * task.qkv_width() +
                      (task.heads + task.kv_heads + kv_head) * task.head_size;
-    T* block = static_cast<T*>(task.v_pool) + at;
-    if constexpr (kStep<T> == 2) {
-      bool has_next = token + 1 < end && slot % 2 == 0 && task.slot_mapping[token + 1] == slot + 1;
-      if (has_next) {
-        write_value_pair(task, value, value + task.qkv_width(), block, offset % kLanes);
-      }
-      bool is_done = token > begin && slot % 2 == 1 && task.slot_mapping[token - 1] == slot - 1;
-      if (has_next || is_done) continue;
-    }
-    write_value<T>(task, value, block, offset % kLanes);
+    append_value(Kv{}, task, tokens, token, value, static_cast<char*>(task.v_pool) + at);
   }
 }
 
 // A unit is one token with all KV heads.
-template <class T>
+template <class Kv>
 void append_units(const void* context, int64_t begin, int64_t end, Worker&) {
   const AttendTask& task = *static_cast<const AttendPlan*>(context)->task;
   for (int64_t head = 0; head < task.kv_heads; head++) {
-    append_tokens<T>(task, begin, end, head);
+    append_tokens<Kv>(task, {begin, end}, head);
   }
 }
 

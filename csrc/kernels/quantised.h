@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/quantised.h"
+#include "kernels/attention_int8.h"
 #include "kernels/experts.h"
 #include "kernels/roofline.h"
 #include "vec/dot.h"
@@ -369,6 +370,9 @@ constexpr IntegerKernels make_integer_kernels(const char* isa) {
           kDotRows,
           {quantise_units<bf16>, quantise_units<float>},
           multiply_codes_units,
+          {append_units<CodeKv<bf16>>, append_units<CodeKv<float>>},
+          {attend_units<CodeKv<bf16>>, attend_units<CodeKv<float>>},
+          {merge_units<bf16>, merge_units<float>},
           quantised_embed_units,
           {linear_units<P, bf16>, linear_units<P, float>},
           {gated_units<P, bf16>, gated_units<P, float>},

@@ -1,7 +1,7 @@
 // Instantiates every kernel for this translation unit's ISA.
 #pragma once
 
-#include "kernels/attention.h"
+#include "kernels/attention_float.h"
 #include "kernels/experts.h"
 #include "kernels/linear.h"
 #include "kernels/norm.h"
@@ -20,8 +20,8 @@ constexpr KernelTable make_table(const char* isa) {
           {norm_units<bf16>, norm_units<float>},
           {convert_units<bf16>, convert_units<float>},
           {embed_units<bf16>, embed_units<float>},
-          {append_units<bf16>, append_units<float>},
-          {attend_units<bf16>, attend_units<float>},
+          {append_units<FloatKv<bf16>>, append_units<FloatKv<float>>},
+          {attend_units<FloatKv<bf16>>, attend_units<FloatKv<float>>},
           {merge_units<bf16>, merge_units<float>},
           {logits_units<Bf16>, logits_units<F32>},
           sample_units,

@@ -2,6 +2,7 @@
 // and threads.
 #include <algorithm>
 
+#include "core/kv_codes.h"
 #include "tests/exactness.h"
 
 namespace cadenza::tests {
@@ -13,7 +14,14 @@ struct Shape {
   float soft_cap = 0;
   bool has_norm = false;
   bool norm_spans_heads = false;
+  KvFormat kv_format = KvFormat::kActivations;
   int64_t width() const { return (heads + 2 * kv_heads) * size; }
+  // The same over KV in int8.
+  Shape with_codes() const {
+    Shape shape = *this;
+    shape.kv_format = KvFormat::kInt8;
+    return shape;
+  }
 };
 
 // The qkv of one sequence at every position.
@@ -47,9 +55,9 @@ class Engine {
         page_size_(page_size),
         num_pages_(num_pages),
         rope_(rope_table(shape.rotary)),
-        pool_size_(num_pages * page_size * shape.kv_heads * shape.size),
-        keys_(pool_size_ * int64_t(sizeof(T))),
-        values_(pool_size_ * int64_t(sizeof(T))) {
+        pool_bytes_(num_pages * page_size * shape.kv_heads * token_bytes()),
+        keys_(pool_bytes_),
+        values_(pool_bytes_) {
     // Every slot starts as NaN (0xff bytes), so reading a slot that the row does not own is
     // detected.
     Random random(seed);
@@ -122,6 +130,7 @@ class Engine {
     if (shape_.has_norm) task.q_weight = q_weight_.data(), task.k_weight = k_weight_.data();
     task.norm_eps = 1e-6f;
     task.norm_spans_heads = shape_.norm_spans_heads;
+    task.kv_format = shape_.kv_format;
     task.k_pool = keys_.data();
     task.v_pool = values_.data();
     task.out = out.data();
@@ -129,11 +138,17 @@ class Engine {
     return out;
   }
 
+  const uint8_t* keys() { return static_cast<const uint8_t*>(keys_.data()); }
+  const uint8_t* values() { return static_cast<const uint8_t*>(values_.data()); }
   const std::vector<float>& rope() const { return rope_; }
   const std::vector<float>& q_weight() const { return q_weight_; }
   const std::vector<float>& k_weight() const { return k_weight_; }
 
  private:
+  bool has_codes() const { return shape_.kv_format == KvFormat::kInt8; }
+  int64_t token_bytes() const {
+    return has_codes() ? kv_code_bytes(shape_.size) : shape_.size * int64_t(sizeof(T));
+  }
   void grow(int row, int64_t length) {
     auto& pages = pages_[size_t(row)];
     while (int64_t(pages.size()) * page_size_ < length) {
@@ -147,7 +162,7 @@ class Engine {
   Shape shape_;
   int64_t page_size_, num_pages_;
   std::vector<float> rope_, q_weight_, k_weight_;
-  int64_t pool_size_;
+  int64_t pool_bytes_;
   Aligned keys_, values_;
   std::vector<int32_t> free_;
   std::vector<std::vector<int32_t>> pages_;
@@ -173,7 +188,8 @@ std::vector<T> in_chunks(Engine<T>& engine, const Sequence<T>& sequence, int64_t
   return all;
 }
 
-// Reference in double precision: norm and RoPE of one head, rounded to T as in the kernel.
+// Reference in double precision: norm and RoPE of one head, rounded to T as in the kernel. A query
+// over KV in int8 is not.
 template <class T>
 std::vector<double> reference_head(const Shape& shape, const Engine<T>& engine,
                                    const Sequence<T>& sequence, int64_t position, int64_t head) {
@@ -201,6 +217,7 @@ std::vector<double> reference_head(const Shape& shape, const Engine<T>& engine,
     x[size_t(i)] = a * c - b * s;
     x[size_t(half + i)] = b * c + a * s;
   }
+  if (head < shape.heads && shape.kv_format == KvFormat::kInt8) return x;
   for (double& v : x) {
     T rounded;
     set(rounded, float(v));
@@ -209,21 +226,51 @@ std::vector<double> reference_head(const Shape& shape, const Engine<T>& engine,
   return x;
 }
 
+// Rounds `count` elements to the multiples that their codes stand for (core/kv_codes.h); returns
+// the scale.
+double round_to_codes(double* x, size_t count) {
+  double largest = 0;
+  for (size_t i = 0; i < count; i++) largest = std::max(largest, std::abs(x[i]));
+  if (largest == 0) return 0;
+  for (size_t i = 0; i < count; i++) x[i] = std::nearbyint(x[i] * 127 / largest) * largest / 127;
+  return largest / 127;
+}
+
+// The weights of tokens from `begin` on as the codes of their sub-blocks stand for them.
+void round_weights(std::vector<double>& weights, int64_t begin, const std::vector<double>& scales) {
+  for (size_t i = 0; i < weights.size();) {
+    size_t count = std::min(weights.size() - i, kLanes - (size_t(begin) + i) % kLanes);
+    for (size_t j = i; j < i + count; j++) weights[j] *= scales[size_t(begin) + j];
+    round_to_codes(&weights[i], count);
+    for (size_t j = i; j < i + count; j++) weights[j] /= scales[size_t(begin) + j];
+    i += count;
+  }
+}
+
+// Over KV in int8, an element on the edge between two codes may get the other one: the largest
+// error is that of a code, while the mean is as small as without codes.
 template <class T>
 void check_reference(const Context& context, Shape shape, int64_t length) {
+  const bool has_codes = shape.kv_format == KvFormat::kInt8;
+  double errors = 0, count = 0;
   Sequence<T> sequence = random_sequence<T>(shape, length, 11);
   Engine<T> engine(context, shape, 16, length / 16 + 2, 1);
   std::vector<T> out = in_chunks(engine, sequence, length, 1);
   std::vector<std::vector<double>> keys, values;
+  std::vector<double> value_scales;
   for (int64_t h = 0; h < shape.heads; h++) {
     int64_t kv = shape.heads + h * shape.kv_heads / shape.heads;
-    keys.clear(), values.clear();
+    keys.clear(), values.clear(), value_scales.clear();
     for (int64_t p = 0; p < length; p++) {
       keys.push_back(reference_head(shape, engine, sequence, p, kv));
       values.push_back(reference_head(shape, engine, sequence, p, kv + shape.kv_heads));
+      if (!has_codes) continue;
+      round_to_codes(keys.back().data(), keys.back().size());
+      value_scales.push_back(round_to_codes(values.back().data(), values.back().size()));
     }
     for (int64_t p = 0; p < length; p += 7) {
       std::vector<double> q = reference_head(shape, engine, sequence, p, h);
+      if (has_codes) round_to_codes(q.data(), q.size());
       std::vector<double> sum(size_t(shape.size), 0.0), weights;
       int64_t begin = shape.window > 0 ? std::max<int64_t>(0, p - shape.window + 1) : 0;
       double total = 0, highest = -1e300;
@@ -235,18 +282,24 @@ void check_reference(const Context& context, Shape shape, int64_t length) {
         weights.push_back(score);
         highest = std::max(highest, score);
       }
-      for (int64_t t = begin; t <= p; t++) {
-        double weight = std::exp(weights[size_t(t - begin)] - highest);
+      for (double& weight : weights) {
+        weight = std::exp(weight - highest);
         total += weight;
+      }
+      if (has_codes) round_weights(weights, begin, value_scales);
+      for (int64_t t = begin; t <= p; t++) {
         for (int64_t i = 0; i < shape.size; i++)
-          sum[size_t(i)] += weight * values[size_t(t)][size_t(i)];
+          sum[size_t(i)] += weights[size_t(t - begin)] * values[size_t(t)][size_t(i)];
       }
       for (int64_t i = 0; i < shape.size; i++) {
         float mine = widen(out[size_t((p * shape.heads + h) * shape.size + i)]);
-        CHECK_NEAR(mine, sum[size_t(i)] / total, kStep<T> == 2 ? 0.03 : 2e-4);
+        CHECK_NEAR(mine, sum[size_t(i)] / total, has_codes || kStep<T> == 2 ? 0.03 : 2e-4);
+        errors += std::abs(double(mine) - sum[size_t(i)] / total);
+        count++;
       }
     }
   }
+  CHECK_NEAR(errors / count, 0, kStep<T> == 2 ? 2e-3 : 1e-5);
 }
 
 std::vector<Shape> shapes(bool quick) {
@@ -264,6 +317,7 @@ TEST(attention_agrees_with_double_precision) {
   for (const Shape& shape : shapes(context.quick)) {
     check_reference<bf16>(context, shape, 75);
     check_reference<float>(context, shape, context.quick ? 40 : 530);
+    if (!context.quick) check_reference<float>(context, shape.with_codes(), 530);
   }
 }
 
@@ -285,16 +339,31 @@ void check_chunks(const Context& context, Shape shape, int64_t length) {
   }
 }
 
+TEST(attention_over_kv_in_int8_agrees_with_its_definition_on_every_integer_isa) {
+  for (const std::string& isa : available_integer_isas()) {
+    Context other{context.kernels, context.quick, {}, isa};
+    for (int threads : {1, 2}) other.executors.push_back(std::make_unique<Executor>(threads));
+    for (const Shape& shape : shapes(context.quick)) {
+      check_reference<bf16>(other, shape.with_codes(), 40);
+      check_reference<float>(other, shape.with_codes(), 70);
+    }
+  }
+}
+
 TEST(attention_has_the_same_bits_for_every_chunking_page_size_and_thread_count) {
   std::vector<Shape> all = shapes(context.quick);
   for (const Shape& shape : all) {
     check_chunks<bf16>(context, shape, context.quick ? 50 : 130);
     check_chunks<float>(context, shape, context.quick ? 50 : 130);
+    check_chunks<bf16>(context, shape.with_codes(), context.quick ? 50 : 130);
+    check_chunks<float>(context, shape.with_codes(), context.quick ? 50 : 130);
   }
   // More than one span, with and without a window that excludes complete spans.
   if (!context.quick) {
     check_chunks<bf16>(context, all[0], 1100);
     check_chunks<float>(context, {4, 2, 64, 64, 300}, 1100);
+    check_chunks<bf16>(context, all[0].with_codes(), 1100);
+    check_chunks<float>(context, Shape{4, 2, 64, 64, 300}.with_codes(), 1100);
   }
 }
 
@@ -340,6 +409,8 @@ TEST(attention_rows_do_not_depend_on_other_rows_or_poisoned_slots) {
   for (const Shape& shape : shapes(context.quick)) {
     check_neighbours<bf16>(context, shape);
     check_neighbours<float>(context, shape);
+    check_neighbours<bf16>(context, shape.with_codes());
+    check_neighbours<float>(context, shape.with_codes());
   }
 }
 
@@ -387,6 +458,8 @@ TEST(attention_of_long_rows_together_has_the_bits_of_each_alone) {
   check_long_rows<bf16>(context, {4, 2, 16, 16});
   check_long_rows<float>(context, {4, 2, 16, 16});
   check_long_rows<bf16>(context, {2, 1, 32, 16, 700, 5.0f});
+  check_long_rows<bf16>(context, Shape{4, 2, 16, 16}.with_codes());
+  check_long_rows<float>(context, Shape{2, 1, 32, 16, 700, 5.0f}.with_codes());
 }
 
 // Rows that decode after contexts of 1 to 40 tokens; the output of the last query is compared. A
@@ -432,18 +505,73 @@ TEST(a_decoding_row_does_not_depend_on_its_batch) {
   for (const Shape& shape : {Shape{4, 2, 16, 16}, Shape{3, 1, 48, 32, 20, 5.0f, true, true}}) {
     check_decoding<bf16>(context, shape, 16);
     check_decoding<float>(context, shape, 32);
+    check_decoding<bf16>(context, shape.with_codes(), 32);
+    check_decoding<float>(context, shape.with_codes(), 16);
+  }
+}
+
+// The codes and the scale of a vector, by the rules of core/kv_codes.h.
+struct CodedVector {
+  std::vector<int8_t> codes;
+  float scale = 0;
+
+  explicit CodedVector(const float* x, int64_t size) : codes(size_t(size), 0) {
+    float largest = 0;
+    bool is_finite = true;
+    for (int64_t i = 0; i < size; i++) {
+      is_finite &= std::isfinite(x[i]);
+      largest = std::max(largest, std::abs(x[i]));
+    }
+    if (!is_finite) scale = kNaN;
+    if (!is_finite || largest < 0x1p-64f) return;
+    scale = largest / 127;
+    const float inverse = 127 / largest;
+    for (int64_t i = 0; i < size; i++) codes[size_t(i)] = int8_t(std::nearbyint(x[i] * inverse));
+  }
+};
+
+// Appends one token of plain f32 keys and values, and compares the bytes of both pools.
+TEST(appended_codes_and_scales_are_those_of_the_definition) {
+  const Shape shape = Shape{2, 1, 48, 0}.with_codes();
+  const int64_t size = shape.size, lane = 5, begin = shape.heads * size;
+  for (float factor : {1.0f, 3e38f, 0x1p-60f, 0x1p-66f, 0.0f, kInf, kNaN}) {
+    Sequence<float> sequence = random_sequence<float>(shape, 6, 8);
+    for (int64_t i = 0; i < 2 * size; i++) {
+      float& x = sequence.qkv[size_t(lane * shape.width() + begin + i)];
+      x = factor == factor && std::abs(factor) > 1 ? std::tanh(x) * factor : x * factor;
+    }
+    Engine<float> engine(context, shape, 16, 1, 1);
+    in_chunks(engine, sequence, 6, 0);
+    for (bool is_key : {true, false}) {
+      const float* x = sequence.qkv.data() + lane * shape.width() + begin + (is_key ? 0 : size);
+      const CodedVector expected(x, size);
+      const uint8_t* block = is_key ? engine.keys() : engine.values();
+      for (int64_t i = 0; i < size; i++) {
+        int64_t key_at = (i / 4 * kLanes + lane) * 4 + i % 4;
+        int64_t value_at = (lane / 4 * size + i) * 4 + lane % 4;
+        int code = is_key ? block[key_at] - 128 : int8_t(block[value_at]);
+        CHECK(code == expected.codes[size_t(i)]);
+      }
+      float scale;
+      std::memcpy(&scale, block + kLanes * size + lane * 4, sizeof(scale));
+      CHECK(std::isnan(expected.scale) ? std::isnan(scale) : scale == expected.scale);
+    }
   }
 }
 
 // A later token of the same row must not affect an earlier query, not even as 0 × NaN.
-TEST(attention_queries_do_not_depend_on_later_tokens_of_their_row) {
-  Shape shape{4, 2, 64, 64};
+void check_later_tokens(const Context& context, const Shape& shape) {
   Sequence<bf16> sequence = random_sequence<bf16>(shape, 20, 3), bad = sequence;
   for (int64_t i = 11 * shape.width(); i < 12 * shape.width(); i++) set(bad.qkv[size_t(i)], kNaN);
   Engine<bf16> clean(context, shape, 16, 4, 1), poisoned(context, shape, 16, 4, 1);
   auto expected = in_chunks(clean, sequence, 20, 0), out = in_chunks(poisoned, bad, 20, 0);
   CHECK(same_bits(out.data(), expected.data(), 11 * shape.heads * shape.size));
   CHECK(std::isnan(widen(out[size_t(11 * shape.heads * shape.size)])));
+}
+
+TEST(attention_queries_do_not_depend_on_later_tokens_of_their_row) {
+  check_later_tokens(context, {4, 2, 64, 64});
+  check_later_tokens(context, Shape{4, 2, 64, 64}.with_codes());
 }
 
 // Negative control: with spans relative to the query, the sums would depend on the chunking.

@@ -17,9 +17,10 @@ struct Context {
   const KernelTable& kernels;
   bool quick;                                        // fewer sizes, for emulators and sanitizers
   std::vector<std::unique_ptr<Executor>> executors;  // of 1, 2 and 3 threads
+  std::string integer_isa = "";                      // empty: the one chosen beside `kernels`
 
   Runtime runtime(size_t which = 0) const {
-    return {kernels, integer_kernels_for("", kernels.isa), *executors[which]};
+    return {kernels, integer_kernels_for(integer_isa, kernels.isa), *executors[which]};
   }
 };
 

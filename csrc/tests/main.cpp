@@ -13,7 +13,7 @@ std::vector<Test>& registry() {
 namespace {
 
 void run_all(const std::string& isa, bool quick, const char* only) {
-  Context context{kernels_for(isa), quick, {}};
+  Context context{kernels_for(isa), quick, {}, ""};
   for (int threads = 1; threads <= 3; threads++) {
     context.executors.push_back(std::make_unique<Executor>(threads));
   }

@@ -73,6 +73,18 @@ TEST(recorded_blocks_are_prefetched_in_chunks_once_and_forgotten_with_their_laye
   blocks->record(first);
   blocks->start(4, UpcomingBlocks::kChunk);
   CHECK(blocks->take_chunk() == none);
+  // The last chunk of a block ends with it; a smaller block is one chunk.
+  blocks->start(5, 2 * UpcomingBlocks::kChunk + 64);
+  blocks->record(first);
+  for (int64_t at : {int64_t(0), UpcomingBlocks::kChunk, UpcomingBlocks::kChunk + 64}) {
+    CHECK(blocks->take_chunk() == first + at);
+  }
+  CHECK(blocks->take_chunk() == none);
+  blocks->start(6, 320);
+  blocks->record(first);
+  CHECK(blocks->take_chunk() == first);
+  CHECK(blocks->take_chunk() == none);
+  blocks->start(7, UpcomingBlocks::kChunk);
   for (int i = 0; i < 10000; i++) blocks->record(first);
   int taken = 0;
   while (blocks->take_chunk() != none) taken++;

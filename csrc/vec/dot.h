@@ -1,5 +1,6 @@
 // Dot products of integer codes: sixteen columns of four unsigned weight codes with four signed
-// activation codes, added to sixteen int32 sums. Exact on every ISA: no step saturates.
+// activation codes, added to sixteen int32 sums; or of four signed codes with four in [0, 127].
+// Exact on every ISA: no step saturates.
 #pragma once
 
 #include "core/half.h"
@@ -27,6 +28,11 @@ inline void load_nibbles(const uint8_t* p, CodeVec& low, CodeVec& high) {
 inline CodeOperand broadcast_codes(const int8_t* p) { return set1_i(four_codes(p)); }
 inline VecI dot_codes(VecI sums, CodeVec w, CodeOperand x) {
   return _mm512_dpbusd_epi32(sums, w, x);
+}
+using SignedCodeVec = __m512i;
+inline SignedCodeVec load_signed_codes(const int8_t* p) { return _mm512_loadu_si512(p); }
+inline VecI dot_signed_codes(VecI sums, SignedCodeVec w, CodeOperand x) {
+  return _mm512_dpbusd_epi32(sums, x, w);
 }
 inline Vec load_u8(const uint8_t* p) {
   return from_i32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
@@ -62,6 +68,13 @@ inline CodeOperand broadcast_codes(const int8_t* p) {
 inline VecI dot_codes(VecI sums, const CodeVec& w, CodeOperand x) {
   return {_mm256_dpbusd_avx_epi32(sums.lo, w.lo, x), _mm256_dpbusd_avx_epi32(sums.hi, w.hi, x)};
 }
+using SignedCodeVec = VecI;
+inline SignedCodeVec load_signed_codes(const int8_t* p) {
+  return load_codes(reinterpret_cast<const uint8_t*>(p));
+}
+inline VecI dot_signed_codes(VecI sums, const SignedCodeVec& w, CodeOperand x) {
+  return {_mm256_dpbusd_avx_epi32(sums.lo, x, w.lo), _mm256_dpbusd_avx_epi32(sums.hi, x, w.hi)};
+}
 constexpr int kDotRows = 3;
 #else
 // vpmaddubsw would saturate, so even and odd codes are widened to 16 bits and vpmaddwd adds pairs.
@@ -89,12 +102,22 @@ inline CodeOperand broadcast_codes(const int8_t* p) {
   __m256i codes = _mm256_set1_epi32(int(four_codes(p)));
   return {_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8), _mm256_srai_epi16(codes, 8)};
 }
+using SignedCodeVec = CodeVec;
+inline SignedCodeVec load_signed_codes(const int8_t* p) {
+  const VecI bytes = load_bytes(reinterpret_cast<const uint8_t*>(p));
+  const __m256i low = _mm256_slli_epi16(bytes.lo, 8), high = _mm256_slli_epi16(bytes.hi, 8);
+  return {{_mm256_srai_epi16(low, 8), _mm256_srai_epi16(high, 8)},
+          {_mm256_srai_epi16(bytes.lo, 8), _mm256_srai_epi16(bytes.hi, 8)}};
+}
 inline __m256i dot_half(__m256i sums, __m256i even, __m256i odd, const CodeOperand& x) {
   __m256i pairs = _mm256_add_epi32(_mm256_madd_epi16(even, x.even), _mm256_madd_epi16(odd, x.odd));
   return _mm256_add_epi32(sums, pairs);
 }
 inline VecI dot_codes(VecI sums, const CodeVec& w, const CodeOperand& x) {
   return {dot_half(sums.lo, w.even.lo, w.odd.lo, x), dot_half(sums.hi, w.even.hi, w.odd.hi, x)};
+}
+inline VecI dot_signed_codes(VecI sums, const SignedCodeVec& w, const CodeOperand& x) {
+  return dot_codes(sums, w, x);
 }
 constexpr int kDotRows = 2;
 #endif
@@ -154,6 +177,15 @@ inline VecI dot_codes(VecI sums, const CodeVec& w, CodeOperand x) {
     return vreinterpretq_u32_s32(dot_part(vreinterpretq_s32_u32(sums.q[i]), w.q[i], x));
   });
 }
+using SignedCodeVec = CodeVec;
+inline SignedCodeVec load_signed_codes(const int8_t* p) {
+  CodeVec codes;
+  for (int i = 0; i < kParts; i++) codes.q[i] = vld1q_s8(p + 16 * i);
+  return codes;
+}
+inline VecI dot_signed_codes(VecI sums, const SignedCodeVec& w, CodeOperand x) {
+  return dot_codes(sums, w, x);
+}
 inline Vec load_u8(const uint8_t* p) {
   return map_parts([=](int i) {
     const uint32_t lanes[4] = {p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]};
@@ -203,6 +235,21 @@ inline CodeOperand broadcast_codes(const int8_t* p) {
   return x;
 }
 inline VecI dot_codes(VecI sums, const CodeVec& w, const CodeOperand& x) {
+  return map_lanes_i([&](int i) {
+    uint32_t sum = sums.v[i];
+    for (int j = 0; j < 4; j++) sum += uint32_t(int32_t(w.codes[4 * i + j]) * x.codes[j]);
+    return sum;
+  });
+}
+struct SignedCodeVec {
+  int8_t codes[4 * kLanes];
+};
+inline SignedCodeVec load_signed_codes(const int8_t* p) {
+  SignedCodeVec w;
+  memcpy(w.codes, p, sizeof(w.codes));
+  return w;
+}
+inline VecI dot_signed_codes(VecI sums, const SignedCodeVec& w, const CodeOperand& x) {
   return map_lanes_i([&](int i) {
     uint32_t sum = sums.v[i];
     for (int j = 0; j < 4; j++) sum += uint32_t(int32_t(w.codes[4 * i + j]) * x.codes[j]);

@@ -29,6 +29,7 @@ class Variant:
     soft_cap: float = 0.0
     has_norms: bool = False
     norm_spans_heads: bool = False
+    has_codes: bool = False  # KV in int8
 
 
 VARIANTS = [
@@ -39,6 +40,8 @@ VARIANTS = [
     Variant(has_norms=True, window=40, soft_cap=10.0),
     Variant(rotary=0),
     Variant(has_norms=True, norm_spans_heads=True),
+    Variant(has_codes=True),
+    Variant(has_codes=True, has_norms=True, window=40, soft_cap=10.0),
 ]
 
 
@@ -63,6 +66,8 @@ class Row:
         num_pages = LENGTH // page_size + 3
         shape = (num_pages, LAYERS, KV_HEADS, page_size, SIZE)
         self.pools = [jnp.full(shape, jnp.nan, dtype) for _ in range(2)]
+        if variant.has_codes:
+            self.pools = [jnp.full((*shape[:-1], SIZE + 4), 255, jnp.uint8) for _ in range(2)]
         self._pages = np.random.default_rng(page_size).permutation(num_pages).astype(np.int32)
         self._length = 0
 
@@ -141,7 +146,7 @@ def reference(qkv: npt.NDArray[Any], variant: Variant) -> npt.NDArray[np.float64
 def test_attention_agrees_with_float64_in_every_variant(call, random, dtype, variant):
     qkv = random.normal(size=(LENGTH, WIDTH)).astype(dtype)
     out = Row(call, variant, dtype, 16).play(qkv, 80)
-    atol = 3e-2 if dtype == ml_dtypes.bfloat16 else 1e-4
+    atol = 3e-2 if dtype == ml_dtypes.bfloat16 or variant.has_codes else 1e-4
     np.testing.assert_allclose(np.asarray(out, np.float64), reference(qkv, variant), atol=atol)
 
 
@@ -154,6 +159,13 @@ def test_attention_has_the_same_bits_however_the_row_is_cut_and_paged(call, rand
         row = Row(call, variant, dtype, page_size)
         parts = [row.play(qkv[i : i + chunk], bucket) for i in range(0, LENGTH, chunk)]
         assert np.concatenate(parts).tobytes() == whole.tobytes()
+
+
+def test_attention_refuses_pools_of_codes_whose_width_is_no_head_with_its_scale(call, random):
+    row = Row(call, Variant(has_codes=True), np.float32, 16)
+    row.pools = [pool[..., :-1] for pool in row.pools]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="head size must be a multiple of 16"):
+        row.play(random.normal(size=(1, WIDTH)).astype(np.float32), 1)
 
 
 def test_attention_refuses_pools_that_are_not_aliased(call, random):
