@@ -16,6 +16,7 @@ from cadenza.errors import ConfigError, show
 Ops = Literal["auto", "native", "reference"]
 DType = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["none", "int8", "int4"]
+KVCacheDType = Literal["auto", "int8"]
 KVLayout = Literal["auto", "paged", "dense"]
 SchedulerLoop = Literal["plain", "overlap"]
 GenerationConfig = Literal["auto", "none"]
@@ -44,6 +45,7 @@ class EngineConfig:
     revision: str | None = None
     dtype: DType = "auto"
     quantization: Quantization = "none"
+    kv_cache_dtype: KVCacheDType = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int | None = None
@@ -60,6 +62,7 @@ class EngineConfig:
     generation_config: GenerationConfig = "auto"
 
     def __post_init__(self) -> None:
+        refuse_fp8_kv(self.kv_cache_dtype)
         for name, allowed in _CHOICES.items():
             chosen = _as_choice(name.replace("_", "-"), getattr(self, name), allowed)
             object.__setattr__(self, name, chosen)
@@ -99,6 +102,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "ops": get_args(Ops),
     "dtype": get_args(DType),
     "quantization": get_args(Quantization),
+    "kv_cache_dtype": get_args(KVCacheDType),
     "kv_layout": get_args(KVLayout),
     "scheduler": get_args(SchedulerLoop),
     "generation_config": get_args(GenerationConfig),
@@ -123,6 +127,15 @@ _OPTIONAL = frozenset(
     "max_num_queued_tokens".split()
 )
 """Integer options that may be None."""
+
+
+def refuse_fp8_kv(kv_cache_dtype: object) -> None:
+    """Raises ConfigError for a type of KV that other servers have, and int8 replaces here."""
+    if isinstance(kv_cache_dtype, str) and kv_cache_dtype.startswith("fp8"):
+        raise ConfigError(
+            f"--kv-cache-dtype {show(kv_cache_dtype)} is not supported: with as many bits, fp8 is "
+            f"less accurate than int8 and slower on a CPU; use --kv-cache-dtype int8"
+        )
 
 
 def config_from_options(options: Mapping[str, Any]) -> EngineConfig:

@@ -38,6 +38,12 @@ def test_a_step_reads_quantised_weights_in_their_own_bytes(cost: ModelCost):
     assert quantised.decode_step(8, 1.0).operations == cost.decode_step(8, 1.0).operations
 
 
+def test_a_step_reads_kv_in_int8_in_its_own_bytes(cost: ModelCost):
+    coded = ModelCost.of(named_shape("smollm2-135m"), "bfloat16", kv_cache_dtype="int8")
+    assert coded.weight_bytes(1) == cost.weight_bytes(1)
+    assert coded.kv_bytes_per_token == KV_BYTES * 68 // 128
+
+
 def test_routers_are_not_quantised(mixture: ModelCost):
     quantised = ModelCost.of(named_shape("tiny-qwen3-moe"), "bfloat16", "int8")
     routers = 3 * 96 * 13

@@ -55,6 +55,7 @@ def test_json_and_text_tell_the_plan(cadenza: Callable[..., Ran], model: Path):
     ("arguments", "section", "key", "value"),
     [
         (("--dtype", "bfloat16"), "engine", "dtype", "bfloat16"),
+        (("--kv-cache-dtype", "int8"), "engine", "kv_cache_dtype", "int8"),
         (("--device", "cpu"), "engine", "device", "cpu"),
         (("--backend", "xla"), "engine", "backend", "xla:cpu"),
         (("--scheduler", "plain"), "engine", "scheduler", "plain"),

@@ -50,6 +50,7 @@ VALUES = {
     "revision": ("v1.0", "v1.0"),
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int4", "int4"),
+    "kv_cache_dtype": ("int8", "int8"),
     "max_model_len": ("512", 512),
     "max_num_seqs": ("5", 5),
     "max_num_batched_tokens": ("33", 33),

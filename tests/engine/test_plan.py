@@ -9,6 +9,7 @@ from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
+from cadenza.loading.identity import identify
 from cadenza.loading.plan import (
     EnginePlan,
     make_plan,
@@ -17,6 +18,7 @@ from cadenza.loading.plan import (
     with_pool,
 )
 from cadenza.request import Request, SamplingParams
+from tests.faces.stub_backend import StubBackend
 
 TRAITS = BackendTraits(
     name="test:cpu",
@@ -27,6 +29,7 @@ TRAITS = BackendTraits(
     max_num_batched_tokens=48,
     device_memory_bytes=None,
     quantizations=("none", "int8"),
+    kv_cache_dtypes=("auto", "int8"),
 )
 GIB = 1 << 30
 
@@ -125,6 +128,42 @@ def test_a_quantization_that_the_backend_lacks_is_refused():
         make_plan(config, open_checkpoint(None), unable, 4 * GIB)
 
 
+def test_kv_in_int8_is_planned_with_a_scale_for_each_key_and_value():
+    model = open_checkpoint(None).config
+    found, wide = plan(64 << 20, kv_cache_dtype="int8"), plan(64 << 20)
+    sides = 2 * model.num_layers * model.num_kv_heads
+    assert found.kv_bytes_per_token == sides * (model.head_dim + 4)
+    assert wide.kv_bytes_per_token == sides * model.head_dim * 2
+    assert found.limits.num_pages / wide.limits.num_pages == pytest.approx(128 / 68, abs=1e-2)
+    assert " MB of int8 KV cache, " in found.summary
+    assert " MB of bfloat16 KV cache, " in wide.summary
+
+
+def test_a_kv_type_that_the_backend_lacks_is_refused():
+    unable = replace(TRAITS, kv_cache_dtypes=("auto",))
+    config = EngineConfig(kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int8 is not one of auto on test:cpu"):
+        make_plan(config, open_checkpoint(None), unable, 4 * GIB)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_kv_in_fp8_is_refused_with_the_reason(name: Any):
+    with pytest.raises(ConfigError, match=f"'{name}' is not supported: .* less accurate than int8"):
+        EngineConfig(kv_cache_dtype=name)
+
+
+@pytest.mark.parametrize("changed", [{"kv_cache_dtype": "int8"}, {"quantization": "int8"}])
+def test_streams_go_on_only_with_the_same_types_of_weights_and_kv(changed: dict[str, Any]):
+    checkpoint, backend = open_checkpoint(None), StubBackend()
+    same, also_same, other = (
+        identify(checkpoint, plan(num_pages=8), EngineConfig(num_pages=8, **options), backend)
+        for options in ({}, {}, changed)
+    )
+    assert same == also_same
+    assert same.checkpoint == other.checkpoint
+    assert same.arithmetic != other.arithmetic
+
+
 def test_what_does_not_fit_is_refused_with_both_numbers():
     weights = plan().weight_bytes
     with pytest.raises(ConfigError, match=rf"need {weights} bytes .* but {weights} are"):
@@ -146,6 +185,7 @@ ELSEWHERE = {"backend", "device", "ops", "revision", "scheduler", "seed", "gener
 PLANNED: dict[str, Any] = {
     "dtype": "float32",
     "quantization": "int8",
+    "kv_cache_dtype": "int8",
     "max_model_len": 64,
     "max_num_seqs": 3,
     "max_num_batched_tokens": 40,

@@ -24,7 +24,13 @@ from cadenza.verification.gate import (
 )
 from cadenza.verification.modes import Counts, Stream
 from cadenza.verification.reference import ReferenceEngine
-from cadenza.verification.run import QUANTISED_TOLERANCE, VerifyOptions, self_test, verify
+from cadenza.verification.run import (
+    KV_TOLERANCE,
+    QUANTISED_TOLERANCE,
+    VerifyOptions,
+    self_test,
+    verify,
+)
 from cadenza.verification.workload import (
     LONGEST_PROMPT,
     LONGEST_SHORT_PROMPT,
@@ -70,6 +76,16 @@ def test_the_gate_scores_quantised_streams_with_the_unquantised_reference(
     assert result.witness_difference is not None
     assert 0.001 < result.witness_difference < QUANTISED_TOLERANCE[quantization]
     assert result.last_line.endswith(f" reference_difference={result.witness_difference:.4f}")
+
+
+@pytest.mark.native
+def test_the_gate_passes_over_kv_in_int8_and_scores_it_with_the_unquantised_reference() -> None:
+    config = replace(OPTIONS.config, kv_cache_dtype="int8")
+    result, plan = verify(replace(OPTIONS, config=config), ignore)
+    assert result.passed, result.last_line
+    assert plan.kv_cache_dtype == "int8"
+    assert result.witness_difference is not None
+    assert 0.0001 < result.witness_difference < KV_TOLERANCE["int8"]
 
 
 class OtherModel:

@@ -72,7 +72,8 @@ OPTIONS = VerifyOptions(
 
 
 def run_self_test(library: NativeLibrary, options: VerifyOptions) -> SelfTestResult:
-    build("faults", f"FAULTY_ISA={library.cpu_isa}")
+    isas = (f"FAULTY_ISA={library.cpu_isa}", f"FAULTY_INTEGER_ISA={library.cpu_integer_isa}")
+    build("faults", *isas)
     assert has_native_faults()
     return self_test(options, lambda _: None)
 
@@ -82,6 +83,12 @@ def test_the_gate_catches_every_fault_of_the_native_kernels(library: NativeLibra
     assert result.sound_passed
     assert (result.missed, result.skipped, result.note) == ((), (), None)
     assert result.caught == ALL_FAULTS
+    assert result.last_line == "SELF-TEST PASS caught=5 ops=native"
+
+
+def test_the_gate_catches_every_fault_of_the_kernels_over_kv_in_int8(library: NativeLibrary):
+    config = replace(OPTIONS.config, kv_cache_dtype="int8")
+    result = run_self_test(library, replace(OPTIONS, config=config))
     assert result.last_line == "SELF-TEST PASS caught=5 ops=native"
 
 

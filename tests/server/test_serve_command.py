@@ -352,6 +352,8 @@ def test_another_tenants_cancel_is_that_of_an_unknown_request(keyed: ServeProces
     ("arguments", "code", "words"),
     [
         (["--quantization", "awq"], 2, "--quantization 'awq' is not one of none, int8, int4"),
+        (["--kv-cache-dtype", "fp8"], 2, "less accurate than int8 and slower on a CPU"),
+        (["--kv-cache-dtype", "int4"], 2, "--kv-cache-dtype 'int4' is not one of auto, int8"),
         (["--enable-auto-tool-choice"], 2, "--enable-auto-tool-choice"),
         (["--scheduler-policy", "priority"], 2, "fcfs"),
         (["--api-key", "short"], 2, "API key"),

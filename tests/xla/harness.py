@@ -21,7 +21,7 @@ from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.checkpoint.rope_config import Llama3RopeScaling, RopeConfig
 from cadenza.checkpoint.weights import Weights, open_weights
-from cadenza.config import EngineLimits, SchedulerLoop
+from cadenza.config import EngineLimits, KVCacheDType, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.request import Finished, Request, SamplingParams, Token
 from cadenza.verification.reference import ReferenceEngine
@@ -62,6 +62,7 @@ class Variant:
 
     shape: str = "hostile"
     dtype: str = "float32"
+    kv_cache_dtype: KVCacheDType = "auto"
     num_rows: int = 8
     bucket: int = 64
     max_model_len: int = 320
@@ -87,7 +88,12 @@ class Variant:
 
     @property
     def options(self) -> RunnerOptions:
-        return RunnerOptions(dtype=self.dtype, make_ops=self.ops, fill=self.fill)
+        return RunnerOptions(
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            make_ops=self.ops,
+            fill=self.fill,
+        )
 
 
 BASE = Variant()
@@ -313,7 +319,7 @@ def shout(request: Request) -> Request:
 def page_bytes(runner: XlaRunner) -> np.ndarray:
     """Every slot's bytes, all layers together: [slots, bytes]."""
     assert runner._state is not None
-    sides = [np.asarray(side) for side in runner._state.pool]
+    sides = [np.asarray(side) for side in jax.tree.leaves(runner._state.pool)]
     return np.concatenate([side.reshape(len(side), -1).view(np.uint8) for side in sides], axis=1)
 
 

@@ -10,14 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.programs import step_function
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.config import PAGE_SIZE_UNIT
+from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.config import PAGE_SIZE_UNIT, KVCacheDType
 from cadenza.core.sequence import PageCopy
 from cadenza.core.step_schema import NUM_PROMPT_LOGPROBS_ROWS, StepLayout
 from tests.contract.steps import Geometry, Stream, build_inputs, run_step
@@ -85,6 +88,23 @@ def test_copying_pages_aliases_every_pool_and_copies_none(lab: Lab):
     assert not pool_sized_results(text, BASE, "copy")
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "ops", [ReferenceOps, pytest.param(NativeOps, marks=pytest.mark.native)], ids=lambda o: o.name
+)
+def test_the_pool_takes_the_bytes_that_the_plan_counts(
+    ops: type[ReferenceOps], dtype: WeightDType, kv_cache_dtype: KVCacheDType
+):
+    model, num_pages = BASE.config, 7
+    spec = DecoderSpec(
+        model=model, dtype=jnp.dtype(dtype).type, page_size=48, kv_cache_dtype=kv_cache_dtype
+    )
+    pool = jax.eval_shape(lambda: ops(spec).new_kv_pool(num_pages, 0.0))
+    allocated = sum(side.size * side.dtype.itemsize for side in jax.tree.leaves(pool))
+    assert allocated == num_pages * 48 * model.kv_bytes_per_token(dtype, kv_cache_dtype)
+
+
 DENSE = replace(BASE, page_size=BASE.max_model_len, num_pages=BASE.num_rows)
 """A page is a whole row's."""
 
@@ -93,7 +113,7 @@ def kv_of_page(runner: XlaRunner, page: int, variant: Variant) -> np.ndarray:
     """Keys and values of a page's slots, all layers together: [page_size, elements]."""
     assert runner._state is not None
     sides: list[np.ndarray] = []
-    for side in map(np.asarray, runner._state.pool):
+    for side in map(np.asarray, jax.tree.leaves(runner._state.pool)):
         # The native table has slots behind the heads: [pages, layers, Hkv, page_size, D].
         by_slot = side if side.ndim == 4 else side.transpose(0, 3, 1, 2, 4)
         sides.append(by_slot.reshape(variant.num_pages, variant.page_size, -1)[page])

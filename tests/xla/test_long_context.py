@@ -32,6 +32,8 @@ VARIANTS = {
     "full": FULL,
     "full, bfloat16": replace(FULL, dtype="bfloat16"),
     "windows": replace(FULL, shape="tiny-gemma3"),
+    "full, bfloat16, KV in int8": replace(FULL, dtype="bfloat16", kv_cache_dtype="int8"),
+    "windows, KV in int8": replace(FULL, shape="tiny-gemma3", kv_cache_dtype="int8"),
 }
 MODES = {
     "at once": Mode(caching=False),

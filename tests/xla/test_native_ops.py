@@ -39,6 +39,7 @@ from cadenza.backends.xla.wire import unpack
 from cadenza.checkpoint.model_config import ExpertsConfig, LayerKind, ModelConfig
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.rope_factors import rope_factors
+from cadenza.config import KVCacheDType
 from cadenza.core.step_schema import LogitInputs, ModelInputs, StepLayout
 from cadenza.request import SamplingParams
 from cadenza.verification.reference import choose_token, gumbel_noise, kept_tokens
@@ -123,8 +124,15 @@ class Pair:
 
 
 @functools.cache
-def make_pair(model: ModelConfig, dtype: str, page_size: int = 16) -> Pair:
-    spec = DecoderSpec(model=model, dtype=jnp.dtype(dtype).type, page_size=page_size)
+def make_pair(
+    model: ModelConfig, dtype: str, page_size: int = 16, kv_cache_dtype: KVCacheDType = "auto"
+) -> Pair:
+    spec = DecoderSpec(
+        model=model,
+        dtype=jnp.dtype(dtype).type,
+        page_size=page_size,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     return Pair(spec=spec, native=NativeOps(spec), reference=ReferenceOps(spec))
 
 
@@ -357,9 +365,11 @@ def attend(
 
 
 @functools.cache
-def reference_attention(shape: str, dtype: str) -> list[np.ndarray]:
+def reference_attention(
+    shape: str, dtype: str, kv_cache_dtype: KVCacheDType = "auto"
+) -> list[np.ndarray]:
     """Computed once: what a page holds cannot depend on its size."""
-    pair = make_pair(SHAPES[shape], dtype)
+    pair = make_pair(SHAPES[shape], dtype, kv_cache_dtype=kv_cache_dtype)
     return attend(pair, pair.reference)
 
 
@@ -373,6 +383,31 @@ def test_attention_agrees_over_chunks_and_decodes(shape: str, dtype: str, page_s
             assert_close(mine, theirs, rounding=0.0)
         else:
             assert_close(mine, theirs, rounding=ROUNDING, tolerance=ROUNDING / 2)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_over_kv_in_int8_agrees_with_its_definition(
+    shape: str, dtype: str, page_size: int
+):
+    """A value on the edge between two codes may get the other one, which few results see."""
+    pair = make_pair(SHAPES[shape], dtype, page_size, "int8")
+    ours, expected = attend(pair, pair.native), reference_attention(shape, dtype, "int8")
+    errors: list[np.ndarray] = []
+    for mine, theirs in zip(ours, expected, strict=True):
+        largest = np.abs(theirs).max(axis=-1, keepdims=True)
+        errors.append((np.abs(mine - theirs) / largest).ravel())
+        assert_close(mine, theirs, rounding=0.0, tolerance=2 * ROUNDING)
+    median = np.median(np.concatenate(errors))
+    assert median < (FLOAT32_TOLERANCE if pair.is_float32 else ROUNDING / 4)
+
+
+def test_attention_over_kv_in_int8_is_not_that_over_float_kv():
+    """The negative control: the tolerance of int8 KV tells the two apart."""
+    pair = make_pair(SHAPES["hostile"], "float32", kv_cache_dtype="int8")
+    ours = np.concatenate(attend(pair, pair.native))
+    plain = np.concatenate(reference_attention("hostile", "float32"))
+    assert np.median(np.abs(ours - plain) / np.abs(plain).max()) > 10 * FLOAT32_TOLERANCE
 
 
 def test_results_have_the_same_bits_in_every_bucket(pair: Pair):

@@ -39,6 +39,7 @@ SMALL_T = replace(BASE, bucket=8)
 ODD_T = replace(BASE, bucket=33)
 QWEN = Variant(shape="tiny-qwen3", bucket=32, num_rows=5)
 BFLOAT16 = replace(BASE, dtype="bfloat16")
+KV_INT8 = replace(BASE, kv_cache_dtype="int8")
 NEAR_TIE = 5e-5
 
 
@@ -65,8 +66,8 @@ def test_streams_served_together_are_bitwise_those_served_alone(lab: Lab, name: 
 
 @pytest.mark.parametrize(
     "variant",
-    [SMALL_T, QWEN, BFLOAT16, pytest.param(ODD_T, marks=pytest.mark.soak)],
-    ids=["t_8", "qwen3", "bfloat16", "t_33"],
+    [SMALL_T, QWEN, BFLOAT16, KV_INT8, pytest.param(ODD_T, marks=pytest.mark.soak)],
+    ids=["t_8", "qwen3", "bfloat16", "kv_int8", "t_33"],
 )
 def test_streams_are_solo_exact_at_other_sizes_shapes_and_types(lab: Lab, variant: Variant):
     replay("seed 8, 16 requests")

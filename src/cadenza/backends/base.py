@@ -20,7 +20,7 @@ from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
-from cadenza.config import EngineLimits, Ops, Quantization
+from cadenza.config import EngineLimits, KVCacheDType, Ops, Quantization
 from cadenza.core.step_schema import ModelInputs, StepOutput
 
 ProductDType = WeightDType | Literal["int8"]
@@ -56,6 +56,7 @@ class BackendTraits:
         dtypes: the supported compute types.
         dtype_for: the default compute type for each checkpoint type.
         quantizations: the supported values of `--quantization`.
+        kv_cache_dtypes: the supported values of `--kv-cache-dtype`.
         max_num_batched_tokens: the default token budget.
         device_memory_bytes: None if the device uses host memory or does not report its size.
         kv_layouts: the supported arrangements of KV, the default one first.
@@ -75,6 +76,7 @@ class BackendTraits:
     max_num_batched_tokens: int
     device_memory_bytes: int | None
     quantizations: tuple[Quantization, ...] = ("none",)
+    kv_cache_dtypes: tuple[KVCacheDType, ...] = ("auto",)
     kv_layouts: tuple[KVArrangement, ...] = ("paged", "dense")
     default_max_model_len: int | None = None
     poison: float = nan
@@ -134,10 +136,11 @@ class RunnerSetup:
 
     Args:
         device, ops: as in `Backend.describe`.
-        dtype: of activations, KV and weights that are not quantised; one of
+        dtype: of activations, and of KV and weights that are not quantised; one of
             `BackendTraits.dtypes`.
         quantization: how weights are quantised while they are loaded; one of
             `BackendTraits.quantizations`.
+        kv_cache_dtype: the type of KV; one of `BackendTraits.kv_cache_dtypes`.
         fill: the initial value of KV slots (`verify` uses `BackendTraits.poison`).
         cache_folder: where to cache compiled programs; None disables the cache.
     """
@@ -147,6 +150,7 @@ class RunnerSetup:
     ops: Ops
     dtype: WeightDType
     quantization: Quantization = "none"
+    kv_cache_dtype: KVCacheDType = "auto"
     fill: float = 0.0
     cache_folder: Path | None = None
 

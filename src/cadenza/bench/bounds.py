@@ -27,7 +27,7 @@ from cadenza.checkpoint.declaration import (
 )
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.tensor_formats import StoredFormat, stored_bytes
-from cadenza.config import Quantization
+from cadenza.config import KVCacheDType, Quantization
 
 Limit = Literal["read", "multiply"]
 
@@ -139,9 +139,11 @@ class ModelCost:
         dtype: WeightDType,
         quantization: Quantization = "none",
         stored_format: StoredFormat = lambda _: None,
+        *,
+        kv_cache_dtype: KVCacheDType = "auto",
     ) -> Self:
-        """The cost of a shape that computes in `dtype`, with quantised weights, or with weights in
-        the formats in which a checkpoint stores them.
+        """The cost of a shape that computes in `dtype`, with quantised weights and KV, or with
+        weights in the formats in which a checkpoint stores them.
         """
         size = partial(
             stored_bytes, dtype=dtype, quantization=quantization, stored_format=stored_format
@@ -160,7 +162,7 @@ class ModelCost:
             head_parameters=head.num_elements,
             head_bytes=size([head]),
             pair_operations=4 * config.query_size * config.num_layers,
-            kv_bytes_per_token=config.kv_bytes_per_token(dtype),
+            kv_bytes_per_token=config.kv_bytes_per_token(dtype, kv_cache_dtype),
         )
 
     def weight_bytes(self, num_tokens: int) -> int:

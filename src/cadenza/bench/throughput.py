@@ -162,6 +162,7 @@ def measure_throughput(
                 plan.dtype,
                 plan.quantization,
                 loaded.checkpoint.weights.format,
+                kv_cache_dtype=plan.kv_cache_dtype,
             ),
             probe=RooflineProbe(instruments, "int8" if plan.is_quantised else plan.dtype),
             random=random.Random(fitted.seed),  # noqa: S311 - prompts, not secrets
@@ -272,6 +273,7 @@ def _describe(
         "ops": plan.traits.ops,
         "dtype": plan.dtype,
         "quantization": plan.quantization,
+        "kv_cache_dtype": plan.kv_cache_dtype,
         "scheduler": config.scheduler,
         "max_num_seqs": plan.limits.max_num_seqs,
         "max_num_batched_tokens": plan.limits.max_num_batched_tokens,

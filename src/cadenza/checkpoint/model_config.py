@@ -10,6 +10,7 @@ from typing import Literal
 
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.checkpoint.rope_config import RopeConfig
+from cadenza.config import KVCacheDType
 
 MAX_VOCAB_SIZE = 1 << 22
 MAX_WIDTH = 1 << 20
@@ -147,6 +148,12 @@ class ModelConfig:
             return None
         return self.rope if kind.window is None else self.window_rope or self.rope
 
-    def kv_bytes_per_token(self, dtype: WeightDType) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.kv_size * item_bytes(dtype)
+    def kv_bytes_per_token(self, dtype: WeightDType, kv_cache_dtype: KVCacheDType = "auto") -> int:
+        """Bytes of one token's keys and values in all layers, for activations of `dtype`.
+
+        In int8, each key and value of a head has a float32 scale.
+        """
+        head = self.head_dim * item_bytes(dtype)
+        if kv_cache_dtype == "int8":
+            head = self.head_dim + item_bytes("float32")
+        return 2 * self.num_layers * self.num_kv_heads * head

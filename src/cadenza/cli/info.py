@@ -92,6 +92,7 @@ def describe(
             "dtype": plan.dtype,
             "quantization": plan.quantization,
             "activations": _activations(checkpoint, plan),
+            "kv_cache_dtype": plan.kv_cache_dtype,
             "max_num_seqs": limits.max_num_seqs,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "max_num_queued_reqs": limits.max_num_queued_reqs,

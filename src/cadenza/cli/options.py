@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 import typer
 
 from cadenza.backends import BACKENDS, resolve_backend
-from cadenza.config import EngineConfig
+from cadenza.config import EngineConfig, refuse_fp8_kv
 from cadenza.errors import ConfigError
 
 Result = TypeVar("Result")
@@ -99,9 +99,12 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         "(default: main).",
         metavar="NAME",
     ),
-    "dtype": _engine("Type of activations and KV, and of weights that are not quantised."),
+    "dtype": _engine("Type of activations, and of KV and weights that are not quantised."),
     "quantization": _engine(
         "Quantise the weights while they are loaded; activations are then int8 in products."
+    ),
+    "kv_cache_dtype": _engine(
+        "Type of the KV cache: auto is that of the activations, int8 halves bfloat16's memory."
     ),
     "max_model_len": _number(
         "Most tokens of a request, prompt and answer together; auto fits the memory.",
@@ -222,6 +225,8 @@ def build(group: type, given: Mapping[str, Any]) -> Any:
     """
     names = [field.name for field in fields(group) if field.name in given]
     values = {name: given[name] for name in names if given[name] not in (None, [])}
+    if group is EngineConfig:
+        refuse_fp8_kv(values.get("kv_cache_dtype"))
     for name, hint in get_type_hints(group).items():
         allowed = _choices(hint)
         if allowed and name in values and values[name] not in allowed:

@@ -165,6 +165,7 @@ def load_runner(
         ops=config.ops,
         dtype=plan.dtype,
         quantization=plan.quantization,
+        kv_cache_dtype=plan.kv_cache_dtype,
         fill=fill,
         cache_folder=cache_folder(),
     )

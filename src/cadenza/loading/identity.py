@@ -24,6 +24,7 @@ def identify(
         __version__,
         plan.dtype,
         config.quantization,
+        config.kv_cache_dtype,
         repr(plan.limits),
         repr(sorted(checkpoint.eos_token_ids)),
         str(config.seed),

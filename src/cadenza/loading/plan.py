@@ -12,7 +12,13 @@ from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
 from cadenza.checkpoint import Checkpoint, ModelConfig, declare
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.checkpoint.tensor_formats import stored_bytes
-from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, EngineLimits, Quantization
+from cadenza.config import (
+    PAGE_SIZE_UNIT,
+    EngineConfig,
+    EngineLimits,
+    KVCacheDType,
+    Quantization,
+)
 from cadenza.errors import ConfigError
 from cadenza.request import Request
 
@@ -35,6 +41,7 @@ class EnginePlan:
     dtype: WeightDType
     quantization: Quantization = "none"
     scheme: str | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     kv_layout: KVArrangement
     weight_bytes: int
     kv_bytes_per_token: int
@@ -57,13 +64,18 @@ class EnginePlan:
         return self.quantization != "none" or self.scheme is not None
 
     @property
+    def kv_name(self) -> str:
+        """The type of keys and values."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    @property
     def summary(self) -> str:
         """One line for the log."""
         limits, traits = self.limits, self.traits
         return (
             f"{traits.name} with {traits.ops} ops, exactness {traits.exactness}: "
             f"{self.weight_bytes / 1e6:.1f} MB of {self.weights_name} weights, "
-            f"{self.kv_bytes / 1e6:.1f} MB of KV cache, {limits.max_num_seqs} rows, "
+            f"{self.kv_bytes / 1e6:.1f} MB of {self.kv_name} KV cache, {limits.max_num_seqs} rows, "
             f"context of {limits.max_model_len} tokens"
         )
 
@@ -78,9 +90,10 @@ def make_plan(
     """
     dtype = _choose_dtype(config, checkpoint, traits)
     quantization = _choose_quantization(config, checkpoint, traits)
+    kv_cache_dtype = _choose_kv_dtype(config, traits)
     kv_layout = _choose_layout(config, traits)
-    config = replace(config, kv_layout=kv_layout)
-    memory = _memory_of(checkpoint, traits, dtype, quantization)
+    config = replace(config, kv_layout=kv_layout, quantization=quantization)
+    memory = _memory_of(checkpoint, traits, dtype, config)
     left = available_bytes - memory.weight_bytes
     if left <= 0:
         raise ConfigError(
@@ -106,6 +119,7 @@ def make_plan(
         dtype=dtype,
         quantization=quantization,
         scheme=None if checkpoint.scheme is None else checkpoint.scheme.name,
+        kv_cache_dtype=kv_cache_dtype,
         kv_layout=kv_layout,
         weight_bytes=memory.weight_bytes,
         kv_bytes_per_token=per_token,
@@ -180,6 +194,15 @@ def _choose_quantization(
     return config.quantization
 
 
+def _choose_kv_dtype(config: EngineConfig, traits: BackendTraits) -> KVCacheDType:
+    if config.kv_cache_dtype not in traits.kv_cache_dtypes:
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} is not one of "
+            f"{', '.join(traits.kv_cache_dtypes)} on {traits.name}"
+        )
+    return config.kv_cache_dtype
+
+
 def _choose_layout(config: EngineConfig, traits: BackendTraits) -> KVArrangement:
     if config.kv_layout == "auto":
         return traits.kv_layouts[0]
@@ -192,18 +215,17 @@ def _choose_layout(config: EngineConfig, traits: BackendTraits) -> KVArrangement
 
 
 def _memory_of(
-    checkpoint: Checkpoint,
-    traits: BackendTraits,
-    dtype: WeightDType,
-    quantization: Quantization,
+    checkpoint: Checkpoint, traits: BackendTraits, dtype: WeightDType, config: EngineConfig
 ) -> ModelMemory:
     """The model's memory as the backend states it, or as it follows from its arithmetic."""
     if traits.memory is not None:
         return traits.memory[dtype]
     model = checkpoint.config
     return ModelMemory(
-        weight_bytes=stored_bytes(declare(model), dtype, quantization, checkpoint.weights.format),
-        kv_bytes_per_token=model.kv_bytes_per_token(dtype),
+        weight_bytes=stored_bytes(
+            declare(model), dtype, config.quantization, checkpoint.weights.format
+        ),
+        kv_bytes_per_token=model.kv_bytes_per_token(dtype, config.kv_cache_dtype),
         row_bytes=0,
         scratch_bytes=0,
     )

@@ -19,7 +19,7 @@ from cadenza.checkpoint import (
     open_checkpoint,
     write_random_checkpoint,
 )
-from cadenza.config import EngineConfig, EngineLimits, Quantization
+from cadenza.config import EngineConfig, EngineLimits, KVCacheDType, Quantization
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
 from cadenza.loading.build import build_runner, describe_backend, find_configured, plan_model
@@ -44,8 +44,9 @@ MODEL_SAMPLED, RANDOM_SAMPLED = 0.5, 0.8
 
 
 QUANTISED_TOLERANCE: Mapping[Quantization, float] = {"int8": 0.1, "int4": 0.6}
-"""The largest mean difference of log probabilities (nats) from the reference, by the rounding at
-load."""
+KV_TOLERANCE: Mapping[KVCacheDType, float] = {"int8": 0.05}
+"""The largest mean difference of log probabilities (nats) from the reference, by the rounding of
+weights at load and by the type of KV; those of both add up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,7 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
             ops=found.ops,
             dtype=plan.dtype,
             quantization=plan.quantization,
+            kv_cache_dtype=plan.kv_cache_dtype,
             fill=plan.traits.poison,
         )
 
@@ -225,10 +227,12 @@ def _witness(
         max_model_len=plan.limits.max_model_len,
         backends=options.backends,
     )
+    tolerance = KV_TOLERANCE.get(plan.kv_cache_dtype, 0.0)
     if plan.is_quantised:
         # The witness has a checkpoint's own codes; only the activations in int8 differ.
         made = plan.quantization if plan.quantization != "none" else "int8"
-        tolerance = QUANTISED_TOLERANCE[made]
+        tolerance += QUANTISED_TOLERANCE[made]
+    if tolerance:
         yield Witness(reference=reference, make_core=make_core, tolerance=tolerance)
         return
     if plan.dtype == "float32":

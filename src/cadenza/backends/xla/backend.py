@@ -26,10 +26,11 @@ from cadenza.backends.xla.ops.native_library import (
 from cadenza.backends.xla.ops.reference import MAX_TOKENS, ReferenceOps
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.config import Ops, Quantization
+from cadenza.config import KVCacheDType, Ops, Quantization
 
 DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16")
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
+KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "int8")
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -54,6 +55,7 @@ class XlaBackend:
             dtype_for=dict.fromkeys(stored, "float32") if is_reference else stored,
             max_num_batched_tokens=MAX_TOKENS if is_reference else _native_budget(),
             quantizations=QUANTIZATIONS,
+            kv_cache_dtypes=KV_CACHE_DTYPES,
             device_memory_bytes=None if stats is None else stats.get("bytes_limit"),
         )
 
@@ -63,7 +65,9 @@ class XlaBackend:
         described = (*versions, found.platform, found.device_kind)
         if find_ops(ops, found, checkpoint.config) is ReferenceOps:
             return (*described, "reference")
-        return (*described, "native", load_native_library().cpu_isa, digest_of_library())
+        library = load_native_library()
+        isas = (library.cpu_isa, library.cpu_integer_isa)
+        return (*described, "native", *isas, digest_of_library())
 
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         from cadenza.backends.xla.runner import enable_compilation_cache, load_with_ops

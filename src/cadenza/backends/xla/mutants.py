@@ -49,11 +49,15 @@ class RowKeys(ReferenceOps):
 class MultipliedPadding(ReferenceOps):
     """Lanes outside a row's context are multiplied by zero instead of loaded as zero."""
 
-    def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-        lanes = valid[:, :, None, None].astype(pool.keys.dtype)
+    def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> KVPool:
         slots, layer = places
         beyond = (jnp.where(valid, slots, slots.shape[1] - 1), layer)
-        return pool.keys[beyond] * lanes, pool.values[beyond] * lanes
+
+        def load(side: jax.Array) -> jax.Array:
+            lanes = valid.reshape(*valid.shape, *(1,) * (side.ndim - 2))
+            return side[beyond] * lanes.astype(side.dtype)
+
+        return jax.tree.map(load, pool)
 
 
 MUTANTS: dict[str, type[ReferenceOps]] = {

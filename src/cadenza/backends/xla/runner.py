@@ -40,7 +40,7 @@ from cadenza.backends.xla.programs import (
 from cadenza.backends.xla.weights import load_decoder
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
-from cadenza.config import EngineLimits, Quantization
+from cadenza.config import EngineLimits, KVCacheDType, Quantization
 from cadenza.core.step_schema import Int32Array, ModelInputs, StepOutput
 from cadenza.errors import RunnerError
 
@@ -78,8 +78,9 @@ class RunnerOptions:
     """How to load a model onto a device.
 
     Args:
-        dtype: of activations, KV and weights that are not quantised.
+        dtype: of activations, and of KV and weights that are not quantised.
         quantization: how weights are quantised while they are loaded.
+        kv_cache_dtype: the type of KV; auto is `dtype`.
         make_ops: constructs the op table; None selects the default one (`device.find_ops`).
         fill: the initial value of KV slots (tests and `verify` use NaN).
     """
@@ -87,6 +88,7 @@ class RunnerOptions:
     device: str = "auto"
     dtype: str = "float32"
     quantization: Quantization = "none"
+    kv_cache_dtype: KVCacheDType = "auto"
     make_ops: MakeOps | None = None
     fill: float = 0.0
 
@@ -110,6 +112,7 @@ class XlaRunner:
             dtype=jnp.dtype(options.dtype).type,
             page_size=limits.page_size,
             quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
         )
         self._ops = (options.make_ops or find_ops("auto", self._device, model))(self._spec)
         self._buckets = self._ops.token_buckets(limits.max_num_batched_tokens)
@@ -227,6 +230,7 @@ def load_with_ops(
         device=setup.device,
         dtype=setup.dtype,
         quantization=setup.quantization,
+        kv_cache_dtype=setup.kv_cache_dtype,
         make_ops=make_ops,
         fill=setup.fill,
     )

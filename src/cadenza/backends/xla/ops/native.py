@@ -36,8 +36,9 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
 )
 from cadenza.checkpoint.model_config import Activation
-from cadenza.checkpoint.quantised_weight import HostWeight
+from cadenza.checkpoint.quantised_weight import MOST_CODE, HostWeight
 from cadenza.checkpoint.weight_format import WeightFormat, joined, panel_formats
+from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import LogitInputs, specs_of
 
 DECODE_BUCKET = 64
@@ -155,8 +156,10 @@ class NativeOps:
         model = self._model
         head = (model.num_kv_heads, self._spec.page_size, model.head_dim)
         shape = (num_pages, model.num_layers, *head)
+        if self._spec.has_kv_codes:
+            return KVPool(_filled_codes(shape, 255, fill), _filled_codes(shape, 127, fill))
         return KVPool(
-            jnp.full(shape, fill, self._spec.kv_dtype), jnp.full(shape, fill, self._spec.kv_dtype)
+            jnp.full(shape, fill, self._spec.dtype), jnp.full(shape, fill, self._spec.dtype)
         )
 
     def copy_slots(
@@ -167,9 +170,9 @@ class NativeOps:
         def place(slot: jax.Array) -> tuple[jax.Array, ...]:
             return slot // page_size, zero, zero, slot % page_size, zero
 
-        def copy(side: jax.Array) -> jax.Array:  # [pages, layers, Hkv, page_size, D]
-            _, layers, heads, _, head_dim = side.shape
-            shape = (1, layers, heads, count, head_dim)
+        def copy(side: jax.Array) -> jax.Array:  # [pages, layers, Hkv, page_size, ·]
+            _, layers, heads, _, width = side.shape
+            shape = (1, layers, heads, count, width)
             slots = jax.lax.dynamic_slice(side, place(source), shape)
             return jax.lax.dynamic_update_slice(side, slots, place(destination))
 
@@ -341,6 +344,18 @@ class NativeOps:
         program = NativeProgram(self._library)
         record = program.call(name, results, aliases)
         return lambda *operands, **attributes: program.emit(record(*operands, **attributes))
+
+
+def _filled_codes(shape: tuple[int, ...], code: int, fill: float) -> jax.Array:
+    """A pool of KV in int8 [..., page_size, D + 4], in the layout of `csrc/core/kv_codes.h`.
+
+    Each element is `fill`: the largest code, stored as `code`, with a scale.
+    """
+    *pages, page_size, head_dim = shape
+    scales = np.full(PAGE_SIZE_UNIT, fill / MOST_CODE, np.float32).view(np.uint8)
+    block = np.concatenate([np.full(PAGE_SIZE_UNIT * head_dim, code, np.uint8), scales])
+    blocks = jnp.broadcast_to(block, (*pages, page_size // PAGE_SIZE_UNIT, len(block)))
+    return blocks.reshape(*pages, page_size, head_dim + np.dtype(np.float32).itemsize)
 
 
 def _columns(logits: LogitInputs[jax.Array]) -> jax.Array:

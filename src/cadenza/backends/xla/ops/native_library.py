@@ -302,9 +302,10 @@ def has_native_library() -> bool:
 
 
 def faulty_library_path() -> Path:
-    """Where `make -C csrc faults` writes the library with faults for the ISA in use."""
+    """Where `make -C csrc faults` writes the library with faults for the ISAs in use."""
     folder = Path(__file__).resolve().parents[5] / "csrc" / "build" / "native" / "faults"
-    return folder / f"{load_native_library().cpu_isa}.so"
+    library = load_native_library()
+    return folder / f"{library.cpu_isa}-{library.cpu_integer_isa}.so"
 
 
 @functools.cache

@@ -106,8 +106,15 @@ def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     wide = x.astype(jnp.float32)
     padded = jnp.pad(wide, ((0, 0), (0, -x.shape[1] % GROUP)))
-    groups = padded.reshape(len(x), -1, GROUP)
-    largest = jnp.max(jnp.abs(groups), axis=-1)  # [T, G]; NaN propagates
+    return quantise_groups(padded.reshape(len(x), -1, GROUP))
+
+
+def quantise_groups(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Codes int8 [..., n] and scales float32 [...] of groups of n elements [..., n] in float32.
+
+    A group that is not finite has codes 0 and a NaN scale.
+    """
+    largest = jnp.max(jnp.abs(groups), axis=-1)  # NaN propagates
     is_finite = jnp.isfinite(largest)
     is_used = is_finite & (largest >= SMALLEST_LARGEST)
     inverse = jnp.where(is_used, MOST_CODE / jnp.where(is_used, largest, 1.0), 0.0)

@@ -20,6 +20,13 @@ from cadenza.backends.xla.ops.experts import (
     grouped_gated_linear,
     grouped_linear,
 )
+from cadenza.backends.xla.ops.kv_codes import (
+    CodedHeads,
+    code_scores,
+    encode_heads,
+    filled_heads,
+    sum_code_values,
+)
 from cadenza.backends.xla.ops.quantised import (
     are_codes,
     as_floats,
@@ -64,7 +71,9 @@ _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 class ReferenceOps:
-    """Implements `OpTable`. Weights have the checkpoint's layout; KV is [slots, layers, Hkv, D]."""
+    """Implements `OpTable`. Weights have the checkpoint's layout; KV is [slots, layers, Hkv, D], in
+    int8 with scales [slots, layers, Hkv].
+    """
 
     name = "reference"
 
@@ -138,8 +147,10 @@ class ReferenceOps:
         slots = num_pages * self._spec.page_size
         model = self._model
         shape = (slots, model.num_layers, model.num_kv_heads, model.head_dim)
-        pool = jnp.full(shape, fill, self._spec.kv_dtype)
-        return KVPool(pool, jnp.full(shape, fill, self._spec.kv_dtype))
+        if self._spec.has_kv_codes:
+            return KVPool(filled_heads(shape, fill), filled_heads(shape, fill))
+        pool = jnp.full(shape, fill, self._spec.dtype)
+        return KVPool(pool, jnp.full(shape, fill, self._spec.dtype))
 
     def copy_slots(
         self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
@@ -148,7 +159,7 @@ class ReferenceOps:
             slots = jax.lax.dynamic_slice_in_dim(side, source, count)
             return jax.lax.dynamic_update_slice_in_dim(side, slots, destination, 0)
 
-        return KVPool(copy(pool.keys), copy(pool.values))
+        return jax.tree.map(copy, pool)
 
     def compute(self, decode: Callable[[OpTable], Any]) -> Any:
         return decode(self)
@@ -237,10 +248,11 @@ class ReferenceOps:
             query = norm_heads(query, query_norm, model.rms_norm_eps)
             key = norm_heads(key, key_norm, model.rms_norm_eps)
         turns = factors.rope[step.tokens.positions]  # [T, rotary_dim]
-        query = rotate(query, turns).astype(self._spec.kv_dtype)
-        key = rotate(key, turns).astype(self._spec.kv_dtype)
-        value = value.astype(self._spec.kv_dtype)
+        query, key = rotate(query, turns), rotate(key, turns)
+        key, value = key.astype(self._spec.dtype), value.astype(self._spec.dtype)
         pool = _append(pool, key, value, (step.tokens.slots, layer.index))
+        if not self._spec.has_kv_codes:
+            query = query.astype(self._spec.dtype)
         grouped = query.reshape(len(qkv), model.num_kv_heads, -1, model.head_dim)
         out = self._attend(grouped, pool, step, layer)
         return out.reshape(len(qkv), -1).astype(self._spec.dtype), pool
@@ -298,10 +310,16 @@ class ReferenceOps:
         pages = step.page_table[step.token_rows[:, None], index]  # [T, B]
         return jnp.where(valid, pages * size + positions % size, 0)
 
-    def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [T, B, Hkv, D] at slots [T, B]; 0 for lanes that are not valid."""
-        lanes = valid[:, :, None, None]
-        return jnp.where(lanes, pool.keys[places], 0), jnp.where(lanes, pool.values[places], 0)
+    def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> KVPool:
+        """Keys and values [T, B, Hkv, D], or codes, at slots [T, B]; 0 for lanes that are not
+        valid.
+        """
+
+        def load(side: jax.Array) -> jax.Array:
+            lanes = valid.reshape(*valid.shape, *(1,) * (side.ndim - 2))
+            return jnp.where(lanes, side[places], jnp.zeros((), side.dtype))
+
+        return jax.tree.map(load, pool)
 
     def _attend_block(
         self,
@@ -313,8 +331,8 @@ class ReferenceOps:
     ) -> tuple[jax.Array, ...]:
         """One block of the online softmax; leaves tokens without a valid lane unchanged."""
         maximum, total, out = state
-        keys, values = self._load(pool, places, valid)  # [T, B, Hkv, D]
-        scores = _einsum("tkgd,tbkd->tkgb", query, keys) * self._spec.attention_scale
+        loaded = self._load(pool, places, valid)
+        scores = self._scores(query, loaded) * self._spec.attention_scale
         if self._model.attention_soft_cap is not None:
             scores = soft_cap(scores, self._model.attention_soft_cap)
         mask = valid[:, None, None, :]
@@ -323,13 +341,25 @@ class ReferenceOps:
         weights = jnp.where(mask, jnp.exp(scores - new_maximum[..., None]), 0.0)  # [T, Hkv, G, B]
         shrink = jnp.where(maximum == -jnp.inf, 0.0, jnp.exp(maximum - new_maximum))
         new_total = total * shrink + jnp.sum(weights, axis=-1)
-        new_out = out * shrink[..., None] + _einsum("tkgb,tbkd->tkgd", weights, values)
+        new_out = out * shrink[..., None] + self._weighted_values(weights, loaded)
         touched = jnp.any(valid, axis=1)[:, None, None]
         return (
             jnp.where(touched, new_maximum, maximum),
             jnp.where(touched, new_total, total),
             jnp.where(touched[..., None], new_out, out),
         )
+
+    def _scores(self, query: jax.Array, loaded: KVPool) -> jax.Array:
+        """Products of queries and keys: [T, Hkv, G, B]."""
+        if self._spec.has_kv_codes:
+            return code_scores(query, loaded.keys)
+        return _einsum("tkgd,tbkd->tkgb", query, loaded.keys)
+
+    def _weighted_values(self, weights: jax.Array, loaded: KVPool) -> jax.Array:
+        """Sums of values: [T, Hkv, G, D]."""
+        if self._spec.has_kv_codes:
+            return sum_code_values(weights, loaded.values)
+        return _einsum("tkgb,tbkd->tkgd", weights, loaded.values)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -367,11 +397,15 @@ def rotate(heads: jax.Array, factors: jax.Array) -> jax.Array:
 def _append(pool: KVPool, key: jax.Array, value: jax.Array, places: Places) -> KVPool:
     """Writes key and value [T, Hkv, D] to their slots [T]; padding (slot -1) is skipped."""
     slots, layer = places
-    slots = jnp.where(slots >= 0, slots, pool.keys.shape[0])
-    return KVPool(
-        pool.keys.at[slots, layer].set(key, mode="drop"),
-        pool.values.at[slots, layer].set(value, mode="drop"),
-    )
+    slots = jnp.where(slots >= 0, slots, len(jax.tree.leaves(pool)[0]))
+    new = KVPool(key, value)
+    if isinstance(pool.keys, CodedHeads):
+        new = KVPool(encode_heads(key), encode_heads(value))
+
+    def write(side: jax.Array, rows: jax.Array) -> jax.Array:
+        return side.at[slots, layer].set(rows, mode="drop")
+
+    return jax.tree.map(write, pool, new)
 
 
 def _as(format: WeightFormat, parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -22,7 +22,7 @@ from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.quantised_weight import HostWeight
 from cadenza.checkpoint.tensor_formats import format_of
 from cadenza.checkpoint.weight_format import FLOAT_FORMATS, WeightFormat
-from cadenza.config import Quantization
+from cadenza.config import KVCacheDType, Quantization
 from cadenza.core.step_schema import LogitInputs, RowInputs, TokenInputs, specs_of
 
 NUM_TOP = 20
@@ -39,16 +39,18 @@ STATE_NOT_FINITE, STATE_CHOSEN, STATE_NONE_ALLOWED = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """The constants of an op table. `dtype` is the type of activations and KV."""
+    """The constants of an op table. `dtype` is the type of activations, and of KV that is auto."""
 
     model: ModelConfig
     dtype: Any
     page_size: int
     quantization: Quantization = "none"
+    kv_cache_dtype: KVCacheDType = "auto"
 
     @property
-    def kv_dtype(self) -> Any:
-        return self.dtype
+    def has_kv_codes(self) -> bool:
+        """Whether KV is int8 codes with a scale for each key and value of a head."""
+        return self.kv_cache_dtype == "int8"
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -111,8 +113,8 @@ class AttendingLayer:
 
 
 class KVPool(NamedTuple):
-    """The KV pages of all layers. Pages follow one another along the first axis; the op table
-    chooses the rest of the layout.
+    """The KV pages of all layers: an array each, or a tree of them. Pages follow one another along
+    the first axis; the op table chooses the rest of the layout.
     """
 
     keys: Any
