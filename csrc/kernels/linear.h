@@ -11,14 +11,25 @@
 
 namespace cadenza::CADENZA_ISA {
 
+// What a weight's elements T say about its products: the type of the activations, the format of
+// the packed weight and the most rows of a register tile. Others: kernels/float8.h.
+template <class T>
+struct WeightTraits {
+  using Act = T;
+  static constexpr WeightFormat kFormat = kStep<T> == 2 ? WeightFormat::kBf16 : WeightFormat::kF32;
+  static constexpr int kTileRows = kMaxRows;
+};
+
+// Bytes of a panel for one step of K.
+template <class T>
+constexpr int64_t kStepBytes = kPanel * kStep<T> * int64_t(sizeof(T));
+
 // The operands of one panel's product.
 template <class T>
 struct PanelProduct {
   const Input<T>* x;
   const T* w;  // the panel
   int64_t k;
-  int64_t steps() const { return ceil_div(k, kStep<T>); }
-  bool has_odd_tail() const { return k % kStep<T> != 0; }
 };
 
 constexpr int kPanelVecs = kPanel / kLanes;
@@ -29,32 +40,42 @@ constexpr int64_t kPrefetchDistance = 8192;
 // KV competes with the weights: 16 rows took 5 % longer on avx512_bf16.
 constexpr int64_t kMinTilesToPrefetchKv = 3;
 
-// Reduces MR rows and NR consecutive column vectors of a panel over K.
+// Reduces MR rows, from x on, and NR column vectors, from w on, over `count` elements of K.
 template <class T, int MR, int NR>
-[[gnu::always_inline]] inline void reduce_columns(Vec (&acc)[MR][NR],
-                                                  const PanelProduct<T>& product, int64_t row,
-                                                  int column, SpreadPrefetch prefetch,
-                                                  UpcomingBlocks* upcoming) {
+[[gnu::always_inline]] inline void reduce_run(Vec (&acc)[MR][NR], const Input<T>* x,
+                                              int64_t row_stride, const T* first_w, int64_t count,
+                                              SpreadPrefetch prefetch, UpcomingBlocks* upcoming) {
   constexpr int64_t kStride = kPanel * kStep<T>;
-  const Input<T>* x = product.x + row * product.k;
   const T* w[NR];
-  for (int j = 0; j < NR; j++) w[j] = product.w + (column + j * kLanes) * kStep<T>;
+  for (int j = 0; j < NR; j++) w[j] = first_w + j * kLanes * kStep<T>;
   clear(acc);
-  int64_t whole = product.k / kStep<T>;
+  int64_t whole = count / kStep<T>;
   if (upcoming != nullptr) {
-    accumulate<T, MR, NR>(acc, x, product.k, whole, w, kStride, prefetch, nullptr, upcoming);
+    accumulate<T, MR, NR>(acc, x, row_stride, whole, w, kStride, prefetch, nullptr, upcoming);
   } else {
-    accumulate<T, MR, NR>(acc, x, product.k, whole, w, kStride, prefetch);
+    accumulate<T, MR, NR>(acc, x, row_stride, whole, w, kStride, prefetch);
   }
-  if (!product.has_odd_tail()) return;
+  if (count % kStep<T> == 0) return;
   for (int j = 0; j < NR; j++) {
     auto weight = Elem<T>::template weight<0>(w[j] + whole * kStride);
     for (int i = 0; i < MR; i++) {
-      auto last = Elem<T>::broadcast_last(x + i * product.k + whole * kStep<T>);
+      auto last = Elem<T>::broadcast_last(x + i * row_stride + whole * kStep<T>);
       acc[i][j] = Elem<T>::multiply_add(acc[i][j], weight, last);
     }
   }
 }
+
+// Reduces MR rows and NR consecutive column vectors of a panel over K.
+template <class T>
+struct Reduction {
+  template <int MR, int NR>
+  [[gnu::always_inline]] static void columns(Vec (&acc)[MR][NR], const PanelProduct<T>& product,
+                                             int64_t row, int column, SpreadPrefetch prefetch,
+                                             UpcomingBlocks* upcoming) {
+    reduce_run<T, MR, NR>(acc, product.x + row * product.k, product.k,
+                          product.w + column * kStep<T>, product.k, prefetch, upcoming);
+  }
+};
 
 // Computes MR rows of a panel and calls epilogue(row, columns) for each row.
 template <class T, int MR, class Epilogue>
@@ -63,11 +84,11 @@ template <class T, int MR, class Epilogue>
                                 const Epilogue& epilogue) {
   Vec acc[MR][kPanelVecs];
   if constexpr (tile_vecs<MR>(kPanelVecs) == kPanelVecs) {
-    reduce_columns<T, MR, kPanelVecs>(acc, product, row, 0, prefetch, upcoming);
+    Reduction<T>::columns(acc, product, row, 0, prefetch, upcoming);
   } else {
     for (int j = 0; j < kPanelVecs; j++) {
       Vec part[MR][1];
-      reduce_columns<T, MR, 1>(part, product, row, j * kLanes, prefetch, upcoming);
+      Reduction<T>::columns(part, product, row, j * kLanes, prefetch, upcoming);
       for (int i = 0; i < MR; i++) acc[i][j] = part[i][0];
     }
   }
@@ -112,7 +133,7 @@ class InputRows {
   float* widened_ = nullptr;
 };
 
-// Computes units [begin, end). Rows are divided evenly into tiles of at most kMaxRows, and tiles
+// Computes units [begin, end). Rows are divided evenly into tiles of at most kTileRows, and tiles
 // into row blocks. A unit with one row tile prefetches its own panel ahead. A unit with
 // several prefetches the next panel, spread evenly over the tiles; the last unit of the thread's
 // share prefetches the next weight's first panel instead.
@@ -121,12 +142,14 @@ inline void run_panels(const void* x, const void* w, const Grid& grid, int64_t b
                        Worker& worker, const MakeEpilogue& make_epilogue) {
   const int64_t rows = grid.rows;
   PanelProduct<T> product{nullptr, nullptr, grid.k};
-  InputRows<T> inputs(x, grid.k, worker.arena);
-  const int64_t panel_size = product.steps() * kPanel * kStep<T>;
-  const int64_t tiles = ceil_div(rows, kMaxRows);
+  InputRows<typename WeightTraits<T>::Act> inputs(x, grid.k, worker.arena);
+  const int64_t bytes = panel_bytes(WeightTraits<T>::kFormat, grid.k);
+  constexpr int kTileRows = WeightTraits<T>::kTileRows;
+  const int64_t tiles = ceil_div(rows, kTileRows);
   for (int64_t unit = begin; unit < end; unit++) {
     int64_t panel = unit % grid.panels, block = unit / grid.panels;
-    product.w = static_cast<const T*>(w) + panel * panel_size;
+    const char* own = static_cast<const char*>(w) + panel * bytes;
+    product.w = reinterpret_cast<const T*>(own);
     auto epilogue = make_epilogue(panel);
     int64_t first_tile = block * tiles / grid.row_blocks;
     int64_t last_tile = (block + 1) * tiles / grid.row_blocks;
@@ -134,22 +157,22 @@ inline void run_panels(const void* x, const void* w, const Grid& grid, int64_t b
     SpreadPrefetch prefetch;
     int64_t count = last_tile - first_tile;
     if (count == 1) {
-      prefetch = {reinterpret_cast<const char*>(product.w) + kPrefetchDistance, 128};
+      prefetch = {own + kPrefetchDistance, kStepBytes<T>};
     } else if (unit + 1 == worker.share_end) {
-      if (!worker.prefetch.empty()) prefetch = {worker.prefetch.at, 128 / count};
-      worker.prefetch.at += panel_size * int64_t(sizeof(T));
+      if (!worker.prefetch.empty()) prefetch = {worker.prefetch.at, kStepBytes<T> / count};
+      worker.prefetch.at += bytes;
     } else if (panel + 1 < grid.panels) {
-      prefetch = {reinterpret_cast<const char*>(product.w + panel_size), 128 / count};
+      prefetch = {own + bytes, kStepBytes<T> / count};
     }
     UpcomingBlocks* upcoming = count >= kMinTilesToPrefetchKv ? &worker.upcoming : nullptr;
     const char* start = prefetch.at;
     for (int64_t tile = first_tile; tile < last_tile; tile++) {
       int64_t row = tile * rows / tiles, next = (tile + 1) * rows / tiles;
-      with_count<kMaxRows>(int(next - row), [&](auto n) {
+      with_count<kTileRows>(int(next - row), [&](auto n) {
         row_tile<T, decltype(n)::value>(product, row, prefetch, upcoming, epilogue);
       });
       if (prefetch.bytes_per_step != 0) {
-        prefetch.at = start + (tile + 1 - first_tile) * panel_size * int64_t(sizeof(T)) / count;
+        prefetch.at = start + (tile + 1 - first_tile) * bytes / count;
       }
     }
   }
@@ -160,11 +183,11 @@ template <class T>
 struct FloatProduct {
   // Row `row` of activations [rows, K].
   static const void* row(const void* x, int64_t row, int64_t k) {
-    return static_cast<const T*>(x) + row * k;
+    return static_cast<const typename WeightTraits<T>::Act*>(x) + row * k;
   }
   // The packed weight of one expert.
   static const void* expert(const void* w, int64_t expert, int64_t panels, int64_t k) {
-    return static_cast<const T*>(w) + expert * panels * ceil_div(k, kStep<T>) * kPanel * kStep<T>;
+    return static_cast<const char*>(w) + expert * panels * panel_bytes(WeightTraits<T>::kFormat, k);
   }
   template <class MakeEpilogue>
   static void run(const void* x, const void* w, const Grid& grid, int64_t begin, int64_t end,
