@@ -51,6 +51,16 @@ struct GroupedLinearUnits {
   ExpertGroups experts;
 };
 
+// The products of e4m3 weights, indexed by the activations' DType.
+struct Float8Kernels {
+  int max_rows;  // rows of one register tile
+  UnitFn linear[2];
+  UnitFn gated[2];
+  UnitFn logits[2];
+  UnitFn grouped_gated[2];
+  UnitFn grouped_linear[2];
+};
+
 struct KernelTable {
   const char* isa;
   int max_rows;  // rows of one register tile
@@ -69,6 +79,7 @@ struct KernelTable {
   UnitFn grouped_linear[2];
   UnitFn read;  // read and multiply only measure the roofline
   UnitFn multiply[2];
+  Float8Kernels float8;
 };
 
 // The kernels of quantised products and of attention over KV in int8, whose ISA is selected on its

@@ -4,6 +4,11 @@ namespace cadenza {
 
 ProductKernels product_kernels(const Runtime& runtime, ProductTypes types) {
   const int weight = index_of(types.weight), act = index_of(types.activation);
+  if (types.weight == WeightFormat::kFloat8) {
+    const Float8Kernels& table = runtime.kernels.float8;
+    return {table.max_rows,    table.linear[act],        table.gated[act],
+            table.logits[act], table.grouped_gated[act], table.grouped_linear[act]};
+  }
   if (!is_quantised(types.weight)) {
     const KernelTable& table = runtime.kernels;
     return {table.max_rows,       table.linear[weight],        table.gated[weight],

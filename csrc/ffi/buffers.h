@@ -65,13 +65,15 @@ inline int64_t true_count(const Any& count, int64_t padded) {
 // The format of a packed weight by its element type: one of codes is u8.
 inline WeightFormat weight_format(const Any& weight) {
   if (weight.element_type() == ffi::U8) return WeightFormat::kCodes;
+  if (weight.element_type() == ffi::F8E4M3FN) return WeightFormat::kFloat8;
   return format_of(element_type(weight));
 }
 
 // The types of a product of activations x and a packed weight.
 inline ProductTypes product_types(const Any& x, const Any& weight) {
   ProductTypes types{weight_format(weight), element_type(x)};
-  require(is_quantised(types.weight) || types.weight == format_of(types.activation),
+  const bool is_like_activations = types.weight <= WeightFormat::kF32;
+  require(!is_like_activations || types.weight == format_of(types.activation),
           "weight and activation types differ");
   return types;
 }
@@ -86,14 +88,21 @@ inline bool is_packed_codes(const Any& weight, size_t first, int64_t columns, in
          header.num_bytes() == bytes;
 }
 
+// Steps of a packed weight of floats; e4m3 weights have their scales in steps too.
+inline int64_t num_steps(WeightFormat format, int64_t k) {
+  if (format == WeightFormat::kFloat8) return panel_bytes(format, k) / kFloat8StepBytes;
+  return format == WeightFormat::kBf16 ? ceil_div(k, 2) : k;
+}
+
 // Whether the axes from `first` on are those of a packed weight: [panels, steps, 32, step], or [bytes]
 // for one of codes.
 inline bool is_packed(const Any& weight, size_t first, int64_t columns, int64_t k) {
   if (is_quantised(weight_format(weight))) return is_packed_codes(weight, first, columns, k);
-  int64_t step = weight_format(weight) == WeightFormat::kBf16 ? 2 : 1;
+  const WeightFormat format = weight_format(weight);
+  int64_t step = format == WeightFormat::kF32 ? 1 : 2;
   return weight.dimensions().size() == first + 4 &&
          dim(weight, first) == ceil_div(columns, kPanel) &&
-         dim(weight, first + 1) == ceil_div(k, step) && dim(weight, first + 2) == kPanel &&
+         dim(weight, first + 1) == num_steps(format, k) && dim(weight, first + 2) == kPanel &&
          dim(weight, first + 3) == step;
 }
 

@@ -5,6 +5,7 @@
 
 #include "core/code_format.h"
 #include "core/faults.h"
+#include "core/float8.h"
 #include "core/isa.h"
 #include "core/logit_rows.h"
 #include "core/pack.h"
@@ -121,6 +122,21 @@ CADENZA_EXPORT const char* cadenza_pack_quantised(int num_sources, const Cadenza
                               each.paired_heads});
     }
     cadenza::pack_quantised(cadenza::executor(), task);
+  });
+}
+
+// Source i is e4m3 codes [rows[i], k] at codes[i], with a row stride of strides[i] bytes, and their
+// f32 scales [rows[i], blocks of k].
+CADENZA_EXPORT const char* cadenza_pack_float8(int num_sources, const uint8_t* const* codes,
+                                               const float* const* scales, const int64_t* rows,
+                                               const int64_t* strides, int64_t k, void* packed,
+                                               int gated) {
+  return guarded([&] {
+    cadenza::Float8PackTask task{{}, k, static_cast<uint8_t*>(packed), gated != 0};
+    for (int i = 0; i < num_sources; i++) {
+      task.sources.push_back({codes[i], rows[i], strides[i], scales[i]});
+    }
+    cadenza::pack_float8(cadenza::executor(), task);
   });
 }
 

@@ -24,6 +24,7 @@ ffi::Error embed_call(Any token_ids, Any table, Any count, AnyResult out, int64_
     task.token_ids = int32(token_ids);
     task.table = table.untyped_data();
     WeightFormat format = weight_format(table);
+    require(format != WeightFormat::kFloat8, "the embedding has no kernel for float8 weights");
     task.packed = is_quantised(format) || table.dimensions().size() > 2;
     task.scale = scale;
     task.out = static_cast<float*>(out->untyped_data());

@@ -3,6 +3,7 @@
 
 #include "kernels/attention_float.h"
 #include "kernels/experts.h"
+#include "kernels/float8.h"
 #include "kernels/linear.h"
 #include "kernels/norm.h"
 #include "kernels/roofline.h"
@@ -29,7 +30,8 @@ constexpr KernelTable make_table(const char* isa) {
           {grouped_gated_units<Bf16, bf16>, grouped_gated_units<F32, float>},
           {grouped_linear_units<Bf16, bf16>, grouped_linear_units<F32, float>},
           read_units,
-          {multiply_units<bf16>, multiply_units<float>}};
+          {multiply_units<bf16>, multiply_units<float>},
+          make_float8_kernels()};
 }
 
 }  // namespace cadenza::CADENZA_ISA

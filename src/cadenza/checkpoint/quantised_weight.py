@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.checkpoint.float8_weight import Float8Weight
 from cadenza.checkpoint.weight_format import (
     GROUP,
     HALF_GROUP,
@@ -157,8 +158,10 @@ class CodedWeight(Protocol):
     ) -> npt.NDArray[Any]: ...
 
 
-HostWeight = npt.NDArray[Any] | CodedWeight
-"""A weight [N, K] as it is loaded: floats, or codes."""
+FloatsOrCodes = npt.NDArray[Any] | CodedWeight
+
+HostWeight = FloatsOrCodes | Float8Weight
+"""A weight [N, K] as it is loaded."""
 
 
 def quantise_int8(weight: npt.NDArray[Any]) -> QuantisedWeight:

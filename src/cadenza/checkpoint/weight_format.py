@@ -21,6 +21,8 @@ ScaleType = Literal["float16", "float32", "nested"]
 
 NESTED = 256
 
+FLOAT8_BLOCK = 128
+
 Correction = Literal["zero_point", "offset"]
 """Of codes without sign: an integer that is subtracted from the codes of a group, or a number that
 is added to the products of its codes and its scale."""
@@ -35,6 +37,8 @@ class WeightFormat:
         group: consecutive elements of the last axis that have one scale; None for floats.
         scale: the type of scales and offsets.
         correction: what a group has beside its scale; a zero point is a byte.
+        block: consecutive elements of the last axis that have one float32 scale, of floats of 8
+            bits; None for others.
     """
 
     name: str
@@ -42,9 +46,11 @@ class WeightFormat:
     group: int | None = None
     scale: ScaleType = "float16"
     correction: Correction | None = None
+    block: int | None = None
 
     @property
     def is_quantised(self) -> bool:
+        """Whether the elements are integer codes, for which activations are rounded too."""
         return self.group is not None
 
     @property
@@ -58,7 +64,8 @@ class WeightFormat:
         """Bytes of a tensor [..., K]; its last `GROUP` elements are complete."""
         *rows, columns = shape
         if self.group is None:
-            return math.prod(shape) * self.bits // 8
+            blocks = 0 if self.block is None else -(-columns // self.block)
+            return math.prod(shape) * self.bits // 8 + math.prod(rows) * blocks * 4
         groups = -(-columns // GROUP) * (GROUP // self.group)
         return math.prod(rows) * groups * (self.group * self.bits + self.group_bits) // 8
 
@@ -95,6 +102,11 @@ INT8 = code_format(8)
 
 INT4 = code_format(4, correction="zero_point")
 """Codes from 0 to 15 with a float16 scale and an integer zero point of a byte for each group."""
+
+
+FLOAT8 = WeightFormat(name="float8", bits=8, block=FLOAT8_BLOCK)
+"""float8_e4m3fn with a float32 scale for each row and block, multiplied by activations as they
+are."""
 
 
 PANEL = 32

@@ -12,9 +12,11 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
+from cadenza.backends.xla.ops.float8 import float8_product
 from cadenza.backends.xla.ops.quantised import quantised_product
 from cadenza.backends.xla.ops.table import ExpertChoice, Linear
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.weight_format import FLOAT8
 
 Activate = Callable[[jax.Array], jax.Array]
 
@@ -85,14 +87,17 @@ def _num_experts(weight: Linear) -> int:
 def _num_out(weight: Linear) -> int:
     if weight.format.is_quantised:
         return sum(part.codes.shape[1] for part in weight.weight)
+    if weight.format == FLOAT8:
+        return weight.weight.codes.shape[1]
     return weight.weight.shape[1]
 
 
 def _expert_product(x: jax.Array, weight: Linear, expert: jax.Array) -> jax.Array:
     """x [T, A or 1, K] times the transposed weight of one expert: float32 [T, A or 1, N]."""
     own = jax.tree.map(lambda each: each[expert], weight.weight)
-    if weight.format.is_quantised:
-        y = quantised_product(x.reshape(-1, x.shape[-1]), own)
+    if weight.format.is_quantised or weight.format == FLOAT8:
+        product = quantised_product if weight.format.is_quantised else float8_product
+        y = product(x.reshape(-1, x.shape[-1]), own)
         return y.reshape(*x.shape[:2], -1)
     return jnp.einsum("tak,nk->tan", x, own, precision=_HIGHEST, preferred_element_type=jnp.float32)
 

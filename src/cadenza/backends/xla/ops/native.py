@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.ops.experts import Routing
+from cadenza.backends.xla.ops.float8 import are_float8
 from cadenza.backends.xla.ops.native_library import (
     NativeLibrary,
+    float8_shape,
     load_native_library,
     packed_bytes,
     packed_shape,
@@ -37,7 +39,7 @@ from cadenza.backends.xla.ops.table import (
 )
 from cadenza.checkpoint.model_config import Activation
 from cadenza.checkpoint.quantised_weight import MOST_CODE, HostWeight
-from cadenza.checkpoint.weight_format import WeightFormat, joined, panel_formats
+from cadenza.checkpoint.weight_format import FLOAT8, WeightFormat, joined, panel_formats
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import LogitInputs, specs_of
 
@@ -114,6 +116,8 @@ class NativeOps:
         is_gated: bool = False,
     ) -> tuple[npt.NDArray[Any], WeightFormat]:
         """The packed weights [X, ...] of experts with equal parts, and the format of the first."""
+        if all(are_float8(parts) for parts in experts):
+            return self._pack_float8(experts, is_gated=is_gated), FLOAT8
         format = format or self._spec.weight_format
         held = [as_operand(parts, format) for parts in experts]
         if not all(are_codes(parts, format) for parts in held):
@@ -150,6 +154,15 @@ class NativeOps:
         packed = self._memory.empty((len(experts), *shape), dtype)
         for place, each in zip(packed, experts, strict=True):
             self._library.pack(each, place, is_gated=is_gated)
+        return packed
+
+    def _pack_float8(self, experts: Sequence[Sequence[Any]], *, is_gated: bool) -> npt.NDArray[Any]:
+        parts = experts[0]
+        num_columns = len(parts[0]) if is_gated else sum(map(len, parts))
+        shape = float8_shape(num_columns, parts[0].shape[1], is_gated=is_gated)
+        packed = self._memory.empty((len(experts), *shape), jnp.float8_e4m3fn)
+        for place, each in zip(packed, experts, strict=True):
+            self._library.pack_float8(each, place, is_gated=is_gated)
         return packed
 
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:

@@ -29,7 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.checkpoint.block_weight import BlockWeight
-from cadenza.checkpoint.quantised_weight import HostWeight
+from cadenza.checkpoint.float8_weight import BLOCK, Float8Weight
+from cadenza.checkpoint.quantised_weight import FloatsOrCodes
 from cadenza.checkpoint.weight_format import PANEL, Correction, ScaleType, WeightFormat
 from cadenza.core.step_schema import LogitInputs, specs_of
 from cadenza.errors import ConfigError
@@ -37,6 +38,9 @@ from cadenza.errors import ConfigError
 LIBRARY_NAME = "_native.dylib" if sys.platform == "darwin" else "_native.so"
 
 _GATED_PANEL = PANEL // 2
+_STEPS_OF_SCALES = 2
+"""The float32 scales of a block take as many bytes as two steps of its codes."""
+
 _DTYPE_CODES = {
     np.dtype(ml_dtypes.bfloat16): 0,
     np.dtype(np.float32): 1,
@@ -133,7 +137,7 @@ class NativeLibrary:
     def pack_quantised(
         self,
         targets: Sequence[WeightFormat],
-        sources: Sequence[HostWeight],
+        sources: Sequence[FloatsOrCodes],
         packed: npt.NDArray[np.uint8],
         *,
         is_gated: bool = False,
@@ -194,6 +198,36 @@ class NativeLibrary:
             raise ConfigError(f"there are no kernels for weights in {format.name}")
         return code
 
+    def pack_float8(
+        self,
+        sources: Sequence[Float8Weight],
+        packed: npt.NDArray[Any],
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        """As `pack`: `packed` has `float8_shape`."""
+        reduction = sources[0].shape[1]
+        num_columns = len(sources[0]) if is_gated else sum(map(len, sources))
+        wanted = float8_shape(num_columns, reduction, is_gated=is_gated)
+        if packed.shape != wanted or not packed.flags.c_contiguous:
+            raise ConfigError(f"weights that pack to {wanted} do not fit {packed.shape}")
+        codes = [each.codes for each in sources]
+        scales = [np.ascontiguousarray(each.scales) for each in sources]
+        _check_sources(codes, reduction)
+        count = len(sources)
+        error = self.handle.cadenza_pack_float8(
+            count,
+            (ctypes.c_void_p * count)(*map(_address, codes)),
+            (ctypes.c_void_p * count)(*map(_address, scales)),
+            (ctypes.c_int64 * count)(*map(len, codes)),
+            (ctypes.c_int64 * count)(*(each.strides[0] for each in codes)),
+            reduction,
+            packed.ctypes.data,
+            is_gated,
+        )
+        if error is not None:
+            raise ConfigError(error.decode())
+
 
 class _CodeSource(ctypes.Structure):
     """As `CadenzaCodeSource` of csrc/ffi/c_api.cpp."""
@@ -224,7 +258,7 @@ class _CodeArrays:
     corrections: npt.NDArray[Any] | None = None
 
     @classmethod
-    def of(cls, source: HostWeight) -> "_CodeArrays":
+    def of(cls, source: FloatsOrCodes) -> "_CodeArrays":
         if isinstance(source, np.ndarray):
             return cls(rows=source)
         if isinstance(source, BlockWeight):
@@ -275,6 +309,14 @@ def packed_bytes(
         panels = -(-sum(columns for _, columns in group) // width)
         total += panels * format.num_bytes((PANEL, reduction))
     return total
+
+
+def float8_shape(
+    num_columns: int, reduction: int, *, is_gated: bool = False
+) -> tuple[int, int, int, int]:
+    """Shape [panels, steps, 32, 2] of a packed float8_e4m3fn weight, whose scales are steps too."""
+    panels, steps, *step = packed_shape(num_columns, reduction, np.float16, is_gated=is_gated)
+    return panels, steps + -(-reduction // BLOCK) * _STEPS_OF_SCALES, step[0], step[1]
 
 
 def packed_shape(
@@ -387,6 +429,17 @@ def _declare(handle: ctypes.CDLL) -> None:
         ctypes.c_int64,
         ctypes.c_void_p,
         ctypes.c_int64,
+        ctypes.c_int,
+    ]
+    handle.cadenza_pack_float8.restype = ctypes.c_char_p
+    handle.cadenza_pack_float8.argtypes = [
+        ctypes.c_int,
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.POINTER(ctypes.c_int64),
+        ctypes.POINTER(ctypes.c_int64),
+        ctypes.c_int64,
+        ctypes.c_void_p,
         ctypes.c_int,
     ]
 

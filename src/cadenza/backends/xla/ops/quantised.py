@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.checkpoint.float8_weight import Float8Weight
 from cadenza.checkpoint.quantised_weight import (
     MOST_CODE,
+    FloatsOrCodes,
     HostWeight,
     QuantisedWeight,
     quantise_int4,
@@ -41,13 +43,15 @@ CodedParts = tuple[Codes, ...]
 """Weights side by side, each in its own format."""
 
 
-def as_operand(parts: Sequence[HostWeight], format: WeightFormat) -> Sequence[HostWeight]:
-    """Weights that are multiplied as one operand: all of codes, or all of floats.
+def as_operand(parts: Sequence[HostWeight], format: WeightFormat) -> Sequence[FloatsOrCodes]:
+    """Weights that are multiplied as one operand: all of integer codes, or all of floats.
 
-    Codes beside floats that stay floats are dequantised.
+    Codes beside floats that stay floats, or beside float8 weights, are dequantised.
     """
-    if format.is_quantised or not any(isinstance(part, np.ndarray) for part in parts):
-        return parts
+    held = [part for part in parts if not isinstance(part, Float8Weight)]
+    have_codes = format.is_quantised or not any(isinstance(part, np.ndarray) for part in held)
+    if len(held) == len(parts) and have_codes:
+        return held
     return [as_floats(part) for part in parts]
 
 
@@ -56,17 +60,17 @@ def as_floats(weight: HostWeight) -> npt.NDArray[Any]:
     return weight if isinstance(weight, np.ndarray) else weight.dequantised()
 
 
-def are_codes(parts: Sequence[HostWeight], format: WeightFormat) -> bool:
+def are_codes(parts: Sequence[FloatsOrCodes], format: WeightFormat) -> bool:
     """Whether an operand is held as codes; floats are quantised to `format`."""
     return format.is_quantised or not isinstance(parts[0], np.ndarray)
 
 
-def formats_of(parts: Sequence[HostWeight], format: WeightFormat) -> list[WeightFormat]:
+def formats_of(parts: Sequence[FloatsOrCodes], format: WeightFormat) -> list[WeightFormat]:
     """The formats of the parts of an operand that is held as codes."""
     return [format if isinstance(part, np.ndarray) else part.format for part in parts]
 
 
-def quantise_parts(format: WeightFormat, parts: Sequence[HostWeight]) -> CodedParts:
+def quantise_parts(format: WeightFormat, parts: Sequence[FloatsOrCodes]) -> CodedParts:
     """Weights [Ni, K], quantised unless they are already."""
     quantise = quantise_int4 if format == INT4 else quantise_int8
     return tuple(

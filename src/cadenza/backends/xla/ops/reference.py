@@ -20,6 +20,12 @@ from cadenza.backends.xla.ops.experts import (
     grouped_gated_linear,
     grouped_linear,
 )
+from cadenza.backends.xla.ops.float8 import (
+    are_float8,
+    float8_product,
+    join_float8,
+    stack_float8,
+)
 from cadenza.backends.xla.ops.kv_codes import (
     CodedHeads,
     code_scores,
@@ -51,7 +57,7 @@ from cadenza.backends.xla.ops.table import (
 )
 from cadenza.checkpoint.model_config import Activation
 from cadenza.checkpoint.quantised_weight import HostWeight
-from cadenza.checkpoint.weight_format import WeightFormat, joined
+from cadenza.checkpoint.weight_format import FLOAT8, WeightFormat, joined
 from cadenza.errors import ConfigError
 
 MAX_TOKENS = 64
@@ -97,8 +103,10 @@ class ReferenceOps:
         format: WeightFormat | None = None,
     ) -> Linear:
         format = format or self._spec.weight_format
-        held = as_operand(parts, format)
         bias_of_all = np.concatenate(bias).astype(np.float32) if bias else None
+        if are_float8(parts):
+            return Linear(join_float8(parts), bias_of_all, FLOAT8)
+        held = as_operand(parts, format)
         if are_codes(held, format):
             codes = quantise_parts(format, held)
             return Linear(codes, bias_of_all, formats_of(held, format)[0])
@@ -132,6 +140,8 @@ class ReferenceOps:
         self, experts: Sequence[tuple[HostWeight, ...]], format: WeightFormat | None
     ) -> Linear:
         """One weight of all experts' parts, which have one format."""
+        if all(are_float8(parts) for parts in experts):
+            return Linear(stack_float8([join_float8(parts) for parts in experts]), None, FLOAT8)
         own = format or self._spec.weight_format
         held = as_operand([part for parts in experts for part in parts], own)
         if not are_codes(held, own):
@@ -414,8 +424,9 @@ def _as(format: WeightFormat, parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[
 
 def _matmul(x: jax.Array, weight: Linear) -> jax.Array:
     """x [·, K] times the transposed weight [N, K], in float32."""
-    if weight.format.is_quantised:
-        y = quantised_product(x, weight.weight)
+    if weight.format.is_quantised or weight.format == FLOAT8:
+        product = quantised_product if weight.format.is_quantised else float8_product
+        y = product(x, weight.weight)
         return y if weight.bias is None else y + weight.bias
     y = jax.lax.dot_general(
         x,
