@@ -6,8 +6,8 @@ Owns what loading, plans and `info` need of it. Knows no method: `formats/` has 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cadenza.checkpoint.quantised_weight import QuantisedWeight
-from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry
+from cadenza.checkpoint.quantised_weight import HostWeight
+from cadenza.checkpoint.tensor_file import TensorEntry
 from cadenza.checkpoint.weight_format import WeightFormat
 
 
@@ -36,4 +36,4 @@ class StoredWeight:
     stored_type: str
     format: WeightFormat | None
     parts: tuple[TensorEntry, ...]
-    load: Callable[[], AnyArray | QuantisedWeight]
+    load: Callable[[], HostWeight]

@@ -96,6 +96,12 @@ class Weights:
         """
         return self._file_of[name].array(name)
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether weights are loaded as integer codes, for which activations are rounded."""
+        formats = map(self.format, self)
+        return any(format is not None and format.is_quantised for format in formats)
+
     def raw_bytes(self, name: str) -> memoryview:
         """The stored bytes of a tensor, without a copy."""
         return self._file_of[name].raw_bytes(name)

@@ -42,6 +42,7 @@ class EnginePlan:
     quantization: Quantization = "none"
     scheme: str | None = None
     kv_cache_dtype: KVCacheDType = "auto"
+    has_codes: bool = False
     kv_layout: KVArrangement
     weight_bytes: int
     kv_bytes_per_token: int
@@ -61,7 +62,7 @@ class EnginePlan:
     @property
     def is_quantised(self) -> bool:
         """Whether products have int8 activations, at least some of them."""
-        return self.quantization != "none" or self.scheme is not None
+        return self.quantization != "none" or self.has_codes
 
     @property
     def kv_name(self) -> str:
@@ -120,6 +121,7 @@ def make_plan(
         quantization=quantization,
         scheme=None if checkpoint.scheme is None else checkpoint.scheme.name,
         kv_cache_dtype=kv_cache_dtype,
+        has_codes=checkpoint.is_known and checkpoint.weights.has_codes,
         kv_layout=kv_layout,
         weight_bytes=memory.weight_bytes,
         kv_bytes_per_token=per_token,

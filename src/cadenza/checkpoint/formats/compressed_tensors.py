@@ -2,7 +2,8 @@
 
 Owns the settings and the layouts (https://github.com/vllm-project/compressed-tensors):
 `pack-quantized` with integers of 4 and 8 bits, `int-quantized` and `naive-quantized` with integers
-of 8 bits, and `mxfp4-pack-quantized`.
+of 8 bits, and `mxfp4-pack-quantized`. `formats/float8` reads
+`float-quantized`.
 
 Shapes: N out, K in, S stored groups of K.
 """
@@ -14,6 +15,7 @@ from typing import cast
 import numpy as np
 
 from cadenza.checkpoint.declaration import TensorSpec
+from cadenza.checkpoint.formats.float8 import Block, check_block, find_float8
 from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, as_bits, unpack_codes
 from cadenza.checkpoint.formats.mxfp4 import MXFP4_FORMAT, MXFP4_GROUP, mxfp4_weight
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors
@@ -150,7 +152,7 @@ def _read_group(table: JsonObject, key: str, default: str | None) -> ConfigGroup
             f"without it"
         )
     weights = _read_weights(settings)
-    activations = _read_activations(raw.child("input_activations"))
+    activations = _read_activations(raw.child("input_activations"), weights.type)
     if weights.type == "int" and activations is not None and not activations.startswith("int"):
         raise CheckpointError(
             f"{raw.where}: activations as {activations} beside integer weights are not supported; "
@@ -191,13 +193,16 @@ def _read_weights(raw: JsonObject) -> WeightSettings:
     )
 
 
-def _read_activations(raw: JsonObject | None) -> str | None:
-    """How the inputs are rounded, such as "int8 per token"; None if they are not."""
+def _read_activations(raw: JsonObject | None, weights: str | None) -> str | None:
+    """How the inputs are rounded, such as "int8 per token"; None if they are not.
+
+    Beside weights of integers it is followed, so scales of the inputs must not be stored.
+    """
     if raw is None:
         return None
     bits, kind = raw.integer("num_bits", 1, 16, 8), raw.text("type") or "int"
     strategy = raw.text("strategy") or "tensor"
-    if raw.get("dynamic") is not True:
+    if raw.get("dynamic") is not True and weights != "float":
         raise CheckpointError(
             f"{raw.where}: static activation scales are not supported; use a checkpoint whose "
             f"activations are dynamic, or not quantised"
@@ -291,6 +296,31 @@ def _find_mxfp4(settings: WeightSettings, spec: TensorSpec, weights: Weights) ->
     )
 
 
+def _find_float(settings: WeightSettings, spec: TensorSpec, weights: Weights) -> StoredWeight:
+    """`weight` [N, K] holds float8_e4m3."""
+    if settings.type != "float" or settings.bits != 8 or not settings.is_symmetric:
+        raise CheckpointError(
+            f"{settings.where}: weights of type {shorten(settings.type)} with num_bits "
+            f"{settings.bits} and symmetric {str(settings.is_symmetric).lower()} are not supported "
+            f"in this format; supported is symmetric float with 8; use another checkpoint of the "
+            f"model"
+        )
+    return find_float8(spec, ModuleTensors.of(spec, weights), _float8_block(settings))
+
+
+def _float8_block(settings: WeightSettings) -> Block:
+    """What has one scale. Raises `CheckpointError`."""
+    if settings.strategy in ("tensor", "channel"):
+        return "tensor" if settings.strategy == "tensor" else "channel"
+    sizes = settings.block if settings.strategy == "block" else (1, settings.group or 0)
+    return check_block(settings.where, "block_structure or group_size", sizes)
+
+
+def _find_naive(settings: WeightSettings, spec: TensorSpec, weights: Weights) -> StoredWeight:
+    find = _find_float if settings.type == "float" else _find_plain
+    return find(settings, spec, weights)
+
+
 def _without_sign(codes: AnyArray) -> Bytes:
     return codes.view(np.uint8) ^ np.uint8(128)
 
@@ -298,8 +328,9 @@ def _without_sign(codes: AnyArray) -> Bytes:
 _LAYOUTS: dict[str, Layout] = {
     "pack-quantized": _find_packed,
     "int-quantized": _find_plain,
-    "naive-quantized": _find_plain,
+    "naive-quantized": _find_naive,
     "mxfp4-pack-quantized": _find_mxfp4,
+    "float-quantized": _find_float,
 }
 
 

@@ -12,6 +12,7 @@ from cadenza.checkpoint.declaration import TensorKind, TensorSpec, declare
 from cadenza.checkpoint.formats.at_load import with_weights_at_load
 from cadenza.checkpoint.formats.awq import read_awq
 from cadenza.checkpoint.formats.compressed_tensors import read_compressed_tensors
+from cadenza.checkpoint.formats.float8 import read_float8
 from cadenza.checkpoint.formats.gptq import read_gptq
 from cadenza.checkpoint.formats.mlx import read_mlx
 from cadenza.checkpoint.formats.scheme import QuantisationScheme
@@ -30,6 +31,7 @@ _METHODS: dict[str, Callable[[JsonObject], QuantisationScheme]] = {
     "compressed-tensors": read_compressed_tensors,
     "awq": read_awq,
     "gptq": read_gptq,
+    "fp8": read_float8,
 }
 
 _UNQUANTISED = "use the unquantised checkpoint with --quantization int8 or int4"

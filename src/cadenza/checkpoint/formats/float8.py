@@ -1,0 +1,142 @@
+"""Reads float8_e4m3fn weights: the method `fp8`, and what compressed-tensors shares with it.
+
+Owns the layouts of scales: one for the weight, one for each row, or one for each block, which is
+multiplied (also where its name is `weight_scale_inv`). Weights are computed exactly as stored;
+activations keep the model's type, so scales of inputs that a checkpoint has are not used.
+
+Shapes: N out, K in.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from cadenza.checkpoint.declaration import TensorSpec
+from cadenza.checkpoint.dtypes import StoredDType
+from cadenza.checkpoint.float8_weight import BLOCK, Float8Weight, scales_of_blocks
+from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors
+from cadenza.checkpoint.json_object import JsonObject, shorten
+from cadenza.checkpoint.stored_weight import StoredWeight
+from cadenza.checkpoint.tensor_file import TensorEntry
+from cadenza.checkpoint.weight_format import FLOAT8
+from cadenza.checkpoint.weights import Weights
+from cadenza.errors import CheckpointError
+
+FLOAT8_TYPE: StoredDType = "float8_e4m3"
+MAX_BLOCK = 1 << 20
+
+Block = tuple[int, int] | Literal["tensor", "channel"]
+"""What has one scale: so many rows and elements of K, the weight, or a row."""
+
+_BLOCK_SCALE = "weight_scale_inv"
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_ACTIVATIONS = {"dynamic": "float8 per token", "static": "float8 with one scale for each linear"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8:
+    """A `QuantisationScheme` in which the stored type of a weight says whether it is quantised."""
+
+    block: tuple[int, int] | None
+    activations: str | None
+
+    @property
+    def name(self) -> str:
+        scales = "" if self.block is None else f", blocks of {self.block[0]} x {self.block[1]}"
+        return f"fp8 (e4m3{scales})"
+
+    def find(self, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
+        if spec.name not in weights or weights.entry(spec.name).dtype != FLOAT8_TYPE:
+            return None
+        tensors = ModuleTensors.of(spec, weights)
+        if self.block is not None:
+            return find_float8(spec, tensors, self.block, _BLOCK_SCALE)
+        has_inverse = tensors.has(_BLOCK_SCALE)  # by its name; it is multiplied all the same
+        return find_float8(spec, tensors, "tensor", _BLOCK_SCALE if has_inverse else "weight_scale")
+
+
+def read_float8(raw: JsonObject) -> Float8:
+    """The scheme of a `quantization_config` whose method is `fp8`. Raises `CheckpointError`."""
+    format = raw.text("fmt") or "e4m3"
+    if format not in ("e4m3", "float8_e4m3fn"):
+        raise raw.wrong("fmt", "e4m3")
+    scheme = raw.text("activation_scheme") or "dynamic"
+    if scheme not in _ACTIVATIONS:
+        raise raw.wrong("activation_scheme", " or ".join(_ACTIVATIONS))
+    sizes = raw.items_of("weight_block_size")
+    block = check_block(raw.where, "weight_block_size", tuple(sizes)) if sizes else None
+    return Float8(block=block, activations=_ACTIVATIONS[scheme])
+
+
+def check_block(where: str, key: str, sizes: tuple[object, ...] | None) -> tuple[int, int]:
+    """Rows and elements of K that have one scale. Raises `CheckpointError`."""
+    match sizes:
+        case (int(rows), int(columns)) if 0 < rows <= MAX_BLOCK and 0 < columns <= MAX_BLOCK:
+            if columns % BLOCK == 0:
+                return rows, columns
+        case _:
+            pass
+    raise CheckpointError(
+        f"{where}: {key} is {shorten(sizes)}; float8 weights need one scale for the weight, for "
+        f"each row, or for blocks of any number of rows and a multiple of {BLOCK} elements of a "
+        f"row; use another checkpoint of the model"
+    )
+
+
+def find_float8(
+    spec: TensorSpec, tensors: ModuleTensors, block: Block, scale_name: str = "weight_scale"
+) -> StoredWeight:
+    """The weight `spec` and its scales, `scale_name`, for what `block` says.
+
+    Raises CheckpointError if tensors are missing or of another shape or type. Loading raises it for
+    a scale that is not finite.
+    """
+    if spec.kind == "embedding":
+        raise CheckpointError(
+            f"tensor {spec.name} is stored in {FLOAT8_TYPE}, which is not supported for an "
+            f"embedding; use a checkpoint that keeps it in bfloat16"
+        )
+    codes = tensors.take("weight", [spec.shape], (FLOAT8_TYPE,))
+    scale = tensors.take(scale_name, _scale_shapes(spec, block), SCALE_DTYPES)
+    unused = [
+        tensors.take(name, [(), (1,)], SCALE_DTYPES) for name in _INPUT_SCALES if tensors.has(name)
+    ]
+
+    def load() -> Float8Weight:
+        elements = tensors.read(codes).view(np.uint8)
+        return Float8Weight(elements, _read_scales(spec, tensors, scale, block))
+
+    return StoredWeight(
+        shape=spec.shape,
+        stored_type=FLOAT8_TYPE,
+        format=FLOAT8,
+        parts=(codes, scale, *unused),
+        load=load,
+    )
+
+
+def _scale_shapes(spec: TensorSpec, block: Block) -> list[tuple[int, ...]]:
+    rows, reduction = spec.shape
+    if block == "tensor":
+        return [(), (1,), (1, 1)]
+    if block == "channel":
+        return [(rows, 1), (rows,)]
+    return [(-(-rows // block[0]), -(-reduction // block[1]))]
+
+
+def _read_scales(
+    spec: TensorSpec, tensors: ModuleTensors, entry: TensorEntry, block: Block
+) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    rows, reduction = spec.shape
+    stored = tensors.read(entry).astype(np.float32)
+    if not np.isfinite(stored).all():
+        raise CheckpointError(
+            f"tensor {entry.name} has a scale that is not finite; fetch the checkpoint again"
+        )
+    if block == "tensor":
+        block = rows, reduction
+    elif block == "channel":
+        block = 1, reduction
+    table = stored.reshape(-(-rows // block[0]), -(-reduction // block[1]))
+    return scales_of_blocks(table, (rows, reduction), block)
