@@ -51,7 +51,7 @@ struct CodeSource {
 struct QuantisedPackTask {
   std::vector<CodeSource> sources;
   int64_t k;
-  uint8_t* packed;  // 64-byte aligned
+  uint8_t* packed;  // 32-byte aligned
   int64_t packed_bytes;  // those of the header and its panels
   bool gated;
 };

@@ -327,7 +327,7 @@ CodesHeader header_of(const QuantisedPackTask& task) {
 
 void pack_quantised(Executor& executor, const QuantisedPackTask& task) {
   check(!task.sources.empty() && task.k > 0, "pack: sizes must be positive");
-  check(reinterpret_cast<uintptr_t>(task.packed) % 64 == 0, "pack: buffer is not 64-byte aligned");
+  check(reinterpret_cast<uintptr_t>(task.packed) % 32 == 0, "pack: buffer is not 32-byte aligned");
   int64_t columns = 0;
   for (const CodeSource& source : task.sources) {
     check_source(source, task.k);

@@ -17,7 +17,7 @@ from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.checkpoint.safetensors_file import open_safetensors
 from cadenza.errors import CheckpointError
 
-FOLDER = Path(__file__).parents[1] / "fixtures" / "quantised"
+FOLDER = Path(__file__).parent / "quantised_by_others"
 ORDERED = "gptq-int4-desc-act"
 NAMES = sorted({path.stem for path in FOLDER.glob("*.safetensors")} - {ORDERED})
 WEIGHT = "model.layers.0.mlp.up_proj.weight"

@@ -1,4 +1,4 @@
-"""Writes tests/fixtures/quantised with the libraries that write such checkpoints.
+"""Writes tests/checkpoint/quantised_by_others with the libraries that write such checkpoints.
 
 Run once, with torch 2.13.0, compressed-tensors 0.20.0, mlx 0.32.4 and safetensors, and with the
 unpacked source distributions of autoawq 0.2.9 and gptqmodel 7.7.0, which do not install on a CPU;
@@ -32,7 +32,7 @@ from compressed_tensors.compressors.pack_quantized.base import PackedQuantizatio
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 
-FOLDER = Path(__file__).parents[1] / "fixtures" / "quantised"
+FOLDER = Path(__file__).parents[1] / "checkpoint" / "quantised_by_others"
 MODULE = "model.layers.0.mlp.up_proj"
 ROWS = 16
 REDUCTION = 128
