@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -130,20 +131,26 @@ class BuildNative(build_ext):
             if isa not in OPTIONAL_ISAS or self._accepts(flags)
         }
         left_out = sorted(isa_flags().keys() - isas.keys())
-        objects: list[str] = []
-        for source in ext.sources:
-            is_kernel = "isa" in Path(source).parts
-            if is_kernel and Path(source).stem in left_out:
-                continue
-            flags = isas[Path(source).stem] if is_kernel else []
-            objects += self.compiler.compile(
+        kernels = {source for source in ext.sources if "isa" in Path(source).parts}
+
+        def compile_one(source: str) -> list[str]:
+            return self.compiler.compile(
                 [source],
                 output_dir=str(OBJECTS) if self.editable_mode else self.build_temp,
                 macros=[(f"CADENZA_WITHOUT_{isa.upper()}", None) for isa in left_out],
                 include_dirs=[str(CSRC), ffi_include_dir()],
-                extra_postargs=[*COMMON_FLAGS, *flags],
+                extra_postargs=[
+                    *COMMON_FLAGS,
+                    *(isas[Path(source).stem] if source in kernels else []),
+                ],
                 depends=ext.depends,
             )
+
+        used = [each for each in ext.sources if Path(each).stem not in left_out]
+        used.sort(key=lambda source: source not in kernels)  # the longest first
+        with ThreadPoolExecutor(os.cpu_count()) as compiling:
+            compiled = list(compiling.map(compile_one, used))
+        objects = sorted(path for paths in compiled for path in paths)
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath_built(ext) if self.inplace else self.get_ext_fullpath(ext.name),
