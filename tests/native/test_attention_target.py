@@ -122,6 +122,22 @@ def turned(
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
+def rounded_to_codes(vectors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Vectors [..., n] rounded to multiples of a 127th of their largest element."""
+    scales = np.abs(vectors).max(axis=-1, keepdims=True) / 127
+    return np.round(np.divide(vectors, scales, where=scales > 0, out=vectors * 0)) * scales
+
+
+def rounded_weights(
+    weights: npt.NDArray[np.float64], value: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Weights [H, Q, K] of values [K, H, SIZE], which are rounded in sub-blocks of 16 tokens."""
+    scales = np.abs(value).max(axis=-1).T[:, None, :]
+    padded = np.pad(weights * scales, ((0, 0), (0, 0), (0, -LENGTH % 16)))
+    blocks = padded.reshape(*weights.shape[:2], -1, 16)
+    return rounded_to_codes(blocks).reshape(padded.shape)[..., :LENGTH] / scales
+
+
 def reference(qkv: npt.NDArray[Any], variant: Variant) -> npt.NDArray[np.float64]:
     """Attention of the whole sequence in float64: [LENGTH, HEADS * SIZE]."""
     heads = qkv.astype(np.float64).reshape(LENGTH, -1, SIZE)
@@ -129,6 +145,8 @@ def reference(qkv: npt.NDArray[Any], variant: Variant) -> npt.NDArray[np.float64
     weights = norm_weights(variant)
     query, key = turned(query, weights[0], variant), turned(key, weights[1], variant)
     query, key = (part.astype(qkv.dtype).astype(np.float64) for part in (query, key))
+    if variant.has_codes:
+        query, key, value = map(rounded_to_codes, (query, key, value))
     key, value = (np.repeat(part, HEADS // KV_HEADS, axis=1) for part in (key, value))
     scores = np.einsum("qhd,khd->hqk", query, key) * SIZE**-0.5
     if variant.soft_cap:
@@ -138,6 +156,8 @@ def reference(qkv: npt.NDArray[Any], variant: Variant) -> npt.NDArray[np.float64
     scores = np.where(hidden, -np.inf, scores)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
+    if variant.has_codes:
+        weights = rounded_weights(weights, value)
     return np.einsum("hqk,khd->qhd", weights, value).reshape(LENGTH, -1)
 
 
@@ -146,7 +166,9 @@ def reference(qkv: npt.NDArray[Any], variant: Variant) -> npt.NDArray[np.float64
 def test_attention_agrees_with_float64_in_every_variant(call, random, dtype, variant):
     qkv = random.normal(size=(LENGTH, WIDTH)).astype(dtype)
     out = Row(call, variant, dtype, 16).play(qkv, 80)
-    atol = 3e-2 if dtype == ml_dtypes.bfloat16 or variant.has_codes else 1e-4
+    atol = 3e-2 if dtype == ml_dtypes.bfloat16 else 1e-4
+    if variant.has_codes and dtype == np.float32:
+        atol = 1e-2  # a code at the middle of two may be rounded to the other
     np.testing.assert_allclose(np.asarray(out, np.float64), reference(qkv, variant), atol=atol)
 
 

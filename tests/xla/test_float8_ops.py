@@ -47,13 +47,15 @@ def test_the_definition_is_the_product_of_the_dequantised_weight(reduction: int)
 def test_fused_float8_linears_with_biases_agree(spec: DecoderSpec):
     parts, bias = [weight(1, 40, WIDTH), weight(2, 21, WIDTH)], [normal(3, 40), normal(4, 21)]
     x = normal(5, TOKENS, WIDTH).astype(spec.dtype)
-    found = []
-    for ops in both(spec):
-        linear = ops.load_linear(parts, bias)
-        assert linear.format == FLOAT8
-        run = jax.jit(ops.linear, static_argnames="num_out")
-        found.append(run(x, linear, num_out=61, count=np.int32(TOKENS)))
-    assert_close(*found, spec)
+    loaded = [(ops, ops.load_linear(parts, bias)) for ops in both(spec)]
+    assert all(linear.format == FLOAT8 for _, linear in loaded)
+    ours, expected = (
+        jax.jit(ops.linear, static_argnames="num_out")(
+            x, linear, num_out=61, count=np.int32(TOKENS)
+        )
+        for ops, linear in loaded
+    )
+    assert_close(ours, expected, spec)
 
 
 @pytest.mark.native
@@ -61,11 +63,11 @@ def test_gated_float8_linears_agree(spec: DecoderSpec):
     inner = MODEL.intermediate_size
     gate, up = weight(6, inner, WIDTH), weight(7, inner, WIDTH)
     x = normal(8, TOKENS, WIDTH).astype(spec.dtype) * np.dtype(spec.dtype).type(0.1)
-    found = [
+    ours, expected = (
         jax.jit(ops.gated_linear)(x, ops.load_gate_up(gate, up, []), np.int32(TOKENS))
         for ops in both(spec)
-    ]
-    assert_close(*found, spec)
+    )
+    assert_close(ours, expected, spec)
 
 
 @pytest.mark.native
