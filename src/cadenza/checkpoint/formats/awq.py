@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.grouped import Bytes, CodeLayout, unpack_codes
-from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, read_group_size
+from cadenza.checkpoint.formats.scheme import ColumnTensors, ModuleTensors, read_group_size
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.checkpoint.stored_weight import StoredWeight
@@ -48,25 +48,23 @@ class AWQ:
                 f"{tensors.module} has {columns} outputs; AWQ needs a multiple of {_PER_WORD}"
             )
         words, groups = columns // _PER_WORD, -(-reduction // (self.group or reduction))
-        codes = tensors.take("qweight", [(reduction, words)], ("int32",))
-        zeros = tensors.take("qzeros", [(groups, words)], ("int32",))
-        scales = tensors.take("scales", [(groups, columns)], SCALE_DTYPES)
+        stored = ColumnTensors.take(tensors, (reduction, words), (groups, words), columns)
         layout = CodeLayout(
-            bits=BITS, group=self.group, scale_dtype=scales.dtype, correction="zero_point"
+            bits=BITS, group=self.group, scale_dtype=stored.scales.dtype, correction="zero_point"
         )
 
         def load() -> QuantisedWeight:
             return layout.weight(
-                _columns(tensors.read(codes)).T,
-                tensors.read(scales).T,
-                _columns(tensors.read(zeros)).T,
+                _columns(tensors.read(stored.codes)).T,
+                tensors.read(stored.scales).T,
+                _columns(tensors.read(stored.zeros)).T,
             )
 
         return StoredWeight(
             shape=spec.shape,
             stored_type="awq int4",
             format=layout.format,
-            parts=(codes, zeros, scales),
+            parts=(stored.codes, stored.zeros, stored.scales),
             load=load,
         )
 

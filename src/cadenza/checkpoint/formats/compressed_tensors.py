@@ -17,7 +17,7 @@ import numpy as np
 from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.float8 import Block, check_block, find_float8
 from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, as_bits, unpack_codes
-from cadenza.checkpoint.formats.mxfp4 import MXFP4_FORMAT, MXFP4_GROUP, mxfp4_weight
+from cadenza.checkpoint.formats.mxfp4 import MXFP4_GROUP, stored_mxfp4
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors
 from cadenza.checkpoint.formats.targets import MAX_TARGETS, Target
 from cadenza.checkpoint.json_object import JsonObject, shorten
@@ -281,19 +281,7 @@ def _find_mxfp4(settings: WeightSettings, spec: TensorSpec, weights: Weights) ->
     tensors = ModuleTensors.of(spec, weights)
     rows, reduction = spec.shape
     packed = tensors.take("weight_packed", [(rows, reduction // 2)], ("uint8",))
-    scales = tensors.take("weight_scale", [(rows, reduction // MXFP4_GROUP)], ("uint8",))
-
-    def load() -> QuantisedWeight:
-        nibbles = unpack_codes(tensors.read(packed), 4, reduction)
-        return mxfp4_weight(nibbles, tensors.read(scales))
-
-    return StoredWeight(
-        shape=spec.shape,
-        stored_type="compressed-tensors mxfp4",
-        format=MXFP4_FORMAT,
-        parts=(packed, scales),
-        load=load,
-    )
+    return stored_mxfp4(spec, tensors, "compressed-tensors", packed, "weight_scale")
 
 
 def _find_float(settings: WeightSettings, spec: TensorSpec, weights: Weights) -> StoredWeight:

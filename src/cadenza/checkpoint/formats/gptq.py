@@ -13,7 +13,7 @@ import numpy as np
 
 from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, as_bits, unpack_codes
-from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, read_group_size
+from cadenza.checkpoint.formats.scheme import ColumnTensors, ModuleTensors, read_group_size
 from cadenza.checkpoint.formats.targets import MAX_TARGETS, compile_pattern
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
@@ -70,26 +70,27 @@ class GPTQ:
                 f"multiples of {per_word}"
             )
         groups = -(-reduction // (settings.group or reduction))
-        codes = tensors.take("qweight", [(reduction // per_word, columns)], ("int32",))
-        zeros = tensors.take("qzeros", [(groups, columns // per_word)], ("int32",))
-        scales = tensors.take("scales", [(groups, columns)], SCALE_DTYPES)
+        stored = ColumnTensors.take(
+            tensors, (reduction // per_word, columns), (groups, columns // per_word), columns
+        )
         order = tensors.take("g_idx", [(reduction,)], ("int32",)) if tensors.has("g_idx") else None
+        parts = (stored.codes, stored.zeros, stored.scales)
         layout = CodeLayout(
             bits=bits,
             group=settings.group,
-            scale_dtype=scales.dtype,
+            scale_dtype=stored.scales.dtype,
             correction=None if settings.is_symmetric else "zero_point",
         )
 
         def load() -> QuantisedWeight:
             if order is not None:
                 _check_order(order, tensors.read(order), settings.group)
-            points = unpack_codes(self._zeros(tensors.read(zeros), bits), bits, columns).T
+            points = unpack_codes(self._zeros(tensors.read(stored.zeros), bits), bits, columns).T
             if settings.is_symmetric:
-                _check_symmetric(zeros, points, layout.middle)
+                _check_symmetric(stored.zeros, points, layout.middle)
             return layout.weight(
-                unpack_codes(tensors.read(codes).T, bits, reduction),
-                tensors.read(scales).T,
+                unpack_codes(tensors.read(stored.codes).T, bits, reduction),
+                tensors.read(stored.scales).T,
                 None if settings.is_symmetric else points,
             )
 
@@ -97,7 +98,7 @@ class GPTQ:
             shape=spec.shape,
             stored_type=f"gptq int{bits}",
             format=layout.format,
-            parts=tuple(part for part in (codes, zeros, scales, order) if part is not None),
+            parts=parts if order is None else (*parts, order),
             load=load,
         )
 

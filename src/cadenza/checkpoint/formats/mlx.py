@@ -1,6 +1,6 @@
 """Reads checkpoints that MLX quantised: affine codes of 4 and 8 bits, and mxfp4.
 
-Owns the settings and the values of mxfp4. A module is quantised if it has `scales`.
+Owns the settings. A module is quantised if it has `scales`.
 
 Shapes: N out, K in, S stored groups of K.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 
 from cadenza.checkpoint.declaration import TensorSpec
 from cadenza.checkpoint.formats.grouped import Bits, CodeLayout, unpack_codes
-from cadenza.checkpoint.formats.mxfp4 import MXFP4_FORMAT, MXFP4_GROUP, mxfp4_weight
+from cadenza.checkpoint.formats.mxfp4 import MXFP4_GROUP, stored_mxfp4
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors
 from cadenza.checkpoint.json_object import JsonObject, shorten
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
@@ -63,7 +63,8 @@ class MLX:
                 f"group_size {settings.group}; correct config.json"
             )
         if settings.mode == "mxfp4":
-            return _find_mxfp4(spec, tensors)
+            codes = tensors.take("weight", [(rows, reduction // 8)], ("uint32",))
+            return stored_mxfp4(spec, tensors, "mlx", codes, "scales")
         bits, groups = settings.bits, reduction // settings.group
         codes = tensors.take("weight", [(rows, reduction * bits // 32)], ("uint32",))
         scales = tensors.take("scales", [(rows, groups)], SCALE_DTYPES)
@@ -83,24 +84,6 @@ class MLX:
             parts=(codes, scales, biases),
             load=load,
         )
-
-
-def _find_mxfp4(spec: TensorSpec, tensors: ModuleTensors) -> StoredWeight:
-    rows, reduction = spec.shape
-    codes = tensors.take("weight", [(rows, reduction // 8)], ("uint32",))
-    scales = tensors.take("scales", [(rows, reduction // MXFP4_GROUP)], ("uint8",))
-
-    def load() -> QuantisedWeight:
-        nibbles = unpack_codes(tensors.read(codes), 4, reduction)
-        return mxfp4_weight(nibbles, tensors.read(scales))
-
-    return StoredWeight(
-        shape=spec.shape,
-        stored_type="mlx mxfp4",
-        format=MXFP4_FORMAT,
-        parts=(codes, scales),
-        load=load,
-    )
 
 
 def read_mlx(raw: JsonObject) -> MLX:

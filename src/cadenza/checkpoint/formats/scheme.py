@@ -1,7 +1,7 @@
 """What a method of quantisation says of a checkpoint: `QuantisationScheme`, and checked access to
 the tensors of a module: `ModuleTensors`.
 
-Knows no method.
+Shapes: N out, S stored groups of K. Knows no method.
 """
 
 from dataclasses import dataclass
@@ -83,6 +83,26 @@ class ModuleTensors:
     def read(self, entry: TensorEntry) -> AnyArray:
         """A view of the stored elements."""
         return self.weights.array(entry.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnTensors:
+    """The tensors of a module whose last axis is N, as AWQ and GPTQ store them."""
+
+    codes: TensorEntry
+    zeros: TensorEntry  # [S, words]
+    scales: TensorEntry  # [S, N]
+
+    @classmethod
+    def take(
+        cls, tensors: ModuleTensors, codes: tuple[int, int], zeros: tuple[int, int], columns: int
+    ) -> "ColumnTensors":
+        """`qweight` and `qzeros` with the given shapes, and `scales`. Raises `CheckpointError`."""
+        return cls(
+            codes=tensors.take("qweight", [codes], ("int32",)),
+            zeros=tensors.take("qzeros", [zeros], ("int32",)),
+            scales=tensors.take("scales", [(zeros[0], columns)], SCALE_DTYPES),
+        )
 
 
 def read_group_size(raw: JsonObject, key: str) -> int | None:
