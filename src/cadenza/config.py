@@ -7,7 +7,7 @@ those to resolve one into the other. Invariant: every `EngineConfig` instance is
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral
+from numbers import Integral, Real
 from operator import index
 from typing import Any, Literal, cast, get_args
 
@@ -20,6 +20,8 @@ KVCacheDType = Literal["auto", "int8"]
 KVLayout = Literal["auto", "paged", "dense"]
 SchedulerLoop = Literal["plain", "overlap"]
 GenerationConfig = Literal["auto", "none"]
+MaxItlMs = float | str
+"""Milliseconds, "auto" or "none"."""
 
 PAGE_SIZE_UNIT = 16
 MAX_NUM_SEQS_BOUND = 1024
@@ -27,6 +29,7 @@ MAX_MODEL_LEN_BOUND = 1 << 24
 MAX_LOGPROBS_BOUND = 20
 MAX_NUM_QUEUED_TOKENS_BOUND = 1 << 40
 MAX_SEED = (1 << 63) - 1
+MIN_MAX_ITL_MS, MAX_MAX_ITL_MS = 1.0, 600_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,8 @@ class EngineConfig:
     """Engine options; `None` means that a value is chosen at load time.
 
     `backend` is only checked to be printable; `backends.find_backend` refuses unknown names.
+    `max_itl_ms` bounds the time of a step; "none" does not, "auto" derives the bound of a server
+    from measured steps and is "none" elsewhere.
 
     Raises:
         ConfigError: a value is outside its bounds; the message names the flag.
@@ -58,6 +63,7 @@ class EngineConfig:
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     max_consecutive_step_errors: int = 10
+    max_itl_ms: MaxItlMs = "auto"
     seed: int = 0
     generation_config: GenerationConfig = "auto"
 
@@ -71,6 +77,7 @@ class EngineConfig:
             if value is not None or name not in _OPTIONAL:
                 number = _as_integer(name.replace("_", "-"), value, low, high)
                 object.__setattr__(self, name, number)
+        object.__setattr__(self, "max_itl_ms", _as_max_itl_ms(self.max_itl_ms))
         if not isinstance(self.backend, str) or not self.backend.isprintable():
             raise ConfigError(f"--backend {show(self.backend)} must be auto, or a backend's name")
         object.__setattr__(self, "backend", str.__str__(self.backend))
@@ -197,6 +204,19 @@ def _as_integer(flag: str, value: object, low: int, high: int) -> int:
     if not is_integer(value) or not low <= cast(int, value) <= high:
         raise ConfigError(f"--{flag} {show(value)} must be a whole number from {low} to {high}")
     return index(cast(int, value))
+
+
+def _as_max_itl_ms(value: object) -> MaxItlMs:
+    """Raises ConfigError unless it is a number of milliseconds within bounds, auto or none."""
+    if isinstance(value, str) and value in ("auto", "none"):
+        return str.__str__(value)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if is_number and MIN_MAX_ITL_MS <= cast(float, value) <= MAX_MAX_ITL_MS:
+        return float(cast(float, value))
+    raise ConfigError(
+        f"--max-itl-ms {show(value)} must be auto, none or a number of milliseconds from "
+        f"{MIN_MAX_ITL_MS:g} to {MAX_MAX_ITL_MS:g}"
+    )
 
 
 def is_integer(value: object) -> bool:

@@ -149,3 +149,13 @@ def test_a_mixtures_experts_are_told_and_all_of_them_are_in_the_memory_plan(
     assert facts["model"]["num_experts"] == 13
     assert facts["model"]["num_expert_layers"] == 3
     assert "num_experts_per_token     4" in cadenza("info", folder).out
+
+
+def test_steps_are_timed_if_that_is_asked(cadenza: Callable[..., Ran], model: Path):
+    assert "steps" not in cadenza("info", model, "--json").objects[0]
+    ran = cadenza("info", model, "--json", "--measure", "-c", 64, "--max-num-seqs", 2)
+    assert ran.code == 0, ran.err
+    steps = ran.objects[0]["steps"]
+    assert steps["default_max_itl_ms"] >= 50
+    assert 0 < steps["prefill_share_under_default"] <= 1
+    assert steps["smallest_max_itl_ms_kept"] > steps["fixed_ms"] > 0

@@ -63,6 +63,7 @@ VALUES = {
     "max_num_queued_reqs": ("9", 9),
     "max_num_queued_tokens": ("900", 900),
     "max_consecutive_step_errors": ("4", 4),
+    "max_itl_ms": ("62.5", 62.5),
     "seed": ("11", 11),
 }
 """For each field that is no switch: a value that is not the default, as written and as meant."""

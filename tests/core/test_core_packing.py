@@ -25,14 +25,14 @@ def packer() -> Packer:
 
 def test_a_ragged_step_is_laid_out_row_by_row_and_padded() -> None:
     scheduler = scheduler_of(token_budget=22)
-    first, second = sequence_of(0, 18), sequence_of(1, 9)
+    first, second = sequence_of(0, 18), sequence_of(1, 18)
     add(scheduler, first, second)
     inputs = packer().pack(next_batch(scheduler), BUCKET)
     assert (inputs.step_id, inputs.num_tokens, inputs.num_logits) == (0, 22, 1)
     prompt = [*first.token_ids, *second.token_ids[:4]]
     assert inputs.tokens.ids.tolist() == [*prompt, 0, 0]
     assert inputs.tokens.positions.tolist() == [*range(18), 0, 1, 2, 3, 0, 0]
-    (page_0, page_1), (page_2,) = first.page_table, second.page_table
+    (page_0, page_1), (page_2, page_3) = first.page_table, second.page_table
     slots = [page_0 * 16 + at for at in range(16)] + [page_1 * 16, page_1 * 16 + 1]
     slots += [page_2 * 16 + at for at in range(4)]
     assert inputs.tokens.slots.tolist() == [*slots, PADDING, PADDING]
@@ -41,7 +41,8 @@ def test_a_ragged_step_is_laid_out_row_by_row_and_padded() -> None:
     assert inputs.logits.token_indices[0] == 17
     assert set(inputs.logits.token_indices[1:].tolist()) == {PADDING}
     assert inputs.logits.rows[:1].tolist() == [0]
-    assert inputs.page_updates.tolist() == [[0, 0, page_0], [0, 1, page_1], [1, 0, page_2]]
+    updates = [[0, 0, page_0], [0, 1, page_1], [1, 0, page_2], [1, 1, page_3]]
+    assert inputs.page_updates.tolist() == updates
 
 
 def test_rows_without_work_are_empty_and_entries_go_by_row() -> None:

@@ -1,12 +1,10 @@
-"""`Scheduler` and `share_budget`: who computes how much, who waits, who is preempted."""
-
-from collections.abc import Sequence as SequenceOf
+"""`Scheduler`: who computes how much, who waits, who is preempted."""
 
 import pytest
 
 from cadenza.core.batch import Batch
-from cadenza.core.scheduler import Scheduler, share_budget
-from cadenza.core.sequence import PageCopy, Sequence, SequenceStatus
+from cadenza.core.scheduler import Scheduler
+from cadenza.core.sequence import PageCopy, SequenceStatus
 from cadenza.request import Event, Finished, SamplingParams, Token
 from tests.core.builders import (
     add,
@@ -17,22 +15,6 @@ from tests.core.builders import (
     sequence_of,
     shares_of,
 )
-
-
-def decode(request_id: int) -> Sequence:
-    sequence = sequence_of(request_id, 5)
-    sequence.num_computed_tokens = 4
-    return sequence
-
-
-def shared(sequences: SequenceOf[Sequence], budget: int, cap: int) -> list[tuple[int, int]]:
-    wanted = [sequence.num_uncomputed_tokens for sequence in sequences]
-    counts = share_budget(wanted, token_budget=budget, max_entries=cap)
-    return [
-        (sequence.request_id, count)
-        for sequence, count in zip(sequences, counts, strict=True)
-        if count
-    ]
 
 
 def scheduled(scheduler: Scheduler) -> Batch:
@@ -50,30 +32,6 @@ def kinds(events: list[Event]) -> list[type[Event]]:
     return [type(event) for event in events]
 
 
-def test_eight_tokens_serve_three_decodes_and_two_prompts_of_which_one_is_cut() -> None:
-    sequences = [*map(decode, range(3)), sequence_of(3, 3), sequence_of(4, 3)]
-    assert shared(sequences, budget=8, cap=8) == [(0, 1), (1, 1), (2, 1), (3, 3), (4, 2)]
-
-
-def test_a_cap_of_two_entries_takes_two_of_five_decodes() -> None:
-    assert shared([decode(index) for index in range(5)], budget=8, cap=2) == [(0, 1), (1, 1)]
-
-
-def test_decodes_come_before_prompts_whatever_their_order() -> None:
-    sequences = [sequence_of(0, 30), decode(1), sequence_of(2, 30), decode(3)]
-    assert shared(sequences, budget=10, cap=8) == [(0, 8), (1, 1), (3, 1)]
-
-
-def test_sequences_that_want_nothing_are_left_out() -> None:
-    finished = decode(0)
-    finished.num_computed_tokens = 5
-    assert shared([finished, decode(1)], budget=8, cap=8) == [(1, 1)]
-
-
-def test_no_budget_serves_nobody() -> None:
-    assert shared([decode(0), sequence_of(1, 3)], budget=0, cap=8) == []
-
-
 def test_one_step_holds_decodes_and_prompt_chunks() -> None:
     scheduler = scheduler_of(token_budget=8)
     add(scheduler, sequence_of(0, 6), sequence_of(1, 2))
@@ -89,7 +47,7 @@ def test_a_cut_prompt_stays_in_front_with_the_right_computed_length() -> None:
     lengths = []
     for _ in range(3):
         lengths.append((run_step(scheduler)[0], long.num_computed_tokens))
-    assert lengths == [({0: 8}, 8), ({0: 8}, 16), ({0: 4, 1: 3}, 20)]
+    assert lengths == [({0: 5, 1: 3}, 5), ({0: 7, 1: 1}, 12), ({0: 7, 1: 1}, 19)]
 
 
 def test_chunks_add_up_to_the_prompt_and_only_the_last_one_samples() -> None:

@@ -179,7 +179,10 @@ def test_a_token_budget_whose_steps_do_not_fit_is_refused_with_both_numbers():
     assert plan(max_num_batched_tokens=4096).limits.max_num_batched_tokens == 4096
 
 
-ELSEWHERE = {"backend", "device", "ops", "revision", "scheduler", "seed", "generation_config"}
+ELSEWHERE = {
+    *("backend", "device", "ops", "revision", "scheduler", "seed", "generation_config"),
+    "max_itl_ms",
+}
 """Options that the plan has no number of; `tests/faces/test_options.py` has them."""
 
 PLANNED: dict[str, Any] = {

@@ -246,6 +246,7 @@ def test_a_killed_engine_is_told_to_its_clients_if_they_are_not_to_wait() -> Non
         assert serving.engine_pid(num_starts=2) != engine
         assert serving.post("/v1/completions", {"prompt": "the fox"}).status_code == 200
         assert 'engine_restarts_total{model_name="bundled"} 1.0' in serving.get("/metrics").text
+        assert 'cadenza:max_itl_seconds{model_name="bundled"}' in serving.get("/metrics").text
 
 
 def test_a_unix_socket_serves_and_is_removed(tmp_path: Path) -> None:

@@ -98,3 +98,13 @@ def test_a_sequence_never_has_more_pages_than_the_context_fills(
     max_model_len: int, num_pages: int
 ) -> None:
     assert limits_of(max_model_len=max_model_len).max_pages_per_seq == num_pages
+
+
+@pytest.mark.parametrize("value", ["auto", "none", 1, 62.5, 600_000])
+def test_a_bound_on_steps_is_a_time_or_a_word(value: float | str) -> None:
+    assert EngineConfig(max_itl_ms=value).max_itl_ms == value
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.5, 10**400, math.nan, math.inf, True, "50", "", None])
+def test_any_other_bound_on_steps_is_refused_by_its_flag(value: object) -> None:
+    assert "--max-itl-ms" in refusal_of(max_itl_ms=value)

@@ -4,10 +4,13 @@ Owns the facts. Reads a folder's small files and the headers of its weights. Inv
 is read and nothing is allocated on a device; text and JSON have the same facts and keys.
 """
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, ModelFlag
 from cadenza.cli.prompts import only_model
@@ -19,6 +22,15 @@ if TYPE_CHECKING:
     from cadenza.checkpoint import Checkpoint, ModelConfig
     from cadenza.loading.plan import EnginePlan
 
+MeasureFlag = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Load the model and time its steps: what `serve` would choose as --max-itl-ms, and "
+        "what that costs.",
+    ),
+]
+
 Facts = Mapping[str, Mapping[str, Any]]
 """Sections of facts. A key's ending is its unit."""
 
@@ -28,9 +40,11 @@ def info(
     *,
     model: ModelFlag = None,
     json: JsonFlag = False,
+    measure: MeasureFlag = False,
     config: EngineFlags,
 ) -> None:
-    """Show what would be loaded: model, memory plan, backend, exactness. Allocates nothing.
+    """Show what would be loaded: model, memory plan, backend, exactness. Allocates nothing, unless
+    --measure loads the model to time its steps.
 
     For a folder that cannot be loaded it shows its config.json, tensors and files, and the reason.
     """
@@ -43,8 +57,37 @@ def info(
         if name is not None and Path(name).is_dir():
             _show_refused(name, str(error), as_json=json)
         raise
-    facts = describe(name, checkpoint, plan_model(checkpoint, config), config)
+    plan = plan_model(checkpoint, config)
+    facts = dict(describe(name, checkpoint, plan, config))
+    if measure:
+        facts["steps"] = _measured(checkpoint, plan, config)
     print(json_line(facts) if json else _as_text(facts))
+
+
+def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> dict[str, Any]:
+    """What a step costs, and what --max-itl-ms would then be and mean."""
+    from cadenza.engine.calibration import make_step_bound, smallest_bound_ms
+    from cadenza.loading.build import build_runner
+
+    limits = plan.limits
+    runner = build_runner(checkpoint, plan, config)
+    try:
+        bound = make_step_bound(runner, limits, None, time.perf_counter)
+    finally:
+        runner.close()
+    cost = bound.cost
+    return {
+        "fixed_ms": cost.fixed_ms,
+        "token_ms": cost.token_ms,
+        "logit_row_ms": cost.logit_ms,
+        "thousand_keys_ms": 1000 * cost.key_ms,
+        "default_max_itl_ms": bound.max_ms,
+        "prefill_share_under_default": cost.prefill_share(
+            bound.max_ms, limits.max_num_batched_tokens
+        ),
+        # Of a full batch of decodes and the fewest prompt tokens that a step computes.
+        "smallest_max_itl_ms_kept": smallest_bound_ms(cost, limits),
+    }
 
 
 def _show_refused(name: str, reason: str, *, as_json: bool) -> None:

@@ -76,6 +76,16 @@ def whole_or_auto(text: str) -> int | None:
         raise typer.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
+def milliseconds(text: str) -> float | str:
+    """A number; "auto" and "none" as they are."""
+    if text in ("auto", "none"):
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a number, auto nor none") from None
+
+
 _MODEL_HELP = "A model's folder, GGUF file or hub id (default: the bundled model)."
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
 ModelFlag = Annotated[str | None, typer.Option("--model", metavar="MODEL", help=_MODEL_HELP)]
@@ -128,6 +138,12 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     ),
     "max_consecutive_step_errors": _number(
         "Failed steps in a row after which a server restarts its engine."
+    ),
+    "max_itl_ms": _engine(
+        "Most milliseconds of a step, and so between two tokens of a stream while prompts are "
+        "computed; auto: in a server twice a decode step of all rows, at least 50.",
+        parser=milliseconds,
+        metavar="MS|auto|none",
     ),
     "seed": _number("Seed of requests that set none."),
     "generation_config": _engine(

@@ -133,7 +133,6 @@ class UnbuiltFlags:
     admission: str | None = _unbuilt("another admission than balanced", given="balanced")
     scheduler_headroom_gb: str | None = _unbuilt("a headroom of memory")
     starvation_guard: str | None = _unbuilt("a guard against starvation; fcfs needs none")
-    max_itl_ms: str | None = _unbuilt("a bound between tokens")
     prefix_cache_memory_share: str | None = _unbuilt("a share of memory for prefixes")
     chat_template: str | None = _unbuilt("another chat template than the model's")
     no_chat_template: bool = _unbuilt("serving without the model's template", kind=bool)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cadenza.core.sequence import PageCopy, Sequence
+from cadenza.core.step_cost import StepLoad
 from cadenza.request import Started
 
 NO_POSITIONS = range(0)
@@ -58,6 +59,7 @@ class Batch:
         written_pages: pages written by the step, pinned until it is read.
         page_updates: page-table entries not yet on the device.
         page_copies: copies made before the step.
+        num_keys: that its tokens attend to (`StepLoad`).
     """
 
     step_id: int
@@ -67,4 +69,14 @@ class Batch:
     page_updates: list[PageUpdate] = field(default_factory=list[PageUpdate])
     page_copies: list[PageCopy] = field(default_factory=list[PageCopy])
     num_tokens: int = 0
+    num_keys: int = 0
+    num_choices: int = 0
     num_prompt_logprobs: int = 0
+
+    @property
+    def load(self) -> StepLoad:
+        return StepLoad(
+            num_tokens=self.num_tokens,
+            num_logits=self.num_choices + self.num_prompt_logprobs,
+            num_keys=self.num_keys,
+        )

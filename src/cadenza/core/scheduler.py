@@ -1,10 +1,10 @@
 """`Scheduler`: decides how many tokens each sequence computes in a step, and applies the results.
 
 There are no separate prefill and decode phases: each step computes tokens that have no KV yet.
-Within one token budget, running sequences come first (those with one token to compute, then
-partially computed prompts), then waiting ones. Pages come from the `KVCacheManager`; when it has
-too few, the newest running sequence is preempted and recomputed later. Knows nothing of arrays,
-text, threads or time.
+Within one token budget, and the time of a step if that is bounded, running sequences come first
+(those with one token to compute, then partially computed prompts), then waiting ones. Pages come
+from the `KVCacheManager`; when it has too few, the newest running sequence is preempted and
+recomputed later. Knows nothing of arrays, text or threads, and reads no clock.
 
 A step may be launched before the previous one is read (see `engine.loop`): progress is counted at
 launch, tokens are appended in `update`, and results of sequences that have ended are dropped.
@@ -20,6 +20,14 @@ from cadenza.core.batch import Batch, BatchEntry, PageUpdate
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.prompt_logprobs import PromptLogprobsBudget
 from cadenza.core.sequence import Sequence, SequenceStatus
+from cadenza.core.step_cost import (
+    PromptBudget,
+    PromptPart,
+    StepBound,
+    StepLoad,
+    num_keys,
+    share_among_prompts,
+)
 from cadenza.core.step_schema import NUM_PROMPT_LOGPROBS_ROWS, StepOutput
 from cadenza.request import (
     ErrorKind,
@@ -37,6 +45,9 @@ Share = tuple[Sequence, int]
 
 _row_of = attrgetter("row")
 
+MAX_CUT_PROMPTS = 2
+"""Prompts that may be partially computed at the same time, unless preemption adds some."""
+
 NOT_FINITE = "the model produced a non-finite value"
 NONE_ALLOWED = (
     "no token may follow: allowed_token_ids, bad_words and min_tokens together rule out every one; "
@@ -52,9 +63,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: EngineLimits, kv_cache: KVCacheManager, admission: Admission
+        self,
+        limits: EngineLimits,
+        kv_cache: KVCacheManager,
+        admission: Admission,
+        step_bound: StepBound | None = None,
     ) -> None:
         self.limits = limits
+        self.step_bound = step_bound
         self.kv_cache = kv_cache
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -81,13 +97,10 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step, with its pages allocated; None if nothing can be computed."""
         batch = Batch(self.num_steps)
-        num_preemptions = self.num_preemptions
         logprobs_budget = PromptLogprobsBudget(NUM_PROMPT_LOGPROBS_ROWS)
         shares = self._share_with_retried(batch, logprobs_budget)
         if shares is None:
-            shares = self._share_among(self.running, logprobs_budget)
-            if self.num_preemptions == num_preemptions:
-                shares += self._admit(batch, shares, logprobs_budget)
+            shares = self._share_among_all(batch, logprobs_budget)
         if not shares:
             return None
         # Entered after admission, which must not count tokens of this step as computed: a sample
@@ -189,42 +202,78 @@ class Scheduler:
         None if there is no such sequence, or if the others must run before it can start.
         """
         running = [sequence for sequence in self.running if sequence.is_retried]
-        if running:
-            return self._share_among(running[:1], logprobs_budget)
-        if self.waiting and self.waiting[0].is_retried:
-            return self._admit(batch, [], logprobs_budget) or None
-        return None
+        if not running and self.waiting and self.waiting[0].is_retried:
+            sequence = self.waiting[0]
+            if self._is_startable(sequence) and self._try_start(batch, sequence):
+                running = [sequence]
+        if not running:
+            return None
+        decodes, prompts = _split(running[:1])
+        shares = self._share_among_decodes(decodes, logprobs_budget)
+        return shares + self._share_among_prompts(prompts, shares, logprobs_budget)
 
-    def _share_among(
+    def _share_among_all(self, batch: Batch, logprobs_budget: PromptLogprobsBudget) -> list[Share]:
+        """Shares of running sequences, and of waiting ones that start in this step."""
+        num_preemptions = self.num_preemptions
+        decodes, prompts = _split(self.running)
+        shares = self._share_among_decodes(decodes, logprobs_budget)
+        if self.num_preemptions == num_preemptions:
+            self._admit(batch, prompts, self._prompt_budget(shares), logprobs_budget)
+        return shares + self._share_among_prompts(prompts, shares, logprobs_budget)
+
+    def _share_among_decodes(
         self, sequences: list[Sequence], logprobs_budget: PromptLogprobsBudget
     ) -> list[Share]:
-        """Shares of running sequences in this step, oldest first, with their pages allocated.
-
-        If there are too few pages, the newest running sequence is preempted.
-        """
-        counts = share_budget(
-            [sequence.num_uncomputed_tokens for sequence in sequences],
-            token_budget=self.limits.max_num_batched_tokens,
-            max_entries=self.limits.max_num_seqs,
-        )
-        page_size = self.limits.page_size
+        """One token of each, oldest first, with its page allocated."""
         shares: list[Share] = []
-        for sequence, budgeted in zip(sequences.copy(), counts, strict=True):
-            count = budgeted
-            if sequence.prompt_logprobs_progress is not None:
-                count = _fit(sequence, count, logprobs_budget)
-            if not count or sequence.status is not SequenceStatus.RUNNING:
-                continue
-            end = sequence.num_computed_tokens + count
-            if end <= len(sequence.page_table) * page_size or self._grow(sequence, end):
+        for sequence in sequences:
+            is_running = sequence.status is SequenceStatus.RUNNING
+            if is_running and _fit(sequence, 1, logprobs_budget) and self._reach(sequence, 1):
+                shares.append((sequence, 1))
+        return shares
+
+    def _share_among_prompts(
+        self,
+        sequences: list[Sequence],
+        decodes: list[Share],
+        logprobs_budget: PromptLogprobsBudget,
+    ) -> list[Share]:
+        """What the step computes of sequences with several uncomputed tokens, beside `decodes`."""
+        prompts = [each for each in sequences if each.status is SequenceStatus.RUNNING]
+        if not prompts:
+            return []
+        budget = self._prompt_budget(decodes)
+        counts = share_among_prompts([_part_of(sequence) for sequence in prompts], budget)
+        if self.step_bound is not None and budget.left_ms < 0:
+            self.step_bound.num_granted += 1
+        shares: list[Share] = []
+        for sequence, budgeted in zip(prompts, counts, strict=True):
+            count = _fit(sequence, budgeted, logprobs_budget) if budgeted else 0
+            is_running = sequence.status is SequenceStatus.RUNNING
+            if count and is_running and self._reach(sequence, count):
                 shares.append((sequence, count))
         return shares
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocates pages for `num_tokens` tokens, preempting newer sequences and finally itself.
+    def _prompt_budget(self, decodes: list[Share]) -> PromptBudget:
+        """What is left for prompts beside one token of each of `decodes`."""
+        num_tokens = self.limits.max_num_batched_tokens - len(decodes)
+        if self.step_bound is None:
+            return PromptBudget(num_tokens=num_tokens)
+        load = StepLoad(
+            num_tokens=len(decodes),
+            num_logits=len(decodes),
+            num_keys=sum([sequence.num_computed_tokens + 1 for sequence, _ in decodes]),
+        )
+        bound = self.step_bound
+        return PromptBudget(num_tokens=num_tokens, left_ms=bound.left_ms(load), cost=bound.cost)
+
+    def _reach(self, sequence: Sequence, count: int) -> bool:
+        """Allocates the pages that the next `count` tokens lack, preempting newer sequences and
+        finally itself.
 
         False if it was preempted, or if pages are still pinned by a launched step.
         """
+        num_tokens = sequence.num_computed_tokens + count
         while not self.kv_cache.try_grow(sequence, num_tokens):
             if self.kv_cache.pool.num_pinned:
                 return False
@@ -235,28 +284,47 @@ class Scheduler:
         return True
 
     def _admit(
-        self, batch: Batch, shares: list[Share], logprobs_budget: PromptLogprobsBudget
-    ) -> list[Share]:
-        """Starts waiting sequences in FIFO order while rows, pages and token budget remain."""
-        budget = self.limits.max_num_batched_tokens - sum(count for _, count in shares)
-        admitted: list[Share] = []
-        while self.waiting and self._free_rows and budget > 0:
+        self,
+        batch: Batch,
+        prompts: list[Sequence],
+        budget: PromptBudget,
+        logprobs_budget: PromptLogprobsBudget,
+    ) -> None:
+        """Starts waiting sequences in FIFO order while rows and pages remain, and as long as the
+        next one would compute something in this step; adds them to `prompts`.
+
+        At most two prompts stay incomplete.
+        """
+        if not self.waiting:
+            return
+        parts = [_part_of(sequence) for sequence in prompts]
+        while self.waiting and self._free_rows and budget.num_tokens > 0:
             sequence = self.waiting[0]
-            if sequence.num_pending_tokens or sequence.is_expecting_source:
-                break
-            if sequence.is_retried and (shares or admitted):
+            if sequence.is_retried or not self._is_startable(sequence):
                 break
             if sequence.needs_prompt_logprobs and not logprobs_budget.num_rows:
                 break
+            counts = share_among_prompts(parts, budget.copy())
+            is_cut = [count < part.num_left for count, part in zip(counts, parts, strict=True)]
+            if sum(is_cut) >= MAX_CUT_PROMPTS:
+                break
+            prefix = self.kv_cache.find_prefix(sequence)
+            part = PromptPart(
+                start=prefix.num_tokens,
+                num_left=sequence.num_tokens - prefix.num_tokens,
+                has_logits=sequence.needs_prompt_logprobs,
+            )
+            if not share_among_prompts([*parts, part], budget.copy())[-1]:
+                break
             if not self._try_start(batch, sequence):
                 break
-            wanted = min(sequence.num_uncomputed_tokens, budget)
-            count = _fit(sequence, wanted, logprobs_budget)
-            budget -= count
-            admitted.append((sequence, count))
-            if sequence.is_retried:
-                break
-        return admitted
+            parts.append(part)
+            prompts.append(sequence)
+
+    @staticmethod
+    def _is_startable(sequence: Sequence) -> bool:
+        """Whether nothing that is under way keeps a waiting sequence from starting."""
+        return not (sequence.num_pending_tokens or sequence.is_expecting_source)
 
     def _try_start(self, batch: Batch, sequence: Sequence) -> bool:
         is_fork = sequence.fork_source is not None
@@ -311,6 +379,8 @@ class Scheduler:
         entry = BatchEntry(sequence, row, start, count, num_choices, sequence.num_preemptions)
         batch.entries.append(entry)
         batch.num_tokens += count
+        batch.num_keys += num_keys(start, count)
+        batch.num_choices += num_choices
         size, table = self.limits.page_size, sequence.page_table
         batch.written_pages += table[start // size : (end - 1) // size + 1]
         if sequence.num_sent_pages < len(table):
@@ -416,27 +486,25 @@ class Scheduler:
         self.kv_cache.release(sequence)
 
 
-def share_budget(wanted: list[int], *, token_budget: int, max_entries: int) -> list[int]:
-    """Number of tokens that a step computes for each sequence, at most the number in `wanted`.
+def _split(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Those with one token to compute, and those with several, in their order."""
+    decodes: list[Sequence] = []
+    prompts: list[Sequence] = []
+    for sequence in sequences:
+        num_uncomputed = sequence.num_uncomputed_tokens
+        if num_uncomputed == 1:
+            decodes.append(sequence)
+        elif num_uncomputed:
+            prompts.append(sequence)
+    return decodes, prompts
 
-    Sequences with a single token come first, then the others in order; one that exceeds the
-    remaining budget is cut. At most `max_entries` sequences and `token_budget` tokens.
-    """
-    num_single = min(wanted.count(1), token_budget, max_entries)
-    if num_single == len(wanted):
-        return wanted
-    budget, num_entries = token_budget - num_single, max_entries - num_single
-    counts: list[int] = []
-    for num_tokens in wanted:
-        if num_tokens == 1:
-            count = min(1, num_single)
-            num_single -= count
-        else:
-            count = min(num_tokens, budget) if num_entries else 0
-            budget -= count
-            num_entries -= min(1, count)
-        counts.append(count)
-    return counts
+
+def _part_of(sequence: Sequence) -> PromptPart:
+    return PromptPart(
+        start=sequence.num_computed_tokens,
+        num_left=sequence.num_uncomputed_tokens,
+        has_logits=sequence.needs_prompt_logprobs,
+    )
 
 
 def _fit(sequence: Sequence, count: int, logprobs_budget: PromptLogprobsBudget) -> int:

@@ -1,11 +1,14 @@
 """`EngineCore`: the synchronous engine: submit, step and cancel; token ids in, events out.
 
-Owns the scheduler, the packer and the loop over one runner. Knows no text, HTTP or clock: a step
-depends only on the calls made so far. Invariants: request ids increase; a refused submit changes
-nothing; each sample of an accepted request gets exactly one `Finished` unless it is cancelled.
+Owns the scheduler, the packer and the loop over one runner. Knows no text and no HTTP. A step
+depends only on the calls made so far and, if the time of steps is bounded, on the injected clock.
+Invariants: request ids increase; a refused submit changes nothing; each sample of an accepted
+request gets exactly one `Finished` unless it is cancelled.
 """
 
 import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cadenza.backends.base import Runner
@@ -17,6 +20,7 @@ from cadenza.core.packing import Packer
 from cadenza.core.prompt_logprobs import PromptLogprobsProgress
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_cost import StepBound
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
@@ -34,6 +38,8 @@ class CoreOptions:
         reserved_output: fraction of a request's remaining output that admission reserves pages for.
         seed: determines the seeds of requests without one.
         secret: key of the prefix cache's hashes; random if None.
+        step_bound: bounds the time of each step; None bounds only its tokens.
+        clock: seconds, monotonic; measures steps for the bound.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -41,6 +47,8 @@ class CoreOptions:
     reserved_output: float = RESERVED_OUTPUT
     seed: int = 0
     secret: bytes | None = None
+    step_bound: StepBound | None = None
+    clock: Callable[[], float] = time.perf_counter
 
 
 class EngineCore:
@@ -69,6 +77,7 @@ class EngineCore:
                 slot_unit=limits.slot_unit,
             ),
             Admission(page_size=limits.page_size, reserved_output=options.reserved_output),
+            options.step_bound,
         )
         packer = Packer(
             max_num_seqs=limits.max_num_seqs,
@@ -77,7 +86,10 @@ class EngineCore:
             vocab_size=runner.vocab_size,
         )
         self._loop = StepLoop(
-            self.scheduler, StepRunner(runner, packer), depth=LOOP_DEPTHS[options.loop]
+            self.scheduler,
+            StepRunner(runner, packer),
+            depth=LOOP_DEPTHS[options.loop],
+            clock=options.clock,
         )
         self._samples: dict[int, dict[int, Sequence]] = {}
         self._seed = options.seed

@@ -6,6 +6,7 @@ their tokens, those of that step one at a time, and one that then fails is ended
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -36,6 +37,7 @@ class LaunchedStep:
     batch: Batch
     num_logits: int
     handle: StepHandle
+    launched_s: float = 0.0
 
 
 class StepRunner:
@@ -46,11 +48,11 @@ class StepRunner:
         self._packer = packer
         self._buckets = runner.token_buckets
 
-    def launch(self, batch: Batch) -> LaunchedStep:
+    def launch(self, batch: Batch, now_s: float) -> LaunchedStep:
         num_tokens = batch.num_tokens
         bucket = next(size for size in self._buckets if size >= num_tokens)
         inputs = self._packer.pack(batch, bucket)
-        return LaunchedStep(batch, inputs.num_logits, self._runner.launch(inputs))
+        return LaunchedStep(batch, inputs.num_logits, self._runner.launch(inputs), now_s)
 
     def read(self, step: LaunchedStep) -> StepOutput:
         """The step's output. Raises RunnerError if it violates the runner contract."""
@@ -80,15 +82,27 @@ class StepLoop:
     Depth 0 is the plain loop (launch, read, launch, …), the reference for depth 1. Depth 1
     overlaps: step n + 1 is launched before step n is read, so that the device does not wait for
     the host.
+
+    Args:
+        clock: seconds, monotonic; measures steps for the scheduler's bound, if it has one.
     """
 
-    def __init__(self, scheduler: Scheduler, step_runner: StepRunner, *, depth: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        step_runner: StepRunner,
+        *,
+        depth: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.in_flight: deque[LaunchedStep] = deque()
         self.num_failed_steps = 0
         self.num_consecutive_failures = 0
         self._scheduler = scheduler
         self._step_runner = step_runner
         self._depth = depth
+        self._clock = clock
+        self._last_read_s = clock()
 
     def step(self, announce: Announce | None = None) -> list[Event]:
         """Launches the next step if there is one, and reads the oldest if it is due.
@@ -111,7 +125,7 @@ class StepLoop:
     def _launch(self, batch: Batch) -> list[Event]:
         """Launches a batch; returns events only if that fails."""
         try:
-            self.in_flight.append(self._step_runner.launch(batch))
+            self.in_flight.append(self._step_runner.launch(batch, self._clock()))
         except Exception:
             logger.exception("launching step %d failed", batch.step_id)
             events: list[Event] = []
@@ -128,7 +142,16 @@ class StepLoop:
             logger.exception("step %d failed", step.batch.step_id)
             return self._recover(step.batch)
         self.num_consecutive_failures = 0
+        self._observe(step)
         return self._scheduler.update(step.batch, output)
+
+    def _observe(self, step: LaunchedStep) -> None:
+        """Tells the bound how long a step took: since its launch, or since the step before it."""
+        bound, now_s = self._scheduler.step_bound, self._clock()
+        if bound is not None:
+            started_s = max(step.launched_s, self._last_read_s)
+            bound.observe(step.batch.load, 1000 * (now_s - started_s))
+        self._last_read_s = now_s
 
     def _recover(self, failed: Batch) -> list[Event]:
         """Recomputes all sequences from their tokens; ends those that have failed again."""

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
+from cadenza.config import EngineLimits
+from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import EngineCore
 from cadenza.engine.loop import Announce
 from cadenza.request import Event
@@ -40,6 +42,18 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepBoundStats:
+    """The bound on the time of a step. `prefill_share` is the rate of a prompt under it, as a share
+    of its rate in steps of the full token budget; the counts are those of `StepBound`.
+    """
+
+    max_s: float
+    prefill_share: float
+    num_granted: int
+    num_exceeded: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot. Running, waiting and page counts are gauges; all others are counters.
 
@@ -59,6 +73,7 @@ class EngineStats:
     num_compiles_after_warmup: int
     step_seconds: Distribution
     step_tokens: Distribution
+    step_bound: StepBoundStats | None = None
 
     @property
     def kv_cache_usage(self) -> float:
@@ -136,4 +151,16 @@ class StepMeter:
             num_compiles_after_warmup=self._count_compiles(),
             step_seconds=self._seconds.snapshot(),
             step_tokens=self._tokens.snapshot(),
+            step_bound=_bound_stats(scheduler.step_bound, self._core.limits),
         )
+
+
+def _bound_stats(bound: StepBound | None, limits: EngineLimits) -> StepBoundStats | None:
+    if bound is None:
+        return None
+    return StepBoundStats(
+        max_s=bound.max_ms / 1000,
+        prefill_share=bound.cost.prefill_share(bound.max_ms, limits.max_num_batched_tokens),
+        num_granted=bound.num_granted,
+        num_exceeded=bound.num_exceeded,
+    )

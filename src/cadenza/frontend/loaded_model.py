@@ -4,7 +4,7 @@
 its plan replaced by one that is made for them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends
@@ -40,11 +40,15 @@ class PlannedModel:
     backends: Backends = field(default_factory=lambda: BACKENDS)
 
     def load(self, on_phase: OnPhaseDone = lambda _: None) -> LoadedModel:
-        """Loads, compiles and warms up the engine of `plan`.
+        """Loads, compiles and warms up the engine of `plan`. The time of its steps is bounded only
+        if `config` has a number for it.
 
         Raises ConfigError, DeviceUnavailableError: as their docstrings say.
         """
-        core = build_core(self.checkpoint, self.plan, self.config, on_phase, backends=self.backends)
+        config = self.config
+        if config.max_itl_ms == "auto":
+            config = replace(config, max_itl_ms="none")
+        core = build_core(self.checkpoint, self.plan, config, on_phase, backends=self.backends)
         return LoadedModel(checkpoint=self.checkpoint, plan=self.plan, core=core, text=self.text)
 
 

@@ -6,13 +6,16 @@ that importing this module is cheap.
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends, brings_models, find_backend
 from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
 from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_checkpoint
-from cadenza.config import EngineConfig
+from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
+from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound
+from cadenza.engine.calibration import make_step_bound, smallest_bound_ms
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import CheckpointError, ConfigError, show
 from cadenza.loading.memory import available_memory_bytes
@@ -131,9 +134,40 @@ def build_core(
     runner.warmup()
     on_phase_done("compile")
     options = CoreOptions(
-        eos_token_ids=frozenset(checkpoint.eos_token_ids), loop=config.scheduler, seed=config.seed
+        eos_token_ids=frozenset(checkpoint.eos_token_ids),
+        loop=config.scheduler,
+        seed=config.seed,
+        step_bound=_step_bound(runner, plan.limits, config.max_itl_ms),
     )
     return EngineCore(runner, plan.limits, options)
+
+
+def _step_bound(runner: Runner, limits: EngineLimits, max_itl_ms: MaxItlMs) -> StepBound | None:
+    """The bound that the options ask for, over costs that are measured now; logs what it means."""
+    if max_itl_ms == "none":
+        return None
+    given = None if max_itl_ms == "auto" else float(max_itl_ms)
+    bound = make_step_bound(runner, limits, given, time.perf_counter)
+    num_tokens = limits.max_num_batched_tokens
+    share = bound.cost.prefill_share(bound.max_ms, num_tokens)
+    logger.info(
+        "steps take at most %.0f ms (--max-itl-ms): prompts are computed at %.0f %% of the rate of "
+        "steps with %d tokens",
+        bound.max_ms,
+        100 * share,
+        num_tokens,
+    )
+    least_ms = smallest_bound_ms(bound.cost, limits)
+    if least_ms > bound.max_ms:
+        logger.warning(
+            "--max-itl-ms %.0f cannot be kept beside %d decoding requests: a step with %d prompt "
+            "tokens then takes %.0f ms; raise it or lower --max-num-seqs",
+            bound.max_ms,
+            limits.max_num_seqs,
+            MIN_PROMPT_TOKENS,
+            least_ms,
+        )
+    return bound
 
 
 def build_runner(

@@ -25,7 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from cadenza.engine.open_requests import RejectionReason, RequestStats
-from cadenza.engine.stats import Distribution, EngineStats, Tally
+from cadenza.engine.stats import Distribution, EngineStats, StepBoundStats, Tally
 from cadenza.engine.status import EngineMonitor, EngineStatus
 from cadenza.request import FinishReason
 
@@ -222,12 +222,30 @@ class _Families:
         yield self._counter("compiles_after_warmup", "Must stay zero.", compiles)
         yield self._counter("failed_steps", "Steps that failed.", stats.num_failed_steps)
         yield self._histogram("step_seconds", "Time of a step.", stats.step_seconds)
+        if stats.step_bound is not None:
+            yield from self._of_bound(stats.step_bound)
         pages = {
             "live": stats.pages_live,
             "cached": stats.pages_cached,
             "free": stats.pages_free,
         }
         yield self._by("pages", "KV pages.", "state", pages.items(), kind=GaugeMetricFamily)
+
+    def _of_bound(self, bound: StepBoundStats) -> Iterator[Metric]:
+        yield self._gauge("max_itl_seconds", "The bound on a step's time.", bound.max_s)
+        yield self._gauge(
+            "bounded_prefill_share",
+            "Rate of a prompt under the bound, as a share of its rate in full steps.",
+            bound.prefill_share,
+        )
+        yield self._counter(
+            "steps_granted",
+            "Steps with prompt tokens for which the bound leaves no time.",
+            bound.num_granted,
+        )
+        yield self._counter(
+            "steps_over_bound", "Steps that took longer than the bound.", bound.num_exceeded
+        )
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(self._prefix + name, help, labels=("model_name",))

@@ -29,7 +29,7 @@ from cadenza.engine.process.messages import (
 )
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import ResumedSample, Resumption
-from cadenza.engine.stats import STEP_SECONDS_BOUNDS, Distribution, EngineStats
+from cadenza.engine.stats import STEP_SECONDS_BOUNDS, Distribution, EngineStats, StepBoundStats
 from cadenza.request import (
     Attachment,
     Event,
@@ -109,6 +109,7 @@ STATS = EngineStats(
     num_compiles_after_warmup=12,
     step_seconds=Distribution.empty(STEP_SECONDS_BOUNDS),
     step_tokens=Distribution(bounds=(1.0,), counts=(2, 3), total=4.5),
+    step_bound=StepBoundStats(max_s=0.05, prefill_share=0.9, num_granted=13, num_exceeded=14),
 )
 CHECK = RequestCheck(
     limits=EngineLimits(

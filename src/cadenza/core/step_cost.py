@@ -1,0 +1,230 @@
+"""`StepCost`: how long a step takes, predicted from what it computes; `StepBound`: a bound on it.
+
+Owns the prediction, its correction by measured steps, and the time that a step leaves for prompts.
+Knows no clock, no scheduler and no device. Invariant: predictions are positive and grow with each
+part of the load.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from math import inf, sqrt
+
+CORRECTION = 0.1
+"""The share of a step's error by which the costs change."""
+
+MAX_RATIO = 2.0
+"""A measured time counts as at most this multiple of its prediction, and at least its inverse."""
+
+SMALLEST_MS = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoad:
+    """What a step computes: tokens, rows of logits, and keys that its tokens attend to.
+
+    A token at position p attends to p + 1 keys, its own among them.
+    """
+
+    num_tokens: int = 0
+    num_logits: int = 0
+    num_keys: int = 0
+
+    def plus(self, start: int, count: int, num_logits: int) -> "StepLoad":
+        """With `count` more tokens of one sequence, the first at position `start`."""
+        return StepLoad(
+            num_tokens=self.num_tokens + count,
+            num_logits=self.num_logits + num_logits,
+            num_keys=self.num_keys + num_keys(start, count),
+        )
+
+
+def num_keys(start: int, count: int) -> int:
+    """Keys that `count` tokens from position `start` attend to."""
+    return count * start + count * (count + 1) // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Milliseconds of a step: `fixed_ms`, and so much for each token, logit row and key."""
+
+    fixed_ms: float
+    token_ms: float
+    logit_ms: float
+    key_ms: float
+
+    def predict_ms(self, load: StepLoad) -> float:
+        return (
+            self.fixed_ms
+            + self.token_ms * load.num_tokens
+            + self.logit_ms * load.num_logits
+            + self.key_ms * load.num_keys
+        )
+
+    def corrected(self, load: StepLoad, measured_ms: float) -> "StepCost":
+        """After a step of `load` took `measured_ms`.
+
+        Each part changes in proportion to its share of the prediction, so that a step says most
+        about what it consists of, and no cost becomes negative.
+        """
+        predicted = self.predict_ms(load)
+        ratio = min(MAX_RATIO, max(1 / MAX_RATIO, measured_ms / predicted))
+        factor = CORRECTION * (ratio - 1) / predicted
+
+        def corrected(ms: float, count: int) -> float:
+            return ms * (1 + factor * ms * count)
+
+        return StepCost(
+            fixed_ms=corrected(self.fixed_ms, 1),
+            token_ms=corrected(self.token_ms, load.num_tokens),
+            logit_ms=corrected(self.logit_ms, load.num_logits),
+            key_ms=corrected(self.key_ms, load.num_keys),
+        )
+
+    def most_tokens(self, start: int, left_ms: float, *, has_logits: bool = False) -> float:
+        """The most prompt tokens from position `start` that take `left_ms`; may be a fraction.
+
+        `has_logits`: each of them has a row of logits.
+        """
+        if left_ms <= 0:
+            return 0.0
+        # key_ms / 2 * n^2 + linear * n = left_ms
+        linear = self.token_ms + self.key_ms * (start + 0.5)
+        linear += self.logit_ms if has_logits else 0.0
+        return 2 * left_ms / (linear + sqrt(linear**2 + 2 * self.key_ms * left_ms))
+
+    def prefill_share(self, bound_ms: float, num_tokens: int) -> float:
+        """The rate of a prompt in steps of at most `bound_ms`, as a share of its rate in steps of
+        `num_tokens`; early in a context, beside no decodes."""
+        most = self.most_tokens(0, bound_ms - self.fixed_ms)
+        count = min(num_tokens, max(most, MIN_PROMPT_TOKENS))
+        bounded = self.fixed_ms / count + self.token_ms
+        return (self.fixed_ms / num_tokens + self.token_ms) / bounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """The load of a step and the milliseconds that it took."""
+
+    load: StepLoad
+    ms: float
+
+
+def fit_step_cost(
+    *,
+    one_row: MeasuredStep,
+    all_rows: MeasuredStep | None,
+    chunk: MeasuredStep,
+    far_chunk: MeasuredStep | None,
+) -> StepCost:
+    """The cost that four steps imply, one part after the other.
+
+    Args:
+        one_row: one token of one sequence, early in its context.
+        all_rows: one such token of each row; None if there is one row only.
+        chunk: prompt tokens from the context's start, without logits.
+        far_chunk: as many prompt tokens far behind; None where keys cost nothing.
+    """
+    num_more = max(1, chunk.load.num_tokens - one_row.load.num_tokens)
+    token_ms = (chunk.ms - one_row.ms) / num_more
+    logit_ms = key_ms = 0.0
+    if all_rows is not None:
+        num_rows = all_rows.load.num_tokens - one_row.load.num_tokens
+        logit_ms = (all_rows.ms - one_row.ms) / num_rows - max(0.0, token_ms)
+    if far_chunk is not None:
+        num_more_keys = far_chunk.load.num_keys - chunk.load.num_keys
+        key_ms = (far_chunk.ms - chunk.ms) / num_more_keys
+    parts = [max(SMALLEST_MS, ms) for ms in (token_ms, logit_ms, key_ms)]
+    cost = StepCost(fixed_ms=SMALLEST_MS, token_ms=parts[0], logit_ms=parts[1], key_ms=parts[2])
+    fixed_ms = one_row.ms - cost.predict_ms(one_row.load)
+    return replace(cost, fixed_ms=max(SMALLEST_MS, fixed_ms))
+
+
+MIN_PROMPT_TOKENS = 16
+"""Prompt tokens of a step whose decodes leave no time for any, so that prompts go on."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StepBound:
+    """A bound on the time of a step, its cost model, and how often the bound was not kept.
+
+    Args:
+        max_ms: the bound; also the longest time between two tokens of a stream that is not
+            preempted, as far as the predictions hold.
+        num_granted: steps with `MIN_PROMPT_TOKENS` although they are predicted to exceed the bound.
+        num_exceeded: steps that took longer than the bound.
+    """
+
+    max_ms: float
+    cost: StepCost
+    num_granted: int = 0
+    num_exceeded: int = 0
+
+    def left_ms(self, decodes: StepLoad) -> float:
+        """What is left for prompts beside `decodes`; negative if these alone exceed the bound."""
+        return self.max_ms - self.cost.predict_ms(decodes)
+
+    def observe(self, load: StepLoad, measured_ms: float) -> None:
+        """A step took `measured_ms`."""
+        self.cost = self.cost.corrected(load, measured_ms)
+        self.num_exceeded += measured_ms > self.max_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPart:
+    """The uncomputed tokens of a prompt: `num_left` from position `start`.
+
+    `has_logits`: each of them has a row of logits (prompt log probabilities).
+    """
+
+    start: int
+    num_left: int
+    has_logits: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PromptBudget:
+    """What a step may still compute of prompts: tokens and, with a bound, milliseconds.
+
+    `num_granted` tokens may be computed whatever time they take.
+    """
+
+    num_tokens: int
+    left_ms: float = inf
+    cost: StepCost | None = None
+    num_granted: int = MIN_PROMPT_TOKENS
+
+    def copy(self) -> "PromptBudget":
+        return replace(self)
+
+    def take(self, part: PromptPart, share: float = 1.0) -> int:
+        """Takes as many tokens of `part` as fit `share` of what is left; returns their number."""
+        count = min(part.num_left, int(self.num_tokens * share))
+        if self.cost is not None:
+            in_time = self.cost.most_tokens(
+                part.start, self.left_ms * share, has_logits=part.has_logits
+            )
+            count = min(count, max(int(in_time), int(self.num_granted * share)))
+            num_logits = count if part.has_logits else 0
+            load = StepLoad().plus(part.start, count, num_logits)
+            self.left_ms -= self.cost.predict_ms(load) - self.cost.fixed_ms
+        self.num_tokens -= count
+        self.num_granted = max(0, self.num_granted - count)
+        return count
+
+
+def share_among_prompts(parts: SequenceOf[PromptPart], budget: PromptBudget) -> list[int]:
+    """Takes from `budget` for each prompt, oldest first; returns their numbers of tokens.
+
+    The prompt with the fewest tokens left gets up to half, so that a short prompt need not wait
+    for a long one; the oldest gets the rest, and what it leaves goes to the others in order.
+    """
+    counts = [0] * len(parts)
+    if len(parts) > 1:
+        shortest = min(range(len(parts)), key=lambda index: parts[index].num_left)
+        if shortest:
+            counts[shortest] = budget.take(parts[shortest], 0.5)
+    for index, part in enumerate(parts):
+        taken = counts[index]
+        rest = replace(part, start=part.start + taken, num_left=part.num_left - taken)
+        counts[index] += budget.take(rest)
+    return counts

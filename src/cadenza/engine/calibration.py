@@ -1,0 +1,143 @@
+"""Measures what a runner's steps cost, before an engine serves.
+
+Owns the steps that are timed. Knows a runner and its limits, no scheduler and no request of a
+client. Invariant: the steps leave nothing behind that a later step reads: KV is written before it
+is read, and the rows' data are sent again.
+"""
+
+import statistics
+from collections.abc import Callable
+
+from cadenza.backends.base import Runner
+from cadenza.config import EngineLimits
+from cadenza.core.batch import Batch, BatchEntry, PageUpdate
+from cadenza.core.packing import Packer
+from cadenza.core.sequence import Sequence
+from cadenza.core.step_cost import (
+    MIN_PROMPT_TOKENS,
+    MeasuredStep,
+    StepBound,
+    StepCost,
+    StepLoad,
+    fit_step_cost,
+    num_keys,
+)
+from cadenza.request import Request, SamplingParams
+
+CHUNK = 64
+"""Prompt tokens of the timed chunks; fewer where the limits do not allow as many."""
+
+FAR = 2048
+"""The position of the far chunk's first token, at most."""
+
+NUM_REPEATS = 3
+MIN_BOUND_MS = 50.0
+DECODE_STEPS_PER_BOUND = 2.0
+
+
+def derive_bound_ms(cost: StepCost, limits: EngineLimits) -> float:
+    """The default of `--max-itl-ms`: twice a step in which every row decodes, at least 50 ms."""
+    return max(MIN_BOUND_MS, DECODE_STEPS_PER_BOUND * cost.predict_ms(_full_decode(limits)))
+
+
+def smallest_bound_ms(cost: StepCost, limits: EngineLimits) -> float:
+    """The smallest bound that is kept while every row decodes, early in its context, and a prompt
+    is computed."""
+    return cost.predict_ms(_full_decode(limits).plus(0, MIN_PROMPT_TOKENS, 0))
+
+
+def _full_decode(limits: EngineLimits) -> StepLoad:
+    rows = limits.max_num_seqs
+    return StepLoad(num_tokens=rows, num_logits=rows, num_keys=rows)
+
+
+def make_step_bound(
+    runner: Runner, limits: EngineLimits, max_ms: float | None, clock: Callable[[], float]
+) -> StepBound:
+    """A bound over measured costs; `max_ms` None derives it from them."""
+    cost = measure_step_cost(runner, limits, clock)
+    return StepBound(max_ms=max_ms or derive_bound_ms(cost, limits), cost=cost)
+
+
+def measure_step_cost(runner: Runner, limits: EngineLimits, clock: Callable[[], float]) -> StepCost:
+    """Times a decode of one row and of all rows, and a chunk of a prompt near and far.
+
+    The runner is warm and computes nothing else. Keys cost nothing where a page is a slot whose
+    whole capacity every token attends to.
+    """
+    timer = _StepTimer(runner, limits, clock)
+    chunk = min(CHUNK, limits.max_num_batched_tokens, timer.max_tokens)
+    far = min(FAR, timer.max_tokens - chunk)
+    num_rows = min(limits.max_num_seqs, limits.num_pages)
+    return fit_step_cost(
+        one_row=timer.time(num_rows=1, start=0, count=1, has_logits=True),
+        all_rows=timer.time(num_rows=num_rows, start=0, count=1, has_logits=True)
+        if num_rows > 1
+        else None,
+        chunk=timer.time(num_rows=1, start=0, count=chunk, has_logits=False),
+        far_chunk=timer.time(num_rows=1, start=far, count=chunk, has_logits=False)
+        if far > 0 and limits.slot_unit is None
+        else None,
+    )
+
+
+class _StepTimer:
+    """Launches steps of made-up sequences, each alone on the device."""
+
+    def __init__(self, runner: Runner, limits: EngineLimits, clock: Callable[[], float]) -> None:
+        self._runner = runner
+        self._limits = limits
+        self._clock = clock
+        self._packer = Packer(
+            max_num_seqs=limits.max_num_seqs,
+            max_pages_per_seq=limits.max_pages_per_seq,
+            page_size=limits.page_size,
+            vocab_size=runner.vocab_size,
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one sequence: what the context and the pool allow."""
+        limits = self._limits
+        return min(limits.max_model_len, limits.num_pages * limits.page_size)
+
+    def time(self, *, num_rows: int, start: int, count: int, has_logits: bool) -> MeasuredStep:
+        """The median time of steps that compute `count` tokens from `start` in each row."""
+        times = [
+            self._time_once(num_rows, start, count, has_logits) for _ in range(NUM_REPEATS + 1)
+        ]
+        load = StepLoad(
+            num_tokens=num_rows * count,
+            num_logits=num_rows * has_logits,
+            num_keys=num_rows * num_keys(start, count),
+        )
+        return MeasuredStep(load=load, ms=1000 * statistics.median(times[1:]))
+
+    def _time_once(self, num_rows: int, start: int, count: int, has_logits: bool) -> float:
+        batch = Batch(0)
+        for row in range(num_rows):
+            self._enter(batch, row, start, count, has_logits)
+        bucket = next(size for size in self._runner.token_buckets if size >= batch.num_tokens)
+        inputs = self._packer.pack(batch, bucket)
+        start_s = self._clock()
+        self._runner.launch(inputs).result()
+        return self._clock() - start_s
+
+    def _enter(self, batch: Batch, row: int, start: int, count: int, has_logits: bool) -> None:
+        end, size = start + count, self._limits.page_size
+        request = Request(
+            prompt_token_ids=(0,) * end, params=SamplingParams(temperature=0.0, max_tokens=1)
+        )
+        sequence = Sequence(
+            request_id=row,
+            request=request,
+            seed=0,
+            max_num_tokens=end + 1,
+            stop_token_ids=frozenset(),
+            token_ids=[0] * end,
+        )
+        num_pages = -(-end // size)
+        first = row * num_pages
+        batch.page_updates += [PageUpdate(row, at, first + at) for at in range(num_pages)]
+        batch.entries.append(BatchEntry(sequence, row, start, count, int(has_logits), 0))
+        batch.num_tokens += count
