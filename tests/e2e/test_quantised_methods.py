@@ -3,6 +3,7 @@ method.
 """
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,37 @@ def test_the_folder_of_quantize_gives_the_bits_of_the_flag(tmp_path: Path):
         found[scheme] = streams(tmp_path / scheme)
         assert found[scheme] == streams(plain, scheme)
     assert found["int8"] != found["int4"]
+
+
+TOKEN_INT8 = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+
+
+@pytest.mark.parametrize(
+    ("method", "inputs", "stated"),
+    [
+        ("awq", None, None),
+        ("compressed-8", None, None),
+        ("compressed-8", TOKEN_INT8, "int8 per token"),
+    ],
+    ids=["W4A16", "W8A16", "W8A8"],
+)
+def test_info_tells_the_activations_that_a_folder_states_and_those_that_are_used(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    method: str,
+    inputs: dict[str, object] | None,
+    stated: str | None,
+):
+    (tmp_path / "config.json").write_text(json.dumps(ALIGNED))
+    settings, store = METHODS[method]
+    if inputs is not None:
+        settings = deepcopy(settings)
+        settings["quantization_config"]["config_groups"]["group_0"]["input_activations"] = inputs
+    folder = write_quantised(tmp_path, str(tmp_path / "config.json"), settings, store)
+    assert main(["info", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"]["stated_activations"] == stated
+    assert facts["engine"]["activations"] == "int8 per token and group of 32"
 
 
 @pytest.mark.soak

@@ -1,5 +1,6 @@
 """GGUF files with quantised weights, computed from their own codes: nothing is dequantised."""
 
+import json
 import re
 import tracemalloc
 from dataclasses import replace
@@ -15,6 +16,7 @@ from cadenza.backends.xla.weights import load_decoder
 from cadenza.bench.bounds import ModelCost
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
+from cadenza.cli import main
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.build import plan_model
@@ -126,6 +128,14 @@ def test_memory_and_bounds_count_the_files_own_formats(mixed: Path):
     cost = ModelCost.of(checkpoint.config, plan.dtype, stored_format=stored)
     assert 0.9 < (cost.layer_bytes + cost.head_bytes) / plan.weight_bytes <= 1.0
     assert cost.head_bytes == checkpoint.config.vocab_size * 256 * 37 // 64  # 4.625 bits
+
+
+def test_info_tells_that_activations_are_rounded(mixed: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["info", str(mixed), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"]["stated_activations"] is None
+    assert facts["engine"]["dtype"] == "bfloat16"
+    assert facts["engine"]["activations"] == "int8 per token and group of 32"
 
 
 def test_quantising_a_quantised_file_is_refused_with_both_named(mixed: Path):

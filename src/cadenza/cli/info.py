@@ -134,7 +134,7 @@ def describe(
             "exactness": traits.exactness,
             "dtype": plan.dtype,
             "quantization": plan.quantization,
-            "activations": _activations(checkpoint, plan),
+            "activations": "int8 per token and group of 32" if plan.is_quantised else plan.dtype,
             "kv_cache_dtype": plan.kv_cache_dtype,
             "max_num_seqs": limits.max_num_seqs,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -144,15 +144,6 @@ def describe(
             "seed": config.seed,
         },
     }
-
-
-def _activations(checkpoint: "Checkpoint", plan: "EnginePlan") -> str:
-    """In which type activations are multiplied with the weights."""
-    is_quantised = plan.quantization != "none"
-    if checkpoint.is_known:
-        formats = [each.format for each in checkpoint.weights.quantised.values()]
-        is_quantised |= any(format is not None and format.is_quantised for format in formats)
-    return "int8 per token and group of 32" if is_quantised else plan.dtype
 
 
 def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
