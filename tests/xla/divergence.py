@@ -1,0 +1,103 @@
+"""How far a model's distributions are from exact ones: `logprobs_of` and `mean_kl`.
+
+Owns the way to the logits of every position: the decoder over the native op table, without an
+engine. The measure is the mean over all positions of KL(exact ‖ other), over all of the
+vocabulary, in nats.
+
+Shapes: L tokens of a text, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.backends.xla.decoder import DecoderWeights, run_decoder
+from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays
+from cadenza.backends.xla.weights import load_decoder
+from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.text import Tokenizer
+from tests.contract.steps import Geometry, Stream, build_inputs
+from tests.xla.test_native_ops import device_step
+from training.corpus.example import Split
+from training.corpus.mixture import SHARES, make_example, open_source
+
+Logprobs = list[npt.NDArray[np.float64]]
+"""The log probabilities [L, V] after each token of each text."""
+
+EXAMPLES = 3
+"""Of each kind of text."""
+
+PAGE_SIZE, BUCKET = 16, 256
+BUNDLED = open_checkpoint(None)
+
+
+class LogitOps(NativeOps):
+    """Gives the float32 logits [L, V] of the logit rows in place of tokens."""
+
+    def next_tokens(self, x: Any, head: Linear, step: StepArrays) -> Any:
+        model = self._model
+        assert model.residual_scale == model.logit_divisor == 1.0
+        assert model.logit_soft_cap is None
+        zeros = jnp.zeros((len(x), model.vocab_size), jnp.float32)  # the sum is float32
+        return self.linear(x, head, model.vocab_size, step.num_logits, zeros)
+
+
+def held_out_texts() -> list[list[int]]:
+    """Texts that the bundled model was not trained on, of each kind."""
+    assert BUNDLED.tokenizer_source is not None
+    tokenizer = Tokenizer(BUNDLED.tokenizer_source)
+    found: list[list[int]] = []
+    for kind in SHARES:
+        for index in range(EXAMPLES):
+            source = open_source(Split.HELD_OUT, "evaluate", kind, index)
+            text = make_example(kind, source, max_tokens=300).text
+            found.append(tokenizer.encode(text)[:BUCKET])
+    return found
+
+
+def logprobs_of(
+    texts: Sequence[Sequence[int]],
+    checkpoint: Checkpoint,
+    table: type[LogitOps] = LogitOps,
+    *,
+    bucket: int = BUCKET,
+    **settings: Any,
+) -> Logprobs:
+    """Of texts of at most `bucket` tokens; `settings` are those of `DecoderSpec`."""
+    spec = DecoderSpec(model=checkpoint.config, page_size=PAGE_SIZE, **settings)
+    ops = table(spec)
+    weights = load_decoder(ops, spec, checkpoint.weights, bucket)
+    geometry = Geometry(bucket=bucket, num_rows=bucket, page_size=PAGE_SIZE)
+    pages = np.arange(bucket // PAGE_SIZE, dtype=np.int32)
+    table_of_rows = np.broadcast_to(pages, (bucket, len(pages)))
+
+    @jax.jit
+    def forward(weights: DecoderWeights, step: StepArrays) -> jax.Array:
+        pool = ops.new_kv_pool(len(pages), float("nan"))
+        logits, _ = run_decoder(ops, spec.model, weights, pool, step)
+        return jax.nn.log_softmax(logits)
+
+    found: Logprobs = []
+    for text in texts:
+        stream = Stream(row=0, pages=pages.tolist())
+        chunk = stream.chunk(list(text), samples=True, num_choices=len(text))
+        step = device_step(build_inputs([chunk], geometry), table_of_rows)
+        found.append(np.asarray(forward(weights, step), np.float64)[: len(text)])
+    return found
+
+
+def kl_of_positions(
+    exact: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """KL(exact ‖ other) of each position, from log probabilities [L, V]."""
+    return (np.exp(exact) * (exact - other)).sum(axis=-1)
+
+
+def mean_kl(exact: Logprobs, others: Logprobs) -> float:
+    pairs = zip(exact, others, strict=True)
+    return float(np.concatenate([kl_of_positions(p, q) for p, q in pairs]).mean())
