@@ -19,7 +19,12 @@ from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.config import Quantization
 from tests.xla.divergence import BUNDLED, held_out_texts, logprobs_of, mean_kl
 
-pytestmark = [pytest.mark.oracle, pytest.mark.native]
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.native,
+    # `dequantize` is told so; that the file's own settings count otherwise is what is wanted.
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning"),
+]
 
 MOST_KL = 1e-3
 HALF_ULP = 2.0**-11

@@ -7,7 +7,7 @@ vocabulary, in nats.
 Shapes: L tokens of a text, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from tests.xla.test_native_ops import device_step
 from training.corpus.example import Split
 from training.corpus.mixture import SHARES, make_example, open_source
 
-Logprobs = list[npt.NDArray[np.float64]]
+Logprobs = Iterable[npt.NDArray[np.floating[Any]]]
 """The log probabilities [L, V] after each token of each text."""
 
 EXAMPLES = 3
@@ -67,8 +67,8 @@ def logprobs_of(
     *,
     bucket: int = BUCKET,
     **settings: Any,
-) -> Logprobs:
-    """Of texts of at most `bucket` tokens; `settings` are those of `DecoderSpec`."""
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Of each text, of at most `bucket` tokens; `settings` are those of `DecoderSpec`."""
     spec = DecoderSpec(model=checkpoint.config, page_size=PAGE_SIZE, **settings)
     ops = table(spec)
     weights = load_decoder(ops, spec, checkpoint.weights, bucket)
@@ -82,20 +82,19 @@ def logprobs_of(
         logits, _ = run_decoder(ops, spec.model, weights, pool, step)
         return jax.nn.log_softmax(logits)
 
-    found: Logprobs = []
     for text in texts:
         stream = Stream(row=0, pages=pages.tolist())
         chunk = stream.chunk(list(text), samples=True, num_choices=len(text))
         step = device_step(build_inputs([chunk], geometry), table_of_rows)
-        found.append(np.asarray(forward(weights, step), np.float64)[: len(text)])
-    return found
+        yield np.asarray(forward(weights, step))[: len(text)]
 
 
 def kl_of_positions(
-    exact: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
+    exact: npt.NDArray[np.floating[Any]], other: npt.NDArray[np.floating[Any]]
 ) -> npt.NDArray[np.float64]:
     """KL(exact ‖ other) of each position, from log probabilities [L, V]."""
-    return (np.exp(exact) * (exact - other)).sum(axis=-1)
+    wide = exact.astype(np.float64)
+    return (np.exp(wide) * (wide - other)).sum(axis=-1)
 
 
 def mean_kl(exact: Logprobs, others: Logprobs) -> float:

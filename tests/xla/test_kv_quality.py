@@ -45,7 +45,7 @@ def with_kv(kv_cache_dtype: KVCacheDType, table: type[LogitOps] = LogitOps) -> L
 
 @functools.cache
 def exact_logprobs() -> Logprobs:
-    return with_kv("auto")
+    return [*with_kv("auto")]
 
 
 def test_kv_in_int8_is_within_the_bound_of_float32_kv():

@@ -54,7 +54,7 @@ def swapped(weight: HostWeight) -> QuantisedWeight:
 
 @functools.cache
 def exact_logprobs() -> Logprobs:
-    return logprobs_of(held_out_texts(), BUNDLED, dtype=jnp.float32)
+    return [*logprobs_of(held_out_texts(), BUNDLED, dtype=jnp.float32)]
 
 
 def quantised(quantization: Quantization, table: type[LogitOps] = LogitOps) -> Logprobs:
