@@ -318,6 +318,20 @@ def test_a_request_that_fails_each_of_its_steps_fails_alone(
     assert engine.num_failed_steps == 2
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_steps_of_a_retried_prompt_are_its_own_to_the_last(loop: SchedulerLoop) -> None:
+    """Its last one has room for two tokens of the next request, which fails that request's steps;
+    in the first one the request before it has failed.
+    """
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    prompts = (1, 2, POISON, 3), tuple(range(30)), (POISON, 4)
+    requests = [Request(prompt_token_ids=prompt, params=params) for prompt in prompts]
+    assert POISON not in solo_tokens(requests[1])
+    make_runner = partial(PoisonedRunner, kind="result raises")
+    record = run_requests(make_engine(LIMITS, loop=loop, parts=Parts(runner=make_runner)), requests)
+    record.verify(failed=frozenset({(0, 0), (2, 0)}))
+
+
 def solo_tokens(request: Request) -> set[int]:
     """Of the prompt, and of every sample with the seeds that 12 requests may have."""
     found = set(request.prompt_token_ids)
