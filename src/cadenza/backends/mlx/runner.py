@@ -8,6 +8,7 @@ and nothing runs after `close`.
 Legend as in `core.step_schema`; B slots · S capacity of a slot.
 """
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -72,7 +73,7 @@ class MlxRunner:
         self._vocab_size = vocab_size
         self._is_closed = False
         self._device = device = find_mlx_device(setup.device)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlx")
+        self._thread = _new_thread()
         self._step: _Steps | None = None
         try:
             self._step = self._run(lambda: _Steps(folder, vocab_size, device, setup)).result()
@@ -132,6 +133,28 @@ class MlxRunner:
             return self._thread.submit(work)
         except RuntimeError as error:  # after close, or when the interpreter exits
             raise RunnerError("the runner was closed; make a new one") from error
+
+
+def _new_thread() -> ThreadPoolExecutor:
+    """One thread, which releases what MLX keeps for it when it ends, closed or not."""
+    own = threading.local()
+
+    def begin() -> None:
+        own.state = _ThreadState()
+
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlx", initializer=begin)
+
+
+class _ThreadState:
+    """A value of a thread, dropped when the thread ends and can still run Python.
+
+    The functions that MLX has compiled for a thread are otherwise released after that. They need
+    the GIL, and where the interpreter is exiting the process aborts.
+    """
+
+    def __del__(self) -> None:
+        mx.synchronize()
+        mx.clear_streams()
 
 
 class _Steps:
