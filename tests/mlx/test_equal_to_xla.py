@@ -14,7 +14,7 @@ from tests.contract.steps import logit_rows
 from tests.mlx.test_kinds import streams
 
 VOCAB_SIZE = 997
-NUM_ROWS = 48
+NUM_ROWS = 96
 
 
 def random_rows(rng: np.random.Generator) -> LogitInputs[Any]:
@@ -37,8 +37,7 @@ def random_rows(rng: np.random.Generator) -> LogitInputs[Any]:
     )
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_choices_from_equal_logits_are_equal(seed: int):
+def test_choices_from_equal_logits_are_equal():
     import jax.numpy as jnp
     import mlx.core as mx
 
@@ -46,7 +45,7 @@ def test_choices_from_equal_logits_are_equal(seed: int):
     from cadenza.backends.xla.ops.sampling import choose_tokens
     from cadenza.backends.xla.ops.table import COLUMN_LOGPROB, COLUMN_RANK, COLUMN_TOP, NUM_TOP
 
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     rows = random_rows(rng)
     logits = (rng.standard_normal((NUM_ROWS, VOCAB_SIZE)) * 3).astype(np.float32)
     logits[:, 17] = logits[:, 4]

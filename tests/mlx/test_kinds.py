@@ -14,7 +14,7 @@ from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import RunnerError
 from cadenza.request import Finished, PromptLogprobs, Request, SamplingParams, Token
-from tests.mlx.tiny_models import KINDS, VOCAB_SIZE, Kind
+from tests.mlx.tiny_models import KINDS, QUICK_KINDS, VOCAB_SIZE, Kind
 
 LIMITS = EngineLimits(
     max_num_seqs=4,
@@ -25,7 +25,7 @@ LIMITS = EngineLimits(
     max_num_queued_reqs=100,
 )
 LENGTHS = (5, 93, 1, 40, 64, 17, 130)
-NUM_TOKENS = 8
+NUM_TOKENS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,12 @@ def token_ids(stream: list[Any]) -> list[int]:
     return [token_id for token_id, _ in stream]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=[] if kind in QUICK_KINDS else pytest.mark.soak) for kind in KINDS
+    ],
+)
 def loaded(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> Iterator[Loaded]:
     from cadenza.backends.mlx.runner import MlxRunner
 

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,15 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import plan_model
 from cadenza.verification.run import VerifyOptions, verify
 from tests.mlx.faulty_child import EXHAUST, RAISE
+from tests.mlx.tiny_models import KINDS
 from tests.server.harness import RunningServer, running_server
 
-CONFIG = EngineConfig(backend="mlx", dtype="float32", max_num_seqs=4, max_model_len=128)
+CONFIG = EngineConfig(backend="mlx", dtype="float32", max_num_seqs=2, max_model_len=96)
 LOAD_S = 180.0
 FAULTY = (sys.executable, str(Path(__file__).with_name("faulty_child.py")))
 BODY: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
 
-ENDLESS = BODY | {"max_tokens": 100, "ignore_eos": True, "stream": True}
+ENDLESS = BODY | {"max_tokens": 60, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +64,19 @@ def texts(lines: Iterator[str]) -> Iterator[str]:
             yield from (each["text"] for each in json.loads(content)["choices"])
 
 
-def undisturbed(server: RunningServer) -> str:
+@pytest.fixture(scope="module")
+def undisturbed(served: Any) -> str:
+    """The text of `ENDLESS`."""
+    server, _ = served
     url = f"{server.url}/v1/completions"
     with httpx.stream("POST", url, json=ENDLESS, timeout=LOAD_S) as stream:
         return "".join(texts(stream.iter_lines()))
 
 
 @pytest.mark.parametrize("token_id", [RAISE, EXHAUST], ids=["raises", "lacks memory"])
-def test_a_failing_step_ends_its_own_request_only(served: Any, token_id: int):
+def test_a_failing_step_ends_its_own_request_only(served: Any, undisturbed: str, token_id: int):
     server, engine = served
-    expected, pid = undisturbed(server), engine.pid
+    pid = engine.pid
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=LOAD_S
     ) as stream:
@@ -82,13 +86,13 @@ def test_a_failing_step_ends_its_own_request_only(served: Any, token_id: int):
         rest = "".join(parts)
     assert failed.status_code == 500
     assert failed.json()["error"]["code"] == "step_failed"
-    assert first + rest == expected
+    assert first + rest == undisturbed
     assert engine.pid == pid
 
 
-def test_a_stream_goes_on_in_the_next_engine_when_its_own_is_killed(served: Any):
+def test_a_stream_goes_on_in_the_next_engine_when_its_own_is_killed(served: Any, undisturbed: str):
     server, engine = served
-    expected, killed = undisturbed(server), engine.pid
+    killed = engine.pid
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=LOAD_S
     ) as stream:
@@ -96,16 +100,30 @@ def test_a_stream_goes_on_in_the_next_engine_when_its_own_is_killed(served: Any)
         first = next(parts)
         os.kill(killed, signal.SIGKILL)
         rest = "".join(parts)
-    assert first + rest == expected
+    assert first + rest == undisturbed
     assert engine.pid != killed
 
 
-def test_the_gate_passes_on_mlx():
-    options = VerifyOptions(model=None, num_requests=8, max_tokens=8, config=CONFIG)
+def check_gate(model: Path | None, rows: int, num_requests: int) -> None:
+    config = replace(CONFIG, max_num_seqs=rows, max_model_len=128)
+    name = None if model is None else str(model)
+    options = VerifyOptions(model=name, num_requests=num_requests, max_tokens=8, config=config)
     result, plan = verify(options, lambda _: None)
     assert result.passed, result.last_line
     assert result.last_line.startswith("REFERENCE-EXACT PASS bitwise")
     assert plan.traits.exactness == "bitwise"
+
+
+def test_the_gate_passes_on_mlx(tiny_model: Callable[[str], Path]):
+    check_gate(tiny_model("4 bits"), rows=3, num_requests=5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", [None, *KINDS], ids=lambda kind: kind or "bundled")
+def test_the_gate_passes_on_mlx_for_each_kind_of_model(
+    tiny_model: Callable[[str], Path], kind: str | None
+):
+    check_gate(None if kind is None else tiny_model(kind), rows=4, num_requests=8)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,10 @@ KINDS: dict[str, Kind] = {
 }
 
 
+QUICK_KINDS = frozenset({"full", "4 bits", "recurrent"})
+"""The kinds whose streams are compared in `make test`; the others' are in `make soak`."""
+
+
 def write_tiny_model(kind: Kind, folder: Path) -> Path:
     """Writes random weights and returns the folder."""
     import mlx.core as mx
