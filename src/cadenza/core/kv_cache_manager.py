@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cadenza.core.page_pool import PagePool
 from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
+from cadenza.core.prefix_leaders import PrefixLeaders
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.slot_prefixes import SlotPrefix, SlotPrefixes
 
@@ -33,7 +34,8 @@ class Prefix:
 
 
 class KVCacheManager:
-    """Pages of `page_size` tokens. `secret` keys the prefix cache's hashes.
+    """Pages of `page_size` tokens. `num_prefix_waits` counts sequences that have waited for pages
+    that others computed. `secret` keys the prefix cache's hashes.
 
     `slot_unit` is that of `SlotPrefixes`, if a page is a slot; otherwise None.
     """
@@ -49,6 +51,8 @@ class KVCacheManager:
     ) -> None:
         self.page_size = page_size
         self.prefix_cache: PrefixCache | None = None
+        self.prefix_leaders = PrefixLeaders()
+        self.num_prefix_waits = 0
         self.slot_prefixes: SlotPrefixes | None = None
         if enable_prefix_caching and slot_unit is None:
             self.prefix_cache = PrefixCache(page_size=page_size, secret=secret)
@@ -87,6 +91,22 @@ class KVCacheManager:
             num_cached_tokens=num_tokens,
         )
 
+    def is_prefix_coming(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence should wait for pages that a running one is computing."""
+        leaders = self.prefix_leaders
+        if not len(leaders) or sequence.needs_prompt_logprobs:
+            return False
+        if leaders.is_led(sequence.awaited_key):
+            return True
+        found = self.find_prefix(sequence).num_published
+        usable = (len(sequence.token_ids) - 1) // self.page_size
+        missing = sequence.page_keys[found:usable]
+        is_first_wait = sequence.awaited_key is None
+        sequence.awaited_key = leaders.awaited_key(missing, self.page_size)
+        is_waiting = sequence.awaited_key is not None
+        self.num_prefix_waits += is_waiting and is_first_wait
+        return is_waiting
+
     def num_unheld(self, prefix: Prefix) -> int:
         """Unreferenced pages of a prefix: sharing them reduces the available pages."""
         return sum(1 for page_id in prefix.page_ids if not self.pool.ref_count(page_id))
@@ -102,6 +122,8 @@ class KVCacheManager:
         if not self._try_grow_beside(sequence, prefix):
             self.release(sequence)
             return False
+        if self.prefix_cache is not None:
+            self.prefix_leaders.lead(sequence, sequence.page_keys[prefix.num_published :])
         if prefix.partial_page is not None:
             index = len(prefix.page_ids)
             sequence.page_copy = PageCopy(
@@ -139,6 +161,7 @@ class KVCacheManager:
 
     def release(self, sequence: Sequence) -> None:
         """Frees all pages, last one first (the order of eviction), and rewinds the sequence."""
+        self.prefix_leaders.leave(sequence)
         self.pool.free(reversed(sequence.page_table))
         sequence.rewind()
 
@@ -163,6 +186,7 @@ class KVCacheManager:
             if is_taken:
                 self.pool.mark_cached(page_id)
         sequence.num_published_pages = full
+        self.prefix_leaders.leave(sequence)
 
     def forget_all(self) -> None:
         """Empties the prefix cache, because the device's pages were lost."""
@@ -180,6 +204,7 @@ class KVCacheManager:
             assert expected == actual, f"page {page_id}: {expected} holders, counted {actual}"
         if self.prefix_cache is not None:
             self.prefix_cache.check_invariants()
+        self.prefix_leaders.check_invariants(sequences)
 
     def _fork(self, source: Sequence) -> Prefix:
         """Pages of a sibling's computed prompt except its last token, all as unpublished."""

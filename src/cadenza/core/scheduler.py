@@ -204,7 +204,8 @@ class Scheduler:
         running = [sequence for sequence in self.running if sequence.is_retried]
         if not running and self.waiting and self.waiting[0].is_retried:
             sequence = self.waiting[0]
-            if self._is_startable(sequence) and self._try_start(batch, sequence):
+            is_pending = sequence.num_pending_tokens or sequence.is_expecting_source
+            if not is_pending and self._try_start(batch, sequence):
                 running = [sequence]
         if not running:
             return None
@@ -293,15 +294,19 @@ class Scheduler:
         """Starts waiting sequences in FIFO order while rows and pages remain, and as long as the
         next one would compute something in this step; adds them to `prompts`.
 
-        At most two prompts stay incomplete.
+        At most two prompts stay incomplete. Sequences that wait for a prefix, which another one is
+        computing, are passed.
         """
         if not self.waiting:
             return
         parts = [_part_of(sequence) for sequence in prompts]
-        while self.waiting and self._free_rows and budget.num_tokens > 0:
-            sequence = self.waiting[0]
-            if sequence.is_retried or not self._is_startable(sequence):
+        for sequence in list(self.waiting):
+            if not self._free_rows or budget.num_tokens <= 0 or sequence.is_retried:
                 break
+            if sequence.num_pending_tokens:
+                break
+            if sequence.is_expecting_source or self.kv_cache.is_prefix_coming(sequence):
+                continue
             if sequence.needs_prompt_logprobs and not logprobs_budget.num_rows:
                 break
             counts = share_among_prompts(parts, budget.copy())
@@ -321,11 +326,6 @@ class Scheduler:
             parts.append(part)
             prompts.append(sequence)
 
-    @staticmethod
-    def _is_startable(sequence: Sequence) -> bool:
-        """Whether nothing that is under way keeps a waiting sequence from starting."""
-        return not (sequence.num_pending_tokens or sequence.is_expecting_source)
-
     def _try_start(self, batch: Batch, sequence: Sequence) -> bool:
         is_fork = sequence.fork_source is not None
         prefix = self.kv_cache.find_prefix(sequence)
@@ -341,7 +341,7 @@ class Scheduler:
             sequence.num_cached_tokens = prefix.num_cached_tokens
             if not is_fork:
                 self._count_prefix(sequence, prefix.num_cached_tokens)
-        self.waiting.popleft()
+        self.waiting.remove(sequence)
         sequence.row = heapq.heappop(self._free_rows)
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)

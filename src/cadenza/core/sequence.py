@@ -48,6 +48,7 @@ class Sequence:
         num_sent_pages: entries of the page table already sent to the device.
         published_serial: the prefix cache's serial of its last published page; None after a
             key collision, which ends publication.
+        awaited_key: the key of a page that another sequence computes, for which this one waits.
         prompt_logprobs_progress: None if no prompt log probabilities were requested.
     """
 
@@ -71,6 +72,7 @@ class Sequence:
     num_cached_tokens: int | None = None
     num_published_pages: int = 0
     published_serial: int | None = 0
+    awaited_key: bytes | None = None
     num_sent_pages: int = 0
     num_preemptions: int = 0
     prompt_logprobs_progress: PromptLogprobsProgress | None = None

@@ -58,7 +58,8 @@ class EngineStats:
     """A snapshot. Running, waiting and page counts are gauges; all others are counters.
 
     `num_running` and `num_waiting` count samples, `num_prefix_queries` and `num_prefix_hits` prompt
-    tokens. `pages_live` includes pinned pages. `step_tokens` is the number of tokens per step.
+    tokens, `num_prefix_waits` samples that have waited for a prefix that another one computed.
+    `pages_live` includes pinned pages. `step_tokens` is the number of tokens per step.
     """
 
     num_running: int
@@ -73,6 +74,7 @@ class EngineStats:
     num_compiles_after_warmup: int
     step_seconds: Distribution
     step_tokens: Distribution
+    num_prefix_waits: int = 0
     step_bound: StepBoundStats | None = None
 
     @property
@@ -148,6 +150,7 @@ class StepMeter:
             num_preemptions=scheduler.num_preemptions,
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
+            num_prefix_waits=scheduler.kv_cache.num_prefix_waits,
             num_compiles_after_warmup=self._count_compiles(),
             step_seconds=self._seconds.snapshot(),
             step_tokens=self._tokens.snapshot(),

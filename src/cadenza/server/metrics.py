@@ -56,6 +56,10 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_queries": ("Prompt tokens looked up.", lambda s: s.num_prefix_queries),
     "prefix_cache_hits": ("Prompt tokens found.", lambda s: s.num_prefix_hits),
+    "prefix_cache_waits": (
+        "Requests that waited for a prefix that another one computed.",
+        lambda s: s.num_prefix_waits,
+    ),
     "num_preemptions": ("Sequences that gave back their pages.", lambda s: s.num_preemptions),
     "spec_decode_num_drafts": ("Drafts verified; there is no speculation yet.", lambda _: 0),
     "spec_decode_num_draft_tokens": ("Tokens of drafts.", lambda _: 0),
