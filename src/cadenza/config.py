@@ -20,6 +20,9 @@ KVCacheDType = Literal["auto", "int8"]
 KVLayout = Literal["auto", "paged", "dense"]
 SchedulerLoop = Literal["plain", "overlap"]
 GenerationConfig = Literal["auto", "none"]
+Batching = Literal["continuous", "static"]
+SchedulingPolicy = Literal["fcfs", "shortest_first", "priority"]
+AdmissionMode = Literal["conservative", "balanced", "optimistic"]
 MaxItlMs = float | str
 """Milliseconds, "auto" or "none"."""
 
@@ -30,6 +33,7 @@ MAX_LOGPROBS_BOUND = 20
 MAX_NUM_QUEUED_TOKENS_BOUND = 1 << 40
 MAX_SEED = (1 << 63) - 1
 MIN_MAX_ITL_MS, MAX_MAX_ITL_MS = 1.0, 600_000.0
+MIN_GUARD_S, MAX_GUARD_S = 0.001, 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,10 @@ class EngineConfig:
     max_num_queued_tokens: int | None = None
     max_consecutive_step_errors: int = 10
     max_itl_ms: MaxItlMs = "auto"
+    batching: Batching = "continuous"
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    starvation_guard: float = 10.0
+    admission: AdmissionMode = "balanced"
     seed: int = 0
     generation_config: GenerationConfig = "auto"
 
@@ -77,6 +85,7 @@ class EngineConfig:
             if value is not None or name not in _OPTIONAL:
                 number = _as_integer(name.replace("_", "-"), value, low, high)
                 object.__setattr__(self, name, number)
+        object.__setattr__(self, "starvation_guard", _as_guard(self.starvation_guard))
         object.__setattr__(self, "max_itl_ms", _as_max_itl_ms(self.max_itl_ms))
         if not isinstance(self.backend, str) or not self.backend.isprintable():
             raise ConfigError(f"--backend {show(self.backend)} must be auto, or a backend's name")
@@ -112,6 +121,9 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "kv_cache_dtype": get_args(KVCacheDType),
     "kv_layout": get_args(KVLayout),
     "scheduler": get_args(SchedulerLoop),
+    "batching": get_args(Batching),
+    "scheduling_policy": get_args(SchedulingPolicy),
+    "admission": get_args(AdmissionMode),
     "generation_config": get_args(GenerationConfig),
 }
 
@@ -204,6 +216,17 @@ def _as_integer(flag: str, value: object, low: int, high: int) -> int:
     if not is_integer(value) or not low <= cast(int, value) <= high:
         raise ConfigError(f"--{flag} {show(value)} must be a whole number from {low} to {high}")
     return index(cast(int, value))
+
+
+def _as_guard(value: object) -> float:
+    """Raises ConfigError unless it is a number of seconds within bounds."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if is_number and MIN_GUARD_S <= cast(float, value) <= MAX_GUARD_S:
+        return float(cast(float, value))
+    raise ConfigError(
+        f"--starvation-guard {show(value)} must be a number of seconds from {MIN_GUARD_S:g} to "
+        f"{MAX_GUARD_S:g}"
+    )
 
 
 def _as_max_itl_ms(value: object) -> MaxItlMs:

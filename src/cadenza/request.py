@@ -35,6 +35,9 @@ out every token; its step failed on the device; its tokens could not be decoded 
 process died or hung; it did so each time that it computed this request, at last alone; the engine
 was shut down; the queue timeout; the total timeout."""
 
+MAX_PRIORITY = 1000
+"""Priorities of requests are from minus this number to it."""
+
 GREEDY_BELOW = 1e-5
 """Lower temperatures mean greedy sampling, as in vLLM."""
 
@@ -269,6 +272,8 @@ class Request:
         bad_word_token_ids: token sequences that are not generated, those of `params.bad_words`.
         attachments: ordered, non-overlapping spans within the prompt.
         cache_salt: ASCII; requests share prefix-cache pages only if their salts are equal.
+        priority: with `--scheduling-policy priority`, requests with a smaller one start first;
+            from -`MAX_PRIORITY` to `MAX_PRIORITY`.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of bounds.
@@ -279,6 +284,7 @@ class Request:
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
     attachments: tuple[Attachment, ...] = ()
     cache_salt: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -298,6 +304,13 @@ class Request:
                 param="cache_salt",
             )
         object.__setattr__(self, "cache_salt", str.__str__(salt))
+        if not is_integer(self.priority) or not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise InvalidRequestError(
+                f"priority is {show(self.priority)}; it must be a whole number from "
+                f"{-MAX_PRIORITY} to {MAX_PRIORITY}",
+                param="priority",
+            )
+        object.__setattr__(self, "priority", index(self.priority))
 
     def _checked_attachments(self) -> tuple[Attachment, ...]:
         given: object = self.attachments

@@ -64,6 +64,10 @@ VALUES = {
     "max_num_queued_tokens": ("900", 900),
     "max_consecutive_step_errors": ("4", 4),
     "max_itl_ms": ("62.5", 62.5),
+    "batching": ("static", "static"),
+    "scheduling_policy": ("priority", "priority"),
+    "starvation_guard": ("2.5", 2.5),
+    "admission": ("optimistic", "optimistic"),
     "seed": ("11", 11),
 }
 """For each field that is no switch: a value that is not the default, as written and as meant."""
@@ -126,10 +130,9 @@ def test_an_alias_means_its_flag(alias: str, name: str):
 
 
 def test_the_fields_known_aliases_are_there():
-    known = "--ctx-size -c --context-length --parallel -np --max-running-requests --max-batch-size"
-    assert {*known.split(), "--decode-concurrency", "--prefill-step-size"} == {
-        alias for alias, _ in ALIASES
-    }
+    known = """--ctx-size -c --context-length --parallel -np --max-running-requests --max-batch-size
+        --decode-concurrency --prefill-step-size --scheduler-policy"""
+    assert set(known.split()) == {alias for alias, _ in ALIASES}
 
 
 @pytest.mark.parametrize(

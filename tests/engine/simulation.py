@@ -1,51 +1,52 @@
 """A seeded simulation of an engine over the token-storing runner, and the oracle that judges it.
 
-Owns the random traffic (`Scenario`), the drive (`Simulation`) and what must come out
-(`solo_stream`, `Record.verify`). Knows the core and the fake runner, no real device.
-Invariant: a scenario is a function of its seed, and what a stream must be is computed from its
-request alone, without scheduler, pages or cache.
+Owns the random traffic (`Scenario`), the drive (`Simulation`) and what clients must see
+(`Record.verify`); the streams are those of `tests.engine.solo`. Knows the core and the fake runner,
+no real device. Invariant: a scenario is a function of its seed.
 """
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
-from cadenza.backends.fake import FakeRunner, FakeStepHandle, next_token
-from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.admission import RESERVED_OUTPUT, Admission
-from cadenza.core.draw_keys import derive_sample_seed, derive_seed, draw_keys
+from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.config import Batching, EngineLimits, SchedulerLoop
+from cadenza.core.admission import Admission
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
-from cadenza.core.scheduler import Scheduler
-from cadenza.core.sequence import Sequence
+from cadenza.core.queue_policy import FCFS, QueuePolicy
+from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.step_schema import ModelInputs
-from cadenza.core.token_rules import RuleLayout
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
 from cadenza.errors import InvalidRequestError, QueueFullError
 from cadenza.request import (
     Event,
     Finished,
-    FinishReason,
     PromptLogprobs,
     Request,
     SamplingParams,
     Started,
     Token,
 )
+from tests.engine.solo import (
+    EOS_TOKEN_IDS,
+    VOCAB_SIZE,
+    SoloStream,
+    StreamId,
+    solo_stream,
+    solo_stream_of,
+)
 
-VOCAB_SIZE = 97
-EOS_TOKEN_IDS = frozenset({3, 11})
 SECRET = b"a secret of the simulation's own"
 MAX_STEPS_TO_DRAIN = 20_000
-
-
-StreamId = tuple[int, int]
-"""A request's id and which of its samples."""
+STEP_S = 0.05
+"""A step's time by the simulation's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,19 @@ class Scenario:
         return random.Random(f"reserved {self.seed}").choice([0.0, 0.0, 0.5, 1.0])
 
     @cached_property
+    def policy(self) -> QueuePolicy:
+        rng = random.Random(f"policy {self.seed}")
+        return QueuePolicy(
+            name=rng.choice(["fcfs", "fcfs", "shortest_first", "priority"]),
+            starvation_guard_s=rng.choice([0.2, 2.0, 20.0]),
+        )
+
+    @cached_property
+    def batching(self) -> Batching:
+        is_static = random.Random(f"batching {self.seed}").random() < 0.125
+        return "static" if is_static else "continuous"
+
+    @cached_property
     def shared_prefix(self) -> tuple[int, ...]:
         return _random_tokens(random.Random(f"prefix {self.seed}"), self.max_len)
 
@@ -135,7 +149,8 @@ class Scenario:
             presence_penalty=rng.choice([*[0.0] * 3, 0.5, 1.5]),
         )
         salt = rng.choice([*[""] * 5, "another tenant"])
-        return Request(prompt_token_ids=prompt, params=params, cache_salt=salt)
+        priority = rng.randint(-2, 2) if self.policy.name == "priority" else 0
+        return Request(prompt_token_ids=prompt, params=params, cache_salt=salt, priority=priority)
 
     def _prompt(self, rng: random.Random) -> tuple[int, ...]:
         """Often some of the prefix that all share, and then something of its own."""
@@ -197,6 +212,18 @@ class Parts:
 REAL_PARTS = Parts()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Who starts when, by which clock (in seconds)."""
+
+    policy: QueuePolicy = FCFS
+    batching: Batching = "continuous"
+    clock: Callable[[], float] = time.perf_counter
+
+
+IN_ORDER = Order()
+
+
 class AssembledEngine(EngineCore):
     """An engine around a scheduler, pages and a packer that are given."""
 
@@ -212,7 +239,8 @@ class AssembledEngine(EngineCore):
             slot_unit=limits.slot_unit,
         )
         admission = Admission(page_size=limits.page_size, reserved_output=options.reserved_output)
-        self.scheduler = parts.scheduler(limits, kv_cache, admission)
+        order = SchedulerOptions(policy=options.policy, batching=options.batching)
+        self.scheduler = parts.scheduler(limits, kv_cache, admission, order)
         packer = parts.packer(
             max_num_seqs=limits.max_num_seqs,
             max_pages_per_seq=limits.max_pages_per_seq,
@@ -230,7 +258,8 @@ def make_engine(
     loop: SchedulerLoop = "overlap",
     parts: Parts = REAL_PARTS,
     seed: int = 0,
-    reserved_output: float = RESERVED_OUTPUT,
+    reserved_output: float = 0.5,
+    order: Order = IN_ORDER,
 ) -> EngineCore:
     """An engine over a runner from `parts`; as `EngineCore` assembles it itself, where it can."""
     runner = parts.runner(
@@ -245,69 +274,15 @@ def make_engine(
         eos_token_ids=EOS_TOKEN_IDS,
         loop=loop,
         reserved_output=reserved_output,
+        policy=order.policy,
+        batching=order.batching,
+        clock=order.clock,
         seed=seed,
         secret=SECRET,
     )
     if (parts.kv_cache, parts.scheduler, parts.packer) == (KVCacheManager, Scheduler, Packer):
         return EngineCore(runner, limits, options)
     return AssembledEngine(runner, limits, options, parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoloStream:
-    """What a request gives when nothing else exists."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    stop_token_id: int | None
-
-
-def solo_stream_of(request: Request, stream: StreamId, engine: EngineCore, seed: int) -> SoloStream:
-    """The stream that `engine`, made with `seed`, owes to a sample of the request."""
-    request_id, sample = stream
-    own_seed = request.params.seed
-    first_seed = derive_seed(seed, request_id) if own_seed is None else own_seed
-    return solo_stream(request, derive_sample_seed(first_seed, sample), engine.limits.max_model_len)
-
-
-@lru_cache(maxsize=20_000)
-def solo_stream(request: Request, seed: int, max_model_len: int) -> SoloStream:
-    """The fake model run over one growing list of tokens."""
-    params = request.params
-    history = list(request.prompt_token_ids)
-    num_prompt_tokens = len(history)
-    most = max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
-    record = _record_of(request)
-    stop = set(params.stop_token_ids) | (set() if params.ignore_eos else EOS_TOKEN_IDS)
-    positions = np.arange(num_prompt_tokens, most, dtype=np.int32)
-    keys = draw_keys(np.full(len(positions), seed, np.uint64), positions).tolist()
-    for first, second in keys:
-        key = (0, 0) if params.is_greedy else (first, second)
-        token_id = next_token(history + record, key, vocab_size=VOCAB_SIZE)
-        if token_id in stop:
-            return SoloStream(
-                token_ids=tuple(history[num_prompt_tokens:]),
-                finish_reason="stop",
-                stop_token_id=token_id if token_id in params.stop_token_ids else None,
-            )
-        history.append(token_id)
-    return SoloStream(
-        token_ids=tuple(history[num_prompt_tokens:]), finish_reason="length", stop_token_id=None
-    )
-
-
-def _record_of(request: Request) -> list[int]:
-    """What the fake model hears of a request's token rules."""
-    sequence = Sequence(
-        request_id=0,
-        request=request,
-        seed=0,
-        max_num_tokens=0,
-        stop_token_ids=frozenset(),
-        token_ids=list(request.prompt_token_ids),
-    )
-    record = RuleLayout(VOCAB_SIZE).encode(sequence)
-    return [] if record is None else record.tolist()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -448,12 +423,18 @@ class Simulation:
         audit: Callable[[EngineCore], None] = EngineCore.check_invariants,
     ) -> None:
         self.scenario = scenario
+        self._now_s = 0.0
         self.engine = make_engine(
             scenario.limits,
             loop=loop,
             parts=parts,
             seed=scenario.seed,
             reserved_output=scenario.reserved_output,
+            order=Order(
+                policy=scenario.policy,
+                batching=scenario.batching,
+                clock=lambda: self._now_s,
+            ),
         )
         self.record = Record(seed=scenario.seed, engine=self.engine)
         self._audit = audit
@@ -474,6 +455,7 @@ class Simulation:
             for event in self.engine.step():
                 record.take(event)
             record.num_steps += 1
+            self._now_s += STEP_S
             self._audit(self.engine)
         return record
 

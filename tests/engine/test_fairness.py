@@ -4,19 +4,22 @@ Owns the definition of the fair wait. All requests of a run are sent at once, in
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cadenza.config import EngineLimits, SchedulerLoop
+from cadenza.config import EngineLimits, SchedulerLoop, SchedulingPolicy
 from cadenza.core.batch import Batch
+from cadenza.core.queue_policy import QueuePolicy
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.request import Event, Request, SamplingParams
 from tests.engine.simulation import (
+    IN_ORDER,
     REAL_PARTS,
     VOCAB_SIZE,
     ObservedRunner,
+    Order,
     Parts,
     Record,
     make_engine,
@@ -80,8 +83,9 @@ def measure(
     *,
     loop: SchedulerLoop = "overlap",
     parts: Parts = REAL_PARTS,
+    order: Order = IN_ORDER,
 ) -> Measured:
-    engine = make_engine(limits_of(num_pages), loop=loop, parts=parts)
+    engine = make_engine(limits_of(num_pages), loop=loop, parts=parts, order=order)
     num_preemptions: dict[int, int] = {}
 
     def watch(_: Record) -> None:
@@ -172,6 +176,17 @@ def test_all_finish_and_wait_no_longer_than_fair_over_many_seeds(
         check_scarcity(seed, factor, loop=loop)
 
 
+@pytest.mark.parametrize("name", ["shortest_first", "priority"])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_all_finish_in_small_pools_with_every_policy(name: SchedulingPolicy, factor: float) -> None:
+    requests = requests_of(0)
+    if name == "priority":
+        requests = [replace(each, priority=at % 3) for at, each in enumerate(requests)]
+    order = Order(policy=QueuePolicy(name=name, starvation_guard_s=0.05))
+    measured = measure(requests, int(WORST_CASE * factor), order=order)
+    assert max(measured.num_preemptions.values()) <= MAX_PREEMPTIONS
+
+
 def check_oversubscription(seed: int, *, parts: Parts = REAL_PARTS) -> None:
     """Sixteen rows that would fill four times the pool."""
     rng = random.Random(f"oversubscribed {seed}")
@@ -211,10 +226,10 @@ class ServesTheLastFirst(Scheduler):
 class PreemptsForNothing(Scheduler):
     """Gives up the newest running sequence every other step."""
 
-    def schedule(self) -> Batch | None:
+    def schedule(self, now_s: float = 0.0) -> Batch | None:
         if self.num_steps % 2 and len(self.running) > 1:
             self._preempt(self.running[-1])
-        return super().schedule()
+        return super().schedule(now_s)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "seed": (0, 2**63 - 1),
     "page_size": (16, 2**16),
 }
-CHOICES = ("dtype", "kv_layout", "scheduler")
+CHOICES = ("dtype", "kv_layout", "scheduler", "batching", "scheduling_policy", "admission")
 
 
 def refusal_of(**options: object) -> str:
@@ -108,3 +108,8 @@ def test_a_bound_on_steps_is_a_time_or_a_word(value: float | str) -> None:
 @pytest.mark.parametrize("value", [0, -1, 0.5, 10**400, math.nan, math.inf, True, "50", "", None])
 def test_any_other_bound_on_steps_is_refused_by_its_flag(value: object) -> None:
     assert "--max-itl-ms" in refusal_of(max_itl_ms=value)
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, 10**400, True, "1", None])
+def test_a_guard_that_is_no_time_is_refused_by_its_flag(value: object) -> None:
+    assert "--starvation-guard" in refusal_of(starvation_guard=value)

@@ -145,6 +145,23 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         parser=milliseconds,
         metavar="MS|auto|none",
     ),
+    "batching": _engine(
+        "static starts no request before all of the batch have ended, for comparison."
+    ),
+    "scheduling_policy": _engine(
+        "Which waiting request starts next: the first to come, the one with the fewest uncached "
+        "tokens, or the one with the smallest priority.",
+        "--scheduler-policy",
+    ),
+    "starvation_guard": _engine(
+        "Seconds of waiting after which shortest_first takes a request first, and which count as "
+        "one step of priority.",
+        metavar="SECONDS",
+    ),
+    "admission": _engine(
+        "How much of its remaining output a request must find room for before it starts: all of "
+        "it, half or none. Less preempts more."
+    ),
     "seed": _number("Seed of requests that set none."),
     "generation_config": _engine(
         "Whether generation_config.json sets the sampling parameters that are not given."

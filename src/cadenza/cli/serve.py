@@ -126,13 +126,7 @@ class UnbuiltFlags:
     """Flags that other servers have and Cadenza lacks; none is accepted and ignored."""
 
     gpu_memory_utilization: str | None = _unbuilt("a share of a GPU; use --kv-cache-memory-bytes")
-    batching: str | None = _unbuilt("static batching", given="continuous")
-    scheduling_policy: str | None = _unbuilt(
-        "another policy than fcfs", "--scheduling-policy", "--scheduler-policy", given="fcfs"
-    )
-    admission: str | None = _unbuilt("another admission than balanced", given="balanced")
     scheduler_headroom_gb: str | None = _unbuilt("a headroom of memory")
-    starvation_guard: str | None = _unbuilt("a guard against starvation; fcfs needs none")
     prefix_cache_memory_share: str | None = _unbuilt("a share of memory for prefixes")
     chat_template: str | None = _unbuilt("another chat template than the model's")
     no_chat_template: bool = _unbuilt("serving without the model's template", kind=bool)

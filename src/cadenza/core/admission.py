@@ -7,9 +7,15 @@ Knows page counts, not pages. Invariant: a page is reserved for at most one sequ
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cadenza.config import AdmissionMode
 from cadenza.core.sequence import Sequence
 
-RESERVED_OUTPUT = 0.5
+RESERVED_OUTPUT: dict[AdmissionMode, float] = {
+    "conservative": 1.0,
+    "balanced": 0.5,
+    "optimistic": 0.0,
+}
+"""The fraction of the remaining output that each `--admission` reserves pages for."""
 
 WHOLE_AFTER_PREEMPTIONS = 3
 """After this many preemptions, readmission reserves the full output of all sequences."""
@@ -26,7 +32,7 @@ class Admission:
     """
 
     page_size: int
-    reserved_output: float = RESERVED_OUTPUT
+    reserved_output: float = RESERVED_OUTPUT["balanced"]
 
     def can_admit(
         self, candidate: Sequence, running: Iterable[Sequence], *, available: int, shared: int

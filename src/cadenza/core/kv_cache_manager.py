@@ -91,6 +91,14 @@ class KVCacheManager:
             num_cached_tokens=num_tokens,
         )
 
+    def num_uncached_tokens(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that are not in the prefix cache; a hit is not confirmed."""
+        if self.prefix_cache is None:
+            return sequence.num_tokens
+        self.prefix_cache.extend_keys(sequence.page_keys, _content_of(sequence))
+        num_found = self.prefix_cache.count_known(sequence.page_keys)
+        return sequence.num_tokens - num_found * self.page_size
+
     def is_prefix_coming(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence should wait for pages that a running one is computing."""
         leaders = self.prefix_leaders

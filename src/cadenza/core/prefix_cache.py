@@ -11,6 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import takewhile
 
 from cadenza.request import Attachment
 
@@ -113,6 +114,10 @@ class PrefixCache:
         if last is None or last.keys is not keys or last.num_pages != num_pages:
             last = self._last = self._look_up(keys, content, num_pages)
         return last.page_ids, last.serial
+
+    def count_known(self, keys: SequenceOf[bytes]) -> int:
+        """The number of `keys`, from the first on, that are in the index."""
+        return sum(1 for _ in takewhile(self._page_of_key.__contains__, keys))
 
     def _look_up(self, keys: list[bytes], content: Content, num_pages: int) -> _Lookup:
         found: list[int] = []

@@ -3,8 +3,9 @@
 There are no separate prefill and decode phases: each step computes tokens that have no KV yet.
 Within one token budget, and the time of a step if that is bounded, running sequences come first
 (those with one token to compute, then partially computed prompts), then waiting ones. Pages come
-from the `KVCacheManager`; when it has too few, the newest running sequence is preempted and
-recomputed later. Knows nothing of arrays, text or threads, and reads no clock.
+from the `KVCacheManager`; when it has too few, a running sequence is preempted and recomputed
+later. The `QueuePolicy` says who starts next and who is preempted. Knows nothing of arrays, text or
+threads, and reads no clock.
 
 A step may be launched before the previous one is read (see `engine.loop`): progress is counted at
 launch, tokens are appended in `update`, and results of sequences that have ended are dropped.
@@ -12,14 +13,17 @@ launch, tokens are appended in `update`, and results of sequences that have ende
 
 import heapq
 from collections import deque
+from dataclasses import dataclass
 from operator import attrgetter
 
-from cadenza.config import EngineLimits
+from cadenza.config import Batching, EngineLimits
 from cadenza.core.admission import Admission
 from cadenza.core.batch import Batch, BatchEntry, PageUpdate
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.prompt_logprobs import PromptLogprobsBudget
+from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.sequence import Sequence, SequenceStatus
+from cadenza.core.sequence_events import finished_event, logprobs_of
 from cadenza.core.step_cost import (
     PromptBudget,
     PromptPart,
@@ -33,7 +37,6 @@ from cadenza.request import (
     ErrorKind,
     Event,
     Finished,
-    FinishReason,
     PromptLogprobs,
     Started,
     Token,
@@ -55,6 +58,21 @@ NONE_ALLOWED = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+    """What decides who runs when, and never what comes of it.
+
+    Args:
+        step_bound: bounds the time of steps; None bounds only their tokens.
+        batching: "static" starts sequences only when all that ran have ended, as many as there are
+            rows and pages for.
+    """
+
+    step_bound: StepBound | None = None
+    policy: QueuePolicy = FCFS
+    batching: Batching = "continuous"
+
+
 class Scheduler:
     """Waiting and running sequences of one engine.
 
@@ -67,10 +85,13 @@ class Scheduler:
         limits: EngineLimits,
         kv_cache: KVCacheManager,
         admission: Admission,
-        step_bound: StepBound | None = None,
+        options: SchedulerOptions | None = None,
     ) -> None:
+        options = options or SchedulerOptions()
         self.limits = limits
-        self.step_bound = step_bound
+        self.step_bound = options.step_bound
+        self._policy = options.policy
+        self._is_static = options.batching == "static"
         self.kv_cache = kv_cache
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -94,13 +115,18 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def schedule(self) -> Batch | None:
-        """The next step, with its pages allocated; None if nothing can be computed."""
+    def schedule(self, now_s: float = 0.0) -> Batch | None:
+        """The next step, with its pages allocated; None if nothing can be computed.
+
+        `now_s` is a reading of the clock by which sequences' `arrived_s` were set.
+        """
         batch = Batch(self.num_steps)
         logprobs_budget = PromptLogprobsBudget(NUM_PROMPT_LOGPROBS_ROWS)
         shares = self._share_with_retried(batch, logprobs_budget)
         if shares is None:
-            shares = self._share_among_all(batch, logprobs_budget)
+            shares = self._share_among_all(batch, now_s, logprobs_budget)
+        # A sequence with a share may have been preempted for another one's pages.
+        shares = [share for share in shares if share[0].status is SequenceStatus.RUNNING]
         if not shares:
             return None
         # Entered after admission, which must not count tokens of this step as computed: a sample
@@ -137,7 +163,7 @@ class Scheduler:
                 events.append(self._fail(sequence, NONE_ALLOWED, "none_allowed"))
             else:
                 count = sequence.request.params.logprobs
-                logprobs = None if count is None else _logprobs_of(output, index, count)
+                logprobs = None if count is None else logprobs_of(output, index, count)
                 self._take_token(entry, token_ids[index], logprobs, events)
             index += 1
         return events
@@ -213,13 +239,20 @@ class Scheduler:
         shares = self._share_among_decodes(decodes, logprobs_budget)
         return shares + self._share_among_prompts(prompts, shares, logprobs_budget)
 
-    def _share_among_all(self, batch: Batch, logprobs_budget: PromptLogprobsBudget) -> list[Share]:
+    def _share_among_all(
+        self, batch: Batch, now_s: float, logprobs_budget: PromptLogprobsBudget
+    ) -> list[Share]:
         """Shares of running sequences, and of waiting ones that start in this step."""
         num_preemptions = self.num_preemptions
         decodes, prompts = _split(self.running)
         shares = self._share_among_decodes(decodes, logprobs_budget)
-        if self.num_preemptions == num_preemptions:
-            self._admit(batch, prompts, self._prompt_budget(shares), logprobs_budget)
+        if self.num_preemptions == num_preemptions and self.waiting and self._free_rows:
+            waiting = self._policy.ordered(self.waiting, now_s, self.kv_cache.num_uncached_tokens)
+            if self._is_static:
+                prompts += self._admit_batch(batch, waiting)
+            else:
+                budget = self._prompt_budget(shares)
+                self._admit(batch, waiting, prompts, budget, logprobs_budget)
         return shares + self._share_among_prompts(prompts, shares, logprobs_budget)
 
     def _share_among_decodes(
@@ -269,8 +302,8 @@ class Scheduler:
         return PromptBudget(num_tokens=num_tokens, left_ms=bound.left_ms(load), cost=bound.cost)
 
     def _reach(self, sequence: Sequence, count: int) -> bool:
-        """Allocates the pages that the next `count` tokens lack, preempting newer sequences and
-        finally itself.
+        """Allocates the pages that the next `count` tokens lack, preempting other sequences and
+        finally itself, as the policy says.
 
         False if it was preempted, or if pages are still pinned by a launched step.
         """
@@ -278,29 +311,28 @@ class Scheduler:
         while not self.kv_cache.try_grow(sequence, num_tokens):
             if self.kv_cache.pool.num_pinned:
                 return False
-            newest = self.running[-1]
-            self._preempt(newest)
-            if newest is sequence:
+            victim = self._policy.victim(self.running)
+            self._preempt(victim)
+            if victim is sequence:
                 return False
         return True
 
     def _admit(
         self,
         batch: Batch,
+        waiting: list[Sequence],
         prompts: list[Sequence],
         budget: PromptBudget,
         logprobs_budget: PromptLogprobsBudget,
     ) -> None:
-        """Starts waiting sequences in FIFO order while rows and pages remain, and as long as the
-        next one would compute something in this step; adds them to `prompts`.
+        """Starts `waiting` sequences in order while rows and pages remain, and as long as the next
+        one would compute something in this step; adds them to `prompts`.
 
         At most two prompts stay incomplete. Sequences that wait for a prefix, which another one is
         computing, are passed.
         """
-        if not self.waiting:
-            return
         parts = [_part_of(sequence) for sequence in prompts]
-        for sequence in list(self.waiting):
+        for sequence in waiting:
             if not self._free_rows or budget.num_tokens <= 0 or sequence.is_retried:
                 break
             if sequence.num_pending_tokens:
@@ -325,6 +357,24 @@ class Scheduler:
                 break
             parts.append(part)
             prompts.append(sequence)
+
+    def _admit_batch(self, batch: Batch, waiting: list[Sequence]) -> list[Sequence]:
+        """Starts `waiting` sequences in order while rows and pages remain, if none is running.
+
+        Later only samples start whose request is running, when its prompt has been computed.
+        """
+        is_new = not self.running
+        started: list[Sequence] = []
+        for sequence in waiting:
+            if not self._free_rows or sequence.num_pending_tokens or sequence.is_retried:
+                break
+            is_of_batch = is_new or sequence.fork_source is not None
+            if not is_of_batch or sequence.is_expecting_source:
+                continue
+            if not self._try_start(batch, sequence):
+                break
+            started.append(sequence)
+        return started
 
     def _try_start(self, batch: Batch, sequence: Sequence) -> bool:
         is_fork = sequence.fork_source is not None
@@ -420,7 +470,7 @@ class Scheduler:
             )
         if reason is not None:
             own = reason == "stop" and token_id in sequence.request.params.stop_token_ids
-            events.append(_finished(sequence, reason, stop_token_id=token_id if own else None))
+            events.append(finished_event(sequence, reason, stop_token_id=token_id if own else None))
             self._end(sequence)
 
     def _end_prompt(self, entry: BatchEntry) -> Finished:
@@ -433,7 +483,7 @@ class Scheduler:
         if entry.num_preemptions == sequence.num_preemptions:
             self.kv_cache.publish(sequence, entry.end)
         self._end(sequence)
-        return _finished(sequence, "length")
+        return finished_event(sequence, "length")
 
     def _take_prompt_logprobs(self, batch: Batch, output: StepOutput, events: list[Event]) -> None:
         """Adds an event for each entry with log probabilities not yet reported."""
@@ -452,14 +502,14 @@ class Scheduler:
             if not fresh:
                 continue
             count = sequence.request.params.prompt_logprobs or 0
-            found = tuple(_logprobs_of(output, index, count) for index in indices[-len(fresh) :])
+            found = tuple(logprobs_of(output, index, count) for index in indices[-len(fresh) :])
             events.append(
                 PromptLogprobs(request_id=sequence.request_id, start=fresh.start, entries=found)
             )
 
     def _fail(self, sequence: Sequence, error: str, kind: ErrorKind) -> Finished:
         self._end(sequence)
-        return _finished(sequence, "error", error=error, kind=kind)
+        return finished_event(sequence, "error", error=error, kind=kind)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:
@@ -511,33 +561,3 @@ def _fit(sequence: Sequence, count: int, logprobs_budget: PromptLogprobsBudget) 
     """`count`, reduced if the logit rows for prompt log probabilities do not suffice."""
     progress = sequence.prompt_logprobs_progress
     return logprobs_budget.take(progress, sequence.num_computed_tokens, count)
-
-
-def _logprobs_of(output: StepOutput, index: int, count: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        logprob=float(output.logprobs[index]),
-        rank=int(output.ranks[index]),
-        top_ids=tuple(output.top_ids[index, :count].tolist()),
-        top_logprobs=tuple(output.top_logprobs[index, :count].tolist()),
-    )
-
-
-def _finished(
-    sequence: Sequence,
-    reason: FinishReason,
-    *,
-    stop_token_id: int | None = None,
-    error: str | None = None,
-    kind: ErrorKind | None = None,
-) -> Finished:
-    return Finished(
-        request_id=sequence.request_id,
-        finish_reason=reason,
-        stop_token_id=stop_token_id,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_generated_tokens=sequence.num_generated_tokens,
-        num_cached_tokens=sequence.num_cached_tokens or 0,
-        sample=sequence.sample,
-        error=error,
-        error_kind=kind,
-    )

@@ -37,6 +37,7 @@ class Sequence:
     """One stream of a request: number `sample` of `siblings` (empty if the request has only one).
 
     Args:
+        arrived_s: when it was submitted, by the engine's clock.
         token_ids: the prompt and all tokens read back so far.
         page_copy: the page copy to make before its next step; None after that step's launch.
         num_computed_tokens: tokens whose KV exists once the launched steps have run.
@@ -58,6 +59,7 @@ class Sequence:
     max_num_tokens: int
     stop_token_ids: frozenset[int]
     token_ids: list[int]
+    arrived_s: float = 0.0
     sample: int = 0
     siblings: list["Sequence"] = field(default_factory=list["Sequence"])
     status: SequenceStatus = SequenceStatus.WAITING

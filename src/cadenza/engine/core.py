@@ -1,7 +1,8 @@
 """`EngineCore`: the synchronous engine: submit, step and cancel; token ids in, events out.
 
 Owns the scheduler, the packer and the loop over one runner. Knows no text and no HTTP. A step
-depends only on the calls made so far and, if the time of steps is bounded, on the injected clock.
+depends only on the calls made so far, and on the injected clock where the time of steps is
+bounded or a policy counts waiting time.
 Invariants: request ids increase; a refused submit changes nothing; each sample of an accepted
 request gets exactly one `Finished` unless it is cancelled.
 """
@@ -12,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cadenza.backends.base import Runner
-from cadenza.config import EngineLimits, SchedulerLoop
+from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
 from cadenza.core.draw_keys import derive_sample_seed, derive_seed
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.prompt_logprobs import PromptLogprobsProgress
-from cadenza.core.scheduler import Scheduler
+from cadenza.core.queue_policy import FCFS, QueuePolicy
+from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepBound
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner
@@ -38,15 +40,19 @@ class CoreOptions:
         reserved_output: fraction of a request's remaining output that admission reserves pages for.
         seed: determines the seeds of requests without one.
         secret: key of the prefix cache's hashes; random if None.
+        policy: the order in which requests start.
+        batching: "static" starts requests only when all that ran have ended.
         step_bound: bounds the time of each step; None bounds only its tokens.
-        clock: seconds, monotonic; measures steps for the bound.
+        clock: seconds, monotonic; for the bound and for policies that count waiting time.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
     loop: SchedulerLoop = "overlap"
-    reserved_output: float = RESERVED_OUTPUT
+    reserved_output: float = RESERVED_OUTPUT["balanced"]
     seed: int = 0
     secret: bytes | None = None
+    policy: QueuePolicy = FCFS
+    batching: Batching = "continuous"
     step_bound: StepBound | None = None
     clock: Callable[[], float] = time.perf_counter
 
@@ -66,6 +72,7 @@ class EngineCore:
             vocab_size=runner.vocab_size,
             backend=runner.name,
             capabilities=runner.capabilities,
+            has_priorities=options.policy.name == "priority",
         )
         self.scheduler = Scheduler(
             limits,
@@ -77,7 +84,11 @@ class EngineCore:
                 slot_unit=limits.slot_unit,
             ),
             Admission(page_size=limits.page_size, reserved_output=options.reserved_output),
-            options.step_bound,
+            SchedulerOptions(
+                step_bound=options.step_bound,
+                policy=options.policy,
+                batching=options.batching,
+            ),
         )
         packer = Packer(
             max_num_seqs=limits.max_num_seqs,
@@ -93,6 +104,7 @@ class EngineCore:
         )
         self._samples: dict[int, dict[int, Sequence]] = {}
         self._seed = options.seed
+        self._clock = options.clock
         self._next_request_id = 0
         self._is_closed = False
 
@@ -220,6 +232,7 @@ class EngineCore:
             seed=derive_sample_seed(seed, sample),
             max_num_tokens=self.request_check.max_num_tokens(request),
             stop_token_ids=stop if params.ignore_eos else stop | self.eos_token_ids,
+            arrived_s=self._clock(),
             token_ids=list(request.prompt_token_ids),
             prompt_logprobs_progress=_progress_of(request) if sample == 0 else None,
         )

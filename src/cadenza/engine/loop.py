@@ -84,7 +84,7 @@ class StepLoop:
     the host.
 
     Args:
-        clock: seconds, monotonic; measures steps for the scheduler's bound, if it has one.
+        clock: seconds, monotonic; passed to the scheduler, and measures steps for its bound.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StepLoop:
 
         A request's `Started` comes with the launch of its first step, before its other events.
         """
-        batch = self._scheduler.schedule()
+        batch = self._scheduler.schedule(self._clock())
         if announce is not None and batch is not None and batch.started:
             announce(batch.started)
         events: list[Event] = [] if batch is None else [*batch.started, *self._launch(batch)]

@@ -15,12 +15,16 @@ from cadenza.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCheck:
-    """The properties of an engine that bound its requests. `backend` is its name, for messages."""
+    """The properties of an engine that bound its requests. `backend` is its name, for messages.
+
+    `has_priorities`: requests start in the order of their priorities.
+    """
 
     limits: EngineLimits
     vocab_size: int
     backend: str
     capabilities: frozenset[Capability]
+    has_priorities: bool = False
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequestError if the engine can never serve the request."""
@@ -36,6 +40,12 @@ class RequestCheck:
                 raise InvalidRequestError(
                     f"{name} are not supported by the {self.backend} backend", param=name
                 )
+        if request.priority and not self.has_priorities:
+            raise InvalidRequestError(
+                f"priority is {request.priority}, but this engine does not order requests by it; "
+                f"leave it out, or start the engine with --scheduling-policy priority",
+                param="priority",
+            )
         if request.attachments and "attachments" not in self.capabilities:
             raise InvalidRequestError(
                 f"attachments are not supported by the {self.backend} backend; send text alone",

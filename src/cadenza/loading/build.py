@@ -14,6 +14,8 @@ from cadenza.backends import BACKENDS, Backends, brings_models, find_backend
 from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
 from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_checkpoint
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
+from cadenza.core.admission import RESERVED_OUTPUT
+from cadenza.core.queue_policy import QueuePolicy
 from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound
 from cadenza.engine.calibration import make_step_bound, smallest_bound_ms
 from cadenza.engine.core import CoreOptions, EngineCore
@@ -137,6 +139,11 @@ def build_core(
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
         loop=config.scheduler,
         seed=config.seed,
+        reserved_output=RESERVED_OUTPUT[config.admission],
+        policy=QueuePolicy(
+            name=config.scheduling_policy, starvation_guard_s=config.starvation_guard
+        ),
+        batching=config.batching,
         step_bound=_step_bound(runner, plan.limits, config.max_itl_ms),
     )
     return EngineCore(runner, plan.limits, options)

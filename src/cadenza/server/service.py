@@ -216,7 +216,9 @@ class Service:
         salt = self._salt(tenant, call.cache_salt or "")
         found: list[PreparedRequest] = []
         for each in prepared:
-            request = replace(each.request, cache_salt=salt) if salt else each.request
+            request = each.request
+            if salt or call.priority:
+                request = replace(request, cache_salt=salt, priority=call.priority or 0)
             check.check(request)
             found.append(replace(each, request=request, make_parser=call.make_parser, passed=check))
         return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from cadenza.config import MAX_LOGPROBS_BOUND
-from cadenza.request import BIAS, BOUNDS, MAX_BIASES, ListBound, show
+from cadenza.request import BIAS, BOUNDS, MAX_BIASES, MAX_PRIORITY, ListBound, show
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import (
     Body,
@@ -187,6 +187,11 @@ class GenerationBody(Body):
     cache_salt = optional(
         String(max_chars=256), "Share cached prefixes only with requests of an equal salt."
     )
+    priority = optional(
+        Integer(-MAX_PRIORITY, MAX_PRIORITY),
+        "With --scheduling-policy priority, requests with a smaller one start first.",
+        default=0,
+    )
     request_id = optional(
         String(min_chars=1, max_chars=128, is_identifier=True),
         "The answer's id, as in x-request-id.",
@@ -210,7 +215,6 @@ class GenerationBody(Body):
     thinking_token_budget = unsupported("a bound on reasoning", -1)
     store = unsupported("storing answers", False)
     service_tier = unsupported("a choice of service tier", "auto", "default")
-    priority = unsupported("scheduling by priority", 0)
     structured_outputs = unsupported("structured output")
     truncation_side = unsupported("cutting the prompt's end off", "left")
     use_beam_search = unsupported("beam search", False)

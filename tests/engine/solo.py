@@ -1,0 +1,79 @@
+"""What a request gives alone: the fake model run over one growing list of tokens.
+
+Knows no scheduler, pages or cache, so that it can judge all of them.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from cadenza.backends.fake import next_token
+from cadenza.core.draw_keys import derive_sample_seed, derive_seed, draw_keys
+from cadenza.core.sequence import Sequence
+from cadenza.core.token_rules import RuleLayout
+from cadenza.engine.core import EngineCore
+from cadenza.request import FinishReason, Request
+
+VOCAB_SIZE = 97
+EOS_TOKEN_IDS = frozenset({3, 11})
+
+StreamId = tuple[int, int]
+"""A request's id and which of its samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoloStream:
+    """What a request gives when nothing else exists."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_token_id: int | None
+
+
+def solo_stream_of(request: Request, stream: StreamId, engine: EngineCore, seed: int) -> SoloStream:
+    """The stream that `engine`, made with `seed`, owes to a sample of the request."""
+    request_id, sample = stream
+    own_seed = request.params.seed
+    first_seed = derive_seed(seed, request_id) if own_seed is None else own_seed
+    return solo_stream(request, derive_sample_seed(first_seed, sample), engine.limits.max_model_len)
+
+
+@lru_cache(maxsize=20_000)
+def solo_stream(request: Request, seed: int, max_model_len: int) -> SoloStream:
+    """The fake model run over one growing list of tokens."""
+    params = request.params
+    history = list(request.prompt_token_ids)
+    num_prompt_tokens = len(history)
+    most = max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
+    record = _record_of(request)
+    stop = set(params.stop_token_ids) | (set() if params.ignore_eos else EOS_TOKEN_IDS)
+    positions = np.arange(num_prompt_tokens, most, dtype=np.int32)
+    keys = draw_keys(np.full(len(positions), seed, np.uint64), positions).tolist()
+    for first, second in keys:
+        key = (0, 0) if params.is_greedy else (first, second)
+        token_id = next_token(history + record, key, vocab_size=VOCAB_SIZE)
+        if token_id in stop:
+            return SoloStream(
+                token_ids=tuple(history[num_prompt_tokens:]),
+                finish_reason="stop",
+                stop_token_id=token_id if token_id in params.stop_token_ids else None,
+            )
+        history.append(token_id)
+    return SoloStream(
+        token_ids=tuple(history[num_prompt_tokens:]), finish_reason="length", stop_token_id=None
+    )
+
+
+def _record_of(request: Request) -> list[int]:
+    """What the fake model hears of a request's token rules."""
+    sequence = Sequence(
+        request_id=0,
+        request=request,
+        seed=0,
+        max_num_tokens=0,
+        stop_token_ids=frozenset(),
+        token_ids=list(request.prompt_token_ids),
+    )
+    record = RuleLayout(VOCAB_SIZE).encode(sequence)
+    return [] if record is None else record.tolist()
