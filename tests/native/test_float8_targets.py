@@ -2,9 +2,6 @@
 instruction set.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,6 +13,7 @@ from cadenza.backends.xla.ops.native_library import NativeLibrary, float8_shape
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.checkpoint.float8_weight import Float8Weight
 from cadenza.errors import ConfigError
+from tests.native.each_isa import run_on_each
 from tests.native.float8_definition import FLOAT8, linear, pack, product, random_weight
 
 pytestmark = pytest.mark.native
@@ -26,21 +24,10 @@ NONE = np.zeros(0, np.float32)
 
 @pytest.mark.slow
 def test_every_instruction_set_gives_the_bits_of_the_float8_definition(library: NativeLibrary):
-    found: dict[str, str] = {}
-    for isa in library.available_isas:
-        ran = subprocess.run(
-            [sys.executable, "-m", "tests.native.float8_definition"],
-            cwd=ROOT,
-            env={**os.environ, "CADENZA_CPU_ISA": isa},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
-        used, num_products, digest = ran.stdout.split()
-        assert (used, num_products) == (isa, "552")
-        found[isa] = digest
-    fused = {digest for isa, digest in found.items() if isa != "scalar"}
+    module = "tests.native.float8_definition"
+    found = run_on_each(library.available_isas, "CADENZA_CPU_ISA", module)
+    assert {count for count, _ in found.values()} == {552}
+    fused = {digest for isa, (_, digest) in found.items() if isa != "scalar"}
     assert len(fused) <= 1, found
 
 

@@ -4,12 +4,13 @@ All else is float32 on the native kernels, so the difference is that of the KV a
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from cadenza.backends.xla.ops.table import AttendingLayer, HeadFactors, KVPool, StepArrays
+from cadenza.backends.xla.ops.table import KVPool
 from cadenza.config import KVCacheDType
 from tests.xla.divergence import BUNDLED, LogitOps, Logprobs, held_out_texts, logprobs_of, mean_kl
 
@@ -21,20 +22,13 @@ MOST_KL = 3e-4
 class CoarseValues(LogitOps):
     """Rounds the values of each head to 15 multiples of a scale, before they are stored."""
 
-    def rope_append_attend(
-        self,
-        qkv: jax.Array,
-        pool: KVPool,
-        factors: HeadFactors,
-        step: StepArrays,
-        layer: AttendingLayer,
-    ) -> tuple[jax.Array, KVPool]:
+    def rope_append_attend(self, qkv: jax.Array, *others: Any) -> tuple[jax.Array, KVPool]:
         model = self._model
         heads = qkv.reshape(len(qkv), -1, model.head_dim)
         kept, values = jnp.split(heads, [model.num_heads + model.num_kv_heads], axis=1)
         scale = jnp.max(jnp.abs(values), axis=-1, keepdims=True) / 7
         coarse = jnp.concatenate([kept, jnp.round(values / scale) * scale], axis=1)
-        return super().rope_append_attend(coarse.reshape(qkv.shape), pool, factors, step, layer)
+        return super().rope_append_attend(coarse.reshape(qkv.shape), *others)
 
 
 def with_kv(kv_cache_dtype: KVCacheDType, table: type[LogitOps] = LogitOps) -> Logprobs:
