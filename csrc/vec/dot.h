@@ -234,12 +234,17 @@ inline CodeOperand broadcast_codes(const int8_t* p) {
   memcpy(x.codes, p, sizeof(x.codes));
   return x;
 }
-inline VecI dot_codes(VecI sums, const CodeVec& w, const CodeOperand& x) {
+// Of codes with or without sign.
+template <class Code>
+inline VecI dot_bytes(VecI sums, const Code (&w)[4 * kLanes], const CodeOperand& x) {
   return map_lanes_i([&](int i) {
     uint32_t sum = sums.v[i];
-    for (int j = 0; j < 4; j++) sum += uint32_t(int32_t(w.codes[4 * i + j]) * x.codes[j]);
+    for (int j = 0; j < 4; j++) sum += uint32_t(int32_t(w[4 * i + j]) * x.codes[j]);
     return sum;
   });
+}
+inline VecI dot_codes(VecI sums, const CodeVec& w, const CodeOperand& x) {
+  return dot_bytes(sums, w.codes, x);
 }
 struct SignedCodeVec {
   int8_t codes[4 * kLanes];
@@ -250,11 +255,7 @@ inline SignedCodeVec load_signed_codes(const int8_t* p) {
   return w;
 }
 inline VecI dot_signed_codes(VecI sums, const SignedCodeVec& w, const CodeOperand& x) {
-  return map_lanes_i([&](int i) {
-    uint32_t sum = sums.v[i];
-    for (int j = 0; j < 4; j++) sum += uint32_t(int32_t(w.codes[4 * i + j]) * x.codes[j]);
-    return sum;
-  });
+  return dot_bytes(sums, w.codes, x);
 }
 inline Vec load_u8(const uint8_t* p) {
   return map_lanes([=](int i) { return float(p[i]); });
