@@ -14,7 +14,9 @@ WeightDType = Literal["bfloat16", "float16", "float32"]
 
 WEIGHT_DTYPES: tuple[WeightDType, ...] = get_args(WeightDType)
 
-StoredDType = Literal[WeightDType, "float8_e4m3", "int8", "uint8", "int32", "uint32", "int64"]
+StoredDType = Literal[
+    WeightDType, "float8_e4m3", "float8_e8m0", "int8", "uint8", "int32", "uint32", "int64"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,7 @@ _FORMATS: tuple[Format, ...] = (
     Format(name="float16", code="F16", numpy=np.dtype("<f2")),
     Format(name="float32", code="F32", numpy=np.dtype("<f4")),
     Format(name="float8_e4m3", code="F8_E4M3", numpy=np.dtype(ml_dtypes.float8_e4m3fn)),
+    Format(name="float8_e8m0", code="F8_E8M0", numpy=np.dtype(ml_dtypes.float8_e8m0fnu)),
     Format(name="int8", code="I8", numpy=np.dtype("i1")),
     Format(name="uint8", code="U8", numpy=np.dtype("u1")),
     Format(name="int32", code="I32", numpy=np.dtype("<i4")),

@@ -30,6 +30,9 @@ Block = tuple[int, int] | Literal["tensor", "channel"]
 """What has one scale: so many rows and elements of K, the weight, or a row."""
 
 _BLOCK_SCALE = "weight_scale_inv"
+_SCALE_DTYPES: tuple[StoredDType, ...] = (*SCALE_DTYPES, "float8_e8m0")
+"""Powers of two in a byte are exact in float32."""
+
 _INPUT_SCALES = ("input_scale", "activation_scale")
 _ACTIVATIONS = {"dynamic": "float8 per token", "static": "float8 with one scale for each linear"}
 
@@ -98,7 +101,7 @@ def find_float8(
             f"embedding; use a checkpoint that keeps it in bfloat16"
         )
     codes = tensors.take("weight", [spec.shape], (FLOAT8_TYPE,))
-    scale = tensors.take(scale_name, _scale_shapes(spec, block), SCALE_DTYPES)
+    scale = tensors.take(scale_name, _scale_shapes(spec, block), _SCALE_DTYPES)
     unused = [
         tensors.take(name, [(), (1,)], SCALE_DTYPES) for name in _INPUT_SCALES if tensors.has(name)
     ]
