@@ -1,5 +1,6 @@
 """Weights in float8_e4m3: which layouts of scales are read, and what codes and scales mean."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from cadenza.backends import BACKENDS
 from cadenza.checkpoint import TensorSpec, open_checkpoint
 from cadenza.checkpoint.float8_weight import Float8Weight, scales_of_blocks
+from cadenza.checkpoint.tensor_formats import held_formats
 from cadenza.checkpoint.weight_format import FLOAT8
 from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError, ConfigError
@@ -111,8 +113,8 @@ def test_float8_codes_mean_what_the_writer_meant(tmp_path: Path, case: str):
     assert not weights.has_codes
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_scales_of_16_bits_are_read_exactly(tmp_path: Path, dtype: Any):
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu])
+def test_scales_of_16_or_8_bits_are_read_exactly(tmp_path: Path, dtype: Any):
     settings, writer = BLOCKS, Writer("block", "weight_scale_inv")
     writer.dtype = dtype
     weights = open_checkpoint(write_quantised(tmp_path, SHAPE, settings, writer)).weights
@@ -153,6 +155,22 @@ def test_a_float8_checkpoint_is_planned_with_its_own_bytes(tmp_path: Path):
     assert FLOAT8.num_bytes((3, 64, 130)) == 3 * 64 * (130 + 2 * 4)
     with pytest.raises(ConfigError, match=r"--quantization int8: .* fp8"):
         make_plan(EngineConfig(quantization="int8"), checkpoint, traits, 1 << 30)
+
+
+def test_an_operand_of_float8_and_floats_is_planned_as_the_floats_that_it_is_held_in(
+    tmp_path: Path,
+):
+    folder, writer = write(tmp_path, "fp8 in blocks")
+    checkpoint = open_checkpoint(folder)
+    own = held_formats(checkpoint.config, checkpoint.weights)
+    assert {name for name in writer.meant if own(name) != FLOAT8} == set()
+    mixed = dict(checkpoint.weights.quantised)
+    q_proj = "model.layers.1.self_attn.q_proj.weight"
+    mixed[q_proj] = replace(mixed[q_proj], format=None)
+    held = held_formats(checkpoint.config, replace(checkpoint.weights, quantised=mixed))
+    names = [q_proj.replace("q_proj", each) for each in ("q_proj", "k_proj", "v_proj")]
+    assert [held(name) for name in names] == [None] * 3
+    assert {name for name in writer.meant if held(name) != FLOAT8} == set(names)
 
 
 class Damaged(Writer):

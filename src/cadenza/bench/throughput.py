@@ -27,6 +27,7 @@ from cadenza.bench.runs import (
     step_profile,
 )
 from cadenza.bench.workloads import Workload
+from cadenza.checkpoint.tensor_formats import held_formats
 from cadenza.config import MAX_NUM_SEQS_BOUND
 from cadenza.errors import ConfigError
 from cadenza.frontend.loaded_model import load_model
@@ -161,7 +162,7 @@ def measure_throughput(
                 loaded.checkpoint.config,
                 plan.dtype,
                 plan.quantization,
-                loaded.checkpoint.weights.format,
+                held_formats(loaded.checkpoint.config, loaded.checkpoint.weights),
                 kv_cache_dtype=plan.kv_cache_dtype,
             ),
             probe=RooflineProbe(instruments, "int8" if plan.is_quantised else plan.dtype),

@@ -133,6 +133,22 @@ def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
+def declare_operands(config: ModelConfig) -> Iterator[tuple[LinearSpec, ...]]:
+    """The linears of the layers that are held together, in one type: those of one input, and those
+    of all experts.
+    """
+    for index in range(config.num_layers):
+        layer = declare_layer(config, index)
+        yield layer.qkv
+        yield (layer.attention_out,)
+        if isinstance(layer.mlp, GatedMLPSpec):
+            yield layer.mlp.gate_up
+            yield (layer.mlp.down,)
+        else:
+            yield tuple(each for expert in layer.mlp.experts for each in expert.gate_up)
+            yield tuple(expert.down for expert in layer.mlp.experts)
+
+
 def declare_embedding(config: ModelConfig) -> TensorSpec:
     """The embedding table, which is also the weight of a tied head."""
     shape = (config.vocab_size, config.hidden_size)

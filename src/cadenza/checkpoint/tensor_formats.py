@@ -1,4 +1,4 @@
-"""The format in which each tensor of a model is held: `format_of`.
+"""The format in which each tensor of a model is held: `format_of`, `held_formats`.
 
 Knows no files and no layouts. Invariant: memory plans, bounds and loading derive the format of a
 tensor from `format_of`, so that they agree.
@@ -6,9 +6,16 @@ tensor from `format_of`, so that they agree.
 
 from collections.abc import Callable, Iterable
 
-from cadenza.checkpoint.declaration import TensorKind, TensorSpec
+from cadenza.checkpoint.declaration import (
+    TensorKind,
+    TensorSpec,
+    declare,
+    declare_operands,
+)
 from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weight_format import FLOAT_FORMATS, INT4, INT8, WeightFormat
+from cadenza.checkpoint.weights import Weights
 from cadenza.config import Quantization
 
 StoredFormat = Callable[[str], WeightFormat | None]
@@ -34,6 +41,24 @@ def format_of(
     if quantization == "none" or spec.kind not in _QUANTISED_KINDS:
         return FLOAT_FORMATS[dtype]
     return INT4 if quantization == "int4" and spec.kind == "linear" else INT8
+
+
+def held_formats(config: ModelConfig, weights: Weights) -> StoredFormat:
+    """The formats of the weights that a checkpoint stores quantised, as they are held.
+
+    Where an operand has integer codes beside floats, or beside float8, all of it is held in floats.
+    """
+    formats = {spec.name: weights.format(spec.name) for spec in declare(config)}
+    for operand in declare_operands(config):
+        names = [linear.weight for linear in operand]
+        if len({_kind(formats[name]) for name in names}) > 1:
+            formats.update(dict.fromkeys(names))
+    return formats.get
+
+
+def _kind(format: WeightFormat | None) -> str:
+    """Which formats one operand can have."""
+    return "floats" if format is None else "codes" if format.is_quantised else format.name
 
 
 def stored_bytes(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
 from cadenza.checkpoint import Checkpoint, ModelConfig, declare
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
-from cadenza.checkpoint.tensor_formats import stored_bytes
+from cadenza.checkpoint.tensor_formats import held_formats, stored_bytes
 from cadenza.config import (
     PAGE_SIZE_UNIT,
     EngineConfig,
@@ -225,7 +225,7 @@ def _memory_of(
     model = checkpoint.config
     return ModelMemory(
         weight_bytes=stored_bytes(
-            declare(model), dtype, config.quantization, checkpoint.weights.format
+            declare(model), dtype, config.quantization, held_formats(model, checkpoint.weights)
         ),
         kv_bytes_per_token=model.kv_bytes_per_token(dtype, config.kv_cache_dtype),
         row_bytes=0,
