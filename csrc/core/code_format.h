@@ -1,10 +1,11 @@
 // Packed weights of integer codes: their formats and their layout.
 //
-// A packed weight is a CodesHeader and then its panels of 32 columns. Consecutive panels of one
-// format are a segment, so operands that are fused may have several formats. A panel of nested scales
-// begins with their factors: for each 256 elements of K, [32 columns] f16 of the scales and [32] f16
-// of the offsets, if there are any. Then a panel has a group for each 32 elements of K, one behind the
-// other, and a group has
+// A packed weight is a CodesHeader, the order of its inputs if it has one, and its panels of 32
+// columns. An order is [K] int32, each index once: element i of a column is multiplied by activation
+// order[i]. Consecutive panels of one format are a segment, so operands that are fused may have
+// several formats, but one order. A panel of nested scales begins with their factors: for each 256
+// elements of K, [32 columns] f16 of the scales and [32] f16 of the offsets, if there are any. Then a
+// panel has a group for each 32 elements of K, one behind the other, and a group has
 //   codes: 8 bits: [32 / 4][32 columns][4] bytes, each a code + 128
 //          4 bits: [32 / 8][32 columns][4] bytes, whose low nibbles are codes 0 to 3 of eight and
 //          whose high nibbles are codes 4 to 7; codes from 0 to 15, or code + 8 without a correction
@@ -97,16 +98,18 @@ struct CodeSegment {
 };
 
 struct CodesHeader {
-  static constexpr uint32_t kVersion = 0x43445a02;
+  static constexpr uint32_t kVersion = 0x43445a03;
   static constexpr int kMaxSegments = 6;
 
   uint32_t version;
-  int32_t num_segments;
+  int16_t num_segments;
+  int16_t has_order;  // 0 or 1
   int64_t k;
   CodeSegment segments[kMaxSegments];
 
   bool is_valid() const {
     if (version != kVersion || num_segments < 1 || num_segments > kMaxSegments) return false;
+    if (has_order != 0 && has_order != 1) return false;
     for (int i = 0; i < num_segments; i++) {
       const CodeSegment& each = segments[i];
       if (each.format < 0 || each.format >= kNumCodeFormats || each.panels < 0) return false;
@@ -118,9 +121,13 @@ struct CodesHeader {
     for (int i = 0; i < num_segments; i++) panels += segments[i].panels;
     return panels;
   }
+  // Where the panels begin: at a cache line.
+  int64_t panels_at() const {
+    return int64_t(sizeof(CodesHeader)) + (has_order == 0 ? 0 : round_up(4 * k, 64));
+  }
   // Of the whole weight.
   int64_t num_bytes() const {
-    int64_t bytes = int64_t(sizeof(CodesHeader));
+    int64_t bytes = panels_at();
     for (int i = 0; i < num_segments; i++) {
       bytes += segments[i].panels * code_panel_bytes(segments[i].format, k);
     }
@@ -133,6 +140,12 @@ inline const CodesHeader& codes_header(const void* weight) {
   return *static_cast<const CodesHeader*>(weight);
 }
 
+// The order of a weight's inputs, or null if they are as they come.
+inline const int32_t* input_order(const void* weight) {
+  const CodesHeader& header = codes_header(weight);
+  return header.has_order == 0 ? nullptr : reinterpret_cast<const int32_t*>(&header + 1);
+}
+
 struct CodePanel {
   const uint8_t* data;
   int format;
@@ -141,7 +154,7 @@ struct CodePanel {
 
 inline CodePanel code_panel(const void* weight, int64_t index) {
   const CodesHeader& header = codes_header(weight);
-  const uint8_t* data = static_cast<const uint8_t*>(weight) + sizeof(CodesHeader);
+  const uint8_t* data = static_cast<const uint8_t*>(weight) + header.panels_at();
   int i = 0;
   for (; i + 1 < header.num_segments && index >= header.segments[i].panels; i++) {
     data += header.segments[i].panels * code_panel_bytes(header.segments[i].format, header.k);

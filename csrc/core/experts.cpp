@@ -68,6 +68,33 @@ const void* gather(Executor::Lease& lease, const Sorted& sorted, const void* x,
   return out;
 }
 
+// The orders of the inputs of the sorted pairs, which those of their experts' weights have.
+const int32_t* const* orders_of_pairs(Arena& scratch, const Sorted& sorted, const void* w) {
+  const int64_t weight_bytes = codes_header(w).num_bytes();
+  auto** orders = scratch.take<const int32_t*>(sorted.num_pairs);
+  for (int64_t g = 0; g < sorted.num_groups; g++) {
+    const ExpertGroup& group = sorted.groups[g];
+    const void* weight = static_cast<const char*>(w) + group.expert * weight_bytes;
+    std::fill(orders + group.first, orders + group.first + group.rows, input_order(weight));
+  }
+  return orders;
+}
+
+// The rows of x in the order of `sorted.pairs`, as the products read them. Each row is quantised once,
+// unless experts read its elements in orders of their own.
+const void* gathered_rows(const Runtime& runtime, Executor::Lease& lease, ProductTypes types,
+                          const Sorted& sorted, const ProductInput& input, int64_t pairs_per_row) {
+  if (!is_quantised(types.weight) || input_order(input.w) == nullptr) {
+    const void* rows = product_rows(runtime, lease, types, input);
+    return gather(lease, sorted, rows, pairs_per_row, product_row_bytes(types, input.k));
+  }
+  const void* rows =
+      gather(lease, sorted, input.x, pairs_per_row, activation_row_bytes(types, input.k));
+  return quantise_rows(runtime, lease, types,
+                       {sorted.num_pairs, input.k, rows, nullptr,
+                        orders_of_pairs(lease.scratch(), sorted, input.w)});
+}
+
 }  // namespace
 
 void route_experts(const Runtime& runtime, ProductTypes types, const RouteTask& task) {
@@ -78,7 +105,7 @@ void route_experts(const Runtime& runtime, ProductTypes types, const RouteTask& 
   float* logits = lease.scratch().take<float>(rows * experts);
   product.out = logits;
   product.out_is_f32 = true;
-  product.x = product_rows(runtime, lease, types, {rows, product.k, product.x, nullptr});
+  product.x = product_rows(runtime, lease, types, {rows, product.k, product.x, product.w});
   const ProductKernels kernels = product_kernels(runtime, types);
   LinearUnits panels{&product, partition_product(rows, product.k, ceil_div(experts, kPanel),
                                                  {kernels.max_rows, lease.num_threads()})};
@@ -103,10 +130,9 @@ void grouped_gated_linear(const Runtime& runtime, ProductTypes types,
                              {kernels.max_rows, 1});
     units += group.grid.units();
   }
-  const void* rows =
-      product_rows(runtime, lease, types, {product.rows, product.k, product.x, nullptr});
-  const void* x = gather(lease, sorted, rows, task.choice.num_chosen,
-                         product_row_bytes(types, product.k));
+  const void* x = gathered_rows(runtime, lease, types, sorted,
+                                {product.rows, product.k, product.x, product.w},
+                                task.choice.num_chosen);
   GroupedGatedUnits context{&task, {sorted.groups, sorted.num_groups, sorted.pairs, x}};
   lease.run({kernels.grouped_gated, &context, units, kMaxPanels},
             sorted.num_pairs * product.f * product.k > kMinParallelOps);
@@ -118,8 +144,8 @@ void grouped_linear(const Runtime& runtime, ProductTypes types, const GroupedLin
   Executor::Lease lease(runtime.executor);
   Sorted sorted = sort_by_expert(task.choice, product.rows, lease.scratch());
   const int64_t pairs = task.choice.num_pairs(product.rows);
-  const void* rows = product_rows(runtime, lease, types, {pairs, product.k, product.x, nullptr});
-  const void* x = gather(lease, sorted, rows, 1, product_row_bytes(types, product.k));
+  const void* x = gathered_rows(runtime, lease, types, sorted,
+                                {pairs, product.k, product.x, product.w}, 1);
   GroupedLinearUnits context{&task, {sorted.groups, sorted.num_groups, sorted.pairs, x}};
   int64_t chunk = std::clamp<int64_t>(kMaxPartials / (pairs * kPanel), 1, kMaxPanels);
   lease.run({product_kernels(runtime, types).grouped_linear, &context, ceil_div(product.n, kPanel),

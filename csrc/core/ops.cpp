@@ -14,8 +14,9 @@ Weight weight_of(const void* packed, int64_t panels, int64_t k, WeightFormat for
   const char* data = static_cast<const char*>(packed);
   if (!is_quantised(format)) return {data, panels, panel_bytes(format, k)};
   // With panels of several sizes their average: a prefetch may begin anywhere.
-  const int64_t header = int64_t(sizeof(CodesHeader));
-  return {data + header, panels, (codes_header(packed).num_bytes() - header) / panels};
+  const CodesHeader& header = codes_header(packed);
+  const int64_t at = header.panels_at();
+  return {data + at, panels, (header.num_bytes() - at) / panels};
 }
 
 }  // namespace
@@ -26,7 +27,7 @@ void linear(const Runtime& runtime, ProductTypes types, const LinearTask& given)
   LinearTask task = given;
   Executor::Lease lease(runtime.executor);
   Weight next = lease.predict_next(weight_of(task.w, ceil_div(task.n, kPanel), task.k, types.weight));
-  task.x = product_rows(runtime, lease, types, {task.rows, task.k, task.x, nullptr});
+  task.x = product_rows(runtime, lease, types, {task.rows, task.k, task.x, task.w});
   LinearUnits units{
       &task, partition_product(task.rows, task.k, ceil_div(task.n, kPanel),
                                {kernels.max_rows, lease.num_threads()})};
@@ -40,7 +41,7 @@ void gated_linear(const Runtime& runtime, ProductTypes types, const GatedTask& g
   GatedTask task = given;
   Executor::Lease lease(runtime.executor);
   Weight next = lease.predict_next(weight_of(task.w, ceil_div(task.f, kLanes), task.k, types.weight));
-  task.x = product_rows(runtime, lease, types, {task.rows, task.k, task.x, nullptr});
+  task.x = product_rows(runtime, lease, types, {task.rows, task.k, task.x, task.w});
   GatedUnits units{
       &task, partition_product(task.rows, task.k, ceil_div(task.f, kLanes),
                                {kernels.max_rows, lease.num_threads()})};
@@ -127,8 +128,8 @@ void next_token(const Runtime& runtime, ProductTypes types, const NextTokenTask&
   LogitsTask logits{task.product, task.transform, best, kept};
   const int64_t panels = ceil_div(vocab, kPanel);
   Weight next = lease.predict_next(weight_of(task.product.w, panels, task.product.k, types.weight));
-  logits.product.x =
-      product_rows(runtime, lease, types, {rows, task.product.k, task.product.x, nullptr});
+  logits.product.x = product_rows(runtime, lease, types,
+                                  {rows, task.product.k, task.product.x, task.product.w});
   lease.run({product_kernels(runtime, types).logits, &logits, panels, kMaxPanels, next},
             rows * vocab * task.product.k > kMinParallelOps);
   for (int64_t row = 0; row < rows; row++) {

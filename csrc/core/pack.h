@@ -52,8 +52,9 @@ struct QuantisedPackTask {
   std::vector<CodeSource> sources;
   int64_t k;
   uint8_t* packed;  // 32-byte aligned
-  int64_t packed_bytes;  // those of the header and its panels
+  int64_t packed_bytes;  // those of the header, the order and the panels
   bool gated;
+  const int32_t* order = nullptr;  // of the inputs [K], which the sources' codes have; or null
 };
 
 // Quantises floats by the rules of core/quantised.h; codes keep their values in a target that has

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 #include <stdexcept>
+#include <vector>
 
 #include "core/code_format.h"
 #include "core/half.h"
@@ -304,9 +305,20 @@ void check_source(const CodeSource& source, int64_t k) {
         "pack: codes need the zero points or offsets of their format");
 }
 
+// Checks that an order has each index below k once.
+void check_order(const int32_t* order, int64_t k) {
+  std::vector<bool> is_used(size_t(k), false);
+  for (int64_t i = 0; i < k; i++) {
+    const int64_t index = order[i];
+    check(index >= 0 && index < k && !is_used[size_t(index)],
+          "pack: the order of the inputs does not have each of them once");
+    is_used[size_t(index)] = true;
+  }
+}
+
 // The segments of a weight: of consecutive sources with one target.
 CodesHeader header_of(const QuantisedPackTask& task) {
-  CodesHeader header{CodesHeader::kVersion, 0, task.k, {}};
+  CodesHeader header{CodesHeader::kVersion, 0, task.order != nullptr, task.k, {}};
   const int64_t width = task.gated ? kLanes : kPanel;
   int64_t columns = 0;
   for (size_t i = 0; i < task.sources.size(); i++) {
@@ -339,7 +351,12 @@ void pack_quantised(Executor& executor, const QuantisedPackTask& task) {
   }
   const CodesHeader header = header_of(task);
   check(header.num_bytes() == task.packed_bytes, "pack: the buffer has another size");
+  std::memset(task.packed, 0, size_t(header.panels_at()));
   std::memcpy(task.packed, &header, sizeof(header));
+  if (task.order != nullptr) {
+    check_order(task.order, task.k);
+    std::memcpy(task.packed + sizeof(header), task.order, size_t(task.k) * sizeof(*task.order));
+  }
   Executor::Lease lease(executor);
   lease.run({pack_code_panels, &task, header.num_panels(), kPanelsPerClaim},
             columns * task.k > (1 << 16));

@@ -1,5 +1,7 @@
 #include "core/quantised.h"
 
+#include <algorithm>
+
 namespace cadenza {
 
 ProductKernels product_kernels(const Runtime& runtime, ProductTypes types) {
@@ -19,19 +21,31 @@ ProductKernels product_kernels(const Runtime& runtime, ProductTypes types) {
           table.logits,     table.grouped_gated[act], table.grouped_linear[act]};
 }
 
-int64_t product_row_bytes(ProductTypes types, int64_t k) {
-  if (is_quantised(types.weight)) return code_row_bytes(k);
+int64_t activation_row_bytes(ProductTypes types, int64_t k) {
   return k * (types.activation == DType::kF32 ? 4 : 2);
 }
 
-const void* product_rows(const Runtime& runtime, Executor::Lease& lease, ProductTypes types,
-                         const QuantiseTask& rows) {
-  if (!is_quantised(types.weight)) return rows.x;
-  QuantiseTask task = rows;
-  task.out = lease.scratch().take<uint8_t>(rows.rows * code_row_bytes(rows.k));
-  lease.run({runtime.integer.quantise[index_of(types.activation)], &task, rows.rows, 16},
-            rows.rows * rows.k > kMinParallelElements);
+int64_t product_row_bytes(ProductTypes types, int64_t k) {
+  return is_quantised(types.weight) ? code_row_bytes(k) : activation_row_bytes(types, k);
+}
+
+const void* quantise_rows(const Runtime& runtime, Executor::Lease& lease, ProductTypes types,
+                          QuantiseTask task) {
+  task.out = lease.scratch().take<uint8_t>(task.rows * code_row_bytes(task.k));
+  lease.run({runtime.integer.quantise[index_of(types.activation)], &task, task.rows, 16},
+            task.rows * task.k > kMinParallelElements);
   return task.out;
+}
+
+const void* product_rows(const Runtime& runtime, Executor::Lease& lease, ProductTypes types,
+                         const ProductInput& input) {
+  if (!is_quantised(types.weight)) return input.x;
+  const int32_t** orders = nullptr;
+  if (const int32_t* order = input_order(input.w); order != nullptr) {
+    orders = lease.scratch().take<const int32_t*>(input.rows);
+    std::fill(orders, orders + input.rows, order);
+  }
+  return quantise_rows(runtime, lease, types, {input.rows, input.k, input.x, nullptr, orders});
 }
 
 }  // namespace cadenza

@@ -12,6 +12,7 @@
 //   int4: low = min(0, min w), high = max(0, max w); scale = f16((high - low) / 15); zero point =
 //   round_even(-low * (1 / scale)); code = round_even(w * (1 / scale)) + zero point, both clamped to
 //   [0, 15]. Not finite as for int8.
+// Where the weight has an order of its inputs, the groups of the activations are of x in that order.
 // A product folds the weight's groups in ascending order, from 0, with dot = the sum of activation
 // code * (weight code - zero point) and total = the sum of the activation codes:
 //   sum = fma(f32(dot) * activation scale, weight scale, sum), then with offsets
@@ -43,6 +44,7 @@ struct QuantiseTask {
   int64_t rows, k;
   const void* x;  // activation dtype [rows, K]
   uint8_t* out;   // [rows, code_row_bytes(K)]
+  const int32_t* const* orders;  // [rows]: the order of each row's inputs; null: as they come
 };
 
 // The kernels of a product.
@@ -54,10 +56,20 @@ struct ProductKernels {
 // Chosen by weight format and activation type.
 ProductKernels product_kernels(const Runtime& runtime, ProductTypes types);
 
-// The rows [rows, K] as the product reads them: x itself, or its codes in scratch memory.
+// The operands of a product whose rows may have to be quantised.
+struct ProductInput {
+  int64_t rows, k;
+  const void* x;  // activation dtype [rows, K]
+  const void* w;  // the packed weight; for experts their first one
+};
+// The rows as the product reads them: x itself, or its codes in scratch memory.
 const void* product_rows(const Runtime& runtime, Executor::Lease& lease, ProductTypes types,
-                         const QuantiseTask& rows);
-// Bytes of one such row.
+                         const ProductInput& input);
+// Quantises the rows of `task`, whose `out` is scratch memory that is taken here.
+const void* quantise_rows(const Runtime& runtime, Executor::Lease& lease, ProductTypes types,
+                          QuantiseTask task);
+// Bytes of a row as it is, and as the product reads it.
+int64_t activation_row_bytes(ProductTypes types, int64_t k);
 int64_t product_row_bytes(ProductTypes types, int64_t k);
 
 }  // namespace cadenza

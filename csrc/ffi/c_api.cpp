@@ -105,11 +105,13 @@ CADENZA_EXPORT int cadenza_code_format(int bits, int group, int scale, int corre
                                                static_cast<cadenza::Correction>(correction)});
 }
 
+// `order` is that of the inputs [k], which the codes have, or null.
 CADENZA_EXPORT const char* cadenza_pack_quantised(int num_sources, const CadenzaCodeSource* sources,
-                                                  int64_t k, void* packed, int64_t packed_bytes,
-                                                  int gated) {
+                                                  int64_t k, const int32_t* order, void* packed,
+                                                  int64_t packed_bytes, int gated) {
   return guarded([&] {
-    cadenza::QuantisedPackTask task{{}, k, static_cast<uint8_t*>(packed), packed_bytes, gated != 0};
+    cadenza::QuantisedPackTask task{{},           k, static_cast<uint8_t*>(packed), packed_bytes,
+                                    gated != 0, order};
     for (int i = 0; i < num_sources; i++) {
       const CadenzaCodeSource& each = sources[i];
       cadenza::PackSource rows{each.data, static_cast<cadenza::DType>(each.dtype), each.rows,

@@ -282,20 +282,32 @@ inline void quantise_group(const T* x, int64_t count, int8_t* codes, GroupTerms&
   terms = {largest / 127.0f, {int16_t(reduce_add(low)), int16_t(reduce_add(high))}};
 }
 
+// Quantises a row of k elements, read in an order if there is one.
+template <class T>
+inline void quantise_row(const T* x, const int32_t* order, int64_t k, uint8_t* out) {
+  const int64_t groups = ceil_div(k, kGroup);
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t at = g * kGroup, count = k - at < kGroup ? k - at : kGroup;
+    const T* group = x + at;
+    T gathered[kGroup];
+    if (order != nullptr) {
+      for (int64_t i = 0; i < count; i++) gathered[i] = x[order[at + i]];
+      group = gathered;
+    }
+    GroupTerms terms;
+    quantise_group(group, count, reinterpret_cast<int8_t*>(out + at), terms);
+    __builtin_memcpy(out + groups * kGroup + g * int64_t(sizeof(terms)), &terms, sizeof(terms));
+  }
+}
+
 // A unit is one row.
 template <class T>
 void quantise_units(const void* context, int64_t begin, int64_t end, Worker&) {
   const auto& task = *static_cast<const QuantiseTask*>(context);
-  const int64_t groups = ceil_div(task.k, kGroup);
   for (int64_t row = begin; row < end; row++) {
     const T* x = static_cast<const T*>(task.x) + row * task.k;
-    uint8_t* out = task.out + row * code_row_bytes(task.k);
-    for (int64_t g = 0; g < groups; g++) {
-      GroupTerms terms;
-      quantise_group(x + g * kGroup, task.k - g * kGroup < kGroup ? task.k - g * kGroup : kGroup,
-                     reinterpret_cast<int8_t*>(out + g * kGroup), terms);
-      __builtin_memcpy(out + groups * kGroup + g * int64_t(sizeof(terms)), &terms, sizeof(terms));
-    }
+    const int32_t* order = task.orders == nullptr ? nullptr : task.orders[row];
+    quantise_row(x, order, task.k, task.out + row * code_row_bytes(task.k));
   }
 }
 
@@ -337,8 +349,10 @@ inline void quantised_embed_units(const void* context, int64_t begin, int64_t en
     int64_t id = task.token_ids[row];
     bool is_token = id >= 0 && id < task.vocab;
     const CodePanel panel = code_panel(task.table, is_token ? id / kPanel : 0);
+    const int32_t* order = input_order(task.table);
     for (int64_t i = 0; i < task.width; i++) {
-      out[i] = is_token ? code_element(panel, task.width, id % kPanel, i) * task.scale : 0.0f;
+      const float value = is_token ? code_element(panel, task.width, id % kPanel, i) : 0.0f;
+      out[order == nullptr ? i : order[i]] = value * task.scale;
     }
   }
 }

@@ -1,6 +1,7 @@
 // Quantised products: the definition bit for bit on every integer ISA, independence of the
 // batch.
 #include <algorithm>
+#include <stdexcept>
 #include <tuple>
 
 #include "core/half.h"
@@ -15,13 +16,16 @@ constexpr int kFormats[] = {kInt8Format, kInt4Format};  // those that floats are
 struct Codes {
   int format;
   int64_t n, k;
+  std::vector<int32_t> order;  // of the inputs, or empty
   std::vector<float> rows;
   Aligned packed;
 
-  Codes(Random& random, int format_, int64_t n_, int64_t k_, Executor& executor)
+  Codes(Random& random, int format_, int64_t n_, int64_t k_, Executor& executor,
+        const std::vector<int32_t>& order_ = {})
       : format(format_),
         n(n_),
         k(k_),
+        order(order_),
         rows(random_values<float>(random, n_ * k_, 0.2f)),
         packed(num_bytes()) {
     pack_rows({{rows.data(), DType::kF32, n, k}, format, 0, nullptr, nullptr, nullptr, 0}, executor);
@@ -29,10 +33,11 @@ struct Codes {
 
   void pack_rows(const CodeSource& source, Executor& executor) {
     uint8_t* to = static_cast<uint8_t*>(packed.data());
-    pack_quantised(executor, {{source}, k, to, num_bytes(), false});
+    pack_quantised(executor, {{source}, k, to, num_bytes(), false, order.empty() ? nullptr : order.data()});
   }
   int64_t num_bytes() const {
-    return int64_t(sizeof(CodesHeader)) + ceil_div(n, kPanel) * code_panel_bytes(format, k);
+    const int64_t panels_at = int64_t(sizeof(CodesHeader)) + (order.empty() ? 0 : round_up(4 * k, 64));
+    return panels_at + ceil_div(n, kPanel) * code_panel_bytes(format, k);
   }
   ProductTypes types() const { return {WeightFormat::kCodes, DType::kF32}; }
   const uint8_t* group(int64_t column, int64_t g) {
@@ -79,6 +84,14 @@ std::vector<float> product(const Runtime& runtime, Codes& w, const std::vector<f
   return out;
 }
 
+// The indices below k, shuffled.
+std::vector<int32_t> random_order(Random& random, int64_t k) {
+  std::vector<int32_t> order;
+  for (int64_t i = 0; i < k; i++) order.push_back(int32_t(i));
+  for (int64_t i = k - 1; i > 0; i--) std::swap(order[size_t(i)], order[random.below(uint64_t(i + 1))]);
+  return order;
+}
+
 // The context's runtime with every integer ISA of this machine; only with the best ISA.
 std::vector<Runtime> runtimes(const Context& context) {
   Runtime own = context.runtime(1);
@@ -113,6 +126,43 @@ TEST(a_quantised_product_is_its_definition_on_every_integer_isa) {
       if (same_bits(out.data(), expected.data(), rows * n)) continue;
       fail(__FILE__, __LINE__, runtime.integer.isa);
     }
+  }
+}
+
+TEST(an_ordered_product_is_that_of_the_ordered_inputs) {
+  Random random(4);
+  const int64_t n = 40, rows = 21;
+  for (int64_t k : {1, 31, 70, 130}) {
+    const std::vector<int32_t> order = random_order(random, k);
+    for (int format : kFormats) {
+      Codes plain(random, format, n, k, *context.executors[0]);
+      Codes ordered(random, format, n, k, *context.executors[0], order);
+      ordered.rows = plain.rows;
+      ordered.pack_rows({{plain.rows.data(), DType::kF32, n, k}, format, 0, nullptr, nullptr, nullptr, 0},
+                        *context.executors[0]);
+      std::vector<float> x = random_values<float>(random, rows * k), sorted(x);
+      for (int64_t i = 0; i < rows * k; i++) {
+        sorted[size_t(i)] = x[size_t(i / k * k + order[size_t(i % k)])];
+      }
+      for (const Runtime& runtime : runtimes(context)) {
+        const std::vector<float> found = product(runtime, ordered, x, rows);
+        const std::vector<float> expected = product(runtime, plain, sorted, rows);
+        CHECK(same_bits(found.data(), expected.data(), rows * n));
+      }
+    }
+  }
+}
+
+TEST(an_order_that_lacks_an_input_is_refused) {
+  Random random(3);
+  for (int32_t wrong : {1, -1, 3}) {
+    bool is_refused = false;
+    try {
+      Codes(random, kInt8Format, 5, 3, *context.executors[0], {0, 1, wrong});
+    } catch (const std::invalid_argument&) {
+      is_refused = true;
+    }
+    CHECK(is_refused);
   }
 }
 
@@ -163,16 +213,19 @@ TEST(a_quantised_row_that_is_not_finite_has_no_finite_output) {
   }
 }
 
-void check_experts(const Context& context, int format) {
+// With `is_ordered` the weight of each expert has the inputs in an order of its own.
+void check_experts(const Context& context, int format, bool is_ordered) {
   Random random(8);
   const int64_t experts = 3, rows = 19, n = 45, k = 70;
-  const int64_t bytes =
-      int64_t(sizeof(CodesHeader)) + ceil_div(n, kPanel) * code_panel_bytes(format, k);
   std::vector<Codes> weights;
+  for (int64_t e = 0; e < experts; e++) {
+    weights.emplace_back(random, format, n, k, *context.executors[0],
+                         is_ordered ? random_order(random, k) : std::vector<int32_t>{});
+  }
+  const int64_t bytes = weights[0].num_bytes();
   Aligned packed(experts * bytes);
   for (int64_t e = 0; e < experts; e++) {
-    weights.emplace_back(random, format, n, k, *context.executors[0]);
-    std::memcpy(static_cast<uint8_t*>(packed.data()) + e * bytes, weights.back().packed.data(),
+    std::memcpy(static_cast<uint8_t*>(packed.data()) + e * bytes, weights[size_t(e)].packed.data(),
                 size_t(bytes));
   }
   std::vector<int32_t> ids;
@@ -189,7 +242,9 @@ void check_experts(const Context& context, int format) {
 }
 
 TEST(each_experts_quantised_output_is_that_of_the_dense_product) {
-  for (int format : kFormats) check_experts(context, format);
+  for (int format : kFormats) {
+    for (bool is_ordered : {false, true}) check_experts(context, format, is_ordered);
+  }
 }
 
 TEST(the_head_chooses_the_largest_quantised_logit) {

@@ -74,6 +74,30 @@ def gptq(bits: int) -> Store:
     return store
 
 
+def gptq_ordered(spec: TensorSpec, weight: np.ndarray) -> Mapping[str, np.ndarray] | None:
+    """4 bits in groups of 32, whose inputs are in an order that follows from their number."""
+    return _in_order(weight, weight.shape[1]) if _linear(spec) else None
+
+
+def gptq_in_many_orders(spec: TensorSpec, weight: np.ndarray) -> Mapping[str, np.ndarray] | None:
+    """The same with an order of its own for each linear."""
+    return _in_order(weight, len(spec.name) + len(weight)) if _linear(spec) else None
+
+
+def _in_order(weight: np.ndarray, seed: int) -> Mapping[str, np.ndarray]:
+    num_inputs = weight.shape[1]
+    order = np.random.default_rng(seed).permutation(num_inputs)
+    codes, scales, low = _affine(weight[:, order], 4, 32)
+    groups = np.empty(num_inputs, np.int32)
+    groups[order] = np.arange(num_inputs) // 32
+    return {
+        "qweight": packed(codes[:, np.argsort(order)], 4).T.copy(),
+        "qzeros": packed(_zeros(scales, low, 4).T, 4),
+        "scales": scales.T.copy(),
+        "g_idx": groups,
+    }
+
+
 def mlx(bits: int) -> Store:
     def store(spec: TensorSpec, weight: np.ndarray) -> Mapping[str, np.ndarray] | None:
         del spec  # embedding and head too
@@ -121,9 +145,12 @@ def _compressed_settings(bits: int) -> dict[str, Any]:
 
 _GPTQ = {"quant_method": "gptq", "group_size": 64, "sym": False, "checkpoint_format": "gptq_v2"}
 
+ORDERED = {"quantization_config": {**_GPTQ, "bits": 4, "group_size": 32, "desc_act": True}}
+
 METHODS: dict[str, tuple[dict[str, Any], Store]] = {
     "awq": ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}}, awq),
     "gptq-4": ({"quantization_config": {**_GPTQ, "bits": 4}}, gptq(4)),
+    "gptq-4-ordered": (ORDERED, gptq_ordered),
     "gptq-8": ({"quantization_config": {**_GPTQ, "bits": 8}}, gptq(8)),
     "mlx-4": ({"quantization": {"group_size": 64, "bits": 4}}, mlx(4)),
     "mlx-8": ({"quantization": {"group_size": 64, "bits": 8}}, mlx(8)),

@@ -5,6 +5,7 @@ that the library itself dequantises.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from cadenza.checkpoint import TensorSpec, Weights
 from cadenza.checkpoint.formats import read_scheme
+from cadenza.checkpoint.formats.gptq import order_of_groups
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.checkpoint.safetensors_file import open_safetensors
@@ -19,7 +21,7 @@ from cadenza.errors import CheckpointError
 
 FOLDER = Path(__file__).parent / "quantised_by_others"
 ORDERED = "gptq-int4-desc-act"
-NAMES = sorted({path.stem for path in FOLDER.glob("*.safetensors")} - {ORDERED})
+NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -47,7 +49,7 @@ def expected_of(name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_weight_is_what_the_library_that_wrote_it_dequantises(name: str):
-    assert len(NAMES) == 17
+    assert len(NAMES) == 18
     found, expected = read(name).dequantised(), expected_of(name)
     if name == "mlx-int8-g128":  # codes get a sign, and the minimum moves: one more rounding
         np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-22 * abs(expected).max())
@@ -55,9 +57,23 @@ def test_a_weight_is_what_the_library_that_wrote_it_dequantises(name: str):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_inputs_that_are_ordered_by_activations_are_refused_by_name():
-    with pytest.raises(CheckpointError, match=r"g_idx orders the inputs .* desc_act false"):
-        read(ORDERED)
+def test_inputs_in_the_order_of_their_activations_keep_that_order():
+    found, expected = read(ORDERED), expected_of(ORDERED)
+    assert found.order is not None
+    assert sorted(found.order) == [*range(found.shape[1])]
+    straight = replace(found, order=None).dequantised()
+    assert (straight != expected).mean() > 0.9  # negative control
+    np.testing.assert_array_equal(straight, expected[:, found.order])
+    part = found.rows(3, 9)
+    np.testing.assert_array_equal(part.dequantised(), expected[3:9])
+
+
+def test_groups_of_other_sizes_than_the_settings_name_are_refused():
+    weights = open_safetensors(FOLDER / f"{ORDERED}.safetensors")
+    groups = weights.array("model.layers.0.mlp.up_proj.g_idx").copy()
+    for wrong in (np.zeros_like(groups), groups - 1, np.roll(np.sort(groups), 1) // 2):
+        with pytest.raises(CheckpointError, match=r"g_idx does not name 32 inputs for each group"):
+            order_of_groups("g_idx", wrong, 32)
 
 
 @pytest.mark.parametrize("name", ["gptq-int4-v1", "gptq-int4-v2-asymmetric"])

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -16,13 +17,18 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.native_library import load_native_library, packed_bytes
+from cadenza.backends.xla.ops.native_library import (
+    CodedOperand,
+    load_native_library,
+    packed_bytes,
+)
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
+from cadenza.backends.xla.ops.quantised import orders_of
 from cadenza.checkpoint.block_weight import BlockWeight
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.quantised_weight import (
-    HostWeight,
+    FloatsOrCodes,
     QuantisedWeight,
     quantise_int4,
     quantise_int8,
@@ -93,7 +99,8 @@ def quantise_rows(x: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int32], Float32Ar
 
 def product(x: npt.NDArray[Any], *parts: QuantisedWeight) -> Float32Array:
     """x [T, K] times the transposed weights [Ni, K] side by side."""
-    codes, scales = quantise_rows(x)
+    order = parts[0].order
+    codes, scales = quantise_rows(x if order is None else x[:, order])
     return np.concatenate([_product(codes, scales, weight) for weight in parts], axis=1)
 
 
@@ -142,15 +149,18 @@ def random_weight(
 
 def pack(
     targets: WeightFormat | Sequence[WeightFormat],
-    *parts: HostWeight,
+    *parts: FloatsOrCodes,
     is_gated: bool = False,
 ) -> npt.NDArray[Any]:
     each = [targets] * len(parts) if isinstance(targets, WeightFormat) else targets
     columns = [len(parts[0])] if is_gated else [len(part) for part in parts]
     formats = [*zip(each, columns, strict=False)]
-    size = packed_bytes(formats, parts[0].shape[1], is_gated=is_gated)
+    (order,) = orders_of([parts])
+    is_ordered = order is not None
+    size = packed_bytes(formats, parts[0].shape[1], is_gated=is_gated, is_ordered=is_ordered)
     packed = PackedMemory().empty((size,), np.uint8)
-    load_native_library().pack_quantised(each, parts, packed, is_gated=is_gated)
+    operand = CodedOperand(targets=each, parts=parts, order=order)
+    load_native_library().pack_quantised(operand, packed, is_gated=is_gated)
     return packed
 
 
@@ -190,6 +200,10 @@ def compare_formats(digest: Any) -> int:
     for (columns, reduction), format in itertools.product(SHAPES, FORMATS):
         weight = random_weight(random, format, columns, reduction)
         count += compare(random, pack(format, weight), np.float32, weight, digest=digest)
+    order = random.permutation(57).astype(np.int32)
+    pair = [replace(random_weight(random, INT4, rows, 57), order=order) for rows in (32, 9)]
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        count += compare(random, pack(INT4, *pair), dtype, *pair, digest=digest)
     parts = [random_weight(random, format, 32, 57) for format in FORMATS[:5]]
     packed = pack([part.format for part in parts], *parts)
     return count + compare(random, packed, np.float32, *parts, digest=digest)

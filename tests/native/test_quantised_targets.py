@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,7 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.native_library import NativeLibrary, packed_bytes
+from cadenza.backends.xla.ops.native_library import (
+    CodedOperand,
+    NativeLibrary,
+    packed_bytes,
+)
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.checkpoint.quantised_weight import QuantisedWeight, quantise_int4, quantise_int8
 from cadenza.checkpoint.weight_format import (
@@ -23,6 +28,7 @@ from cadenza.checkpoint.weight_format import (
     panel_formats,
 )
 from cadenza.errors import ConfigError
+from tests.native.each_isa import run_on_each
 from tests.native.quantised_definition import FORMATS, linear, pack, product, random_weight
 
 pytestmark = pytest.mark.native
@@ -33,20 +39,9 @@ NONE = np.zeros(0, np.float32)
 
 @pytest.mark.slow
 def test_every_instruction_set_gives_the_bits_of_the_definition(library: NativeLibrary):
-    found: dict[str, str] = {}
-    for isa in library.available_integer_isas:
-        ran = subprocess.run(
-            [sys.executable, "-m", "tests.native.quantised_definition"],
-            cwd=ROOT,
-            env={**os.environ, "CADENZA_CPU_INTEGER_ISA": isa},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
-        used, num_products, digest = ran.stdout.split()
-        assert (used, num_products) == (isa, str(46 * (20 + 5 * 12 + 1 + 9 * 2 + 2)))
-        found[isa] = digest
+    module = "tests.native.quantised_definition"
+    found = run_on_each(library.available_integer_isas, "CADENZA_CPU_INTEGER_ISA", module)
+    assert {count for count, _ in found.values()} == {46 * (20 + 5 * 12 + 2 + 1 + 9 * 2 + 2)}
     assert "scalar" in found
     assert len(set(found.values())) == 1, found
 
@@ -61,6 +56,21 @@ def test_another_order_of_the_groups_is_seen(random: np.random.Generator):
     np.testing.assert_allclose(
         product(x[:, turned], backwards), product(x, weight), rtol=1e-4, atol=1e-4
     )
+
+
+def test_the_order_of_the_inputs_decides(random: np.random.Generator):
+    """Negative control: without the order the product is another one."""
+    weight = random_weight(random, INT4, 33, 96)
+    x = random.normal(size=(5, 96)).astype(np.float32)
+    order = random.permutation(96).astype(np.int32)
+    ordered = replace(weight, order=order)
+    found = np.asarray(linear(x, pack(INT4, ordered), np.int32(5), columns=33))
+    assert found.tobytes() == product(x, ordered).tobytes()
+    assert np.abs(found - product(x, weight)).max() > 0.1
+    np.testing.assert_allclose(found, x @ ordered.dequantised().T, atol=0.2)
+    order[0] = order[1]
+    with pytest.raises(ConfigError, match="does not have each of them once"):
+        pack(INT4, ordered)
 
 
 @pytest.mark.parametrize(("format", "most"), [(INT8, 0.012), (INT4, 0.12)])
@@ -164,10 +174,12 @@ def test_packing_codes_refuses_what_does_not_fit(library: NativeLibrary):
     packed = PackedMemory().empty((packed_bytes([(INT8, 32)], 64),), np.uint8)
     zeros = np.zeros((32, 64), np.float32)
     for unfit in ([zeros[:, :32]], [zeros, zeros], [zeros[:16], zeros[16:, :60]]):
+        operand = CodedOperand(targets=[INT8] * len(unfit), parts=unfit)
         with pytest.raises(ConfigError, match="fit"):
-            library.pack_quantised([INT8] * len(unfit), unfit, packed)
+            library.pack_quantised(operand, packed)
+    integers = CodedOperand(targets=[INT8], parts=[zeros.astype(np.int32)])
     with pytest.raises(ConfigError, match="cannot be packed"):
-        library.pack_quantised([INT8], [zeros.astype(np.int32)], packed)
+        library.pack_quantised(integers, packed)
 
 
 def test_an_unknown_integer_instruction_set_is_refused_by_name():

@@ -1,6 +1,8 @@
 """Quantised operations: the native table against the definition in jnp."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,10 +13,15 @@ import pytest
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, OpTable, StepArrays
+from cadenza.backends.xla.weights import load_decoder
 from cadenza.backends.xla.wire import unpack
-from cadenza.checkpoint import ModelConfig, named_shape
+from cadenza.checkpoint import ModelConfig, named_shape, open_checkpoint
+from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat, code_format
 from cadenza.core.step_schema import ModelInputs, StepLayout
+from cadenza.errors import CheckpointError
+from tests.checkpoint.quantised_folders import write_quantised
+from tests.checkpoint.quantised_writers import ALIGNED, ORDERED, gptq_in_many_orders
 from tests.native.quantised_definition import random_weight
 
 pytestmark = pytest.mark.native
@@ -117,6 +124,63 @@ def test_a_mixture_of_experts_with_codes_of_several_formats_agrees(spec: Decoder
         for ops in both(small)
     )
     assert_close(ours, expected, spec)
+
+
+def in_order(weight: QuantisedWeight, seed: int) -> QuantisedWeight:
+    order = np.random.default_rng(seed).permutation(weight.shape[1]).astype(np.int32)
+    return replace(weight, order=order)
+
+
+def test_operands_whose_inputs_are_ordered_agree(spec: DecoderSpec):
+    random, x = np.random.default_rng(3), normal(9, TOKENS, 70).astype(spec.dtype)
+    pair = [in_order(random_weight(random, INT4, rows, 70), 1) for rows in (32, 21)]
+    ours, expected = (
+        jax.jit(ops.linear, static_argnames="num_out")(
+            x, ops.load_linear(pair, []), num_out=53, count=np.int32(TOKENS)
+        )
+        for ops in both(spec)
+    )
+    assert_close(ours, expected, spec)
+    ids = jnp.asarray([[row % 3, (row + 1) % 3] for row in range(TOKENS)], jnp.int32)
+    choice = ExpertChoice(ids, jnp.full((TOKENS, 2), 0.5, jnp.float32))
+    assert MODEL.experts is not None
+    experts = replace(MODEL.experts, num_experts=3, num_chosen=2, intermediate_size=96)
+    small = replace(spec, model=replace(MODEL, experts=experts))
+    pairs = [tuple(random_weight(random, INT4, 96, 70) for _ in range(2)) for _ in range(3)]
+    pairs[1:] = [
+        (in_order(gate, seed), in_order(up, seed)) for seed, (gate, up) in enumerate(pairs[1:])
+    ]
+    downs = [in_order(random_weight(random, INT4, 40, 96), seed) for seed in range(3)]
+    between, residual = normal(5, TOKENS, 2, 96).astype(spec.dtype), normal(6, TOKENS, 40)
+
+    def mix(ops: OpTable) -> Any:
+        weights = ops.load_experts_gate_up(pairs), ops.load_experts_down(downs)
+        gated = jax.jit(ops.grouped_gated_linear)(x, weights[0], choice, np.int32(TOKENS))
+        down = jax.jit(ops.grouped_linear)
+        return gated, down(between, weights[1], choice, residual, np.int32(TOKENS))
+
+    for ours, expected in zip(*map(mix, both(small)), strict=True):
+        assert_close(ours, expected, spec)
+
+
+def test_linears_of_one_operand_in_several_orders_are_refused_by_name(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(ALIGNED))
+    config = str(tmp_path / "config.json")
+    checkpoint = open_checkpoint(write_quantised(tmp_path, config, ORDERED, gptq_in_many_orders))
+    model = checkpoint.config
+    spec = DecoderSpec(model=model, dtype=jnp.float32, page_size=16)
+    with pytest.raises(CheckpointError, match=r"layers\.0.*q_proj.*v_proj have the inputs in dif"):
+        load_decoder(ReferenceOps(spec), spec, checkpoint.weights, 64)
+
+
+def test_an_embedding_whose_inputs_are_ordered_gives_its_rows(spec: DecoderSpec):
+    random = np.random.default_rng(4)
+    weight = random_weight(random, INT8, MODEL.vocab_size, MODEL.hidden_size)
+    ordered = in_order(weight, 5)
+    expected = ordered.dequantised()[np.arange(TOKENS) * 7 % MODEL.vocab_size]
+    for ops in both(spec):
+        rows = jax.jit(ops.embed)(ops.load_embedding(ordered), step(MODEL))
+        np.testing.assert_allclose(np.asarray(rows)[:TOKENS], expected, rtol=1e-6)
 
 
 def test_gated_linears_agree(spec: DecoderSpec, format: WeightFormat):

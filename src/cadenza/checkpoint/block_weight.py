@@ -72,6 +72,11 @@ class BlockWeight:
     def format(self) -> WeightFormat:
         return self.encoding.format
 
+    @property
+    def order(self) -> None:
+        """The inputs of blocks are as they come."""
+        return None
+
     def rows(self, start: int, stop: int) -> "BlockWeight":
         """Rows [start, stop), without a copy; not of paired heads."""
         assert self.num_paired_heads is None, "the rows of a head are not in order"

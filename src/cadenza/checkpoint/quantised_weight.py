@@ -6,6 +6,7 @@ products, and `core/pack_quantised.cpp` makes the same bits from floats. Knows n
 Shapes: N out, K in, G groups of 32 or 16 consecutive elements of K; the last one may be shorter.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
@@ -29,11 +30,16 @@ MOST_NIBBLE = 15
 
 Scales = npt.NDArray[np.float16] | npt.NDArray[np.float32]
 
+InputOrder = npt.NDArray[np.int32]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedWeight:
     """The element [n, k] is (codes[n, k] - zero_points[n, g]) * scales[n, g] + offsets[n, g], where
     g = k // group; without zero points or offsets they are 0. There are never both.
+
+    With an order of the inputs this is the element [n, order[k]] instead, so that any inputs can
+    share a group; the order has each index below K once.
 
     Codes of 8 bits are from -128 to 127 and have no zero points. Codes of 4 bits are from 0 to 15
     with zero points or offsets, and from -8 to 7 without. Groups of 16 have codes of 8 bits and
@@ -46,6 +52,7 @@ class QuantisedWeight:
     offsets: Scales | None = None  # [N, G]
     bits: Literal[4, 8] = 8
     group: int = GROUP
+    order: InputOrder | None = None  # [K]
 
     def __post_init__(self) -> None:
         rows, reduction = self.codes.shape
@@ -57,6 +64,7 @@ class QuantisedWeight:
         assert self.group == GROUP or (self.bits, self.scales.dtype.name) == (8, "float32")
         assert self.zero_points is None or self.bits == 4, "8 bits have no zero points"
         assert self.group in (GROUP, HALF_GROUP)
+        assert self.order is None or self.order.shape == (reduction,), "one for each input"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,6 +100,7 @@ class QuantisedWeight:
             offsets=None if self.offsets is None else self.offsets[part],
             bits=self.bits,
             group=self.group,
+            order=self.order,
         )
 
     def in_format(self, format: WeightFormat) -> "QuantisedWeight":
@@ -113,7 +122,8 @@ class QuantisedWeight:
             scales = np.repeat(scales, 2, axis=1)[:, :width]
             offsets = None if offsets is None else np.repeat(offsets, 2, axis=1)[:, :width]
         bits = 8 if format.bits == 8 else 4
-        return QuantisedWeight(codes, scales, zeros, offsets, bits, format.group or GROUP)
+        group = format.group or GROUP
+        return QuantisedWeight(codes, scales, zeros, offsets, bits, group, self.order)
 
     def dequantised(self) -> npt.NDArray[np.float32]:
         """The elements in float32, the product and the sum rounded once each: [N, K]."""
@@ -127,7 +137,8 @@ class QuantisedWeight:
             codes -= wide(self.zero_points)
         with np.errstate(invalid="ignore", over="ignore"):
             codes *= wide(self.scales)
-            return codes if self.offsets is None else codes + wide(self.offsets)
+            stored = codes if self.offsets is None else codes + wide(self.offsets)
+        return stored if self.order is None else stored[:, np.argsort(self.order)]
 
 
 class CodedWeight(Protocol):
@@ -139,6 +150,11 @@ class CodedWeight(Protocol):
     @property
     def format(self) -> WeightFormat:
         """In which it is held."""
+        ...
+
+    @property
+    def order(self) -> InputOrder | None:
+        """Of the inputs, as in `QuantisedWeight`."""
         ...
 
     def __len__(self) -> int: ...
@@ -162,6 +178,15 @@ FloatsOrCodes = npt.NDArray[Any] | CodedWeight
 
 HostWeight = FloatsOrCodes | Float8Weight
 """A weight [N, K] as it is loaded."""
+
+
+def have_one_order(weights: Sequence[FloatsOrCodes]) -> bool:
+    """Whether the same codes of activations can be multiplied by all weights."""
+    orders = [None if isinstance(each, np.ndarray) else each.order for each in weights]
+    first = orders[0]
+    if first is None:
+        return all(order is None for order in orders)
+    return all(order is not None and np.array_equal(first, order) for order in orders)
 
 
 def quantise_int8(weight: npt.NDArray[Any]) -> QuantisedWeight:

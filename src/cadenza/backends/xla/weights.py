@@ -31,11 +31,13 @@ from cadenza.checkpoint.declaration import (
     declare_head,
     declare_layer,
 )
+from cadenza.checkpoint.float8_weight import Float8Weight
 from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.quantised_weight import HostWeight
+from cadenza.checkpoint.quantised_weight import HostWeight, have_one_order
 from cadenza.checkpoint.rope_factors import rope_factors
 from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.checkpoint.weights import Weights
+from cadenza.errors import CheckpointError
 
 
 def load_decoder(
@@ -68,6 +70,21 @@ class _Source:
         """The format of linears that are loaded together."""
         return self.spec.format_of(linears[0].weight_spec)
 
+    def operand(self, linears: Sequence[LinearSpec]) -> tuple[HostWeight, ...]:
+        """The weights of linears that are multiplied as one.
+
+        Raises CheckpointError if their codes have the inputs in different orders.
+        """
+        parts = tuple(self.weights[linear.weight] for linear in linears)
+        coded = [part for part in parts if not isinstance(part, np.ndarray | Float8Weight)]
+        if len(coded) == len(parts) and not have_one_order(coded):
+            names = ", ".join(linear.name for linear in linears)
+            raise CheckpointError(
+                f"the groups (g_idx) of {names} have the inputs in different orders, but these "
+                f"linears are computed as one; use a checkpoint with desc_act false"
+            )
+        return parts
+
 
 def _load_layers(source: _Source) -> Iterator[LayerWeights]:
     model, weights = source.spec.model, source.weights
@@ -95,7 +112,7 @@ def _load_mlp(
     if isinstance(mlp, GatedMLPSpec):
         return _load_gated_mlp(source, mlp)
     ops, weights = source.ops, source.weights
-    gate_up = [(weights[gate.weight], weights[up.weight]) for gate, up in _pairs(mlp)]
+    gate_up = [*_pairs(source, mlp)]
     down = [weights[expert.down.weight] for expert in mlp.experts]
     return ExpertMLPWeights(
         router=_linear(source, (mlp.router,)),
@@ -104,16 +121,16 @@ def _load_mlp(
     )
 
 
-def _pairs(mlp: ExpertMLPSpec) -> Iterator[tuple[LinearSpec, LinearSpec]]:
+def _pairs(source: _Source, mlp: ExpertMLPSpec) -> Iterator[tuple[HostWeight, HostWeight]]:
     """Gate and up of each expert."""
     for expert in mlp.experts:
-        gate, up = expert.gate_up
+        gate, up = source.operand(expert.gate_up)
         yield gate, up
 
 
 def _load_gated_mlp(source: _Source, mlp: GatedMLPSpec) -> GatedMLPWeights:
     weights, format = source.weights, source.format_of(mlp.gate_up)
-    gate, up = _halves([weights[linear.weight] for linear in mlp.gate_up])
+    gate, up = _halves(source.operand(mlp.gate_up))
     biases = _biases(weights, mlp.gate_up)
     if len(biases) == 1:
         biases = np.split(biases[0], 2)
@@ -135,9 +152,8 @@ def _halves(parts: Sequence[HostWeight]) -> Sequence[HostWeight]:
 
 
 def _linear(source: _Source, linears: tuple[LinearSpec, ...]) -> Linear:
-    weights = source.weights
-    parts = [weights[linear.weight] for linear in linears]
-    return source.ops.load_linear(parts, _biases(weights, linears), source.format_of(linears))
+    biases = _biases(source.weights, linears)
+    return source.ops.load_linear(source.operand(linears), biases, source.format_of(linears))
 
 
 def _biases(weights: Weights, linears: tuple[LinearSpec, ...]) -> list[npt.NDArray[Any]]:

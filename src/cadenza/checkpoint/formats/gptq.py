@@ -1,6 +1,7 @@
 """Reads GPTQ checkpoints, as AutoGPTQ and GPTQModel write them, in 4 and 8 bits.
 
-Owns the settings, the two versions of zero points, and the order of K by activations. A module is
+Owns the settings, the two versions of zero points, and the order of K by activations (`desc_act`):
+`g_idx` has the group of each input, and the codes are put into the order of the groups. A module is
 quantised if it has `qweight`.
 
 Shapes: N out, K in, S stored groups of K.
@@ -16,7 +17,7 @@ from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, as_bits,
 from cadenza.checkpoint.formats.scheme import ColumnTensors, ModuleTensors, read_group_size
 from cadenza.checkpoint.formats.targets import MAX_TARGETS, compile_pattern
 from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.quantised_weight import QuantisedWeight
+from cadenza.checkpoint.quantised_weight import InputOrder, QuantisedWeight
 from cadenza.checkpoint.stored_weight import StoredWeight
 from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry
 from cadenza.checkpoint.weights import Weights
@@ -73,7 +74,8 @@ class GPTQ:
         stored = ColumnTensors.take(
             tensors, (reduction // per_word, columns), (groups, columns // per_word), columns
         )
-        order = tensors.take("g_idx", [(reduction,)], ("int32",)) if tensors.has("g_idx") else None
+        has_order = tensors.has("g_idx")
+        groups_of = tensors.take("g_idx", [(reduction,)], ("int32",)) if has_order else None
         parts = (stored.codes, stored.zeros, stored.scales)
         layout = CodeLayout(
             bits=bits,
@@ -83,22 +85,26 @@ class GPTQ:
         )
 
         def load() -> QuantisedWeight:
-            if order is not None:
-                _check_order(order, tensors.read(order), settings.group)
+            order = None
+            if groups_of is not None:
+                found = tensors.read(groups_of)
+                order = order_of_groups(groups_of.name, found, settings.group)
             points = unpack_codes(self._zeros(tensors.read(stored.zeros), bits), bits, columns).T
             if settings.is_symmetric:
                 _check_symmetric(stored.zeros, points, layout.middle)
-            return layout.weight(
-                unpack_codes(tensors.read(stored.codes).T, bits, reduction),
+            unpacked = unpack_codes(tensors.read(stored.codes).T, bits, reduction)
+            weight = layout.weight(
+                unpacked if order is None else unpacked[:, order],
                 tensors.read(stored.scales).T,
                 None if settings.is_symmetric else points,
             )
+            return replace(weight, order=order)
 
         return StoredWeight(
             shape=spec.shape,
             stored_type=f"gptq int{bits}",
             format=layout.format,
-            parts=parts if order is None else (*parts, order),
+            parts=parts if groups_of is None else (*parts, groups_of),
             load=load,
         )
 
@@ -177,10 +183,16 @@ def _check_symmetric(entry: TensorEntry, zeros: Bytes, middle: int) -> None:
         )
 
 
-def _check_order(entry: TensorEntry, groups: AnyArray, group: int | None) -> None:
-    """Refuses inputs that are ordered by activations."""
-    if (groups != np.arange(len(groups)) // (group or len(groups))).any():
+def order_of_groups(name: str, groups: AnyArray, group: int | None) -> InputOrder | None:
+    """The inputs in the order of their groups [K], or None if they come in that order.
+
+    Raises CheckpointError if a group has more or fewer inputs than `group`, or than all of them.
+    """
+    size = group or len(groups)
+    order = np.argsort(groups, kind="stable").astype(np.int32)
+    if (groups[order] != np.arange(len(groups)) // size).any():
         raise CheckpointError(
-            f"tensor {entry.name} orders the inputs by activations, which is not supported; use a "
-            f"checkpoint with desc_act false"
+            f"tensor {name} does not name {size} inputs for each group, the group_size of "
+            f"config.json; correct config.json or fetch the checkpoint again"
         )
+    return None if (order == np.arange(len(order))).all() else order

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from cadenza.backends.xla.ops.experts import Routing
 from cadenza.backends.xla.ops.float8 import are_float8
 from cadenza.backends.xla.ops.native_library import (
+    CodedOperand,
     NativeLibrary,
     float8_shape,
     load_native_library,
@@ -25,7 +26,13 @@ from cadenza.backends.xla.ops.native_library import (
 )
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
-from cadenza.backends.xla.ops.quantised import are_codes, as_floats, as_operand, formats_of
+from cadenza.backends.xla.ops.quantised import (
+    are_codes,
+    as_floats,
+    as_operand,
+    formats_of,
+    orders_of,
+)
 from cadenza.backends.xla.ops.table import (
     NUM_COLUMNS,
     AttendingLayer,
@@ -129,15 +136,17 @@ class NativeOps:
             targets = [joined(formats)] * len(rows)
         else:
             targets = panel_formats(formats, rows)
-        columns = [rows[0]] if is_gated else rows
+        columns, orders = [rows[0]] if is_gated else rows, orders_of(held)
         size = packed_bytes(
             [*zip(targets[: len(columns)], columns, strict=True)],
             held[0][0].shape[1],
             is_gated=is_gated,
+            is_ordered=orders[0] is not None,
         )
         packed = self._memory.empty((len(held), size), np.uint8)
-        for place, parts in zip(packed, held, strict=True):
-            self._library.pack_quantised(targets, parts, place, is_gated=is_gated)
+        for place, parts, order in zip(packed, held, orders, strict=True):
+            codes = CodedOperand(targets=targets, parts=parts, order=order)
+            self._library.pack_quantised(codes, place, is_gated=is_gated)
         return packed, targets[0]
 
     def _pack_floats(

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from cadenza.checkpoint.block_weight import BlockWeight
 from cadenza.checkpoint.float8_weight import BLOCK, Float8Weight
-from cadenza.checkpoint.quantised_weight import FloatsOrCodes
+from cadenza.checkpoint.quantised_weight import FloatsOrCodes, InputOrder
 from cadenza.checkpoint.weight_format import PANEL, Correction, ScaleType, WeightFormat
 from cadenza.core.step_schema import LogitInputs, specs_of
 from cadenza.errors import ConfigError
@@ -49,6 +49,8 @@ _DTYPE_CODES = {
 _SCALE_CODES: dict[ScaleType, int] = {"float16": 0, "float32": 1, "nested": 2}
 _CORRECTION_CODES: dict[Correction | None, int] = {None: 0, "zero_point": 1, "offset": 2}
 _CODES_HEADER_BYTES = 64
+_CACHE_LINE = 64
+_INDEX_BYTES = 4
 _NO_BLOCKS = -1
 _LOGIT_COLUMNS = " ".join(spec.name for spec in specs_of(LogitInputs) for _ in range(spec.columns))
 
@@ -136,20 +138,22 @@ class NativeLibrary:
 
     def pack_quantised(
         self,
-        targets: Sequence[WeightFormat],
-        sources: Sequence[FloatsOrCodes],
+        operand: "CodedOperand",
         packed: npt.NDArray[np.uint8],
         *,
         is_gated: bool = False,
     ) -> None:
-        """As `pack`, each source into the codes of its target: `packed` has `packed_bytes`.
+        """As `pack`, each part into the codes of its target: `packed` has `packed_bytes`.
 
         Floats are quantised as by `checkpoint.quantised_weight`, without a copy of the weight.
         """
+        targets, sources = operand.targets, operand.parts
         reduction = sources[0].shape[1]
         columns = [len(sources[0])] if is_gated else [len(each) for each in sources]
         formats = [*zip(targets[: len(columns)], columns, strict=True)]
-        wanted = packed_bytes(formats, reduction, is_gated=is_gated)
+        wanted = packed_bytes(
+            formats, reduction, is_gated=is_gated, is_ordered=operand.order is not None
+        )
         if packed.shape != (wanted,) or not packed.flags.c_contiguous:
             raise ConfigError(f"weights that pack to {(wanted,)} do not fit {packed.shape}")
         weights = [_CodeArrays.of(each) for each in sources]
@@ -160,10 +164,12 @@ class NativeLibrary:
         passed = [
             self._source(weight, target) for weight, target in zip(weights, targets, strict=True)
         ]
+        order = None if operand.order is None else np.ascontiguousarray(operand.order, np.int32)
         error = self.handle.cadenza_pack_quantised(
             len(passed),
             (_CodeSource * len(passed))(*passed),
             reduction,
+            _address(order),
             packed.ctypes.data,
             packed.nbytes,
             is_gated,
@@ -227,6 +233,20 @@ class NativeLibrary:
         )
         if error is not None:
             raise ConfigError(error.decode())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedOperand:
+    """Weights [Ni, K] side by side that are packed as codes.
+
+    Args:
+        targets: the format in which each part is packed.
+        order: of the inputs, which the codes of all parts have; None as they come.
+    """
+
+    targets: Sequence[WeightFormat]
+    parts: Sequence[FloatsOrCodes]
+    order: InputOrder | None = None
 
 
 class _CodeSource(ctypes.Structure):
@@ -296,7 +316,11 @@ def _check_strides(weight: npt.NDArray[Any]) -> None:
 
 
 def packed_bytes(
-    formats: Sequence[tuple[WeightFormat, int]], reduction: int, *, is_gated: bool = False
+    formats: Sequence[tuple[WeightFormat, int]],
+    reduction: int,
+    *,
+    is_gated: bool = False,
+    is_ordered: bool = False,
 ) -> int:
     """Bytes of a packed weight of codes, from the format and the columns of each part; for a gated
     weight those of one of the two.
@@ -305,6 +329,8 @@ def packed_bytes(
     """
     width = _GATED_PANEL if is_gated else PANEL
     total = _CODES_HEADER_BYTES
+    if is_ordered:
+        total += -(-reduction * _INDEX_BYTES // _CACHE_LINE) * _CACHE_LINE
     for format, group in itertools.groupby(formats, key=lambda each: each[0]):
         panels = -(-sum(columns for _, columns in group) // width)
         total += panels * format.num_bytes((PANEL, reduction))
@@ -410,38 +436,24 @@ def _declare(handle: ctypes.CDLL) -> None:
     for name in ("configure", *isas, "logit_columns", "program_operations"):
         getattr(handle, f"cadenza_{name}").restype = ctypes.c_char_p
     handle.cadenza_num_threads.restype = ctypes.c_int
-    handle.cadenza_pack.restype = ctypes.c_char_p
-    handle.cadenza_pack.argtypes = [
-        ctypes.c_int,
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.POINTER(ctypes.c_int),
-        ctypes.POINTER(ctypes.c_int64),
-        ctypes.POINTER(ctypes.c_int64),
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_int,
-    ]
-    handle.cadenza_pack_quantised.restype = ctypes.c_char_p
-    handle.cadenza_pack_quantised.argtypes = [
-        ctypes.c_int,
-        ctypes.POINTER(_CodeSource),
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int,
-    ]
-    handle.cadenza_pack_float8.restype = ctypes.c_char_p
-    handle.cadenza_pack_float8.argtypes = [
-        ctypes.c_int,
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.POINTER(ctypes.c_int64),
-        ctypes.POINTER(ctypes.c_int64),
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_int,
-    ]
+    stored = (ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int64))
+    pointers = ctypes.POINTER(ctypes.c_void_p)
+    packed_floats = (*stored, ctypes.c_int64, ctypes.c_void_p)
+    packers = {
+        "pack": (pointers, ctypes.POINTER(ctypes.c_int), *packed_floats, ctypes.c_int),
+        "pack_float8": (pointers, pointers, *packed_floats),
+        "pack_quantised": (
+            ctypes.POINTER(_CodeSource),
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+        ),
+    }
+    for name, arguments in packers.items():
+        packer = getattr(handle, f"cadenza_{name}")
+        packer.restype = ctypes.c_char_p
+        packer.argtypes = [ctypes.c_int, *arguments, ctypes.c_int]
 
 
 def _dtype_code(dtype: npt.DTypeLike) -> int:

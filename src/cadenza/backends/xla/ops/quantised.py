@@ -20,7 +20,9 @@ from cadenza.checkpoint.quantised_weight import (
     MOST_CODE,
     FloatsOrCodes,
     HostWeight,
+    InputOrder,
     QuantisedWeight,
+    have_one_order,
     quantise_int4,
     quantise_int8,
 )
@@ -37,6 +39,7 @@ class Codes(NamedTuple):
     scales: Any  # [..., N, ., parts] float16 or float32
     zero_points: Any | None  # [..., N, ., parts] int32
     offsets: Any | None  # [..., N, ., parts], in the type of the scales
+    order: Any | None = None  # [..., K]: of the inputs that the codes belong to
 
 
 CodedParts = tuple[Codes, ...]
@@ -95,12 +98,34 @@ def _codes_of(weight: QuantisedWeight) -> Codes:
         scales=complete(weight.scales),
         zero_points=complete(zeros),
         offsets=complete(weight.offsets),
+        order=weight.order,
     )
 
 
-def stack_codes(weights: Sequence[CodedParts]) -> CodedParts:
+def orders_of(experts: Sequence[Sequence[FloatsOrCodes]]) -> list[InputOrder | None]:
+    """The order of the inputs of each operand, which its parts share.
+
+    With one of them ordered all are, since the weights of experts have one layout.
+    """
+    orders = [_order_of(parts) for parts in experts]
+    if all(order is None for order in orders):
+        return orders
+    as_they_come = np.arange(experts[0][0].shape[1], dtype=np.int32)
+    return [as_they_come if order is None else order for order in orders]
+
+
+def _order_of(parts: Sequence[FloatsOrCodes]) -> InputOrder | None:
+    assert have_one_order(parts), "checked before weights are loaded into an operand"
+    return None if isinstance(parts[0], np.ndarray) else parts[0].order
+
+
+def stack_codes(weights: Sequence[CodedParts], orders: Sequence[InputOrder | None]) -> CodedParts:
     """The weights of all experts: [X, N, ...] in each part, whose formats are equal."""
-    return jax.tree.map(lambda *each: np.stack(each), *weights)
+    ordered = [
+        tuple(part._replace(order=order) for part in parts)
+        for parts, order in zip(weights, orders, strict=True)
+    ]
+    return jax.tree.map(lambda *each: np.stack(each), *ordered)
 
 
 def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -129,7 +154,8 @@ def quantise_groups(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def quantised_product(x: jax.Array, parts: CodedParts) -> jax.Array:
     """Activations [T, K] times the transposed weights [Ni, K]: float32 [T, N]."""
-    rows = quantise_rows(x)
+    order = parts[0].order
+    rows = quantise_rows(x if order is None else x[:, order])
     return jnp.concatenate([_product(*rows, weight) for weight in parts], axis=1)
 
 
@@ -169,7 +195,8 @@ def dequantised_rows(parts: CodedParts, ids: jax.Array, num_columns: int) -> jax
     rows = codes.astype(jnp.float32) * _wide(weight.scales[ids])[..., None]
     if weight.offsets is not None:
         rows = rows + _wide(weight.offsets[ids])[..., None]
-    return rows.reshape(len(ids), -1)[:, :num_columns]
+    rows = rows.reshape(len(ids), -1)[:, :num_columns]
+    return rows if weight.order is None else rows[:, jnp.argsort(weight.order)]
 
 
 def _wide(values: jax.Array) -> jax.Array:

@@ -39,6 +39,7 @@ from cadenza.backends.xla.ops.quantised import (
     as_operand,
     dequantised_rows,
     formats_of,
+    orders_of,
     quantise_parts,
     quantised_product,
     stack_codes,
@@ -150,8 +151,9 @@ class ReferenceOps:
         coded = [part if isinstance(part, np.ndarray) else part.as_codes() for part in held]
         common, width = joined(formats_of(coded, own)), len(experts[0])
         each = [part if isinstance(part, np.ndarray) else part.in_format(common) for part in coded]
-        codes = [quantise_parts(own, each[at : at + width]) for at in range(0, len(each), width)]
-        return Linear(stack_codes(codes), None, common)
+        operands = [each[at : at + width] for at in range(0, len(each), width)]
+        codes = [quantise_parts(own, operand) for operand in operands]
+        return Linear(stack_codes(codes, orders_of(operands)), None, common)
 
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
         slots = num_pages * self._spec.page_size
