@@ -9,6 +9,7 @@ Sources: Su et al., 2021 (rotary embedding); Peng et al., 2023 (YaRN); Ding et a
 import math
 from dataclasses import asdict, dataclass
 
+from cadenza.checkpoint.host_math import log
 from cadenza.checkpoint.json_object import JsonObject, is_finite_number, shorten
 from cadenza.errors import CheckpointError
 
@@ -281,7 +282,7 @@ def _yarn_attention_factor(source: JsonObject, factor: float) -> float:
     mscale_all_dim = source.number("mscale_all_dim", 0.0, 1e3, 0.0)
 
     def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0
+        return 0.1 * weight * log(factor) + 1.0
 
     if mscale and mscale_all_dim:
         return magnitude(mscale) / magnitude(mscale_all_dim)
@@ -296,7 +297,7 @@ def _read_longrope(
     if factor <= 1.0:
         default = 1.0
     elif original > 1:
-        default = math.sqrt(1.0 + math.log(factor) / math.log(original))
+        default = math.sqrt(1.0 + log(factor) / log(original))
     return LongRopeScaling(
         short_factor=_read_factors(source, "short_factor", rotary_dim // 2),
         long_factor=_read_factors(source, "long_factor", rotary_dim // 2),

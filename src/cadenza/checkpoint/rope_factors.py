@@ -2,7 +2,9 @@
 
 Owns the arithmetic of a `RopeConfig`, in float64 on the host, rounded once to float32. The factors
 depend on `max_model_len` and are fixed for an engine's lifetime. Knows no layers and no device. The
-witness computes its own factors (`reference_rope`) and must not import this module.
+witness computes its own factors (`reference_rope`) and must not import this module. Invariant: the
+factors have the same bits on every machine, so elementary functions come from `host_math`, and
+products of complex numbers, which numpy fuses on some CPUs, are written out.
 
 Sources: Su et al., 2021 (rotary embedding); Llama 3.1's wavelength-dependent scaling; Peng et al.,
 2023 (YaRN); Ding et al., 2024 (LongRoPE).
@@ -13,6 +15,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.checkpoint.host_math import Floats, log, power, rotations
 from cadenza.checkpoint.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -23,8 +26,8 @@ from cadenza.checkpoint.rope_config import (
 
 ROPE_BLOCK_LEN = 512
 """Positions per block. A position's rotation is the product of its block's and of the one within
-the block, so that `exp` is computed once per block and once per position of a block: much faster
-for long contexts.
+the block, so that cosines and sines are computed once per block and once per position of a block:
+much faster for long contexts.
 """
 
 
@@ -35,26 +38,26 @@ def rope_factors(rope: RopeConfig | None, max_model_len: int) -> npt.NDArray[np.
     frequencies = _frequencies(rope, max_model_len)
     num_pairs = len(frequencies)
     firsts = range(0, max_model_len, ROPE_BLOCK_LEN)
-    within = _rotations(range(min(ROPE_BLOCK_LEN, max_model_len)), frequencies)
+    cosines, sines = _rotations(range(min(ROPE_BLOCK_LEN, max_model_len)), frequencies)
     factors = np.empty((max_model_len, 2 * num_pairs), np.float32)
-    for first, rotation in zip(firsts, _rotations(firsts, frequencies), strict=True):
-        rotations = within[: max_model_len - first] * (rotation * rope.attention_factor)
-        factors[first : first + ROPE_BLOCK_LEN, :num_pairs] = rotations.real
-        factors[first : first + ROPE_BLOCK_LEN, num_pairs:] = rotations.imag
+    for first, *rotation in zip(firsts, *_rotations(firsts, frequencies), strict=True):
+        count = min(ROPE_BLOCK_LEN, max_model_len - first)
+        c, s = (each * rope.attention_factor for each in rotation)
+        block = factors[first : first + count]
+        block[:, :num_pairs] = cosines[:count] * c - sines[:count] * s
+        block[:, num_pairs:] = sines[:count] * c + cosines[:count] * s
     return factors
 
 
-def _rotations(
-    positions: range, frequencies: npt.NDArray[np.float64]
-) -> npt.NDArray[np.complex128]:
-    """[positions, rotary_dim / 2]: exp(i * position * frequency)."""
-    return np.exp(1j * np.asarray(positions)[:, None] * frequencies[None, :])
+def _rotations(positions: range, frequencies: Floats) -> tuple[Floats, Floats]:
+    """The cosines and sines of position * frequency, each [positions, rotary_dim / 2]."""
+    return rotations(np.asarray(positions, np.float64)[:, None] * frequencies[None, :])
 
 
-def _frequencies(rope: RopeConfig, max_model_len: int) -> npt.NDArray[np.float64]:
+def _frequencies(rope: RopeConfig, max_model_len: int) -> Floats:
     """[rotary_dim / 2], in radians per token."""
-    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim
-    plain = rope.theta**-exponents
+    exponents = [index / rope.rotary_dim for index in range(0, rope.rotary_dim, 2)]
+    plain = np.array([power(rope.theta, -exponent) for exponent in exponents])
     match rope.scaling:
         case None:
             return plain
@@ -69,9 +72,7 @@ def _frequencies(rope: RopeConfig, max_model_len: int) -> npt.NDArray[np.float64
             return plain / np.array(scaling.long_factor if is_long else scaling.short_factor)
 
 
-def _llama3_frequencies(
-    plain: npt.NDArray[np.float64], scaling: Llama3RopeScaling
-) -> npt.NDArray[np.float64]:
+def _llama3_frequencies(plain: Floats, scaling: Llama3RopeScaling) -> Floats:
     wavelengths = 2 * math.pi / plain
     turns = scaling.original_max_position_embeddings / wavelengths
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -79,15 +80,13 @@ def _llama3_frequencies(
     return plain * kept + plain / scaling.factor * (1.0 - kept)
 
 
-def _yarn_frequencies(
-    plain: npt.NDArray[np.float64], rope: RopeConfig, scaling: YarnRopeScaling
-) -> npt.NDArray[np.float64]:
+def _yarn_frequencies(plain: Floats, rope: RopeConfig, scaling: YarnRopeScaling) -> Floats:
     """A linear ramp over the pairs, from kept frequencies to those divided by the factor."""
 
     def pair_that_turns(count: float) -> float:
         length = scaling.original_max_position_embeddings
-        turns = math.log(length / (count * 2 * math.pi))
-        return rope.rotary_dim * turns / (2 * math.log(rope.theta))
+        turns = log(length / (count * 2 * math.pi))
+        return rope.rotary_dim * turns / (2 * log(rope.theta))
 
     first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
     if scaling.truncate:

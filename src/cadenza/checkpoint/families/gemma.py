@@ -6,6 +6,7 @@ has soft caps on scores and logits; Gemma 3 norms query and key heads and has a 
 in windowed layers.
 """
 
+import math
 from dataclasses import replace
 
 from cadenza.checkpoint.families.family import Family
@@ -50,8 +51,8 @@ def _read_common(raw: JsonObject, model: ModelConfig, *, interval: int) -> Model
         norm_adds_one=True,
         has_qkv_bias=has_bias,
         has_attention_out_bias=has_bias,
-        attention_scale=raw.number(_SCALAR, 1e-3, 1e6, _DEFAULT_SCALAR) ** -0.5,
-        embedding_scale=model.hidden_size**0.5,
+        attention_scale=1.0 / math.sqrt(raw.number(_SCALAR, 1e-3, 1e6, _DEFAULT_SCALAR)),
+        embedding_scale=math.sqrt(model.hidden_size),
     )
 
 
@@ -63,7 +64,7 @@ def _read_cap(raw: JsonObject, key: str, default: float | None) -> float | None:
 
 
 def _format_common(config: ModelConfig) -> dict[str, object]:
-    scale = config.attention_scale or config.head_dim**-0.5
+    scale = config.attention_scale or 1.0 / math.sqrt(config.head_dim)
     return {
         "attention_bias": config.has_qkv_bias,
         "layer_types": layer_types_of(config),
@@ -76,7 +77,7 @@ def _format_common(config: ModelConfig) -> dict[str, object]:
 def _scalar_of(scale: float) -> float:
     """`query_pre_attn_scalar`, whose square root divides the scores; an integer if exact."""
     scalar = round(scale**-2)
-    return scalar if scalar**-0.5 == scale else scale**-2
+    return scalar if 1.0 / math.sqrt(scalar) == scale else scale**-2
 
 
 def _read_gemma2(raw: JsonObject, model: ModelConfig) -> ModelConfig:

@@ -8,6 +8,7 @@ Legend: T padded tokens · R rows · L logit rows · E embed · F MLP · N out �
 D head size · V vocabulary · P pages per row · C output columns · X experts · A experts per token.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -66,7 +67,7 @@ class DecoderSpec:
 
     @property
     def attention_scale(self) -> float:
-        return self.model.attention_scale or self.model.head_dim**-0.5
+        return self.model.attention_scale or 1.0 / math.sqrt(self.model.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
