@@ -116,6 +116,10 @@ std::vector<Candidate> candidates() { return {{&scalar_kernels, true}}; }
 std::vector<IntegerCandidate> integer_candidates() { return {{&int8_scalar_kernels, true}}; }
 #endif
 
+bool has_bf16_instructions(const std::string& isa) {
+  return isa.find("_bf16") != std::string::npos;
+}
+
 // Bits of an ISA's vectors; 0 for scalar kernels.
 int vector_bits(const std::string& isa) {
   if (isa.rfind("avx512", 0) == 0) return 512;
@@ -148,6 +152,18 @@ const KernelTable& kernels() {
   static const KernelTable& chosen = [&]() -> const KernelTable& {
     const char* name = std::getenv("CADENZA_CPU_ISA");
     return kernels_for(name == nullptr ? "" : name);
+  }();
+  return chosen;
+}
+
+const KernelTable& portable_kernels() {
+  static const KernelTable& chosen = [&]() -> const KernelTable& {
+    const KernelTable& first = kernels();
+    if (!has_bf16_instructions(first.isa)) return first;
+    for (const Candidate& candidate : candidates()) {
+      if (candidate.can_run && !has_bf16_instructions(candidate.table->isa)) return *candidate.table;
+    }
+    return scalar_kernels;
   }();
   return chosen;
 }

@@ -18,6 +18,10 @@ const KernelTable& kernels_for(const std::string& name);
 // The process-wide kernels, selected at first use from CADENZA_CPU_ISA.
 const KernelTable& kernels();
 
+// Those of the portable class: kernels(), or the next ones without bf16 instructions, which round
+// in another way.
+const KernelTable& portable_kernels();
+
 // The same for the integer kernels, which are compiled for ISAs of their own. An empty name selects
 // the best whose vectors are not wider than those of `isa`, so that forcing one ISA forces both.
 std::vector<std::string> available_integer_isas();

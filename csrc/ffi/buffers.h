@@ -21,7 +21,12 @@ inline void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
-inline Runtime runtime() { return {kernels(), integer_kernels(), executor()}; }
+// Whether the program that this thread runs takes the portable kernels.
+inline thread_local bool takes_portable_kernels = false;
+
+inline Runtime runtime() {
+  return {takes_portable_kernels ? portable_kernels() : kernels(), integer_kernels(), executor()};
+}
 
 // bf16 or f32, the types of activations and weights; throws for any other.
 inline DType element_type(const Any& buffer) {

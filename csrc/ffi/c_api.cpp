@@ -53,6 +53,8 @@ CADENZA_EXPORT const char* cadenza_configure() {
 
 CADENZA_EXPORT const char* cadenza_cpu_isa() { return cadenza::kernels().isa; }
 
+CADENZA_EXPORT const char* cadenza_portable_isa() { return cadenza::portable_kernels().isa; }
+
 CADENZA_EXPORT const char* cadenza_cpu_integer_isa() { return cadenza::integer_kernels().isa; }
 
 // Comma-separated, best first.

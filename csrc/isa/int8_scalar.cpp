@@ -1,5 +1,4 @@
 #define CADENZA_ISA int8_scalar
-#define CADENZA_VEC_FUSED
 #include "kernels/quantised.h"
 
 namespace cadenza {

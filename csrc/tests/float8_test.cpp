@@ -68,10 +68,6 @@ std::vector<float> block_sums(const Context& context, const Codes8& w, const std
   return out;
 }
 
-float fused(const Context& context, float a, float b, float c) {
-  return context.kernels.isa == std::string("scalar") ? a * b + c : std::fma(a, b, c);
-}
-
 template <class T>
 std::vector<float> definition(const Context& context, const Codes8& w, const std::vector<T>& x,
                               int64_t rows) {
@@ -80,7 +76,7 @@ std::vector<float> definition(const Context& context, const Codes8& w, const std
     std::vector<float> sums = block_sums(context, w, x, rows, b);
     for (size_t i = 0; i < out.size(); i++) {
       const float scale = w.scales[i % size_t(w.n) * size_t(w.blocks) + size_t(b)];
-      out[i] = fused(context, sums[i], scale, out[i]);
+      out[i] = std::fma(sums[i], scale, out[i]);
     }
   }
   return out;

@@ -63,12 +63,25 @@ inline Vec mul(Vec a, Vec b) {
 inline Vec div(Vec a, Vec b) {
   return map_lanes([&](int i) { return a.v[i] / b.v[i]; });
 }
-// Rounds twice: without FMA hardware, a fused operation is a slow library call. Kernels that promise
-// the bits of the other ISAs are compiled with CADENZA_VEC_FUSED.
-#ifdef CADENZA_VEC_FUSED
+// a * b + c, rounded once.
+#ifdef __FP_FAST_FMAF
 inline float fma_lane(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
-inline float fma_lane(float a, float b, float c) { return a * b + c; }
+// Without FMA hardware, in double: the product is exact, and the sum is rounded to odd, so that
+// rounding it to float rounds the exact value. Boldo and Melquiond, 2008.
+inline float fma_lane(float a, float b, float c) {
+  const double product = double(a) * double(b), addend = double(c);
+  double sum = product + addend;
+  const double part = sum - product;
+  const double error = (product - (sum - part)) + (addend - part);
+  uint64_t raw;
+  memcpy(&raw, &sum, sizeof(raw));
+  const bool is_inexact = error > 0.0 || error < 0.0;  // NaN beside an infinity: exact
+  const uint64_t is_even = is_inexact ? ~raw & 1 : 0;
+  raw += (error > 0.0) == (sum > 0.0) ? is_even : 0 - is_even;
+  memcpy(&sum, &raw, sizeof(raw));
+  return float(sum);
+}
 #endif
 inline Vec fma(Vec a, Vec b, Vec c) {
   return map_lanes([&](int i) { return fma_lane(a.v[i], b.v[i], c.v[i]); });
@@ -225,7 +238,7 @@ inline VecI load_words(const bf16* p) {
 using Operand = float;
 inline Operand broadcast(const float* p) { return *p; }
 inline Vec multiply_add(Vec acc, const Vec& w, Operand x) {
-  return map_lanes([&](int i) { return acc.v[i] + w.v[i] * x; });
+  return map_lanes([&](int i) { return fma_lane(w.v[i], x, acc.v[i]); });
 }
 
 constexpr int kMaxRows = 4;

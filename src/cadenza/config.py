@@ -18,6 +18,7 @@ DType = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["none", "int8", "int4"]
 KVCacheDType = Literal["auto", "int8"]
 KVLayout = Literal["auto", "paged", "dense"]
+Arithmetic = Literal["fast", "portable"]
 SchedulerLoop = Literal["plain", "overlap"]
 GenerationConfig = Literal["auto", "none"]
 Batching = Literal["continuous", "static"]
@@ -55,6 +56,7 @@ class EngineConfig:
     dtype: DType = "auto"
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDType = "auto"
+    arithmetic: Arithmetic = "fast"
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int | None = None
@@ -119,6 +121,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": get_args(DType),
     "quantization": get_args(Quantization),
     "kv_cache_dtype": get_args(KVCacheDType),
+    "arithmetic": get_args(Arithmetic),
     "kv_layout": get_args(KVLayout),
     "scheduler": get_args(SchedulerLoop),
     "batching": get_args(Batching),

@@ -41,6 +41,9 @@ class StubBackend:
     def describe_arithmetic(self, device: str, ops: Ops, checkpoint: Checkpoint) -> tuple[str, ...]:
         return ("stored tokens",)
 
+    def name_arithmetic(self, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:
+        return None
+
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         limits = setup.limits
         return FakeRunner(

@@ -20,7 +20,7 @@ from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
-from cadenza.config import EngineLimits, KVCacheDType, Ops, Quantization
+from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Ops, Quantization
 from cadenza.core.step_schema import ModelInputs, StepOutput
 
 ProductDType = WeightDType | Literal["int8"]
@@ -57,6 +57,7 @@ class BackendTraits:
         dtype_for: the default compute type for each checkpoint type.
         quantizations: the supported values of `--quantization`.
         kv_cache_dtypes: the supported values of `--kv-cache-dtype`.
+        arithmetics: the supported values of `--arithmetic`.
         max_num_batched_tokens: the default token budget.
         device_memory_bytes: None if the device uses host memory or does not report its size.
         kv_layouts: the supported arrangements of KV, the default one first.
@@ -77,6 +78,7 @@ class BackendTraits:
     device_memory_bytes: int | None
     quantizations: tuple[Quantization, ...] = ("none",)
     kv_cache_dtypes: tuple[KVCacheDType, ...] = ("auto",)
+    arithmetics: tuple[Arithmetic, ...] = ("fast",)
     kv_layouts: tuple[KVArrangement, ...] = ("paged", "dense")
     default_max_model_len: int | None = None
     poison: float = nan
@@ -141,6 +143,7 @@ class RunnerSetup:
         quantization: how weights are quantised while they are loaded; one of
             `BackendTraits.quantizations`.
         kv_cache_dtype: the type of KV; one of `BackendTraits.kv_cache_dtypes`.
+        arithmetic: one of `BackendTraits.arithmetics`.
         fill: the initial value of KV slots (`verify` uses `BackendTraits.poison`).
         cache_folder: where to cache compiled programs; None disables the cache.
     """
@@ -151,6 +154,7 @@ class RunnerSetup:
     dtype: WeightDType
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDType = "auto"
+    arithmetic: Arithmetic = "fast"
     fill: float = 0.0
     cache_folder: Path | None = None
 
@@ -261,6 +265,12 @@ class Backend(Protocol):
     def describe_arithmetic(self, device: str, ops: Ops, checkpoint: Checkpoint) -> tuple[str, ...]:
         """What decides the bits of a step on `device`, besides the checkpoint, the type and the
         limits: versions, instruction set, kernels. Raises the errors of `describe`."""
+        ...
+
+    def name_arithmetic(self, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:
+        """The class of a step's arithmetic: with equal names, revisions (`ARITHMETIC_REVISION`) and
+        checkpoints, a step has equal bits on every machine. None if nothing is promised beyond
+        what `describe_arithmetic` names. Raises the errors of `describe`."""
         ...
 
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:

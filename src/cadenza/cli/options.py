@@ -116,6 +116,10 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "kv_cache_dtype": _engine(
         "Type of the KV cache: auto is that of the activations, int8 halves bfloat16's memory."
     ),
+    "arithmetic": _engine(
+        "fast takes the best instructions of this CPU; portable gives the same bits on every CPU, "
+        "and takes longer where there are bf16 instructions, which round in another way."
+    ),
     "max_model_len": _number(
         "Most tokens of a request, prompt and answer together; auto fits the memory.",
         *("--ctx-size", "-c", "--context-length"),

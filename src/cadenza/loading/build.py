@@ -200,18 +200,23 @@ def load_runner(
     backends: Backends = BACKENDS,
 ) -> Runner:
     """A runner with its weights loaded and nothing compiled yet; KV slots start as `fill`."""
-    setup = RunnerSetup(
+    backend = find_backend(config.backend, backends)
+    return backend.load_runner(checkpoint, make_setup(plan, config, fill=fill))
+
+
+def make_setup(plan: EnginePlan, config: EngineConfig, *, fill: float = 0.0) -> RunnerSetup:
+    """How a backend loads the runner of a plan."""
+    return RunnerSetup(
         limits=plan.limits,
         device=config.device,
         ops=config.ops,
         dtype=plan.dtype,
         quantization=plan.quantization,
         kv_cache_dtype=plan.kv_cache_dtype,
+        arithmetic=config.arithmetic,
         fill=fill,
         cache_folder=cache_folder(),
     )
-    backend = find_backend(config.backend, backends)
-    return backend.load_runner(checkpoint, setup)
 
 
 def cache_folder() -> Path:

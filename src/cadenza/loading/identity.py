@@ -25,6 +25,7 @@ def identify(
         plan.dtype,
         config.quantization,
         config.kv_cache_dtype,
+        config.arithmetic,
         repr(plan.limits),
         repr(sorted(checkpoint.eos_token_ids)),
         str(config.seed),

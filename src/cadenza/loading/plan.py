@@ -92,6 +92,7 @@ def make_plan(
     dtype = _choose_dtype(config, checkpoint, traits)
     quantization = _choose_quantization(config, checkpoint, traits)
     kv_cache_dtype = _choose_kv_dtype(config, traits)
+    _check_arithmetic(config, traits)
     kv_layout = _choose_layout(config, traits)
     config = replace(config, kv_layout=kv_layout, quantization=quantization)
     memory = _memory_of(checkpoint, traits, dtype, config)
@@ -203,6 +204,14 @@ def _choose_kv_dtype(config: EngineConfig, traits: BackendTraits) -> KVCacheDTyp
             f"{', '.join(traits.kv_cache_dtypes)} on {traits.name}"
         )
     return config.kv_cache_dtype
+
+
+def _check_arithmetic(config: EngineConfig, traits: BackendTraits) -> None:
+    if config.arithmetic not in traits.arithmetics:
+        raise ConfigError(
+            f"--arithmetic {config.arithmetic} is not one of {', '.join(traits.arithmetics)} on "
+            f"{traits.name} with {traits.ops} ops; the native CPU kernels have it"
+        )
 
 
 def _choose_layout(config: EngineConfig, traits: BackendTraits) -> KVArrangement:

@@ -81,6 +81,13 @@ class MlxBackend:
         versions = (version("mlx"), version("mlx-lm"))
         return (*versions, *find_mlx_device(device).described)
 
+    def name_arithmetic(
+        self,
+        checkpoint: Checkpoint,  # noqa: ARG002 (no bits are promised beyond the versions)
+        setup: RunnerSetup,  # noqa: ARG002
+    ) -> str | None:
+        return None
+
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         self._check_installed()
         from cadenza.backends.mlx.runner import MlxRunner

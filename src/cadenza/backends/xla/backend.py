@@ -17,6 +17,7 @@ from cadenza.backends.base import (
     RunnerSetup,
     SequenceModel,
 )
+from cadenza.backends.xla.arithmetic import name_class, takes_portable_kernels
 from cadenza.backends.xla.device import find_device, find_ops
 from cadenza.backends.xla.ops.native_library import (
     digest_of_library,
@@ -56,6 +57,7 @@ class XlaBackend:
             max_num_batched_tokens=MAX_TOKENS if is_reference else _native_budget(),
             quantizations=QUANTIZATIONS,
             kv_cache_dtypes=KV_CACHE_DTYPES,
+            arithmetics=("fast",) if is_reference else ("fast", "portable"),
             device_memory_bytes=None if stats is None else stats.get("bytes_limit"),
         )
 
@@ -68,6 +70,17 @@ class XlaBackend:
         library = load_native_library()
         isas = (library.cpu_isa, library.cpu_integer_isa)
         return (*described, "native", *isas, digest_of_library())
+
+    def name_arithmetic(self, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:
+        if find_ops(setup.ops, find_device(setup.device), checkpoint.config) is ReferenceOps:
+            return None
+        library = load_native_library()
+        return name_class(
+            library.cpu_isa,
+            library.portable_isa,
+            is_portable=takes_portable_kernels(checkpoint.config, checkpoint.weights, setup),
+            dtype=setup.dtype,
+        )
 
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         from cadenza.backends.xla.runner import enable_compilation_cache, load_with_ops

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cadenza.backends.base import Capability, RunnerSetup
+from cadenza.backends.xla.arithmetic import takes_portable_kernels
 from cadenza.backends.xla.decoder import DecoderWeights
 from cadenza.backends.xla.device import MakeOps, find_device, find_ops
 from cadenza.backends.xla.in_flight import InFlight
@@ -40,7 +41,7 @@ from cadenza.backends.xla.programs import (
 from cadenza.backends.xla.weights import load_decoder
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
-from cadenza.config import EngineLimits, KVCacheDType, Quantization
+from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Quantization
 from cadenza.core.step_schema import Int32Array, ModelInputs, StepOutput
 from cadenza.errors import RunnerError
 
@@ -81,6 +82,7 @@ class RunnerOptions:
         dtype: of activations, and of KV and weights that are not quantised.
         quantization: how weights are quantised while they are loaded.
         kv_cache_dtype: the type of KV; auto is `dtype`.
+        arithmetic: portable has the same bits on every CPU.
         make_ops: constructs the op table; None selects the default one (`device.find_ops`).
         fill: the initial value of KV slots (tests and `verify` use NaN).
     """
@@ -89,6 +91,7 @@ class RunnerOptions:
     dtype: str = "float32"
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDType = "auto"
+    arithmetic: Arithmetic = "fast"
     make_ops: MakeOps | None = None
     fill: float = 0.0
 
@@ -113,6 +116,7 @@ class XlaRunner:
             page_size=limits.page_size,
             quantization=options.quantization,
             kv_cache_dtype=options.kv_cache_dtype,
+            is_portable=takes_portable_kernels(model, weights, options),
         )
         self._ops = (options.make_ops or find_ops("auto", self._device, model))(self._spec)
         self._buckets = self._ops.token_buckets(limits.max_num_batched_tokens)
@@ -231,6 +235,7 @@ def load_with_ops(
         dtype=setup.dtype,
         quantization=setup.quantization,
         kv_cache_dtype=setup.kv_cache_dtype,
+        arithmetic=setup.arithmetic,
         make_ops=make_ops,
         fill=setup.fill,
     )

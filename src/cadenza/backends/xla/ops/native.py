@@ -350,11 +350,14 @@ class NativeOps:
 
     def compute(self, decode: Callable[[OpTable], Any]) -> Any:
         assert self._program is None, "a program cannot be within another"
-        self._program = program = NativeProgram(self._library)
+        self._program = program = self._new_program()
         try:
             return program.emit(decode(self))
         finally:
             self._program = None
+
+    def _new_program(self) -> NativeProgram:
+        return NativeProgram(self._library, is_portable=self._spec.is_portable)
 
     def _call(self, name: str, results: Any, aliases: dict[int, int] | None = None) -> Any:
         """A function that calls an operation, or records it within `compute`.
@@ -363,7 +366,7 @@ class NativeOps:
         """
         if self._program is not None:
             return self._program.call(name, results, aliases)
-        program = NativeProgram(self._library)
+        program = self._new_program()
         record = program.call(name, results, aliases)
         return lambda *operands, **attributes: program.emit(record(*operands, **attributes))
 

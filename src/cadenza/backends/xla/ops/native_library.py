@@ -83,6 +83,11 @@ class NativeLibrary:
         return self.handle.cadenza_cpu_isa().decode()
 
     @property
+    def portable_isa(self) -> str:
+        """That of the kernels for `--arithmetic portable`: without bf16 instructions."""
+        return self.handle.cadenza_portable_isa().decode()
+
+    @property
     def cpu_integer_isa(self) -> str:
         """The instruction set of the kernels of quantised products in use."""
         return self.handle.cadenza_cpu_integer_isa().decode()
@@ -432,7 +437,10 @@ def _load(path: Path, *, prefix: str) -> NativeLibrary:
 
 def _declare(handle: ctypes.CDLL) -> None:
     """Declares result and argument types of the C entry points."""
-    isas = ("cpu_isa", "available_isas", "cpu_integer_isa", "available_integer_isas")
+    isas = (
+        *("cpu_isa", "available_isas", "portable_isa"),
+        *("cpu_integer_isa", "available_integer_isas"),
+    )
     for name in ("configure", *isas, "logit_columns", "program_operations"):
         getattr(handle, f"cadenza_{name}").restype = ctypes.c_char_p
     handle.cadenza_num_threads.restype = ctypes.c_int

@@ -63,10 +63,15 @@ class _Operation:
 
 
 class NativeProgram:
-    """Operations in the order of their calls."""
+    """Operations in the order of their calls.
 
-    def __init__(self, library: NativeLibrary) -> None:
+    `is_portable` takes the kernels without bf16 instructions, which have the same bits on every
+    CPU.
+    """
+
+    def __init__(self, library: NativeLibrary, *, is_portable: bool = False) -> None:
         self._library = library
+        self._is_portable = is_portable
         self._operations: list[_Operation] = []
         self._operands: dict[int, Recorded] = {}
 
@@ -116,7 +121,10 @@ class NativeProgram:
             self._library.target, (*shapes, scratch), input_output_aliases=aliases
         )
         *computed, _ = call(
-            *(each.operand for each in operands), arrays=arrays, operations=operations
+            *(each.operand for each in operands),
+            arrays=arrays,
+            operations=operations,
+            is_portable=self._is_portable,
         )
         return jax.tree.unflatten(tree, computed)
 

@@ -40,13 +40,18 @@ STATE_NOT_FINITE, STATE_CHOSEN, STATE_NONE_ALLOWED = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """The constants of an op table. `dtype` is the type of activations, and of KV that is auto."""
+    """The constants of an op table.
+
+    `dtype` is the type of activations, and of KV that is auto. `is_portable`: the operations have
+    the same bits on every CPU.
+    """
 
     model: ModelConfig
     dtype: Any
     page_size: int
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDType = "auto"
+    is_portable: bool = False
 
     @property
     def has_kv_codes(self) -> bool:
