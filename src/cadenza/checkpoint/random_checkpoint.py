@@ -11,7 +11,7 @@ sqrt(ln V), which gives half of the maximum entropy at temperature 1.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -44,6 +44,14 @@ class _Normal:
 
     mean: float
     sigma: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseSource:
+    """Random numbers: `draw` gives so many in float32, with mean 0 and variance 1."""
+
+    seed: int
+    draw: Callable[[np.random.Generator, int], AnyArray]
 
 
 def named_shape(name_or_file: str) -> ModelConfig:
@@ -79,7 +87,24 @@ def write_random_checkpoint(
     dtype: WeightDType,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Writes config.json and random weights in `dtype` into a new or empty folder.
+    """Writes config.json and normal random weights in `dtype` into a new or empty folder.
+
+    Raises:
+        CheckpointError: the folder is not empty or cannot be written.
+    """
+    source = NoiseSource(seed=seed, draw=_normal)
+    write_drawn_checkpoint(config, folder, source, dtype=dtype, max_shard_bytes=max_shard_bytes)
+
+
+def write_drawn_checkpoint(
+    config: ModelConfig,
+    folder: Path,
+    source: NoiseSource,
+    *,
+    dtype: WeightDType,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """As `write_random_checkpoint`, with weights of another distribution of the same width.
 
     Raises:
         CheckpointError: the folder is not empty or cannot be written.
@@ -90,7 +115,7 @@ def write_random_checkpoint(
             raise CheckpointError(
                 f"the folder {folder.name} is not empty; a random checkpoint needs a new one"
             )
-        parts = [_part(spec, config, seed, dtype) for spec in declare(config)]
+        parts = [_part(spec, config, source, dtype) for spec in declare(config)]
         write_shards(folder, parts, max_shard_bytes=max_shard_bytes)
         text = json.dumps(format_model_config(replace(config, dtype=dtype)), indent=2)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
@@ -100,11 +125,11 @@ def write_random_checkpoint(
         ) from error
 
 
-def _part(spec: TensorSpec, config: ModelConfig, seed: int, dtype: WeightDType) -> Part:
+def _part(spec: TensorSpec, config: ModelConfig, source: NoiseSource, dtype: WeightDType) -> Part:
     numpy_type = FORMAT_OF_NAME[dtype].numpy
 
     def make() -> Iterator[AnyArray]:
-        for part in _draw(spec, _distribution(spec, config), seed):
+        for part in _draw(spec, _distribution(spec, config), source):
             yield part.astype(numpy_type)
 
     return Part(tensors=(NewTensor(name=spec.name, dtype=dtype, shape=spec.shape),), make=make)
@@ -148,11 +173,15 @@ def _score_gain(spec: TensorSpec, config: ModelConfig) -> float:
     return math.sqrt(gain) if spec.name.endswith(".qkv_proj.weight") else 1.0
 
 
-def _draw(spec: TensorSpec, normal: _Normal, seed: int) -> Iterator[AnyArray]:
+def _draw(spec: TensorSpec, normal: _Normal, source: NoiseSource) -> Iterator[AnyArray]:
     """A tensor's elements in float32 chunks; they depend on the seed and the tensor's name."""
     words = np.frombuffer(spec.name.encode().ljust(-(-len(spec.name) // 4) * 4), dtype="<u4")
-    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *words])))
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([source.seed, *words])))
     for start in range(0, spec.num_elements, _CHUNK_ELEMENTS):
         count = min(_CHUNK_ELEMENTS, spec.num_elements - start)
-        part = generator.standard_normal(count, dtype=np.float32)
+        part = source.draw(generator, count)
         yield part * np.float32(normal.sigma) + np.float32(normal.mean)
+
+
+def _normal(generator: np.random.Generator, count: int) -> AnyArray:
+    return generator.standard_normal(count, dtype=np.float32)

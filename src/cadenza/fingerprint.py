@@ -1,0 +1,53 @@
+"""`Fingerprint`: what an answer's tokens depend on besides its request, in named parts.
+
+Owns the parts and their digest. Invariant: answers to equal requests whose fingerprints are equal
+have equal tokens and log probabilities, on any machine and in any batch.
+"""
+
+import hashlib
+
+import msgspec
+
+PREFIX = "cdz-"
+_DIGEST_CHARS = 24
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """Digests and names, of an engine with the text of its model.
+
+    Args:
+        checkpoint: digest of the model's settings and weights.
+        arithmetic: class and revision of a step's arithmetic; a digest of this machine's versions
+            and instructions where nothing is promised beyond them.
+        activations, weights, kv: the types of each; that of most weights.
+        max_model_len: longest sequence; a request without a length may reach it, and LongRoPE's
+            factors follow it.
+        tokenizer: digest of the tokenizer; empty without one.
+        template: digest of the chat templates; empty without one.
+        defaults: digest of the recommended sampling, as far as it is followed.
+        engine_seed: determines the seeds of requests without one. Not in the digest.
+    """
+
+    checkpoint: str
+    arithmetic: str
+    activations: str
+    weights: str
+    kv: str
+    max_model_len: int
+    tokenizer: str
+    template: str
+    defaults: str
+    engine_seed: int = 0
+
+    @property
+    def parts(self) -> dict[str, str | int]:
+        """What the digest is of, by name."""
+        found = msgspec.structs.asdict(self)
+        del found["engine_seed"]
+        return found
+
+    @property
+    def digest(self) -> str:
+        """The `system_fingerprint` of answers."""
+        text = "\0".join(f"{name}={value}" for name, value in self.parts.items())
+        return PREFIX + hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS]
