@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from cadenza.receipt import Receipt
 from cadenza.request import ErrorKind, FinishReason
 
 OutputKind = Literal["cumulative", "delta", "final"]
@@ -39,7 +40,7 @@ class CompletionOutput:
     token and excludes tokens after a stop string. In a delta, `cumulative_logprob` and
     `num_generated_tokens` still cover all tokens so far. `parts` is the text split by the request's
     output parser, without the markers between the parts; None without a parser, where all of it is
-    content.
+    content. `receipt` is there at the end, where one was asked for.
     """
 
     index: int
@@ -53,13 +54,15 @@ class CompletionOutput:
     error: str | None = None
     error_kind: ErrorKind | None = None
     parts: tuple[OutputPart, ...] | None = None
+    receipt: Receipt | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """A request with its continuations so far; a delta has only those that changed.
 
-    `prompt_logprobs` has one entry per prompt token; the first entry is None.
+    `prompt_logprobs` has one entry per prompt token; the first entry is None. Requests that are
+    equal, seed included, have equal tokens and log probabilities where `system_fingerprint` is.
     """
 
     request_id: int
@@ -69,3 +72,4 @@ class RequestOutput:
     num_cached_tokens: int
     outputs: tuple[CompletionOutput, ...]
     finished: bool
+    system_fingerprint: str | None = None

@@ -57,7 +57,7 @@ def loaded() -> Iterator[LoadedModel]:
 @pytest.fixture(scope="session")
 def watched(loaded: LoadedModel) -> WatchedService:
     """The engine of `bundled`."""
-    return WatchedService(loaded.core)
+    return WatchedService(loaded.core, loaded.fingerprint)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import threading
 from cadenza.engine.batch_engine import CoreService, Emit
 from cadenza.engine.core import EngineCore
 from cadenza.engine.request_check import RequestCheck
+from cadenza.fingerprint import Fingerprint
 from cadenza.request import Event, Request
 from tests.server.harness import TIMEOUT_S
 
@@ -16,8 +17,8 @@ from tests.server.harness import TIMEOUT_S
 class WatchedService(CoreService):
     """`most_running` is how many were in one batch since `gather`."""
 
-    def __init__(self, core: EngineCore) -> None:
-        super().__init__(core)
+    def __init__(self, core: EngineCore, fingerprint: Fingerprint | None = None) -> None:
+        super().__init__(core, fingerprint=fingerprint)
         self.most_running = 0
         self._num_missing = 0
         self._all_came = threading.Event()

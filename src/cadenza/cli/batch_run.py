@@ -16,6 +16,7 @@ from typing import Literal
 
 from cadenza.cli.report import NOTHING
 from cadenza.engine.core import EngineCore
+from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
@@ -114,6 +115,7 @@ class BatchRun:
         text: TextFrontend,
         questions: SequenceOf[Question],
         clock: Clock,
+        fingerprint: Fingerprint | None = None,
     ) -> None:
         for question in questions:
             core.check(question.prepared.request)
@@ -124,6 +126,7 @@ class BatchRun:
         ]
         self._text = text
         self._clock = clock
+        self._fingerprint = fingerprint
         self._started_s = clock()
         self._ended_s: float | None = None
         self._unsent = deque(self.streams)
@@ -186,7 +189,8 @@ class BatchRun:
         while self._unsent and self.core.num_queue_slots:
             stream = self._unsent.popleft()
             request_id = self.core.submit(stream.request)
-            stream.processor = OutputProcessor(request_id, stream.question.prepared, self._text)
+            prepared = stream.question.prepared
+            stream.processor = OutputProcessor(request_id, prepared, self._text, self._fingerprint)
             self._router.add(stream.processor)
             self._open[request_id] = stream
 

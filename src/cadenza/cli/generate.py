@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -56,6 +57,12 @@ class GenerateFlags:
     prompt_logprobs: int | None = flag(None, "The same for the prompt's tokens.")
     n: int = flag(1, "Answers to each prompt, with different seeds.")
     truncate_prompt_tokens: int | None = flag(None, "Keep this many tokens of a prompt's end.")
+    receipt: str | None = flag(
+        None,
+        "Write a receipt of each answer, one a line, which `cadenza replay` recomputes; it has the "
+        "prompt's token ids, not its text.",
+        metavar="FILE",
+    )
 
     def changes(self) -> dict[str, Any]:
         """Those that are fields of `SamplingParams`, as its keywords."""
@@ -99,7 +106,10 @@ def generate(
             planned = open_model(model, config)
             questions = [_question(planned, prompt, flags, sampling) for prompt in prompts]
             loaded = stack.enter_context(closing(_load_for(planned, questions)))
-        run = BatchRun(loaded.core, loaded.text, questions, time.perf_counter)
+        fingerprint = loaded.fingerprint
+        run = BatchRun(loaded.core, loaded.text, questions, time.perf_counter, fingerprint)
+        if flags.receipt is not None:
+            stack.callback(_write_receipts, run, stack.enter_context(_open_new(flags.receipt)))
         interrupts = stack.enter_context(Interrupts())
         if is_live:
             run_on_terminal(run, interrupts)
@@ -144,14 +154,38 @@ def _question(
     planned: "PlannedModel", prompt: Prompt, flags: GenerateFlags, sampling: SamplingFlags
 ) -> "Question":
     from cadenza.cli.batch_run import Question
+    from cadenza.frontend.receipts import with_receipt
 
     given = {**sampling.changes(), **flags.changes()}
     if flags.chat:
         prepared = planned.text.prepare_chat([{"role": "user", "content": prompt}], given)
     else:
         prepared = planned.text.prepare(prompt, given)
+    if flags.receipt is not None:
+        prepared = with_receipt(prepared)
     shown = prompt if isinstance(prompt, str) else _shown_ids(prompt)
     return Question(shown=shown, prepared=prepared)
+
+
+def _open_new(name: str) -> TextIO:
+    """The file for receipts, before anything is computed. Raises ConfigError."""
+    try:
+        return Path(name).open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--receipt {name} cannot be written: {error.strerror}; name a file in a folder of "
+            f"yours"
+        ) from error
+
+
+def _write_receipts(run: "BatchRun", file: TextIO) -> None:
+    """A line for each answer that has ended, also after Ctrl-C."""
+    import msgspec
+
+    for stream in run.streams:
+        for completion in stream.completions:
+            if completion.receipt is not None:
+                file.write(msgspec.json.encode(completion.receipt).decode() + "\n")
 
 
 def _shown_ids(ids: tuple[int, ...]) -> str:

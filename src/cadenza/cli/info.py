@@ -1,7 +1,8 @@
 """`cadenza info`: what would be loaded, and into how much memory.
 
-Owns the facts. Reads a folder's small files and the headers of its weights. Invariants: no weight
-is read and nothing is allocated on a device; text and JSON have the same facts and keys.
+Owns the facts. Reads a folder's small files, the headers of its weights, and once the weights
+themselves, for their digest. Invariants: no weight is loaded and nothing is allocated on a device;
+text and JSON have the same facts and keys.
 """
 
 import time
@@ -59,6 +60,7 @@ def info(
         raise
     plan = plan_model(checkpoint, config)
     facts = dict(describe(name, checkpoint, plan, config))
+    facts["answers"] = _answers(checkpoint, plan, config)
     if measure:
         facts["steps"] = _measured(checkpoint, plan, config)
     print(json_line(facts) if json else _as_text(facts))
@@ -109,7 +111,7 @@ def _as_text(facts: Facts) -> str:
 def describe(
     name: str | None, checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig
 ) -> Facts:
-    """All facts, under the names of `EngineConfig`'s flags where there are such."""
+    """All facts but those of `answers`, under the names of `EngineConfig`'s flags where there are such."""
     limits, traits = plan.limits, plan.traits
     return {
         "model": _model(name, checkpoint),
@@ -136,6 +138,7 @@ def describe(
             "quantization": plan.quantization,
             "activations": "int8 per token and group of 32" if plan.is_quantised else plan.dtype,
             "kv_cache_dtype": plan.kv_cache_dtype,
+            "arithmetic": config.arithmetic,
             "max_num_seqs": limits.max_num_seqs,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "max_num_queued_reqs": limits.max_num_queued_reqs,
@@ -148,6 +151,14 @@ def describe(
             "seed": config.seed,
         },
     }
+
+
+def _answers(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> dict[str, Any]:
+    """The fingerprint of answers, and its parts."""
+    from cadenza.loading.fingerprint import make_fingerprint
+
+    fingerprint = make_fingerprint(checkpoint, plan, config)
+    return {"system_fingerprint": fingerprint.digest, **fingerprint.parts}
 
 
 def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Owns the command's flags and what it prints; the comparisons are `verification`'s.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 import typer
@@ -43,7 +43,7 @@ _RESULT: Columns = (
     Column("longest_wanted", read="wanted"),
     *keys("modes", "counts", "mismatch", "missing"),
     Column("options", read="coverage"),
-    *keys("batched_tokens_per_s", "sequential_tokens_per_s", "last_line"),
+    *keys("batched_tokens_per_s", "sequential_tokens_per_s", "digest", "last_line"),
 )
 
 
@@ -76,6 +76,11 @@ class GateFlags:
     api_key: str | None = flag(
         None, "With --url: the server's API key.", metavar="KEY", has_variable=True
     )
+    portable: bool = flag(
+        False,
+        "Compute with --arithmetic portable, and print a digest of the streams: it is the same on "
+        "every machine.",
+    )
     self_test: bool = flag(
         False,
         "Inject known errors into the operations; the gate must catch each. The native kernels are "
@@ -104,6 +109,8 @@ def verify_command(
         passed = _verify_url(gate, gate.url, model, as_json=json)
     else:
         verify = _self_test if gate.self_test else _verify
+        if gate.portable:
+            config = replace(config, arithmetic="portable")
         passed = verify(_options(gate, config, model), as_json=json)
     return 0 if passed else CHECK_FAILED
 
@@ -136,6 +143,8 @@ def _verify(options: "VerifyOptions", *, as_json: bool) -> bool:
     print_table(as_table(_MODE, result.modes))
     print("joined: in mid-stream; reused: rows; hits: prompts with a cached prefix")
     print(f"backend: {plan.traits.name}, {plan.traits.ops} ops, {plan.dtype}")
+    if options.config.arithmetic == "portable":
+        print(f"portable digest: {result.digest}")
     _print_closing_lines(result)
     return result.passed
 
@@ -143,10 +152,11 @@ def _verify(options: "VerifyOptions", *, as_json: bool) -> bool:
 def _verify_url(gate: GateFlags, url: str, model: str | None, *, as_json: bool) -> bool:
     from cadenza.verification.over_http import NUM_REQUESTS, UrlOptions, verify_url
 
-    is_local = gate.shape is not None or gate.self_test or gate.options != "none"
+    is_local = gate.shape is not None or gate.self_test or gate.options != "none" or gate.portable
     if model is not None or is_local:
         raise ConfigError(
-            "--url asks a running server; give no model, --shape, --self-test or --options"
+            "--url asks a running server; give no model, --shape, --self-test, --portable or "
+            "--options"
         )
     options = UrlOptions(
         url=url,

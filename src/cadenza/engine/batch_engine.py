@@ -27,6 +27,7 @@ from cadenza.errors import (
     EngineUnavailableError,
     RunnerError,
 )
+from cadenza.fingerprint import Fingerprint
 from cadenza.request import Event, Request
 
 logger = logging.getLogger(__name__)
@@ -146,8 +147,10 @@ class CoreService:
         core: EngineCore,
         timeouts: RequestTimeouts | None = None,
         clock: Clock = time.monotonic,
+        fingerprint: Fingerprint | None = None,
     ) -> None:
         self._core = core
+        self._fingerprint = fingerprint
         self._clock = clock
         self._meter = StepMeter(core, clock)
         self._stats = self._meter.stats()
@@ -210,6 +213,7 @@ class CoreService:
             since_beat_s=self._clock() - self._beat_s,
             error=self._error,
             request_check=self._core.request_check,
+            fingerprint=self._fingerprint,
         )
 
     def stats(self) -> EngineStats:

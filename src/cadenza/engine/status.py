@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from cadenza.engine.open_requests import EngineLoad, RequestStats, RequestTimeouts
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
+from cadenza.fingerprint import Fingerprint
 
 EngineState = Literal["loading", "ready", "draining", "restarting", "dead"]
 """`loading`: first start · `restarting`: a later start, or the delay before it · `draining`: open
@@ -28,6 +29,7 @@ class EngineStatus:
         error: why it is restarting or dead; for the log and the operator.
         cause: the same without internal details, for clients.
         request_check: the check for requests; None until the first load is done.
+        fingerprint: that of its answers; None until then, and where it is not known.
     """
 
     state: EngineState
@@ -39,6 +41,7 @@ class EngineStatus:
     error: str | None = None
     cause: str | None = None
     request_check: RequestCheck | None = None
+    fingerprint: Fingerprint | None = None
 
     @property
     def is_ready(self) -> bool:

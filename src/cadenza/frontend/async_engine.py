@@ -18,6 +18,7 @@ from cadenza.config import config_from_options
 from cadenza.engine.batch_engine import BatchEngine, CoreService
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.errors import InvalidRequestError, show
+from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
 from cadenza.frontend.text_frontend import Params, PreparedRequest, Prompt, TextFrontend
@@ -38,11 +39,18 @@ class AsyncEngine:
     Args:
         engine: its `serve` runs on a thread of this object.
         text: the model's text front end.
+        fingerprint: reads that of the engine's answers; None while it is not known.
     """
 
-    def __init__(self, engine: BatchEngine, text: TextFrontend) -> None:
+    def __init__(
+        self,
+        engine: BatchEngine,
+        text: TextFrontend,
+        fingerprint: Callable[[], Fingerprint | None] = lambda: None,
+    ) -> None:
         self._engine = engine
         self._text = text
+        self._fingerprint = fingerprint
         self._loop: asyncio.AbstractEventLoop | None = None
         self._router = OutputRouter(engine.cancel)
         self._listeners: dict[int, Callable[[], object]] = {}
@@ -68,7 +76,7 @@ class AsyncEngine:
         """
         timeouts = RequestTimeouts(queue_s=queue_timeout, total_s=request_timeout)
         loaded = load_model(model, config_from_options(options))
-        return cls(CoreService(loaded.core, timeouts), loaded.text)
+        return cls(CoreService(loaded.core, timeouts), loaded.text, lambda: loaded.fingerprint)
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -128,7 +136,7 @@ class AsyncEngine:
         if not isinstance(request, PreparedRequest):
             request = PreparedRequest(text=None, request=self._text.resolve(request))
         request_id = self._engine.submit(request.request, request.passed)
-        processor = OutputProcessor(request_id, request, self._text)
+        processor = OutputProcessor(request_id, request, self._text, self._fingerprint())
         stream = OutputStream(processor, kind, self._leave, on_news)
         self._router.add(processor)
         self._listeners[request_id] = stream.on_news

@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 from cadenza.config import config_from_options, is_integer
 from cadenza.engine.batch_engine import Submit, run_steps
 from cadenza.errors import InvalidRequestError, show
+from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
 from cadenza.frontend.text_frontend import Message, Params, PreparedRequest, Prompt
@@ -51,6 +52,11 @@ class LLM:
     def close(self) -> None:
         """Frees the memory; idempotent."""
         self._loaded.close()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What the tokens depend on besides the request; its digest is `system_fingerprint`."""
+        return self._loaded.fingerprint
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -198,7 +204,8 @@ class LLM:
 
     def _submit(self, prepared: PreparedRequest, news: _News) -> Submit:
         request_id = self.core.new_request_id()
-        self._router.add(OutputProcessor(request_id, prepared, self._loaded.text))
+        loaded = self._loaded
+        self._router.add(OutputProcessor(request_id, prepared, loaded.text, loaded.fingerprint))
         self._news[request_id] = news
         return Submit(request_id, prepared.request)
 

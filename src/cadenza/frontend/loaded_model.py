@@ -4,6 +4,7 @@
 its plan replaced by one that is made for them.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from cadenza.backends import BACKENDS, Backends
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.core import EngineCore
+from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import OnPhaseDone, build_core, open_planned
+from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
 
 
@@ -24,6 +27,7 @@ class LoadedModel:
     plan: EnginePlan
     core: EngineCore
     text: TextFrontend
+    fingerprint: Fingerprint
 
     def close(self) -> None:
         self.core.close()
@@ -48,8 +52,17 @@ class PlannedModel:
         config = self.config
         if config.max_itl_ms == "auto":
             config = replace(config, max_itl_ms="none")
-        core = build_core(self.checkpoint, self.plan, config, on_phase, backends=self.backends)
-        return LoadedModel(checkpoint=self.checkpoint, plan=self.plan, core=core, text=self.text)
+        parts = (self.checkpoint, self.plan, config)
+        with ThreadPoolExecutor(1) as thread:  # reads the weights, while they are loaded
+            fingerprint = thread.submit(make_fingerprint, *parts, self.backends)
+            core = build_core(*parts, on_phase, backends=self.backends)
+        return LoadedModel(
+            checkpoint=self.checkpoint,
+            plan=self.plan,
+            core=core,
+            text=self.text,
+            fingerprint=fingerprint.result(),
+        )
 
 
 def open_model(

@@ -10,9 +10,13 @@ affects no other.
 import logging
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import get_args
 
 from cadenza.errors import InvalidRequestError, show
+from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.receipts import make_receipt
+from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputKind, RequestOutput
 from cadenza.request import (
@@ -45,10 +49,12 @@ def check_kind(kind: object) -> None:
 class OutputProcessor:
     """Collects the events of `request_id`, under which `prepared` was submitted.
 
+    `fingerprint` is that of the engine's answers, where it is known; receipts need it.
     `num_cached_tokens`, and the properties of the prompt, are as in `RequestOutput`.
     """
 
     __slots__ = (
+        "_fingerprint",
         "_prepared",
         "_prompt_logprobs",
         "_running",
@@ -58,9 +64,16 @@ class OutputProcessor:
         "request_id",
     )
 
-    def __init__(self, request_id: int, prepared: PreparedRequest, text: TextFrontend) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        prepared: PreparedRequest,
+        text: TextFrontend,
+        fingerprint: Fingerprint | None = None,
+    ) -> None:
         self.request_id = request_id
         self._prepared = prepared
+        self._fingerprint = fingerprint
         self._text = text
         params, make_parser = prepared.request.params, prepared.make_parser
         self._samples = [
@@ -140,11 +153,13 @@ class OutputProcessor:
 
     def output(self) -> RequestOutput:
         """The request so far."""
-        return self._make_output([each.output() for each in self._samples])
+        return self._make_output([self._complete(each, each.output()) for each in self._samples])
 
     def take(self) -> list[CompletionOutput]:
         """What is new of each sample since the last call; without samples that have nothing new."""
-        return [new for each in self._samples if (new := each.take()) is not None]
+        return [
+            self._complete(each, new) for each in self._samples if (new := each.take()) is not None
+        ]
 
     def make_output(self, kind: OutputKind) -> RequestOutput | None:
         """The next output for a reader who wants this kind; None when there is none for it yet.
@@ -165,7 +180,17 @@ class OutputProcessor:
             num_cached_tokens=self.num_cached_tokens,
             outputs=tuple(outputs),
             finished=not self._running,
+            system_fingerprint=None if self._fingerprint is None else self._fingerprint.digest,
         )
+
+    def _complete(self, sample: SampleOutput, output: CompletionOutput) -> CompletionOutput:
+        """An output of a sample with its receipt, if one was asked for and it has ended."""
+        fingerprint = self._fingerprint
+        if not self._prepared.makes_receipt or fingerprint is None or not sample.is_finished:
+            return output
+        request = self._prepared.request
+        receipt = make_receipt(request, self.request_id, fingerprint, sample.output())
+        return replace(output, receipt=receipt)
 
     def _push_prompt_logprobs(self, event: PromptLogprobs) -> None:
         token_ids = self._prepared.request.prompt_token_ids[event.start :]

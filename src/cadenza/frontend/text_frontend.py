@@ -46,12 +46,14 @@ class PreparedRequest:
         text: the prompt's text, where it was given as text.
         make_parser: of its samples' parsers; None leaves the text whole.
         passed: the check that it has passed, if it has.
+        makes_receipt: whether finished samples have a receipt (`receipts.with_receipt`).
     """
 
     text: str | None
     request: Request
     make_parser: MakeParser | None = None
     passed: RequestCheck | None = None
+    makes_receipt: bool = False
 
 
 class TextFrontend:

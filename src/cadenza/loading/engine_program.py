@@ -4,6 +4,7 @@ Started by `EngineProcess`; loads an engine and serves it over an inherited pipe
 """
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.engine.process.child import OnPhase, Serving, run_child
@@ -14,6 +15,7 @@ def load_engine(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) 
     """Loads the model of `start`. Raises the errors of `open_planned` and `build_core`."""
     on_phase("imports")
     from cadenza.loading.build import build_core, open_planned
+    from cadenza.loading.fingerprint import make_fingerprint
     from cadenza.loading.identity import identify
 
     config = start.config
@@ -24,10 +26,13 @@ def load_engine(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) 
         if done == "load":
             on_phase("compile")
 
-    core = build_core(checkpoint, plan, config, after, backends=backends)
+    with ThreadPoolExecutor(1) as thread:  # reads the weights, while they are loaded
+        fingerprint = thread.submit(make_fingerprint, checkpoint, plan, config, backends)
+        core = build_core(checkpoint, plan, config, after, backends=backends)
     backend = find_backend(config.backend, backends)
     return Serving(
         core=core,
+        fingerprint=fingerprint.result(),
         identity=identify(checkpoint, plan, config, backend),
         count_compiles=backend.watch_compiles(),
     )

@@ -107,7 +107,10 @@ class Generation:
             service.check_id(exchange.request_id)
             job = service.submit(prepared, record)
         head = AnswerHead(
-            request_id=exchange.request_id, created=int(service.options.now()), model=model
+            request_id=exchange.request_id,
+            created=int(service.options.now()),
+            model=model,
+            system_fingerprint=service.system_fingerprint,
         )
         encoder = request.encoder(head, record.usage, service.text)
         with service.opened(exchange.request_id, exchange.tenant, job):

@@ -16,7 +16,9 @@ from cadenza.engine.batch_engine import BatchEngine
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.status import EngineMonitor
 from cadenza.errors import CadenzaError, ContextLengthError, TextTooLongError
+from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.async_engine import AsyncEngine, OutputStream
+from cadenza.frontend.receipts import with_receipt
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.server.access import ApiKeys, Cors
 from cadenza.server.endpoints.generating import GenerationRequest
@@ -95,7 +97,7 @@ class Service:
             options.model_names[0], self.counts, engine, options.num_dropped_log_lines
         )
         self.created = int(options.now())
-        self._engine = AsyncEngine(engine, text)
+        self._engine = AsyncEngine(engine, text, self.fingerprint)
         self._open: dict[str, OpenCall] = {}
         self._waiting = PromptQueue(self._room, self._error_of, self._is_restarting)
         self._request_timeout_s = engine.timeouts.total_s
@@ -151,6 +153,16 @@ class Service:
             raise model_not_found(model, names)
         return model or names[0]
 
+    @property
+    def system_fingerprint(self) -> str | None:
+        """The digest in answers."""
+        found = self.fingerprint()
+        return None if found is None else found.digest
+
+    def fingerprint(self) -> Fingerprint | None:
+        """That of the engine's answers; None until it has been loaded once."""
+        return self.monitor.status().fingerprint
+
     def engine_limits(self) -> EngineLimits | None:
         """None until the engine has been loaded once."""
         check = self.monitor.status().request_check
@@ -200,6 +212,8 @@ class Service:
 
         Raises InvalidRequestError.
         """
+        if call.receipt and self.fingerprint() is None:
+            raise invalid_value("receipt needs an engine whose fingerprint is known", "receipt")
         params = call.sampling(self.text)
         most = None
         if params.truncate_prompt_tokens is None:
@@ -216,11 +230,13 @@ class Service:
         salt = self._salt(tenant, call.cache_salt or "")
         found: list[PreparedRequest] = []
         for each in prepared:
-            request = each.request
+            asked = with_receipt(each) if call.receipt else each
+            request = asked.request
             if salt or call.priority:
                 request = replace(request, cache_salt=salt, priority=call.priority or 0)
             check.check(request)
-            found.append(replace(each, request=request, make_parser=call.make_parser, passed=check))
+            parser = call.make_parser
+            found.append(replace(asked, request=request, make_parser=parser, passed=check))
         return found
 
     def submit(self, prepared: list[PreparedRequest], record: RequestRecord) -> Job:

@@ -31,6 +31,7 @@ class AnswerHead:
     request_id: str
     created: int
     model: str
+    system_fingerprint: str | None = None
 
     def fields(self, id_prefix: str, object_name: str) -> dict[str, Any]:
         return {
@@ -38,8 +39,7 @@ class AnswerHead:
             "object": object_name,
             "created": self.created,
             "model": self.model,
-            # Null until it identifies everything that an answer's tokens depend on.
-            "system_fingerprint": None,
+            "system_fingerprint": self.system_fingerprint,
         }
 
 
@@ -162,6 +162,7 @@ class ChunkEncoder:
         for output in outputs:
             part = self._choices.part(place * self._options.n + output.index, output, request)
             if part is not None:
+                _add_receipt(part, output)
                 after = self._after if self._is_after_fixed else self._next_after(request)
                 made += (self._before, _encode(part), after)
         return b"".join(made)
@@ -184,6 +185,7 @@ class ChunkEncoder:
             for output in request.outputs:
                 index = prompt * self._options.n + output.index
                 choices.append(self._choices.whole(index, output, request))
+                _add_receipt(choices[-1], output)
         fields = self._head.fields(self._choices.id_prefix, self._choices.object_name)
         about_prompt = about_prompt or self._choices.about_prompt(None) or {}
         answer = {**fields, "choices": choices, "usage": self.usage.as_object(), **about_prompt}
@@ -204,3 +206,8 @@ class ChunkEncoder:
             self._is_prompt_due = False
             self._is_after_fixed = not self._options.continuous_usage
         return self._make_after(about_prompt)
+
+
+def _add_receipt(choice: ChoiceObject, output: CompletionOutput) -> None:
+    if output.receipt is not None:
+        choice["receipt"] = output.receipt

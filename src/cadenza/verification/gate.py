@@ -5,6 +5,7 @@ Knows the runner under test through `Gate.make_core`, and the independent refere
 every mode's `shows` counts are above zero.
 """
 
+import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterable
@@ -72,7 +73,8 @@ class GateResult:
 
     `longest` is the length of the longest stream in tokens, prompt and output; `wanted` is the
     length that it would have without the limit of the context. `witness_difference` is the mean
-    difference that `Witness.tolerance` limits.
+    difference that `Witness.tolerance` limits. `digest` is of the streams alone, which all others
+    must equal: of tokens, and of the bits of the log probabilities that requests asked for.
     """
 
     num_requests: int
@@ -85,6 +87,7 @@ class GateResult:
     mismatch: Mismatch | None = None
     sequential_tokens_per_s: float = 0.0
     witness_difference: float | None = None
+    digest: str = ""
 
     @property
     def missing(self) -> list[str]:
@@ -201,6 +204,7 @@ class Gate:
         tokens = sum(len(stream.tokens) for stream in alone)
         result.sequential_tokens_per_s = tokens / (self.clock() - start)
         result.longest = max(map(self._length, alone))
+        result.digest = _digest_of(alone)
         result.mismatch = self._find_error(alone)
         if result.mismatch is not None:
             return result
@@ -314,6 +318,18 @@ class Gate:
             f"{tolerance}",
             actual=f"{worst.actual:.4f}, a mean difference of {result.witness_difference:.4f}",
         )
+
+
+def _digest_of(streams: Iterable[Stream]) -> str:
+    """A SHA-256, in hex."""
+    state = hashlib.sha256()
+    for stream in streams:
+        state.update(f"{stream.request} {stream.sample} {stream.finish}\n".encode())
+        for token, logprob, rank, top_ids, top_logprobs in (*stream.prompt, *stream.tokens):
+            count = len(top_ids)
+            numbers = (token, logprob, rank, *top_ids, *top_logprobs)
+            state.update(struct.pack(f"<qfq{count}q{count}f", *numbers))
+    return state.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

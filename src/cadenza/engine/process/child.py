@@ -39,6 +39,7 @@ from cadenza.engine.process.messages import (
 from cadenza.engine.process.supervision import is_descriptor_shortage
 from cadenza.engine.process.worker import Worker
 from cadenza.errors import CadenzaError
+from cadenza.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +59,12 @@ class OnPhase(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """A warm core, its identity, and the number of programs compiled since warm-up."""
+    """A warm core, its identity, the fingerprint of its answers, and the number of programs
+    compiled since warm-up."""
 
     core: EngineCore
     identity: EngineIdentity = field(default_factory=EngineIdentity)
+    fingerprint: Fingerprint | None = None
     count_compiles: Callable[[], int] = lambda: 0
 
 
@@ -180,6 +183,7 @@ def _serve(link: SocketLink, load: Load) -> int:
         Ready(
             request_check=serving.core.request_check,
             identity=serving.identity,
+            fingerprint=serving.fingerprint,
             startup_s=startup.seconds,
             stats=worker.meter.stats(),
         )

@@ -56,6 +56,7 @@ from cadenza.errors import (
     EngineUnavailableError,
     RunnerError,
 )
+from cadenza.fingerprint import Fingerprint
 from cadenza.request import Request
 
 logger = logging.getLogger(__name__)
@@ -156,6 +157,7 @@ class EngineProcess:
         self._requests = OpenRequests(self._options.timeouts, clock)
         self._recovery = Recovery(self._requests)
         self._check: RequestCheck | None = None
+        self._fingerprint: Fingerprint | None = None
         self._identity: EngineIdentity | None = None
         self._stats: EngineStats | None = None
         self._child: ChildProcess | None = None
@@ -243,6 +245,7 @@ class EngineProcess:
                 error=supervision.error,
                 cause=supervision.cause,
                 request_check=self._check,
+                fingerprint=self._fingerprint,
             )
 
     def stats(self) -> EngineStats | None:
@@ -398,6 +401,7 @@ class EngineProcess:
             is_same = self._identity in (None, message.identity)
             self._stats, self._check = message.stats, message.request_check
             self._identity = message.identity
+            self._fingerprint = message.fingerprint
             self._start_message = msgspec.structs.replace(
                 self._start_message, config=_pinned(self._config, message.request_check.limits)
             )

@@ -18,6 +18,7 @@ from cadenza.engine.batch_engine import Cancel, Resume, Submit
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.errors import CadenzaError
+from cadenza.fingerprint import Fingerprint
 from cadenza.request import Event, Finished, PromptLogprobs, Started, Token
 
 MAX_FRAME_BYTES = 256 << 20
@@ -66,6 +67,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     request_check: RequestCheck
     identity: EngineIdentity
+    fingerprint: Fingerprint | None = None
     startup_s: dict[str, float]
     stats: EngineStats
 

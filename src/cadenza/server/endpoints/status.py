@@ -98,6 +98,7 @@ class StatusHandlers:
             "parent": None,
             "max_model_len": None if check is None else check.limits.max_model_len,
             "vocab_size": None if check is None else check.vocab_size,
+            "system_fingerprint": self._service.system_fingerprint,
         }
 
 
@@ -108,6 +109,7 @@ _MODEL = object_of(
         "created": COUNT,
         "owned_by": TEXT,
         "max_model_len": or_null(COUNT),
+        "system_fingerprint": or_null(TEXT),
     }
 )
 _MODELS: Schema = {"type": "array", "items": _MODEL, "minItems": 1}

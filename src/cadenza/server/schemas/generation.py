@@ -184,6 +184,12 @@ class GenerationBody(Body):
         "Log probabilities name tokens as token_id:N instead of by their texts.",
         default=False,
     )
+    receipt = optional(
+        Boolean(),
+        "With the end of each choice, a receipt that `cadenza replay` recomputes: token ids of "
+        "prompt and answer, parameters, log probabilities, fingerprint.",
+        default=False,
+    )
     cache_salt = optional(
         String(max_chars=256), "Share cached prefixes only with requests of an equal salt."
     )

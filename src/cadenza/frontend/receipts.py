@@ -1,0 +1,51 @@
+"""Receipts of finished samples: what a request needs for one, and `make_receipt`.
+
+Knows no engine. Invariant: a request with a receipt has the tokens that it has without one.
+"""
+
+from dataclasses import replace
+
+from cadenza.core.draw_keys import derive_sample_seed, derive_seed
+from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.text_frontend import PreparedRequest
+from cadenza.outputs import CompletionOutput
+from cadenza.receipt import Receipt, digest_of_logprobs
+from cadenza.request import Request
+
+
+def with_receipt(prepared: PreparedRequest) -> PreparedRequest:
+    """The request with a receipt of each sample, for which it gets log probabilities."""
+    request = prepared.request
+    params = replace(request.params, logprobs=request.params.logprobs or 0)
+    return replace(prepared, request=replace(request, params=params), makes_receipt=True)
+
+
+def make_receipt(
+    request: Request, request_id: int, fingerprint: Fingerprint, output: CompletionOutput
+) -> Receipt | None:
+    """Of a whole sample of a request; None if it was aborted or ended with an error."""
+    if output.finish_reason not in ("stop", "length"):
+        return None
+    seed = request.params.seed
+    if seed is None:
+        seed = derive_seed(fingerprint.engine_seed, request_id)
+    params = replace(
+        request.params,
+        seed=derive_sample_seed(seed, output.index),
+        n=1,
+        logprobs=0,
+        prompt_logprobs=None,
+        truncate_prompt_tokens=None,
+    )
+    entries = zip(output.token_ids, output.logprobs or (), strict=True)
+    logprobs = tuple(entry[token_id].logprob for token_id, entry in entries)
+    return Receipt(
+        system_fingerprint=fingerprint.digest,
+        fingerprint=fingerprint,
+        prompt_token_ids=request.prompt_token_ids,
+        params=params,
+        token_ids=output.token_ids,
+        finish_reason=output.finish_reason,
+        logprobs=logprobs,
+        logprob_digest=digest_of_logprobs(logprobs),
+    )

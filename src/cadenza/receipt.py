@@ -1,0 +1,42 @@
+"""`Receipt`: what another machine needs to compute an answer again, and to tell that it is equal.
+
+Owns the JSON form. Holds token ids and no text of a prompt. Invariant: `logprobs` are exact, since
+a float32 survives JSON.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from cadenza.fingerprint import Fingerprint
+from cadenza.request import FinishReason, SamplingParams
+
+RECEIPT_VERSION = 1
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One sample of a request, as a request of its own.
+
+    Args:
+        system_fingerprint: the digest of `fingerprint`.
+        params: all of them, with the seed that was used.
+        logprobs: of the tokens, natural logarithms.
+        logprob_digest: of their bits.
+    """
+
+    receipt: int = RECEIPT_VERSION
+    system_fingerprint: str
+    fingerprint: Fingerprint
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[float, ...]
+    logprob_digest: str
+
+
+def digest_of_logprobs(logprobs: Sequence[float]) -> str:
+    """A SHA-256, in hex, of the values as float32."""
+    return hashlib.sha256(struct.pack(f"<{len(logprobs)}f", *logprobs)).hexdigest()

@@ -1,0 +1,239 @@
+"""Replays receipts: each request is computed again, alone, and compared bit for bit.
+
+Owns the reading of receipts, the options of the engine that they ask for, and the verdicts. Knows
+the engine through `LoadedModel`. Invariant: a receipt is equal only if its fingerprint fits and
+every token and every bit of every log probability is.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from cadenza.config import EngineConfig
+from cadenza.errors import CadenzaError, InvalidRequestError
+from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.loaded_model import LoadedModel, PlannedModel, open_model
+from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
+from cadenza.frontend.receipts import with_receipt
+from cadenza.frontend.text_frontend import PreparedRequest
+from cadenza.loading.fingerprint import make_fingerprint
+from cadenza.loading.plan import pages_for_batch, with_pool
+from cadenza.receipt import RECEIPT_VERSION, Receipt, digest_of_logprobs
+from cadenza.request import Request
+
+MAX_RECEIPT_BYTES = 1 << 30
+
+_NOT_COMPUTED_FROM = frozenset({"template", "defaults"})
+"""Parts that a replay does not use: a receipt has the prompt's ids and all parameters."""
+
+
+class ReceiptError(InvalidRequestError):
+    """A file is no receipt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """The verdict on one receipt; `differences` are sentences, and empty where it is equal."""
+
+    source: str
+    num_tokens: int
+    differences: tuple[str, ...] = ()
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.differences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedReceipt:
+    """A receipt and where it was read."""
+
+    source: str
+    receipt: Receipt
+
+
+def read_receipts(path: Path) -> list[NamedReceipt]:
+    """The receipts of a file: one a line, or a single JSON object.
+
+    Raises ReceiptError, which names file and line.
+    """
+    try:
+        if path.stat().st_size > MAX_RECEIPT_BYTES:
+            raise ReceiptError(
+                f"{path} has over {MAX_RECEIPT_BYTES} bytes; give a file of receipts"
+            )
+        text = path.read_bytes()
+    except OSError as error:
+        raise ReceiptError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return [NamedReceipt(source=str(path), receipt=_decode(text, str(path)))]
+    except ReceiptError:
+        lines = [line for line in text.splitlines() if line.strip()]
+        if len(lines) < 2:
+            raise
+    named = ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1))
+    return [NamedReceipt(source=name, receipt=_decode(line, name)) for name, line in named]
+
+
+def _decode(text: bytes, where: str) -> Receipt:
+    try:
+        receipt = msgspec.json.decode(text, type=Receipt)
+    except (msgspec.DecodeError, InvalidRequestError) as error:
+        raise ReceiptError(
+            f"{where} is no receipt: {error}; receipts come from `cadenza generate --receipt` and "
+            f"from answers to requests with `receipt`"
+        ) from error
+    if receipt.receipt != RECEIPT_VERSION:
+        raise ReceiptError(
+            f"{where} is a receipt of version {receipt.receipt}; this Cadenza reads "
+            f"{RECEIPT_VERSION}"
+        )
+    return receipt
+
+
+def replay(model: str | None, receipts: Iterable[NamedReceipt]) -> Iterator[Replayed]:
+    """The verdicts, in groups of receipts that ask for one engine.
+
+    Raises the errors of `open_model`, where there is no such model or it does not fit.
+    """
+    groups: dict[EngineConfig, list[NamedReceipt]] = {}
+    for each in receipts:
+        groups.setdefault(config_of(each.receipt.fingerprint), []).append(each)
+    for config, group in groups.items():
+        planned = open_model(model, config)
+        here = make_fingerprint(planned.checkpoint, planned.plan, config)
+        fitting = [each for each in group if not _unfit(each.receipt, here)]
+        for each in group:
+            if each not in fitting:
+                unfit = (*_changes(each.receipt), *_unfit(each.receipt, here))
+                yield _verdict(each, unfit)
+        if fitting:
+            with closing(_load(planned, fitting)) as loaded:
+                for each in fitting:
+                    yield _verdict(each, _compare(each.receipt, here, loaded))
+
+
+def config_of(fingerprint: Fingerprint) -> EngineConfig:
+    """The options of the engine that a receipt was made with, as far as they decide its bits.
+
+    Raises ReceiptError.
+    """
+    try:
+        return EngineConfig(
+            dtype=fingerprint.activations,  # pyright: ignore[reportArgumentType]
+            quantization=fingerprint.weights  # pyright: ignore[reportArgumentType]
+            if fingerprint.weights in ("int8", "int4")
+            else "none",
+            kv_cache_dtype="int8" if fingerprint.kv == "int8" else "auto",
+            arithmetic="portable" if fingerprint.arithmetic.startswith("portable") else "fast",
+            max_model_len=fingerprint.max_model_len,
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+        )
+    except CadenzaError as error:
+        raise ReceiptError(f"the receipt's fingerprint has unknown parts: {error}") from error
+
+
+def _verdict(each: NamedReceipt, differences: Iterable[str]) -> Replayed:
+    return Replayed(
+        source=each.source,
+        num_tokens=len(each.receipt.token_ids),
+        differences=tuple(differences),
+    )
+
+
+def _load(planned: PlannedModel, receipts: list[NamedReceipt]) -> LoadedModel:
+    """The model with KV pages for the longest of the requests."""
+    requests = [_prepared(planned, each.receipt).request for each in receipts]
+    num_pages = pages_for_batch(requests, planned.plan.limits)
+    return replace(planned, plan=with_pool(planned.plan, planned.config, num_pages)).load()
+
+
+def _prepared(planned: PlannedModel | LoadedModel, receipt: Receipt) -> PreparedRequest:
+    request = Request(prompt_token_ids=receipt.prompt_token_ids, params=receipt.params)
+    return with_receipt(PreparedRequest(text=None, request=planned.text.resolve(request)))
+
+
+def _unfit(receipt: Receipt, here: Fingerprint) -> list[str]:
+    return [text for name, text in _other_parts(receipt, here) if name not in _NOT_COMPUTED_FROM]
+
+
+def _other_parts(receipt: Receipt, here: Fingerprint) -> list[tuple[str, str]]:
+    """The names of the parts of the fingerprint that differ, each with a sentence."""
+    theirs, ours = receipt.fingerprint.parts, here.parts
+    return [
+        (
+            name,
+            f"the {name} does not fit: {theirs[name] or 'none'} in the receipt, "
+            f"{ours[name] or 'none'} here",
+        )
+        for name in theirs
+        if theirs[name] != ours[name]
+    ]
+
+
+def _changes(receipt: Receipt) -> Iterator[str]:
+    """Where a receipt contradicts itself."""
+    if receipt.system_fingerprint != receipt.fingerprint.digest:
+        yield "the receipt was changed: its system_fingerprint is not that of its parts"
+    if receipt.logprob_digest != digest_of_logprobs(receipt.logprobs):
+        yield "the receipt was changed: its logprob_digest is not that of its log probabilities"
+
+
+def _compare(receipt: Receipt, here: Fingerprint, loaded: LoadedModel) -> Iterator[str]:
+    yield from _changes(receipt)
+    for _, text in _other_parts(receipt, here):
+        yield text
+    again = _recompute(receipt, loaded)
+    if isinstance(again, str):
+        yield again
+        return
+    yield from _first_difference(receipt, again)
+
+
+def _recompute(receipt: Receipt, loaded: LoadedModel) -> Receipt | str:
+    """The receipt of the request, run alone; a sentence if it cannot be served."""
+    try:
+        prepared = _prepared(loaded, receipt)
+        request_id = loaded.core.submit(prepared.request)
+    except CadenzaError as error:
+        return f"the request cannot be served here: {error}"
+    processor = OutputProcessor(request_id, prepared, loaded.text, loaded.fingerprint)
+    router = OutputRouter(loaded.core.cancel)
+    router.add(processor)
+    while not processor.is_finished:
+        router.push(loaded.core.step())
+    output = processor.output().outputs[0]
+    return output.receipt or f"the replay ended with an error: {output.error}"
+
+
+def _first_difference(receipt: Receipt, again: Receipt) -> Iterator[str]:
+    theirs = [*zip(receipt.token_ids, receipt.logprobs, strict=False)]
+    ours = [*zip(again.token_ids, again.logprobs, strict=False)]
+    for place, (old, new) in enumerate(zip(theirs, ours, strict=False)):
+        if old[0] != new[0]:
+            yield (
+                f"token {place} differs: {old[0]} (log probability {old[1]:.9g}) in the receipt, "
+                f"{new[0]} ({new[1]:.9g}) here"
+            )
+            return
+        if digest_of_logprobs(old[1:]) != digest_of_logprobs(new[1:]):
+            yield (
+                f"the log probability of token {place} differs by {abs(new[1] - old[1]):.3g}: "
+                f"{old[1]:.9g} in the receipt, {new[1]:.9g} here"
+            )
+            return
+    lengths = (len(receipt.token_ids), len(receipt.logprobs), len(again.token_ids))
+    if len(set(lengths)) > 1:
+        yield (
+            f"the receipt has {lengths[0]} tokens and {lengths[1]} log probabilities, the replay "
+            f"{lengths[2]} tokens; the first {min(lengths)} are equal"
+        )
+    elif receipt.finish_reason != again.finish_reason:
+        yield (
+            f"the finish reason differs: {receipt.finish_reason} in the receipt, "
+            f"{again.finish_reason} here"
+        )

@@ -1,0 +1,188 @@
+"""`generate --receipt` and `replay`: what was changed in a receipt or a model is told apart."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.harness import ENGINE, TINY, Ran, write_model
+
+SAMPLED = ("--max-tokens", 7, "--temperature", 1.5, "--ignore-eos", *ENGINE)
+
+
+@pytest.fixture(scope="module")
+def receipts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    from cadenza.cli import main
+
+    file = tmp_path_factory.mktemp("receipts") / "r.jsonl"
+    given = ("generate", "--model", model, "one two", "the quick", "--receipt", file, *SAMPLED)
+    assert main([str(each) for each in given]) == 0
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def written(tmp_path: Path, *receipts: dict[str, Any]) -> Path:
+    file = tmp_path / "changed.jsonl"
+    file.write_text("\n".join(map(json.dumps, receipts)))
+    return file
+
+
+def test_receipts_are_equal_one_by_one(
+    cadenza: Callable[..., Ran], model: Path, receipts: list[dict[str, Any]], tmp_path: Path
+):
+    assert receipts[0]["params"]["seed"] != receipts[1]["params"]["seed"]
+    file = written(tmp_path, *receipts)
+    ran = cadenza("replay", file, "--model", model)
+    assert (ran.code, ran.out) == (0, f"{file}:1: equal, 7 tokens\n{file}:2: equal, 7 tokens\n")
+    assert "one two" not in file.read_text()
+
+
+def change_token(receipt: dict[str, Any]) -> None:
+    receipt["token_ids"][4] = (receipt["token_ids"][4] + 1) % TINY.vocab_size
+
+
+def change_logprob(receipt: dict[str, Any]) -> None:
+    receipt["logprobs"][5] += 2.0**-10
+
+
+def change_seed(receipt: dict[str, Any]) -> None:
+    receipt["params"]["seed"] += 1
+
+
+def change_length(receipt: dict[str, Any]) -> None:
+    receipt["params"]["max_tokens"] = 8
+
+
+def change_part(receipt: dict[str, Any]) -> None:
+    receipt["fingerprint"]["checkpoint"] = "0" * 32
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (change_token, "token 4 differs: "),
+        (change_logprob, "the log probability of token 5 differs by 0.000977"),
+        (change_logprob, "logprob_digest is not that of its log probabilities"),
+        (change_seed, "differs: "),
+        (change_length, "the receipt has 7 tokens and 7 log probabilities, the replay 8"),
+        (change_part, "the checkpoint does not fit: 00000000000000000000000000000000 in"),
+        (change_part, "its system_fingerprint is not that of its parts"),
+    ],
+)
+def test_a_changed_receipt_is_told_apart(
+    cadenza: Callable[..., Ran],
+    model: Path,
+    receipts: list[dict[str, Any]],
+    tmp_path: Path,
+    change: Callable[[dict[str, Any]], None],
+    words: str,
+):
+    changed = json.loads(json.dumps(receipts[0]))
+    change(changed)
+    ran = cadenza("replay", written(tmp_path, changed), "--model", model, "--json")
+    assert ran.code == 1
+    (found,) = ran.objects
+    assert any(words in each for each in found["differences"]), found
+
+
+def change_weights(folder: Path) -> None:
+    write_model(folder, seed=4)
+
+
+def change_template(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "chat_template": settings["chat_template"] + " "}))
+
+
+def change_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text() + "\n")
+
+
+def change_defaults(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (change_weights, "checkpoint"),
+        (change_template, "template"),
+        (change_tokenizer, "tokenizer"),
+        (change_defaults, "defaults"),
+    ],
+)
+def test_the_part_of_another_model_is_named(
+    cadenza: Callable[..., Ran],
+    model: Path,
+    receipts: list[dict[str, Any]],
+    tmp_path: Path,
+    change: Callable[[Path], None],
+    part: str,
+):
+    folder = tmp_path / "other"
+    if change is not change_weights:
+        shutil.copytree(model, folder)
+    change(folder)
+    ran = cadenza("replay", written(tmp_path, receipts[0]), "--model", folder)
+    assert ran.code == 1
+    lines = ran.out.splitlines()
+    assert len(lines) == 1
+    assert f": the {part} does not fit: " in lines[0]
+
+
+def test_a_file_that_is_no_receipt_is_refused(cadenza: Callable[..., Ran], tmp_path: Path):
+    for content in ("", "{}", "no", '{"receipt": 1}\n{"receipt": 1}', "[1]"):
+        file = tmp_path / "none.json"
+        file.write_text(content)
+        ran = cadenza("replay", file)
+        assert ran.code == 2, ran
+        assert "is no receipt" in ran.err
+    assert cadenza("replay", tmp_path / "absent").code == 2
+
+
+def test_a_receipt_of_another_version_is_refused(
+    cadenza: Callable[..., Ran], receipts: list[dict[str, Any]], tmp_path: Path
+):
+    ran = cadenza("replay", written(tmp_path, {**receipts[0], "receipt": 2}))
+    assert ran.code == 2
+    assert "version 2" in ran.err
+
+
+def test_a_file_for_receipts_that_cannot_be_written_is_refused(
+    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+):
+    ran = cadenza("generate", "--model", model, "one", "--receipt", tmp_path / "no" / "file")
+    assert ran.code != 0
+    assert "cannot be written" in ran.err
+
+
+def test_the_fingerprint_names_what_answers_depend_on(
+    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+):
+    def answers(folder: Path, *flags: object) -> dict[str, Any]:
+        (facts,) = cadenza("info", folder, "--json", *ENGINE, *flags).objects
+        return facts["answers"]
+
+    plain = answers(model)
+    same = tmp_path / "copy"
+    shutil.copytree(model, same)
+    assert answers(same) == plain
+    assert answers(model, "--max-num-seqs", 3, "--seed", 5, "--scheduler", "plain") == plain
+    for flags, name in (
+        (("--dtype", "bfloat16"), "activations"),
+        (("--quantization", "int8"), "weights"),
+        (("--kv-cache-dtype", "int8"), "kv"),
+        (("--max-model-len", 200), "max_model_len"),
+        (("--ops", "reference"), "arithmetic"),
+    ):
+        found = answers(model, *flags)
+        assert found[name] != plain[name]
+        assert found["system_fingerprint"] != plain["system_fingerprint"]
+    large = tmp_path / "large"
+    write_model(large, replace(TINY, rms_norm_eps=1e-6))
+    assert answers(large)["checkpoint"] != plain["checkpoint"]
