@@ -111,7 +111,7 @@ def _as_text(facts: Facts) -> str:
 def describe(
     name: str | None, checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig
 ) -> Facts:
-    """All facts but those of `answers`, under the names of `EngineConfig`'s flags where there are such."""
+    """All facts but `answers`, under the names of `EngineConfig`'s flags where there are such."""
     limits, traits = plan.limits, plan.traits
     return {
         "model": _model(name, checkpoint),
