@@ -38,7 +38,7 @@ def test_flags_that_do_not_go_together_are_refused(
 
 def test_the_portable_digest_tells_weights_apart(cadenza: Callable[..., Ran], model: Path):
     def digest(*flags: object) -> str:
-        given = ("--portable", "--reference", "solo", "--max-tokens", 3, "--json")
+        given = ("--portable", "--reference", "solo", "--max-tokens", 4, "--json")
         ran = cadenza("verify", *flags, *given, *ENGINE)
         assert ran.code == 0, ran.out + ran.err
         return ran.objects[0]["digest"]

@@ -156,18 +156,6 @@ def test_logprobs_of_a_chat_answer_are_objects(server: RunningServer) -> None:
     assert [entry for part in parts for entry in part] == content
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_answers_and_frames_have_a_fingerprint_that_is_null(
-    server: RunningServer, path: str
-) -> None:
-    asked = {"prompt": "the fox"} if path == "/v1/completions" else {"messages": CHAT}
-    body = {**asked, "max_tokens": 3}
-    assert server.post(path, body).json()["system_fingerprint"] is None
-    streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    for event in server.events(path, streaming)[:-1]:
-        assert event["system_fingerprint"] is None
-
-
 def test_what_is_told_of_a_prompt_is_null_unless_it_was_asked_for(server: RunningServer) -> None:
     names = ("prompt_logprobs", "prompt_token_ids")
     chat = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2}).json()
