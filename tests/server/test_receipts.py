@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cadenza.frontend.loaded_model import LoadedModel
-from cadenza.verification.replay import read_receipts, replay
+from cadenza.verification.replay import read_receipts, replay_receipts
 from tests.server.harness import RunningServer
 
 COMPLETION = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.0, "n": 2}
@@ -49,7 +49,7 @@ def test_receipts_of_an_answer_are_replayed_to_the_bit(
     assert not any("story" in line or "Once" in line for line in lines)
     file = tmp_path / "receipts.jsonl"
     file.write_text("\n".join(lines))
-    verdicts = [*replay(None, read_receipts(file))]
+    verdicts = [*replay_receipts(None, read_receipts(file))]
     assert [each.differences for each in verdicts] == [()] * 3
     tokens = [tuple(json.loads(line)["token_ids"]) for line in lines]
     assert len(set(tokens)) == 3, "samples have seeds of their own"

@@ -30,8 +30,7 @@ def replay(
     Prints for each receipt that it is equal, or the first token that differs and by how much, or
     the part of the fingerprint that does not fit. Exit code 0 when all are equal, 1 when not.
     """
-    from cadenza.verification.replay import read_receipts
-    from cadenza.verification.replay import replay as replay_receipts
+    from cadenza.verification.replay import read_receipts, replay_receipts
 
     receipts = [each for file in files for each in read_receipts(Path(file))]
     with status_line("replaying"):

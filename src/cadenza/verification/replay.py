@@ -94,7 +94,7 @@ def _decode(text: bytes, where: str) -> Receipt:
     return receipt
 
 
-def replay(model: str | None, receipts: Iterable[NamedReceipt]) -> Iterator[Replayed]:
+def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iterator[Replayed]:
     """The verdicts, in groups of receipts that ask for one engine.
 
     Raises the errors of `open_model`, where there is no such model or it does not fit.
