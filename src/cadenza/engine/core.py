@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from cadenza.backends.base import Runner
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
-from cadenza.core.draw_keys import derive_sample_seed, derive_seed
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.prompt_logprobs import PromptLogprobsProgress
@@ -26,6 +25,7 @@ from cadenza.core.step_cost import StepBound
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
+from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.errors import EngineClosedError, QueueFullError
 from cadenza.request import Event, Finished, Request
 
@@ -223,13 +223,13 @@ class EngineCore:
 
     def _make_sequence(self, request_id: int, request: Request, sample: int) -> Sequence:
         params = request.params
-        seed = derive_seed(self._seed, request_id) if params.seed is None else params.seed
+        seed = seed_of_sample(params, sample, request_id=request_id, engine_seed=self._seed)
         stop = frozenset(params.stop_token_ids)
         return Sequence(
             request_id=request_id,
             request=request,
             sample=sample,
-            seed=derive_sample_seed(seed, sample),
+            seed=seed,
             max_num_tokens=self.request_check.max_num_tokens(request),
             stop_token_ids=stop if params.ignore_eos else stop | self.eos_token_ids,
             arrived_s=self._clock(),

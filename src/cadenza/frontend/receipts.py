@@ -5,7 +5,7 @@ Knows no engine. Invariant: a request with a receipt has the tokens that it has 
 
 from dataclasses import replace
 
-from cadenza.core.draw_keys import derive_sample_seed, derive_seed
+from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.text_frontend import PreparedRequest
 from cadenza.outputs import CompletionOutput
@@ -26,12 +26,15 @@ def make_receipt(
     """Of a whole sample of a request; None if it was aborted or ended with an error."""
     if output.finish_reason not in ("stop", "length"):
         return None
-    seed = request.params.seed
-    if seed is None:
-        seed = derive_seed(fingerprint.engine_seed, request_id)
+    seed = seed_of_sample(
+        request.params,
+        output.index,
+        request_id=request_id,
+        engine_seed=fingerprint.engine_seed,
+    )
     params = replace(
         request.params,
-        seed=derive_sample_seed(seed, output.index),
+        seed=seed,
         n=1,
         logprobs=0,
         prompt_logprobs=None,
