@@ -112,7 +112,7 @@ TEST(a_float8_product_folds_its_blocks_in_ascending_order) {
     for (int64_t i = 0; i < w.k; i++) {
       block = std::fma(float8_value(w.codes[size_t(c * w.k + i)]), x[size_t(i)], block);
       if (i + 1 < w.k && (i + 1) % kFloat8Block != 0) continue;
-      sum = fused(context, block, w.scales[size_t(c * w.blocks + i / kFloat8Block)], sum);
+      sum = std::fma(block, w.scales[size_t(c * w.blocks + i / kFloat8Block)], sum);
       block = 0;
     }
     CHECK(same_bits(&out[size_t(c)], &sum, 1));
