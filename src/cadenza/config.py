@@ -35,6 +35,7 @@ MAX_NUM_QUEUED_TOKENS_BOUND = 1 << 40
 MAX_SEED = (1 << 63) - 1
 MIN_MAX_ITL_MS, MAX_MAX_ITL_MS = 1.0, 600_000.0
 MIN_GUARD_S, MAX_GUARD_S = 0.001, 86_400.0
+MAX_HEADROOM_GB = 1_000_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     kv_cache_memory_bytes: int | None = None
     num_pages: int | None = None
+    scheduler_headroom_gb: float = 0.0
     kv_layout: KVLayout = "auto"
     page_size: int = PAGE_SIZE_UNIT
     enable_prefix_caching: bool = True
@@ -87,7 +89,14 @@ class EngineConfig:
             if value is not None or name not in _OPTIONAL:
                 number = _as_integer(name.replace("_", "-"), value, low, high)
                 object.__setattr__(self, name, number)
-        object.__setattr__(self, "starvation_guard", _as_guard(self.starvation_guard))
+        guard = _as_number(
+            "starvation-guard", self.starvation_guard, MIN_GUARD_S, MAX_GUARD_S, "seconds"
+        )
+        object.__setattr__(self, "starvation_guard", guard)
+        headroom = _as_number(
+            "scheduler-headroom-gb", self.scheduler_headroom_gb, 0.0, MAX_HEADROOM_GB, "GB"
+        )
+        object.__setattr__(self, "scheduler_headroom_gb", headroom)
         object.__setattr__(self, "max_itl_ms", _as_max_itl_ms(self.max_itl_ms))
         if not isinstance(self.backend, str) or not self.backend.isprintable():
             raise ConfigError(f"--backend {show(self.backend)} must be auto, or a backend's name")
@@ -221,15 +230,12 @@ def _as_integer(flag: str, value: object, low: int, high: int) -> int:
     return index(cast(int, value))
 
 
-def _as_guard(value: object) -> float:
-    """Raises ConfigError unless it is a number of seconds within bounds."""
+def _as_number(flag: str, value: object, low: float, high: float, unit: str) -> float:
+    """Raises ConfigError unless it is a number in [`low`, `high`]."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if is_number and MIN_GUARD_S <= cast(float, value) <= MAX_GUARD_S:
+    if is_number and low <= cast(float, value) <= high:
         return float(cast(float, value))
-    raise ConfigError(
-        f"--starvation-guard {show(value)} must be a number of seconds from {MIN_GUARD_S:g} to "
-        f"{MAX_GUARD_S:g}"
-    )
+    raise ConfigError(f"--{flag} {show(value)} must be a number of {unit} from {low:g} to {high:g}")
 
 
 def _as_max_itl_ms(value: object) -> MaxItlMs:

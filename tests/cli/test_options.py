@@ -66,6 +66,7 @@ VALUES = {
     "max_consecutive_step_errors": ("4", 4),
     "max_itl_ms": ("62.5", 62.5),
     "batching": ("static", "static"),
+    "scheduler_headroom_gb": ("0.5", 0.5),
     "scheduling_policy": ("priority", "priority"),
     "starvation_guard": ("2.5", 2.5),
     "admission": ("optimistic", "optimistic"),

@@ -194,6 +194,7 @@ PLANNED: dict[str, Any] = {
     "max_num_batched_tokens": 40,
     "kv_cache_memory_bytes": 8 << 20,
     "num_pages": 200,
+    "scheduler_headroom_gb": 0.25,
     "kv_layout": "dense",
     "page_size": 32,
     "enable_prefix_caching": False,
@@ -261,3 +262,24 @@ def test_prefixes_are_shared_between_slots_only_where_the_backend_says_how():
     for other in (own_plan(1 << 20), plan(kv_layout="dense")):
         assert not other.limits.enable_prefix_caching
     assert (plan().limits.enable_prefix_caching, plan().limits.slot_unit) == (True, None)
+
+
+def test_the_headroom_is_left_out_of_the_pool():
+    without, beside = plan(GIB), plan(GIB, scheduler_headroom_gb=0.5)
+    assert beside.headroom_bytes == 500_000_000
+    left = GIB - beside.weight_bytes - beside.headroom_bytes
+    assert beside.kv_bytes <= left // 2
+    tight = plan(GIB, scheduler_headroom_gb=0.95, max_num_seqs=64)
+    assert tight.kv_bytes < plan(GIB, max_num_seqs=64).kv_bytes
+    assert without.headroom_bytes == 0
+
+
+def test_a_headroom_that_leaves_nothing_is_refused_with_what_it_may_be():
+    with pytest.raises(ConfigError, match=r"--scheduler-headroom-gb 2 leaves no .* below 1\.07"):
+        plan(GIB, scheduler_headroom_gb=2)
+
+
+@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf"), True, "1", None])
+def test_a_headroom_that_is_no_size_is_refused_by_its_flag(value: Any):
+    with pytest.raises(ConfigError, match="--scheduler-headroom-gb"):
+        EngineConfig(scheduler_headroom_gb=value)

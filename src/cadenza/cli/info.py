@@ -118,6 +118,7 @@ def describe(
         "text": _text(checkpoint, config),
         "memory": {
             "available_bytes": plan.available_bytes,
+            "headroom_bytes": plan.headroom_bytes,
             "weight_bytes": plan.weight_bytes,
             "kv_bytes": plan.kv_bytes,
             "kv_bytes_per_token": plan.kv_bytes_per_token,

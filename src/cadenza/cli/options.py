@@ -132,6 +132,9 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "max_num_batched_tokens": _number("Tokens computed in one step.", "--prefill-step-size"),
     "kv_cache_memory_bytes": _number("Bytes of memory for KV pages."),
     "num_pages": _number("KV pages, in place of --kv-cache-memory-bytes."),
+    "scheduler_headroom_gb": _engine(
+        "Memory that the engine leaves free, in GB, beside weights and KV.", metavar="GB"
+    ),
     "kv_layout": _engine("KV in pages, or in one block for each row; auto: as the backend has it."),
     "page_size": _number("Tokens of a KV page, a multiple of 16."),
     "enable_prefix_caching": _engine("Reuse the KV of prompts that begin alike."),

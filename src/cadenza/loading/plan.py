@@ -47,6 +47,7 @@ class EnginePlan:
     weight_bytes: int
     kv_bytes_per_token: int
     available_bytes: int
+    headroom_bytes: int = 0
     traits: BackendTraits
 
     @property
@@ -96,7 +97,15 @@ def make_plan(
     kv_layout = _choose_layout(config, traits)
     config = replace(config, kv_layout=kv_layout, quantization=quantization)
     memory = _memory_of(checkpoint, traits, dtype, config)
+    headroom = int(config.scheduler_headroom_gb * 1e9)
     left = available_bytes - memory.weight_bytes
+    if 0 < left <= headroom:
+        raise ConfigError(
+            f"--scheduler-headroom-gb {config.scheduler_headroom_gb:g} leaves no memory for KV: "
+            f"{available_bytes} bytes are available and the weights need {memory.weight_bytes} of "
+            f"them; set it below {left / 1e9:.3g}"
+        )
+    left -= headroom
     if left <= 0:
         raise ConfigError(
             f"the weights need {memory.weight_bytes} bytes as {dtype}, but {available_bytes} are "
@@ -127,6 +136,7 @@ def make_plan(
         weight_bytes=memory.weight_bytes,
         kv_bytes_per_token=per_token,
         available_bytes=available_bytes,
+        headroom_bytes=headroom,
         traits=traits,
     )
 
