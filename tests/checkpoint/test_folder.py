@@ -248,6 +248,19 @@ def write_sparse_weights(path: Path, config: dict[str, Any]) -> None:
         file.truncate(8 + len(text) + position)
 
 
+def test_a_watched_checkpoint_tells_the_bytes_that_were_read(tmp_path: Path):
+    tensors = small_model()[1]
+    told: list[tuple[int, int]] = []
+    checkpoint = open_checkpoint(write_folder(tmp_path))
+    watched = checkpoint.watched(lambda done, total: told.append((done, total)))
+    read, expected = 0, []
+    for name in [*tensors, next(iter(tensors))]:  # read twice, counted once
+        assert np.array_equal(watched.weights[name], checkpoint.weights[name])
+        expected.append((min(read, checkpoint.num_weight_bytes), checkpoint.num_weight_bytes))
+        read += tensors[name].nbytes
+    assert told == expected
+
+
 def test_the_bundled_model_opens():
     checkpoint = open_checkpoint(None)
     assert checkpoint.tokenizer_source is not None

@@ -101,6 +101,7 @@ class Terminal:
 def test_a_terminal_shows_rows_at_work_and_ends_with_a_table(model: Path):
     flags = ("--max-tokens", 60, "--ignore-eos", "-np", 2, "-c", 256)
     with Terminal("generate", model, *PROMPTS, *flags) as shown:
+        shown.read_until(r"loading the model")
         shown.read_until(r"/2 rows")
         shown.read_until(r"TTFT")
         shown.read_until(r"3 prompts on 2 rows, \d+ steps in [\d.]+ s")

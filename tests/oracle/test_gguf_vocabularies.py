@@ -63,3 +63,9 @@ def test_texts_get_the_expected_ids(name: str):
 def test_other_vocabularies_are_refused_by_name(name: str):
     with pytest.raises(CheckpointError, match=REFUSED[name]):
         tokenizer_of(vocabulary_file(name))
+
+
+def test_every_vocabulary_with_expected_ids_is_tested():
+    folder = vocabulary_file("gpt-2").parent
+    names = {path.name.removesuffix(".gguf.inp") for path in folder.glob("*.gguf.inp")}
+    assert {f"ggml-vocab-{name}" for name in {*SUPPORTED, *REFUSED} - {"gpt-neox"}} == names

@@ -13,7 +13,7 @@ from cadenza.checkpoint.declaration import (
     count_parameters,
     declare,
 )
-from cadenza.checkpoint.folder import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint, OnProgress, open_checkpoint
 from cadenza.checkpoint.generation_defaults import GenerationDefaults
 from cadenza.checkpoint.hub import Hub, is_hub_id
 from cadenza.checkpoint.model_config import LayerKind, ModelConfig
@@ -36,6 +36,7 @@ __all__ = [
     "Llama3RopeScaling",
     "LongRopeScaling",
     "ModelConfig",
+    "OnProgress",
     "RopeConfig",
     "TensorKind",
     "TensorSpec",

@@ -6,6 +6,7 @@ and executes nothing from the folder.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -42,6 +43,10 @@ MAX_UNREAD_BYTES = 1 << 20
 """Bytes of each file in the digest of a model that only a backend reads."""
 
 _BUNDLED = ("models", "bundled")
+
+
+OnProgress = Callable[[int, int], object]
+"""Called with the bytes of the weights that are done, and of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +94,23 @@ class Checkpoint:
         if isinstance(self.known, CheckpointError):
             raise self.known
         return self.known
+
+    def watched(self, on_progress: OnProgress) -> "Checkpoint":
+        """A copy that calls `on_progress` before each weight of the model is read, with the stored
+        bytes of those that were read before it, and of all.
+        """
+        if isinstance(self.known, CheckpointError):
+            return self
+        config, weights = self.known
+        sizes = {spec.name: weights.num_bytes(spec.name) for spec in declare(config)}
+        total, done = sum(sizes.values()), 0
+
+        def on_read(name: str) -> None:
+            nonlocal done
+            on_progress(done, total)
+            done += sizes.pop(name, 0)
+
+        return replace(self, known=(config, weights.watched(on_read)))
 
     @property
     def scheme(self) -> StoredScheme | None:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from cadenza.checkpoint.config_json import CONFIG_FILE
 from cadenza.checkpoint.declaration import TensorSpec, declare
-from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.folder import Checkpoint, OnProgress
 from cadenza.checkpoint.formats.at_load import format_at_load
 from cadenza.checkpoint.json_object import read_json_object
 from cadenza.checkpoint.quantised_weight import quantise_int4, quantise_int8
@@ -33,9 +33,6 @@ from cadenza.checkpoint.tensor_file import AnyArray
 from cadenza.checkpoint.weight_format import GROUP
 from cadenza.config import Quantization
 from cadenza.errors import CheckpointError
-
-OnProgress = Callable[[int, int], object]
-"""Called with the bytes that are written and those of all tensors."""
 
 _SMALL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _NOTICES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")

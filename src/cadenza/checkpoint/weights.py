@@ -5,7 +5,7 @@ directly in the folder, and a name refers to exactly one tensor or quantised wei
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ class Weights:
     _file_of: dict[str, TensorFile]
     scheme: "StoredScheme | None" = None
     quantised: "Mapping[str, StoredWeight]" = field(default_factory=dict[str, "StoredWeight"])
+    _on_read: Callable[[str], object] = lambda _: None
 
     @classmethod
     def of(cls, files: Sequence[TensorFile]) -> "Weights":
@@ -51,6 +52,7 @@ class Weights:
 
         Raises `KeyError` for unknown names.
         """
+        self._on_read(name)
         stored = self.quantised.get(name)
         return self._file_of[name].view(name) if stored is None else stored.load()
 
@@ -105,6 +107,10 @@ class Weights:
     def raw_bytes(self, name: str) -> memoryview:
         """The stored bytes of a tensor, without a copy."""
         return self._file_of[name].raw_bytes(name)
+
+    def watched(self, on_read: Callable[[str], object]) -> "Weights":
+        """A copy that calls `on_read` with a name before the tensor or weight is read."""
+        return replace(self, _on_read=on_read)
 
     def with_quantised(
         self, scheme: "StoredScheme", quantised: "Mapping[str, StoredWeight]"

@@ -73,15 +73,15 @@ def chat(
     With stdin piped, each line is answered and nothing else is printed.
     """
     model = only_model(folder, flags.model)
-    from cadenza.cli.report import status_line
+    from cadenza.cli.report import progress_bar
     from cadenza.frontend.loaded_model import open_model
     from cadenza.loading.plan import with_pool
 
     is_person = sys.stdin.isatty() and sys.stdout.isatty()
     params = {**sampling.changes(), "max_tokens": flags.max_tokens}
     with ExitStack() as stack:
-        with status_line("loading the model") if is_person else nullcontext():
-            planned = open_model(model, config)
+        with progress_bar("loading the model") if is_person else nullcontext() as on_progress:
+            planned = open_model(model, config, on_progress)
             _check_can_chat(planned, params)
             # One conversation is answered at a time, and may fill the context.
             plan = with_pool(planned.plan, config, planned.plan.limits.max_pages_per_seq)

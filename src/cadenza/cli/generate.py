@@ -97,13 +97,13 @@ def generate(
     """
     model, prompts = _read_prompts(words or [], flags)
     from cadenza.cli.batch_run import BatchRun
-    from cadenza.cli.report import status_line
+    from cadenza.cli.report import progress_bar
     from cadenza.frontend.loaded_model import open_model
 
     is_live = sys.stdout.isatty() and not flags.json
     with ExitStack() as stack:
-        with status_line("loading the model") if is_live else nullcontext():
-            planned = open_model(model, config)
+        with progress_bar("loading the model") if is_live else nullcontext() as on_progress:
+            planned = open_model(model, config, on_progress)
             questions = [_question(planned, prompt, flags, sampling) for prompt in prompts]
             loaded = stack.enter_context(closing(_load_for(planned, questions)))
         fingerprint = loaded.fingerprint

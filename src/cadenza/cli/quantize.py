@@ -1,11 +1,5 @@
-"""`cadenza quantize`: writes a folder with quantised weights.
+"""`cadenza quantize`: writes a folder with quantised weights. Computes nothing."""
 
-Owns the progress bar, which a terminal shows. Computes nothing.
-"""
-
-import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,26 +24,13 @@ def quantize(
     It gives the same tokens as --quantization with the original folder, and loads faster.
     """
     from cadenza.checkpoint.quantised_folder import write_quantised_folder
+    from cadenza.cli.report import progress_bar
     from cadenza.loading.build import find_checkpoint
 
     checkpoint = find_checkpoint(model, revision=revision)
-    with _progress(f"quantizing to {scheme}") as report:
+    with progress_bar(f"quantizing to {scheme}") as report:
         write_quantised_folder(checkpoint, out, scheme, on_progress=report)
     num_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     print(
         f"{out}: {num_bytes / 1e6:.1f} MB of weights, from {checkpoint.num_weight_bytes / 1e6:.1f}"
     )
-
-
-@contextmanager
-def _progress(title: str) -> Generator[Callable[[int, int], None]]:
-    """Reports bytes to a bar on stderr if that is a terminal, and otherwise to nothing."""
-    if not sys.stderr.isatty():
-        yield lambda _, __: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task(title)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

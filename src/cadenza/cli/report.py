@@ -159,6 +159,25 @@ def status_line(
         yield status.update
 
 
+@contextmanager
+def progress_bar(title: str) -> Generator[Callable[[int, int], None]]:
+    """Shows how much of a work is done, as a bar where stderr is a terminal, and nothing elsewhere.
+
+    The bar moves without an end until the first call with what is done and the whole.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _, __: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def harmless(text: str) -> str:
     """`text` without control characters other than line ends."""
     return text.replace("\r\n", "\n").translate(_CONTROLS | _KEPT)

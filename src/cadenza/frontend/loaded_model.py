@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends
-from cadenza.checkpoint import Checkpoint
+from cadenza.checkpoint import Checkpoint, OnProgress
 from cadenza.config import EngineConfig
 from cadenza.engine.core import EngineCore
 from cadenza.fingerprint import Fingerprint
@@ -66,11 +66,16 @@ class PlannedModel:
 
 
 def open_model(
-    model: str | Path | None, config: EngineConfig, *, backends: Backends = BACKENDS
+    model: str | Path | None,
+    config: EngineConfig,
+    on_progress: OnProgress | None = None,
+    *,
+    backends: Backends = BACKENDS,
 ) -> PlannedModel:
     """Opens a checkpoint and its text front end, and plans its engine; loads no weights.
 
     Args:
+        on_progress: is called while the weights are loaded.
         backends: the backends that `config.backend` selects from.
 
     Raises:
@@ -78,6 +83,8 @@ def open_model(
     """
     checkpoint, plan = open_planned(model, config, backends)
     text = open_text(checkpoint, config, plan.limits.max_model_len)
+    if on_progress is not None:
+        checkpoint = checkpoint.watched(on_progress)
     return PlannedModel(
         checkpoint=checkpoint, plan=plan, text=text, config=config, backends=backends
     )
