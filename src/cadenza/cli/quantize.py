@@ -21,7 +21,7 @@ def quantize(
 ) -> None:
     """Write a folder with weights in 8 or 4 bits, as compressed-tensors, which vLLM reads too.
 
-    It gives the same tokens as --quantization with the original folder, and loads faster.
+    It gives the same tokens as --quantization with the original folder, and is smaller.
     """
     from cadenza.checkpoint.quantised_folder import write_quantised_folder
     from cadenza.cli.report import progress_bar
