@@ -19,8 +19,8 @@ from cadenza.checkpoint.weights import Weights
 SETTING = "cadenza_quantization"
 _KINDS = ("embedding", "head")
 _STORED: Mapping[str, object] = dict.fromkeys(_KINDS, "int8")
-_ROWS = 4096
-"""Rows that are quantised together; their float32 copy is in memory at a time."""
+_ROWS = 256
+"""Rows that are quantised together: few enough for their float32 copies to stay in the cache."""
 
 
 def format_at_load() -> dict[str, object]:
