@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint import open_checkpoint, open_weights
+from cadenza.checkpoint.safetensors_file import open_safetensors
 from cadenza.checkpoint.tensor_file import AnyArray
 from cadenza.errors import CheckpointError
+from tests.checkpoint.files import write_tensors
+from tests.checkpoint.quantised_folders import write_quantised
+from tests.checkpoint.quantised_writers import ALIGNED, METHODS
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 MIXTURES = ("mixtral-untied", "qwen3-moe-tied-bias", "olmoe-untied")
@@ -104,3 +108,64 @@ def test_stacked_experts_without_their_other_half_are_missing_tensors(tmp_path: 
     folder = write(tmp_path / "half", (fixture / "config.json").read_bytes(), tensors)
     with pytest.raises(CheckpointError, match=r"lack model\.layers\.1\.mlp\.experts\.0\.down_proj"):
         open_checkpoint(folder)
+
+
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def switched(folder: Path) -> dict[str, AnyArray]:
+    """The tensors of a quantised folder as MLX stores them, with the experts in `switch_mlp`."""
+    stored = open_safetensors(folder / "model.safetensors")
+    tensors: dict[str, AnyArray] = {}
+    experts: dict[str, list[AnyArray]] = {}
+    for name in sorted(stored.entries):  # fewer than ten experts
+        layer, is_expert, rest = name.partition(".experts.")
+        if is_expert:
+            part = f"{layer}.switch_mlp.{rest.split('.', 1)[1]}"
+            experts.setdefault(part, []).append(stored.array(name))
+        else:
+            tensors[name] = stored.array(name)
+    assert len(experts) == 2 * 3 * 3, "layers, linears and their tensors"
+    return tensors | {name: np.stack(parts) for name, parts in experts.items()}
+
+
+def test_quantised_experts_of_mlx_are_read_as_single_ones(tmp_path: Path):
+    """MLX quantises the router too; both are the same whether experts are stacked or not."""
+    (tmp_path / "config.json").write_text(json.dumps(ALIGNED | MOE))
+    settings, store = METHODS["mlx-4"]
+    single = write_quantised(tmp_path, str(tmp_path / "config.json"), settings, store)
+    stacked = tmp_path / "stacked"
+    stacked.mkdir()
+    write_tensors(stacked / "model.safetensors", switched(single))
+    (stacked / "config.json").write_bytes((single / "config.json").read_bytes())
+    expected, found = open_checkpoint(single).weights, open_checkpoint(stacked).weights
+    assert set(expected.quantised) == set(found.quantised)
+    names = [name for name in found.quantised if ".experts." in name or ".gate." in name]
+    assert len(names) == 2 * (4 * 3 + 1)
+    for name in names:
+        assert np.array_equal(np.asarray(found[name]), np.asarray(expected[name])), name
+        is_router = name.endswith("mlp.gate.weight")
+        assert (found.format(name) is None) == is_router, "routers are computed in floats"
+
+
+def test_quantised_experts_of_another_number_are_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(ALIGNED | MOE))
+    settings, store = METHODS["mlx-4"]
+    single = write_quantised(tmp_path, str(tmp_path / "config.json"), settings, store)
+    stacked = tmp_path / "stacked"
+    stacked.mkdir()
+    tensors = switched(single)
+    name = "model.layers.1.mlp.switch_mlp.up_proj.scales"
+    write_tensors(stacked / "model.safetensors", tensors | {name: tensors[name][:3]})
+    (stacked / "config.json").write_bytes((single / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=rf"{name} has shape .* requires 4 experts"):
+        open_checkpoint(stacked)
