@@ -14,7 +14,7 @@ from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad
 from cadenza.core.step_schema import ModelInputs
-from cadenza.engine.calibration import derive_bound_ms, measure_step_cost
+from cadenza.engine.calibration import make_step_bound, measure_step_cost
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.request import Request, SamplingParams, Token
 from tests.engine.simulation import EOS_TOKEN_IDS, SECRET, VOCAB_SIZE, Record
@@ -165,8 +165,6 @@ def test_timed_steps_give_the_runners_cost() -> None:
         StepLoad().plus(3000, 64, 0),
     ):
         assert cost.predict_ms(load) == pytest.approx(TRUE_COST.predict_ms(load), rel=0.05)
-    full = TRUE_COST.predict_ms(StepLoad(num_tokens=9, num_logits=9, num_keys=9))
-    assert derive_bound_ms(cost, LIMITS) == pytest.approx(max(50.0, 2 * full), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +179,20 @@ def test_timed_steps_give_the_runners_cost() -> None:
 def test_steps_are_timed_within_any_limits(changes: dict[str, int]) -> None:
     limits = replace(LIMITS, **changes)
     runner = runner_of(limits)
-    cost = measure_step_cost(runner, limits, runner.clock)
-    assert cost.fixed_ms > 0
-    assert derive_bound_ms(cost, limits) >= 50.0
+    bound = make_step_bound(runner, limits, None, runner.clock)
+    assert bound.cost.fixed_ms > 0
+    assert bound.max_ms >= 50.0
+
+
+def test_a_derived_bound_follows_the_machine_and_a_fixed_one_does_not() -> None:
+    runner = runner_of(LIMITS)
+    full = StepLoad(num_tokens=9, num_logits=9, num_keys=9)
+    slow_ms = 8 * TRUE_COST.predict_ms(full)
+    derived = make_step_bound(runner, LIMITS, None, runner.clock)
+    fixed = make_step_bound(runner, LIMITS, 60.0, runner.clock)
+    assert derived.max_ms == 50.0
+    for _ in range(200):
+        for bound in (derived, fixed):
+            bound.observe(full, slow_ms)
+    assert derived.max_ms == pytest.approx(2 * slow_ms, rel=0.05)
+    assert fixed.max_ms == 60.0

@@ -143,11 +143,22 @@ MIN_PROMPT_TOKENS = 16
 """Prompt tokens of a step whose decodes leave no time for any, so that prompts go on."""
 
 
+MIN_BOUND_MS = 50.0
+DECODE_STEPS_PER_BOUND = 2.0
+
+
+def derive_bound_ms(cost: StepCost, full_decode: StepLoad) -> float:
+    """The default bound: twice a step in which every row decodes, at least 50 ms."""
+    return max(MIN_BOUND_MS, DECODE_STEPS_PER_BOUND * cost.predict_ms(full_decode))
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepBound:
     """A bound on the time of a step, its cost model, and how often the bound was not kept.
 
     Args:
+        full_decode: the step from whose current cost the bound is derived, so that prompts do not
+            stand still when the machine becomes slower; None if the bound is fixed.
         max_ms: the bound; also the longest time between two tokens of a stream that is not
             preempted, as far as the predictions hold.
         num_granted: steps with `MIN_PROMPT_TOKENS` although they are predicted to exceed the bound.
@@ -156,6 +167,7 @@ class StepBound:
 
     max_ms: float
     cost: StepCost
+    full_decode: StepLoad | None = None
     num_granted: int = 0
     num_exceeded: int = 0
 
@@ -165,8 +177,10 @@ class StepBound:
 
     def observe(self, load: StepLoad, measured_ms: float) -> None:
         """A step took `measured_ms`."""
-        self.cost = self.cost.corrected(load, measured_ms)
         self.num_exceeded += measured_ms > self.max_ms
+        self.cost = self.cost.corrected(load, measured_ms)
+        if self.full_decode is not None:
+            self.max_ms = derive_bound_ms(self.cost, self.full_decode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

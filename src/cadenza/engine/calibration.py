@@ -19,6 +19,7 @@ from cadenza.core.step_cost import (
     StepBound,
     StepCost,
     StepLoad,
+    derive_bound_ms,
     fit_step_cost,
     num_keys,
 )
@@ -31,13 +32,6 @@ FAR = 2048
 """The position of the far chunk's first token, at most."""
 
 NUM_REPEATS = 3
-MIN_BOUND_MS = 50.0
-DECODE_STEPS_PER_BOUND = 2.0
-
-
-def derive_bound_ms(cost: StepCost, limits: EngineLimits) -> float:
-    """The default of `--max-itl-ms`: twice a step in which every row decodes, at least 50 ms."""
-    return max(MIN_BOUND_MS, DECODE_STEPS_PER_BOUND * cost.predict_ms(_full_decode(limits)))
 
 
 def smallest_bound_ms(cost: StepCost, limits: EngineLimits) -> float:
@@ -54,9 +48,13 @@ def _full_decode(limits: EngineLimits) -> StepLoad:
 def make_step_bound(
     runner: Runner, limits: EngineLimits, max_ms: float | None, clock: Callable[[], float]
 ) -> StepBound:
-    """A bound over measured costs; `max_ms` None derives it from them."""
+    """A bound over measured costs; `max_ms` None derives it from them, and keeps it current."""
     cost = measure_step_cost(runner, limits, clock)
-    return StepBound(max_ms=max_ms or derive_bound_ms(cost, limits), cost=cost)
+    if max_ms is not None:
+        return StepBound(max_ms=max_ms, cost=cost)
+    full_decode = _full_decode(limits)
+    max_ms = derive_bound_ms(cost, full_decode)
+    return StepBound(max_ms=max_ms, cost=cost, full_decode=full_decode)
 
 
 def measure_step_cost(runner: Runner, limits: EngineLimits, clock: Callable[[], float]) -> StepCost:
