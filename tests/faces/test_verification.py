@@ -228,8 +228,9 @@ def test_three_prompts_of_a_workload_are_long_and_one_shares_the_longest_ones_be
 
 
 def test_the_longest_prompt_passes_every_window() -> None:
-    assert longest_prompt([0, 512]) == LONGEST_PROMPT
-    assert longest_prompt([512, 4096]) > 4096
+    assert longest_prompt(512, [0, 512]) == LONGEST_PROMPT
+    assert longest_prompt(64, []) == LONGEST_PROMPT - 2 * (512 - 64)
+    assert longest_prompt(64, [512, 4096]) > 4096
 
 
 def test_a_short_context_is_used_up_and_the_verdict_says_how_far_it_went() -> None:

@@ -67,6 +67,8 @@ class BackendTraits:
         slot_unit: after which tokens a slot of the dense layout can be continued by another
             sequence (`core.slot_prefixes`); None if only pages are shared.
         memory: the model's memory by compute type; None if it follows from its `ModelConfig`.
+        attention_span: after how many tokens of context attention may compute in another way;
+            `verify` plays prompts of more than two spans.
     """
 
     name: str
@@ -84,6 +86,7 @@ class BackendTraits:
     poison: float = nan
     slot_unit: int | None = None
     memory: Mapping[WeightDType, ModelMemory] | None = None
+    attention_span: int = 512
 
 
 class StepHandle(Protocol):

@@ -99,10 +99,10 @@ def verify_command(
 
     Plays requests of staggered lengths, half of them sampled, alone and then together: in several
     chunk sizes, with the prefix cache cold and hot, plain and overlapped, and over a pool so small
-    that requests are preempted. The longest passes 1,024 tokens and the model's attention window,
-    or is as long as the context allows; `longest=` in the last line is its length. With
-    --options all each request has another combination of sampling options. Exit code 0 when every
-    bit is equal, 1 when not.
+    that requests are preempted. The longest passes 1,024 tokens (128 with MLX on a CPU) and the
+    model's attention window, or is as long as the context allows; `longest=` in the last line is
+    its length. With --options all each request has another combination of sampling options. Exit
+    code 0 when every bit is equal, 1 when not.
     """
     _refuse_idle_flags(context, gate)
     if gate.url is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends, find_backend, resolve_backend
-from cadenza.backends.base import FaultSet, Runner, RunnerSetup
+from cadenza.backends.base import BackendTraits, FaultSet, Runner, RunnerSetup
 from cadenza.checkpoint import (
     Checkpoint,
     named_shape,
@@ -171,15 +171,16 @@ class _Workload:
 def _prepare(options: VerifyOptions, checkpoint: Checkpoint) -> tuple[EnginePlan, _Workload]:
     """The workload, and a plan whose queue fits all samples and whose pool fits a full batch."""
     plan = _plan(options, checkpoint)
-    workload = _workload(options, checkpoint, plan.limits)
+    workload = _workload(options, checkpoint, plan)
     requests = [arrival.request for arrival in workload.arrivals]
     limits = replace(plan.limits, max_num_queued_reqs=sum(each.params.n for each in requests))
     plan = replace(plan, limits=limits)
     return with_pool(plan, options.config, pages_at_once(requests, limits)), workload
 
 
-def _workload(options: VerifyOptions, checkpoint: Checkpoint, limits: EngineLimits) -> _Workload:
-    matrix, wanted = options.matrix, _wanted_length(options, checkpoint)
+def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) -> _Workload:
+    limits = plan.limits
+    matrix, wanted = options.matrix, _wanted_length(options, checkpoint, plan.traits)
     shape = WorkloadShape(
         num_requests=options.num_requests if matrix is None else len(matrix.rows),
         rows=limits.max_num_seqs,
@@ -203,14 +204,15 @@ def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
     plan = plan_model(checkpoint, options.config, options.backends)
     if options.config.max_model_len is not None:
         return plan
-    context = min(_wanted_length(options, checkpoint), plan.limits.max_model_len)
+    context = min(_wanted_length(options, checkpoint, plan.traits), plan.limits.max_model_len)
     config = replace(options.config, max_model_len=context)
     return plan_model(checkpoint, config, options.backends)
 
 
-def _wanted_length(options: VerifyOptions, checkpoint: Checkpoint) -> int:
+def _wanted_length(options: VerifyOptions, checkpoint: Checkpoint, traits: BackendTraits) -> int:
     """Tokens of the longest stream, prompt and output, if the context allows."""
-    return longest_prompt(checkpoint.outline.windows) + options.max_tokens
+    longest = longest_prompt(traits.attention_span, checkpoint.outline.windows)
+    return longest + options.max_tokens
 
 
 @contextmanager

@@ -17,16 +17,17 @@ NUM_LOGPROBS = 5
 LONGEST_SHORT_PROMPT = 224
 SHARED_PREFIX = 48
 
-LONGEST_PROMPT = 1239
-"""Longer than two attention spans (512 tokens each), and no multiple of a span, block or page."""
+BEYOND = 215
+"""Tokens by which the longest prompt exceeds spans and windows; so it is no multiple of a span, a
+block or a page."""
 
-BEYOND_WINDOW = 215
-"""Tokens by which the longest prompt exceeds the largest window."""
+LONGEST_PROMPT = 2 * 512 + BEYOND
+"""Where the backend is not known."""
 
 
-def longest_prompt(windows: Iterable[int]) -> int:
+def longest_prompt(span: int, windows: Iterable[int]) -> int:
     """Tokens of the longest prompt: more than two attention spans and more than each window."""
-    return max(LONGEST_PROMPT, *(window + BEYOND_WINDOW for window in windows))
+    return max((2 * span, *windows)) + BEYOND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

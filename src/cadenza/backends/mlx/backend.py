@@ -29,6 +29,13 @@ DEFAULT_MAX_MODEL_LEN = 4096
 """Attention always covers a slot's whole capacity, so that its arithmetic does not depend on other
 requests. A longer context costs time in every step and must be asked for with --max-model-len."""
 
+CPU_SPAN = 64
+"""MLX's CPU kernels add up one position after another, whatever their number; prompts are cut into
+calls of 64 tokens. The kernels are slow, so `verify` plays no longer prompts than it must."""
+
+GPU_SPAN = 512
+"""Metal's and CUDA's kernels are chosen by the size of a call, too."""
+
 POISON = 1000.0
 """A large number: MLX multiplies masked values by 0, which would spread NaN."""
 
@@ -67,6 +74,7 @@ class MlxBackend:
             poison=POISON,
             slot_unit=CHUNK if measured.is_recurrent else 1,
             memory=measured.memory,
+            attention_span=CPU_SPAN if found.name == "cpu" else GPU_SPAN,
         )
 
     def describe_arithmetic(
