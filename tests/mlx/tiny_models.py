@@ -116,7 +116,8 @@ def write_tiny_model(kind: Kind, folder: Path) -> Path:
     from cadenza.backends.mlx.zoo import open_zoo
 
     config = dict(kind.config)
-    model_class, args_class = open_zoo().classes(config)
+    with open_zoo()._imported() as utils:
+        model_class, args_class = utils._get_classes(config)
     model = model_class(args_class.from_dict(config))
     key = iter(mx.random.split(mx.random.key(7), 4096))
     model.update(

@@ -18,8 +18,8 @@ import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server import listening as module
+from cadenza.server.connections import TELL_EVERY_S, Acceptor, Connections, most_connections
 from cadenza.server.limits import ServerLimits
-from cadenza.server.listening import TELL_EVERY_S, Acceptor, Connections, most_connections
 from cadenza.server.metrics import ServedCounts
 from cadenza.server.run import KEEP_ALIVE_S
 from tests.server.harness import (

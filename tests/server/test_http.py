@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.server.connections import Connections
 from cadenza.server.limits import ServerLimits
-from cadenza.server.listening import Connections
 from cadenza.server.metrics import ServedCounts
 from cadenza.server.protocol import BoundedProtocol, bounded_protocol
 from tests.server.harness import RunningServer, options, running_server

@@ -149,8 +149,8 @@ def serve(
     """
     del unbuilt  # each of its flags was refused by its own callback
     from cadenza.cli.interrupts import terminable
+    from cadenza.server.connections import raise_descriptor_limit
     from cadenza.server.handover import find_predecessor, opened, taken_over
-    from cadenza.server.listening import raise_descriptor_limit
     from cadenza.server.log_output import set_up_logging
 
     raise_descriptor_limit()

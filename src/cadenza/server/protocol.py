@@ -23,10 +23,10 @@ from uvicorn._types import (
 )
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from cadenza.server.connections import Connections
 from cadenza.server.errors import ApiError, bounds_exceeded, invalid_http, method_not_allowed
 from cadenza.server.http_exchange import JSON_TYPE, new_request_id
 from cadenza.server.limits import ServerLimits
-from cadenza.server.listening import Connections
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ from typing import cast
 import uvicorn
 
 from cadenza.server.app import App
+from cadenza.server.connections import Acceptor, Connections
 from cadenza.server.handover import Accepting, ServerSockets, hand_over
-from cadenza.server.listening import BACKLOG, Acceptor, Address, Connections, abandon
+from cadenza.server.listening import BACKLOG, Address, abandon
 from cadenza.server.protocol import BoundedProtocol, bounded_protocol
 from cadenza.server.service import Service
 

@@ -21,6 +21,7 @@ from cadenza.frontend.async_engine import AsyncEngine, OutputStream
 from cadenza.frontend.receipts import with_receipt
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.server.access import ApiKeys, Cors
+from cadenza.server.connections import Connections, most_connections
 from cadenza.server.endpoints.generating import GenerationRequest
 from cadenza.server.errors import (
     UNAVAILABLE_CODES,
@@ -35,7 +36,6 @@ from cadenza.server.errors import (
 )
 from cadenza.server.job import Job, PromptQueue, Room
 from cadenza.server.limits import BodyBudget, ServerLimits, TextWork
-from cadenza.server.listening import Connections, most_connections
 from cadenza.server.metrics import Metrics, ServedCounts
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.schemas.body import UnknownFields

@@ -29,6 +29,11 @@ TOLERANCE = 0.06
 """Largest deviation of a logit, relative to the spread of a token's logits; for 16-bit types."""
 
 
+REFUSALS = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a model's code raises that takes an array for a number (as its offset), or the reverse:
+Python's own errors, those of numpy, and those of MLX, which are the last three."""
+
+
 def find_abilities(loaded: ZooModel) -> Abilities:
     """What the slots of `loaded` can compute together.
 
@@ -60,7 +65,7 @@ def _agrees(compute: Callable[[], list[mx.array]], expected: Sequence[mx.array])
     try:
         found = compute()
         mx.eval(*found)
-    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+    except REFUSALS:
         return False
     return all(_is_close(one, other) for one, other in zip(found, expected, strict=True))
 

@@ -90,12 +90,6 @@ class Zoo:
                 ) from error
             return model
 
-    def classes(self, config: dict[str, Any]) -> tuple[Any, Any]:
-        """The classes of a model and of its arguments. Raises CheckpointError."""
-        with self._imported() as utils:
-            self.check_model_type(config.get("model_type"), utils.MODEL_REMAPPING)
-            return utils._get_classes(config)  # noqa: SLF001 (mlx-lm has no public name for it)
-
     def new_caches(self, model: Any) -> list[Any]:
         """mlx-lm's own caches for one sequence, one for each layer."""
         return self._modules[f"{PACKAGE}.models.cache"].make_prompt_cache(model)
