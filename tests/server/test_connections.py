@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server import listening as module
+from cadenza.server import connections as module
 from cadenza.server.connections import TELL_EVERY_S, Acceptor, Connections, most_connections
 from cadenza.server.limits import ServerLimits
 from cadenza.server.metrics import ServedCounts

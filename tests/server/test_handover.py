@@ -23,21 +23,16 @@ from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server import handover as module
 from cadenza.server.handover import (
-    PROTOCOL,
     Accepting,
-    Commit,
     ExchangeOptions,
-    Hello,
-    Offer,
     ServerSockets,
-    Sockets,
-    Take,
     find_predecessor,
     hand_over,
     is_supported,
     opened,
     taken_over,
 )
+from cadenza.server.handover_messages import PROTOCOL, Commit, Hello, Offer, Sockets, Take
 from cadenza.server.limits import ServerLimits
 from cadenza.server.listening import Address
 from cadenza.server.run import IDLE_GRACE_S

@@ -1,12 +1,12 @@
 """Handing an address over from a server process to its successor, without refusing a connection.
 
 Owns the control socket, over which a server (the predecessor) offers its listening socket to a
-process of the same user (the successor), and the messages on it. Knows no HTTP and no engine. The
-control socket is an abstract Unix socket, named after the address, which the kernel removes with
-the last process that has it open; it is passed on together with the listening socket, so that a
-server can be found at any time. Invariants: until the successor commits nothing changes for the
-predecessor; at any time at most one of them accepts, and connections that come between wait in the
-kernel's queue; a process of another user gets no socket.
+process of the same user (the successor), and the order of their messages. Knows no HTTP and no
+engine. The control socket is an abstract Unix socket, named after the address, which the kernel
+removes with the last process that has it open; it is passed on together with the listening socket,
+so that a server can be found at any time. Invariants: until the successor commits nothing changes
+for the predecessor; at any time at most one of them accepts, and connections that come between wait
+in the kernel's queue; a process of another user gets no socket.
 """
 
 import asyncio
@@ -14,69 +14,41 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, TypeVar
 
 import msgspec
 
 from cadenza import __version__
 from cadenza.errors import ConfigError
+from cadenza.server.handover_messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Commit,
+    GoneError,
+    Hello,
+    Left,
+    Offer,
+    Refused,
+    Sockets,
+    Take,
+    decode,
+    receive,
+    receive_from,
+    send,
+    user_of,
+)
 from cadenza.server.listening import Address, check_certificate, listening, owned, resolve
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 1
-"""To be raised when a message changes its meaning; `Hello` and `Refused` stay as they are."""
 EXCHANGE_S = 10.0
 ANSWER_S = 3 * EXCHANGE_S
 RETRY_S = 0.1
 NUM_WAITING = 8
-MAX_MESSAGE_BYTES = 4096
-
-
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Successor: who asks."""
-
-    protocol: int
-    pid: int
-
-
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Predecessor: it has another version of the protocol."""
-
-    protocol: int
-
-
-class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """Predecessor: who would be taken over from."""
-
-    pid: int
-    version: str
-
-
-class Take(msgspec.Struct, frozen=True, tag="take"):
-    """Successor: asks for the sockets."""
-
-
-class Sockets(msgspec.Struct, frozen=True, tag="sockets"):
-    """Predecessor: comes with the descriptors of the listening and the control socket."""
-
-
-class Commit(msgspec.Struct, frozen=True, tag="commit"):
-    """Successor: has the sockets and will accept."""
-
-
-class Left(msgspec.Struct, frozen=True, tag="left"):
-    """Predecessor: has accepted its last connection."""
-
-
-Message = Hello | Refused | Offer | Take | Sockets | Commit | Left
-Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +86,6 @@ class ExchangeOptions:
     protocol: int = PROTOCOL
     exchange_s: float = EXCHANGE_S
     answer_s: float = ANSWER_S
-
-
-class GoneError(Exception):
-    """The other process has closed the connection."""
 
 
 def is_supported() -> bool:
@@ -208,32 +176,26 @@ async def _exchange(
     if user_of(connection) != exchange.user_id:
         logger.warning("a process of user %d may not take over", user_of(connection))
         return None
-    hello = await _receive_from(connection, Hello)
+    hello = await receive_from(connection, Hello)
     if hello.protocol != exchange.protocol:
-        _send(connection, Refused(exchange.protocol))
+        send(connection, Refused(exchange.protocol))
         return None
-    _send(connection, Offer(os.getpid(), __version__))
+    send(connection, Offer(os.getpid(), __version__))
     try:
-        await _receive_from(connection, Take)
+        await receive_from(connection, Take)
     except GoneError:  # it only asked
         return None
     assert sockets.control is not None
     descriptors = [sockets.bound.fileno(), sockets.control.fileno()]
     socket.send_fds(connection, [msgspec.json.encode(Sockets())], descriptors)
-    await _receive_from(connection, Commit)
+    await receive_from(connection, Commit)
     accepting.pause()
     try:
-        _send(connection, Left())
+        send(connection, Left())
     except OSError:
         accepting.resume()
         raise
     return hello.pid
-
-
-async def _receive_from(connection: socket.socket, kind: type[Kind]) -> Kind:
-    """Raises GoneError, OSError, msgspec.MsgspecError."""
-    loop = asyncio.get_running_loop()
-    return _decode(await loop.sock_recv(connection, MAX_MESSAGE_BYTES), kind)
 
 
 # --- the successor --------------------------------------------------------------------------------
@@ -310,9 +272,9 @@ def _take(address: Address, exchange: ExchangeOptions) -> ServerSockets | None:
             sockets = _receive_sockets(connection)
             on_error.callback(sockets.close)
             _set_mode(address)
-            _send(connection, Commit())
+            send(connection, Commit())
             with contextlib.suppress(GoneError):  # it ended just then, so that it accepts no more
-                _receive(connection, Left)
+                receive(connection, Left)
         except (GoneError, ConnectionError):
             return None
         except (OSError, msgspec.MsgspecError) as error:
@@ -331,8 +293,8 @@ def _ask(address: Address, exchange: ExchangeOptions) -> tuple[socket.socket, Of
         try:
             connection.connect(control_name(_place_of(address)))
             _check_user(address, user_of(connection), exchange)
-            _send(connection, Hello(exchange.protocol, os.getpid()))
-            answer = _decode(connection.recv(MAX_MESSAGE_BYTES), Offer | Refused)
+            send(connection, Hello(exchange.protocol, os.getpid()))
+            answer = decode(connection.recv(MAX_MESSAGE_BYTES), Offer | Refused)
         except (GoneError, ConnectionError):
             return None
         except (OSError, msgspec.MsgspecError) as error:
@@ -349,7 +311,7 @@ def _ask(address: Address, exchange: ExchangeOptions) -> tuple[socket.socket, Of
 
 def _receive_sockets(connection: socket.socket) -> ServerSockets:
     """Raises GoneError, OSError, msgspec.MsgspecError."""
-    _send(connection, Take())
+    send(connection, Take())
     message, descriptors, _, _ = socket.recv_fds(
         connection, MAX_MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC
     )
@@ -357,7 +319,7 @@ def _receive_sockets(connection: socket.socket) -> ServerSockets:
     with contextlib.ExitStack() as on_error:
         for each in found:
             on_error.callback(each.close)
-        _decode(message, Sockets)
+        decode(message, Sockets)
         if len(found) != 2:
             raise msgspec.ValidationError(f"{len(found)} sockets came in place of 2")
         on_error.pop_all()
@@ -406,33 +368,3 @@ def _flags_of(address: Address) -> str:
     if address.uds is not None:
         return f"--uds {address.uds}"
     return f"--host {address.host} --port {address.port}"
-
-
-# --- both -----------------------------------------------------------------------------------------
-
-
-def user_of(connection: socket.socket) -> int:
-    """The user id of the process at the other end; of a listening one, of who began to listen."""
-    size = struct.calcsize("3i")
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, user_id, _ = struct.unpack("3i", credentials)
-    return user_id
-
-
-def _send(connection: socket.socket, message: Message) -> None:
-    connection.send(msgspec.json.encode(message))
-
-
-def _receive(connection: socket.socket, kind: type[Kind]) -> Kind:
-    """Raises GoneError, OSError, msgspec.MsgspecError."""
-    try:
-        return _decode(connection.recv(MAX_MESSAGE_BYTES), kind)
-    except ConnectionError:
-        raise GoneError from None
-
-
-def _decode(packet: bytes, kind: Any) -> Any:
-    """Raises GoneError where there is none, msgspec.MsgspecError where it is another one."""
-    if not packet:
-        raise GoneError
-    return msgspec.json.decode(packet, type=kind)
