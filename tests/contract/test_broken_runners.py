@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeRunner
-from cadenza.core.step_schema import NUM_PROMPT_LOGPROBS_ROWS, ModelInputs, StepOutput
+from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, ModelInputs, StepOutput
 from tests.contract.backends import LIMITS
 from tests.contract.checks import CHECKS, Bench
 from tests.contract.steps import copy_of
 
-NUM_LOGITS = LIMITS.max_num_seqs + NUM_PROMPT_LOGPROBS_ROWS
+NUM_LOGITS = LIMITS.max_num_seqs + NUM_EXTRA_LOGIT_ROWS
 
 
 def with_keys(inputs: ModelInputs, spoil: np.ndarray) -> ModelInputs:

@@ -10,7 +10,7 @@ from cadenza.core.packing import Packer
 from cadenza.core.prompt_logprobs import PromptLogprobsProgress
 from cadenza.core.step_schema import (
     NO_TARGET,
-    NUM_PROMPT_LOGPROBS_ROWS,
+    NUM_EXTRA_LOGIT_ROWS,
     SETTINGS,
     LogitInputs,
     ModelInputs,
@@ -49,8 +49,8 @@ def test_the_buffer_has_no_words_but_the_fields():
     groups = layout.views(layout.empty_words())
     sizes = [getattr(getattr(groups, name), spec.name).size for name, spec in FIELDS]
     assert sum(sizes) == layout.num_words == len(layout.empty_words())
-    assert len(groups.logits.rows) == 3 + NUM_PROMPT_LOGPROBS_ROWS
-    assert groups.logits.keys.shape == (3 + NUM_PROMPT_LOGPROBS_ROWS, 2)
+    assert len(groups.logits.rows) == 3 + NUM_EXTRA_LOGIT_ROWS
+    assert groups.logits.keys.shape == (3 + NUM_EXTRA_LOGIT_ROWS, 2)
     assert len(groups.rows.query_starts) == 4
 
 

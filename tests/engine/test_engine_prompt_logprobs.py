@@ -11,7 +11,7 @@ from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.prompt_logprobs import PromptLogprobsBudget, PromptLogprobsProgress
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_schema import NUM_PROMPT_LOGPROBS_ROWS
+from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.engine.core import EngineCore
 from cadenza.request import Event, Finished, PromptLogprobs, Request, SamplingParams, Token
 from cadenza.verification.reference import Logits, ReferenceEngine
@@ -229,10 +229,10 @@ def test_a_prefix_that_is_taken_from_the_cache_would_be_found_out() -> None:
 
 
 def test_a_step_computes_no_more_prompt_logprobs_than_it_has_rows() -> None:
-    budget = PromptLogprobsBudget(NUM_PROMPT_LOGPROBS_ROWS)
+    budget = PromptLogprobsBudget(NUM_EXTRA_LOGIT_ROWS)
     first = PromptLogprobsProgress(num_prompt_tokens=50)
     assert budget.take(first, 0, 50) == 50
-    assert budget.num_rows == NUM_PROMPT_LOGPROBS_ROWS - 49
+    assert budget.num_rows == NUM_EXTRA_LOGIT_ROWS - 49
     second = PromptLogprobsProgress(num_prompt_tokens=50)
     assert budget.take(second, 0, 50) == 15
     assert budget.num_rows == 0

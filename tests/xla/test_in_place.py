@@ -22,7 +22,7 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.config import PAGE_SIZE_UNIT, KVCacheDType
 from cadenza.core.sequence import PageCopy
-from cadenza.core.step_schema import NUM_PROMPT_LOGPROBS_ROWS, StepLayout
+from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepLayout
 from tests.contract.steps import Geometry, Stream, build_inputs, run_step
 from tests.xla.harness import BASE, Lab, Variant, page_bytes, slots_of
 
@@ -228,7 +228,7 @@ def test_a_step_runs_under_a_guard_that_forbids_every_transfer(lab: Lab):
     with jax.transfer_guard("disallow"):
         runner._state, result = program(runner._weights, runner._take_state(), wire)
         result.block_until_ready()
-    assert result.shape[0] == BASE.num_rows + NUM_PROMPT_LOGPROBS_ROWS
+    assert result.shape[0] == BASE.num_rows + NUM_EXTRA_LOGIT_ROWS
 
 
 def test_the_guard_sees_kv_that_comes_from_the_host(lab: Lab):

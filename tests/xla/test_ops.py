@@ -33,7 +33,7 @@ from cadenza.checkpoint.rope_factors import rope_factors
 from cadenza.checkpoint.weight_format import FLOAT_FORMATS
 from cadenza.core.step_schema import (
     LAST_SAMPLED,
-    NUM_PROMPT_LOGPROBS_ROWS,
+    NUM_EXTRA_LOGIT_ROWS,
     LogitInputs,
     ModelInputs,
     RowInputs,
@@ -305,7 +305,7 @@ def check_pool(before: KVPool, after: KVPool, written: dict[int, np.ndarray], dt
 def test_next_tokens_multiplies_by_the_head_and_takes_the_best(dtype: str):
     ops, x, head = (
         make_ops(dtype),
-        normal(28, 4 + NUM_PROMPT_LOGPROBS_ROWS, 40),
+        normal(28, 4 + NUM_EXTRA_LOGIT_ROWS, 40),
         normal(29, 211, 40),
     )
     step = device_step(ModelInputs.empty(bucket=24, num_rows=4), np.zeros((4, 2), np.int32))
@@ -316,7 +316,7 @@ def test_next_tokens_multiplies_by_the_head_and_takes_the_best(dtype: str):
 
 def test_logits_are_divided_and_capped_before_anybody_reads_them():
     ops = make_ops(logit_divisor=1.5, logit_soft_cap=6.0)
-    x, head = normal(28, 4 + NUM_PROMPT_LOGPROBS_ROWS, 40), normal(29, 211, 40)
+    x, head = normal(28, 4 + NUM_EXTRA_LOGIT_ROWS, 40), normal(29, 211, 40)
     inputs = ModelInputs.empty(bucket=24, num_rows=4)
     inputs.logits.num_logprobs[:] = NUM_TOP
     step = device_step(inputs, np.zeros((4, 2), np.int32))
@@ -331,7 +331,7 @@ def test_logits_are_divided_and_capped_before_anybody_reads_them():
 
 def test_a_soft_cap_does_not_hide_an_infinite_logit():
     ops, head = make_ops(logit_soft_cap=30.0), normal(29, 211, 40)
-    x = normal(28, 4 + NUM_PROMPT_LOGPROBS_ROWS, 40)
+    x = normal(28, 4 + NUM_EXTRA_LOGIT_ROWS, 40)
     x[2, 3] = np.inf
     step = device_step(ModelInputs.empty(bucket=24, num_rows=4), np.zeros((4, 2), np.int32))
     result = ops.next_tokens(jnp.asarray(x), ops.load_linear([head], []), step)

@@ -32,7 +32,7 @@ from cadenza.core.step_cost import (
     num_keys,
     share_among_prompts,
 )
-from cadenza.core.step_schema import NUM_PROMPT_LOGPROBS_ROWS, StepOutput
+from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepOutput
 from cadenza.request import (
     ErrorKind,
     Event,
@@ -121,7 +121,7 @@ class Scheduler:
         `now_s` is a reading of the clock by which sequences' `arrived_s` were set.
         """
         batch = Batch(self.num_steps)
-        logprobs_budget = PromptLogprobsBudget(NUM_PROMPT_LOGPROBS_ROWS)
+        logprobs_budget = PromptLogprobsBudget(NUM_EXTRA_LOGIT_ROWS)
         shares = self._share_with_retried(batch, logprobs_budget)
         if shares is None:
             shares = self._share_among_all(batch, now_s, logprobs_budget)

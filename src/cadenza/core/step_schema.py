@@ -5,7 +5,7 @@ the host's views of it, the device's arrays and, for sampling settings, the per-
 between steps are all derived from the declaration.
 
 Legend: T tokens of the step padded to its bucket · R rows = `max_num_seqs` · L logit rows =
-R + `NUM_PROMPT_LOGPROBS_ROWS` · U changed page-table entries · C copied pages · W words of a rule
+R + `NUM_EXTRA_LOGIT_ROWS` · U changed page-table entries · C copied pages · W words of a rule
 record.
 
 Uses no array library but numpy: groups are generic, so that a backend can use them for its own
@@ -34,8 +34,8 @@ PADDING = -1
 
 NO_TARGET = -1
 
-NUM_PROMPT_LOGPROBS_ROWS = 64
-"""Logit rows per step for `prompt_logprobs`, in addition to one per row."""
+NUM_EXTRA_LOGIT_ROWS = 64
+"""Logit rows per step for `prompt_logprobs` and drafts, in addition to one per row."""
 
 WORD = np.dtype(np.int32)
 
@@ -189,7 +189,7 @@ class StepLayout:
 
     @property
     def num_logits(self) -> int:
-        return self.num_rows + NUM_PROMPT_LOGPROBS_ROWS
+        return self.num_rows + NUM_EXTRA_LOGIT_ROWS
 
     @property
     def num_words(self) -> int:
