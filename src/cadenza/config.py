@@ -12,6 +12,7 @@ from operator import index
 from typing import Any, Literal, cast, get_args
 
 from cadenza.errors import ConfigError, show
+from cadenza.speculative_config import SpeculativeConfig, parse_speculative_config
 
 Ops = Literal["auto", "native", "reference"]
 DType = Literal["auto", "float32", "bfloat16"]
@@ -78,8 +79,14 @@ class EngineConfig:
     admission: AdmissionMode = "balanced"
     seed: int = 0
     generation_config: GenerationConfig = "auto"
+    speculative_config: SpeculativeConfig | str | None = None
+    """None or "none": no drafts. Other text, and a mapping, is parsed."""
 
     def __post_init__(self) -> None:
+        if self.speculative_config is not None:
+            is_off = self.speculative_config == "none"
+            parsed = None if is_off else parse_speculative_config(self.speculative_config)
+            object.__setattr__(self, "speculative_config", parsed)
         refuse_fp8_kv(self.kv_cache_dtype)
         for name, allowed in _CHOICES.items():
             chosen = _as_choice(name.replace("_", "-"), getattr(self, name), allowed)
@@ -121,6 +128,11 @@ class EngineConfig:
                 f"--page-size {self.page_size} is not a multiple of {PAGE_SIZE_UNIT}; "
                 f"use 16, 32, 64, …"
             )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, parsed."""
+        return cast(SpeculativeConfig | None, self.speculative_config)
 
 
 _DEVICE = re.compile(r"auto|metal|(cpu|cuda|tpu)(:[0-9]{1,4})?")

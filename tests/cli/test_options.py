@@ -13,6 +13,7 @@ from cadenza.cli.options import ENGINE_FLAGS, EngineFlags, flag, flags_of, with_
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
+from cadenza.speculative_config import SpeculativeConfig
 
 DEFAULT = EngineConfig()
 
@@ -71,6 +72,7 @@ VALUES = {
     "starvation_guard": ("2.5", 2.5),
     "admission": ("optimistic", "optimistic"),
     "seed": ("11", 11),
+    "speculative_config": ('{"method": "ngram"}', SpeculativeConfig(method="ngram")),
 }
 """For each field that is no switch: a value that is not the default, as written and as meant."""
 
@@ -106,7 +108,8 @@ def test_the_environment_sets_a_field_and_a_flag_comes_before_it(name: str):
     env = {f"CADENZA_{name.upper()}": written}
     assert getattr(config_of(env=env), name) == meant
     default = getattr(DEFAULT, name)
-    given = "auto" if default is None else str(default)
+    of_none = "none" if name == "speculative_config" else "auto"
+    given = of_none if default is None else str(default)
     flag = "--" + name.replace("_", "-")
     # As a sampling flag, a seed of 0 is a seed; any word is the name of a revision.
     if name not in ("seed", "revision"):

@@ -84,6 +84,10 @@ class FakeRunner:
         num_words = RuleLayout(self.vocab_size).num_words
         self._rules = np.full((self.max_num_seqs, num_words), _NEVER_WRITTEN, np.int64)
 
+    def stored(self, start: int, count: int) -> list[int]:
+        """The tokens in `count` slots from `start`."""
+        return self._slots[start : start + count].tolist()
+
     def close(self) -> None:
         self._slots = np.empty(0, np.int64)
 

@@ -170,6 +170,11 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         "it, half or none. Less preempts more."
     ),
     "seed": _number("Seed of requests that set none."),
+    "speculative_config": _engine(
+        "Verify several tokens of a stream in one step: a JSON object with vLLM's names, such as "
+        '{"method": "ngram", "num_speculative_tokens": 5}, or none (default: none).',
+        metavar="JSON|none",
+    ),
     "generation_config": _engine(
         "Whether generation_config.json sets the sampling parameters that are not given."
     ),

@@ -18,11 +18,12 @@ NO_POSITIONS = range(0)
 class BatchEntry:
     """`num_new_tokens` tokens of `sequence`, starting at position `start`.
 
-    The step computes log probabilities of the prompt tokens at the positions `prompt_logprobs` and
-    samples `num_choices` tokens, each from the logits of the previous position; 0 if the entry
-    ends before the sequence's last token. `num_preemptions` is the sequence's value at launch: if
-    it has increased by the time the step is read, the entry's KV has been freed, but its token is
-    still valid.
+    The last of them are `drafts`, behind the sequence's own. The step computes log probabilities of
+    the prompt tokens at the positions `prompt_logprobs` and samples `num_choices` tokens, each from
+    the logits of the previous position: one after the sequence's last token and one after each
+    draft; 0 if the entry ends before the sequence's last token. `num_preemptions` is the sequence's
+    value at launch: if it has increased by the time the step is read, the entry's KV has been
+    freed, but its token is still valid.
     """
 
     sequence: Sequence
@@ -31,6 +32,7 @@ class BatchEntry:
     num_new_tokens: int
     num_choices: int
     num_preemptions: int
+    drafts: tuple[int, ...] = ()
     prompt_logprobs: range = NO_POSITIONS
 
     @property
@@ -60,6 +62,7 @@ class Batch:
         page_updates: page-table entries not yet on the device.
         page_copies: copies made before the step.
         num_keys: that its tokens attend to (`StepLoad`).
+        has_drafts: how far the sequences have got is known only when the step has been read.
     """
 
     step_id: int
@@ -72,6 +75,7 @@ class Batch:
     num_keys: int = 0
     num_choices: int = 0
     num_prompt_logprobs: int = 0
+    has_drafts: bool = False
 
     @property
     def load(self) -> StepLoad:

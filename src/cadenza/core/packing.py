@@ -145,9 +145,11 @@ def _token_ids(batch: Batch) -> list[int]:
         if start == len(known):
             ids.append(LAST_SAMPLED)
             continue
-        ids += known[start : start + entry.num_new_tokens]
-        if entry.end > len(known):
+        end = entry.end - len(entry.drafts)
+        ids += known[start:end]
+        if end > len(known):
             ids.append(LAST_SAMPLED)
+        ids += entry.drafts
     return ids
 
 

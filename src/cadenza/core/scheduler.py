@@ -19,11 +19,11 @@ from operator import attrgetter
 from cadenza.config import Batching, EngineLimits
 from cadenza.core.admission import Admission
 from cadenza.core.batch import Batch, BatchEntry, PageUpdate
+from cadenza.core.drafts import DraftCounts
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.prompt_logprobs import PromptLogprobsBudget
 from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.sequence import Sequence, SequenceStatus
-from cadenza.core.sequence_events import finished_event, logprobs_of
 from cadenza.core.step_cost import (
     PromptBudget,
     PromptPart,
@@ -32,15 +32,11 @@ from cadenza.core.step_cost import (
     num_keys,
     share_among_prompts,
 )
+from cadenza.core.step_reader import StepReader
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepOutput
 from cadenza.request import (
-    ErrorKind,
     Event,
-    Finished,
-    PromptLogprobs,
     Started,
-    Token,
-    TokenLogprobs,
 )
 
 Share = tuple[Sequence, int]
@@ -50,12 +46,6 @@ _row_of = attrgetter("row")
 
 MAX_CUT_PROMPTS = 2
 """Prompts that may be partially computed at the same time, unless preemption adds some."""
-
-NOT_FINITE = "the model produced a non-finite value"
-NONE_ALLOWED = (
-    "no token may follow: allowed_token_ids, bad_words and min_tokens together rule out every one; "
-    "loosen one of them"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +89,7 @@ class Scheduler:
         self.num_scheduled_tokens = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
+        self._reader = StepReader(kv_cache, self._end)
         self._admission = admission
         self._free_rows = list(range(limits.max_num_seqs))
         self.num_steps = 0
@@ -111,6 +102,20 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         """All waiting and running sequences."""
         return [*self.waiting, *self.running]
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        return self._reader.draft_counts
+
+    @property
+    def needs_newest_tokens(self) -> bool:
+        """True if a running sequence would draft, which it can only behind its newest token."""
+        return any(
+            sequence.drafting is not None
+            and sequence.num_pending_tokens
+            and sequence.drafting.is_due(sequence.num_tokens)
+            for sequence in self.running
+        )
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -131,8 +136,9 @@ class Scheduler:
             return None
         # Entered after admission, which must not count tokens of this step as computed: a sample
         # can only fork a prompt that an earlier step has computed.
+        drafts = self._draft(shares, logprobs_budget)
         for sequence, count in shares:
-            self._enter(batch, sequence, count)
+            self._enter(batch, sequence, count, drafts.get(sequence, ()))
         batch.entries.sort(key=_row_of)
         self.kv_cache.pool.pin(batch.written_pages)
         self.num_scheduled_tokens += batch.num_tokens
@@ -142,31 +148,7 @@ class Scheduler:
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
         """Applies a step's results; `output` has one entry per logit row of the batch."""
         self.kv_cache.pool.unpin(batch.written_pages)
-        events: list[Event] = []
-        if batch.num_prompt_logprobs:
-            self._take_prompt_logprobs(batch, output, events)
-        token_ids = output.token_ids.tolist()
-        is_finite = output.is_finite.tolist()
-        has_choice = output.has_choice.tolist()
-        index = batch.num_prompt_logprobs
-        for entry in batch.entries:
-            if not entry.num_choices:
-                continue
-            sequence = entry.sequence
-            if sequence.status is SequenceStatus.FINISHED:
-                pass
-            elif not is_finite[index]:
-                events.append(self._fail(sequence, NOT_FINITE, "not_finite"))
-            elif sequence.is_prompt_only:
-                events.append(self._end_prompt(entry))
-            elif not has_choice[index]:
-                events.append(self._fail(sequence, NONE_ALLOWED, "none_allowed"))
-            else:
-                count = sequence.request.params.logprobs
-                logprobs = None if count is None else logprobs_of(output, index, count)
-                self._take_token(entry, token_ids[index], logprobs, events)
-            index += 1
-        return events
+        return self._reader.read(batch, output)
 
     def fail_batch(self, batch: Batch, error: str) -> list[Event]:
         """A step failed: each of its sequences is retried once, in steps of its own. One that was
@@ -179,7 +161,7 @@ class Scheduler:
             if sequence.is_finished:
                 continue
             if sequence.is_retried:
-                events.append(self._fail(sequence, error, "step_failed"))
+                events.append(self._reader.fail(sequence, error, "step_failed"))
             sequence.is_retried = True
         return events
 
@@ -417,16 +399,62 @@ class Scheduler:
             self.num_prefix_queries += sequence.num_prompt_tokens
             self.num_prefix_hits += num_hit_tokens
 
-    def _enter(self, batch: Batch, sequence: Sequence, count: int) -> BatchEntry:
-        """Adds the next `count` tokens of a sequence to the batch and counts them as launched."""
+    def _draft(
+        self, shares: list[Share], logprobs_budget: PromptLogprobsBudget
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """Drafts of the sequences that sample in this step, within what it has left over.
+
+        They take no pages from others: there are as many as there are pages for.
+        """
+        found: dict[Sequence, tuple[int, ...]] = {}
+        room = self.limits.max_num_batched_tokens - sum(count for _, count in shares)
+        room = min(room, logprobs_budget.num_rows)
+        for sequence, count in shares:
+            drafting, end = sequence.drafting, sequence.num_computed_tokens + count
+            # At its end, all its tokens are known: none is still on the device.
+            if drafting is None or end != len(sequence.token_ids) or sequence.is_retried:
+                continue
+            most = min(room, sequence.max_num_tokens - end - 1)
+            if most <= 0:
+                continue
+            drafts = drafting.propose(sequence.token_ids, most, self._draft_odds(shares, end))
+            if drafts and not self.kv_cache.try_grow(sequence, end + len(drafts)):
+                drafts = drafts[: len(sequence.page_table) * self.limits.page_size - end]
+            if drafts:
+                found[sequence] = drafts
+                room -= len(drafts)
+        return found
+
+    def _draft_odds(self, shares: list[Share], num_keys: int) -> float:
+        """The chance of being accepted from which a draft that attends to `num_keys` pays."""
+        if self.step_bound is None:
+            return 0.0
+        load = StepLoad(
+            num_tokens=sum([count for _, count in shares]),
+            num_logits=len(shares),
+            num_keys=sum([sequence.num_computed_tokens for sequence, _ in shares]),
+        )
+        return self.step_bound.cost.draft_odds(load, num_keys)
+
+    def _enter(
+        self, batch: Batch, sequence: Sequence, count: int, drafts: tuple[int, ...]
+    ) -> BatchEntry:
+        """Adds the next `count` tokens of a sequence and its drafts to the batch and counts them as
+        launched.
+        """
         row, start = sequence.row, sequence.num_computed_tokens
         assert row is not None
         end = start + count
         num_choices = 1 if end == sequence.num_tokens else 0
+        if drafts:
+            num_drafts = len(drafts)
+            end, count, num_choices = end + num_drafts, count + num_drafts, 1 + num_drafts
+            batch.has_drafts = True
         sequence.num_pending_tokens += num_choices
         sequence.num_computed_tokens = end
         # Positional: keyword arguments take three times as long, and this runs per row and step.
-        entry = BatchEntry(sequence, row, start, count, num_choices, sequence.num_preemptions)
+        preemptions = sequence.num_preemptions
+        entry = BatchEntry(sequence, row, start, count, num_choices, preemptions, drafts)
         batch.entries.append(entry)
         batch.num_tokens += count
         batch.num_keys += num_keys(start, count)
@@ -444,72 +472,6 @@ class Scheduler:
             entry.prompt_logprobs = sequence.prompt_logprobs_progress.launch(start, end)
             batch.num_prompt_logprobs += len(entry.prompt_logprobs)
         return entry
-
-    def _take_token(
-        self,
-        entry: BatchEntry,
-        token_id: int,
-        logprobs: TokenLogprobs | None,
-        events: list[Event],
-    ) -> None:
-        sequence = entry.sequence
-        reason = sequence.append(token_id)
-        if entry.num_preemptions == sequence.num_preemptions:
-            self.kv_cache.publish(sequence, entry.end)
-        if reason != "stop":
-            index = sequence.num_generated_tokens - 1
-            events.append(
-                Token(
-                    request_id=sequence.request_id,
-                    token_id=token_id,
-                    index=index,
-                    sample=sequence.sample,
-                    logprobs=logprobs,
-                    num_cached_tokens=sequence.num_cached_tokens if index == 0 else None,
-                )
-            )
-        if reason is not None:
-            own = reason == "stop" and token_id in sequence.request.params.stop_token_ids
-            events.append(finished_event(sequence, reason, stop_token_id=token_id if own else None))
-            self._end(sequence)
-
-    def _end_prompt(self, entry: BatchEntry) -> Finished:
-        """Ends a sequence with `max_tokens` 0; the token that the step sampled is dropped.
-
-        The step is still needed: pages are published only if its logits are finite.
-        """
-        sequence = entry.sequence
-        sequence.num_pending_tokens -= 1
-        if entry.num_preemptions == sequence.num_preemptions:
-            self.kv_cache.publish(sequence, entry.end)
-        self._end(sequence)
-        return finished_event(sequence, "length")
-
-    def _take_prompt_logprobs(self, batch: Batch, output: StepOutput, events: list[Event]) -> None:
-        """Adds an event for each entry with log probabilities not yet reported."""
-        stop = 0
-        for entry in batch.entries:
-            indices = range(stop, stop + len(entry.prompt_logprobs))
-            stop = indices.stop
-            sequence, progress = entry.sequence, entry.sequence.prompt_logprobs_progress
-            if not indices or sequence.is_finished:
-                continue
-            if not output.is_finite[indices.start : indices.stop].all():
-                events.append(self._fail(sequence, NOT_FINITE, "not_finite"))
-                continue
-            assert progress is not None
-            fresh = progress.read(entry.prompt_logprobs)
-            if not fresh:
-                continue
-            count = sequence.request.params.prompt_logprobs or 0
-            found = tuple(logprobs_of(output, index, count) for index in indices[-len(fresh) :])
-            events.append(
-                PromptLogprobs(request_id=sequence.request_id, start=fresh.start, entries=found)
-            )
-
-    def _fail(self, sequence: Sequence, error: str, kind: ErrorKind) -> Finished:
-        self._end(sequence)
-        return finished_event(sequence, "error", error=error, kind=kind)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from cadenza.core.drafts import Drafting
 from cadenza.core.prompt_logprobs import PromptLogprobsProgress
 from cadenza.request import FinishReason, Request, SamplingParams
 
@@ -41,7 +42,8 @@ class Sequence:
         token_ids: the prompt and all tokens read back so far.
         page_copy: the page copy to make before its next step; None after that step's launch.
         num_computed_tokens: tokens whose KV exists once the launched steps have run.
-        num_pending_tokens: tokens sampled by launched steps that have not been read.
+        num_pending_tokens: tokens sampled by launched steps that have not been read; all drafts
+            are taken for accepted until then.
         has_started: it has had a row.
         is_retried: a step with it failed, and it has not sampled since; its steps are its own.
         num_cached_tokens: prompt tokens whose KV was shared at its first start; None before. A
@@ -51,6 +53,7 @@ class Sequence:
             key collision, which ends publication.
         awaited_key: the key of a page that another sequence computes, for which this one waits.
         prompt_logprobs_progress: None if no prompt log probabilities were requested.
+        drafting: None if its steps verify no drafts.
     """
 
     request_id: int
@@ -78,6 +81,7 @@ class Sequence:
     num_sent_pages: int = 0
     num_preemptions: int = 0
     prompt_logprobs_progress: PromptLogprobsProgress | None = None
+    drafting: Drafting | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -162,6 +166,11 @@ class Sequence:
         if token_id in self.stop_token_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.max_num_tokens else None
+
+    def drop_drafts(self) -> None:
+        """After a step with drafts was read: the KV of tokens that it did not sample is void."""
+        self.num_pending_tokens = 0
+        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def rewind(self) -> None:
         """Resets row, pages and progress; keeps the tokens, so that the stream can continue."""

@@ -1,11 +1,32 @@
-"""The events that tell what came of a sequence.
+"""What a step gave (`Choices`), and the events that tell what came of a sequence.
 
 Pure functions of a sequence and a step's output.
 """
 
+from typing import NamedTuple
+
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import StepOutput
 from cadenza.request import ErrorKind, Finished, FinishReason, TokenLogprobs
+
+
+class Choices(NamedTuple):
+    """A step's output, and of its logit rows what every row reads, as lists."""
+
+    output: StepOutput
+    token_ids: list[int]
+    is_finite: list[bool]
+    has_choice: list[bool]
+
+    @classmethod
+    def of(cls, output: StepOutput) -> "Choices":
+        return cls(
+            output, output.token_ids.tolist(), output.is_finite.tolist(), output.has_choice.tolist()
+        )
+
+    def logprobs(self, index: int, count: int | None) -> TokenLogprobs | None:
+        """Those of a logit row with its `count` most likely tokens; None if `count` is."""
+        return None if count is None else logprobs_of(self.output, index, count)
 
 
 def logprobs_of(output: StepOutput, index: int, count: int) -> TokenLogprobs:

@@ -92,6 +92,13 @@ class StepCost:
         linear += self.logit_ms if has_logits else 0.0
         return 2 * left_ms / (linear + sqrt(linear**2 + 2 * self.key_ms * left_ms))
 
+    def draft_odds(self, load: StepLoad, num_keys: int) -> float:
+        """What one more token with a logit row costs, as a multiple of what a step of `load` costs
+        for each of its logit rows. It attends to `num_keys`.
+        """
+        own_ms = self.token_ms + self.logit_ms + self.key_ms * num_keys
+        return own_ms * load.num_logits / self.predict_ms(load)
+
     def prefill_share(self, bound_ms: float, num_tokens: int) -> float:
         """The rate of a prompt in steps of at most `bound_ms`, as a share of its rate in steps of
         `num_tokens`; early in a context, beside no decodes."""

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from cadenza.backends.base import Runner
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
+from cadenza.core.drafts import Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.prompt_logprobs import PromptLogprobsProgress
+from cadenza.core.prompt_lookup import PromptLookup
 from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
@@ -28,6 +30,7 @@ from cadenza.engine.resumption import Resumption
 from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.errors import EngineClosedError, QueueFullError
 from cadenza.request import Event, Finished, Request
+from cadenza.speculative_config import SpeculativeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,7 @@ class CoreOptions:
         batching: "static" starts requests only when all that ran have ended.
         step_bound: bounds the time of each step; None bounds only its tokens.
         clock: seconds, monotonic; for the bound and for policies that count waiting time.
+        speculation: the drafts of its streams; None for none.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -55,6 +59,7 @@ class CoreOptions:
     batching: Batching = "continuous"
     step_bound: StepBound | None = None
     clock: Callable[[], float] = time.perf_counter
+    speculation: SpeculativeConfig | None = None
 
 
 class EngineCore:
@@ -103,6 +108,7 @@ class EngineCore:
             clock=options.clock,
         )
         self._samples: dict[int, dict[int, Sequence]] = {}
+        self._speculation = options.speculation
         self._seed = options.seed
         self._clock = options.clock
         self._next_request_id = 0
@@ -235,6 +241,7 @@ class EngineCore:
             arrived_s=self._clock(),
             token_ids=list(request.prompt_token_ids),
             prompt_logprobs_progress=_progress_of(request) if sample == 0 else None,
+            drafting=None if self._speculation is None else _drafting(self._speculation),
         )
 
     def _add(self, samples: list[Sequence]) -> None:
@@ -256,6 +263,11 @@ class EngineCore:
         del samples[sample]
         if not samples:
             del self._samples[request_id]
+
+
+def _drafting(config: SpeculativeConfig) -> Drafting:
+    source = PromptLookup(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
+    return Drafting(source=source, most=config.num_speculative_tokens)
 
 
 def _progress_of(request: Request) -> PromptLogprobsProgress | None:

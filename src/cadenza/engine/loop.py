@@ -109,10 +109,14 @@ class StepLoop:
 
         A request's `Started` comes with the launch of its first step, before its other events.
         """
+        events: list[Event] = []
+        while self.in_flight and self._must_read_first():
+            events += self._read_oldest()
         batch = self._scheduler.schedule(self._clock())
         if announce is not None and batch is not None and batch.started:
             announce(batch.started)
-        events: list[Event] = [] if batch is None else [*batch.started, *self._launch(batch)]
+        if batch is not None:
+            events += [*batch.started, *self._launch(batch)]
         if len(self.in_flight) > self._depth or (batch is None and self.in_flight):
             events += self._read_oldest()
         return events
@@ -121,6 +125,10 @@ class StepLoop:
         """Discards the launched steps; their sequences' KV must not be used afterwards."""
         while self.in_flight:
             self._scheduler.drop_batch(self.in_flight.popleft().batch)
+
+    def _must_read_first(self) -> bool:
+        """True if the next step depends on what the steps in flight have sampled."""
+        return self.in_flight[-1].batch.has_drafts or self._scheduler.needs_newest_tokens
 
     def _launch(self, batch: Batch) -> list[Event]:
         """Launches a batch; returns events only if that fails."""

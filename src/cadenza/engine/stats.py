@@ -59,7 +59,9 @@ class EngineStats:
 
     `num_running` and `num_waiting` count samples, `num_prefix_queries` and `num_prefix_hits` prompt
     tokens, `num_prefix_waits` samples that have waited for a prefix that another one computed.
-    `pages_live` includes pinned pages. `step_tokens` is the number of tokens per step.
+    `num_drafts` counts steps of sequences with drafts, `num_accepted_per_pos` accepted drafts by
+    their place behind the newest token. `pages_live` includes pinned pages. `step_tokens` is the
+    number of tokens per step.
     """
 
     num_running: int
@@ -71,6 +73,10 @@ class EngineStats:
     num_preemptions: int
     num_prefix_queries: int
     num_prefix_hits: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_per_pos: tuple[int, ...]
     num_compiles_after_warmup: int
     step_seconds: Distribution
     step_tokens: Distribution
@@ -139,7 +145,7 @@ class StepMeter:
     def stats(self) -> EngineStats:
         """A snapshot of the current values."""
         scheduler = self._core.scheduler
-        pages = scheduler.kv_cache.pool.counts()
+        pages, drafts = scheduler.kv_cache.pool.counts(), scheduler.draft_counts
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -151,6 +157,10 @@ class StepMeter:
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
             num_prefix_waits=scheduler.kv_cache.num_prefix_waits,
+            num_drafts=drafts.num_drafts,
+            num_draft_tokens=drafts.num_draft_tokens,
+            num_accepted_tokens=drafts.num_accepted_tokens,
+            num_accepted_per_pos=tuple(drafts.num_accepted_per_pos),
             num_compiles_after_warmup=self._count_compiles(),
             step_seconds=self._seconds.snapshot(),
             step_tokens=self._tokens.snapshot(),

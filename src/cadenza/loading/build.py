@@ -145,6 +145,7 @@ def build_core(
         ),
         batching=config.batching,
         step_bound=_step_bound(runner, plan.limits, config.max_itl_ms),
+        speculation=config.speculation,
     )
     return EngineCore(runner, plan.limits, options)
 

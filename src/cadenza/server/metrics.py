@@ -61,9 +61,12 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         lambda s: s.num_prefix_waits,
     ),
     "num_preemptions": ("Sequences that gave back their pages.", lambda s: s.num_preemptions),
-    "spec_decode_num_drafts": ("Drafts verified; there is no speculation yet.", lambda _: 0),
-    "spec_decode_num_draft_tokens": ("Tokens of drafts.", lambda _: 0),
-    "spec_decode_num_accepted_tokens": ("Tokens of drafts that stayed.", lambda _: 0),
+    "spec_decode_num_drafts": ("Drafts verified.", lambda s: s.num_drafts),
+    "spec_decode_num_draft_tokens": ("Tokens of drafts.", lambda s: s.num_draft_tokens),
+    "spec_decode_num_accepted_tokens": (
+        "Tokens of drafts that stayed.",
+        lambda s: s.num_accepted_tokens,
+    ),
 }
 
 
@@ -191,6 +194,12 @@ class _Families:
             yield self._gauge(name, help, value(stats))
         for name, (help, value) in _COUNTERS.items():
             yield self._counter(name, help, value(stats))
+        yield self._by(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Tokens of drafts that stayed, by their place in the draft.",
+            "position",
+            [(str(place), count) for place, count in enumerate(stats.num_accepted_per_pos)],
+        )
         yield self._histogram("iteration_tokens_total", "Tokens of a step.", stats.step_tokens)
 
     def of_status(self, status: EngineStatus) -> Iterator[Metric]:

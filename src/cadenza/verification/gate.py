@@ -17,6 +17,7 @@ from cadenza.config import EngineLimits
 from cadenza.core.draw_keys import derive_seed
 from cadenza.engine.core import CoreOptions
 from cadenza.request import Request
+from cadenza.speculative_config import SpeculativeConfig
 from cadenza.verification.modes import (
     Counts,
     MakeCore,
@@ -27,6 +28,7 @@ from cadenza.verification.modes import (
     batched_modes,
     play,
     play_alone,
+    with_drafts,
 )
 from cadenza.verification.option_matrix import OptionCoverage
 from cadenza.verification.reference import ReferenceEngine, ReferenceResult
@@ -120,7 +122,8 @@ class GateResult:
             f"modes={len(self.modes)} "
             f"admitted_midstream={self.counts.admitted_midstream} "
             f"rows_reused={self.counts.rows_reused} preempted={self.counts.preempted} "
-            f"cache_hits={self.counts.cache_hits}{self._coverage_words} longest={self.longest}"
+            f"cache_hits={self.counts.cache_hits}{self._drafts_words}{self._coverage_words} "
+            f"longest={self.longest}"
             f"{self._difference_words}"
         )
 
@@ -140,6 +143,11 @@ class GateResult:
         if self.witness_difference is None:
             return ""
         return f" reference_difference={self.witness_difference:.4f}"
+
+    @property
+    def _drafts_words(self) -> str:
+        accepted = self.counts.accepted_drafts
+        return f" accepted_drafts={accepted}" if accepted else ""
 
     @property
     def _coverage_words(self) -> str:
@@ -178,6 +186,7 @@ class Gate:
         report: called with each stage.
         coverage: of the matrix of options, if `arrivals` come from it.
         wanted: length in tokens that the longest stream should have.
+        speculation: drafts that all modes verify, and the solo runs do not; None for none.
     """
 
     make_core: MakeCore
@@ -190,6 +199,7 @@ class Gate:
     report: ReportProgress = lambda _: None
     coverage: OptionCoverage | None = None
     wanted: int = 0
+    speculation: SpeculativeConfig | None = None
 
     def run(self) -> GateResult:
         """Runs and compares all modes; stops at the first difference."""
@@ -208,7 +218,10 @@ class Gate:
         result.mismatch = self._find_error(alone)
         if result.mismatch is not None:
             return result
-        for mode in batched_modes(self.limits, self.arrivals):
+        modes = batched_modes(self.limits, self.arrivals)
+        if self.speculation is not None:
+            modes = with_drafts(modes, self.speculation)
+        for mode in modes:
             self._run_mode(mode, alone, result)
             self.report(mode.name)
             if result.mismatch is not None:

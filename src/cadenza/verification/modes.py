@@ -14,6 +14,7 @@ from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.request import Finished, PromptLogprobs, Started, Token, TokenLogprobs
+from cadenza.speculative_config import SpeculativeConfig
 from cadenza.verification.workload import Arrival
 
 MAX_GATE_STEPS = 1_000_000
@@ -43,6 +44,7 @@ class Mode:
     reserved_output: float = 0.5
     rounds: int = 1
     shows: tuple[str, ...] = ()
+    speculation: SpeculativeConfig | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -69,12 +71,14 @@ class Counts:
     rows_reused: int = 0
     preempted: int = 0
     cache_hits: int = 0
+    accepted_drafts: int = 0
 
     def add(self, other: "Counts") -> None:
         self.admitted_midstream += other.admitted_midstream
         self.rows_reused += other.rows_reused
         self.preempted += other.preempted
         self.cache_hits += other.cache_hits
+        self.accepted_drafts += other.accepted_drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +127,13 @@ def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[
     return modes + _slot_modes(limits)
 
 
+def with_drafts(modes: tuple[Mode, ...], speculation: SpeculativeConfig) -> tuple[Mode, ...]:
+    """The same modes, in which steps verify drafts; some must be accepted in the second one."""
+    drafting = [replace(mode, speculation=speculation) for mode in modes]
+    drafting[1] = replace(drafting[1], shows=(*drafting[1].shows, "accepted_drafts"))
+    return tuple(drafting)
+
+
 def _slot_modes(limits: EngineLimits) -> tuple[Mode, ...]:
     """The mode with prefixes that are copied between slots, if the backend can. Snapshots of
     recurrent layers are of complete prompts, of which the workload need not repeat any."""
@@ -165,7 +176,10 @@ def _paged_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[M
 
 def play(make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...]) -> Play:
     """Runs a workload in one engine, once for each round."""
-    core = make_core(mode.limits, CoreOptions(loop=mode.loop, reserved_output=mode.reserved_output))
+    options = CoreOptions(
+        loop=mode.loop, reserved_output=mode.reserved_output, speculation=mode.speculation
+    )
+    core = make_core(mode.limits, options)
     counts = Counts()
     rounds: list[tuple[Stream, ...]] = []
     seconds = 0.0
@@ -174,6 +188,7 @@ def play(make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...]) -> Play
         rounds.append(_play_round(core, dict(enumerate(arrivals)), counts))
         seconds = time.perf_counter() - start
     counts.preempted = core.scheduler.num_preemptions
+    counts.accepted_drafts = core.scheduler.draft_counts.num_accepted_tokens
     core.check_invariants()
     return Play(rounds=tuple(rounds), counts=counts, seconds=seconds)
 

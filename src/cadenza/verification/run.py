@@ -262,6 +262,7 @@ def _gate(
         clock=time.perf_counter,
         coverage=None if workload.matrix is None else workload.matrix.coverage(),
         wanted=workload.wanted,
+        speculation=options.config.speculation,
     )
 
 

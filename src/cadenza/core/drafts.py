@@ -1,0 +1,111 @@
+"""Drafts: tokens that a step computes and verifies behind a sequence's newest one.
+
+The target samples its own token at each position, with that position's key; a draft is accepted if
+and only if it is that token. So drafts decide how many tokens a step gives, never which. Owns the
+choice of how many are worth a try. Knows no pages, rows or time.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
+
+FIRST_PAUSE, MAX_PAUSE = 16, 256
+"""Tokens without drafts after the last ones were not worth it; doubled each time."""
+
+WEIGHT_OF_NEWEST = 0.25
+MIN_GAIN = 0.15
+"""Accepted tokens for each step that tries: below this, drafting pauses."""
+
+
+class DraftSource(Protocol):
+    """Proposes tokens for one sequence."""
+
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        """Up to `most` tokens that may follow `token_ids`: the sequence's so far, which start with
+        those of earlier calls.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Drafting:
+    """How one sequence drafts.
+
+    Args:
+        source: where its drafts come from.
+        most: drafts in a step, at most.
+        acceptance: the chance that a draft is accepted, if those before it were.
+        gain: mean number of accepted drafts of a step that asked `source`.
+        resumes_at: the number of tokens from which the sequence drafts again after a pause.
+    """
+
+    source: DraftSource
+    most: int
+    acceptance: float = 0.8
+    gain: float = 1.0
+    resumes_at: int = 0
+    _pause: int = field(default=FIRST_PAUSE, init=False)
+
+    def is_due(self, num_tokens: int) -> bool:
+        """False during a pause of a sequence with `num_tokens` tokens."""
+        return num_tokens >= self.resumes_at
+
+    def propose(self, token_ids: list[int], most: int, odds: float) -> tuple[int, ...]:
+        """Up to `most` drafts, each likely to be accepted with a chance of `odds` or more; none if
+        it pauses or the source knows nothing.
+        """
+        if not self.is_due(len(token_ids)):
+            return ()
+        num_worth = self._num_worth(odds)
+        if not num_worth:
+            self.resumes_at = len(token_ids) + FIRST_PAUSE
+            return ()
+        drafts = tuple(self.source.propose(token_ids, min(most, num_worth)))
+        if not drafts:
+            self._gain(len(token_ids), 0)
+        return drafts
+
+    def learn(self, num_tokens: int, num_drafts: int, num_accepted: int) -> None:
+        """A step verified `num_drafts`, and `num_accepted` stayed; there are now `num_tokens`."""
+        for is_accepted in [True] * num_accepted + [False] * (num_accepted < num_drafts):
+            self.acceptance += WEIGHT_OF_NEWEST * (is_accepted - self.acceptance)
+        self._gain(num_tokens, num_accepted)
+
+    def _num_worth(self, odds: float) -> int:
+        chance = 1.0
+        for count in range(self.most):
+            chance *= self.acceptance
+            if chance < odds:
+                return count
+        return self.most
+
+    def _gain(self, num_tokens: int, num_accepted: int) -> None:
+        self.gain += WEIGHT_OF_NEWEST * (num_accepted - self.gain)
+        if num_accepted:
+            self._pause = FIRST_PAUSE
+        if self.gain >= MIN_GAIN:
+            return
+        self.resumes_at = num_tokens + self._pause
+        self._pause = min(2 * self._pause, MAX_PAUSE)
+        self.gain = 2 * MIN_GAIN  # one success after the pause is enough to go on
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counters that never decrease: sequences' steps with drafts, drafts, accepted drafts, and the
+    accepted ones by their place behind the newest token.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_pos: list[int] = field(default_factory=lambda: [0] * MAX_SPECULATIVE_TOKENS)
+
+    def add(self, num_tokens: int, num_accepted: int) -> None:
+        """A step of a sequence with `num_tokens` drafts, of which the first were accepted."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted
+        for place in range(num_accepted):
+            self.num_accepted_per_pos[place] += 1

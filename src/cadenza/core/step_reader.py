@@ -1,0 +1,151 @@
+"""`StepReader`: applies what a step gave to its sequences, and makes the events that tell it.
+
+Owns the reading of logit rows: which choices count, which drafts stay, what ends a sequence. Knows
+the KV cache, in which it publishes what is known to be right; no rows and no queue. Invariant: an
+entry whose sequence has ended changes nothing.
+"""
+
+from collections.abc import Callable
+
+from cadenza.core.batch import Batch, BatchEntry
+from cadenza.core.drafts import DraftCounts
+from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.sequence import Sequence, SequenceStatus
+from cadenza.core.sequence_events import Choices, finished_event, logprobs_of
+from cadenza.core.step_schema import StepOutput
+from cadenza.request import ErrorKind, Event, Finished, PromptLogprobs, Token, TokenLogprobs
+
+NOT_FINITE = "the model produced a non-finite value"
+NONE_ALLOWED = (
+    "no token may follow: allowed_token_ids, bad_words and min_tokens together rule out every one; "
+    "loosen one of them"
+)
+
+
+class StepReader:
+    """Reads steps in launch order; `end` gives back a sequence's row and pages."""
+
+    def __init__(self, kv_cache: KVCacheManager, end: Callable[[Sequence], None]) -> None:
+        self.draft_counts = DraftCounts()
+        self._kv_cache = kv_cache
+        self._end = end
+
+    def read(self, batch: Batch, output: StepOutput) -> list[Event]:
+        """Applies a step; `output` has one entry per logit row of the batch."""
+        events: list[Event] = []
+        if batch.num_prompt_logprobs:
+            self._take_prompt_logprobs(batch, output, events)
+        choices = Choices.of(output)
+        index = batch.num_prompt_logprobs
+        for entry in batch.entries:
+            if entry.drafts:
+                self._verify_drafts(entry, choices, index, events)
+            elif entry.num_choices:
+                self._take_choice(entry, choices, index, events)
+            index += entry.num_choices
+        return events
+
+    def _take_choice(
+        self, entry: BatchEntry, choices: Choices, index: int, events: list[Event]
+    ) -> None:
+        """Takes the token of a logit row, or ends its sequence; nothing if it has ended."""
+        sequence = entry.sequence
+        if sequence.status is SequenceStatus.FINISHED:
+            return
+        if not choices.is_finite[index]:
+            events.append(self.fail(sequence, NOT_FINITE, "not_finite"))
+        elif sequence.is_prompt_only:
+            events.append(self._end_prompt(entry))
+        elif not choices.has_choice[index]:
+            events.append(self.fail(sequence, NONE_ALLOWED, "none_allowed"))
+        else:
+            logprobs = choices.logprobs(index, sequence.request.params.logprobs)
+            self._take_token(entry, choices.token_ids[index], logprobs, events)
+
+    def _verify_drafts(
+        self, entry: BatchEntry, choices: Choices, first: int, events: list[Event]
+    ) -> None:
+        """Takes tokens while each draft is the one that was sampled in its place, and one more.
+
+        Logit rows behind the first draft that is not are never looked at.
+        """
+        sequence, num_accepted = entry.sequence, 0
+        for index, draft in enumerate(entry.drafts, first):
+            self._take_choice(entry, choices, index, events)
+            if sequence.is_finished or choices.token_ids[index] != draft:
+                break
+            num_accepted += 1
+        else:
+            self._take_choice(entry, choices, first + len(entry.drafts), events)
+        self.draft_counts.add(len(entry.drafts), num_accepted)
+        if not sequence.is_finished:
+            assert sequence.drafting is not None
+            sequence.drop_drafts()
+            sequence.drafting.learn(sequence.num_tokens, len(entry.drafts), num_accepted)
+
+    def _take_token(
+        self,
+        entry: BatchEntry,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        events: list[Event],
+    ) -> None:
+        sequence = entry.sequence
+        reason = sequence.append(token_id)
+        if entry.num_preemptions == sequence.num_preemptions:
+            self._kv_cache.publish(sequence, len(sequence.token_ids) - 1)
+        if reason != "stop":
+            index = sequence.num_generated_tokens - 1
+            events.append(
+                Token(
+                    request_id=sequence.request_id,
+                    token_id=token_id,
+                    index=index,
+                    sample=sequence.sample,
+                    logprobs=logprobs,
+                    num_cached_tokens=sequence.num_cached_tokens if index == 0 else None,
+                )
+            )
+        if reason is not None:
+            own = reason == "stop" and token_id in sequence.request.params.stop_token_ids
+            events.append(finished_event(sequence, reason, stop_token_id=token_id if own else None))
+            self._end(sequence)
+
+    def _end_prompt(self, entry: BatchEntry) -> Finished:
+        """Ends a sequence with `max_tokens` 0; the token that the step sampled is dropped.
+
+        The step is still needed: pages are published only if its logits are finite.
+        """
+        sequence = entry.sequence
+        sequence.num_pending_tokens -= 1
+        if entry.num_preemptions == sequence.num_preemptions:
+            self._kv_cache.publish(sequence, entry.end)
+        self._end(sequence)
+        return finished_event(sequence, "length")
+
+    def _take_prompt_logprobs(self, batch: Batch, output: StepOutput, events: list[Event]) -> None:
+        """Adds an event for each entry with log probabilities not yet reported."""
+        stop = 0
+        for entry in batch.entries:
+            indices = range(stop, stop + len(entry.prompt_logprobs))
+            stop = indices.stop
+            sequence, progress = entry.sequence, entry.sequence.prompt_logprobs_progress
+            if not indices or sequence.is_finished:
+                continue
+            if not output.is_finite[indices.start : indices.stop].all():
+                events.append(self.fail(sequence, NOT_FINITE, "not_finite"))
+                continue
+            assert progress is not None
+            fresh = progress.read(entry.prompt_logprobs)
+            if not fresh:
+                continue
+            count = sequence.request.params.prompt_logprobs or 0
+            found = tuple(logprobs_of(output, index, count) for index in indices[-len(fresh) :])
+            events.append(
+                PromptLogprobs(request_id=sequence.request_id, start=fresh.start, entries=found)
+            )
+
+    def fail(self, sequence: Sequence, error: str, kind: ErrorKind) -> Finished:
+        """Ends a sequence with an error."""
+        self._end(sequence)
+        return finished_event(sequence, "error", error=error, kind=kind)

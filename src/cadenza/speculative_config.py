@@ -1,0 +1,87 @@
+"""`SpeculativeConfig`: which drafts a server verifies; the value of --speculative-config.
+
+Owns the names, which are vLLM's, and the bounds. Invariant: every instance is within bounds.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast, get_args
+
+from cadenza.errors import ConfigError, show
+
+SpeculativeMethod = Literal["ngram"]
+
+MAX_SPECULATIVE_TOKENS = 16
+MAX_LOOKUP_TOKENS = 64
+
+_FLAG = "--speculative-config"
+_RANGES: Mapping[str, tuple[int, int]] = {
+    "num_speculative_tokens": (1, MAX_SPECULATIVE_TOKENS),
+    "prompt_lookup_max": (1, MAX_LOOKUP_TOKENS),
+    "prompt_lookup_min": (1, MAX_LOOKUP_TOKENS),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made.
+
+    Args:
+        method: "ngram": what followed a stream's newest tokens where they occurred before in it.
+        num_speculative_tokens: drafts of a stream in a step, at most.
+        prompt_lookup_max: tokens that a place earlier in the stream is compared by, at most.
+        prompt_lookup_min: tokens that must be equal there, at least.
+
+    Raises:
+        ConfigError: a value is outside its bounds.
+    """
+
+    method: SpeculativeMethod
+    num_speculative_tokens: int = 5
+    prompt_lookup_max: int = 5
+    prompt_lookup_min: int = 2
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(SpeculativeMethod):
+            raise ConfigError(
+                f"{_FLAG}: the method {show(self.method)} is not one of "
+                f"{', '.join(get_args(SpeculativeMethod))}"
+            )
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise ConfigError(
+                    f"{_FLAG}: {name} {show(value)} must be a whole number from {low} to {high}"
+                )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"{_FLAG}: prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max "
+                f"{self.prompt_lookup_max}; raise the second or lower the first"
+            )
+
+
+def parse_speculative_config(value: object) -> SpeculativeConfig:
+    """A config from a JSON object, as text or parsed. Raises ConfigError."""
+    if isinstance(value, SpeculativeConfig):
+        return value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{_FLAG} {show(value)} is not JSON: {error}; {_EXAMPLE}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{_FLAG} {show(value)} is not a JSON object; {_EXAMPLE}")
+    options = cast(Mapping[str, Any], value)
+    known = [field.name for field in fields(SpeculativeConfig)]
+    unknown = sorted(str(name) for name in options if name not in known)
+    if unknown:
+        raise ConfigError(
+            f"{_FLAG}: there is no option {', '.join(unknown)}; there are {', '.join(known)}"
+        )
+    if "method" not in options:
+        raise ConfigError(f"{_FLAG} names no method; {_EXAMPLE}")
+    return SpeculativeConfig(**options)
+
+
+_EXAMPLE = 'write for example {"method": "ngram", "num_speculative_tokens": 5}'

@@ -1,0 +1,208 @@
+"""Drafts change how many tokens a step gives, never which: any source, in random traffic.
+
+The traffic, the drive and the oracle are those of `tests.engine.simulation`.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from cadenza.backends.fake import FakeRunner
+from cadenza.core.batch import Batch
+from cadenza.core.drafts import Drafting, DraftSource
+from cadenza.core.draw_keys import draw_keys
+from cadenza.core.packing import Packer
+from cadenza.core.prompt_lookup import PromptLookup
+from cadenza.core.scheduler import Scheduler
+from cadenza.core.sequence import Sequence
+from cadenza.core.step_schema import ModelInputs, StepOutput
+from cadenza.engine.core import EngineCore
+from cadenza.request import Event
+from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
+from tests.engine.simulation import (
+    VOCAB_SIZE,
+    Parts,
+    Scenario,
+    Simulation,
+    replayable,
+    solo_stream,
+)
+
+NUM_SEEDS = 24
+NUM_STEPS = 60
+HERE = "tests/engine/test_speculation.py"
+
+
+@dataclass(eq=False)
+class Foresight:
+    """Knows the stream; each of its drafts is wrong with the chance `error`. May propose too many,
+    beyond the stream's end, or ids that are no tokens of the stream at all.
+    """
+
+    sequence: Sequence
+    rng: random.Random
+    error: float
+
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        request = self.sequence.request
+        solo = solo_stream(request, self.sequence.seed, self.sequence.max_num_tokens)
+        rest = solo.token_ids[len(token_ids) - len(request.prompt_token_ids) :]
+        drafts = [*rest, *self.rng.choices(range(VOCAB_SIZE), k=MAX_SPECULATIVE_TOKENS)][:most]
+        return [self._spoilt(token_id) for token_id in drafts]
+
+    def _spoilt(self, token_id: int) -> int:
+        return self.rng.randrange(VOCAB_SIZE) if self.rng.random() < self.error else token_id
+
+
+@dataclass(eq=False)
+class Silent:
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        return []
+
+
+class AlwaysDrafts(Drafting):
+    """Never pauses, so that rare cases are met often."""
+
+    def learn(self, num_tokens: int, num_drafts: int, num_accepted: int) -> None:
+        pass
+
+
+class DraftingScheduler(Scheduler):
+    """Gives each sequence a source of its own."""
+
+    def add(self, sequence: Sequence) -> None:
+        rng = random.Random(f"{sequence.request_id} {sequence.sample}")
+        kind = rng.choice([Drafting, AlwaysDrafts, AlwaysDrafts, None])
+        if kind is not None:
+            most = rng.choice([1, 3, MAX_SPECULATIVE_TOKENS])
+            sequence.drafting = kind(source=self._source(sequence, rng), most=most)
+        super().add(sequence)
+
+    def _source(self, sequence: Sequence, rng: random.Random) -> DraftSource:
+        if rng.random() < 0.1:
+            return Silent()
+        if rng.random() < 0.2:
+            return PromptLookup(shortest=1, longest=3)
+        return Foresight(sequence, rng, error=rng.choice([0.0, 0.1, 0.5, 1.0]))
+
+
+DRAFTING = Parts(scheduler=DraftingScheduler)
+
+
+def audit_published_pages(engine: EngineCore) -> None:
+    """No published page of a running sequence holds a token that the sequence does not."""
+    engine.check_invariants()
+    size = engine.limits.page_size
+    runner = engine.runner
+    assert isinstance(runner, FakeRunner)
+    for sequence in engine.scheduler.running:
+        for index in range(sequence.num_published_pages):
+            start = sequence.page_table[index] * size
+            expected = sequence.token_ids[index * size : (index + 1) * size]
+            assert runner.stored(start, size) == expected, "a page was published with other tokens"
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_streams_are_exact_and_books_balance_with_drafts(seed: int) -> None:
+    name = "test_streams_are_exact_and_books_balance_with_drafts"
+    with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
+        scenario = Scenario(seed=seed, num_steps=NUM_STEPS)
+        for loop in ("plain", "overlap"):
+            audit = audit_published_pages
+            Simulation(scenario, loop=loop, parts=DRAFTING, audit=audit).run().verify()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(NUM_SEEDS, 600))
+def test_long_streams_are_exact_with_drafts(seed: int) -> None:
+    scenario = Scenario(seed=seed, num_steps=500)
+    Simulation(scenario, loop="overlap", parts=DRAFTING).run().verify()
+
+
+def test_the_traffic_holds_what_it_claims_to_test() -> None:
+    modes: Counter[str] = Counter()
+
+    class Observed(DraftingScheduler):
+        def update(self, batch: Batch, output: StepOutput) -> list[Event]:
+            drafted = [entry.drafts for entry in batch.entries]
+            modes["mixed"] += any(drafted) and not all(drafted)
+            modes["behind a prompt"] += any(e.drafts and e.start == 0 for e in batch.entries)
+            events = super().update(batch, output)
+            modes["ended within"] += any(e.drafts and e.sequence.is_finished for e in batch.entries)
+            return events
+
+    for seed in range(12):
+        scenario = Scenario(seed=seed, num_steps=NUM_STEPS)
+        record = Simulation(scenario, loop="overlap", parts=Parts(scheduler=Observed)).run()
+        scheduler = record.engine.scheduler
+        counts = scheduler.draft_counts
+        modes["accepted"] += counts.num_accepted_tokens
+        modes["rejected"] += counts.num_draft_tokens - counts.num_accepted_tokens
+        modes["preempted"] += scheduler.num_preemptions
+        assert sum(counts.num_accepted_per_pos) == counts.num_accepted_tokens
+    missing = [mode for mode, count in modes.items() if not count]
+    assert not missing, modes
+
+
+class KeysOfTheRow(Packer):
+    """Draws all tokens of a row with the key of its last position."""
+
+    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
+        inputs = super().pack(batch, bucket)
+        first = batch.num_prompt_logprobs
+        for entry in batch.entries:
+            stop = first + entry.num_choices
+            seeds = np.full(entry.num_choices, entry.sequence.seed, np.uint64)
+            positions = np.full(entry.num_choices, entry.end, np.int32)
+            inputs.logits.keys[first:stop] = draw_keys(seeds, positions)
+            first = stop
+        return inputs
+
+
+class PublishesDrafts(DraftingScheduler):
+    """Publishes the pages that a step has written, whatever was accepted."""
+
+    def update(self, batch: Batch, output: StepOutput) -> list[Event]:
+        for entry in batch.entries:
+            sequence = entry.sequence
+            if entry.drafts and not sequence.is_finished:
+                known, size = sequence.token_ids.copy(), self.limits.page_size
+                sequence.token_ids += entry.drafts
+                self.kv_cache.publish(sequence, entry.end)
+                del sequence.token_ids[len(known) :], sequence.page_keys[len(known) // size :]
+        return super().update(batch, output)
+
+
+class AcceptsOneTooMany(DraftingScheduler):
+    """Takes whatever was sampled behind a rejected draft."""
+
+    def update(self, batch: Batch, output: StepOutput) -> list[Event]:
+        index = batch.num_prompt_logprobs
+        for entry in batch.entries:
+            sampled = output.token_ids[index : index + len(entry.drafts)]
+            entry.drafts = tuple(sampled.tolist())
+            index += entry.num_choices
+        return super().update(batch, output)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        Parts(scheduler=DraftingScheduler, packer=KeysOfTheRow),
+        Parts(scheduler=PublishesDrafts),
+        Parts(scheduler=AcceptsOneTooMany),
+    ],
+    ids=lambda parts: f"{parts.scheduler.__name__} {parts.packer.__name__}",
+)
+def test_the_streams_betray_a_mutant(parts: Parts) -> None:
+    with pytest.raises(AssertionError, match=r"token|stream"):
+        run_seeds(parts)
+
+
+def run_seeds(parts: Parts) -> None:
+    for seed in range(40):
+        scenario, audit = Scenario(seed=seed, num_steps=NUM_STEPS), audit_published_pages
+        Simulation(scenario, loop="overlap", parts=parts, audit=audit).run().verify()

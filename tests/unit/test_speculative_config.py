@@ -1,0 +1,41 @@
+"""--speculative-config: what is accepted, and what is said otherwise."""
+
+import pytest
+
+from cadenza.config import EngineConfig, config_from_options
+from cadenza.errors import ConfigError
+from cadenza.speculative_config import SpeculativeConfig, parse_speculative_config
+
+
+def test_text_and_mappings_give_the_same_config() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
+    options = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    expected = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4)
+    assert parse_speculative_config(text) == parse_speculative_config(options) == expected
+    config = config_from_options({"speculative_config": options})
+    assert config.speculation == EngineConfig(speculative_config=expected).speculation == expected
+    assert EngineConfig().speculation is EngineConfig(speculative_config="none").speculation is None
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("{", "is not JSON"),
+        ("", "is not JSON"),
+        ("[1]", "not a JSON object"),
+        (3, "not a JSON object"),
+        ("{}", "names no method"),
+        ('{"method": "medusa"}', "'medusa' is not one of ngram"),
+        ('{"method": ["ngram"]}', "is not one of ngram"),
+        ('{"method": "ngram", "tokens": 3, "k": 1}', "there is no option k, tokens; there are"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "whole number from 1 to 16"),
+        ('{"method": "ngram", "num_speculative_tokens": 2.0}', "whole number from 1 to 16"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "whole number from 1 to 16"),
+        ('{"method": "ngram", "prompt_lookup_min": 9}', "is above prompt_lookup_max 5"),
+        ('{"method": "ngram", "prompt_lookup_max": 1000}', "from 1 to 64"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(value: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        config_from_options({"speculative_config": value})
+    assert "--speculative-config" in str(caught.value)
