@@ -9,6 +9,8 @@
 //   codes: 8 bits: [32 / 4][32 columns][4] bytes, each a code + 128
 //          4 bits: [32 / 8][32 columns][4] bytes, whose low nibbles are codes 0 to 3 of eight and
 //          whose high nibbles are codes 4 to 7; codes from 0 to 15, or code + 8 without a correction
+//          5 bits: the low four as 4 bits, then [32 columns][4] bytes, in which bit i is the fifth bit
+//          of code 4 i + byte; codes from 0 to 31, or code + 16 without a correction
 //   scales: [32 / group][32 columns]; nested ones are bytes, each an integer + 128, and multiplied by
 //   the factor, which is exact in f32
 //   zero points, u8 [32 columns], or offsets like the scales
@@ -30,13 +32,17 @@ enum class Correction : int32_t { kNone = 0, kZeroPoint = 1, kOffset = 2 };
 constexpr int kNested = 256;
 
 struct CodeFormat {
-  int bits;   // of a code: 4 or 8
+  int bits;   // of a code: 4, 5 or 8
   int group;  // consecutive elements with one scale: 32 or 16
   ScaleType scale;  // also of offsets
   Correction correction;
 
   constexpr int num_parts() const { return kGroup / group; }
   constexpr int64_t code_bytes() const { return kGroup * kPanel * bits / 8; }
+  // Of the codes without their fifth bits.
+  constexpr int64_t nibble_bytes() const { return kGroup * kPanel / 2; }
+  // The code that is stored for 0 without a correction.
+  constexpr int middle() const { return 1 << (bits - 1); }
   constexpr int64_t scale_size() const {
     return scale == ScaleType::kNested ? 1 : (scale == ScaleType::kF16 ? 2 : 4);
   }
@@ -73,7 +79,8 @@ constexpr CodeFormat kCodeFormats[] = {
     {4, 32, ScaleType::kF32, Correction::kOffset}, {8, 16, ScaleType::kF32, Correction::kNone},
     {8, 16, ScaleType::kF32, Correction::kOffset}, {4, 32, ScaleType::kNested, Correction::kOffset},
     {8, 32, ScaleType::kNested, Correction::kOffset},
-    {8, 16, ScaleType::kNested, Correction::kNone},
+    {8, 16, ScaleType::kNested, Correction::kNone},  {5, 32, ScaleType::kF16, Correction::kNone},
+    {5, 32, ScaleType::kF16, Correction::kOffset},   {5, 32, ScaleType::kNested, Correction::kOffset},
 };
 constexpr int kNumCodeFormats = sizeof(kCodeFormats) / sizeof(*kCodeFormats);
 

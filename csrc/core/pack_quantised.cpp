@@ -182,20 +182,31 @@ void store_nested(const CodeFormat& format, const NestedScales& nested, int64_t 
   std::memcpy(factors + (kPanel + column) * 2, &nested.offset_factor, 2);
 }
 
-// Stores the codes of a column, four bytes at a time; 4 bits are from 0 to 15.
-void store_codes(int bits, const uint8_t (&codes)[kGroup], int64_t column, uint8_t* to) {
-  for (int64_t i = 0; i < kGroup * bits / 32; i++) {
-    uint32_t word;
-    if (bits == 8) {
-      std::memcpy(&word, codes + 4 * i, sizeof(word));
-    } else {
-      uint32_t low, high;
-      std::memcpy(&low, codes + 8 * i, sizeof(low));
-      std::memcpy(&high, codes + 8 * i + 4, sizeof(high));
-      word = (low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4;
-    }
-    std::memcpy(to + (i * kPanel + column) * 4, &word, sizeof(word));
+uint32_t four_codes(const uint8_t* codes) {
+  uint32_t word;
+  std::memcpy(&word, codes, sizeof(word));
+  return word;
+}
+
+void store_word(uint32_t word, int64_t at, uint8_t* to) {
+  std::memcpy(to + at * int64_t(sizeof(word)), &word, sizeof(word));
+}
+
+// Stores the codes of a column, which have no sign, four bytes at a time.
+void store_codes(const CodeFormat& format, const uint8_t (&codes)[kGroup], int64_t column,
+                 uint8_t* to) {
+  if (format.bits == 8) {
+    for (int i = 0; i < kGroup / 4; i++) store_word(four_codes(codes + 4 * i), i * kPanel + column, to);
+    return;
   }
+  for (int i = 0; i < kGroup / 8; i++) {
+    const uint32_t low = four_codes(codes + 8 * i), high = four_codes(codes + 8 * i + 4);
+    store_word((low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4, i * kPanel + column, to);
+  }
+  if (format.bits == 4) return;
+  uint32_t fifth = 0;
+  for (int i = 0; i < kGroup / 4; i++) fifth |= (four_codes(codes + 4 * i) >> 4 & 0x01010101) << i;
+  store_word(fifth, column, to + format.nibble_bytes());
 }
 
 // Where a group of a panel is stored.
@@ -210,12 +221,14 @@ void store_group(const GroupPlace& place, const CodeGroup& group, bool has_zero_
                  int64_t column) {
   const CodeFormat& format = place.format;
   // What is stored for a code: without sign, less a zero point that the format has no place for.
-  int zero_point = group.zero_point, bias = format.bits == 8 ? 128 - zero_point : 0;
-  if (format.bits == 4 && format.correction == Correction::kNone) bias = 8 - zero_point;
+  int zero_point = group.zero_point, bias = 0;
+  if (format.bits == 8 || format.correction == Correction::kNone) {
+    bias = format.middle() - zero_point;
+  }
   if (format.correction == Correction::kZeroPoint && !has_zero_point) bias = zero_point = 8;
   uint8_t stored[kGroup];
   for (int i = 0; i < kGroup; i++) stored[i] = uint8_t(group.codes[i] + bias);
-  store_codes(format.bits, stored, column, place.group);
+  store_codes(format, stored, column, place.group);
   if (format.scale == ScaleType::kNested) {
     store_nested(format, group.nested, column, place.group, place.factors);
     return;
@@ -271,9 +284,9 @@ void check_target(const CodeFormat& from, const CodeFormat& to) {
         "pack: the target is smaller than the codes' format");
   check(from.correction != Correction::kOffset || to.correction == Correction::kOffset,
         "pack: the target has no offsets");
-  check(to.bits == 8 || from.correction == to.correction ||
+  check(to.bits == 8 || (from.bits == to.bits && from.correction == to.correction) ||
             (from.correction == Correction::kNone && to.correction == Correction::kZeroPoint),
-        "pack: the target's 4 bits cannot hold the codes");
+        "pack: the target's bits cannot hold the codes");
 }
 
 void check_blocks(const CodeSource& source, int64_t k) {

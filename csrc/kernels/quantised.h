@@ -39,8 +39,8 @@ struct Codes {
 
   // What a dot begins with, because codes are stored without sign.
   static int32_t start(int32_t total) {
-    if constexpr (kFormat.bits == 8) return (kCodeBias - 128) * total;
-    return kFormat.correction == Correction::kNone ? -8 * total : 0;
+    if constexpr (kFormat.bits == 8) return (kCodeBias - kFormat.middle()) * total;
+    return kFormat.correction == Correction::kNone ? -kFormat.middle() * total : 0;
   }
   static Vec load_scales(const uint8_t* scales, const uint8_t* factors, int64_t lane) {
     if constexpr (kFormat.scale == ScaleType::kNested) {
@@ -58,13 +58,19 @@ struct Codes {
 template <class F, int MR, int NR>
 [[gnu::always_inline]] inline void add_dots(VecI (&dots)[MR][NR], const uint8_t* w, const uint8_t* x,
                                             int64_t row_stride) {
-  constexpr int kHalves = 8 / F::kFormat.bits, kSteps = F::kFormat.group / (4 * kHalves);
+  constexpr int kHalves = F::kFormat.bits == 8 ? 1 : 2, kSteps = F::kFormat.group / (4 * kHalves);
+  VecI fifth_bits[NR];
+  if constexpr (F::kFormat.bits == 5) {
+    for (int j = 0; j < NR; j++) fifth_bits[j] = load_words(w + F::kFormat.nibble_bytes() + j * 64);
+  }
 #pragma GCC unroll 8
   for (int step = 0; step < kSteps; step++) {
     CodeVec columns[kHalves][NR];
     for (int j = 0; j < NR; j++) {
       const uint8_t* at = w + (step * kPanelVecs + j) * 64;
-      if constexpr (kHalves == 2) {
+      if constexpr (F::kFormat.bits == 5) {
+        load_fives(at, fifth_bits[j], columns[0][j], columns[1][j]);
+      } else if constexpr (kHalves == 2) {
         load_nibbles(at, columns[0][j], columns[1][j]);
       } else {
         columns[0][j] = load_codes(at);
@@ -333,7 +339,11 @@ inline float code_element(const CodePanel& panel, int64_t k, int64_t column, int
   } else {
     const int byte = group[(within / 8 * kPanel + column) * 4 + within % 4];
     code = within % 8 < 4 ? byte & 15 : byte >> 4;
-    if (format.correction == Correction::kNone) code -= 8;
+    if (format.bits == 5) {
+      const int fifth_bits = group[format.nibble_bytes() + column * 4 + within % 4];
+      code |= (fifth_bits >> within / 4 & 1) << 4;
+    }
+    if (format.correction == Correction::kNone) code -= format.middle();
   }
   if (format.correction == Correction::kZeroPoint) code -= group[format.corrections_at() + lane];
   const float value = float(code) * scale_at(format.code_bytes(), 0);

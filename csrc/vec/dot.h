@@ -19,6 +19,9 @@ inline uint32_t four_codes(const int8_t* p) {
 using CodeVec = __m512i;
 using CodeOperand = __m512i;
 constexpr int kCodeBias = 0;  // what load_codes subtracts from every code
+// Bytes of codes as words, and the other way round.
+inline VecI load_words(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline CodeVec codes_of(VecI words) { return words; }
 inline CodeVec load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline void load_nibbles(const uint8_t* p, CodeVec& low, CodeVec& high) {
   const __m512i mask = _mm512_set1_epi8(15), bytes = _mm512_loadu_si512(p);
@@ -53,10 +56,12 @@ constexpr int kDotVecs = 2;
 #ifdef __AVXVNNI__
 using CodeVec = VecI;
 using CodeOperand = __m256i;
-inline CodeVec load_codes(const uint8_t* p) {
+inline VecI load_words(const uint8_t* p) {
   const __m256i* from = reinterpret_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
 }
+inline CodeVec codes_of(VecI words) { return words; }
+inline CodeVec load_codes(const uint8_t* p) { return load_words(p); }
 inline void load_nibbles(const uint8_t* p, CodeVec& low, CodeVec& high) {
   const VecI mask = set1_i(0x0f0f0f0f), bytes = load_codes(p);
   low = and_i(bytes, mask);
@@ -84,19 +89,19 @@ struct CodeVec {
 struct CodeOperand {
   __m256i even, odd;
 };
-inline CodeVec widen_codes(VecI bytes) {
+inline CodeVec codes_of(VecI bytes) {
   return {and_i(bytes, set1_i(0x00ff00ff)),
           {_mm256_srli_epi16(bytes.lo, 8), _mm256_srli_epi16(bytes.hi, 8)}};
 }
-inline VecI load_bytes(const uint8_t* p) {
+inline VecI load_words(const uint8_t* p) {
   const __m256i* from = reinterpret_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
 }
-inline CodeVec load_codes(const uint8_t* p) { return widen_codes(load_bytes(p)); }
+inline CodeVec load_codes(const uint8_t* p) { return codes_of(load_words(p)); }
 inline void load_nibbles(const uint8_t* p, CodeVec& low, CodeVec& high) {
-  const VecI mask = set1_i(0x0f0f0f0f), bytes = load_bytes(p);
-  low = widen_codes(and_i(bytes, mask));
-  high = widen_codes(and_i(shr<4>(bytes), mask));
+  const VecI mask = set1_i(0x0f0f0f0f), bytes = load_words(p);
+  low = codes_of(and_i(bytes, mask));
+  high = codes_of(and_i(shr<4>(bytes), mask));
 }
 inline CodeOperand broadcast_codes(const int8_t* p) {
   __m256i codes = _mm256_set1_epi32(int(four_codes(p)));
@@ -104,7 +109,7 @@ inline CodeOperand broadcast_codes(const int8_t* p) {
 }
 using SignedCodeVec = CodeVec;
 inline SignedCodeVec load_signed_codes(const int8_t* p) {
-  const VecI bytes = load_bytes(reinterpret_cast<const uint8_t*>(p));
+  const VecI bytes = load_words(reinterpret_cast<const uint8_t*>(p));
   const __m256i low = _mm256_slli_epi16(bytes.lo, 8), high = _mm256_slli_epi16(bytes.hi, 8);
   return {{_mm256_srai_epi16(low, 8), _mm256_srai_epi16(high, 8)},
           {_mm256_srai_epi16(bytes.lo, 8), _mm256_srai_epi16(bytes.hi, 8)}};
@@ -146,6 +151,14 @@ struct CodeVec {
 };
 using CodeOperand = int8x16_t;
 constexpr int kCodeBias = 128;
+inline VecI load_words(const uint8_t* p) {
+  return map_parts_i([=](int i) { return vreinterpretq_u32_u8(vld1q_u8(p + 16 * i)); });
+}
+inline CodeVec codes_of(VecI words) {
+  CodeVec codes;
+  for (int i = 0; i < kParts; i++) codes.q[i] = vreinterpretq_s8_u32(words.q[i]);
+  return codes;
+}
 inline CodeVec load_codes(const uint8_t* p) {
   CodeVec codes;
   for (int i = 0; i < kParts; i++) {
@@ -218,11 +231,17 @@ struct CodeOperand {
   int8_t codes[4];
 };
 constexpr int kCodeBias = 0;
-inline CodeVec load_codes(const uint8_t* p) {
+inline VecI load_words(const uint8_t* p) {
+  VecI words;
+  memcpy(words.v, p, sizeof(words.v));
+  return words;
+}
+inline CodeVec codes_of(const VecI& words) {
   CodeVec w;
-  memcpy(w.codes, p, sizeof(w.codes));
+  memcpy(w.codes, words.v, sizeof(w.codes));
   return w;
 }
+inline CodeVec load_codes(const uint8_t* p) { return codes_of(load_words(p)); }
 inline void load_nibbles(const uint8_t* p, CodeVec& low, CodeVec& high) {
   for (int i = 0; i < 4 * kLanes; i++) {
     low.codes[i] = p[i] & 15;
@@ -270,5 +289,14 @@ constexpr int kDotRows = 2;
 constexpr int kDotVecs = 1;
 
 #endif
+
+// Loads codes of 5 bits from 64 bytes of their low four; their fifth bits are the two lowest of each
+// byte of `fifth_bits`, and are shifted out.
+inline void load_fives(const uint8_t* p, VecI& fifth_bits, CodeVec& low, CodeVec& high) {
+  const VecI nibbles = load_words(p), mask = set1_i(0x0f0f0f0f), bit = set1_i(0x10101010);
+  low = codes_of(or_i(and_i(nibbles, mask), and_i(shl<4>(fifth_bits), bit)));
+  high = codes_of(or_i(and_i(shr<4>(nibbles), mask), and_i(shl<3>(fifth_bits), bit)));
+  fifth_bits = shr<2>(fifth_bits);
+}
 
 }  // namespace cadenza::CADENZA_ISA

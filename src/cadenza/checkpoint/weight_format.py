@@ -77,22 +77,22 @@ FLOAT_FORMATS: dict[WeightDType, WeightFormat] = {
 
 
 def code_format(
-    bits: Literal[4, 8],
+    bits: Literal[4, 5, 8],
     scale: ScaleType = "float16",
     correction: Correction | None = None,
     group: int = GROUP,
 ) -> WeightFormat:
     """A format of integer codes: with a correction from 0 to 15 in 4 bits, otherwise signed.
 
-    Codes of 8 bits have no zero points (an offset -scale * zero point says the same), and groups of
-    16 have 8 bits and scales in float32 or nested ones.
+    Codes of 5 and 8 bits have no zero points (an offset -scale * zero point says the same), and
+    groups of 16 have 8 bits and scales in float32 or nested ones. Scales of 5 bits are not float32.
     """
     name = f"int{bits}"
     if group != GROUP:
         name += f"-g{group}"
     elif scale != "float16":
         name += f"-{scale}"
-    if correction == "offset" or (bits == 4 and correction is None):
+    if correction == "offset" or (bits != 8 and correction is None):
         name += f"-{correction or 'symmetric'}"
     return WeightFormat(name=name, bits=bits, group=group, scale=scale, correction=correction)
 

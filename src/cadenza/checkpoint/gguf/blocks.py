@@ -46,7 +46,7 @@ class CodedBlocks:
             codes=self.codes.reshape(len(self.codes), -1),
             scales=stored(self.scales),
             offsets=None if self.offsets is None else stored(self.offsets),
-            bits=8 if format.bits == 8 else 4,
+            bits=4 if format.bits == 4 else 8,
             group=self.codes.shape[2],
         )
 
@@ -168,14 +168,14 @@ _FORMATS: dict[str, WeightFormat] = {
     "Q8_0": code_format(8),
     "Q4_0": code_format(4),
     "Q4_1": code_format(4, "float16", "offset"),
-    "Q5_0": code_format(8),
-    "Q5_1": code_format(8, "float16", "offset"),
+    "Q5_0": code_format(5),
+    "Q5_1": code_format(5, "float16", "offset"),
     "Q4_K": code_format(4, "nested", "offset"),
-    "Q5_K": code_format(8, "nested", "offset"),
+    "Q5_K": code_format(5, "nested", "offset"),
     "Q6_K": code_format(8, "nested", None, 16),
     "MXFP4": code_format(8, "float32"),
 }
-"""Codes of 5 and 6 bits, and those of E2M1, are held in 8 bits."""
+"""Codes of 6 bits, and those of E2M1, are held in 8 bits."""
 
 
 def _encoding_of(number: int, kind: TensorType) -> Encoding:
