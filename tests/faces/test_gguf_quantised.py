@@ -6,6 +6,7 @@ import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -16,6 +17,7 @@ from cadenza.backends.xla.weights import load_decoder
 from cadenza.bench.bounds import ModelCost
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
+from cadenza.checkpoint.tensor_formats import held_formats
 from cadenza.cli import main
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
@@ -124,7 +126,7 @@ def test_memory_and_bounds_count_the_files_own_formats(mixed: Path):
     plan = plan_model(checkpoint, EngineConfig())
     assert "MB of MXFP4, Q4_K, Q5_0, Q6_K, Q8_0 weights" in plan.summary
     assert 0.9 < plan.weight_bytes / checkpoint.num_weight_bytes < 1.4
-    stored = checkpoint.weights.format
+    stored = held_formats(checkpoint.config, checkpoint.weights)
     cost = ModelCost.of(checkpoint.config, plan.dtype, stored_format=stored)
     assert 0.9 < (cost.layer_bytes + cost.head_bytes) / plan.weight_bytes <= 1.0
     assert cost.head_bytes == checkpoint.config.vocab_size * 256 * 37 // 64  # 4.625 bits
@@ -136,6 +138,19 @@ def test_info_tells_that_activations_are_rounded(mixed: Path, capsys: pytest.Cap
     assert facts["model"]["stated_activations"] is None
     assert facts["engine"]["dtype"] == "bfloat16"
     assert facts["engine"]["activations"] == "int8 per token and group of 32"
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3-moe"])
+def test_the_plan_counts_the_bytes_that_are_held(tmp_path: Path, shape: str):
+    """Operands of several types too, which are held in a larger format or in floats."""
+    router = {f"blk.{index}.ffn_gate_inp.weight": "F32" for index in range(2)}
+    kinds = {**MIXED, **router, "blk.1.ffn_up_exps.weight": "Q5_0"}
+    checkpoint = open_checkpoint(write(tmp_path, "Q5_K", kinds, shape=shape))
+    spec = DecoderSpec(model=checkpoint.config, dtype=jnp.bfloat16, page_size=16)
+    held = load_decoder(NativeOps(spec), spec, checkpoint.weights, 64)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
+    plan = plan_model(checkpoint, EngineConfig(dtype="bfloat16"))
+    assert num_bytes == pytest.approx(plan.weight_bytes, rel=0.05)
 
 
 def test_quantising_a_quantised_file_is_refused_with_both_named(mixed: Path):

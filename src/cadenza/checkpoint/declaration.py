@@ -122,6 +122,17 @@ class LayerSpec:
         yield from filter(None, [self.mlp_post_norm])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperandSpec:
+    """Linears that are held in one type: those of one input, or those of all experts.
+
+    Only those side by side may be in several formats of codes.
+    """
+
+    linears: tuple[LinearSpec, ...]
+    are_side_by_side: bool = False
+
+
 def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
     """Every tensor of the model in order of use; a tied head is not listed."""
     specs = [declare_embedding(config)]
@@ -133,20 +144,20 @@ def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def declare_operands(config: ModelConfig) -> Iterator[tuple[LinearSpec, ...]]:
-    """The linears of the layers that are held together, in one type: those of one input, and those
-    of all experts.
-    """
+def declare_operands(config: ModelConfig) -> Iterator[OperandSpec]:
+    """The linears of the layers that are held together."""
     for index in range(config.num_layers):
         layer = declare_layer(config, index)
-        yield layer.qkv
-        yield (layer.attention_out,)
+        yield OperandSpec(linears=layer.qkv, are_side_by_side=True)
+        yield OperandSpec(linears=(layer.attention_out,))
         if isinstance(layer.mlp, GatedMLPSpec):
-            yield layer.mlp.gate_up
-            yield (layer.mlp.down,)
+            yield OperandSpec(linears=layer.mlp.gate_up)
+            yield OperandSpec(linears=(layer.mlp.down,))
         else:
-            yield tuple(each for expert in layer.mlp.experts for each in expert.gate_up)
-            yield tuple(expert.down for expert in layer.mlp.experts)
+            experts = layer.mlp.experts
+            gate_ups = tuple(each for expert in experts for each in expert.gate_up)
+            yield OperandSpec(linears=gate_ups)
+            yield OperandSpec(linears=tuple(expert.down for expert in experts))
 
 
 def declare_embedding(config: ModelConfig) -> TensorSpec:
