@@ -264,6 +264,47 @@ TEST(the_head_chooses_the_largest_quantised_logit) {
   }
 }
 
+// The same codes packed in two formats.
+void check_equal_products(const Context& context, Correction correction) {
+  const int64_t n = 45, k = 70, rows = 7, groups = ceil_div(k, kGroup);
+  Random random(11);
+  const int low = correction == Correction::kNone ? -16 : 0;
+  std::vector<int8_t> codes;
+  for (int64_t i = 0; i < n * k; i++) codes.push_back(int8_t(low + int(random.below(32))));
+  std::vector<uint16_t> scales, offsets;
+  for (int64_t i = 0; i < n * groups; i++) {
+    scales.push_back(uint16_t(0x2000 + random.below(4096)));
+    offsets.push_back(uint16_t(0xa000 + random.below(4096)));
+  }
+  const int five = index_of(CodeFormat{5, 32, ScaleType::kF16, correction});
+  const int eight = index_of(CodeFormat{8, 32, ScaleType::kF16, correction});
+  std::vector<float> x = random_values<float>(random, rows * k);
+  for (const Runtime& runtime : runtimes(context)) {
+    std::vector<float> found[2];
+    for (int target : {five, eight}) {
+      const int64_t bytes =
+          int64_t(sizeof(CodesHeader)) + ceil_div(n, kPanel) * code_panel_bytes(target, k);
+      Aligned packed(bytes);
+      const void* corrections = correction == Correction::kNone ? nullptr : offsets.data();
+      const CodeSource source{{codes.data(), DType::kF32, n, k}, target, five, scales.data(),
+                              corrections, nullptr, 0};
+      auto* to = static_cast<uint8_t*>(packed.data());
+      pack_quantised(runtime.executor, {{source}, k, to, bytes, false});
+      std::vector<float>& out = found[target == eight];
+      out.resize(size_t(rows * n));
+      linear(runtime, {WeightFormat::kCodes, DType::kF32},
+             {rows, n, k, x.data(), to, nullptr, nullptr, out.data(), true});
+    }
+    CHECK(same_bits(found[0].data(), found[1].data(), rows * n));
+    CHECK(found[0][0] != found[0][1]);
+  }
+}
+
+TEST(codes_of_5_bits_have_the_products_of_the_same_codes_in_8_bits) {
+  check_equal_products(context, Correction::kNone);
+  check_equal_products(context, Correction::kOffset);
+}
+
 TEST(packing_codes_with_their_scales_and_zero_points_keeps_them) {
   const int64_t n = 40, k = 45, groups = 2;
   Random random(10);
