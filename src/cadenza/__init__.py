@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cadenza.frontend.llm import LLM
     from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
     from cadenza.request import Finished, Request, SamplingParams, Token
+    from cadenza.structured import StructuredOutput
     from cadenza.verification.reference import ReferenceEngine
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutput",
     "Token",
     "__version__",
 ]
@@ -46,6 +48,7 @@ _HOMES = {
     "Request": "cadenza.request",
     "RequestOutput": "cadenza.outputs",
     "SamplingParams": "cadenza.request",
+    "StructuredOutput": "cadenza.structured",
     "Token": "cadenza.request",
 }
 

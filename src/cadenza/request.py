@@ -16,12 +16,14 @@ from msgspec import Struct
 
 from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED, is_integer
 from cadenza.errors import InvalidRequestError, show
+from cadenza.structured import ConstraintSpec, StructuredOutput
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 ErrorKind = Literal[
     "not_finite",
     "none_allowed",
+    "constraint_failed",
     "step_failed",
     "text_failed",
     "engine_lost",
@@ -31,9 +33,10 @@ ErrorKind = Literal[
     "request_timeout",
 ]
 """Why a request ended with an error. In order: its logits were not finite; its own options ruled
-out every token; its step failed on the device; its tokens could not be decoded to text; the engine
-process died or hung; it did so each time that it computed this request, at last alone; the engine
-was shut down; the queue timeout; the total timeout."""
+out every token; its structured output could not be followed; its step failed on the device; its
+tokens could not be decoded to text; the engine process died or hung; it did so each time that it
+computed this request, at last alone; the engine was shut down; the queue timeout; the total
+timeout."""
 
 MAX_PRIORITY = 1000
 """Priorities of requests are from minus this number to it."""
@@ -137,6 +140,7 @@ class SamplingParams:
             `None` is off.
         prompt_logprobs: the same for each prompt token except the first.
         truncate_prompt_tokens: keep only the last tokens of the prompt; `None` keeps all.
+        structured: the form that the output must have; `None` is any text.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of bounds.
@@ -165,6 +169,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         for name, bound in BOUNDS.items():
@@ -205,6 +210,11 @@ class SamplingParams:
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
     def _check_together(self) -> None:
+        if not isinstance(self.structured, StructuredOutput | None):
+            raise InvalidRequestError(
+                f"structured is {show(self.structured)}; it must be a StructuredOutput",
+                param="structured",
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; the first "
@@ -271,6 +281,7 @@ class Request:
         params: how to sample.
         bad_word_token_ids: token sequences that are not generated, those of `params.bad_words`.
         attachments: ordered, non-overlapping spans within the prompt.
+        constraint: that of `params.structured`.
         cache_salt: ASCII; requests share prefix-cache pages only if their salts are equal.
         priority: with `--scheduling-policy priority`, requests with a smaller one start first;
             from -`MAX_PRIORITY` to `MAX_PRIORITY`.
@@ -285,6 +296,7 @@ class Request:
     attachments: tuple[Attachment, ...] = ()
     cache_salt: str = ""
     priority: int = 0
+    constraint: ConstraintSpec | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):

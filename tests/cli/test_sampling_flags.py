@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cadenza import SamplingParams
+from cadenza import SamplingParams, StructuredOutput
 from cadenza.checkpoint import open_checkpoint
 from cadenza.cli.batch_run import BatchStream, Question
 from cadenza.cli.generate import GenerateFlags
@@ -44,6 +44,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], object]] = {
     "logprobs": (("--logprobs", "4"), 4),
     "prompt_logprobs": (("--prompt-logprobs", "5"), 5),
     "truncate_prompt_tokens": (("--truncate-prompt-tokens", "6"), 6),
+    "structured": (("--regex", "a+"), StructuredOutput(regex="a+")),
 }
 
 
@@ -74,6 +75,28 @@ def test_a_flag_sets_its_field_and_no_other(name: str):
     assert all(getattr(given, other) == getattr(default, other) for other in others)
 
 
+@pytest.mark.parametrize(
+    ("flags", "meant"),
+    [
+        (("--json-schema", '{"type": "null"}'), StructuredOutput(json='{"type": "null"}')),
+        (("--choice", "a", "--choice", "b"), StructuredOutput(choice=("a", "b"))),
+        (("--grammar", 'start: "a"'), StructuredOutput(grammar='start: "a"')),
+    ],
+    ids=str,
+)
+def test_a_form_of_the_answer_is_a_flag(flags: tuple[str, ...], meant: StructuredOutput):
+    assert params_of(*flags).structured == meant
+
+
+@pytest.mark.parametrize("flag", ["--json-schema", "--grammar"])
+def test_a_form_may_be_a_file(tmp_path: Path, flag: str):
+    file = tmp_path / "form"
+    file.write_text('{"type": "null"}')
+    found = params_of(flag, str(file)).structured
+    assert found is not None
+    assert (found.json or found.grammar) == '{"type": "null"}'
+
+
 def test_what_is_not_given_is_left_to_the_model():
     assert SamplingFlags().changes() == {"ignore_eos": False}
 
@@ -84,6 +107,8 @@ def test_what_is_not_given_is_left_to_the_model():
         *(("--logit-bias", value) for value in ("{", "[1]", '{"a": 1}', '{"1": "x"}', "[" * 5000)),
         *(("--stop-token-ids", value) for value in ("", "a", "1;2")),
         ("--allowed-token-ids", "1,,2"),
+        ("--json-schema", "no-such-file"),
+        ("--grammar", "no-such-file"),
     ],
 )
 def test_a_value_that_cannot_be_read_is_wrong_use(

@@ -14,9 +14,12 @@ import numpy as np
 from cadenza.backends.base import Capability, Runner
 from cadenza.config import MAX_LOGPROBS_BOUND, EngineLimits
 from cadenza.core.sequence import PageCopy
-from cadenza.core.step_schema import LAST_SAMPLED, ModelInputs, StepOutput
+from cadenza.core.step_schema import LAST_SAMPLED, MaskUpdate, ModelInputs, RuleUpdate, StepOutput
+from cadenza.core.token_rules import RuleLayout
+from cadenza.request import SamplingParams
 from tests.contract.backends import LIMITS
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs, padding_of, run_step
+from tests.core.builders import sequence_of
 
 PROMPT = [11, 7, 3, 90, 23, 42, 5, 5, 61, 17, 8, 70, 33, 2, 19, 54, 6, 88, 29, 31]
 OTHER = [40, 41, 42, 43, 44]
@@ -305,6 +308,36 @@ def check_asking_for_log_probabilities_changes_no_token(bench: Bench) -> None:
         for one, two in zip(outputs[0], other, strict=True):
             assert np.array_equal(one.token_ids, two.token_ids)
     assert all((output.ranks >= 1).all() for output in outputs[2])
+
+
+def check_the_mask_of_a_rows_rules_is_replaced_by_itself(bench: Bench) -> None:
+    """Bans, penalties and biases of the row stay; the new mask is of this step and the next."""
+
+    def tokens(first: range, then: range | None) -> list[int]:
+        row, stream = 1, stream_on(1, [0, 1])
+        params = SamplingParams(allowed_token_ids=first, presence_penalty=1.5, logit_bias={71: 9.0})
+        prompt = tuple(PROMPT[:9])
+        sequence = sequence_of(0, prompt, params=params)
+        layout = RuleLayout(bench.runner.vocab_size)
+        record = layout.encode(sequence)
+        assert record is not None
+        chosen: list[int] = []
+        for place in range(3):
+            chunk = stream.next_token() if place else stream.chunk(prompt, samples=True)
+            inputs = bench.inputs(chunk)
+            inputs.logits.has_rules[0] = 1
+            rules = () if place else (RuleUpdate(row, record),)
+            is_replaced = then is not None and place == 1
+            masks = (MaskUpdate(row, layout.mask_of(np.array(then))),) if is_replaced else ()
+            inputs = replace(inputs, rule_updates=rules, mask_updates=masks)
+            chosen.append(int(bench.runner.launch(inputs).result().token_ids[0]))
+        return chosen
+
+    low = range(40)
+    narrowed = tokens(low, range(70, 72))
+    assert narrowed[0] == tokens(low, None)[0]
+    assert narrowed[1:] != tokens(low, None)[1:], "the new mask had no effect"
+    assert tokens(low, range(70, 72)) == narrowed
 
 
 def check_reset_forgets_everything(bench: Bench) -> None:

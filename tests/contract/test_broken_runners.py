@@ -148,6 +148,11 @@ class KeysFromTheLogprobs(FakeRunner):
         return FakeRunner.launch(self, with_keys(inputs, asked))
 
 
+class IgnoresMasks(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        return FakeRunner.launch(self, replace(inputs, mask_updates=()))
+
+
 class ForgetsNothing(FakeRunner):
     def reset(self) -> None:
         if not hasattr(self, "_slots"):
@@ -171,6 +176,7 @@ BROKEN: dict[str, type[FakeRunner]] = {
     "the_key_decides_and_greedy_rows_have_none": NoRandomness,
     "a_row_can_choose_several_tokens_in_a_step": RemembersTheFirstChoice,
     "asking_for_log_probabilities_changes_no_token": KeysFromTheLogprobs,
+    "the_mask_of_a_rows_rules_is_replaced_by_itself": IgnoresMasks,
     "reset_forgets_everything": ForgetsNothing,
 }
 

@@ -34,6 +34,8 @@ from cadenza.request import (
     Started,
     Token,
 )
+from cadenza.structured import ConstraintSpec
+from tests.engine.hashed_constraint import compile_hashed
 from tests.engine.solo import (
     EOS_TOKEN_IDS,
     VOCAB_SIZE,
@@ -150,7 +152,14 @@ class Scenario:
         )
         salt = rng.choice([*[""] * 5, "another tenant"])
         priority = rng.randint(-2, 2) if self.policy.name == "priority" else 0
-        return Request(prompt_token_ids=prompt, params=params, cache_salt=salt, priority=priority)
+        grammar = random.Random(f"grammar {rng.random()}").choice([*[None] * 5, "a", "b"])
+        return Request(
+            prompt_token_ids=prompt,
+            params=params,
+            cache_salt=salt,
+            priority=priority,
+            constraint=None if grammar is None else ConstraintSpec(grammar=grammar),
+        )
 
     def _prompt(self, rng: random.Random) -> tuple[int, ...]:
         """Often some of the prefix that all share, and then something of its own."""
@@ -279,6 +288,7 @@ def make_engine(
         clock=order.clock,
         seed=seed,
         secret=SECRET,
+        compile_constraint=compile_hashed,
     )
     if (parts.kv_cache, parts.scheduler, parts.packer) == (KVCacheManager, Scheduler, Packer):
         return EngineCore(runner, limits, options)
@@ -393,8 +403,7 @@ class Record:
         assert end.stop_token_id == solo.stop_token_id, f"{end} against {solo}"
         num_prompt_tokens = len(self.requests[stream[0]].prompt_token_ids)
         assert end.num_prompt_tokens == num_prompt_tokens, f"prompt tokens are wrong: {end}"
-        num_stop_tokens = 1 if solo.finish_reason == "stop" else 0
-        num_generated_tokens = len(solo.token_ids) + num_stop_tokens
+        num_generated_tokens = len(solo.token_ids) + solo.num_stop_tokens
         assert end.num_generated_tokens == num_generated_tokens, f"usage is wrong: {end}"
         assert 0 <= end.num_cached_tokens < num_prompt_tokens, f"cached tokens are wrong: {end}"
         limits = self.engine.limits
@@ -470,7 +479,7 @@ class Simulation:
         """The next client's request; where the queue is full, the client tries again later."""
         client = self.scenario.client(self._next_client)
         limits = self.engine.limits
-        is_full = len(self.engine.scheduler.waiting) >= limits.max_num_queued_reqs
+        is_full = not self.engine.num_queue_slots
         before = _state_of(self.engine)
         try:
             request_id = self.engine.submit(client.request)

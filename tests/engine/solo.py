@@ -11,9 +11,10 @@ import numpy as np
 from cadenza.backends.fake import next_token
 from cadenza.core.draw_keys import derive_sample_seed, derive_seed, draw_keys
 from cadenza.core.sequence import Sequence
-from cadenza.core.token_rules import RuleLayout
+from cadenza.core.token_rules import MASK, RuleLayout
 from cadenza.engine.core import EngineCore
 from cadenza.request import FinishReason, Request
+from tests.engine.hashed_constraint import HashedConstraint
 
 VOCAB_SIZE = 97
 EOS_TOKEN_IDS = frozenset({3, 11})
@@ -29,6 +30,8 @@ class SoloStream:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_token_id: int | None
+    num_stop_tokens: int = 0
+    """1 if it ended with a token that is not shown."""
 
 
 def solo_stream_of(request: Request, stream: StreamId, engine: EngineCore, seed: int) -> SoloStream:
@@ -47,22 +50,38 @@ def solo_stream(request: Request, seed: int, max_model_len: int) -> SoloStream:
     num_prompt_tokens = len(history)
     most = max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
     record = _record_of(request)
+    constraint = _constraint_of(request)
     stop = set(params.stop_token_ids) | (set() if params.ignore_eos else EOS_TOKEN_IDS)
     positions = np.arange(num_prompt_tokens, most, dtype=np.int32)
     keys = draw_keys(np.full(len(positions), seed, np.uint64), positions).tolist()
     for first, second in keys:
         key = (0, 0) if params.is_greedy else (first, second)
+        if constraint is not None:
+            record[MASK:] = RuleLayout(VOCAB_SIZE).read_mask(constraint.allowed()).tolist()
         token_id = next_token(history + record, key, vocab_size=VOCAB_SIZE)
         if token_id in stop:
             return SoloStream(
                 token_ids=tuple(history[num_prompt_tokens:]),
                 finish_reason="stop",
                 stop_token_id=token_id if token_id in params.stop_token_ids else None,
+                num_stop_tokens=1,
             )
         history.append(token_id)
+        if constraint is not None:
+            constraint.accept(token_id)
+            if constraint.is_complete:
+                break
+    is_complete = constraint is not None and constraint.is_complete
     return SoloStream(
-        token_ids=tuple(history[num_prompt_tokens:]), finish_reason="length", stop_token_id=None
+        token_ids=tuple(history[num_prompt_tokens:]),
+        finish_reason="stop" if is_complete else "length",
+        stop_token_id=None,
     )
+
+
+def _constraint_of(request: Request) -> HashedConstraint | None:
+    spec = request.constraint
+    return None if spec is None else HashedConstraint(spec.grammar)
 
 
 def _record_of(request: Request) -> list[int]:
@@ -74,6 +93,7 @@ def _record_of(request: Request) -> list[int]:
         max_num_tokens=0,
         stop_token_ids=frozenset(),
         token_ids=list(request.prompt_token_ids),
+        constraint=_constraint_of(request),
     )
     record = RuleLayout(VOCAB_SIZE).encode(sequence)
     return [] if record is None else record.tolist()

@@ -14,6 +14,7 @@ from cadenza.engine.core import EngineCore
 from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.request import Event, Finished, PromptLogprobs, Request, SamplingParams, Started, Token
+from cadenza.structured import ConstraintSpec
 from tests.engine.simulation import MAX_STEPS_TO_DRAIN, VOCAB_SIZE, Record, make_engine, replayable
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
@@ -46,7 +47,9 @@ def requests_of(seed: int, count: int) -> list[Request]:
             logprobs=rng.choice([None, 2]),
             n=rng.choice([1, 1, 1, 2, 3]),
         )
-        requests.append(Request(prompt_token_ids=prompt, params=params))
+        grammar = rng.choice([None, None, "a", "b"])
+        spec = None if grammar is None else ConstraintSpec(grammar=grammar)
+        requests.append(Request(prompt_token_ids=prompt, params=params, constraint=spec))
     return requests
 
 

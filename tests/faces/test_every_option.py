@@ -3,13 +3,14 @@
 The table has a row for each field, so that none is accepted and ignored.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
 
-from cadenza import LLM, CompletionOutput, RequestOutput, SamplingParams
+from cadenza import LLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutput
 from cadenza.errors import InvalidRequestError
 
 PROMPT = [9, 30, 200, 31, 9, 30]
@@ -213,6 +214,16 @@ def check_truncate_prompt_tokens(llm: LLM) -> None:
     assert output.prompt_token_ids == tuple(PROMPT[-2:])
     alone = llm.generate([PROMPT[-2:]], {"max_tokens": LENGTH, "temperature": 0.0})
     assert output.outputs[0].token_ids[:1] == alone[0].outputs[0].token_ids[:1]
+
+
+def check_structured(llm: LLM) -> None:
+    for structured, regex in (
+        (StructuredOutput(regex="[ab]{3}"), "[ab]{3}"),
+        (StructuredOutput(choice=["ba", "ab"]), "ba|ab"),
+    ):
+        found = answer(llm, structured=structured, temperature=1.0, seed=1)
+        assert re.fullmatch(regex, found.text)
+        assert found.finish_reason == "stop"
 
 
 CHECKS: dict[str, Callable[[LLM], None]] = {

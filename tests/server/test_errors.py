@@ -45,7 +45,7 @@ def check_error(
         (b'{"prompt": "x", "top_k": 9223372036854775808}', "invalid_value", "top_k"),
         (b'{"prompt": "x", "frobnicate": 1}', "unknown_field", "frobnicate"),
         (b'{"prompt": "x", "a\\ud800": 1}', "unknown_field", r"a\ud800"),
-        (b'{"prompt": "x", "structured_outputs": {}}', "unsupported_field", "structured_outputs"),
+        (b'{"prompt": "x", "structured_outputs": {}}', "invalid_value", "structured_outputs"),
         (b'{"prompt": "\\ud800"}', "invalid_value", "prompt"),
         (b'{"prompt": []}', "invalid_value", "prompt"),
         (b'{"prompt": [[]]}', "invalid_value", "prompt"),

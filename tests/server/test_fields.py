@@ -101,7 +101,7 @@ def test_a_message_that_is_not_understood_is_refused(scripted: RunningServer, me
     assert answer.json()["error"]["param"] == "messages"
 
 
-@pytest.mark.parametrize("kind", ["json_object", "json_schema", "xml"])
+@pytest.mark.parametrize("kind", ["json_schema", "structural_tag", "xml"])
 def test_other_forms_of_answers_are_refused(scripted: RunningServer, kind: str) -> None:
     answer = scripted.post(PATHS["chat"], {**CHAT, "response_format": {"type": kind}})
     assert answer.status_code == 400

@@ -20,6 +20,7 @@ PUBLIC_NAMES = (
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutput",
     "Token",
     "__version__",
 )

@@ -14,7 +14,7 @@ import numpy as np
 
 from cadenza.backends.base import Capability
 from cadenza.core.step_schema import LAST_SAMPLED, NO_TARGET, ModelInputs, StepOutput
-from cadenza.core.token_rules import RuleLayout
+from cadenza.core.token_rules import MASK, RuleLayout
 from cadenza.errors import RunnerError
 
 _NEVER_WRITTEN = -7
@@ -98,6 +98,8 @@ class FakeRunner:
             self._page_table[row, index] = page
         for update in inputs.rule_updates:
             self._rules[update.row] = update.record
+        for update in inputs.mask_updates:
+            self._rules[update.row, MASK:] = update.mask
         pages = self._slots.reshape(-1, self.page_size)
         for source, destination, num_tokens in inputs.page_copies:
             pages[destination, :num_tokens] = pages[source, :num_tokens]

@@ -7,11 +7,16 @@ recommends it.
 
 import json
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, cast
 
 import typer
 
 from cadenza.cli.options import flag
+from cadenza.structured import StructuredOutput
+
+FORMS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""The flags that ask for a form of the answer, and their members of `StructuredOutput`."""
 
 
 def token_biases(text: str) -> dict[int, float]:
@@ -34,6 +39,31 @@ def token_ids(text: str) -> tuple[int, ...]:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of token ids, such as 5,6,7") from None
+
+
+def schema_text(text: str) -> str:
+    """A JSON Schema, or the name of a file that has one."""
+    if text.lstrip().startswith("{") or text.strip() in ("true", "false"):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        raise typer.BadParameter(
+            f'{text!r} is neither a JSON Schema, such as {{"type": "object"}}, nor a file that '
+            f"can be read"
+        ) from None
+
+
+def grammar_text(text: str) -> str:
+    """A grammar, or the name of a file that has one."""
+    if ":" in text and not Path(text).exists():
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        raise typer.BadParameter(
+            f"{text!r} is neither a grammar, such as 'start: \"a\"', nor a file that can be read"
+        ) from None
 
 
 def _number(value: object) -> float:
@@ -95,7 +125,22 @@ class SamplingFlags:
         None, "Leave special tokens out of the text (default: on)."
     )
 
+    json_schema: str | None = flag(
+        None, "A JSON Schema, or a file with one, that the answer follows.", parser=schema_text
+    )
+    regex: str | None = flag(None, "A regular expression that the whole answer matches.")
+    choice: list[str] | None = flag(
+        None, "A text that the answer may be; given repeatedly, once for each.", metavar="TEXT"
+    )
+    grammar: str | None = flag(
+        None,
+        "A grammar that the answer follows, in Lark's notation or GBNF, or a file with one.",
+        parser=grammar_text,
+    )
+
     def changes(self) -> dict[str, Any]:
         """What was given, as keywords of `SamplingParams`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        given = {name: value for name, value in values.items() if value is not None}
+        asked = {FORMS[name]: given.pop(name) for name in FORMS if name in given}
+        return {**given, "structured": StructuredOutput(**asked)} if asked else given

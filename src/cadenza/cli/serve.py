@@ -233,9 +233,10 @@ def _make(
     from cadenza.frontend.loaded_model import open_text
     from cadenza.loading.build import find_configured
     from cadenza.server.service import Service
+    from cadenza.text.grammar_worker import GrammarWorker
 
     checkpoint = find_configured(name, config)
-    text = open_text(checkpoint, config)
+    text = open_text(checkpoint, config, check_grammar=GrammarWorker().check)
     # The engine process opens the same commit now and at each restart, even if a branch moves.
     config = replace(config, revision=checkpoint.revision)
     timeouts = RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout)

@@ -63,6 +63,7 @@ class Batch:
         page_copies: copies made before the step.
         num_keys: that its tokens attend to (`StepLoad`).
         has_drafts: how far the sequences have got is known only when the step has been read.
+        is_awaited: it samples a token of a constrained sequence, which the next step needs to know.
     """
 
     step_id: int
@@ -76,6 +77,7 @@ class Batch:
     num_choices: int = 0
     num_prompt_logprobs: int = 0
     has_drafts: bool = False
+    is_awaited: bool = False
 
     @property
     def load(self) -> StepLoad:

@@ -16,6 +16,7 @@ from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import (
     LAST_SAMPLED,
     Int32Array,
+    MaskUpdate,
     ModelInputs,
     RowSettings,
     RuleUpdate,
@@ -41,6 +42,7 @@ class Packer:
         self._decode_starts = np.zeros(max_num_seqs, np.int32)  # [R]
         self._page_table = np.zeros((max_num_seqs, max_pages_per_seq), np.int32)  # [R, P]
         self._rule_layout = RuleLayout(vocab_size)
+        self._masks: list[bytes | None] = [None] * max_num_seqs
         self._empty: dict[int, Int32Array] = {}
 
     def forget_rows(self) -> None:
@@ -62,6 +64,7 @@ class Packer:
             page_updates=np.array(batch.page_updates, np.int32).reshape(-1, 3),
             page_copies=np.array(batch.page_copies, np.int32).reshape(-1, 3),
             rule_updates=rule_updates,
+            mask_updates=self._mask_updates(batch) if batch.is_awaited else (),
         )
         for row, index, page_id in batch.page_updates:
             self._page_table[row, index] = page_id
@@ -126,9 +129,28 @@ class Packer:
             self._prompt_lens[row] = sequence.num_prompt_tokens
             self._decode_starts[row] = _decode_start(sequence)
             self._mixed_seeds[row] = mix_seeds(np.array([sequence.seed], np.uint64))[0]
+            self._masks[row] = None
             record = self._rule_layout.encode(sequence)
             if record is not None:
                 updates.append(RuleUpdate(row, record))
+        return tuple(updates)
+
+    def _mask_updates(self, batch: Batch) -> tuple[MaskUpdate, ...]:
+        """The masks of constrained rows that sample a token, where they differ from the last."""
+        updates: list[MaskUpdate] = []
+        for entry in batch.entries:
+            constraint = entry.sequence.constraint
+            if constraint is None or not entry.num_choices:
+                continue
+            allowed = constraint.allowed()
+            if allowed == self._masks[entry.row]:
+                continue
+            self._masks[entry.row] = allowed
+            mask = self._rule_layout.read_mask(allowed)
+            own = entry.sequence.params.allowed_token_ids
+            if own is not None:
+                mask &= self._rule_layout.mask_of(np.array(own))
+            updates.append(MaskUpdate(entry.row, mask))
         return tuple(updates)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from cadenza.core.constraint import Constraint
 from cadenza.core.drafts import Drafting
 from cadenza.core.prompt_logprobs import PromptLogprobsProgress
 from cadenza.request import FinishReason, Request, SamplingParams
@@ -54,6 +55,7 @@ class Sequence:
         awaited_key: the key of a page that another sequence computes, for which this one waits.
         prompt_logprobs_progress: None if no prompt log probabilities were requested.
         drafting: None if its steps verify no drafts.
+        constraint: has accepted its generated tokens; None if every token is allowed.
     """
 
     request_id: int
@@ -82,6 +84,7 @@ class Sequence:
     num_preemptions: int = 0
     prompt_logprobs_progress: PromptLogprobsProgress | None = None
     drafting: Drafting | None = None
+    constraint: Constraint | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -158,13 +161,18 @@ class Sequence:
     def append(self, token_id: int) -> FinishReason | None:
         """Appends a token read back from the device; returns the finish reason if it is the last.
 
-        A stop token at the maximum length counts as "stop".
+        A stop token at the maximum length counts as "stop", and so does a token after which the
+        constraint allows none.
         """
         self.token_ids.append(token_id)
         self.num_pending_tokens -= 1
         self.is_retried = False
         if token_id in self.stop_token_ids:
             return "stop"
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
+            if self.constraint.is_complete:
+                return "stop"
         return "length" if len(self.token_ids) >= self.max_num_tokens else None
 
     def drop_drafts(self) -> None:

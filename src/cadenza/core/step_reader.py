@@ -17,9 +17,10 @@ from cadenza.request import ErrorKind, Event, Finished, PromptLogprobs, Token, T
 
 NOT_FINITE = "the model produced a non-finite value"
 NONE_ALLOWED = (
-    "no token may follow: allowed_token_ids, bad_words and min_tokens together rule out every one; "
-    "loosen one of them"
+    "no token may follow: allowed_token_ids, bad_words, min_tokens and the structured output "
+    "together rule out every one; loosen one of them"
 )
+CONSTRAINT_FAILED = "the structured output is too complex to be followed any further; simplify it"
 
 
 class StepReader:
@@ -94,7 +95,10 @@ class StepReader:
         reason = sequence.append(token_id)
         if entry.num_preemptions == sequence.num_preemptions:
             self._kv_cache.publish(sequence, len(sequence.token_ids) - 1)
-        if reason != "stop":
+        if sequence.constraint is not None and sequence.constraint.has_failed:
+            events.append(self.fail(sequence, CONSTRAINT_FAILED, "constraint_failed"))
+            return
+        if token_id not in sequence.stop_token_ids:
             index = sequence.num_generated_tokens - 1
             events.append(
                 Token(
@@ -107,7 +111,7 @@ class StepReader:
                 )
             )
         if reason is not None:
-            own = reason == "stop" and token_id in sequence.request.params.stop_token_ids
+            own = token_id in sequence.request.params.stop_token_ids
             events.append(finished_event(sequence, reason, stop_token_id=token_id if own else None))
             self._end(sequence)
 
@@ -149,3 +153,8 @@ class StepReader:
         """Ends a sequence with an error."""
         self._end(sequence)
         return finished_event(sequence, "error", error=error, kind=kind)
+
+
+def refuse_constraint(sequence: Sequence) -> Finished:
+    """The end of a sequence whose constraint could not be made."""
+    return finished_event(sequence, "error", error=CONSTRAINT_FAILED, kind="constraint_failed")

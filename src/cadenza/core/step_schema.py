@@ -262,6 +262,14 @@ class RuleUpdate:
     record: Int32Array  # [W]
 
 
+@dataclass(frozen=True, slots=True)
+class MaskUpdate:
+    """Replaces the mask of a row's rules, effective from this step on, after rule updates."""
+
+    row: int
+    mask: Int32Array  # [W - MASK]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
     """A runner's inputs for one step: ragged rows concatenated and padded to a bucket.
@@ -279,6 +287,7 @@ class ModelInputs:
     """[C, 3] of `core.sequence.PageCopy`, done before the step. A backend may copy full pages; one
     whose page is a slot of `max_model_len` tokens copies only the first `num_tokens`."""
     rule_updates: tuple[RuleUpdate, ...] = ()
+    mask_updates: tuple[MaskUpdate, ...] = ()
 
     @classmethod
     def empty(cls, *, bucket: int, num_rows: int) -> "ModelInputs":

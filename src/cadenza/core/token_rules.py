@@ -1,7 +1,8 @@
 """`RuleLayout`: a row's token rules (penalties, biases, bans, allowed tokens) as int32 words.
 
 A record is sent to the device once, when a sequence is assigned to a row; the preceding tokens,
-which the rules also depend on, are on the device already. Knows no device and no batch.
+which the rules also depend on, are on the device already. Of a constrained row the mask is sent by
+itself for each token. Knows no device and no batch.
 Invariant: a record depends only on its own sequence.
 
 Legend: V vocabulary · W words of a record. `ops.rules` and `csrc/core/rules.h` read the same words.
@@ -65,10 +66,16 @@ class RuleLayout:
         record[BAD_WORDS : BAD_WORDS + len(words)] = words
         if params.allowed_token_ids is not None:
             record[HAS_MASK] = 1
-            record[MASK:] = self._mask(np.array(params.allowed_token_ids))
+            record[MASK:] = self.mask_of(np.array(params.allowed_token_ids))
+        elif sequence.constraint is not None:
+            record[HAS_MASK] = 1  # and every bit is set, until the constraint's mask is written
         return record
 
-    def _mask(self, allowed: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    def read_mask(self, allowed: bytes) -> npt.NDArray[np.int32]:
+        """The mask [ceil(V / 32)] of a constraint's bits."""
+        return np.frombuffer(allowed, "<i4", self.num_words - MASK).astype(np.int32)
+
+    def mask_of(self, allowed: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """One bit per token, least significant first: [ceil(V / 32)]."""
         bits = np.zeros((self.num_words - MASK) * 32, np.bool_)
         bits[allowed] = True
@@ -76,7 +83,8 @@ class RuleLayout:
 
 
 def has_rules(sequence: Sequence) -> bool:
-    """Whether a sequence has penalties, biases, bans, `min_tokens` or allowed tokens."""
+    """Whether a sequence has penalties, biases, bans, `min_tokens`, allowed tokens or a
+    constraint."""
     params = sequence.request.params
     return bool(
         params.presence_penalty
@@ -86,4 +94,5 @@ def has_rules(sequence: Sequence) -> bool:
         or params.allowed_token_ids is not None
         or (params.min_tokens and sequence.stop_token_ids)
         or sequence.request.bad_word_token_ids
+        or sequence.constraint is not None
     )

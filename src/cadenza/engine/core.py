@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from cadenza.backends.base import Runner
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
+from cadenza.core.constraint import CompileConstraint
 from cadenza.core.drafts import Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
@@ -24,6 +25,8 @@ from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepBound
+from cadenza.core.step_reader import refuse_constraint
+from cadenza.engine.compiling import Compiling
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
@@ -48,6 +51,7 @@ class CoreOptions:
         step_bound: bounds the time of each step; None bounds only its tokens.
         clock: seconds, monotonic; for the bound and for policies that count waiting time.
         speculation: the drafts of its streams; None for none.
+        compile_constraint: of requests with a constraint; None refuses them.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -60,6 +64,7 @@ class CoreOptions:
     step_bound: StepBound | None = None
     clock: Callable[[], float] = time.perf_counter
     speculation: SpeculativeConfig | None = None
+    compile_constraint: CompileConstraint | None = None
 
 
 class EngineCore:
@@ -78,6 +83,7 @@ class EngineCore:
             backend=runner.name,
             capabilities=runner.capabilities,
             has_priorities=options.policy.name == "priority",
+            has_constraints=options.compile_constraint is not None,
         )
         self.scheduler = Scheduler(
             limits,
@@ -109,6 +115,8 @@ class EngineCore:
         )
         self._samples: dict[int, dict[int, Sequence]] = {}
         self._speculation = options.speculation
+        compile_constraint = options.compile_constraint
+        self._compiling = None if compile_constraint is None else Compiling(compile_constraint)
         self._seed = options.seed
         self._clock = options.clock
         self._next_request_id = 0
@@ -117,7 +125,7 @@ class EngineCore:
     @property
     def is_idle(self) -> bool:
         """True if no request is open and no step is in flight."""
-        return not self.scheduler.has_work and not self._loop.in_flight
+        return not (self.scheduler.has_work or self._loop.in_flight or self._compiling)
 
     @property
     def num_steps(self) -> int:
@@ -137,7 +145,8 @@ class EngineCore:
     @property
     def num_queue_slots(self) -> int:
         """Free places in the waiting queue, in samples; a request is accepted if there is one."""
-        return max(0, self.limits.max_num_queued_reqs - len(self.scheduler.waiting))
+        num_waiting = len(self.scheduler.waiting) + len(self._compiling or ())
+        return max(0, self.limits.max_num_queued_reqs - num_waiting)
 
     def submit(self, request: Request) -> int:
         """Accepts a request and returns its id.
@@ -185,10 +194,13 @@ class EngineCore:
 
     def is_open(self, request_id: int) -> bool:
         """True while the request has a sample that has not ended."""
-        return request_id in self._samples
+        is_compiling = self._compiling is not None and request_id in self._compiling
+        return is_compiling or request_id in self._samples
 
     def cancel(self, request_id: int, sample: int | None = None) -> bool:
         """Ends a request, or one of its samples, without events; False if it is not open."""
+        if self._compiling and self._compiling.cancel(request_id, sample):
+            return True
         samples = self._samples.get(request_id, {})
         ended = list(samples) if sample is None else [k for k in samples if k == sample]
         for each in ended:
@@ -204,11 +216,12 @@ class EngineCore:
         """
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new one")
+        refused = self._start_compiled() if self._compiling else []
         events = self._loop.step(announce)
         for event in events:
             if isinstance(event, Finished):
                 self._forget(event.request_id, event.sample)
-        return events
+        return [*refused, *events] if refused else events
 
     def close(self) -> None:
         """Ends all requests without events and frees the device's memory. Idempotent."""
@@ -241,11 +254,36 @@ class EngineCore:
             arrived_s=self._clock(),
             token_ids=list(request.prompt_token_ids),
             prompt_logprobs_progress=_progress_of(request) if sample == 0 else None,
-            drafting=None if self._speculation is None else _drafting(self._speculation),
+            drafting=self._drafting_of(request),
         )
 
+    def _drafting_of(self, request: Request) -> Drafting | None:
+        """A constrained sequence has none: its mask is that of one position."""
+        if self._speculation is None or request.constraint is not None:
+            return None
+        return _drafting(self._speculation)
+
+    def _start_compiled(self) -> list[Finished]:
+        """Queues the requests whose constraints are compiled; the ends of those that cannot be."""
+        assert self._compiling is not None
+        if not self.scheduler.has_work and not self._loop.in_flight:
+            self._compiling.wait()
+        refused: list[Finished] = []
+        for samples, is_constrained in self._compiling.take():
+            if is_constrained:
+                self._queue(samples)
+            else:
+                refused += [refuse_constraint(each) for each in samples]
+        return refused
+
     def _add(self, samples: list[Sequence]) -> None:
-        """Queues the samples of one request, in their order."""
+        """Queues the samples of one request, in their order, once it has its constraint."""
+        if samples[0].request.constraint is not None and self._compiling is not None:
+            self._compiling.add(samples)
+        else:
+            self._queue(samples)
+
+    def _queue(self, samples: list[Sequence]) -> None:
         self._samples[samples[0].request_id] = {each.sample: each for each in samples}
         for sequence in samples:
             sequence.siblings = samples if len(samples) > 1 else []

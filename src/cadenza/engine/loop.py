@@ -107,7 +107,8 @@ class StepLoop:
     def step(self, announce: Announce | None = None) -> list[Event]:
         """Launches the next step if there is one, and reads the oldest if it is due.
 
-        A request's `Started` comes with the launch of its first step, before its other events.
+        A request's `Started` comes with the launch of its first step, before its other events. A
+        step that samples a constrained sequence's token is read before the next one is scheduled.
         """
         events: list[Event] = []
         while self.in_flight and self._must_read_first():
@@ -128,7 +129,12 @@ class StepLoop:
 
     def _must_read_first(self) -> bool:
         """True if the next step depends on what the steps in flight have sampled."""
-        return self.in_flight[-1].batch.has_drafts or self._scheduler.needs_newest_tokens
+        batches = [step.batch for step in self.in_flight]
+        return (
+            batches[-1].has_drafts
+            or any(batch.is_awaited for batch in batches)
+            or self._scheduler.needs_newest_tokens
+        )
 
     def _launch(self, batch: Batch) -> list[Event]:
         """Launches a batch; returns events only if that fails."""

@@ -17,7 +17,8 @@ from cadenza.request import Request
 class RequestCheck:
     """The properties of an engine that bound its requests. `backend` is its name, for messages.
 
-    `has_priorities`: requests start in the order of their priorities.
+    `has_priorities`: requests start in the order of their priorities. `has_constraints`: it can
+    follow structured outputs.
     """
 
     limits: EngineLimits
@@ -25,6 +26,7 @@ class RequestCheck:
     backend: str
     capabilities: frozenset[Capability]
     has_priorities: bool = False
+    has_constraints: bool = False
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequestError if the engine can never serve the request."""
@@ -75,6 +77,7 @@ class RequestCheck:
 
     def _check_resolved(self, request: Request) -> None:
         """Raises if text options have not been applied; the text front end must apply them."""
+        self._check_constraint(request)
         params, count = request.params, request.params.truncate_prompt_tokens
         if params.bad_words and not request.bad_word_token_ids:
             raise InvalidRequestError(
@@ -88,6 +91,19 @@ class RequestCheck:
                 f"truncate_prompt_tokens is {count}; cut the prompt before it is submitted, as LLM "
                 f"and AsyncEngine do",
                 param="truncate_prompt_tokens",
+            )
+
+    def _check_constraint(self, request: Request) -> None:
+        if request.params.structured is not None and request.constraint is None:
+            raise InvalidRequestError(
+                "the structured output was not turned into a constraint; give the request to LLM "
+                "or AsyncEngine",
+                param="structured",
+            )
+        if request.constraint is not None and not self.has_constraints:
+            raise InvalidRequestError(
+                "structured output is not supported by this engine, which has no tokenizer.json",
+                param="structured",
             )
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:

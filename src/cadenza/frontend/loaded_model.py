@@ -17,6 +17,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import OnPhaseDone, build_core, open_planned
 from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
+from cadenza.text.grammar import GrammarCheck, check_grammar
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -102,9 +103,15 @@ def load_model(
 
 
 def open_text(
-    checkpoint: Checkpoint, config: EngineConfig, max_model_len: int | None = None
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    max_model_len: int | None = None,
+    check_grammar: GrammarCheck = check_grammar,
 ) -> TextFrontend:
     """The text front end of a checkpoint, configured by `config`. Raises CheckpointError."""
     return TextFrontend(
-        checkpoint, generation_config=config.generation_config, max_model_len=max_model_len
+        checkpoint,
+        generation_config=config.generation_config,
+        max_model_len=max_model_len,
+        check_grammar=check_grammar,
     )

@@ -18,6 +18,7 @@ from cadenza.errors import InvalidRequestError, show
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.request import Request, SamplingParams, as_token_ids
+from cadenza.structured import ConstraintSpec, StructuredOutput
 from cadenza.text import (
     ChatTemplate,
     DecoderPlan,
@@ -27,6 +28,7 @@ from cadenza.text import (
     bad_word_token_ids,
     plan_decoder,
 )
+from cadenza.text.grammar import GrammarCheck, check_grammar, grammar_of, refused
 from cadenza.text.output_parser import MakeParser
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class TextFrontend:
     Args:
         generation_config: "none" ignores the checkpoint's recommended sampling.
         max_model_len: the context length, where it is known; bounds a recommended length.
+        check_grammar: what checks grammars of structured outputs.
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class TextFrontend:
         *,
         generation_config: GenerationConfig = "auto",
         max_model_len: int | None = None,
+        check_grammar: GrammarCheck = check_grammar,
     ) -> None:
+        self._check_grammar = check_grammar
         source = checkpoint.tokenizer_source
         self._files = checkpoint.tokenizer
         self._tokenizer = None if source is None else Tokenizer(source)
@@ -129,7 +134,8 @@ class TextFrontend:
 
     def resolve(self, request: Request) -> Request:
         """The request with its text options as tokens: the prompt is cut to
-        `truncate_prompt_tokens`, `bad_words` become token ids. Resolving twice changes nothing.
+        `truncate_prompt_tokens`, `bad_words` become token ids, `structured` a constraint. Resolving
+        twice changes nothing.
 
         Raises:
             InvalidRequestError: it is no `Request`, or an option needs a tokenizer.json that is
@@ -140,7 +146,7 @@ class TextFrontend:
                 f"what was submitted is {show(request)}; it must be a Request", param="request"
             )
         params, ids = request.params, request.prompt_token_ids
-        for name in ("stop", "bad_words"):
+        for name in ("stop", "bad_words", "structured"):
             if self._tokenizer is None and getattr(params, name):
                 raise InvalidRequestError(
                     f"{name} needs a tokenizer.json, which this model does not have; use "
@@ -150,10 +156,20 @@ class TextFrontend:
         if params.bad_words and not request.bad_word_token_ids:
             banned = bad_word_token_ids(self._need_tokenizer(), params.bad_words)
             request = replace(request, bad_word_token_ids=banned)
+        if params.structured is not None and request.constraint is None:
+            request = replace(request, constraint=self.constraint_of(params.structured))
         count = params.truncate_prompt_tokens
         if count is not None and len(ids) > count:
             request = replace(request, prompt_token_ids=ids[-count:])
         return request
+
+    def constraint_of(self, structured: StructuredOutput) -> ConstraintSpec:
+        """Raises InvalidRequestError where it cannot be followed."""
+        grammar = grammar_of(structured)
+        problem = self._check_grammar(grammar)
+        if problem is not None:
+            raise refused(f"the structured output's {structured.kind} is refused: {problem}")
+        return ConstraintSpec(grammar=grammar)
 
     def _prepare(self, text: str | None, ids: tuple[int, ...], params: Params) -> PreparedRequest:
         if not isinstance(params, SamplingParams | Mapping | None):

@@ -22,6 +22,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import CheckpointError, ConfigError, show
 from cadenza.loading.memory import available_memory_bytes
 from cadenza.loading.plan import EnginePlan, make_plan
+from cadenza.text.token_constraint import ConstraintCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -129,12 +130,56 @@ def build_core(
     backends: Backends = BACKENDS,
 ) -> EngineCore:
     """Loads the weights and compiles all programs of a plan."""
+    runner = load_warm_runner(checkpoint, plan, config, on_phase_done, backends=backends)
+    return make_core(runner, checkpoint, plan, config, constraint_compiler(checkpoint))
+
+
+def build_serving_core(
+    checkpoint: Checkpoint,
+    plan: EnginePlan,
+    config: EngineConfig,
+    on_phase_done: OnPhaseDone = lambda _: None,
+    *,
+    backends: Backends = BACKENDS,
+) -> EngineCore:
+    """As `build_core`. What structured outputs need is loaded, too, so that the first of them does
+    not hold up the other requests.
+    """
+    constraints = constraint_compiler(checkpoint)
+    if constraints is not None:
+        constraints.start_loading()
+    runner = load_warm_runner(checkpoint, plan, config, on_phase_done, backends=backends)
+    if constraints is not None and not constraints.has_loaded():
+        constraints = None
+    return make_core(runner, checkpoint, plan, config, constraints)
+
+
+def load_warm_runner(
+    checkpoint: Checkpoint,
+    plan: EnginePlan,
+    config: EngineConfig,
+    on_phase_done: OnPhaseDone,
+    *,
+    backends: Backends = BACKENDS,
+) -> Runner:
+    """A runner with its weights loaded and all programs compiled."""
     logger.info("%s", plan.summary)
     logger.debug("resolved configuration: %s", plan)
     runner = load_runner(checkpoint, plan, config, backends=backends)
     on_phase_done("load")
     runner.warmup()
     on_phase_done("compile")
+    return runner
+
+
+def make_core(
+    runner: Runner,
+    checkpoint: Checkpoint,
+    plan: EnginePlan,
+    config: EngineConfig,
+    constraints: ConstraintCompiler | None,
+) -> EngineCore:
+    """The engine over a warm runner; without `constraints` it refuses structured outputs."""
     options = CoreOptions(
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
         loop=config.scheduler,
@@ -146,8 +191,21 @@ def build_core(
         batching=config.batching,
         step_bound=_step_bound(runner, plan.limits, config.max_itl_ms),
         speculation=config.speculation,
+        compile_constraint=None if constraints is None else constraints.compile,
     )
     return EngineCore(runner, plan.limits, options)
+
+
+def constraint_compiler(checkpoint: Checkpoint) -> ConstraintCompiler | None:
+    """The compiler of structured outputs over the checkpoint's tokenizer; None without one."""
+    source = checkpoint.tokenizer_source
+    if source is None:
+        return None
+    return ConstraintCompiler(
+        source,
+        vocab_size=checkpoint.outline.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids,
+    )
 
 
 def _step_bound(runner: Runner, limits: EngineLimits, max_itl_ms: MaxItlMs) -> StepBound | None:

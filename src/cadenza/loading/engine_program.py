@@ -12,9 +12,9 @@ from cadenza.engine.process.messages import Start
 
 
 def load_engine(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) -> Serving:
-    """Loads the model of `start`. Raises the errors of `open_planned` and `build_core`."""
+    """Loads the model of `start`. Raises the errors of `open_planned` and `build_serving_core`."""
     on_phase("imports")
-    from cadenza.loading.build import build_core, open_planned
+    from cadenza.loading.build import build_serving_core, open_planned
     from cadenza.loading.fingerprint import make_fingerprint
     from cadenza.loading.identity import identify
 
@@ -28,7 +28,7 @@ def load_engine(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) 
 
     with ThreadPoolExecutor(1) as thread:  # reads the weights, while they are loaded
         fingerprint = thread.submit(make_fingerprint, checkpoint, plan, config, backends)
-        core = build_core(checkpoint, plan, config, after, backends=backends)
+        core = build_serving_core(checkpoint, plan, config, after, backends=backends)
     backend = find_backend(config.backend, backends)
     return Serving(
         core=core,

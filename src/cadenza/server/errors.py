@@ -8,7 +8,7 @@ it holds no path, and no exception's text except that of errors written for clie
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,15 +283,19 @@ def request_timeout(seconds: float) -> ApiError:
     return ApiError(504, "deadline_exceeded", message)
 
 
-def error_of(error: CadenzaError, state: EngineState, prompt_field: str = "prompt") -> ApiError:
+def error_of(
+    error: CadenzaError,
+    state: EngineState,
+    param_of: Callable[[str | None], str | None] = lambda param: param,
+) -> ApiError:
     """The answer to a request that was refused.
 
     Args:
         state: the engine's.
-        prompt_field: the endpoint's name of the field with the prompt.
+        param_of: the name in the endpoint's body of what the error names.
     """
     if isinstance(error, InvalidRequestError):
-        param = prompt_field if error.param == "prompt" else error.param
+        param = param_of(error.param)
         if isinstance(error, ContextLengthError):
             return context_length_exceeded(str(error), param)
         return invalid_value(str(error), param)
@@ -311,9 +315,14 @@ def error_of_end(kind: ErrorKind | None, monitor: EngineMonitor) -> ApiError:
             return request_timeout(monitor.timeouts.total_s)
         case "none_allowed":
             return invalid_value(
-                "no token may follow: allowed_token_ids, bad_words and min_tokens together rule "
-                "out every one; loosen one of them",
+                "no token may follow: allowed_token_ids, bad_words, min_tokens and the structured "
+                "output together rule out every one; loosen one of them",
                 "allowed_token_ids",
+            )
+        case "constraint_failed":
+            return invalid_value(
+                "the structured output is too complex to be followed any further; simplify it",
+                "response_format",
             )
         case "step_failed":
             return step_failed()

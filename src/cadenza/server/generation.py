@@ -103,7 +103,7 @@ class Generation:
                 )
             except CadenzaError as error:
                 state = service.monitor.status().state
-                raise error_of(error, state, request.prompt_field) from error
+                raise error_of(error, state, request.param_of) from error
             service.check_id(exchange.request_id)
             job = service.submit(prepared, record)
         head = AnswerHead(

@@ -41,6 +41,7 @@ from cadenza.request import (
     Token,
     TokenLogprobs,
 )
+from cadenza.structured import ConstraintSpec, StructuredOutput
 
 PARAMS = SamplingParams(
     max_tokens=7,
@@ -66,6 +67,7 @@ PARAMS = SamplingParams(
     logprobs=2,
     prompt_logprobs=1,
     truncate_prompt_tokens=5,
+    structured=StructuredOutput(choice=("a", "b")),
 )
 REQUEST = Request(
     prompt_token_ids=tuple(range(300)),
@@ -73,6 +75,7 @@ REQUEST = Request(
     bad_word_token_ids=((1, 2), (3,)),
     attachments=(Attachment(start=4, length=2, digest=b"\x00cat", payload=b"\xff\x00"),),
     cache_salt="salt",
+    constraint=ConstraintSpec(grammar="a grammar"),
 )
 LOGPROBS = TokenLogprobs(logprob=float("-inf"), rank=3, top_ids=(1, 2), top_logprobs=(-0.1, -2.5))
 TOKEN = Token(request_id=1 << 40, token_id=5, index=2, sample=1, logprobs=LOGPROBS)

@@ -31,7 +31,7 @@ from cadenza.backends.mlx.step_split import DecodedToken, StepSplit
 from cadenza.backends.mlx.zoo import load_zoo_model, set_dtype
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import LAST_SAMPLED, NO_TARGET, LogitInputs, ModelInputs, StepOutput
-from cadenza.core.token_rules import NONE, RuleLayout
+from cadenza.core.token_rules import MASK, NONE, RuleLayout
 from cadenza.errors import RunnerError
 
 Int32Array = npt.NDArray[np.int32]
@@ -237,6 +237,8 @@ class _Steps:
             self._slot_of_row[row] = page
         for update in inputs.rule_updates:
             self._records[update.row] = update.record
+        for update in inputs.mask_updates:
+            self._records[update.row, MASK:] = update.mask
         for source, destination, num_tokens in inputs.page_copies.tolist():
             self._model.copy(source, destination, num_tokens)
             self._history[destination, :num_tokens] = self._history[source, :num_tokens]

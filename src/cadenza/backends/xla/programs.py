@@ -25,7 +25,7 @@ from cadenza.backends.xla.wire import unpack
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import NO_TARGET, LogitInputs, StepLayout
-from cadenza.core.token_rules import RuleLayout
+from cadenza.core.token_rules import MASK, RuleLayout
 
 Compiled = Callable[..., Any]
 
@@ -34,6 +34,9 @@ PAGE_UPDATES = 256
 
 PAGE_COPIES = 64
 """Pages per call of `copy_pages`."""
+
+MASK_ROWS = 16
+"""Rows per call of `write_masks`."""
 
 _STEP_OPTIONS: dict[str, dict[str, str | bool]] = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -72,6 +75,7 @@ class Programs:
     write_page_table: Compiled
     copy_pages: Compiled
     write_rules: Compiled
+    write_masks: Compiled
 
 
 def step_function(ops: OpTable, model: ModelConfig, shape: StepLayout) -> Callable[..., Any]:
@@ -118,6 +122,13 @@ def write_page_table(state: DeviceState, updates: jax.Array) -> DeviceState:
 def write_rules(state: DeviceState, row: jax.Array, record: jax.Array) -> DeviceState:
     """Sets a row's token rules [W]."""
     return state._replace(rule_records=state.rule_records.at[row].set(record))
+
+
+def write_masks(state: DeviceState, rows: jax.Array, masks: jax.Array) -> DeviceState:
+    """Sets the masks [MASK_ROWS, W - MASK] of the token rules of `rows` [MASK_ROWS]; rows out of
+    range are ignored."""
+    records = state.rule_records.at[rows, MASK:].set(masks, mode="drop")
+    return state._replace(rule_records=records)
 
 
 def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
@@ -194,6 +205,8 @@ def compile_programs(
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     num_words = RuleLayout(spec.model.vocab_size).num_words
     record = jax.ShapeDtypeStruct((num_words,), jnp.int32, sharding=sharding)
+    rows = jax.ShapeDtypeStruct((MASK_ROWS,), jnp.int32, sharding=sharding)
+    masks = jax.ShapeDtypeStruct((MASK_ROWS, num_words - MASK), jnp.int32, sharding=sharding)
     return Programs(
         step=steps,
         new_state=jax.jit(new_state, out_shardings=sharding).lower().compile(),
@@ -204,4 +217,5 @@ def compile_programs(
         .lower(state, copies, count)
         .compile(),
         write_rules=jax.jit(write_rules, donate_argnums=0).lower(state, count, record).compile(),
+        write_masks=jax.jit(write_masks, donate_argnums=0).lower(state, rows, masks).compile(),
     )

@@ -31,6 +31,7 @@ from cadenza.backends.xla.ops.table import (
     DecoderSpec,
 )
 from cadenza.backends.xla.programs import (
+    MASK_ROWS,
     PAGE_COPIES,
     PAGE_UPDATES,
     DeviceState,
@@ -42,7 +43,7 @@ from cadenza.backends.xla.weights import load_decoder
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Quantization
-from cadenza.core.step_schema import Int32Array, ModelInputs, StepOutput
+from cadenza.core.step_schema import Int32Array, MaskUpdate, ModelInputs, StepOutput
 from cadenza.errors import RunnerError
 
 logger = logging.getLogger(__name__)
@@ -192,6 +193,9 @@ class XlaRunner:
             state = programs.copy_pages(state, padded, np.int32(len(part)))
         for update in inputs.rule_updates:
             state = programs.write_rules(state, np.int32(update.row), update.record)
+        for start in range(0, len(inputs.mask_updates), MASK_ROWS):
+            part = inputs.mask_updates[start : start + MASK_ROWS]
+            state = programs.write_masks(state, *self._padded_masks(part))
         self._state, result = programs.step[bucket](self._weights, state, inputs.words)
         # On the CPU the result is in host memory already, and in jax 0.11 this call makes an XLA
         # thread acquire the GIL after the step.
@@ -224,6 +228,14 @@ class XlaRunner:
         padded = np.full((PAGE_UPDATES, 3), dropped, np.int32)
         padded[: len(part)] = part
         return padded
+
+    def _padded_masks(self, part: tuple[MaskUpdate, ...]) -> tuple[Int32Array, Int32Array]:
+        """The rows [MASK_ROWS] and their masks [MASK_ROWS, W - MASK]."""
+        rows = np.full(MASK_ROWS, self._limits.max_num_seqs, np.int32)  # out of range: ignored
+        masks = np.zeros((MASK_ROWS, len(part[0].mask)), np.int32)
+        for place, update in enumerate(part):
+            rows[place], masks[place] = update.row, update.mask
+        return rows, masks
 
 
 def load_with_ops(

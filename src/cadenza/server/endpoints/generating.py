@@ -19,6 +19,7 @@ from cadenza.server.openapi import COUNT, TEXT, ApiRoute, object_of
 from cadenza.server.schemas.body import Effect, UnknownFields
 from cadenza.server.schemas.field_types import Schema, or_null
 from cadenza.server.schemas.generation import MAX_CHOICES, GenerationBody, StreamOptions
+from cadenza.server.schemas.structured import form_field
 from cadenza.server.sse import (
     AnswerEncoder,
     AnswerHead,
@@ -94,6 +95,7 @@ class GenerationRequest(GenerationBody, ABC):
         """Raises ApiError (400) where the fields do not go together, or beyond the limits."""
         if self.stream_options is not None and not self.stream:
             raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
+        form_field(self.values.get)
         self.check_fields()
         num_prompts = self.num_prompts
         num_choices = num_prompts * self.n
@@ -112,6 +114,12 @@ class GenerationRequest(GenerationBody, ABC):
                     name,
                 )
 
+    def param_of(self, param: str | None) -> str | None:
+        """The name in this body of what an error of a request names."""
+        if param == "structured":
+            return form_field(self.values.get) or param
+        return self.prompt_field if param == "prompt" else param
+
     def sampling_values(self) -> dict[str, Any]:
         """The values that are `SamplingParams`' own, and the log probabilities."""
         fields = self.fields
@@ -120,6 +128,9 @@ class GenerationRequest(GenerationBody, ABC):
             for name, value in self.values.items()
             if fields[name].effect is Effect.SAMPLING
         }
+        form = form_field(self.values.get)
+        if form is not None:
+            found["structured"] = self.values[form]
         num_top_logprobs = self.num_top_logprobs
         if num_top_logprobs is not None:
             found["logprobs"] = num_top_logprobs

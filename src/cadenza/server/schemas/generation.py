@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from cadenza.config import MAX_LOGPROBS_BOUND
 from cadenza.request import BIAS, BOUNDS, MAX_BIASES, MAX_PRIORITY, ListBound, show
-from cadenza.server.errors import invalid_value, not_built
+from cadenza.server.errors import invalid_value
 from cadenza.server.schemas.body import (
     Body,
     DeclaredObject,
@@ -22,7 +22,6 @@ from cadenza.server.schemas.body import (
     unsupported,
 )
 from cadenza.server.schemas.field_types import (
-    NULL,
     Boolean,
     FieldType,
     Integer,
@@ -36,6 +35,7 @@ from cadenza.server.schemas.field_types import (
     TokenIds,
     refuse,
 )
+from cadenza.server.schemas.structured import Guided, OneForm, ResponseFormat
 
 MAX_CHOICES = 2048
 """Of one call: its prompts times `n`."""
@@ -71,30 +71,6 @@ class LogitBias:
             "maxProperties": MAX_BIASES,
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},
             "additionalProperties": Number(BIAS.low, BIAS.high).schema(),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseFormat:
-    """Only text; other formats are refused by name."""
-
-    def check(self, name: str, value: object) -> str:
-        if not isinstance(value, dict):
-            raise refuse(name, value, 'an object such as {"type": "text"}')
-        members = cast(dict[str, object], value)
-        wanted = {key: item for key, item in members.items() if item is not None}
-        if wanted.get("type") in ("json_object", "json_schema"):
-            raise not_built(name, f"the type {wanted['type']}")
-        if wanted != {"type": "text"}:
-            raise refuse(name, wanted, 'an object such as {"type": "text"}')
-        return "text"
-
-    def schema(self) -> Schema:
-        return {
-            "type": "object",
-            "properties": {"type": {"type": "string", "enum": ["text"]}},
-            "required": ["type"],
-            "additionalProperties": NULL,
         }
 
 
@@ -172,7 +148,12 @@ class GenerationBody(Body):
     skip_special_tokens = SamplingField("Special tokens have no text.", True)
     truncate_prompt_tokens = SamplingField("Keep this many tokens of the prompt's end.", None)
 
-    response_format = optional(ResponseFormat(), "The answer's form.", default={"type": "text"})
+    response_format = optional(ResponseFormat(), "The answer's form: text, or JSON.")
+    structured_outputs = optional(OneForm(), "The answer's form, of which one member is given.")
+    guided_json = optional(Guided("json"), "Older name of structured_outputs.json.")
+    guided_regex = optional(Guided("regex"), "Older name of structured_outputs.regex.")
+    guided_choice = optional(Guided("choice"), "Older name of structured_outputs.choice.")
+    guided_grammar = optional(Guided("grammar"), "Older name of structured_outputs.grammar.")
     stream = optional(Boolean(), "Send the answer as it comes.", default=False)
     stream_options = optional(
         ObjectOf(StreamOptions),
@@ -221,7 +202,6 @@ class GenerationBody(Body):
     thinking_token_budget = unsupported("a bound on reasoning", -1)
     store = unsupported("storing answers", False)
     service_tier = unsupported("a choice of service tier", "auto", "default")
-    structured_outputs = unsupported("structured output")
     truncation_side = unsupported("cutting the prompt's end off", "left")
     use_beam_search = unsupported("beam search", False)
     length_penalty = unsupported("beam search", 1)

@@ -1,0 +1,119 @@
+"""What an answer's text must be: `StructuredOutput` as a client asks for it, and `ConstraintSpec`,
+to which the text front end resolves it.
+
+Owns the bounds on their size. Knows no tokens and no grammar. Invariant: a `StructuredOutput` asks
+for exactly one thing.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from cadenza.errors import InvalidRequestError, show
+
+MAX_STRUCTURED_BYTES = 64 << 10
+"""Most bytes of a schema, an expression, a grammar, or all choices together."""
+
+MAX_CHOICES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """The form of an answer; exactly one member is given.
+
+    Args:
+        json: a JSON Schema, as an object or its text; stored as text.
+        json_object: any JSON object.
+        regex: a regular expression that the whole answer matches.
+        choice: the answer is one of these texts.
+        grammar: a grammar in Lark's notation, or in GBNF, whose rules have `::=`.
+
+    Raises:
+        InvalidRequestError: none or several are given, or one has the wrong type or is too large.
+    """
+
+    json: Mapping[str, Any] | bool | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = self._given()
+        if len(given) != 1:
+            found = ", ".join(given) or "none"
+            raise _refused(f"has {found}; give one of json, json_object, regex, choice and grammar")
+        if not isinstance(self.json_object, bool):
+            raise _refused(f"has json_object {show(self.json_object)}; it must be true or false")
+        if self.json is not None and not isinstance(self.json, str):
+            object.__setattr__(self, "json", _json_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _checked_choice(self.choice))
+        for name in ("json", "regex", "grammar"):
+            _check_text(name, getattr(self, name))
+
+    @property
+    def kind(self) -> str:
+        """The member that is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        named = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        return [
+            name
+            for name, value in named
+            if value is not None and (value is not False or name != "json_object")
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstraintSpec:
+    """What decides which tokens may follow in a stream.
+
+    Args:
+        grammar: of the text from the stream's first token on, in the form of the library that
+            compiles it.
+    """
+
+    grammar: str
+
+
+def _refused(problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the structured output {problem}", param="structured")
+
+
+def _json_text(schema: object) -> str:
+    if not isinstance(schema, Mapping | bool):
+        raise _refused(f"has json {show(schema)}; it must be a JSON Schema: an object, or its text")
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise _refused(
+            "has a json that is not plain JSON; give objects, lists and scalars"
+        ) from None
+
+
+def _checked_choice(choice: object) -> tuple[str, ...]:
+    is_list = isinstance(choice, list | tuple)
+    texts = cast(Sequence[object], choice) if is_list else ()
+    if not texts or not all(isinstance(each, str) and each for each in texts):
+        raise _refused(f"has choice {show(choice)}; it must be a list of texts, none of them empty")
+    if len(texts) > MAX_CHOICES:
+        raise _refused(f"has {len(texts)} choices; at most {MAX_CHOICES} are allowed")
+    found = tuple(cast(Sequence[str], texts))
+    _check_text("choice", "".join(found))
+    return found
+
+
+def _check_text(name: str, text: object) -> None:
+    if text is None:
+        return
+    if not isinstance(text, str):
+        raise _refused(f"has {name} {show(text)}; it must be a text")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise _refused(f"has half a surrogate pair in {name}; send whole characters") from None
+    if size > MAX_STRUCTURED_BYTES:
+        raise _refused(f"has {size} bytes in {name}; at most {MAX_STRUCTURED_BYTES} are allowed")

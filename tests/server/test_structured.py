@@ -1,0 +1,134 @@
+"""Forms of answers over HTTP, on the bundled model: followed exactly, or a 400 that names why."""
+
+import json
+import re
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from tests.server.harness import RunningServer
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Where is Paris?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 9}, "size": {"enum": [1, 2]}},
+    "required": ["city", "size"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "c", "schema": SCHEMA, "strict": True}}
+HOT = {"temperature": 1.5, "seed": 4, "max_tokens": 60}
+
+
+class Place(pydantic.BaseModel):
+    """What the official client makes of an answer."""
+
+    kind: Literal["city", "town"]
+    is_large: bool
+
+
+def content_of(server: RunningServer, **fields: Any) -> str:
+    answer = server.post(CHAT, {"messages": MESSAGES, **HOT, **fields})
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    return choice["message"]["content"]
+
+
+def test_a_schema_is_followed_streamed_and_whole(bundled: RunningServer) -> None:
+    found = content_of(bundled, response_format=FORMAT)
+    parsed = json.loads(found)
+    assert set(parsed) == {"city", "size"}
+    assert parsed["size"] in (1, 2)
+    body = {"messages": MESSAGES, **HOT, "response_format": FORMAT, "stream": True}
+    events = bundled.events(CHAT, body)[:-1]
+    pieces = [event["choices"][0]["delta"].get("content", "") for event in events]
+    assert "".join(pieces) == found
+
+
+@pytest.mark.parametrize(
+    ("fields", "regex"),
+    [
+        ({"response_format": {"type": "json_object"}, "temperature": 0.5}, r"\{.*\}"),
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, "[0-9]{3}"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"json": {"type": "boolean"}}}, "true|false"),
+        ({"structured_outputs": {"grammar": 'root ::= "<" [a-z] ">"'}}, "<[a-z]>"),
+        ({"guided_json": {"enum": ["a", "b"]}}, '"a"|"b"'),
+        ({"guided_regex": "^x+y$"}, "x+y"),
+        ({"guided_choice": ["one"]}, "one"),
+        ({"guided_grammar": 'start: "(" /[a-z]/ ")"'}, r"\([a-z]\)"),
+    ],
+    ids=lambda fields: next(iter(fields)) if isinstance(fields, dict) else "",
+)
+def test_every_field_that_asks_for_a_form_is_followed(
+    bundled: RunningServer, fields: dict[str, Any], regex: str
+) -> None:
+    assert re.fullmatch(regex, content_of(bundled, **fields), re.DOTALL)
+
+
+def test_the_official_client_parses_answers_into_models(bundled: RunningServer) -> None:
+    client = openai.OpenAI(base_url=f"{bundled.url}/v1", api_key="none", max_retries=0)
+    with client:
+        parsed = client.chat.completions.parse(
+            model="bundled",
+            messages=[{"role": "user", "content": "Paris"}],
+            response_format=Place,
+            temperature=0,
+        )
+    assert isinstance(parsed.choices[0].message.parsed, Place)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "named"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format", "xml"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "structural_tag"),
+        ({"guided_json": {"not": {}}}, "guided_json", "uses not"),
+        ({"structured_outputs": {}}, "structured_outputs", "give one of"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural tags"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_regex"),
+        ({"guided_choice": [1]}, "guided_choice", "list of texts"),
+        ({"guided_grammar": "start: ("}, "guided_grammar", "Expected"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex", "characters"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"if": {}}}}},
+            "response_format",
+            "uses if",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_followed_is_a_400_that_names_it(
+    bundled: RunningServer, fields: dict[str, Any], param: str, named: str
+) -> None:
+    for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})):
+        answer = bundled.post(path, {**prompt, **fields})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == param
+        assert named in error["message"]
+
+
+def test_a_form_goes_with_samples_penalties_and_log_probabilities(bundled: RunningServer) -> None:
+    options = {"n": 3, "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.5}
+    body = {"messages": MESSAGES, **HOT, **options, "response_format": FORMAT}
+    choices = bundled.post(CHAT, body).json()["choices"]
+    assert len({choice["message"]["content"] for choice in choices}) > 1
+    for choice in choices:
+        assert set(json.loads(choice["message"]["content"])) == {"city", "size"}
+        for entry in choice["logprobs"]["content"]:
+            # Of the distribution before the mask: the likeliest tokens need not be allowed.
+            assert entry["logprob"] <= entry["top_logprobs"][0]["logprob"]
+
+
+def test_tokens_that_rule_each_other_out_are_the_clients_fault(bundled: RunningServer) -> None:
+    body = {"messages": MESSAGES, "allowed_token_ids": [5], "guided_regex": "[0-9]"}
+    answer = bundled.post(CHAT, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "allowed_token_ids"

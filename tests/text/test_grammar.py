@@ -1,0 +1,181 @@
+"""Structured outputs as grammars: what is accepted, what is refused by name, what is bounded."""
+
+import json
+import time
+
+import pytest
+
+from cadenza.errors import InvalidRequestError
+from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
+from cadenza.text.grammar import check_grammar, grammar_of
+from cadenza.text.grammar_worker import GrammarWorker
+
+NESTED = {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "$ref": "#/$defs/t"}
+
+
+def problem(**members: object) -> str | None:
+    return check_grammar(grammar_of(StructuredOutput(**members)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+        {"json": '{"type": "string", "description": "any"}'},
+        {"json": True},
+        {"json": NESTED},
+        {"json_object": True},
+        {"regex": r"^\d{3}-[a-z]+$"},
+        {"choice": ["yes", 'n"o', "é\n"]},
+        {"grammar": 'start: "a" x\nx: /[0-9]+/'},
+        {"grammar": 'root ::= "a" [0-9]+ ws\nws ::= [ \\t]*'},
+    ],
+    ids=lambda members: next(iter(members)),
+)
+def test_every_notation_becomes_a_grammar(members: dict[str, object]):
+    assert problem(**members) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"not": {"type": "string"}}, "not"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"if": {}, "then": {}}, "if, then"),
+        ({"contains": {}}, "contains"),
+        ({"propertyNames": {}}, "propertyNames"),
+        ({"unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"properties": {"a": {"not": {}}}}, "not"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"type": "string", "format": "nonsense"}, "nonsense"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
+        ({"$ref": "https://example.com/schema"}, "example.com"),
+        ({"$ref": "#/nowhere"}, "/nowhere"),
+        ({"type": "text"}, "text"),
+    ],
+    ids=str,
+)
+def test_a_keyword_that_cannot_be_enforced_is_named(schema: object, named: str):
+    found = problem(json=schema)
+    assert found is not None
+    assert named in found
+
+
+@pytest.mark.parametrize(
+    ("members", "named"),
+    [
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": r"(a)\1"}, "backreferences"),
+        ({"regex": r"\bx\b"}, "lookarounds"),
+        ({"grammar": "start: (a"}, "Expected token"),
+        ({"grammar": "start: b"}, "b"),
+        ({"grammar": 'start: <|tool|> "a"'}, "special tokens"),
+        ({"grammar": 'start: <[12]> "a"'}, "special tokens"),
+    ],
+    ids=str,
+)
+def test_an_expression_that_cannot_be_followed_is_explained(members: dict[str, object], named: str):
+    found = problem(**members)
+    assert found is not None
+    assert named in found
+    assert len(found) <= 300
+
+
+@pytest.mark.parametrize(
+    ("members", "named"),
+    [
+        ({"json": "{"}, "not valid JSON"),
+        ({"json": "[1]"}, "neither an object"),
+        ({"json": False}, "neither an object"),
+        ({"json": "[" * 40_000}, "nested too deep"),
+        ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
+        ({"grammar": "root ::= ("}, "GBNF"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_no_schema_and_no_grammar_is_refused(members: dict[str, object], named: str):
+    with pytest.raises(InvalidRequestError, match=named) as refused:
+        problem(**members)
+    assert refused.value.param == "structured"
+
+
+def test_a_structured_output_asks_for_exactly_one_thing():
+    for members in ({}, {"regex": "a", "json": {}}, {"json_object": False}):
+        with pytest.raises(InvalidRequestError, match="give one of"):
+            StructuredOutput(**members)
+    odd = ({"json": 5}, {"json": {"a": {1}}}, {"regex": 5}, {"choice": "ab"}, {"choice": [""]})
+    for members in (*odd, {"choice": []}, {"json_object": "yes"}, {"regex": "\ud800"}):
+        with pytest.raises(InvalidRequestError) as refused:
+            StructuredOutput(**members)  # type: ignore[arg-type]
+        assert refused.value.param == "structured"
+
+
+def test_the_size_of_a_structured_output_is_bounded():
+    room = MAX_STRUCTURED_BYTES
+    assert StructuredOutput(regex="a" * room).kind == "regex"
+    for members in (
+        {"regex": "a" * (room + 1)},
+        {"choice": ["é" * room]},
+        {"json": "x" * 2 * room},
+    ):
+        with pytest.raises(InvalidRequestError, match="bytes"):
+            StructuredOutput(**members)
+    with pytest.raises(InvalidRequestError, match="5000 choices"):
+        StructuredOutput(choice=["a"] * 5000)
+
+
+def test_hostile_grammars_end_soon_in_the_worker():
+    enum = [f"{place:03} {'x' * 50}" for place in range(1100)]
+    assert MAX_STRUCTURED_BYTES * 0.9 < len(json.dumps(enum)) < MAX_STRUCTURED_BYTES
+    rules = "\n".join(f'r{i}: r{i + 1} r{i + 1} | "a"' for i in range(900))
+    hostile = [
+        {"json": {"enum": enum}},
+        {"regex": "((((a{1,50}){1,50}){1,50}b){1,50}c){1,50}"},
+        {"regex": "(a|aa|aaa)*" * 2000},
+        {"regex": "(" * 20_000 + "a" + ")" * 20_000},
+        {"json": {"type": "string", "pattern": "^(a?){500}a{500}$"}},
+        {"json": {"allOf": [{"pattern": f"(a|b)*{c}(a|b){{12}}"} for c in "abab"]}},
+        {"grammar": "start: " + "(" * 10_000 + '"a"' + ")" * 10_000},
+        {"grammar": f'{rules}\nr900: "b"\nstart: r0'},
+    ]
+    worker = GrammarWorker(timeout_s=1)
+    try:
+        for members in hostile:
+            try:
+                grammar = grammar_of(StructuredOutput(**members))  # type: ignore[arg-type]
+            except InvalidRequestError:
+                continue
+            worker.check(grammar)
+        assert worker.check(grammar_of(StructuredOutput(regex="a"))) is None
+    finally:
+        worker.close()
+
+
+def test_a_grammar_that_takes_too_long_costs_its_process_and_nothing_else():
+    worker = GrammarWorker(timeout_s=0.0)
+    try:
+        since = time.monotonic()
+        found = worker.check(grammar_of(StructuredOutput(regex="a")))
+        assert found == "it takes longer than 0 seconds to compile; simplify it"
+        assert time.monotonic() - since < 30
+        later = GrammarWorker()
+        assert later.check(grammar_of(StructuredOutput(regex="a"))) is None
+        later.close()
+    finally:
+        worker.close()
+
+
+def test_a_worker_that_dies_is_replaced():
+    worker = GrammarWorker()
+    good = grammar_of(StructuredOutput(regex="a"))
+    try:
+        assert worker.check(good) is None
+        process = worker._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        assert worker.check(grammar_of(StructuredOutput(regex="b"))) is not None
+        assert worker.check(grammar_of(StructuredOutput(regex="c"))) is None
+        assert worker.check(good) is None
+    finally:
+        worker.close()

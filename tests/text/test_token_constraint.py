@@ -1,0 +1,146 @@
+"""Constraints over the bundled model's tokens: every walk that ends is what was asked for."""
+
+import json
+import random
+import re
+
+import jsonschema_rs
+import pytest
+
+from cadenza.checkpoint import open_checkpoint
+from cadenza.structured import ConstraintSpec, StructuredOutput
+from cadenza.text.grammar import check_grammar, grammar_of
+from cadenza.text.token_constraint import ConstraintCompiler, GrammarConstraint
+from cadenza.text.tokenizer import Tokenizer
+from tests.text.schemas import random_schema
+from tests.text.walks import allowed_ids, walk
+
+EOS = 0
+VOCAB_SIZE = 2560
+REGEXES = (r"\d{3}-[a-z]+", "^(yes|no)$", "a?b+c*", "[^x]{1,5}", "(?i)ok!", r"[αβγ]{2}", ".*end")
+GBNF = 'root ::= "a" [0-9]+ ws\nws ::= [ \\t]*'
+
+
+@pytest.fixture(scope="module")
+def compiler() -> ConstraintCompiler:
+    source = open_checkpoint(None).tokenizer_source
+    assert source is not None
+    return ConstraintCompiler(source, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    source = open_checkpoint(None).tokenizer_source
+    assert source is not None
+    return Tokenizer(source)
+
+
+def constraint_of(compiler: ConstraintCompiler, grammar: str) -> GrammarConstraint:
+    found = compiler.compile(ConstraintSpec(grammar=grammar)).result(30)
+    assert found is not None
+    return found
+
+
+def check_schemas(compiler: ConstraintCompiler, tokenizer: Tokenizer, seeds: range) -> int:
+    """Walks through random schemas; how many ended."""
+    num_complete = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        schema = random_schema(rng)
+        grammar = grammar_of(StructuredOutput(json=schema))
+        if check_grammar(grammar) is not None:
+            continue
+        walked = walk(constraint_of(compiler, grammar), vocab_size=VOCAB_SIZE, eos=EOS, rng=rng)
+        if walked.is_complete:
+            num_complete += 1
+            text = tokenizer.decode(walked.token_ids, skip_special_tokens=False)
+            found = json.loads(text, parse_float=_finite)
+            checker = jsonschema_rs.validator_for(schema, validate_formats=True)
+            assert checker.is_valid(found), f"seed {seed}: {text!r} for {schema}"
+    return num_complete
+
+
+def _finite(text: str) -> float:
+    """A number of any size, which the validator cannot hold."""
+    return max(-1e308, min(1e308, float(text)))
+
+
+def test_walks_through_random_schemas_validate(compiler: ConstraintCompiler, tokenizer: Tokenizer):
+    assert check_schemas(compiler, tokenizer, range(150)) >= 60
+
+
+@pytest.mark.soak
+def test_walks_through_ten_thousand_schemas_validate(
+    compiler: ConstraintCompiler, tokenizer: Tokenizer
+):
+    assert check_schemas(compiler, tokenizer, range(1000, 11_000)) >= 4000
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_walks_through_expressions_match_them(
+    compiler: ConstraintCompiler, tokenizer: Tokenizer, regex: str
+):
+    grammar = grammar_of(StructuredOutput(regex=regex))
+    num_complete = 0
+    for seed in range(8):
+        constraint, rng = constraint_of(compiler, grammar), random.Random(seed)
+        walked = walk(constraint, vocab_size=VOCAB_SIZE, eos=EOS, rng=rng)
+        text = tokenizer.decode(walked.token_ids, skip_special_tokens=False)
+        if walked.is_complete:
+            num_complete += 1
+            assert re.fullmatch(regex, text), text
+    assert num_complete or regex == ".*end"
+
+
+def test_choices_and_grammars_are_followed(compiler: ConstraintCompiler, tokenizer: Tokenizer):
+    choices = ["yes", "no", 'may"be', "née\n", "12"]
+    wanted = [
+        (StructuredOutput(choice=choices), "|".join(map(re.escape, choices))),
+        (StructuredOutput(grammar=GBNF), "a[0-9]+[ \t]*"),
+        (StructuredOutput(grammar='start: "<" /[a-z]+/ ">"'), "<[a-z]+>"),
+    ]
+    for structured, regex in wanted:
+        for seed in range(6):
+            constraint = constraint_of(compiler, grammar_of(structured))
+            walked = walk(constraint, vocab_size=VOCAB_SIZE, eos=EOS, rng=random.Random(seed))
+            text = tokenizer.decode(walked.token_ids, skip_special_tokens=False)
+            assert re.fullmatch(regex, text) or not walked.is_complete, text
+
+
+def test_a_constraint_is_a_function_of_the_tokens_that_it_accepted(compiler: ConstraintCompiler):
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    grammar = grammar_of(StructuredOutput(json=schema))
+    rng = random.Random(5)
+    first, masks, token_ids = constraint_of(compiler, grammar), [], []
+    for _ in range(20):
+        masks.append(first.allowed())
+        token_ids.append(rng.choice(allowed_ids(first, VOCAB_SIZE)))
+        first.accept(token_ids[-1])
+    other = constraint_of(compiler, grammar)
+    for place in (0, 7, 13):
+        rebuilt = constraint_of(compiler, grammar)
+        for token_id in token_ids[:place]:
+            rebuilt.accept(token_id)
+        assert rebuilt.allowed() == masks[place]
+    assert other.allowed() == masks[0]
+
+
+def test_a_token_that_is_not_allowed_fails_its_constraint_only(compiler: ConstraintCompiler):
+    grammar = grammar_of(StructuredOutput(regex="[0-9]{3}"))
+    first, second = constraint_of(compiler, grammar), constraint_of(compiler, grammar)
+    odd = next(i for i in range(1, VOCAB_SIZE) if i not in allowed_ids(first, VOCAB_SIZE))
+    first.accept(odd)
+    assert (first.has_failed, first.is_complete, second.has_failed) == (True, False, False)
+
+
+def test_a_grammar_that_cannot_be_compiled_is_none(compiler: ConstraintCompiler):
+    assert compiler.compile(ConstraintSpec(grammar="no grammar")).result(30) is None
+
+
+def test_the_mask_covers_a_vocabulary_larger_than_the_tokenizers():
+    source = open_checkpoint(None).tokenizer_source
+    assert source is not None
+    padded = ConstraintCompiler(source, vocab_size=VOCAB_SIZE + 77, eos_token_ids=[EOS])
+    constraint = constraint_of(padded, grammar_of(StructuredOutput(regex="[^a]")))
+    assert len(constraint.allowed()) * 8 >= VOCAB_SIZE + 77
+    assert max(allowed_ids(constraint, VOCAB_SIZE + 77)) < VOCAB_SIZE

@@ -1,0 +1,45 @@
+"""Random walks through a constraint: any allowed token, each as likely as the others."""
+
+import random
+from dataclasses import dataclass
+
+from cadenza.text.token_constraint import GrammarConstraint
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The tokens of a walk; incomplete if it was cut at its length."""
+
+    token_ids: tuple[int, ...]
+    is_complete: bool
+
+
+def allowed_ids(constraint: GrammarConstraint, vocab_size: int) -> list[int]:
+    bits = int.from_bytes(constraint.allowed(), "little")
+    return [token_id for token_id in range(vocab_size) if bits >> token_id & 1]
+
+
+def walk(
+    constraint: GrammarConstraint,
+    *,
+    vocab_size: int,
+    eos: int,
+    rng: random.Random,
+    max_tokens: int = 60,
+) -> Walk:
+    """Prefers to end where it may, in one step of four, so that walks end."""
+    token_ids: list[int] = []
+    while len(token_ids) < max_tokens:
+        allowed = allowed_ids(constraint, vocab_size)
+        assert allowed, f"no token may follow {token_ids}"
+        token_id = rng.choice(allowed)
+        if eos in allowed and rng.random() < 0.25:
+            token_id = eos
+        if token_id == eos:
+            return Walk(tuple(token_ids), True)
+        constraint.accept(token_id)
+        assert not constraint.has_failed
+        token_ids.append(token_id)
+        if constraint.is_complete:
+            return Walk(tuple(token_ids), True)
+    return Walk(tuple(token_ids), False)
