@@ -19,15 +19,19 @@ class Logprob:
     decoded_token: str | None
 
 
-PartKind = Literal["content", "reasoning"]
+PartKind = Literal["content", "reasoning", "tool_call"]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """A piece of a continuation's text, and what it is part of."""
+    """A piece of a continuation's text, and what it is part of.
+
+    A tool call is one part: its `text` are the arguments as JSON, its `name` is the function's.
+    """
 
     kind: PartKind
     text: str
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ def test_each_sampling_field_is_one_of_sampling_params() -> None:
     for endpoint in PATHS:
         fields = BODIES[endpoint].fields.values()
         sampling = {field.name for field in fields if field.effect is Effect.SAMPLING}
-        assert sampling | {"logprobs"} == own
+        assert sampling | {"logprobs", "structured"} == own
         assert sampling == set(SAMPLES)
     assert set(BOUNDS) <= own
 

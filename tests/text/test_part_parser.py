@@ -1,0 +1,152 @@
+"""Reasoning and tool calls in answers, in whatever pieces they come."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cadenza.outputs import OutputPart
+from cadenza.text.part_parser import REASONING_FORMATS, PartParser, PartPlan
+from cadenza.text.tool_calls import TOOL_FORMATS, format_shown_by
+
+THINK = REASONING_FORMATS["think"]
+HERMES, MISTRAL = TOOL_FORMATS["hermes"], TOOL_FORMATS["mistral"]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>"}}\n</tool_call>'
+PLANS = [
+    PartPlan(reasoning=reasoning, begins_in_reasoning=begins, tools=tools)
+    for reasoning, begins in ((None, False), (THINK, False), (THINK, True))
+    for tools in (None, *TOOL_FORMATS.values())
+]
+
+Joined = list[tuple[str, str | None, str]]
+
+
+def joined(parts: list[OutputPart]) -> Joined:
+    """Neighbours of one kind joined; calls stay apart."""
+    found: Joined = []
+    for part in parts:
+        if found and found[-1][0] == part.kind and part.name is None:
+            found[-1] = (part.kind, None, found[-1][2] + part.text)
+        else:
+            found.append((part.kind, part.name, part.text))
+    return found
+
+
+def parse(plan: PartPlan, *pieces: str) -> Joined:
+    parser = PartParser(plan)
+    parts = [part for piece in pieces for part in parser.push(piece)]
+    return joined([*parts, *parser.flush()])
+
+
+WHOLE = [
+    (PartPlan(), " any <think> text", [("content", None, " any <think> text")]),
+    (
+        PartPlan(reasoning=THINK),
+        "\n<think>\nwhy \n</think>\n\nso ",
+        [("reasoning", None, "why"), ("content", None, "so ")],
+    ),
+    (PartPlan(reasoning=THINK), "no thought", [("content", None, "no thought")]),
+    (PartPlan(reasoning=THINK), "<think>cut", [("reasoning", None, "cut")]),
+    (
+        PartPlan(reasoning=THINK, begins_in_reasoning=True),
+        "why</think>so</think>",
+        [("reasoning", None, "why"), ("content", None, "so</think>")],
+    ),
+    (
+        PartPlan(tools=HERMES),
+        f"I look. {CALL}\n{CALL}\nDone",
+        [
+            ("content", None, "I look."),
+            ("tool_call", "f", '{"a": "</tool_call>"}'),
+            ("tool_call", "f", '{"a": "</tool_call>"}'),
+            ("content", None, "Done"),
+        ],
+    ),
+    (
+        PartPlan(tools=HERMES),
+        '<tool_call>{"name": "f", "arguments": {}}',
+        [("tool_call", "f", "{}")],
+    ),
+    (PartPlan(tools=HERMES), "<tool_call>no", [("content", None, "<tool_call>no")]),
+    (
+        PartPlan(reasoning=THINK, tools=TOOL_FORMATS["json"]),
+        '<think>x</think>\n[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "parameters": {}}]',
+        [("reasoning", None, "x"), ("tool_call", "f", '{"a": 1}'), ("tool_call", "g", "{}")],
+    ),
+    (PartPlan(tools=TOOL_FORMATS["json"]), "[1, 2]", [("content", None, "[1, 2]")]),
+    (
+        PartPlan(tools=MISTRAL),
+        'Sure [TOOL_CALLS][{"name": "f", "arguments": {"a": [1]}}]',
+        [("content", None, "Sure"), ("tool_call", "f", '{"a": [1]}')],
+    ),
+    (
+        PartPlan(tools=MISTRAL),
+        '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": 2}',
+        [("tool_call", "f", '{"a": 1}'), ("tool_call", "g", '{"b": 2}')],
+    ),
+    (
+        PartPlan(tools=TOOL_FORMATS["llama3_json"]),
+        '<|python_tag|>{"name": "f", "parameters": {"a": "é"}}; {"name": "g", "parameters": {}}',
+        [("tool_call", "f", '{"a": "é"}'), ("tool_call", "g", "{}")],
+    ),
+    (
+        PartPlan(tools=TOOL_FORMATS["pythonic"]),
+        "[f(a=1, b=['x', None]), m.g()]",
+        [("tool_call", "f", '{"a": 1, "b": ["x", null]}'), ("tool_call", "m.g", "{}")],
+    ),
+    (
+        PartPlan(tools=TOOL_FORMATS["functiongemma"]),
+        '<start_function_call>call:f{city:<escape>Paris: "x"<escape>,n:2}<end_function_call>',
+        [("tool_call", "f", '{"city": "Paris: \\"x\\"", "n": 2}')],
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "text", "expected"), WHOLE, ids=lambda value: str(value)[:30])
+def test_a_whole_text_has_its_parts(plan: PartPlan, text: str, expected: Joined):
+    assert parse(plan, text) == expected
+
+
+@pytest.mark.parametrize(("plan", "text", "expected"), WHOLE, ids=lambda value: str(value)[:30])
+def test_every_cut_in_three_gives_the_same_parts(plan: PartPlan, text: str, expected: Joined):
+    places = range(len(text) + 1)
+    for first, second in itertools.combinations(places[:: 1 + len(text) // 40], 2):
+        assert parse(plan, text[:first], text[first:second], text[second:]) == expected
+    assert parse(plan, *text) == expected
+
+
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "\n", " "]
+CALLS = ['{"name": "f", "arguments": {}}', "f(a=1)", "[", "]", "{", "}", ";", "<|python_tag|>", "<"]
+words = st.lists(st.sampled_from([*MARKS, *CALLS, "word", "é"]), max_size=8).map("".join)
+
+
+@given(st.sampled_from(PLANS), words, st.data())
+def test_every_way_of_cutting_a_text_gives_the_parts_of_the_whole(
+    plan: PartPlan, text: str, data: st.DataObject
+):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    assert parse(plan, *pieces) == parse(plan, text) == parse(plan, *text)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@given(text=st.one_of(words, st.text()))
+def test_no_text_breaks_a_reader(name: str, text: str):
+    calls = TOOL_FORMATS[name].read(text)
+    for call in calls or ():
+        assert isinstance(json.loads(call.arguments), dict)
+
+
+def test_hostile_texts_are_no_calls():
+    for text in ("[" * 100_000, "{" * 100_000, "(" * 5000, "f(" * 5000, '{"a":' * 50_000):
+        for tools in TOOL_FORMATS.values():
+            assert tools.read(text) is None
+
+
+def test_a_template_shows_its_format():
+    assert format_shown_by("… <tool_call>\n…") == "hermes"
+    assert format_shown_by("[TOOL_CALLS]") == "mistral"
+    assert format_shown_by("{{ 'Environment: ipython' }}") == "llama3_json"
+    assert format_shown_by("{{ tools }}") == "json"
