@@ -8,10 +8,16 @@ import hashlib
 from dataclasses import dataclass, field
 
 from cadenza.core.constraint import Constraint
+from cadenza.core.sequence import Sequence
+from cadenza.core.token_rules import RuleLayout
+from cadenza.request import Request
 from cadenza.structured import ConstraintSpec
 
 NEVER = "never"
 """The grammar that cannot be compiled."""
+
+SHORT = "short"
+"""The grammar that is complete after a token in 8."""
 
 FAILS_AFTER = "fails after "
 """Followed by the number of tokens that it accepts."""
@@ -19,14 +25,14 @@ FAILS_AFTER = "fails after "
 
 @dataclass(slots=True)
 class HashedConstraint:
-    """Complete after a token in 16."""
+    """Complete after a token in 64, or in 8."""
 
     grammar: str
     accepted: list[int] = field(default_factory=list[int])
 
     @property
     def is_complete(self) -> bool:
-        return bool(self.accepted) and self._digest()[0] < 16
+        return bool(self.accepted) and self._digest()[0] < (32 if self.grammar == SHORT else 4)
 
     @property
     def has_failed(self) -> bool:
@@ -58,6 +64,26 @@ class Compiled:
         if timeout is not None and not self.done():
             raise TimeoutError
         return self.constraint
+
+
+def constraint_of(request: Request) -> HashedConstraint | None:
+    spec = request.constraint
+    return None if spec is None else HashedConstraint(spec.grammar)
+
+
+def record_of(request: Request, vocab_size: int) -> list[int]:
+    """What the fake model hears of a request's token rules."""
+    sequence = Sequence(
+        request_id=0,
+        request=request,
+        seed=0,
+        max_num_tokens=0,
+        stop_token_ids=frozenset(),
+        token_ids=list(request.prompt_token_ids),
+        constraint=constraint_of(request),
+    )
+    record = RuleLayout(vocab_size).encode(sequence)
+    return [] if record is None else record.tolist()
 
 
 def compile_hashed(spec: ConstraintSpec) -> Compiled:

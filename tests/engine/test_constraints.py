@@ -12,7 +12,7 @@ from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError
 from cadenza.request import Event, Finished, Request, SamplingParams, Token
 from cadenza.structured import ConstraintSpec, StructuredOutput
-from tests.engine.hashed_constraint import FAILS_AFTER, NEVER
+from tests.engine.hashed_constraint import FAILS_AFTER, NEVER, SHORT
 from tests.engine.simulation import ObservedRunner, make_engine
 
 LIMITS = EngineLimits(
@@ -104,7 +104,7 @@ def test_a_free_row_advances_in_every_step_beside_a_constrained_one():
 
 def test_a_complete_constraint_ends_its_stream_with_stop():
     engine = make_engine(LIMITS)
-    request_id = engine.submit(constrained(5, params=replace(PARAMS, max_tokens=60)))
+    request_id = engine.submit(constrained(5, SHORT, replace(PARAMS, max_tokens=60)))
     events = drain(engine)
     end = ends(events)[request_id]
     assert end.finish_reason == "stop"

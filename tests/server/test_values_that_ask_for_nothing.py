@@ -76,7 +76,6 @@ LABELS: dict[str, tuple[list[Any], list[Any]]] = {
         [{"mode": "none"}, {"ttl": "x" * 17}, {"later": 1}, []],
     ),
     "prompt_cache_retention": (["in_memory", "24h"], ["forever", 24, ""]),
-    "parallel_tool_calls": ([True, False], [1, "true", []]),
     "return_mm_kwargs": ([True, False], [0, "false", {}]),
 }
 """For each label of the table values that are accepted, and values beyond its bounds."""
@@ -155,6 +154,10 @@ def harmless_cases() -> Iterator[Case]:
         yield Case(endpoint, "stream_options", None)
         yield Case(endpoint, "response_format", {"type": "text", "json_schema": None})
     yield Case("chat", "top_logprobs", 0)
+    yield Case("chat", "tools", [])
+    yield Case("chat", "tool_choice", "none")
+    yield Case("chat", "tool_choice", "auto")
+    yield Case("chat", "parallel_tool_calls", False)
     yield Case("chat", "chat_template_kwargs", {"of_tomorrow": None})
 
 
@@ -265,9 +268,9 @@ def test_a_value_that_asks_for_what_is_missing_is_refused_by_name(
 
 
 def test_what_may_be_sent_instead_is_told(served: RunningServer) -> None:
-    body = {**NEEDED["chat"], "tool_choice": "required"}
+    body = {**NEEDED["chat"], "function_call": "required"}
     error = post(served, "chat", body).json()["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", "tool_choice")
+    assert (error["type"], error["param"]) == ("invalid_request_error", "function_call")
     assert error["message"].endswith('leave the field out or send "none" or "auto"')
 
 

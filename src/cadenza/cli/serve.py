@@ -84,6 +84,16 @@ class ServeFlags:
         "Take over from the server at this address once the model is loaded, without refusing a "
         "connection; that server finishes its open requests and ends. Without one: start as usual.",
     )
+    tool_call_parser: str = _flag(
+        "auto",
+        "How the model writes tool calls: hermes, mistral, llama3_json, pythonic, functiongemma or "
+        "json; auto is as the chat template shows.",
+    )
+    reasoning_parser: str = _flag(
+        "auto",
+        "How the model marks its reasoning: think, mistral or granite; auto is as the chat "
+        "template shows, none leaves it in the content.",
+    )
     ssl_certfile: str | None = _flag(None, "The TLS certificate, in PEM.", metavar="FILE")
     ssl_keyfile: str | None = _flag(None, "The certificate's key.", metavar="FILE")
     queue_timeout: float = _flag(60.0, "Seconds a request may wait for its first step.")
@@ -108,7 +118,7 @@ class ServeFlags:
     disable_log_requests: bool = _flag(False, "Log no line for each request.")
 
 
-def _unbuilt(what: str, *names: str, given: str | None = None, kind: type = str) -> Any:
+def _unbuilt(what: str, *names: str, given: str | bool | None = None, kind: type = str) -> Any:
     """A flag of other servers. It is refused, unless its value is `given`, which asks for what
     Cadenza does anyway."""
 
@@ -130,9 +140,7 @@ class UnbuiltFlags:
     chat_template: str | None = _unbuilt("another chat template than the model's")
     no_chat_template: bool = _unbuilt("serving without the model's template", kind=bool)
     speculative_config: str | None = _unbuilt("speculative decoding")
-    enable_auto_tool_choice: bool = _unbuilt("calling tools", kind=bool)
-    tool_call_parser: str | None = _unbuilt("calling tools")
-    reasoning_parser: str | None = _unbuilt("parsing of reasoning")
+    enable_auto_tool_choice: bool = _unbuilt("calling tools", given=True, kind=bool)
 
 
 def serve(
@@ -230,13 +238,15 @@ def _make(
 ) -> "tuple[EngineProcess, Service]":
     from cadenza.engine.open_requests import RequestTimeouts
     from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
+    from cadenza.frontend.answers import AnswerParsers
     from cadenza.frontend.loaded_model import open_text
     from cadenza.loading.build import find_configured
     from cadenza.server.service import Service
     from cadenza.text.grammar_worker import GrammarWorker
 
     checkpoint = find_configured(name, config)
-    text = open_text(checkpoint, config, check_grammar=GrammarWorker().check)
+    parsers = AnswerParsers(reasoning=flags.reasoning_parser, tool_calls=flags.tool_call_parser)
+    text = open_text(checkpoint, config, check_grammar=GrammarWorker().check, parsers=parsers)
     # The engine process opens the same commit now and at each restart, even if a branch moves.
     config = replace(config, revision=checkpoint.revision)
     timeouts = RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout)

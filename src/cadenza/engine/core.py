@@ -145,8 +145,7 @@ class EngineCore:
     @property
     def num_queue_slots(self) -> int:
         """Free places in the waiting queue, in samples; a request is accepted if there is one."""
-        num_waiting = len(self.scheduler.waiting) + len(self._compiling or ())
-        return max(0, self.limits.max_num_queued_reqs - num_waiting)
+        return max(0, self.limits.max_num_queued_reqs - self._num_waiting)
 
     def submit(self, request: Request) -> int:
         """Accepts a request and returns its id.
@@ -289,10 +288,14 @@ class EngineCore:
             sequence.siblings = samples if len(samples) > 1 else []
             self.scheduler.add(sequence)
 
+    @property
+    def _num_waiting(self) -> int:
+        return len(self.scheduler.waiting) + len(self._compiling or ())
+
     def _check_queue(self) -> None:
         if not self.num_queue_slots:
             raise QueueFullError(
-                f"{len(self.scheduler.waiting)} requests wait already (each sample counts), the "
+                f"{self._num_waiting} requests wait already (each sample counts), the "
                 f"most --max-num-queued-reqs allows; try again when some have finished"
             )
 

@@ -13,7 +13,8 @@ from cadenza.checkpoint import Checkpoint, OnProgress
 from cadenza.config import EngineConfig
 from cadenza.engine.core import EngineCore
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.frontend.answers import AnswerParsers
+from cadenza.frontend.text_frontend import DEFAULT_PARSERS, TextFrontend
 from cadenza.loading.build import OnPhaseDone, build_core, open_planned
 from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
@@ -107,6 +108,7 @@ def open_text(
     config: EngineConfig,
     max_model_len: int | None = None,
     check_grammar: GrammarCheck = check_grammar,
+    parsers: AnswerParsers = DEFAULT_PARSERS,
 ) -> TextFrontend:
     """The text front end of a checkpoint, configured by `config`. Raises CheckpointError."""
     return TextFrontend(
@@ -114,4 +116,5 @@ def open_text(
         generation_config=config.generation_config,
         max_model_len=max_model_len,
         check_grammar=check_grammar,
+        parsers=parsers,
     )

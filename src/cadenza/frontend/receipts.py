@@ -6,6 +6,7 @@ Knows no engine. Invariant: a request with a receipt has the tokens that it has 
 from dataclasses import replace
 
 from cadenza.engine.sample_seed import seed_of_sample
+from cadenza.errors import InvalidRequestError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.text_frontend import PreparedRequest
 from cadenza.outputs import CompletionOutput
@@ -16,6 +17,12 @@ from cadenza.request import Request
 def with_receipt(prepared: PreparedRequest) -> PreparedRequest:
     """The request with a receipt of each sample, for which it gets log probabilities."""
     request = prepared.request
+    if request.constraint is not None:
+        raise InvalidRequestError(
+            "a constrained answer (a structured output, a required or strict tool) has no receipt; "
+            "leave receipt out",
+            param="receipt",
+        )
     params = replace(request.params, logprobs=request.params.logprobs or 0)
     return replace(prepared, request=replace(request, params=params), makes_receipt=True)
 

@@ -15,6 +15,7 @@ from cadenza.checkpoint import Checkpoint
 from cadenza.config import GenerationConfig, is_integer
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import InvalidRequestError, show
+from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, ToolUse
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.request import Request, SamplingParams, as_token_ids
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int]
+DEFAULT_PARSERS = AnswerParsers()
 Params = SamplingParams | Mapping[str, object] | None
 """How to sample: `SamplingParams` are complete and taken as they are; a mapping names some of its
 fields, and the others, like all of None's, are as the checkpoint recommends."""
@@ -65,6 +67,7 @@ class TextFrontend:
         generation_config: "none" ignores the checkpoint's recommended sampling.
         max_model_len: the context length, where it is known; bounds a recommended length.
         check_grammar: what checks grammars of structured outputs.
+        parsers: of reasoning and tool calls in answers.
     """
 
     def __init__(
@@ -74,12 +77,17 @@ class TextFrontend:
         generation_config: GenerationConfig = "auto",
         max_model_len: int | None = None,
         check_grammar: GrammarCheck = check_grammar,
+        parsers: AnswerParsers = DEFAULT_PARSERS,
     ) -> None:
         self._check_grammar = check_grammar
         source = checkpoint.tokenizer_source
         self._files = checkpoint.tokenizer
         self._tokenizer = None if source is None else Tokenizer(source)
         self._template = ChatTemplate.from_checkpoint(checkpoint)
+        self._planner = None
+        if self._template is not None and self._tokenizer is not None:
+            source = self._template.source
+            self._planner = AnswerPlanner(source, self._tokenizer, parsers, check_grammar)
         self._max_model_len = max_model_len
         is_followed = generation_config == "auto"
         recommended = checkpoint.generation_defaults
@@ -131,6 +139,26 @@ class TextFrontend:
         """Makes a request of a conversation, as `prepare`."""
         text = self._render(messages, tools, template_kwargs)
         return self._prepare(text, self._encode_rendered(text, max_num_tokens), params)
+
+    def prepare_answer(
+        self,
+        messages: SequenceOf[Message],
+        params: SamplingParams,
+        *,
+        use: ToolUse | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        max_num_tokens: int | None = None,
+    ) -> PreparedRequest:
+        """As `prepare_chat`; the answer is split into reasoning, content and calls of the tools,
+        and constrained as they require."""
+        text = self._render(messages, None if use is None else use.rendered(), template_kwargs)
+        prepared = self._prepare(text, self._encode_rendered(text, max_num_tokens), params)
+        assert self._planner is not None, "what was rendered and encoded has a planner"
+        plan = self._planner.plan(text, prepared.request.constraint, use)
+        if plan.shows_special_tokens:
+            params = replace(params, skip_special_tokens=False)
+        request = replace(prepared.request, params=params, constraint=plan.constraint)
+        return replace(prepared, request=request, make_parser=plan.make_parser)
 
     def resolve(self, request: Request) -> Request:
         """The request with its text options as tokens: the prompt is cut to

@@ -235,7 +235,7 @@ class Service:
             if salt or call.priority:
                 request = replace(request, cache_salt=salt, priority=call.priority or 0)
             check.check(request)
-            parser = call.make_parser
+            parser = call.make_parser or each.make_parser
             found.append(replace(asked, request=request, make_parser=parser, passed=check))
         return found
 

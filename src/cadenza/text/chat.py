@@ -62,7 +62,7 @@ class ChatTemplate:
         CheckpointError: the source is too large or not valid Jinja.
     """
 
-    __slots__ = ("_template", "_tools_template", "_variables")
+    __slots__ = ("_template", "_tools_template", "_variables", "source")
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class ChatTemplate:
         tools_source: str | None = None,
         now: "Callable[[], datetime]" = datetime.now,
     ) -> None:
+        self.source = source if tools_source is None else f"{source}\n{tools_source}"
         self._variables = dict(variables)
         self._template = _compile(source, now)
         self._tools_template = (
@@ -87,6 +88,10 @@ class ChatTemplate:
             return None
         special_tokens = checkpoint.tokenizer.special_tokens
         return cls(source, special_tokens, tools_source=templates.get("tool_use"))
+
+    @property
+    def reads_tools(self) -> bool:
+        return "tools" in self._tools_template.variables
 
     @property
     def options(self) -> frozenset[str]:
@@ -124,6 +129,12 @@ class ChatTemplate:
             )
         if not messages:
             raise InvalidRequestError("messages is empty; send at least one", param="messages")
+        if tools and not self.reads_tools:
+            raise InvalidRequestError(
+                "this model's chat template has no place for tools; leave them out, or use a model "
+                "whose template has one",
+                param="tools",
+            )
         template = self._template if tools is None else self._tools_template
         prepared = [_prepare(_plain_object(message)) for message in messages]
         ending = None

@@ -33,6 +33,7 @@ class ToolFormat:
         openers: where `begin` is empty: the first characters of an answer that may be calls.
         arguments: the member of a call's JSON that has its arguments.
         opening, between, closing: what a constrained answer has around its calls.
+        is_json: calls are JSON, so that they can be constrained.
         read: the calls of what stands between `begin` and `end`.
     """
 
@@ -43,6 +44,7 @@ class ToolFormat:
     opening: str = ""
     between: str = "\n"
     closing: str = ""
+    is_json: bool = True
     read: ReadCalls
 
 
@@ -125,11 +127,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         read=read_mistral,
     ),
     "llama3_json": ToolFormat(openers="{<", arguments="parameters", between="; ", read=read_llama),
-    "pythonic": ToolFormat(openers="[", between="", read=read_pythonic),
+    "pythonic": ToolFormat(openers="[", is_json=False, read=read_pythonic),
     "functiongemma": ToolFormat(
         begin="<start_function_call>",
         end="<end_function_call>",
-        between="",
+        is_json=False,
         read=read_function_gemma,
     ),
     "json": ToolFormat(openers="[{", opening="[", between=", ", closing="]", read=read_objects),
@@ -148,7 +150,12 @@ _SHOWN_BY = (
     ("[func_name1(", "pythonic"),
 )
 
-ALIASES = {"qwen": "hermes", "qwen2_5": "hermes", "llama3": "llama3_json", "gemma": "functiongemma"}
+TOOL_ALIASES = {
+    "qwen": "hermes",
+    "qwen2_5": "hermes",
+    "llama3": "llama3_json",
+    "gemma": "functiongemma",
+}
 
 
 def format_shown_by(template: str) -> str:
@@ -167,7 +174,7 @@ def _calls_of(values: list[object]) -> list[ToolCall] | None:
         if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
             return None
         is_text = isinstance(arguments, str)
-        written = _json_object(arguments) if is_text else _written(arguments)
+        written = _json_object(arguments) if is_text else _written(cast(object, arguments))
         if written is None:
             return None
         calls.append(ToolCall(name, written))
@@ -180,7 +187,7 @@ def _json_object(text: str) -> str | None:
         value: object = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return _written(value) if isinstance(value, dict) else None
+    return _written(cast(object, value)) if isinstance(value, dict) else None
 
 
 def _written(value: object) -> str:

@@ -4,9 +4,11 @@ Owns its body, its prompt, and the form of its choices. Knows no HTTP. Invariant
 prompt, whose fields are beside the choices.
 """
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart, PartKind, RequestOutput
 from cadenza.request import SamplingParams
@@ -25,10 +27,12 @@ from cadenza.server.endpoints.generating import (
 )
 from cadenza.server.errors import invalid_value
 from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
-from cadenza.server.schemas.body import label, optional, required, unsupported
+from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean, Unsupported, or_null
 from cadenza.server.schemas.generation import LOGPROBS, sampling_type
 from cadenza.server.schemas.messages import ConversationBody, Messages
+from cadenza.server.schemas.structured import form_field
+from cadenza.server.schemas.tools import ToolChoice, Tools, tool_use
 from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, PromptInfo, Usage
 
 NO_THINKING = {"enable_thinking": False}
@@ -47,10 +51,12 @@ class ChatRequest(ConversationBody, GenerationRequest):
         Unsupported("an effort of reasoning", ("none",)),
         "none: no thinking, where the chat template has a switch for it.",
     )
-    parallel_tool_calls = label(Boolean(), "Changes nothing: no tool is called.")
+    tools = optional(Tools(), "Functions that the answer may call.")
+    tool_choice = optional(
+        ToolChoice(), "none; auto: the model decides; required; or a function that is called."
+    )
+    parallel_tool_calls = optional(Boolean(), "Several calls in an answer.", default=True)
 
-    tools = unsupported("calling tools", [])
-    tool_choice = unsupported("calling tools", "none", "auto")
     functions = unsupported("calling functions", [])
     function_call = unsupported("calling functions", "none", "auto")
     web_search_options = unsupported("searching the web")
@@ -86,6 +92,17 @@ class ChatRequest(ConversationBody, GenerationRequest):
                 "max_completion_tokens",
             )
         self.template_kwargs()
+        use = self.tool_use()
+        if use is not None and use.choice == "required" and form_field(self.values.get) is not None:
+            raise invalid_value(
+                "tool_choice requires a call, so that the answer cannot have another form; leave "
+                "one of them out",
+                "tool_choice",
+            )
+
+    def tool_use(self) -> ToolUse | None:
+        """Raises ApiError (400)."""
+        return tool_use(self.tools, self.tool_choice, is_parallel=bool(self.parallel_tool_calls))
 
     def sampling(self, text: TextFrontend) -> SamplingParams:
         most = self.max_completion_tokens
@@ -99,9 +116,10 @@ class ChatRequest(ConversationBody, GenerationRequest):
         # `reasoning_effort: "none"` stands for a switch of the template, where it has one.
         if self.reasoning_effort == "none" and NO_THINKING.keys() <= text.chat_template_options:
             switches = NO_THINKING
-        prepared = text.prepare_chat(
+        prepared = text.prepare_answer(
             self.messages,
             params,
+            use=self.tool_use(),
             template_kwargs={**switches, **self.template_kwargs()},
             max_num_tokens=max_num_tokens,
         )
@@ -127,6 +145,7 @@ class ChatChoices:
         # A token is then shown even where it adds no text.
         self._shows_tokens = self._num_top_logprobs is not None or self._shows_ids
         self._begun: set[int] = set()
+        self._num_calls: dict[int, int] = {}
 
     def opening(self, index: int) -> ChoiceObject | None:
         delta = {"role": "assistant", "content": ""}
@@ -137,7 +156,7 @@ class ChatChoices:
     ) -> ChoiceObject | None:
         del request  # `about_prompt` has its fields
         if output.parts is not None:
-            delta = _joined_parts(output.parts)
+            delta = self._delta(index, output.parts)
         else:
             delta = {"content": output.text} if output.text else {}
         shows_something = (
@@ -151,23 +170,36 @@ class ChatChoices:
             "index": index,
             "delta": delta,
             "logprobs": None if self._num_top_logprobs is None else self._logprobs(output),
-            "finish_reason": output.finish_reason,
+            "finish_reason": _finish_reason(output, has_calls=index in self._num_calls),
             "stop_reason": output.stop_reason,
         }
         if self._shows_ids:
             choice["token_ids"] = output.token_ids
         return choice
 
+    def _delta(self, index: int, parts: Sequence[OutputPart]) -> dict[str, Any]:
+        delta: dict[str, Any] = {**_joined_parts(parts)}
+        calls = [_call_object(part) for part in parts if part.name is not None]
+        if calls:
+            first = self._num_calls.get(index, 0)
+            self._num_calls[index] = first + len(calls)
+            numbered = enumerate(calls, first)
+            delta["tool_calls"] = [{"index": place, **call} for place, call in numbered]
+        return delta
+
     def whole(self, index: int, output: CompletionOutput, request: RequestOutput) -> ChoiceObject:
         del request  # as in `part`
-        message = {"role": "assistant", "content": output.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+        calls = [_call_object(part) for part in output.parts or () if part.name is not None]
         if output.parts is not None:
-            message |= {"content": "", **_joined_parts(output.parts)}
+            message |= {"content": None if calls else "", **_joined_parts(output.parts)}
+        if calls:
+            message["tool_calls"] = calls
         return {
             "index": index,
             "message": message,
             "logprobs": None if self._num_top_logprobs is None else self._logprobs(output),
-            "finish_reason": output.finish_reason,
+            "finish_reason": _finish_reason(output, has_calls=bool(calls)),
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids if self._shows_ids else None,
         }
@@ -193,6 +225,7 @@ class ChatChoices:
 PART_FIELDS: dict[PartKind, tuple[str, ...]] = {
     "content": ("content",),
     "reasoning": ("reasoning", "reasoning_content"),
+    "tool_call": (),
 }
 """The fields of a message and of a delta, for each kind of part; clients read either name."""
 
@@ -205,6 +238,20 @@ def _joined_parts(parts: Sequence[OutputPart]) -> dict[str, str]:
             for name in PART_FIELDS[part.kind]:
                 found[name] = found.get(name, "") + part.text
     return found
+
+
+def _call_object(part: OutputPart) -> dict[str, Any]:
+    """A call; its id has nine letters and digits, which some chat templates ask for."""
+    return {
+        "id": secrets.token_hex(5)[:9],
+        "type": "function",
+        "function": {"name": part.name, "arguments": part.text},
+    }
+
+
+def _finish_reason(output: CompletionOutput, *, has_calls: bool) -> str | None:
+    is_stop = output.finish_reason == "stop"
+    return "tool_calls" if is_stop and has_calls else output.finish_reason
 
 
 def _chat_logprob(token_id: int, entry: LogprobEntry, request: ChatRequest) -> dict[str, Any]:

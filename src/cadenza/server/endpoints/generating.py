@@ -213,7 +213,7 @@ PROMPT_SCHEMA: dict[str, Schema] = {
 
 def choices_schema(content: dict[str, Schema]) -> Schema:
     """Of the choices of an answer; `content` is what they hold beside the tokens' ids."""
-    reasons: Schema = {"type": "string", "enum": ["stop", "length", "abort"]}
+    reasons: Schema = {"type": "string", "enum": ["stop", "length", "abort", "tool_calls"]}
     choice = {"index": COUNT, **content, "token_ids": _IDS, "finish_reason": reasons}
     return {"type": "array", "items": object_of(choice), "minItems": 1}
 

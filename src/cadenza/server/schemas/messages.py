@@ -4,6 +4,7 @@ Owns roles, members and content parts. Knows no template. Invariant: a checked m
 and a text, and nothing that the text-only engine would ignore silently.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,13 +32,19 @@ from cadenza.server.schemas.field_types import (
 
 MAX_MESSAGES = 4096
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 """The roles that a template gets; `developer` is the newer name of `system`."""
 
 _LABEL = String(max_chars=256)
 _ANNOTATION = AnyJson(max_chars=16 << 10)
 
-_NOT_BUILT_ROLES = ("tool", "function")
+_NOT_BUILT_ROLES = ("function",)
 _NOT_BUILT_PARTS = (
     "image_url",
     "image_embeds",
@@ -122,18 +129,73 @@ class _Content:
         return {"anyOf": [{"type": "string"}, parts]}
 
 
+@dataclass(frozen=True, slots=True)
+class _ToolCalls:
+    """Calls of functions, whose arguments become objects, which templates know."""
+
+    def check(self, name: str, value: object) -> list[dict[str, Any]]:
+        if not isinstance(value, list):
+            raise invalid_value(f"{name} has tool_calls that are no list", name)
+        items = cast(list[object], value)
+        if len(items) > MAX_MESSAGES:
+            raise invalid_value(f"{name} has {len(items)} tool_calls in a message", name)
+        return [_tool_call(name, item) for item in items]
+
+    def schema(self) -> Schema:
+        text: Schema = {"type": "string"}
+        function: Schema = {
+            "type": "object",
+            "properties": {"name": text, "arguments": text},
+            "required": ["name", "arguments"],
+        }
+        call: Schema = {
+            "type": "object",
+            "properties": {"id": text, "type": {"enum": ["function"]}, "function": function},
+            "required": ["function"],
+        }
+        return {"type": "array", "items": call}
+
+
+def _tool_call(name: str, item: object) -> dict[str, Any]:
+    call = _members(item)
+    function = _members(call.get("function"))
+    called, arguments = function.get("name"), cast(object, function.get("arguments"))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+    is_object = isinstance(cast(object, arguments), dict)
+    if not isinstance(called, str) or not called or not is_object:
+        raise invalid_value(
+            f"{name} has a tool call {show(item)}; it needs a function with a name, and arguments "
+            f"that are a JSON object, as text",
+            name,
+        )
+    described: dict[str, Any] = {
+        "type": "function",
+        "function": {"name": called, "arguments": arguments},
+    }
+    given = call.get("id")
+    return {"id": given, **described} if isinstance(given, str) else described
+
+
+def _members(value: object) -> dict[str, Any]:
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
 class ChatMessage(DeclaredObject):
     """One message; members that have no effect are accepted."""
 
     role = required(_Role())
-    content = required(_Content())
+    content = optional(_Content(), "Needed but beside tool_calls.")
     name = optional(_MemberText("name", max_chars=128))
     reasoning_content = optional(_MemberText("reasoning_content"))
     reasoning = optional(_MemberText("reasoning"))
     """The newer name of `reasoning_content`."""
     tools = unsupported("calling tools", [])
-    tool_calls = unsupported("calling tools", [])
-    tool_call_id = unsupported("calling tools")
+    tool_calls = optional(_ToolCalls(), "The calls that an assistant's message made.")
+    tool_call_id = optional(_MemberText("tool_call_id", max_chars=256))
     function_call = unsupported("calling functions")
     audio = unsupported("audio")
     refusal = unsupported("a refusal as a message", "")
@@ -148,7 +210,7 @@ class ChatMessage(DeclaredObject):
 class Messages:
     """The type of the field `messages`."""
 
-    def check(self, name: str, value: object) -> tuple[dict[str, str], ...]:
+    def check(self, name: str, value: object) -> tuple[dict[str, Any], ...]:
         if not isinstance(value, list):
             raise refuse(name, value, "a list of messages")
         items = cast(list[object], value)
@@ -211,7 +273,7 @@ class ConversationBody(Body):
         }
 
 
-def _message(name: str, value: object) -> dict[str, str]:
+def _message(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid_value(f"{name} holds {show(value)}; a message is an object", name)
     message = _without_nulls(cast(dict[str, Any], value))
@@ -224,15 +286,18 @@ def _message(name: str, value: object) -> dict[str, str]:
             raise invalid_value(f"{name} has a member {show(key)}; a message has {known}", name)
         if key not in told:
             check_member(name, key, ChatMessage.fields[key].type, item)
-    content = fields["content"].type.check(name, message.get("content"))
-    plain = {"role": role, "content": content}
-    for key in ("name", "reasoning_content", "reasoning"):
+    calls = fields["tool_calls"].type.check(name, message.get("tool_calls", []))
+    content = message.get("content", "" if calls else None)
+    plain: dict[str, Any] = {"role": role, "content": fields["content"].type.check(name, content)}
+    if calls:
+        plain["tool_calls"] = calls
+    for key in ("name", "reasoning_content", "reasoning", "tool_call_id"):
         if key in message:
             plain[key] = ChatMessage.fields[key].type.check(name, message[key])
     return _with_one_reasoning(name, plain) if "reasoning" in plain else plain
 
 
-def _with_one_reasoning(name: str, message: dict[str, str]) -> dict[str, str]:
+def _with_one_reasoning(name: str, message: dict[str, Any]) -> dict[str, Any]:
     """`reasoning` under its older name, which templates know."""
     reasoning = message.pop("reasoning")
     if message.setdefault("reasoning_content", reasoning) != reasoning:

@@ -44,7 +44,7 @@ class ResponseFormat:
         if kind == "structural_tag":
             raise not_built(name, "the type structural_tag")
         if kind != "json_schema" or members.keys() != {"json_schema"}:
-            raise refuse(name, value, _FORMATS)
+            raise refuse(name, given, _FORMATS)
         return schema_format(name, members["json_schema"])
 
     def schema(self) -> Schema:
@@ -98,7 +98,7 @@ class JsonSchema:
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class ChoiceTexts:
     """A list of texts."""
 
     def check(self, name: str, value: object) -> object:
@@ -115,7 +115,7 @@ _TEXT = String(min_chars=0, max_chars=MAX_STRUCTURED_BYTES)
 MEMBERS: dict[str, FieldType[Any]] = {
     "json": JsonSchema(),
     "regex": _TEXT,
-    "choice": Choices(),
+    "choice": ChoiceTexts(),
     "grammar": _TEXT,
 }
 
@@ -126,7 +126,7 @@ class StructuredOutputs(DeclaredObject):
     json = optional(JsonSchema())
     json_object = optional(Boolean(), default=False)
     regex = optional(_TEXT)
-    choice = optional(Choices())
+    choice = optional(ChoiceTexts())
     grammar = optional(_TEXT)
     disable_any_whitespace = unsupported("JSON without blanks", False)
     disable_additional_properties = unsupported("closing every object of a schema", False)

@@ -1,0 +1,193 @@
+"""`AnswerPlanner`: what an answer to a conversation may consist of, and what it must.
+
+Decides from the chat template, the rendered prompt and the request: the parser of reasoning and
+tool calls, and the grammar of a constrained answer. Knows no engine. Invariant: a required call,
+and the form that a request asks for, are in the grammar, behind the reasoning.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from cadenza.errors import ConfigError, InvalidRequestError, show
+from cadenza.structured import ConstraintSpec
+from cadenza.text import Tokenizer
+from cadenza.text.answer_grammar import (
+    MAX_CALLS,
+    Marks,
+    Tool,
+    after_reasoning,
+    calls_grammar,
+    either_grammar,
+    text_or_calls_grammar,
+)
+from cadenza.text.grammar import GrammarCheck, json_grammar
+from cadenza.text.output_parser import MakeParser
+from cadenza.text.part_parser import (
+    REASONING_ALIASES,
+    REASONING_FORMATS,
+    PartParser,
+    PartPlan,
+    ReasoningFormat,
+)
+from cadenza.text.tool_calls import (
+    FORCED,
+    TOOL_ALIASES,
+    TOOL_FORMATS,
+    ToolFormat,
+    format_shown_by,
+)
+
+AUTO = "auto"
+NO_PARSER = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """The tools of a request.
+
+    Args:
+        choice: required: the answer is calls; auto: the model decides. `named` is the only function
+            that may be called.
+    """
+
+    tools: tuple[Tool, ...]
+    choice: Literal["auto", "required"] = "auto"
+    named: str | None = None
+    is_parallel: bool = True
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        return tuple(tool for tool in self.tools if self.named in (None, tool.name))
+
+    @property
+    def is_constrained(self) -> bool:
+        return self.choice == "required" or any(tool.is_strict for tool in self.tools)
+
+    def rendered(self) -> list[dict[str, Any]]:
+        """The tools as chat templates read them."""
+        return [{"type": "function", "function": _described(tool)} for tool in self.tools]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerParsers:
+    """The names of the parsers: auto is as the chat template shows, none is without.
+
+    Raises ConfigError.
+    """
+
+    reasoning: str = AUTO
+    tool_calls: str = AUTO
+
+    def __post_init__(self) -> None:
+        reasoning = (AUTO, NO_PARSER, *REASONING_FORMATS, *REASONING_ALIASES)
+        tool_calls = (AUTO, *TOOL_FORMATS, *TOOL_ALIASES)
+        for flag, name, known in (
+            ("--reasoning-parser", self.reasoning, reasoning),
+            ("--tool-call-parser", self.tool_calls, tool_calls),
+        ):
+            if name not in known:
+                raise ConfigError(f"{flag} {show(name)} is not one of {', '.join(known)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPlan:
+    """`constraint`: of the whole answer; `shows_special_tokens`: its marks are special tokens."""
+
+    make_parser: MakeParser | None = None
+    constraint: ConstraintSpec | None = None
+    shows_special_tokens: bool = False
+
+
+class AnswerPlanner:
+    """Plans answers of one model.
+
+    Args:
+        template: the source of its chat template.
+    """
+
+    def __init__(
+        self, template: str, tokenizer: Tokenizer, parsers: AnswerParsers, check: GrammarCheck
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._check = check
+        self._reasoning = _reasoning_format(parsers.reasoning, template)
+        name = parsers.tool_calls
+        self._tools = TOOL_FORMATS[format_shown_by(template) if name == AUTO else _tool_name(name)]
+
+    @property
+    def has_reasoning(self) -> bool:
+        return self._reasoning is not None
+
+    def plan(self, prompt: str, form: ConstraintSpec | None, use: ToolUse | None) -> AnswerPlan:
+        """The plan of an answer to a rendered prompt. Raises InvalidRequestError."""
+        tools = None if use is None else self._tools
+        if use is not None and use.is_constrained and not self._tools.is_json:
+            tools = FORCED
+        grammar = None if form is None else form.grammar
+        marks = self._marks(tools)
+        if use is not None and tools is not None:
+            grammar = self._with_calls(grammar, use, tools, marks)
+        reasoning, ended = self._reasoning, prompt.rstrip()
+        has_begun = reasoning is not None and ended.endswith(reasoning.begin)
+        is_over = reasoning is not None and ended.endswith(reasoning.end)
+        if grammar is not None and reasoning is not None and not is_over:
+            grammar = after_reasoning(grammar, reasoning, marks, has_begun=has_begun)
+        plan = PartPlan(reasoning=reasoning, begins_in_reasoning=has_begun, tools=tools)
+        return AnswerPlan(
+            make_parser=None if reasoning is None and tools is None else partial(PartParser, plan),
+            constraint=None if grammar is None else ConstraintSpec(grammar=grammar),
+            shows_special_tokens=not self._tokenizer.special_token_ids.isdisjoint(marks.values()),
+        )
+
+    def _with_calls(
+        self, form: str | None, use: ToolUse, tools: ToolFormat, marks: Marks
+    ) -> str | None:
+        """The grammar of an answer that may, or must, call tools."""
+        if form is None and not use.is_constrained:
+            return None
+        for tool in use.callable_tools:
+            problem = self._check(json_grammar(tool.schema))
+            if problem is not None:
+                raise InvalidRequestError(
+                    f"the parameters of the tool {tool.name} are refused: {problem}", param="tools"
+                )
+        most = MAX_CALLS if use.is_parallel else 1
+        calls = calls_grammar(use.callable_tools, tools, marks, max_calls=most)
+        if use.choice == "required":
+            return calls
+        if form is not None:
+            return either_grammar(form, calls)
+        return text_or_calls_grammar(use.callable_tools, tools, marks)
+
+    def _marks(self, tools: ToolFormat | None) -> Marks:
+        texts: list[str] = []
+        if self._reasoning is not None:
+            texts += [self._reasoning.begin, self._reasoning.end]
+        if tools is not None:
+            texts += [tools.begin, tools.end]
+        added = self._tokenizer.added_tokens
+        return {text: added[text] for text in texts if text in added}
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    members = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+    }
+    return {name: value for name, value in members.items() if value is not None}
+
+
+def _reasoning_format(name: str, template: str) -> ReasoningFormat | None:
+    if name == NO_PARSER:
+        return None
+    if name != AUTO:
+        return REASONING_FORMATS[REASONING_ALIASES.get(name, name)]
+    shown: Mapping[str, ReasoningFormat] = REASONING_FORMATS
+    return next((each for each in shown.values() if each.end in template), None)
+
+
+def _tool_name(name: str) -> str:
+    return TOOL_ALIASES.get(name, name)

@@ -1,0 +1,164 @@
+"""The fields of a body about tools, checked into a `ToolUse`.
+
+Owns the shapes of tools and choices as OpenAI's chat API has them. Knows no notation of calls.
+Invariant: a tool that is chosen is one of the tools.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, cast
+
+from cadenza.frontend.answers import ToolUse
+from cadenza.request import show
+from cadenza.server.errors import invalid_value, not_built
+from cadenza.server.schemas.field_types import Schema, refuse
+from cadenza.structured import MAX_STRUCTURED_BYTES
+from cadenza.text.answer_grammar import Tool
+
+MAX_TOOLS = 128
+MAX_NAME_CHARS = 64
+MAX_DESCRIPTION_CHARS = 32 << 10
+
+CHOICES = ("none", "auto", "required")
+
+_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+_CHOICE = "tool_choice"
+_WANTED = 'a list of tools such as {"type": "function", "function": {"name": …}}'
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """A list of functions."""
+
+    def check(self, name: str, value: object) -> tuple[Tool, ...]:
+        if not isinstance(value, list):
+            raise refuse(name, value, _WANTED)
+        items = cast(list[object], value)
+        if len(items) > MAX_TOOLS:
+            raise invalid_value(
+                f"{name} has {len(items)} entries; at most {MAX_TOOLS} are allowed", name
+            )
+        tools = tuple(_tool(name, item) for item in items)
+        names = [tool.name for tool in tools]
+        twice = next((each for each in names if names.count(each) > 1), None)
+        if twice is not None:
+            raise invalid_value(f"{name} has two tools with the name {twice}", name)
+        return tools
+
+    def schema(self) -> Schema:
+        function: Schema = {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["name"],
+        }
+        tool: Schema = {
+            "type": "object",
+            "properties": {"type": {"enum": ["function"]}, "function": function},
+            "required": ["type", "function"],
+        }
+        return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """none, auto, required, or a function; checked into `none`, `auto`, `required`, or its name
+    behind a colon."""
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, str) and value in CHOICES:
+            return value
+        if isinstance(value, dict):
+            members = cast(dict[str, Any], value)
+            if members.get("type") == "allowed_tools":
+                raise not_built(name, "a choice of allowed tools")
+            inner: Any = members.get("function")
+            if members.get("type") == "function" and isinstance(inner, dict):
+                chosen: object = cast(dict[str, Any], inner).get("name")
+                if isinstance(chosen, str) and chosen:
+                    return f":{chosen}"
+        wanted = "none, auto, required, or a function with its name"
+        raise refuse(name, cast(object, value), wanted)
+
+    def schema(self) -> Schema:
+        named: Schema = {"type": "object", "required": ["type", "function"]}
+        return {"anyOf": [{"type": "string", "enum": list(CHOICES)}, named]}
+
+
+def tool_use(
+    tools: tuple[Tool, ...] | None, choice: str | None, is_parallel: bool
+) -> ToolUse | None:
+    """None where no tool may be called. Raises ApiError (400)."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise invalid_value(
+                "tool_choice asks for a call, but there are no tools", "tool_choice"
+            )
+        return None
+    match choice:
+        case "none":
+            return None
+        case None | "auto":
+            return ToolUse(tools=tools, is_parallel=is_parallel)
+        case "required":
+            return ToolUse(tools=tools, choice="required", is_parallel=is_parallel)
+        case _:
+            named = choice.removeprefix(":")
+    if named not in {tool.name for tool in tools}:
+        raise invalid_value(
+            f"tool_choice names {show(named)}, which is none of tools", "tool_choice"
+        )
+    return ToolUse(tools=tools, choice="required", named=named, is_parallel=is_parallel)
+
+
+def make_tool(
+    field: str, *, name: object, description: object, parameters: object, strict: object
+) -> Tool:
+    """A checked tool. Raises ApiError (400) naming the field."""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or set(name) - _NAME_CHARS:
+        raise invalid_value(
+            f"{field} has a function with the name {show(name)}; give 1 to {MAX_NAME_CHARS} "
+            f"letters, digits, '_', '-' and '.'",
+            field,
+        )
+    if description is not None and (
+        not isinstance(description, str) or len(description) > MAX_DESCRIPTION_CHARS
+    ):
+        raise invalid_value(
+            f"{field}: the description of {name} must be a text of at most "
+            f"{MAX_DESCRIPTION_CHARS} characters",
+            field,
+        )
+    if parameters is not None and not isinstance(parameters, dict):
+        raise invalid_value(f"{field}: the parameters of {name} must be a JSON Schema", field)
+    if strict is not None and not isinstance(strict, bool):
+        raise invalid_value(f"{field}: strict of {name} must be true or false", field)
+    schema = cast(dict[str, Any] | None, parameters)
+    if len(json.dumps(schema)) > MAX_STRUCTURED_BYTES:
+        raise invalid_value(
+            f"{field}: the parameters of {name} have over {MAX_STRUCTURED_BYTES} bytes", field
+        )
+    return Tool(name=name, description=description, parameters=schema, is_strict=bool(strict))
+
+
+def _tool(name: str, item: object) -> Tool:
+    if not isinstance(item, dict):
+        raise refuse(name, item, _WANTED)
+    members = cast(dict[str, Any], item)
+    kind, function = members.get("type"), members.get("function")
+    if isinstance(kind, str) and kind != "function":
+        raise not_built(name, f"a tool of the type {kind[:64]}")
+    if not isinstance(function, dict):
+        raise refuse(name, members, _WANTED)
+    inner = cast(dict[str, Any], function)
+    return make_tool(
+        name,
+        name=inner.get("name"),
+        description=inner.get("description"),
+        parameters=inner.get("parameters"),
+        strict=inner.get("strict"),
+    )

@@ -1,0 +1,134 @@
+"""Grammars of whole answers: tool calls in a family's notation, and what follows reasoning.
+
+Owns how grammars are put together; each of them was checked by itself. Knows no endpoint.
+Invariant: an answer of a grammar made here is read by the parser of the same format.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cadenza.text.grammar import json_grammar
+from cadenza.text.part_parser import ReasoningFormat
+from cadenza.text.tool_calls import ToolFormat
+
+MAX_CALLS = 16
+"""Of one constrained answer; without a bound a small model may call for ever."""
+
+_NO_ARGUMENTS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+
+Marks = Mapping[str, int]
+"""The marks of a format that are tokens by themselves, with their ids; others are plain text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that may be called. `parameters` is a JSON Schema; None: it takes none."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    is_strict: bool = False
+
+    @property
+    def schema(self) -> str:
+        """The JSON Schema of its arguments."""
+        return json.dumps(self.parameters or _NO_ARGUMENTS)
+
+
+def calls_grammar(
+    tools: Sequence[Tool], format: ToolFormat, marks: Marks, *, max_calls: int
+) -> str:
+    """At least one call of the tools and at most `max_calls`. Raises InvalidRequestError."""
+    lark = f"start: calls\n{_calls(tools, format, marks, max_calls)}"
+    return _joined(lark, [_named(f"args_{i}", tool.schema) for i, tool in enumerate(tools)])
+
+
+def text_or_calls_grammar(tools: Sequence[Tool], format: ToolFormat, marks: Marks) -> str:
+    """Any text, in which whatever begins a call is one. Raises InvalidRequestError."""
+    calls = _calls(tools, format, marks, MAX_CALLS)
+    if format.begin:
+        start, text = "start: TEXT | TEXT calls", _text_without("TEXT", format.begin)
+    else:
+        openers = "".join(map(re.escape, format.openers))
+        start = "start: TEXT | calls"
+        text = rf"TEXT: /[^\s{openers}](.|\n)*/"
+    return _joined(
+        f"{start}\n{text}\n{calls}",
+        [_named(f"args_{i}", tool.schema) for i, tool in enumerate(tools)],
+    )
+
+
+def either_grammar(first: str, second: str) -> str:
+    """What one of two grammars allows."""
+    return _joined("start: @first | @second", [*_parts("first", first), *_parts("second", second)])
+
+
+def after_reasoning(
+    grammar: str, reasoning: ReasoningFormat, marks: Marks, *, has_begun: bool
+) -> str:
+    """What a grammar allows, behind reasoning: that which the prompt began, or any or none."""
+    begin, end = (_literal(each, marks) for each in (reasoning.begin, reasoning.end))
+    thought = _text_without("THOUGHT", reasoning.end)
+    thinking = f"THOUGHT {end} BLANKS"
+    start = f"{thinking} @inner" if has_begun else f"({begin} {thinking})? @inner"
+    lark = f"start: {start}\n{thought}\nBLANKS: /\\s{{0,8}}/"
+    return _joined(lark, _parts("inner", grammar))
+
+
+def _calls(tools: Sequence[Tool], format: ToolFormat, marks: Marks, max_calls: int) -> str:
+    lines = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+    for i, tool in enumerate(tools):
+        head = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": '
+        lines.append(f'call_{i}: {json.dumps(head)} @args_{i} "}}"')
+    opening, between, closing = (
+        _literal(each, marks) for each in (format.opening, format.between, format.closing)
+    )
+    more = f"({between} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
+    return "\n".join([f"calls: {opening} call {more} {closing}", *lines])
+
+
+def _text_without(name: str, mark: str) -> str:
+    """A terminal for any text that does not contain a mark."""
+    pattern = re.escape(mark).replace("/", r"\/")
+    return rf"{name}: /(.|\n)*/ & ~/(.|\n)*{pattern}(.|\n)*/"
+
+
+def _literal(text: str, marks: Marks) -> str:
+    """A text in Lark's notation; marks in it that are tokens are named by id."""
+    if not text:
+        return ""
+    pattern = "|".join(map(re.escape, marks)) or "(?!)"
+    parts = re.split(f"({pattern})", text)
+    return " ".join(
+        f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts if part
+    )
+
+
+def _named(name: str, schema: str) -> dict[str, Any]:
+    (inner,) = json.loads(json_grammar(schema))["grammars"]
+    return {**inner, "name": name}
+
+
+def _parts(name: str, grammar: str) -> list[dict[str, Any]]:
+    """The parts of a grammar, of which the first is renamed."""
+    first, *others = _read(grammar)
+    return [{**first, "name": name}, *others]
+
+
+def _joined(lark: str, others: Sequence[Mapping[str, Any]]) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *others]}, ensure_ascii=False)
+
+
+def _read(grammar: str) -> list[dict[str, Any]]:
+    """The parts of a grammar, which is JSON or in Lark's notation."""
+    if not grammar.startswith("{"):
+        return [{"lark_grammar": grammar}]
+    found: list[dict[str, Any]] = json.loads(grammar)["grammars"]
+    return [{name: value for name, value in each.items() if value is not None} for each in found]

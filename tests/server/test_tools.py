@@ -1,0 +1,212 @@
+"""Tools and reasoning over HTTP, on the bundled model, whose template renders tools."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from cadenza.checkpoint import open_checkpoint
+from cadenza.errors import ConfigError
+from cadenza.frontend.answers import AnswerParsers, ToolUse
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.outputs import OutputPart
+from cadenza.request import SamplingParams
+from cadenza.structured import StructuredOutput
+from cadenza.text.answer_grammar import Tool
+from cadenza.text.grammar import check_grammar
+from tests.server.bodies import BODIES
+from tests.server.harness import RunningServer
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "What is the weather in Paris?"}]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"city": {"type": "string", "maxLength": 12}},
+}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+NOW = {"type": "function", "function": {"name": "now", "description": "The time."}}
+TOOLS = [WEATHER, NOW]
+BODY = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 80}
+
+
+def choice_of(server: RunningServer, **fields: Any) -> Any:
+    answer = server.post(CHAT, {**BODY, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def test_a_required_call_is_made_with_arguments_of_the_schema(
+    bundled: RunningServer,
+) -> None:
+    for seed in range(3):
+        hot = {"temperature": 1.5, "seed": seed, "parallel_tool_calls": False}
+        choice = choice_of(bundled, tool_choice="required", **hot)
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["message"]["content"] is None
+        assert call["type"] == "function"
+        assert call["id"].isalnum()
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        assert (name, arguments) == ("now", {}) or (name, set(arguments)) == (
+            "get_weather",
+            {"city"},
+        )
+
+
+def test_a_named_function_is_the_one_that_is_called(bundled: RunningServer) -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    calls = choice_of(bundled, tool_choice=named)["message"]["tool_calls"]
+    assert [call["function"] for call in calls] == [{"name": "now", "arguments": "{}"}]
+
+
+def test_streamed_calls_are_those_of_the_whole_answer(bundled: RunningServer) -> None:
+    fields = {"tool_choice": "required", "temperature": 0}
+    whole = choice_of(bundled, **fields)["message"]["tool_calls"]
+    events = bundled.events(CHAT, {**BODY, **fields, "stream": True})[:-1]
+    choices = [event["choices"][0] for event in events]
+    pieces = [call for each in choices for call in each["delta"].get("tool_calls", ())]
+    assert [call["function"] for call in pieces] == [call["function"] for call in whole]
+    assert [call["index"] for call in pieces] == list(range(len(whole)))
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    assert "".join(each["delta"].get("content") or "" for each in choices) == ""
+
+
+def test_the_model_decides_under_auto_and_sees_no_tools_under_none(bundled: RunningServer) -> None:
+    decided = choice_of(bundled, temperature=0)
+    assert decided["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    none = choice_of(bundled, temperature=0, tool_choice="none")
+    assert "tool_calls" not in none["message"]
+    plain = bundled.post(CHAT, {"messages": MESSAGES, "max_tokens": 80, "temperature": 0}).json()
+    assert none["message"]["content"] == plain["choices"][0]["message"]["content"]
+
+
+def test_the_official_client_has_a_whole_tool_loop(bundled: RunningServer) -> None:
+    client = openai.OpenAI(base_url=f"{bundled.url}/v1", api_key="none", max_retries=0)
+    with client:
+        model = client.models.list().data[0].id
+        messages: list[Any] = [*MESSAGES]
+        first = client.chat.completions.create(
+            model=model,
+            messages=messages,
+            tools=TOOLS,
+            tool_choice="required",  # type: ignore[call-overload]
+        )
+        message = first.choices[0].message
+        messages.append(message)
+        for call in message.tool_calls or ():
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "Sunny."})
+        last = client.chat.completions.create(
+            model=model,
+            messages=messages,
+            tools=TOOLS,
+            tool_choice="none",
+            max_tokens=20,  # type: ignore[call-overload]
+        )
+    assert last.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "named"),
+    [
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "other"}}},
+            "tool_choice",
+            "'other'",
+        ),
+        ({"tool_choice": "any"}, "tool_choice", "none, auto, required"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed tools"),
+        ({"tools": [{"type": "custom"}]}, "tools", "custom"),
+        ({"tools": [{"type": "function"}]}, "tools", "a list of tools"),
+        ({"tools": [WEATHER, WEATHER]}, "tools", "two tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "'a b'"),
+        ({"tools": [NOW] * 129}, "tools", "at most 128"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+            "uses not",
+        ),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "another form",
+        ),
+    ],
+    ids=str,
+)
+def test_tools_that_cannot_be_called_are_refused(
+    bundled: RunningServer, fields: dict[str, Any], param: str, named: str
+) -> None:
+    answer = bundled.post(CHAT, {**BODY, **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert named in answer.json()["error"]["message"]
+
+
+def test_a_template_without_a_place_for_tools_is_a_400(scripted: RunningServer) -> None:
+    answer = scripted.post(CHAT, {"messages": [{"role": "user", "content": "the"}], "tools": TOOLS})
+    assert answer.status_code == 400
+    assert "chat template has no place for tools" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "tools"
+
+
+def test_calls_in_messages_become_what_templates_read() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    body = {
+        "messages": [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        ]
+    }
+    assistant, tool = BODIES["chat"].check(body)["messages"]
+    assert assistant["content"] == ""
+    assert assistant["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert tool == {"role": "tool", "content": "2", "tool_call_id": "c1"}
+
+
+# Reasoning and calls of other families, in the plans of a front end.
+
+
+@pytest.fixture(scope="module")
+def thoughtful() -> TextFrontend:
+    parsers = AnswerParsers(reasoning="qwen3", tool_calls="mistral")
+    return TextFrontend(open_checkpoint(None), parsers=parsers)
+
+
+def parts_of(prepared: Any, answer: str) -> list[OutputPart]:
+    parser = prepared.make_parser()
+    return [*parser.push(answer), *parser.flush()]
+
+
+def test_reasoning_is_split_off_and_the_form_begins_behind_it(thoughtful: TextFrontend) -> None:
+    params = SamplingParams(structured=StructuredOutput(regex="[0-9]+"))
+    prepared = thoughtful.prepare_answer([{"role": "user", "content": "x"}], params)
+    assert parts_of(prepared, "<think>\nwhy\n</think>\n12") == [
+        OutputPart("reasoning", "why"),
+        OutputPart("content", "12"),
+    ]
+    assert prepared.request.constraint is not None
+    grammar = prepared.request.constraint.grammar
+    assert check_grammar(grammar) is None
+    assert "THOUGHT" in grammar
+
+
+def test_the_parsers_can_be_chosen(thoughtful: TextFrontend) -> None:
+    use = ToolUse(tools=(Tool(name="f"),))
+    prepared = thoughtful.prepare_answer(
+        [{"role": "user", "content": "x"}], SamplingParams(), use=use
+    )
+    parts = parts_of(prepared, '[TOOL_CALLS][{"name": "f", "arguments": {}}]')
+    assert parts == [OutputPart("tool_call", "{}", "f")]
+    for wrong in ({"reasoning": "x"}, {"tool_calls": "none"}):
+        with pytest.raises(ConfigError, match="is not one of auto"):
+            AnswerParsers(**wrong)
