@@ -14,6 +14,7 @@ from cadenza.cli import main
 from cadenza.config import Quantization
 from tests.checkpoint.quantised_folders import write_quantised
 from tests.checkpoint.quantised_writers import ALIGNED, METHODS
+from tests.contract.backends import needs_mlx
 
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
 PARAMS = SamplingParams(max_tokens=8, logprobs=3, temperature=0.0)
@@ -69,6 +70,17 @@ def test_info_tells_the_activations_that_a_folder_states_and_those_that_are_used
     facts = json.loads(capsys.readouterr().out)
     assert facts["model"]["stated_activations"] == stated
     assert facts["engine"]["activations"] == "int8 per token and group of 32"
+
+
+@needs_mlx
+def test_info_tells_that_mlx_rounds_no_activations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "config.json").write_text(json.dumps(ALIGNED))
+    folder = write_quantised(tmp_path, str(tmp_path / "config.json"), *METHODS["mlx-4"])
+    assert main(["info", str(folder), "--backend", "mlx", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["engine"]["activations"] == facts["engine"]["dtype"]
 
 
 @pytest.mark.soak

@@ -137,7 +137,7 @@ def describe(
             "exactness": traits.exactness,
             "dtype": plan.dtype,
             "quantization": plan.quantization,
-            "activations": "int8 per token and group of 32" if plan.is_quantised else plan.dtype,
+            "activations": _activations(plan),
             "kv_cache_dtype": plan.kv_cache_dtype,
             "arithmetic": config.arithmetic,
             "max_num_seqs": limits.max_num_seqs,
@@ -160,6 +160,15 @@ def _answers(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig)
 
     fingerprint = make_fingerprint(checkpoint, plan, config)
     return {"system_fingerprint": fingerprint.digest, **fingerprint.parts}
+
+
+def _activations(plan: "EnginePlan") -> str:
+    """In which type activations are multiplied with the weights.
+
+    A backend that brings its models' arithmetic states their memory, and rounds no activations.
+    """
+    rounds = plan.is_quantised and plan.traits.memory is None
+    return "int8 per token and group of 32" if rounds else plan.dtype
 
 
 def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
