@@ -97,6 +97,7 @@ class Service:
             options.model_names[0], self.counts, engine, options.num_dropped_log_lines
         )
         self.created = int(options.now())
+        self._fingerprint: Fingerprint | None = None
         self._engine = AsyncEngine(engine, text, self.fingerprint)
         self._open: dict[str, OpenCall] = {}
         self._waiting = PromptQueue(self._room, self._error_of, self._is_restarting)
@@ -144,6 +145,7 @@ class Service:
             self.counts.reject("unavailable")
             raise unavailable(UNAVAILABLE_CODES[status.state], status.retry_after_s)
         assert status.request_check is not None, "an engine that is ready has been loaded"
+        self._fingerprint = status.fingerprint
         return status.request_check
 
     def check_model(self, model: str | None) -> str:
@@ -160,8 +162,9 @@ class Service:
         return None if found is None else found.digest
 
     def fingerprint(self) -> Fingerprint | None:
-        """That of the engine's answers; None until it has been loaded once."""
-        return self.monitor.status().fingerprint
+        """That of the engine's answers when a call was last admitted; None before, and where it is
+        not known."""
+        return self._fingerprint
 
     def engine_limits(self) -> EngineLimits | None:
         """None until the engine has been loaded once."""

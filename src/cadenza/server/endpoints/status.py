@@ -88,7 +88,8 @@ class StatusHandlers:
         await send_object(exchange, {"id": request_id, "object": "request", "cancelled": True})
 
     def _card(self, name: str) -> dict[str, Any]:
-        check = self._service.monitor.status().request_check
+        status = self._service.monitor.status()
+        check, fingerprint = status.request_check, status.fingerprint
         return {
             "id": name,
             "object": "model",
@@ -98,7 +99,7 @@ class StatusHandlers:
             "parent": None,
             "max_model_len": None if check is None else check.limits.max_model_len,
             "vocab_size": None if check is None else check.vocab_size,
-            "system_fingerprint": self._service.system_fingerprint,
+            "system_fingerprint": None if fingerprint is None else fingerprint.digest,
         }
 
 
