@@ -112,6 +112,7 @@ class Scheduler:
         """True if a running sequence would draft, which it can only behind its newest token."""
         return any(
             sequence.drafting is not None
+            and sequence.constraint is None
             and sequence.num_pending_tokens
             and sequence.drafting.is_due(sequence.num_tokens)
             for sequence in self.running
@@ -411,8 +412,11 @@ class Scheduler:
         room = min(room, logprobs_budget.num_rows)
         for sequence, count in shares:
             drafting, end = sequence.drafting, sequence.num_computed_tokens + count
-            # At its end, all its tokens are known: none is still on the device.
+            # At its end, all its tokens are known: none is still on the device. What a constraint
+            # allows behind a draft is not known before the draft is accepted.
             if drafting is None or end != len(sequence.token_ids) or sequence.is_retried:
+                continue
+            if sequence.constraint is not None:
                 continue
             most = min(room, sequence.max_num_tokens - end - 1)
             if most <= 0:
