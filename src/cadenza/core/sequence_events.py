@@ -1,4 +1,4 @@
-"""What a step gave (`Choices`), and the events that tell what came of a sequence.
+"""What a step gave (`StepChoices`), and the events that tell what came of a sequence.
 
 Pure functions of a sequence and a step's output.
 """
@@ -10,7 +10,7 @@ from cadenza.core.step_schema import StepOutput
 from cadenza.request import ErrorKind, Finished, FinishReason, TokenLogprobs
 
 
-class Choices(NamedTuple):
+class StepChoices(NamedTuple):
     """A step's output, and of its logit rows what every row reads, as lists."""
 
     output: StepOutput
@@ -19,7 +19,7 @@ class Choices(NamedTuple):
     has_choice: list[bool]
 
     @classmethod
-    def of(cls, output: StepOutput) -> "Choices":
+    def of(cls, output: StepOutput) -> "StepChoices":
         return cls(
             output, output.token_ids.tolist(), output.is_finite.tolist(), output.has_choice.tolist()
         )

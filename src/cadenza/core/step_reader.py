@@ -11,7 +11,7 @@ from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.drafts import DraftCounts
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence, SequenceStatus
-from cadenza.core.sequence_events import Choices, finished_event, logprobs_of
+from cadenza.core.sequence_events import StepChoices, finished_event, logprobs_of
 from cadenza.core.step_schema import StepOutput
 from cadenza.request import ErrorKind, Event, Finished, PromptLogprobs, Token, TokenLogprobs
 
@@ -36,7 +36,7 @@ class StepReader:
         events: list[Event] = []
         if batch.num_prompt_logprobs:
             self._take_prompt_logprobs(batch, output, events)
-        choices = Choices.of(output)
+        choices = StepChoices.of(output)
         index = batch.num_prompt_logprobs
         for entry in batch.entries:
             if entry.drafts:
@@ -47,7 +47,7 @@ class StepReader:
         return events
 
     def _take_choice(
-        self, entry: BatchEntry, choices: Choices, index: int, events: list[Event]
+        self, entry: BatchEntry, choices: StepChoices, index: int, events: list[Event]
     ) -> None:
         """Takes the token of a logit row, or ends its sequence; nothing if it has ended."""
         sequence = entry.sequence
@@ -64,7 +64,7 @@ class StepReader:
             self._take_token(entry, choices.token_ids[index], logprobs, events)
 
     def _verify_drafts(
-        self, entry: BatchEntry, choices: Choices, first: int, events: list[Event]
+        self, entry: BatchEntry, choices: StepChoices, first: int, events: list[Event]
     ) -> None:
         """Takes tokens while each draft is the one that was sampled in its place, and one more.
 
