@@ -162,7 +162,7 @@ def _tool_call(name: str, item: object) -> dict[str, Any]:
     called, arguments = function.get("name"), cast(object, function.get("arguments"))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = cast(object, json.loads(arguments or "{}"))
         except (ValueError, RecursionError):
             arguments = None
     is_object = isinstance(cast(object, arguments), dict)
