@@ -370,12 +370,15 @@ def test_a_checkpoints_template_sees_its_special_tokens(tmp_path: Path):
 
 
 def test_a_checkpoints_template_for_tools_is_used_with_tools(tmp_path: Path):
-    templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    templates = [
+        {"name": "default", "template": "D"},
+        {"name": "tool_use", "template": "T{{ tools | length }}"},
+    ]
     files = {"tokenizer_config.json": {"chat_template": templates}}
     template = ChatTemplate.from_checkpoint(open_checkpoint(write_folder(tmp_path, files)))
     assert template is not None
     assert template.render(MESSAGES) == "D"
-    assert template.render(MESSAGES, tools=[{"type": "function"}]) == "T"
+    assert template.render(MESSAGES, tools=[{"type": "function"}]) == "T1"
 
 
 def test_a_checkpoint_without_template_has_none(tmp_path: Path):

@@ -10,6 +10,7 @@ TEXT_OPTIONS = {
     "include_stop_str_in_output",
     "skip_special_tokens",
     "stop",
+    "structured",
     "truncate_prompt_tokens",
 }
 """What text front ends do with; an engine never sees it."""
