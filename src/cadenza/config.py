@@ -84,7 +84,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.speculative_config is not None:
-            is_off = self.speculative_config == "none"
+            given: object = self.speculative_config
+            is_off = isinstance(given, str) and given == "none"
             parsed = None if is_off else parse_speculative_config(self.speculative_config)
             object.__setattr__(self, "speculative_config", parsed)
         refuse_fp8_kv(self.kv_cache_dtype)
