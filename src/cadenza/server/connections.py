@@ -119,6 +119,10 @@ class Connections:
         self._counts.num_idle_closed += 1
         self.tell("the longest idle one is closed for each new one")
 
+    @property
+    def has_busy(self) -> bool:
+        return bool(self._busy)
+
     def refuse(self) -> None:
         """Counts a request that was refused because `is_crowded`."""
         self._counts.reject("connections_full")

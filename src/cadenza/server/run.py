@@ -71,6 +71,11 @@ class Front(uvicorn.Server):
         for connection in self.server_state.connections:
             cast(BoundedProtocol, connection).wind_down()
 
+    def close_connections(self) -> None:
+        """Closes idle connections now and the others after their answers."""
+        for connection in list(self.server_state.connections):
+            cast(BoundedProtocol, connection).shutdown()
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self._listener is not None:
@@ -178,7 +183,23 @@ class Lifecycle:
             deadline = loop.time() + LAST_FRAMES_S
             while self._service.num_open and loop.time() < deadline:
                 await asyncio.sleep(POLL_S)
+        await self._close_connections()
         self._front.should_exit = True
+
+    async def _close_connections(self) -> None:
+        """Here and not by uvicorn, which would take a moment: a request that came on an idle one
+        meanwhile would be cut. One that comes after the drain time is refused by an answer.
+        """
+        loop, connections = asyncio.get_running_loop(), self._service.connections
+        self._service.drain()
+        if connections.idle_s < IDLE_GRACE_S:
+            await asyncio.sleep(POLL_S)
+        deadline = loop.time() + LAST_FRAMES_S
+        while True:
+            self._front.close_connections()
+            if not connections.has_busy or loop.time() > deadline:
+                return
+            await asyncio.sleep(POLL_S)
 
     def _is_done(self) -> bool:
         """No call is open and, unless new ones are refused, none is to be expected."""
