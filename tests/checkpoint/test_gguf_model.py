@@ -1,5 +1,6 @@
 """GGUF models: the config and weights of the model they were made of, and what is refused."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -195,7 +196,7 @@ def test_rope_factors_are_the_tensors_values(make: Make, tmp_path: Path):
 
 def test_gemmas_of_27b_scale_their_scores_by_the_width_per_head(make: Make, tmp_path: Path):
     model = make("gemma2")
-    assert opened(model, tmp_path).config.attention_scale == 32**-0.5
+    assert opened(model, tmp_path).config.attention_scale == 1 / math.sqrt(32)
     model.metadata["block_count"] = 46
     layers = {
         name.replace("blk.0.", f"blk.{index}."): array
@@ -204,7 +205,7 @@ def test_gemmas_of_27b_scale_their_scores_by_the_width_per_head(make: Make, tmp_
         for index in range(46)
     }
     model.tensors |= layers
-    assert opened(model, tmp_path).config.attention_scale == (96 // 6) ** -0.5
+    assert opened(model, tmp_path).config.attention_scale == 1 / math.sqrt(96 // 6)
 
 
 def test_gemma_without_a_pattern_has_every_sixth_layer_full(make: Make, tmp_path: Path):

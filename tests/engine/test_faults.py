@@ -345,8 +345,10 @@ def solo_tokens(request: Request) -> set[int]:
 class PublishesAtLaunch(Scheduler):
     """Makes pages findable before their step has succeeded."""
 
-    def _enter(self, batch: Batch, sequence: Sequence, count: int) -> BatchEntry:
-        entry = super()._enter(batch, sequence, count)
+    def _enter(
+        self, batch: Batch, sequence: Sequence, count: int, drafts: tuple[int, ...]
+    ) -> BatchEntry:
+        entry = super()._enter(batch, sequence, count, drafts)
         known = len(sequence.token_ids)
         self.kv_cache.publish(sequence, min(entry.end, known))
         return entry
@@ -477,6 +479,7 @@ def run_with_failed_allocation(at: int, loop: SchedulerLoop) -> FailsOneAllocati
     return pool
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("loop", LOOPS)
 def test_any_one_failed_allocation_is_only_not_now(loop: SchedulerLoop) -> None:
     num_allocations = run_with_failed_allocation(-1, loop).num_allocations

@@ -111,6 +111,7 @@ def test_streams_that_are_far_from_the_reference_are_a_mismatch() -> None:
     assert "a mean difference of at most 0.1" in result.mismatch.expected
 
 
+@pytest.mark.soak
 def test_the_self_test_catches_every_fault_of_the_reference_table() -> None:
     config = replace(OPTIONS.config, ops="reference")
     result = self_test(replace(OPTIONS, config=config), ignore)

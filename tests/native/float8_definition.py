@@ -31,8 +31,6 @@ SHAPES = ((70, 256), (33, 31), (64, 128), (20, 300), (45, 129), (1, 1))
 """Columns and reductions, most with incomplete panels, blocks and steps."""
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-FUSED = load_native_library().cpu_isa != "scalar"
-"""Without FMA hardware the scalar kernels round products and sums."""
 
 
 def random_weight(random: np.random.Generator, columns: int, reduction: int) -> Float8Weight:
@@ -42,11 +40,6 @@ def random_weight(random: np.random.Generator, columns: int, reduction: int) -> 
     )
     scales = random.lognormal(size=(columns, -(-reduction // BLOCK)))
     return Float8Weight(codes.astype(np.uint8), scales.astype(np.float32))
-
-
-def multiply_add(a: Float32Array, b: Float32Array, c: Float32Array) -> Float32Array:
-    """As the kernels of this instruction set compute it."""
-    return fma(a, b, c) if FUSED else a * b + c
 
 
 def values(weight: Float8Weight) -> Float32Array:
@@ -59,8 +52,8 @@ def product(x: Float32Array, weight: Float8Weight) -> Float32Array:
     for block in range(weight.scales.shape[1]):
         part = np.zeros_like(total)
         for k in range(block * BLOCK, min((block + 1) * BLOCK, x.shape[1])):
-            part = multiply_add(columns[None, :, k], x[:, k, None], part)
-        total = multiply_add(part, weight.scales[None, :, block], total)
+            part = fma(columns[None, :, k], x[:, k, None], part)
+        total = fma(part, weight.scales[None, :, block], total)
     return total
 
 
@@ -74,7 +67,7 @@ def product_of_blocks(x: npt.NDArray[Any], weight: Float8Weight) -> Float32Array
         load_native_library().pack([dense], packed)
         own = np.ascontiguousarray(x[:, part])
         sums = np.asarray(linear(own, packed, np.int32(len(x)), columns=len(dense)))
-        total = multiply_add(sums, weight.scales[None, :, block], total)
+        total = fma(sums, weight.scales[None, :, block], total)
     return total
 
 

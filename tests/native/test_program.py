@@ -122,7 +122,9 @@ def test_words_that_are_no_program_are_an_error(
     call = jax.ffi.ffi_call(library.target, (scratch,))
     words = [np.array(each, np.int64) for each in (arrays, operations)]
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        jax.block_until_ready(call(np.zeros(4), arrays=words[0], operations=words[1]))
+        jax.block_until_ready(
+            call(np.zeros(4), arrays=words[0], operations=words[1], is_portable=False)
+        )
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9)), max_size=30))

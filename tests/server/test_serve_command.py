@@ -60,7 +60,7 @@ def test_its_token_ids_are_those_of_generate(serving: ServeProcess) -> None:
     assert [choice["token_ids"] for choice in together] == expected
 
 
-def test_a_start_is_logged_in_three_lines(tmp_path: Path) -> None:
+def test_a_start_is_logged_in_four_lines(tmp_path: Path) -> None:
     path = tmp_path / "cadenza.sock"
     flags = ("--uds", str(path), "--uds-mode", "0660", "--log-level", "info", *FLAGS)
     with serve_process(*flags) as serving:
@@ -68,9 +68,10 @@ def test_a_start_is_logged_in_three_lines(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         told = [line["message"] for line in serving.lines]
     assert serving.other_lines == []
-    serves, plan, ready = told
+    serves, plan, bound, ready = told
     assert serves == f"cadenza {__version__} serves bundled at unix:{path}"
     assert re.search(r"bfloat16 weights, .* KV cache, 4 rows, context of 1024 tokens$", plan)
+    assert re.search(r"steps .* ms", bound), bound
     assert re.fullmatch(r"engine ready in \d+\.\d s \(.*compile \d+\.\d\); process \d+", ready)
 
 
@@ -355,7 +356,6 @@ def test_another_tenants_cancel_is_that_of_an_unknown_request(keyed: ServeProces
         (["--quantization", "awq"], 2, "--quantization 'awq' is not one of none, int8, int4"),
         (["--kv-cache-dtype", "fp8"], 2, "less accurate than int8 and slower on a CPU"),
         (["--kv-cache-dtype", "int4"], 2, "--kv-cache-dtype 'int4' is not one of auto, int8"),
-        (["--enable-auto-tool-choice"], 2, "--enable-auto-tool-choice"),
         (["--scheduler-policy", "random"], 2, "fcfs, shortest_first, priority"),
         (["--starvation-guard", "0"], 2, "--starvation-guard"),
         (["--max-itl-ms", "0"], 2, "--max-itl-ms"),

@@ -129,6 +129,10 @@ class ChatTemplate:
             )
         if not messages:
             raise InvalidRequestError("messages is empty; send at least one", param="messages")
+        if tools is not None and not isinstance(tools, list | tuple):
+            raise InvalidRequestError(
+                f"tools is {show(tools)}; it must be a list of tool definitions", param="tools"
+            )
         if tools and not self.reads_tools:
             raise InvalidRequestError(
                 "this model's chat template has no place for tools; leave them out, or use a model "

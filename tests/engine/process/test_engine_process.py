@@ -516,6 +516,7 @@ def check_nothing_is_left(times: int) -> None:
     assert [now - then for now, then in zip(after, before, strict=True)] == [set()] * 3
 
 
+@pytest.mark.soak
 def test_twenty_starts_and_stops_leave_nothing_behind():
     check_nothing_is_left(20)
 
