@@ -10,11 +10,10 @@ import numpy as np
 
 from cadenza.backends.fake import next_token
 from cadenza.core.draw_keys import derive_sample_seed, derive_seed, draw_keys
-from cadenza.core.sequence import Sequence
 from cadenza.core.token_rules import MASK, RuleLayout
 from cadenza.engine.core import EngineCore
 from cadenza.request import FinishReason, Request
-from tests.engine.hashed_constraint import HashedConstraint
+from tests.engine.hashed_constraint import HashedConstraint, record_of
 
 VOCAB_SIZE = 97
 EOS_TOKEN_IDS = frozenset({3, 11})
@@ -49,7 +48,7 @@ def solo_stream(request: Request, seed: int, max_model_len: int) -> SoloStream:
     history = list(request.prompt_token_ids)
     num_prompt_tokens = len(history)
     most = max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
-    record = _record_of(request)
+    record = record_of(request, VOCAB_SIZE)
     constraint = _constraint_of(request)
     stop = set(params.stop_token_ids) | (set() if params.ignore_eos else EOS_TOKEN_IDS)
     positions = np.arange(num_prompt_tokens, most, dtype=np.int32)
@@ -82,18 +81,3 @@ def solo_stream(request: Request, seed: int, max_model_len: int) -> SoloStream:
 def _constraint_of(request: Request) -> HashedConstraint | None:
     spec = request.constraint
     return None if spec is None else HashedConstraint(spec.grammar)
-
-
-def _record_of(request: Request) -> list[int]:
-    """What the fake model hears of a request's token rules."""
-    sequence = Sequence(
-        request_id=0,
-        request=request,
-        seed=0,
-        max_num_tokens=0,
-        stop_token_ids=frozenset(),
-        token_ids=list(request.prompt_token_ids),
-        constraint=_constraint_of(request),
-    )
-    record = RuleLayout(VOCAB_SIZE).encode(sequence)
-    return [] if record is None else record.tolist()
