@@ -5,10 +5,12 @@ On scripted engines, both servers in this process. With two real processes, and 
 """
 
 import asyncio
+import gc
 import json
 import socket
 import ssl
 import threading
+import warnings
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -531,6 +533,26 @@ def test_a_server_of_another_user_is_not_asked() -> None:
             await asyncio.to_thread(find_predecessor, address, stranger)
 
     assert exchanging(play, ExchangeOptions()) == ([], None)
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_a_server_that_ends_while_it_is_asked_leaves_no_connection_open(num_turns: int) -> None:
+    async def run() -> None:
+        with kept_port() as port, opened(address := Address(port=port)) as sockets:
+            offering = asyncio.create_task(hand_over(sockets, Gate().accepting))
+            await asyncio.sleep(0.01)
+            asker = Asker(address)
+            for _ in range(num_turns):  # of the event loop
+                await asyncio.sleep(0)
+            offering.cancel()
+            await asyncio.wait({offering})
+            asker.close()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
+        asyncio.run(run())
+        gc.collect()
+    assert told == []
 
 
 def test_a_server_that_does_not_answer_is_told_after_a_time() -> None:

@@ -144,11 +144,10 @@ async def hand_over(
     """
     assert sockets.control is not None, "a server without a control socket offers nothing"
     exchange = exchange or ExchangeOptions()
-    loop = asyncio.get_running_loop()
     sockets.control.setblocking(False)
     while True:
         try:
-            connection, _ = await loop.sock_accept(sockets.control)
+            connection = await _accept(sockets.control)
         except OSError:  # for want of descriptors, which may pass
             await asyncio.sleep(RETRY_S)
             continue
@@ -161,6 +160,26 @@ async def hand_over(
                 continue
         if successor is not None:
             return successor
+
+
+async def _accept(control: socket.socket) -> socket.socket:
+    """The next connection. (`loop.sock_accept` loses one if it is cancelled just after accepting.)
+
+    Raises OSError.
+    """
+    loop = asyncio.get_running_loop()
+    is_readable = asyncio.Event()
+    loop.add_reader(control, is_readable.set)
+    try:
+        while True:
+            await is_readable.wait()
+            is_readable.clear()
+            with contextlib.suppress(BlockingIOError):
+                connection, _ = control.accept()
+                connection.setblocking(False)
+                return connection
+    finally:
+        loop.remove_reader(control)
 
 
 async def _exchange(
