@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED, is_integer
 from cadenza.errors import InvalidRequestError, show
+from cadenza.speculative_config import Speculative, as_speculative
 from cadenza.structured import ConstraintSpec, StructuredOutput
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -141,6 +142,8 @@ class SamplingParams:
         prompt_logprobs: the same for each prompt token except the first.
         truncate_prompt_tokens: keep only the last tokens of the prompt; `None` keeps all.
         structured: the form that the output must have; `None` is any text.
+        speculative: whether steps verify drafts, which changes no token: True, False, at most how
+            many in a step, or {"num_speculative_tokens": N}; `None` is as the engine is configured.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of bounds.
@@ -170,6 +173,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     structured: StructuredOutput | None = None
+    speculative: bool | int | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         for name, bound in BOUNDS.items():
@@ -198,6 +202,8 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", _EMPTY)
         elif self.logit_bias is not _EMPTY:
             object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
+        if self.speculative is not None:
+            object.__setattr__(self, "speculative", as_speculative(self.speculative))
         self._check_together()
 
     @property
@@ -208,6 +214,11 @@ class SamplingParams:
     def biases(self) -> tuple[tuple[int, float], ...]:
         """The stored `logit_bias`: (token id, bias) pairs in ascending order of id."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    @property
+    def drafts(self) -> Speculative:
+        """The stored `speculative`."""
+        return cast(Speculative, self.speculative)
 
     def _check_together(self) -> None:
         if not isinstance(self.structured, StructuredOutput | None):
@@ -282,6 +293,7 @@ class Request:
         bad_word_token_ids: token sequences that are not generated, those of `params.bad_words`.
         attachments: ordered, non-overlapping spans within the prompt.
         constraint: that of `params.structured`.
+        prediction: tokens that the output may repeat in part, for drafts; changes no token.
         cache_salt: ASCII; requests share prefix-cache pages only if their salts are equal.
         priority: with `--scheduling-policy priority`, requests with a smaller one start first;
             from -`MAX_PRIORITY` to `MAX_PRIORITY`.
@@ -297,6 +309,7 @@ class Request:
     cache_salt: str = ""
     priority: int = 0
     constraint: ConstraintSpec | None = None
+    prediction: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -307,6 +320,9 @@ class Request:
         object.__setattr__(self, "prompt_token_ids", ids)
         if self.bad_word_token_ids is not _EMPTY:
             object.__setattr__(self, "bad_word_token_ids", self._checked_bad_words())
+        if self.prediction is not _EMPTY:
+            predicted = as_token_ids("prediction", self.prediction)
+            object.__setattr__(self, "prediction", predicted)
         if self.attachments is not _EMPTY:
             object.__setattr__(self, "attachments", self._checked_attachments())
         salt = self.cache_salt
@@ -385,7 +401,8 @@ class Token(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A new token of a sample's stream; never an end-of-sequence or stop token.
 
     `index` counts the stream's tokens from 0. `num_cached_tokens` comes with the first token,
-    because a stream that is cancelled, for example at a stop string, gets no `Finished`.
+    because a stream that is cancelled, for example at a stop string, gets no `Finished`. A token
+    that was drafted `is_draft`; one that took the place of drafts counts these.
     """
 
     request_id: int
@@ -394,6 +411,8 @@ class Token(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sample: int = 0
     logprobs: TokenLogprobs | None = None
     num_cached_tokens: int | None = None
+    is_draft: bool = False
+    num_rejected_drafts: int = 0
 
 
 class PromptLogprobs(Struct, frozen=True, kw_only=True, omit_defaults=True):

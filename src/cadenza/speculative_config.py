@@ -1,16 +1,23 @@
 """`SpeculativeConfig`: which drafts a server verifies; the value of --speculative-config.
 
-Owns the names, which are vLLM's, and the bounds. Invariant: every instance is within bounds.
+Owns the names, which are vLLM's, the bounds, and what a request may choose. Invariant: every
+instance is within bounds.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral
+from operator import index
 from typing import Any, Literal, cast, get_args
 
-from cadenza.errors import ConfigError, show
+from cadenza.errors import ConfigError, InvalidRequestError, show
 
 SpeculativeMethod = Literal["ngram"]
+
+Speculative = bool | int | None
+"""A request's choice: True with drafts, False without, a number of drafts in a step at most, None
+as the engine is configured."""
 
 MAX_SPECULATIVE_TOKENS = 16
 MAX_LOOKUP_TOKENS = 64
@@ -82,6 +89,29 @@ def parse_speculative_config(value: object) -> SpeculativeConfig:
     if "method" not in options:
         raise ConfigError(f"{_FLAG} names no method; {_EXAMPLE}")
     return SpeculativeConfig(**options)
+
+
+def as_speculative(value: object) -> Speculative:
+    """A request's choice; a number may be given as {"num_speculative_tokens": N}.
+
+    Raises:
+        InvalidRequestError: it is none of these, or beyond the bounds.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    number = value
+    if isinstance(value, Mapping):
+        members = cast(Mapping[object, object], value)
+        number = members.get("num_speculative_tokens") if len(members) == 1 else None
+    is_whole = isinstance(number, Integral) and not isinstance(number, bool)
+    if is_whole and 1 <= cast(int, number) <= MAX_SPECULATIVE_TOKENS:
+        return index(cast(int, number))
+    raise InvalidRequestError(
+        f"speculative is {show(cast(object, value))}; it must be true, false or "
+        f'{{"num_speculative_tokens": N}} '
+        f"with N from 1 to {MAX_SPECULATIVE_TOKENS}",
+        param="speculative",
+    )
 
 
 _EXAMPLE = 'write for example {"method": "ngram", "num_speculative_tokens": 5}'

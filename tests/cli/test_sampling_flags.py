@@ -45,6 +45,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], object]] = {
     "prompt_logprobs": (("--prompt-logprobs", "5"), 5),
     "truncate_prompt_tokens": (("--truncate-prompt-tokens", "6"), 6),
     "structured": (("--regex", "a+"), StructuredOutput(regex="a+")),
+    "speculative": (("--speculative", "3"), 3),
 }
 
 
@@ -107,6 +108,7 @@ def test_what_is_not_given_is_left_to_the_model():
         *(("--logit-bias", value) for value in ("{", "[1]", '{"a": 1}', '{"1": "x"}', "[" * 5000)),
         *(("--stop-token-ids", value) for value in ("", "a", "1;2")),
         ("--allowed-token-ids", "1,,2"),
+        *(("--speculative", value) for value in ("yes", "-1", "1.5")),
         ("--json-schema", "no-such-file"),
         ("--grammar", "no-such-file"),
     ],

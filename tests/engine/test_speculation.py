@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeRunner
+from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch
 from cadenza.core.drafts import Drafting, DraftSource
 from cadenza.core.draw_keys import draw_keys
@@ -20,14 +21,17 @@ from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import EngineCore
-from cadenza.request import Event
-from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
+from cadenza.engine.drafting import drafting_of
+from cadenza.errors import InvalidRequestError
+from cadenza.request import Event, Request, SamplingParams
+from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from tests.engine.simulation import (
     VOCAB_SIZE,
     Parts,
     Scenario,
     Simulation,
     replayable,
+    run_requests,
     solo_stream,
 )
 
@@ -206,3 +210,123 @@ def run_seeds(parts: Parts) -> None:
     for seed in range(40):
         scenario, audit = Scenario(seed=seed, num_steps=NUM_STEPS), audit_published_pages
         Simulation(scenario, loop="overlap", parts=parts, audit=audit).run().verify()
+
+
+SERVED = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "prediction", "config", "most"),
+    [
+        (None, (), None, None),
+        (None, (), SERVED, 4),
+        (True, (), None, 5),
+        (True, (), SERVED, 4),
+        (False, (), SERVED, None),
+        (False, (1, 2), SERVED, None),
+        (2, (), None, 2),
+        (2, (), SERVED, 2),
+        (9, (), SERVED, 4),
+        (9, (), None, 9),
+        (None, (1, 2), None, MAX_SPECULATIVE_TOKENS),
+        (None, (1, 2), SERVED, 4),
+        (3, (1, 2), None, 3),
+    ],
+)
+def test_a_request_chooses_its_drafts(
+    speculative: bool | int | None,
+    prediction: tuple[int, ...],
+    config: SpeculativeConfig | None,
+    most: int | None,
+) -> None:
+    params = SamplingParams(speculative=speculative)
+    request = Request(prompt_token_ids=(1,), params=params, prediction=prediction)
+    drafting = drafting_of(request, config)
+    assert (None if drafting is None else drafting.most) == most
+
+
+def test_a_number_of_drafts_may_be_given_by_its_name() -> None:
+    named = SamplingParams(speculative={"num_speculative_tokens": 3})
+    assert named == SamplingParams(speculative=3)
+    for wrong in (0, 17, 1.5, "on", {"num_drafts": 3}, {"num_speculative_tokens": True}):
+        with pytest.raises(InvalidRequestError, match="num_speculative_tokens"):
+            SamplingParams(speculative=wrong)  # type: ignore[arg-type]
+
+
+LIMITS = EngineLimits(
+    max_num_seqs=4,
+    max_num_batched_tokens=40,
+    max_model_len=100,
+    page_size=16,
+    num_pages=28,
+    max_num_queued_reqs=8,
+)
+
+
+def fake_engine(runner: type[FakeRunner] = FakeRunner) -> EngineCore:
+    runner_of_limits = runner(
+        max_num_seqs=LIMITS.max_num_seqs,
+        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+        max_pages_per_seq=LIMITS.max_pages_per_seq,
+        num_pages=LIMITS.num_pages,
+        page_size=LIMITS.page_size,
+        vocab_size=VOCAB_SIZE,
+    )
+    return EngineCore(runner_of_limits, LIMITS)
+
+
+def predicted(seed: int, *, error: int = 0, speculative: bool | None = None) -> Request:
+    """A request and its own stream as its prediction, with every `error`-th token wrong."""
+    prompt = tuple(range(seed, seed + 9))
+    params = SamplingParams(
+        max_tokens=60, temperature=1.0, seed=seed, ignore_eos=True, speculative=speculative
+    )
+    request = Request(prompt_token_ids=prompt, params=params)
+    stream = solo_stream(request, seed, len(prompt) + 60).token_ids
+    wrong = [
+        (token_id + 1) % VOCAB_SIZE if error and place % error == 0 else token_id
+        for place, token_id in enumerate(stream, 1)
+    ]
+    return Request(prompt_token_ids=prompt, params=params, prediction=tuple(wrong))
+
+
+def test_rows_with_and_without_predictions_share_steps_and_count_their_own_drafts() -> None:
+    engine = fake_engine()
+    requests = [predicted(1), predicted(2, error=5), predicted(3, error=1)]
+    requests.append(predicted(4, speculative=False))
+    record = run_requests(engine, requests)
+    record.verify()
+    accepted, rejected = [0] * 4, [0] * 4
+    for (request_id, _), tokens in record.streams.items():
+        accepted[request_id] = sum(token.is_draft for token in tokens)
+        rejected[request_id] = sum(token.num_rejected_drafts for token in tokens)
+    counts = engine.scheduler.draft_counts
+    assert sum(accepted) == counts.num_accepted_tokens
+    assert sum(rejected) == counts.num_draft_tokens - counts.num_accepted_tokens
+    assert accepted[0] > 50
+    assert 0 < accepted[1] < accepted[0]
+    assert accepted[2] == 0
+    assert accepted[3] == rejected[3] == 0
+    assert record.num_steps < 75, "a prediction saves no step"
+
+
+def test_a_backend_that_verifies_no_drafts_refuses_what_asks_for_them() -> None:
+    class Plain(FakeRunner):
+        capabilities = frozenset({"logprobs"})  # type: ignore[assignment]
+
+    engine = fake_engine(Plain)
+    for name, request in (
+        ("speculative", predicted(1, speculative=True)),
+        ("prediction", predicted(1)),
+    ):
+        with pytest.raises(InvalidRequestError, match=rf"{name} is not supported") as refused:
+            engine.submit(request)
+        assert refused.value.param == name
+    run_requests(engine, [Request(prompt_token_ids=(1,), params=SamplingParams(speculative=False))])
+
+
+@pytest.mark.parametrize("prediction", [(VOCAB_SIZE,), (-1,), (1,) * 101])
+def test_a_prediction_that_cannot_be_right_is_refused(prediction: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequestError, match="prediction") as refused:
+        fake_engine().submit(Request(prompt_token_ids=(1,), prediction=prediction))
+    assert refused.value.param == "prediction"

@@ -226,6 +226,13 @@ def check_structured(llm: LLM) -> None:
         assert found.finish_reason == "stop"
 
 
+def check_speculative(llm: LLM) -> None:
+    plain, drafted = answer(llm), answer(llm, speculative=True)
+    assert plain.num_accepted_drafts == 0 < drafted.num_accepted_drafts
+    assert drafted.token_ids == plain.token_ids
+    assert answer(llm, speculative=False) == plain
+
+
 CHECKS: dict[str, Callable[[LLM], None]] = {
     name.removeprefix("check_"): check
     for name, check in list(globals().items())

@@ -82,7 +82,7 @@ CHECK = RequestCheck(
     ),
     vocab_size=331,
     backend="test",
-    capabilities=frozenset({"logprobs"}),
+    capabilities=frozenset({"logprobs", "drafts"}),
 )
 WHOLE = {"max_tokens": 5, "top_k": 3, "seed": 7, "n": 2, "logprobs": 1, "min_tokens": 2}
 

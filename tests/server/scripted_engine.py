@@ -30,7 +30,7 @@ from cadenza.request import (
 
 WAIT_S = 30.0
 TIMEOUTS = RequestTimeouts(queue_s=61.5, total_s=602.0)
-CAPABILITIES: frozenset[Capability] = frozenset({"logprobs"})
+CAPABILITIES: frozenset[Capability] = frozenset({"logprobs", "drafts"})
 
 
 def scripted_logprobs(token_id: int, num_top: int) -> TokenLogprobs:

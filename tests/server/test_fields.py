@@ -50,6 +50,7 @@ SAMPLES: dict[str, Any] = {
     "allowed_token_ids": [5, 6],
     "skip_special_tokens": False,
     "truncate_prompt_tokens": 2,
+    "speculative": True,
 }
 """For each sampling field a value that is not its default."""
 

@@ -9,11 +9,12 @@ TEXT_OPTIONS = {
     "bad_words",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "speculative",
     "stop",
     "structured",
     "truncate_prompt_tokens",
 }
-"""What text front ends do with; an engine never sees it."""
+"""What changes no token: text front ends do with it, or it chooses how tokens are computed."""
 
 
 def test_the_requests_of_a_recording_vary_every_option_that_reaches_the_engine() -> None:

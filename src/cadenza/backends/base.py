@@ -25,7 +25,9 @@ from cadenza.core.step_schema import ModelInputs, StepOutput
 
 ProductDType = WeightDType | Literal["int8"]
 Exactness = Literal["bitwise", "token"]
-Capability = Literal["logprobs", "attachments"]
+Capability = Literal["logprobs", "attachments", "drafts"]
+"""`drafts`: a row samples several tokens in a step, each with the bits of a step of its own, and
+a token computed after a rejected one replaces it."""
 KVArrangement = Literal["paged", "dense"]
 
 
@@ -69,6 +71,7 @@ class BackendTraits:
         memory: the model's memory by compute type; None if it follows from its `ModelConfig`.
         attention_span: after how many tokens of context attention may compute in another way;
             `verify` plays prompts of more than two spans.
+        verifies_drafts: whether its runners have the capability `drafts`.
     """
 
     name: str
@@ -87,6 +90,7 @@ class BackendTraits:
     slot_unit: int | None = None
     memory: Mapping[WeightDType, ModelMemory] | None = None
     attention_span: int = 512
+    verifies_drafts: bool = True
 
 
 class StepHandle(Protocol):

@@ -68,7 +68,7 @@ class FakeRunner:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        return frozenset({"logprobs"})
+        return frozenset({"logprobs", "drafts"})
 
     @property
     def token_buckets(self) -> tuple[int, ...]:

@@ -66,6 +66,14 @@ def grammar_text(text: str) -> str:
         ) from None
 
 
+def speculative(text: str) -> bool | int:
+    """true, false or a number of drafts, which `SamplingParams` bounds."""
+    words = {"true": True, "false": False}
+    if text in words or text.isdecimal():
+        return words[text] if text in words else int(text)
+    raise typer.BadParameter(f"{text!r} is not true, false or a number of drafts")
+
+
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError
@@ -123,6 +131,14 @@ class SamplingFlags:
     ignore_eos: bool = flag(False, "Continue after the end-of-sequence token.")
     skip_special_tokens: bool | None = flag(
         None, "Leave special tokens out of the text (default: on)."
+    )
+
+    speculative: int | None = flag(
+        None,
+        "Whether steps verify drafts (true, false), or at most how many in a step "
+        "(default: as --speculative-config says).",
+        parser=speculative,
+        metavar="true|false|N",
     )
 
     json_schema: str | None = flag(

@@ -139,7 +139,6 @@ class UnbuiltFlags:
     prefix_cache_memory_share: str | None = _unbuilt("a share of memory for prefixes")
     chat_template: str | None = _unbuilt("another chat template than the model's")
     no_chat_template: bool = _unbuilt("serving without the model's template", kind=bool)
-    speculative_config: str | None = _unbuilt("speculative decoding")
     enable_auto_tool_choice: bool = _unbuilt("calling tools", given=True, kind=bool)
 
 

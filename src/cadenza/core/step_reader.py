@@ -6,6 +6,7 @@ entry whose sequence has ended changes nothing.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.drafts import DraftCounts
@@ -21,6 +22,16 @@ NONE_ALLOWED = (
     "together rule out every one; loosen one of them"
 )
 CONSTRAINT_FAILED = "the structured output is too complex to be followed any further; simplify it"
+
+
+class Verdict(NamedTuple):
+    """Whether a token was drafted, and how many drafts it has taken the place of."""
+
+    is_draft: bool
+    num_rejected: int
+
+
+NO_DRAFT = Verdict(is_draft=False, num_rejected=0)
 
 
 class StepReader:
@@ -47,7 +58,12 @@ class StepReader:
         return events
 
     def _take_choice(
-        self, entry: BatchEntry, choices: StepChoices, index: int, events: list[Event]
+        self,
+        entry: BatchEntry,
+        choices: StepChoices,
+        index: int,
+        events: list[Event],
+        verdict: Verdict = NO_DRAFT,
     ) -> None:
         """Takes the token of a logit row, or ends its sequence; nothing if it has ended."""
         sequence = entry.sequence
@@ -61,7 +77,7 @@ class StepReader:
             events.append(self.fail(sequence, NONE_ALLOWED, "none_allowed"))
         else:
             logprobs = choices.logprobs(index, sequence.request.params.logprobs)
-            self._take_token(entry, choices.token_ids[index], logprobs, events)
+            self._take_token(entry, choices.token_ids[index], logprobs, events, verdict)
 
     def _verify_drafts(
         self, entry: BatchEntry, choices: StepChoices, first: int, events: list[Event]
@@ -72,8 +88,12 @@ class StepReader:
         """
         sequence, num_accepted = entry.sequence, 0
         for index, draft in enumerate(entry.drafts, first):
-            self._take_choice(entry, choices, index, events)
-            if sequence.is_finished or choices.token_ids[index] != draft:
+            is_draft = choices.token_ids[index] == draft
+            num_rejected = 0 if is_draft else len(entry.drafts) - num_accepted
+            self._take_choice(
+                entry, choices, index, events, Verdict(is_draft=is_draft, num_rejected=num_rejected)
+            )
+            if sequence.is_finished or not is_draft:
                 break
             num_accepted += 1
         else:
@@ -90,6 +110,7 @@ class StepReader:
         token_id: int,
         logprobs: TokenLogprobs | None,
         events: list[Event],
+        verdict: Verdict,
     ) -> None:
         sequence = entry.sequence
         reason = sequence.append(token_id)
@@ -108,6 +129,8 @@ class StepReader:
                     sample=sequence.sample,
                     logprobs=logprobs,
                     num_cached_tokens=sequence.num_cached_tokens if index == 0 else None,
+                    is_draft=verdict.is_draft,
+                    num_rejected_drafts=verdict.num_rejected,
                 )
             )
         if reason is not None:

@@ -20,13 +20,13 @@ from cadenza.core.drafts import Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.prompt_logprobs import PromptLogprobsProgress
-from cadenza.core.prompt_lookup import PromptLookup
 from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepBound
 from cadenza.core.step_reader import refuse_constraint
 from cadenza.engine.compiling import Compiling
+from cadenza.engine.drafting import drafting_of
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
@@ -258,9 +258,9 @@ class EngineCore:
 
     def _drafting_of(self, request: Request) -> Drafting | None:
         """A constrained sequence has none: its mask is that of one position."""
-        if self._speculation is None or request.constraint is not None:
+        if "drafts" not in self.runner.capabilities or request.constraint is not None:
             return None
-        return _drafting(self._speculation)
+        return drafting_of(request, self._speculation)
 
     def _start_compiled(self) -> list[Finished]:
         """Queues the requests whose constraints are compiled; the ends of those that cannot be."""
@@ -304,11 +304,6 @@ class EngineCore:
         del samples[sample]
         if not samples:
             del self._samples[request_id]
-
-
-def _drafting(config: SpeculativeConfig) -> Drafting:
-    source = PromptLookup(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
-    return Drafting(source=source, most=config.num_speculative_tokens)
 
 
 def _progress_of(request: Request) -> PromptLogprobsProgress | None:

@@ -48,6 +48,16 @@ class RequestCheck:
                 f"leave it out, or start the engine with --scheduling-policy priority",
                 param="priority",
             )
+        for name, is_asked in (
+            ("speculative", request.params.speculative),
+            ("prediction", request.prediction),
+        ):
+            if is_asked and "drafts" not in self.capabilities:
+                raise InvalidRequestError(
+                    f"{name} is not supported by the {self.backend} backend, which verifies no "
+                    f"drafts; leave it out",
+                    param=name,
+                )
         if request.attachments and "attachments" not in self.capabilities:
             raise InvalidRequestError(
                 f"attachments are not supported by the {self.backend} backend; send text alone",
@@ -71,6 +81,8 @@ class RequestCheck:
             self._check_ids("allowed_token_ids", params.allowed_token_ids)
         if params.logit_bias:
             self._check_ids("logit_bias", (token_id for token_id, _ in params.biases))
+        if request.prediction:
+            self._check_prediction(request.prediction)
         for token_ids in request.bad_word_token_ids:
             self._check_ids("bad_words", token_ids)
         self._check_resolved(request)
@@ -105,6 +117,15 @@ class RequestCheck:
                 "structured output is not supported by this engine, which has no tokenizer.json",
                 param="structured",
             )
+
+    def _check_prediction(self, token_ids: tuple[int, ...]) -> None:
+        if len(token_ids) > self.limits.max_model_len:
+            raise InvalidRequestError(
+                f"prediction has {len(token_ids)} tokens, more than this model's context of "
+                f"{self.limits.max_model_len}; shorten it",
+                param="prediction",
+            )
+        self._check_ids("prediction", token_ids)
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         ids = tuple(token_ids)

@@ -123,6 +123,8 @@ class OutputProcessor:
             del self._running[event.sample]
             return None
         found = event.logprobs
+        if event.is_draft or event.num_rejected_drafts:
+            output.count_drafts(is_accepted=event.is_draft, num_rejected=event.num_rejected_drafts)
         has_ended = output.push(
             event.token_id, None if found is None else self._describe(event.token_id, found)
         )

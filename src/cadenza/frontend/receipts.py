@@ -46,6 +46,7 @@ def make_receipt(
         logprobs=0,
         prompt_logprobs=None,
         truncate_prompt_tokens=None,
+        speculative=None,
     )
     entries = zip(output.token_ids, output.logprobs or (), strict=True)
     logprobs = tuple(entry[token_id].logprob for token_id, entry in entries)

@@ -38,12 +38,14 @@ class SampleOutput:
     """
 
     __slots__ = (
+        "_accepted",
         "_detokenizer",
         "_ending",
         "_ends",
         "_is_ending_taken",
         "_logprobs",
         "_matcher",
+        "_num_rejected",
         "_num_searched",
         "_num_taken_parts",
         "_num_taken_texts",
@@ -78,6 +80,9 @@ class SampleOutput:
         self._ending: Ending | None = None
         # Characters given to the matcher up to the end of each token, where there is a matcher.
         self._ends: list[int] = []
+        self._accepted: list[int] = []
+        """The places of the tokens that were drafted."""
+        self._num_rejected = 0
         self._num_searched = 0
         self._num_taken_texts = 0
         self._num_taken_parts = 0
@@ -94,6 +99,12 @@ class SampleOutput:
         count = len(self._token_ids)
         end = None if self._matcher is None else self._matcher.least_end
         return count if end is None else min(count, bisect_left(self._ends, end) + 1)
+
+    def count_drafts(self, *, is_accepted: bool, num_rejected: int) -> None:
+        """What the next token tells of drafts; to be called before it is pushed."""
+        if is_accepted:
+            self._accepted.append(len(self._token_ids))
+        self._num_rejected += num_rejected
 
     def push(self, token_id: int, logprobs: dict[int, Logprob] | None) -> bool:
         """Takes the next token; whether a stop string has ended the sample with it.
@@ -218,6 +229,8 @@ class SampleOutput:
             finish_reason=None if ending is None else ending.finish_reason,
             stop_reason=None if ending is None else ending.stop_reason,
             num_generated_tokens=count if ending is None else ending.num_generated_tokens,
+            num_accepted_drafts=bisect_left(self._accepted, count),
+            num_rejected_drafts=self._num_rejected,
             error=None if ending is None else ending.error,
             error_kind=None if ending is None else ending.error_kind,
             parts=None if self._parser is None else tuple(self._parts[first_part:]),

@@ -14,7 +14,7 @@ from typing import Any, cast
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import GenerationConfig, is_integer
 from cadenza.engine.request_check import RequestCheck
-from cadenza.errors import InvalidRequestError, show
+from cadenza.errors import InvalidRequestError, TextTooLongError, show
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, ToolUse
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
@@ -159,6 +159,23 @@ class TextFrontend:
             params = replace(params, skip_special_tokens=False)
         request = replace(prepared.request, params=params, constraint=plan.constraint)
         return replace(prepared, request=request, make_parser=plan.make_parser)
+
+    def with_prediction(
+        self, prepared: PreparedRequest, prediction: str, *, max_num_tokens: int | None = None
+    ) -> PreparedRequest:
+        """The request with a text that its output may repeat in part. Raises InvalidRequestError if
+        that has more than `max_num_tokens`.
+        """
+        encode = self._need_tokenizer().encode
+        try:
+            ids = encode(prediction, add_special_tokens=False, max_num_tokens=max_num_tokens)
+        except TextTooLongError as error:
+            raise InvalidRequestError(
+                f"prediction has {error.length}, more than the {max_num_tokens} that an answer can "
+                f"have; shorten it",
+                param="prediction",
+            ) from None
+        return replace(prepared, request=replace(prepared.request, prediction=tuple(ids)))
 
     def resolve(self, request: Request) -> Request:
         """The request with its text options as tokens: the prompt is cut to

@@ -94,6 +94,7 @@ def make_plan(
     quantization = _choose_quantization(config, checkpoint, traits)
     kv_cache_dtype = _choose_kv_dtype(config, traits)
     _check_arithmetic(config, traits)
+    _check_speculation(config, traits)
     kv_layout = _choose_layout(config, traits)
     config = replace(config, kv_layout=kv_layout, quantization=quantization)
     memory = _memory_of(checkpoint, traits, dtype, config)
@@ -221,6 +222,14 @@ def _check_arithmetic(config: EngineConfig, traits: BackendTraits) -> None:
         raise ConfigError(
             f"--arithmetic {config.arithmetic} is not one of {', '.join(traits.arithmetics)} on "
             f"{traits.name} with {traits.ops} ops; the native CPU kernels have it"
+        )
+
+
+def _check_speculation(config: EngineConfig, traits: BackendTraits) -> None:
+    if config.speculation is not None and not traits.verifies_drafts:
+        raise ConfigError(
+            f"--speculative-config is not supported on {traits.name}, which verifies no drafts; "
+            f"leave it out"
         )
 
 

@@ -68,6 +68,7 @@ PARAMS = SamplingParams(
     prompt_logprobs=1,
     truncate_prompt_tokens=5,
     structured=StructuredOutput(choice=("a", "b")),
+    speculative=3,
 )
 REQUEST = Request(
     prompt_token_ids=tuple(range(300)),
@@ -76,9 +77,18 @@ REQUEST = Request(
     attachments=(Attachment(start=4, length=2, digest=b"\x00cat", payload=b"\xff\x00"),),
     cache_salt="salt",
     constraint=ConstraintSpec(grammar="a grammar"),
+    prediction=(4, 5),
 )
 LOGPROBS = TokenLogprobs(logprob=float("-inf"), rank=3, top_ids=(1, 2), top_logprobs=(-0.1, -2.5))
-TOKEN = Token(request_id=1 << 40, token_id=5, index=2, sample=1, logprobs=LOGPROBS)
+TOKEN = Token(
+    request_id=1 << 40,
+    token_id=5,
+    index=2,
+    sample=1,
+    logprobs=LOGPROBS,
+    is_draft=True,
+    num_rejected_drafts=2,
+)
 PROMPT_LOGPROBS = PromptLogprobs(request_id=3, start=1, entries=(LOGPROBS, LOGPROBS))
 FINISHED = Finished(
     request_id=1,

@@ -75,6 +75,8 @@ class MlxBackend:
             slot_unit=CHUNK if measured.is_recurrent else 1,
             memory=measured.memory,
             attention_span=CPU_SPAN if found.name == "cpu" else GPU_SPAN,
+            # A recurrent state cannot go back, and Metal's bits depend on a call's size.
+            verifies_drafts=False,
         )
 
     def describe_arithmetic(

@@ -134,7 +134,7 @@ class XlaRunner:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        return frozenset({"logprobs"})
+        return frozenset({"logprobs", "drafts"})
 
     @property
     def vocab_size(self) -> int:

@@ -30,7 +30,7 @@ from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean, Unsupported, or_null
 from cadenza.server.schemas.generation import LOGPROBS, sampling_type
-from cadenza.server.schemas.messages import ConversationBody, Messages
+from cadenza.server.schemas.messages import ConversationBody, Messages, PredictedContent
 from cadenza.server.schemas.structured import form_field
 from cadenza.server.schemas.tools import ToolChoice, Tools, tool_use
 from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, PromptInfo, Usage
@@ -56,6 +56,9 @@ class ChatRequest(ConversationBody, GenerationRequest):
         ToolChoice(), "none; auto: the model decides; required; or a function that is called."
     )
     parallel_tool_calls = optional(Boolean(), "Several calls in an answer.", default=True)
+    prediction = optional(
+        PredictedContent(), "A text that much of the answer repeats; it comes sooner, unchanged."
+    )
 
     functions = unsupported("calling functions", [])
     function_call = unsupported("calling functions", "none", "auto")
@@ -67,7 +70,6 @@ class ChatRequest(ConversationBody, GenerationRequest):
     media_io_kwargs = unsupported("another modality than text", {})
     mm_processor_kwargs = unsupported("another modality than text", {})
     moderation = unsupported("moderation")
-    prediction = unsupported("a predicted output")
     chat_template = unsupported("a chat template of the request's own", "")
     documents = unsupported("documents in the prompt", [])
     echo = unsupported("beginning the answer with the last message", False)
@@ -123,6 +125,8 @@ class ChatRequest(ConversationBody, GenerationRequest):
             template_kwargs={**switches, **self.template_kwargs()},
             max_num_tokens=max_num_tokens,
         )
+        if self.prediction:
+            return [text.with_prediction(prepared, self.prediction, max_num_tokens=max_num_tokens)]
         return [prepared]
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:

@@ -33,15 +33,18 @@ from cadenza.server.schemas.field_types import (
     String,
     StringMap,
     TokenIds,
+    check_member,
     refuse,
 )
 from cadenza.server.schemas.structured import Guided, OneForm, ResponseFormat
+from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
 
 MAX_CHOICES = 2048
 """Of one call: its prompts times `n`."""
 
 LABEL = String(max_chars=256)
 LOGPROBS = Integer(0, MAX_LOGPROBS_BOUND)
+NUM_DRAFTS = Integer(1, MAX_SPECULATIVE_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,36 @@ class LogitBias:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculativeChoice:
+    """A boolean, or an object with a number of drafts."""
+
+    def check(self, name: str, value: object) -> bool | dict[str, int]:
+        if isinstance(value, bool):
+            return value
+        given = cast(dict[str, object], value) if isinstance(value, dict) else {}
+        if given.keys() != {"num_speculative_tokens"}:
+            wanted = 'true, false or an object {"num_speculative_tokens": N}'
+            raise refuse(name, cast(object, value), wanted)
+        return {key: check_member(name, key, NUM_DRAFTS, item) for key, item in given.items()}
+
+    def schema(self) -> Schema:
+        number = {"num_speculative_tokens": NUM_DRAFTS.schema()}
+        counted: Schema = {
+            "type": "object",
+            "properties": number,
+            "required": list(number),
+            "additionalProperties": False,
+        }
+        return {"anyOf": [Boolean().schema(), counted]}
+
+
 def sampling_type(name: str) -> FieldType[Any]:
     """The field type of one of `SamplingParams`."""
     if name == "logit_bias":
         return LogitBias()
+    if name == "speculative":
+        return SpeculativeChoice()
     bound = BOUNDS.get(name)
     if bound is None:
         return Boolean()
@@ -147,6 +176,11 @@ class GenerationBody(Body):
     allowed_token_ids = SamplingField("No other token is chosen.", None)
     skip_special_tokens = SamplingField("Special tokens have no text.", True)
     truncate_prompt_tokens = SamplingField("Keep this many tokens of the prompt's end.", None)
+    speculative = SamplingField(
+        "Verify drafts, which changes no token: true, false, or at most how many in a step; "
+        "otherwise as the server is configured.",
+        None,
+    )
 
     response_format = optional(ResponseFormat(), "The answer's form: text, or JSON.")
     structured_outputs = optional(OneForm(), "The answer's form, of which one member is given.")

@@ -130,6 +130,27 @@ class _Content:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedContent:
+    """`prediction`: the text that much of the answer is expected to repeat."""
+
+    def check(self, name: str, value: object) -> str:
+        given = cast(dict[str, object], value) if isinstance(value, dict) else {}
+        if given.keys() != {"type", "content"} or given["type"] != "content":
+            wanted = 'an object {"type": "content", "content": …}'
+            raise refuse(name, cast(object, value), wanted)
+        return _Content().check(name, given["content"])
+
+    def schema(self) -> Schema:
+        kind = OneOf(("content",)).schema()
+        return {
+            "type": "object",
+            "properties": {"type": kind, "content": _Content().schema()},
+            "required": ["type", "content"],
+            "additionalProperties": False,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class _ToolCalls:
     """Calls of functions, whose arguments become objects, which templates know."""
 
