@@ -18,6 +18,7 @@ from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED, is_integer
 from cadenza.errors import InvalidRequestError, show
 from cadenza.speculative_config import Speculative, as_speculative
 from cadenza.structured import ConstraintSpec, StructuredOutput
+from cadenza.tenant import ONE_TENANT, Tenant
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -297,6 +298,8 @@ class Request:
         cache_salt: ASCII; requests share prefix-cache pages only if their salts are equal.
         priority: with `--scheduling-policy priority`, requests with a smaller one start first;
             from -`MAX_PRIORITY` to `MAX_PRIORITY`.
+        tenant: among those whose requests wait, service is shared out by weight. Unlike the salt
+            it does not separate cached prefixes.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of bounds.
@@ -310,6 +313,7 @@ class Request:
     priority: int = 0
     constraint: ConstraintSpec | None = None
     prediction: tuple[int, ...] = ()
+    tenant: Tenant = ONE_TENANT
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -339,6 +343,10 @@ class Request:
                 param="priority",
             )
         object.__setattr__(self, "priority", index(self.priority))
+        if not isinstance(self.tenant, Tenant):
+            raise InvalidRequestError(
+                f"tenant is {show(self.tenant)}; it must be a Tenant", param="tenant"
+            )
 
     def _checked_attachments(self) -> tuple[Attachment, ...]:
         given: object = self.attachments

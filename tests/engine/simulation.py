@@ -35,6 +35,7 @@ from cadenza.request import (
     Token,
 )
 from cadenza.structured import ConstraintSpec
+from cadenza.tenant import Tenant
 from tests.engine.hashed_constraint import compile_hashed
 from tests.engine.solo import (
     EOS_TOKEN_IDS,
@@ -117,6 +118,12 @@ class Scenario:
         return "static" if is_static else "continuous"
 
     @cached_property
+    def tenants(self) -> tuple[Tenant, ...]:
+        rng = random.Random(f"tenants {self.seed}")
+        weights = [rng.choice([0.5, 1.0, 3.0]) for _ in range(rng.choice([1, 1, 2, 4]))]
+        return tuple(Tenant(name=f"t{at}", weight=weight) for at, weight in enumerate(weights))
+
+    @cached_property
     def shared_prefix(self) -> tuple[int, ...]:
         return _random_tokens(random.Random(f"prefix {self.seed}"), self.max_len)
 
@@ -153,11 +160,13 @@ class Scenario:
         salt = rng.choice([*[""] * 5, "another tenant"])
         priority = rng.randint(-2, 2) if self.policy.name == "priority" else 0
         grammar = random.Random(f"grammar {rng.random()}").choice([*[None] * 5, "a", "b"])
+        tenant = random.Random(f"tenant {prompt} {priority}").choice(self.tenants)
         return Request(
             prompt_token_ids=prompt,
             params=params,
             cache_salt=salt,
             priority=priority,
+            tenant=tenant,
             constraint=None if grammar is None else ConstraintSpec(grammar=grammar),
         )
 

@@ -220,7 +220,8 @@ def test_with_pages_for_all_nothing_is_computed_twice() -> None:
 
 class ServesTheLastFirst(Scheduler):
     def add(self, sequence: Sequence) -> None:
-        self.waiting.appendleft(sequence)
+        super().add(sequence)
+        self.waiting.rotate(1)
 
 
 class PreemptsForNothing(Scheduler):

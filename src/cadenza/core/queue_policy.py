@@ -1,7 +1,8 @@
 """`QueuePolicy`: in which order waiting sequences start, and which running one is preempted.
 
-Pure functions of sequences and the time; knows no pages and keeps no clock. Invariant: with every
-policy a sequence comes first after a bounded wait, whatever arrives after it.
+It orders the sequences of each tenant; `FairShare` says which tenant is next. Pure functions of
+sequences and the time; knows no pages and keeps no clock. Invariant: with every policy a sequence
+comes first of its tenant's after a bounded wait, whatever arrives after it.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,12 +48,18 @@ class QueuePolicy:
 
         return sorted(waiting, key=lambda each: (not each.is_retried, length(each)))
 
-    def victim(self, running: list[Sequence]) -> Sequence:
-        """The running sequence to preempt: with `priority` the last in the order of starting, of
-        one request's samples the one with the fewest tokens to compute again; otherwise the newest.
+    def victim(
+        self, running: list[Sequence], counter_of: Callable[[Sequence], float] = lambda _: 0.0
+    ) -> Sequence:
+        """The running sequence to preempt, of a tenant with the largest counter.
+
+        With `priority` it is the last in the order of starting, of one request's samples the one
+        with the fewest tokens to compute again; otherwise the newest.
         """
         candidates = [each for each in running if each.num_preemptions < MAX_PREEMPTIONS]
         candidates = candidates or running
+        largest = max(map(counter_of, candidates))
+        candidates = [each for each in candidates if counter_of(each) == largest]
         if self.name == "priority":
             return max(candidates, key=lambda each: (self._aged(each), -each.num_computed_tokens))
         return candidates[-1]

@@ -13,6 +13,7 @@ launch, tokens are appended in `update`, and results of sequences that have ende
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -20,6 +21,7 @@ from cadenza.config import Batching, EngineLimits
 from cadenza.core.admission import Admission
 from cadenza.core.batch import Batch, BatchEntry, PageUpdate
 from cadenza.core.drafts import DraftCounts
+from cadenza.core.fair_share import FairShare, measured_service_cost
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.prompt_logprobs import PromptLogprobsBudget
 from cadenza.core.queue_policy import FCFS, QueuePolicy
@@ -89,6 +91,7 @@ class Scheduler:
         self.num_scheduled_tokens = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
+        self._fair_share = _fair_share(options.step_bound, limits.max_num_seqs)
         self._reader = StepReader(kv_cache, self._end)
         self._admission = admission
         self._free_rows = list(range(limits.max_num_seqs))
@@ -120,6 +123,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
+        self._fair_share.join(sequence.request.tenant)
 
     def schedule(self, now_s: float = 0.0) -> Batch | None:
         """The next step, with its pages allocated; None if nothing can be computed.
@@ -140,6 +144,7 @@ class Scheduler:
         drafts = self._draft(shares, logprobs_budget)
         for sequence, count in shares:
             self._enter(batch, sequence, count, drafts.get(sequence, ()))
+        self._fair_share.charge_outputs(batch.entries)
         batch.entries.sort(key=_row_of)
         self.kv_cache.pool.pin(batch.written_pages)
         self.num_scheduled_tokens += batch.num_tokens
@@ -202,6 +207,7 @@ class Scheduler:
         for sequence in self.waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.page_table, "a waiting sequence holds pages"
+        self._fair_share.check_invariants(self.waiting)
         self.kv_cache.check_invariants(self.running)
 
     def _share_with_retried(
@@ -230,7 +236,8 @@ class Scheduler:
         decodes, prompts = _split(self.running)
         shares = self._share_among_decodes(decodes, logprobs_budget)
         if self.num_preemptions == num_preemptions and self.waiting and self._free_rows:
-            waiting = self._policy.ordered(self.waiting, now_s, self.kv_cache.num_uncached_tokens)
+            ordered = self._policy.ordered(self.waiting, now_s, self.kv_cache.num_uncached_tokens)
+            waiting = self._fair_share.in_turns(ordered)
             if self._is_static:
                 prompts += self._admit_batch(batch, waiting)
             else:
@@ -294,7 +301,7 @@ class Scheduler:
         while not self.kv_cache.try_grow(sequence, num_tokens):
             if self.kv_cache.pool.num_pinned:
                 return False
-            victim = self._policy.victim(self.running)
+            victim = self._policy.victim(self.running, self._fair_share.counter_of)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -303,7 +310,7 @@ class Scheduler:
     def _admit(
         self,
         batch: Batch,
-        waiting: list[Sequence],
+        waiting: Iterable[Sequence],
         prompts: list[Sequence],
         budget: PromptBudget,
         logprobs_budget: PromptLogprobsBudget,
@@ -341,7 +348,7 @@ class Scheduler:
             parts.append(part)
             prompts.append(sequence)
 
-    def _admit_batch(self, batch: Batch, waiting: list[Sequence]) -> list[Sequence]:
+    def _admit_batch(self, batch: Batch, waiting: Iterable[Sequence]) -> list[Sequence]:
         """Starts `waiting` sequences in order while rows and pages remain, if none is running.
 
         Later only samples start whose request is running, when its prompt has been computed.
@@ -370,11 +377,13 @@ class Scheduler:
             if not any(each.has_started for each in sequence.siblings):
                 batch.started.append(Started(request_id=sequence.request_id))
             sequence.has_started = True
+            num_left = sequence.num_prompt_tokens - prefix.num_tokens
+            self._fair_share.charge_prompt(sequence, max(0, num_left))
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = prefix.num_cached_tokens
             if not is_fork:
                 self._count_prefix(sequence, prefix.num_cached_tokens)
-        self.waiting.remove(sequence)
+        self._leave_queue(sequence)
         sequence.row = heapq.heappop(self._free_rows)
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
@@ -483,8 +492,12 @@ class Scheduler:
         if sequence.status is SequenceStatus.RUNNING:
             self._leave_row(sequence)
         else:
-            self.waiting.remove(sequence)
+            self._leave_queue(sequence)
         sequence.status = SequenceStatus.FINISHED
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self._fair_share.leave(sequence.request.tenant)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Frees a running sequence's pages and puts it at the head of the queue."""
@@ -496,12 +509,21 @@ class Scheduler:
         self._leave_row(sequence)
         sequence.status = SequenceStatus.WAITING
         self.waiting.appendleft(sequence)
+        self._fair_share.join(sequence.request.tenant)
 
     def _leave_row(self, sequence: Sequence) -> None:
         assert sequence.row is not None
         heapq.heappush(self._free_rows, sequence.row)
         self.running.remove(sequence)
         self.kv_cache.release(sequence)
+
+
+def _fair_share(bound: StepBound | None, max_num_seqs: int) -> FairShare:
+    """With weights from the costs measured so far, if there are any."""
+    if bound is None:
+        return FairShare()
+    rows = StepLoad(num_tokens=max_num_seqs, num_logits=max_num_seqs, num_keys=max_num_seqs)
+    return FairShare(measured_service_cost(bound.cost, rows))
 
 
 def _split(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:

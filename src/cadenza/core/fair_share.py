@@ -1,0 +1,135 @@
+"""`FairShare`: whose turn it is among tenants, by virtual token counters.
+
+The algorithm is VTC (Sheng et al., "Fairness in Serving Large Language Models", arXiv 2401.00588).
+Owns each tenant's counter: the service that it has had, divided by its weight. A prompt is charged
+when its sequence first starts, an output token when the step that samples it is launched. Knows
+neither pages nor time. Invariants: with one tenant no order changes; while two tenants both have
+waiting sequences, their services differ by at most 2 max(w_p L, w_q M), where w_p and w_q are the
+costs of a prompt token and an output token, L the tokens of a prompt and M those of the pool.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from cadenza.core.batch import BatchEntry
+from cadenza.core.sequence import Sequence
+from cadenza.core.step_cost import StepCost, StepLoad
+from cadenza.request import Tenant
+
+MAX_COUNTERS = 1024
+"""Above so many counters, those that a tenant would get anyway when it comes back are dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceCost:
+    """What computing a token of a prompt costs, and generating a token; in any one unit."""
+
+    prompt: float = 1.0
+    output: float = 2.0
+
+
+def measured_service_cost(cost: StepCost, full_decode: StepLoad) -> ServiceCost:
+    """In milliseconds: a prompt token beside others, and a row of a step in which all decode."""
+    return ServiceCost(
+        prompt=cost.token_ms, output=cost.predict_ms(full_decode) / full_decode.num_tokens
+    )
+
+
+class FairShare:
+    """The counters of one scheduler, which says what waits, starts and is launched."""
+
+    def __init__(self, cost: ServiceCost | None = None) -> None:
+        self._cost = cost or ServiceCost()
+        self._counters: dict[str, float] = {}
+        self._num_waiting: dict[str, int] = {}
+        self._last_left = ""
+
+    def join(self, tenant: Tenant) -> None:
+        """One more sequence of the tenant waits. If it is the only one, the counter is lifted to
+        the smallest of those that wait: nobody saves up service while asking for none.
+        """
+        name = tenant.name
+        count = self._num_waiting.get(name, 0)
+        if not count:
+            floor = self._floor()
+            self._counters[name] = max(self._counters.get(name, 0.0), floor)
+            if len(self._counters) > MAX_COUNTERS:
+                self._drop_idle(floor)
+        self._num_waiting[name] = count + 1
+
+    def leave(self, tenant: Tenant) -> None:
+        """One sequence less of the tenant waits."""
+        name = tenant.name
+        self._num_waiting[name] -= 1
+        if not self._num_waiting[name]:
+            del self._num_waiting[name]
+            self._last_left = name
+
+    def counter_of(self, sequence: Sequence) -> float:
+        return self._counters.get(sequence.request.tenant.name, 0.0)
+
+    def charge_prompt(self, sequence: Sequence, num_tokens: int) -> None:
+        """A sequence starts for the first time; `num_tokens` of its prompt are to be computed."""
+        self._charge(sequence.request.tenant, self._cost.prompt * num_tokens)
+
+    def charge_outputs(self, entries: Iterable[BatchEntry]) -> None:
+        """A step is launched. A draft costs as much as a prompt token."""
+        if len(self._counters) < 2:
+            return
+        for entry in entries:
+            if entry.num_choices:
+                service = self._cost.output + self._cost.prompt * (entry.num_choices - 1)
+                self._charge(entry.sequence.request.tenant, service)
+
+    def in_turns(self, ordered: list[Sequence]) -> Iterable[Sequence]:
+        """Waiting sequences, the first of the tenant with the smallest counter next; each tenant's
+        stay in the order given, and those to be retried come first. Counters that are charged
+        between two of them count.
+        """
+        if len(self._num_waiting) < 2:
+            return ordered
+        retried = [sequence for sequence in ordered if sequence.is_retried]
+        return chain(retried, self._merged(ordered))
+
+    def check_invariants(self, waiting: Iterable[Sequence]) -> None:
+        """Raises AssertionError if other sequences wait than were told."""
+        found: dict[str, int] = {}
+        for sequence in waiting:
+            name = sequence.request.tenant.name
+            found[name] = found.get(name, 0) + 1
+        assert found == self._num_waiting, f"{found} wait, counted {self._num_waiting}"
+
+    def _merged(self, ordered: list[Sequence]) -> Iterator[Sequence]:
+        queues: dict[str, deque[tuple[int, Sequence]]] = {}
+        for place, sequence in enumerate(ordered):
+            if not sequence.is_retried:
+                queues.setdefault(sequence.request.tenant.name, deque()).append((place, sequence))
+        heads = [(self._counters[name], queue[0][0], name) for name, queue in queues.items()]
+        heapq.heapify(heads)
+        while heads:
+            _, _, name = heapq.heappop(heads)
+            _, sequence = queues[name].popleft()
+            yield sequence
+            if queues[name]:
+                heapq.heappush(heads, (self._counters[name], queues[name][0][0], name))
+
+    def _charge(self, tenant: Tenant, service: float) -> None:
+        # A counter says nothing while there is no other.
+        if len(self._counters) > 1:
+            count = self._counters.get(tenant.name, 0.0)
+            self._counters[tenant.name] = count + service / tenant.weight
+
+    def _floor(self) -> float:
+        """What the counter of a tenant that joins is lifted to."""
+        names = self._num_waiting or (self._last_left,)
+        return min(self._counters.get(name, 0.0) for name in names)
+
+    def _drop_idle(self, floor: float) -> None:
+        self._counters = {
+            name: count
+            for name, count in self._counters.items()
+            if count > floor or name in self._num_waiting or name == self._last_left
+        }

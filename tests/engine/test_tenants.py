@@ -1,0 +1,306 @@
+"""Tenants share an engine by weight, and a flood of one does not hold up another.
+
+The bound is that of VTC (arXiv 2401.00588, theorem 4.4). Service is what clients see: a prompt when
+its request starts, and each token.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cadenza.config import EngineLimits, SchedulingPolicy
+from cadenza.core.fair_share import MAX_COUNTERS, FairShare, ServiceCost, measured_service_cost
+from cadenza.core.queue_policy import QueuePolicy
+from cadenza.core.scheduler import Scheduler
+from cadenza.core.sequence import Sequence
+from cadenza.core.step_cost import StepCost, StepLoad
+from cadenza.errors import InvalidRequestError
+from cadenza.request import Request, SamplingParams, Started, Token
+from cadenza.tenant import Tenant
+from tests.core.builders import sequence_of
+from tests.engine.simulation import (
+    REAL_PARTS,
+    VOCAB_SIZE,
+    Order,
+    Parts,
+    Record,
+    make_engine,
+    replayable,
+    run_requests,
+)
+
+LIMITS = EngineLimits(
+    max_num_seqs=4,
+    max_num_batched_tokens=48,
+    max_model_len=96,
+    page_size=16,
+    num_pages=16,
+    max_num_queued_reqs=1000,
+    enable_prefix_caching=False,
+)
+COST = ServiceCost()
+NUM_STEPS = 300
+HERE = "tests/engine/test_tenants.py"
+
+
+def request_of(rng: random.Random, tenant: Tenant, *, longest: int = 64) -> Request:
+    prompt = tuple(rng.choices(range(VOCAB_SIZE), k=rng.randint(1, longest)))
+    max_tokens = rng.randint(1, LIMITS.max_model_len - longest)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return Request(prompt_token_ids=prompt, params=params, tenant=tenant)
+
+
+@dataclass(slots=True, kw_only=True)
+class Backlog:
+    """An engine in which every tenant always has several requests waiting."""
+
+    seed: int
+    tenants: list[Tenant]
+    policy: SchedulingPolicy = "fcfs"
+    parts: Parts = REAL_PARTS
+    services: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> Iterator[dict[str, float]]:
+        """Yields each tenant's service by weight after each step; verifies the streams at last."""
+        rng = random.Random(f"backlog {self.seed}")
+        order = Order(policy=QueuePolicy(name=self.policy), clock=lambda: 0.0)
+        engine = make_engine(LIMITS, loop="plain", parts=self.parts, order=order)
+        record = Record(seed=self.seed, engine=engine)
+        self.services = dict.fromkeys((each.name for each in self.tenants), 0.0)
+        # The first one has always many more requests in the queue, and the longest ones.
+        for step in range(NUM_STEPS):
+            waiting = [each.request.tenant.name for each in engine.scheduler.waiting]
+            for at, tenant in enumerate(self.tenants):
+                for _ in range((4 if at else 20) - waiting.count(tenant.name)):
+                    request = request_of(rng, tenant, longest=24 if at else 64)
+                    record.accept(engine.submit(request), request)
+            for event in engine.step():
+                record.take(event)
+                self._serve(record.requests[event.request_id], event)
+            engine.check_invariants()
+            yield dict(self.services)
+            record.num_steps = step + 1
+        for request_id in record.requests:
+            for stream in record.open_streams(request_id):
+                engine.cancel(request_id)
+                record.cancelled.add(stream)
+        record.verify()
+
+    def _serve(self, request: Request, event: object) -> None:
+        service = 0.0
+        if isinstance(event, Started):
+            service = COST.prompt * len(request.prompt_token_ids)
+        elif isinstance(event, Token):
+            service = COST.output
+        self.services[request.tenant.name] += service / request.tenant.weight
+
+
+def bound_of(tenants: list[Tenant]) -> float:
+    num_pool_tokens = LIMITS.num_pages * LIMITS.page_size
+    unit = max(COST.prompt * LIMITS.max_model_len, COST.output * num_pool_tokens)
+    return 2 * unit / min(each.weight for each in tenants)
+
+
+def check_bound(seed: int, *, policy: SchedulingPolicy = "fcfs", parts: Parts = REAL_PARTS) -> None:
+    """The services of two tenants differ by at most the bound over any span of time: the most and
+    the least that their difference ever is are no further apart."""
+    rng = random.Random(f"tenants {seed}")
+    weights = [rng.choice([0.5, 1.0, 1.0, 2.0]) for _ in range(rng.randint(2, 4))]
+    tenants = [Tenant(name=f"t{at}", weight=weight) for at, weight in enumerate(weights)]
+    bound = bound_of(tenants)
+    spans = list(Backlog(seed=seed, tenants=tenants, policy=policy, parts=parts).run())
+    assert sum(spans[-1].values()) > bound, "too little was served to tell"
+    first = tenants[0].name
+    for other in tenants[1:]:
+        gaps = [services[first] - services[other.name] for services in spans]
+        assert max(gaps) - min(gaps) <= bound, f"{first} and {other.name}: unfair"
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "shortest_first", "priority"])
+@pytest.mark.parametrize("seed", range(1))
+def test_the_services_of_tenants_that_wait_differ_by_at_most_the_bound(
+    seed: int, policy: SchedulingPolicy
+) -> None:
+    name = "test_the_services_of_tenants_that_wait_differ_by_at_most_the_bound"
+    with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}-{policy}]'"):
+        check_bound(seed, policy=policy)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100))
+def test_the_services_differ_by_at_most_the_bound_over_many_seeds(seed: int) -> None:
+    name = "test_the_services_differ_by_at_most_the_bound_over_many_seeds"
+    with replayable(f"seed {seed}", f"python -m pytest -m soak '{HERE}::{name}[{seed}]'"):
+        check_bound(seed)
+
+
+class InOrder(FairShare):
+    """Tenants have no turns."""
+
+    def in_turns(self, ordered: list[Sequence]) -> list[Sequence]:
+        return ordered
+
+
+class ServesAllAsOneTenant(Scheduler):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._fair_share = InOrder()
+
+
+def test_the_bound_betrays_a_scheduler_without_counters() -> None:
+    with pytest.raises(AssertionError, match="unfair"):
+        check_bound(0, parts=Parts(scheduler=ServesAllAsOneTenant))
+
+
+def steps_to_first_token(requests: list[Request], *, parts: Parts = REAL_PARTS) -> dict[int, int]:
+    engine = make_engine(LIMITS, parts=parts, order=Order(clock=lambda: 0.0))
+    record = run_requests(engine, requests)
+    record.verify()
+    return {e.request_id: at for at, e in reversed(record.log) if isinstance(e, Token)}
+
+
+def test_a_request_passes_the_queue_of_a_tenant_that_floods() -> None:
+    rng = random.Random("flood")
+    flood = [request_of(rng, Tenant(name="many")) for _ in range(60)]
+    polite = request_of(rng, Tenant(name="few"))
+    last = len(flood)
+    fair = steps_to_first_token([*flood, polite])
+    assert fair[last] < sorted(fair.values())[10]
+    unfair = steps_to_first_token([*flood, polite], parts=Parts(scheduler=ServesAllAsOneTenant))
+    assert unfair[last] > sorted(unfair.values())[50], "the queue was no hindrance"
+
+
+def test_one_tenants_requests_start_as_without_tenants() -> None:
+    rng = random.Random("one")
+    requests = [request_of(rng, Tenant()) for _ in range(30)]
+    named = [replace(each, tenant=Tenant(name="one", weight=7.0)) for each in requests]
+    assert steps_to_first_token(requests) == steps_to_first_token(named)
+
+
+def waiting_of(*names: str) -> list[Sequence]:
+    found: list[Sequence] = []
+    for at, name in enumerate(names):
+        sequence = sequence_of(at, 4)
+        sequence.request = replace(sequence.request, tenant=Tenant(name=name))
+        found.append(sequence)
+    return found
+
+
+def joined(share: FairShare, sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        share.join(sequence.request.tenant)
+
+
+def test_a_tenant_that_joins_gets_the_smallest_counter_of_those_that_wait() -> None:
+    share = FairShare()
+    a, b, c = waiting_of("a", "b", "c")
+    joined(share, [a, b])
+    share.charge_prompt(a, 500)
+    share.charge_prompt(b, 300)
+    joined(share, [c])
+    assert share.counter_of(c) == 300
+    share.leave(c.request.tenant)
+    share.charge_prompt(b, 300)
+    joined(share, [c])
+    assert share.counter_of(c) == 500
+
+
+def test_a_tenant_that_joins_an_empty_queue_gets_the_counter_of_the_last_that_left() -> None:
+    share = FairShare()
+    a, b, c = waiting_of("a", "b", "c")
+    joined(share, [a, b])
+    share.charge_prompt(a, 500)
+    share.leave(b.request.tenant)
+    share.leave(a.request.tenant)
+    joined(share, [c])
+    assert share.counter_of(c) == 500
+
+
+def test_turns_follow_counters_that_change_between_them() -> None:
+    share = FairShare()
+    waiting = waiting_of("a", "a", "a", "b", "b")
+    joined(share, waiting)
+    order: list[int] = []
+    for sequence in share.in_turns(waiting):
+        order.append(sequence.request_id)
+        share.charge_prompt(sequence, 30 if sequence.request.tenant.name == "a" else 20)
+    assert order == [0, 3, 4, 1, 2]
+
+
+def test_sequences_to_be_retried_come_first_whosever_they_are() -> None:
+    share = FairShare()
+    waiting = waiting_of("a", "b", "a")
+    joined(share, waiting)
+    share.charge_prompt(waiting[0], 100)
+    waiting[2].is_retried = True
+    assert [each.request_id for each in share.in_turns(waiting)] == [2, 1, 0]
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12), st.randoms())
+@settings(max_examples=30, deadline=None)
+def test_turns_hold_each_sequence_once_and_keep_each_tenants_order(
+    names: list[str], rng: random.Random
+) -> None:
+    share = FairShare()
+    waiting = waiting_of(*names)
+    joined(share, waiting)
+    found: list[Sequence] = []
+    for sequence in share.in_turns(waiting):
+        found.append(sequence)
+        share.charge_prompt(sequence, rng.randint(0, 50))
+    assert sorted(each.request_id for each in found) == list(range(len(names)))
+    for name in set(names):
+        own = [each.request_id for each in found if each.request.tenant.name == name]
+        assert own == sorted(own)
+
+
+def test_counters_of_tenants_that_are_gone_do_not_pile_up() -> None:
+    share = FairShare()
+    for at in range(3 * MAX_COUNTERS):
+        (sequence,) = waiting_of(f"t{at}")
+        joined(share, [sequence])
+        share.charge_prompt(sequence, 10)
+        share.leave(sequence.request.tenant)
+    assert len(share._counters) <= MAX_COUNTERS + 1
+
+
+def test_the_victim_is_of_the_tenant_with_the_largest_counter() -> None:
+    running = waiting_of("a", "b", "a", "b")
+    counters = {"a": 5.0, "b": 7.0}
+    policy = QueuePolicy()
+
+    def counter_of(sequence: Sequence) -> float:
+        return counters[sequence.request.tenant.name]
+
+    assert policy.victim(running, counter_of) is running[3]
+    counters["a"] = 9.0
+    assert policy.victim(running, counter_of) is running[2]
+    assert policy.victim(running) is running[3]
+
+
+def test_weights_of_tokens_are_what_they_take() -> None:
+    cost = StepCost(fixed_ms=8.0, token_ms=0.25, logit_ms=0.25, key_ms=0.0)
+    rows = StepLoad(num_tokens=16, num_logits=16, num_keys=16)
+    assert measured_service_cost(cost, rows) == ServiceCost(prompt=0.25, output=1.0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"name": name} for name in (None, 5, "two words", "ü", "x" * 65, b"bytes", "a\0")),
+        *({"weight": weight} for weight in (0, -1.0, float("nan"), float("inf"), "1", True, None)),
+    ],
+)
+def test_a_tenant_out_of_bounds_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError, match="tenant"):
+        Tenant(**fields)  # type: ignore[arg-type]
+
+
+def test_a_request_takes_no_name_for_a_tenant() -> None:
+    with pytest.raises(InvalidRequestError, match="must be a Tenant"):
+        Request(prompt_token_ids=(1,), tenant="name")  # type: ignore[arg-type]
