@@ -10,7 +10,7 @@ import pytest
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.request import SamplingParams
-from cadenza.server.endpoints.generating import GeneratingEndpoint, GenerationRequest
+from cadenza.server.endpoints.generating import ChoicesRequest, GeneratingEndpoint
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.generation import Generation
 from cadenza.server.http_exchange import Exchange
@@ -23,7 +23,7 @@ from tests.server.harness import TIMEOUT_S, options
 from tests.server.scripted_engine import ScriptedEngine
 
 
-class InputRequest(GenerationRequest):
+class InputRequest(ChoicesRequest):
     prompt_field = "input"
 
     input = required(String(min_chars=1, max_chars=100), "The text to go on with.")

@@ -83,7 +83,7 @@ class Generation:
         if request.request_id is not None:
             self._service.check_id(request.request_id)
             exchange.request_id = record.request_id = request.request_id
-        record.user = request.user
+        record.user = request.user_label
 
     async def _serve(
         self,

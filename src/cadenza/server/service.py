@@ -215,7 +215,7 @@ class Service:
 
         Raises InvalidRequestError.
         """
-        if call.receipt and self.fingerprint() is None:
+        if call.wants_receipt and self.fingerprint() is None:
             raise invalid_value("receipt needs an engine whose fingerprint is known", "receipt")
         params = call.sampling(self.text)
         most = None
@@ -233,7 +233,7 @@ class Service:
         salt = self._salt(tenant, call.cache_salt or "")
         found: list[PreparedRequest] = []
         for each in prepared:
-            asked = with_receipt(each) if call.receipt else each
+            asked = with_receipt(each) if call.wants_receipt else each
             request = asked.request
             if salt or call.priority:
                 request = replace(request, cache_salt=salt, priority=call.priority or 0)

@@ -4,7 +4,6 @@ Owns its body, its prompt, and the form of its choices. Knows no HTTP. Invariant
 prompt, whose fields are beside the choices.
 """
 
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +11,16 @@ from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart, PartKind, RequestOutput
 from cadenza.request import SamplingParams
+from cadenza.server.endpoints.conversation import (
+    Conversation,
+    check_form_and_call,
+    new_call_id,
+)
 from cadenza.server.endpoints.generating import (
     GENERATION_STATUSES,
     PROMPT_SCHEMA,
+    ChoicesRequest,
     GeneratingEndpoint,
-    GenerationRequest,
     LogprobEntry,
     answer_schema,
     choices_schema,
@@ -35,10 +39,8 @@ from cadenza.server.schemas.structured import form_field
 from cadenza.server.schemas.tools import ToolChoice, Tools, tool_use
 from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, PromptInfo, Usage
 
-NO_THINKING = {"enable_thinking": False}
 
-
-class ChatRequest(ConversationBody, GenerationRequest):
+class ChatRequest(ConversationBody, ChoicesRequest):
     """A body of /v1/chat/completions."""
 
     prompt_field = "messages"
@@ -94,13 +96,8 @@ class ChatRequest(ConversationBody, GenerationRequest):
                 "max_completion_tokens",
             )
         self.template_kwargs()
-        use = self.tool_use()
-        if use is not None and use.choice == "required" and form_field(self.values.get) is not None:
-            raise invalid_value(
-                "tool_choice requires a call, so that the answer cannot have another form; leave "
-                "one of them out",
-                "tool_choice",
-            )
+        has_form = form_field(self.values.get) is not None
+        check_form_and_call(self.tool_use(), has_form=has_form)
 
     def tool_use(self) -> ToolUse | None:
         """Raises ApiError (400)."""
@@ -114,17 +111,13 @@ class ChatRequest(ConversationBody, GenerationRequest):
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
-        switches: dict[str, bool] = {}
-        # `reasoning_effort: "none"` stands for a switch of the template, where it has one.
-        if self.reasoning_effort == "none" and NO_THINKING.keys() <= text.chat_template_options:
-            switches = NO_THINKING
-        prepared = text.prepare_answer(
-            self.messages,
-            params,
+        conversation = Conversation(
+            messages=self.messages,
             use=self.tool_use(),
-            template_kwargs={**switches, **self.template_kwargs()},
-            max_num_tokens=max_num_tokens,
+            effort=self.reasoning_effort,
+            template_kwargs=self.template_kwargs(),
         )
+        prepared = conversation.prepare(text, params, max_num_tokens)
         if self.prediction:
             return [text.with_prediction(prepared, self.prediction, max_num_tokens=max_num_tokens)]
         return [prepared]
@@ -245,9 +238,8 @@ def _joined_parts(parts: Sequence[OutputPart]) -> dict[str, str]:
 
 
 def _call_object(part: OutputPart) -> dict[str, Any]:
-    """A call; its id has nine letters and digits, which some chat templates ask for."""
     return {
-        "id": secrets.token_hex(5)[:9],
+        "id": new_call_id(),
         "type": "function",
         "function": {"name": part.name, "arguments": part.text},
     }

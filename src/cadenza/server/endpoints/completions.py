@@ -14,8 +14,8 @@ from cadenza.request import SamplingParams
 from cadenza.server.endpoints.generating import (
     GENERATION_STATUSES,
     PROMPT_SCHEMA,
+    ChoicesRequest,
     GeneratingEndpoint,
-    GenerationRequest,
     LogprobEntry,
     answer_schema,
     choices_schema,
@@ -77,7 +77,7 @@ class CompletionPrompts:
         return {"anyOf": [text, ids, many]}
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(ChoicesRequest):
     """A body of /v1/completions."""
 
     prompt_field = "prompt"

@@ -1,8 +1,8 @@
 """The interface of endpoints that generate: `GeneratingEndpoint` and `GenerationRequest`.
 
-Owns the rules between shared fields, and the forms of log probabilities that several endpoints
-answer with. Knows no HTTP and no engine. Invariant: a `GenerationRequest` that was read can be
-served, unless its prompt is too long or its tokens unknown.
+Owns the rules between fields that are shared (`ChoicesRequest`), and the forms of log probabilities
+that several endpoints answer with. Knows no HTTP and no engine. Invariant: a `GenerationRequest`
+that was read can be served, unless its prompt is too long or its tokens unknown.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,12 @@ from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import COUNT, TEXT, ApiRoute, object_of
 from cadenza.server.schemas.body import Effect, UnknownFields
 from cadenza.server.schemas.field_types import Schema, or_null
-from cadenza.server.schemas.generation import MAX_CHOICES, GenerationBody, StreamOptions
+from cadenza.server.schemas.generation import (
+    MAX_CHOICES,
+    GenerationBody,
+    SamplingBody,
+    StreamOptions,
+)
 from cadenza.server.schemas.structured import form_field
 from cadenza.server.sse import (
     AnswerEncoder,
@@ -40,7 +45,7 @@ LogprobEntry = Mapping[int, Logprob]
 GENERATION_STATUSES = (400, 413, 415, 404, 429, 500, 503, 504)
 
 
-class GenerationRequest(GenerationBody, ABC):
+class GenerationRequest(SamplingBody, ABC):
     """A checked body: its prompts, how they are sampled, and the form of the answer."""
 
     prompt_field: ClassVar[str]
@@ -51,13 +56,26 @@ class GenerationRequest(GenerationBody, ABC):
     def num_prompts(self) -> int: ...
 
     @property
-    @abstractmethod
-    def num_top_logprobs(self) -> int | None:
-        """The number of likeliest tokens to return; None: no log probabilities."""
+    def num_choices(self) -> int:
+        return self.num_prompts
+
+    @property
+    def user_label(self) -> str | None:
+        """Who asks, for the log's line."""
+        return None
+
+    @property
+    def wants_receipt(self) -> bool:
+        return False
+
+    @property
+    def make_parser(self) -> MakeParser | None:
+        """Makes the parser of each sample's text, in place of that of the prompt, if any."""
+        return None
 
     @abstractmethod
-    def check_fields(self) -> None:
-        """Checks the endpoint's own fields together. Raises ApiError (400)."""
+    def check_together(self, limits: ServerLimits) -> None:
+        """Raises ApiError (400) where the fields do not go together, or beyond the limits."""
 
     @abstractmethod
     def sampling(self, text: TextFrontend) -> SamplingParams:
@@ -82,17 +100,45 @@ class GenerationRequest(GenerationBody, ABC):
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         """Makes the encoder of the answer; `usage` has the answer's tokens."""
 
+    def param_of(self, param: str | None) -> str | None:
+        """The name in this body of what an error of a request names."""
+        return self.prompt_field if param == "prompt" else param
+
+    def sampling_values(self) -> dict[str, Any]:
+        """The values that are `SamplingParams`' own."""
+        fields = self.fields
+        return {
+            name: value
+            for name, value in self.values.items()
+            if fields[name].effect is Effect.SAMPLING
+        }
+
+
+class ChoicesRequest(GenerationBody, GenerationRequest):
+    """A body of an endpoint whose answers are choices, as completions and chat completions are."""
+
     @property
-    def make_parser(self) -> MakeParser | None:
-        """Makes the parser of each sample's text; None: all text is content."""
-        return None
+    @abstractmethod
+    def num_top_logprobs(self) -> int | None:
+        """The number of likeliest tokens to return; None: no log probabilities."""
+
+    @abstractmethod
+    def check_fields(self) -> None:
+        """Checks the endpoint's own fields together. Raises ApiError (400)."""
 
     @property
     def num_choices(self) -> int:
         return self.num_prompts * self.n
 
+    @property
+    def user_label(self) -> str | None:
+        return self.user
+
+    @property
+    def wants_receipt(self) -> bool:
+        return bool(self.receipt)
+
     def check_together(self, limits: ServerLimits) -> None:
-        """Raises ApiError (400) where the fields do not go together, or beyond the limits."""
         if self.stream_options is not None and not self.stream:
             raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
         form_field(self.values.get)
@@ -115,19 +161,13 @@ class GenerationRequest(GenerationBody, ABC):
                 )
 
     def param_of(self, param: str | None) -> str | None:
-        """The name in this body of what an error of a request names."""
         if param == "structured":
             return form_field(self.values.get) or param
-        return self.prompt_field if param == "prompt" else param
+        return super().param_of(param)
 
     def sampling_values(self) -> dict[str, Any]:
-        """The values that are `SamplingParams`' own, and the log probabilities."""
-        fields = self.fields
-        found = {
-            name: value
-            for name, value in self.values.items()
-            if fields[name].effect is Effect.SAMPLING
-        }
+        """And the form of the answer, and the log probabilities."""
+        found = super().sampling_values()
         form = form_field(self.values.get)
         if form is not None:
             found["structured"] = self.values[form]

@@ -1,8 +1,8 @@
-"""`GenerationBody`: the fields that all endpoints that generate accept.
+"""The fields that several endpoints that generate accept, in three bodies that extend each other.
 
 Owns the names, bounds and defaults of those fields; sampling fields take their bounds from
-`request.BOUNDS`. It has every field of OpenAI's and vLLM's schemas. Invariant: every value is used,
-or has no effect by its meaning, or is refused by name.
+`request.BOUNDS`. `GenerationBody` has every field of OpenAI's and vLLM's schemas of completions.
+Invariant: every value is used, or has no effect by its meaning, or is refused by name.
 """
 
 from dataclasses import dataclass
@@ -147,7 +147,7 @@ class PromptCacheOptions(DeclaredObject):
     ttl = label(String(max_chars=16))
 
 
-class GenerationBody(Body):
+class SamplingBody(Body):
     """The fields that all endpoints that generate have in common."""
 
     temperature = SamplingField("Below 1e-5 always takes the likeliest token.", 1.0)
@@ -163,14 +163,10 @@ class GenerationBody(Body):
     frequency_penalty = SamplingField("The same, once for each time.", 0.0)
     repetition_penalty = SamplingField("Divides logits of tokens of prompt and output.", 1.0)
     seed = SamplingField("Fixes the randomness.", None)
-    max_tokens = SamplingField("Most new tokens (completions 16; chat: the rest).", None)
     min_tokens = SamplingField("No end before this many new tokens.", 0)
-    stop = SamplingField("Texts that end the answer.", None)
     stop_token_ids = SamplingField("Tokens that end the answer.", None)
     include_stop_str_in_output = SamplingField("Show the text that stopped it.", False)
     ignore_eos = SamplingField("Go on after the end-of-sequence token.", False)
-    n = SamplingField("Answers to each prompt.", 1)
-    prompt_logprobs = SamplingField("Log probabilities of the prompt's tokens.", None)
     logit_bias = SamplingField("Added to the logits of tokens.", None)
     bad_words = SamplingField("Texts that are not generated.", None)
     allowed_token_ids = SamplingField("No other token is chosen.", None)
@@ -182,13 +178,55 @@ class GenerationBody(Body):
         None,
     )
 
+    stream = optional(Boolean(), "Send the answer as it comes.", default=False)
+    cache_salt = optional(
+        String(max_chars=256), "Share cached prefixes only with requests of an equal salt."
+    )
+    priority = optional(
+        Integer(-MAX_PRIORITY, MAX_PRIORITY),
+        "With --scheduling-policy priority, requests with a smaller one start first.",
+        default=0,
+    )
+    request_id = optional(
+        String(min_chars=1, max_chars=128, is_identifier=True),
+        "The answer's id, as in x-request-id.",
+    )
+
+
+class LabelledBody(SamplingBody):
+    """And the labels that OpenAI's endpoints have in common."""
+
+    user = optional(LABEL, "Who asks; it goes into the log's line.")
+    metadata = label(
+        StringMap(max_items=16, max_key_chars=64, max_value_chars=512), "Labels of the request."
+    )
+    safety_identifier = label(LABEL, "A label of who asks.")
+    session_id = label(LABEL, "A label of what the request belongs to.")
+    prompt_cache_key = label(LABEL, "A hint; prefixes are cached without it.")
+    prompt_cache_options = label(
+        ObjectOf(PromptCacheOptions), "A hint; prefixes are cached while there is room."
+    )
+    prompt_cache_retention = label(
+        OneOf(("in_memory", "in-memory", "24h")), "A hint; prefixes are cached while there is room."
+    )
+
+    service_tier = unsupported("a choice of service tier", "auto", "default")
+
+
+class GenerationBody(LabelledBody):
+    """And what completions and chat completions have in common."""
+
+    max_tokens = SamplingField("Most new tokens (completions 16; chat: the rest).", None)
+    stop = SamplingField("Texts that end the answer.", None)
+    n = SamplingField("Answers to each prompt.", 1)
+    prompt_logprobs = SamplingField("Log probabilities of the prompt's tokens.", None)
+
     response_format = optional(ResponseFormat(), "The answer's form: text, or JSON.")
     structured_outputs = optional(OneForm(), "The answer's form, of which one member is given.")
     guided_json = optional(Guided("json"), "Older name of structured_outputs.json.")
     guided_regex = optional(Guided("regex"), "Older name of structured_outputs.regex.")
     guided_choice = optional(Guided("choice"), "Older name of structured_outputs.choice.")
     guided_grammar = optional(Guided("grammar"), "Older name of structured_outputs.grammar.")
-    stream = optional(Boolean(), "Send the answer as it comes.", default=False)
     stream_options = optional(
         ObjectOf(StreamOptions),
         "With stream: usage in a last chunk, and then, if asked for, in every chunk, too.",
@@ -205,37 +243,11 @@ class GenerationBody(Body):
         "prompt and answer, parameters, log probabilities, fingerprint.",
         default=False,
     )
-    cache_salt = optional(
-        String(max_chars=256), "Share cached prefixes only with requests of an equal salt."
-    )
-    priority = optional(
-        Integer(-MAX_PRIORITY, MAX_PRIORITY),
-        "With --scheduling-policy priority, requests with a smaller one start first.",
-        default=0,
-    )
-    request_id = optional(
-        String(min_chars=1, max_chars=128, is_identifier=True),
-        "The answer's id, as in x-request-id.",
-    )
-    user = optional(LABEL, "Who asks; it goes into the log's line.")
 
-    metadata = label(
-        StringMap(max_items=16, max_key_chars=64, max_value_chars=512), "Labels of the request."
-    )
-    safety_identifier = label(LABEL, "A label of who asks.")
-    session_id = label(LABEL, "A label of what the request belongs to.")
-    prompt_cache_key = label(LABEL, "A hint; prefixes are cached without it.")
-    prompt_cache_options = label(
-        ObjectOf(PromptCacheOptions), "A hint; prefixes are cached while there is room."
-    )
-    prompt_cache_retention = label(
-        OneOf(("in_memory", "in-memory", "24h")), "A hint; prefixes are cached while there is room."
-    )
     return_mm_kwargs = label(Boolean(), "Changes nothing of a generated answer.")
 
     thinking_token_budget = unsupported("a bound on reasoning", -1)
     store = unsupported("storing answers", False)
-    service_tier = unsupported("a choice of service tier", "auto", "default")
     truncation_side = unsupported("cutting the prompt's end off", "left")
     use_beam_search = unsupported("beam search", False)
     length_penalty = unsupported("beam search", 1)
