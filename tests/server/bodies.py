@@ -3,13 +3,19 @@
 from cadenza.server.endpoints.chat import CHAT, ChatRequest
 from cadenza.server.endpoints.completions import COMPLETIONS, CompletionRequest
 from cadenza.server.endpoints.generating import GeneratingEndpoint
+from cadenza.server.endpoints.responses import RESPONSES, ResponseRequest
 from cadenza.server.endpoints.tokens import DetokenizeBody, TokenizeBody
 from cadenza.server.schemas.body import Body
 
-GENERATING: dict[str, GeneratingEndpoint] = {"completions": COMPLETIONS, "chat": CHAT}
+GENERATING: dict[str, GeneratingEndpoint] = {
+    "completions": COMPLETIONS,
+    "chat": CHAT,
+    "responses": RESPONSES,
+}
 BODIES: dict[str, type[Body]] = {
     "completions": CompletionRequest,
     "chat": ChatRequest,
+    "responses": ResponseRequest,
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
 }

@@ -72,7 +72,11 @@ def test_a_preflight_allows_the_headers_that_are_asked_for(
     answer = preflight(locked, asked)
     assert (answer.status_code, answer.content) == (204, b"")
     assert answer.headers["access-control-allow-origin"] == PAGE
-    assert set(answer.headers["access-control-allow-methods"].split(", ")) == {"GET", "POST"}
+    assert set(answer.headers["access-control-allow-methods"].split(", ")) == {
+        "GET",
+        "POST",
+        "DELETE",
+    }
     assert allowed_headers(answer) == {
         name.strip().lower() for name in asked.split(",") if name.strip()
     }

@@ -78,6 +78,9 @@ class EventEncoder:
         texts = [each.text for output in outputs for each in output.outputs]
         return b'{"output":' + self._shown("".join(texts)) + b"}"
 
+    def close(self) -> None:
+        pass
+
     def _shown(self, text: str) -> bytes:
         return json.dumps(text.upper() if self._is_loud else text).encode()
 

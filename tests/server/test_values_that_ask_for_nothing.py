@@ -31,6 +31,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "the fox", "max_tokens": 6},
     "chat": {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 6},
 }
+NEEDED_ELSEWHERE: dict[str, dict[str, Any]] = {
+    "responses": {"input": "x"},
+    "tokenize": {"prompt": "x"},
+    "detokenize": {"tokens": [1]},
+}
 
 OPENAI = {
     "completions": """best_of echo frequency_penalty logit_bias logprobs max_tokens model n
@@ -285,7 +290,7 @@ def test_a_label_is_bounded(endpoint: Any, name: str) -> None:
 
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_an_unknown_field_is_accepted_as_null_only(endpoint: Any) -> None:
-    needed = {**NEEDED, "tokenize": {"prompt": "x"}, "detokenize": {"tokens": [1]}}[endpoint]
+    needed = {**NEEDED, **NEEDED_ELSEWHERE}[endpoint]
     assert BODIES[endpoint].check({**needed, "frob": None}) == BODIES[endpoint].check(needed)
     for value in (False, 0, "", [], {}):
         with pytest.raises(ApiError) as refused:

@@ -111,6 +111,13 @@ class ServeFlags:
     )
     max_logprobs: int = _flag(20, "Most logprobs for each token that a request may ask for.")
     max_bodies_bytes: int = _flag(256 << 20, "Bytes of all bodies that are being read at once.")
+    max_stored_responses: int = _flag(
+        1024, "Most responses of /v1/responses that are stored; 0 stores none."
+    )
+    max_stored_responses_bytes: int = _flag(64 << 20, "Bytes of all stored responses.")
+    stored_responses_ttl: float = _flag(
+        3600.0, "Seconds after its last use in which a response stays stored."
+    )
     log_format: Literal["text", "json"] = _flag("text", "The format of log lines.")
     log_level: LogLevel = _flag(
         "info", "The lowest level that is logged; debug includes the resolved configuration."
@@ -257,6 +264,7 @@ def _make(
 def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
     from cadenza.server.access import ApiKeys, Cors, read_keys
     from cadenza.server.limits import ServerLimits
+    from cadenza.server.response_store import StoreBounds
     from cadenza.server.service import ServerOptions
 
     file = None if flags.api_key_file is None else Path(flags.api_key_file)
@@ -267,6 +275,11 @@ def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
         secret=secrets.token_bytes(32),
         keys=ApiKeys(read_keys(flags.api_key or (), file)),
         cors=Cors(flags.allowed_origins or ()),
+        stored_responses=StoreBounds(
+            max_count=flags.max_stored_responses,
+            max_bytes=flags.max_stored_responses_bytes,
+            ttl_s=flags.stored_responses_ttl,
+        ),
         unknown_fields="ignore" if flags.ignore_unknown_fields else "refuse",
         is_logging_requests=not flags.disable_log_requests,
         limits=ServerLimits(

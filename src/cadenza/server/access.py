@@ -24,7 +24,7 @@ _BEARER = re.compile(rb"[Bb]earer +([!-~]+)")
 ANY_ORIGIN = "*"
 PREFLIGHT_MAX_AGE_S = 600
 """How long a browser may reuse a preflight's answer."""
-CORS_METHODS = "GET, POST"
+CORS_METHODS = "GET, POST, DELETE"
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry", "www-authenticate", "allow")
 """Response headers that a page may read; some client libraries read them."""
 

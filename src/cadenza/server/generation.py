@@ -8,6 +8,7 @@ ends once, its stream ends with the encoder's last events, and nothing of it is 
 
 import asyncio
 import logging
+from contextlib import closing
 
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.status import EngineMonitor
@@ -15,7 +16,7 @@ from cadenza.errors import CadenzaError
 from cadenza.frontend.output_processor import OutputProcessor, describe_fault
 from cadenza.outputs import RequestOutput
 from cadenza.request import FinishReason
-from cadenza.server.endpoints.generating import GeneratingEndpoint, GenerationRequest
+from cadenza.server.endpoints.generating import CallContext, GeneratingEndpoint, GenerationRequest
 from cadenza.server.errors import ApiError, error_of, error_of_end, server_error
 from cadenza.server.http_exchange import ClientLeftError, Exchange, Response
 from cadenza.server.job import Job
@@ -94,6 +95,7 @@ class Generation:
     ) -> None:
         service = self._service
         model = service.check_model(request.model)
+        request.enter(CallContext(tenant=exchange.tenant, responses=service.responses))
         with service.preparing(check.limits):
             try:
                 prepared = await service.work.do(
@@ -113,7 +115,7 @@ class Generation:
             system_fingerprint=service.system_fingerprint,
         )
         encoder = request.encoder(head, record.usage, service.text)
-        with service.opened(exchange.request_id, exchange.tenant, job):
+        with closing(encoder), service.opened(exchange.request_id, exchange.tenant, job):
             async with job:
                 if request.stream:
                     await _stream(exchange, job, encoder, record, service.monitor)

@@ -4,8 +4,8 @@ Owns the type of a route (`ApiRoute`) and its description. Knows no endpoint. In
 status that a route can answer with is in the description.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import cadenza
@@ -36,13 +36,13 @@ class AnswerSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiRoute:
-    """One route. `statuses` are those of its answers beside 200.
+    """One route. `statuses` are those of its answers beside 200; `query` are its parameters.
 
     400 (a head beyond its bounds), 401 and 405 go with all of them.
     """
 
     name: str
-    method: Literal["GET", "POST"]
+    method: Literal["GET", "POST", "DELETE"]
     path: str
     policy: Policy
     summary: str
@@ -50,6 +50,7 @@ class ApiRoute:
     statuses: tuple[int, ...] = ()
     body: type[Body] | None = None
     can_stream: bool = False
+    query: Mapping[str, Schema] = field(default_factory=dict[str, Schema])
 
 
 _ERROR = object_of(
@@ -95,9 +96,15 @@ def _operation(route: ApiRoute, needs_key: bool, unknown_fields: UnknownFields) 
     if route.body is not None:
         content = {"application/json": {"schema": route.body.object_schema(unknown_fields)}}
         operation["requestBody"] = {"required": True, "content": content}
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in route.query.items()
+    ]
     if "{" in route.path:
         schema = {**TEXT, "minLength": 1}
-        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": schema}]
+        parameters.append({"name": "id", "in": "path", "required": True, "schema": schema})
+    if parameters:
+        operation["parameters"] = parameters
     return operation
 
 

@@ -10,17 +10,23 @@ from collections.abc import Mapping
 from cadenza.server.endpoints.chat import CHAT
 from cadenza.server.endpoints.completions import COMPLETIONS
 from cadenza.server.endpoints.generating import GeneratingEndpoint
+from cadenza.server.endpoints.responses import RESPONSES
 from cadenza.server.endpoints.status import STATUS_ROUTES, StatusHandlers
+from cadenza.server.endpoints.stored_responses import (
+    STORED_RESPONSE_ROUTES,
+    StoredResponseHandlers,
+)
 from cadenza.server.endpoints.tokens import TOKEN_ROUTES, TokenHandlers
 from cadenza.server.generation import Generation
 from cadenza.server.http_exchange import Handler
 from cadenza.server.openapi import ApiRoute, describe_api
 from cadenza.server.service import Service
 
-GENERATING: tuple[GeneratingEndpoint, ...] = (CHAT, COMPLETIONS)
+GENERATING: tuple[GeneratingEndpoint, ...] = (CHAT, COMPLETIONS, RESPONSES)
 
 ROUTES: tuple[ApiRoute, ...] = (
     *(endpoint.route for endpoint in GENERATING),
+    *STORED_RESPONSE_ROUTES,
     *STATUS_ROUTES,
     *TOKEN_ROUTES,
 )
@@ -36,6 +42,7 @@ def make_handlers(service: Service) -> Mapping[str, Handler]:
     )
     return {
         **{endpoint.route.name: Generation(service, endpoint) for endpoint in GENERATING},
+        **StoredResponseHandlers(service).by_route(),
         **StatusHandlers(service, description).by_route(),
         **TokenHandlers(service).by_route(),
     }

@@ -38,6 +38,7 @@ from cadenza.server.job import Job, PromptQueue, Room
 from cadenza.server.limits import BodyBudget, ServerLimits, TextWork
 from cadenza.server.metrics import Metrics, ServedCounts
 from cadenza.server.request_log import RequestRecord
+from cadenza.server.response_store import ResponseStore, StoreBounds
 from cadenza.server.schemas.body import UnknownFields
 
 
@@ -64,6 +65,7 @@ class ServerOptions:
     limits: ServerLimits = field(default_factory=ServerLimits)
     keys: ApiKeys = field(default_factory=ApiKeys)
     cors: Cors = field(default_factory=Cors)
+    stored_responses: StoreBounds = field(default_factory=StoreBounds)
     unknown_fields: UnknownFields = "refuse"
     is_logging_requests: bool = True
     num_dropped_log_lines: Callable[[], int] = lambda: 0
@@ -97,6 +99,7 @@ class Service:
             options.model_names[0], self.counts, engine, options.num_dropped_log_lines
         )
         self.created = int(options.now())
+        self.responses = ResponseStore(options.stored_responses, options.clock)
         self._fingerprint: Fingerprint | None = None
         self._engine = AsyncEngine(engine, text, self.fingerprint)
         self._open: dict[str, OpenCall] = {}

@@ -83,6 +83,10 @@ class AnswerEncoder(Protocol):
         """The whole answer, for a call that is not streamed."""
         ...
 
+    def close(self) -> None:
+        """The call has ended, perhaps before its answer."""
+        ...
+
 
 class Choices(Protocol):
     """Makes the choices of one answer; the parts of a choice are asked for in their order.
@@ -190,6 +194,9 @@ class ChunkEncoder:
         about_prompt = about_prompt or self._choices.about_prompt(None) or {}
         answer = {**fields, "choices": choices, "usage": self.usage.as_object(), **about_prompt}
         return _encode(answer)
+
+    def close(self) -> None:
+        """Nothing is left of an answer."""
 
     def _make_after(self, about_prompt: dict[str, Any] | None) -> bytes:
         """What follows the choices in a chunk."""

@@ -12,7 +12,7 @@ from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart, PartKind, RequestOutput
 from cadenza.request import SamplingParams
 from cadenza.server.endpoints.conversation import (
-    Conversation,
+    AskedConversation,
     check_form_and_call,
     new_call_id,
 )
@@ -111,7 +111,7 @@ class ChatRequest(ConversationBody, ChoicesRequest):
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
-        conversation = Conversation(
+        conversation = AskedConversation(
             messages=self.messages,
             use=self.tool_use(),
             effort=self.reasoning_effort,

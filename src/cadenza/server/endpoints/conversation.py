@@ -1,4 +1,4 @@
-"""`Conversation`: what every endpoint that answers a conversation makes of its body.
+"""`AskedConversation`: what every endpoint that answers a conversation makes of its body.
 
 Owns how messages, tools and switches become a request of the front end. Knows no fields and no
 shape of an answer. Invariant: equal conversations have equal answers, whatever API they came by.
@@ -18,7 +18,7 @@ NO_THINKING = {"enable_thinking": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class AskedConversation:
     """A conversation that waits for an answer.
 
     Args:

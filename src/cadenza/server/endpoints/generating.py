@@ -16,6 +16,7 @@ from cadenza.request import SamplingParams, show
 from cadenza.server.errors import invalid_value
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import COUNT, TEXT, ApiRoute, object_of
+from cadenza.server.response_store import ResponseStore
 from cadenza.server.schemas.body import Effect, UnknownFields
 from cadenza.server.schemas.field_types import Schema, or_null
 from cadenza.server.schemas.generation import (
@@ -43,6 +44,18 @@ LogprobEntry = Mapping[int, Logprob]
 """The chosen token of a position, first, and the likeliest."""
 
 GENERATION_STATUSES = (400, 413, 415, 404, 429, 500, 503, 504)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallContext:
+    """What a call may depend on beside its body.
+
+    Args:
+        responses: the stored ones, of all tenants.
+    """
+
+    tenant: str
+    responses: ResponseStore
 
 
 class GenerationRequest(SamplingBody, ABC):
@@ -76,6 +89,9 @@ class GenerationRequest(SamplingBody, ABC):
     @abstractmethod
     def check_together(self, limits: ServerLimits) -> None:
         """Raises ApiError (400) where the fields do not go together, or beyond the limits."""
+
+    def enter(self, context: CallContext) -> None:
+        """Takes what the call depends on beside its body. Raises ApiError (400)."""
 
     @abstractmethod
     def sampling(self, text: TextFrontend) -> SamplingParams:

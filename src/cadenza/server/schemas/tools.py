@@ -5,6 +5,7 @@ Invariant: a tool that is chosen is one of the tools.
 """
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,6 +22,13 @@ MAX_DESCRIPTION_CHARS = 32 << 10
 
 CHOICES = ("none", "auto", "required")
 
+MEMBERS_OF_TOOL: Mapping[str, Schema] = {
+    "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
+    "description": {"type": ["string", "null"]},
+    "parameters": {"type": ["object", "null"]},
+    "strict": {"type": ["boolean", "null"]},
+}
+
 _NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 _CHOICE = "tool_choice"
 _WANTED = 'a list of tools such as {"type": "function", "function": {"name": …}}'
@@ -31,35 +39,30 @@ class Tools:
     """A list of functions."""
 
     def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        if not isinstance(value, list):
-            raise refuse(name, value, _WANTED)
-        items = cast(list[object], value)
-        if len(items) > MAX_TOOLS:
-            raise invalid_value(
-                f"{name} has {len(items)} entries; at most {MAX_TOOLS} are allowed", name
-            )
-        tools = tuple(_tool(name, item) for item in items)
-        names = [tool.name for tool in tools]
-        twice = next((each for each in names if names.count(each) > 1), None)
-        if twice is not None:
-            raise invalid_value(f"{name} has two tools with the name {twice}", name)
-        return tools
+        return checked_tools(name, value, _nested_tool)
 
     def schema(self) -> Schema:
-        function: Schema = {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
-                "description": {"type": ["string", "null"]},
-                "parameters": {"type": ["object", "null"]},
-                "strict": {"type": ["boolean", "null"]},
-            },
-            "required": ["name"],
-        }
+        function: Schema = {"type": "object", "properties": MEMBERS_OF_TOOL, "required": ["name"]}
         tool: Schema = {
             "type": "object",
             "properties": {"type": {"enum": ["function"]}, "function": function},
             "required": ["type", "function"],
+        }
+        return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTools:
+    """A list of functions whose members lie beside their type, as in Responses."""
+
+    def check(self, name: str, value: object) -> tuple[Tool, ...]:
+        return checked_tools(name, value, _flat_tool)
+
+    def schema(self) -> Schema:
+        tool: Schema = {
+            "type": "object",
+            "properties": {"type": {"enum": ["function"]}, **MEMBERS_OF_TOOL},
+            "required": ["type", "name"],
         }
         return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
 
@@ -70,23 +73,39 @@ class ToolChoice:
     behind a colon."""
 
     def check(self, name: str, value: object) -> str:
-        if isinstance(value, str) and value in CHOICES:
-            return value
-        if isinstance(value, dict):
-            members = cast(dict[str, Any], value)
-            if members.get("type") == "allowed_tools":
-                raise not_built(name, "a choice of allowed tools")
-            inner: Any = members.get("function")
-            if members.get("type") == "function" and isinstance(inner, dict):
-                chosen: object = cast(dict[str, Any], inner).get("name")
-                if isinstance(chosen, str) and chosen:
-                    return f":{chosen}"
-        wanted = "none, auto, required, or a function with its name"
-        raise refuse(name, cast(object, value), wanted)
+        return _checked_choice(name, value, lambda members: _members(members.get("function")))
 
     def schema(self) -> Schema:
         named: Schema = {"type": "object", "required": ["type", "function"]}
         return {"anyOf": [{"type": "string", "enum": list(CHOICES)}, named]}
+
+
+@dataclass(frozen=True, slots=True)
+class FlatToolChoice:
+    """The same, where a function's name lies beside its type, as in Responses."""
+
+    def check(self, name: str, value: object) -> str:
+        return _checked_choice(name, value, lambda members: members)
+
+    def schema(self) -> Schema:
+        named: Schema = {"type": "object", "required": ["type", "name"]}
+        return {"anyOf": [{"type": "string", "enum": list(CHOICES)}, named]}
+
+
+def _checked_choice(
+    name: str, value: object, named_in: Callable[[dict[str, Any]], dict[str, Any]]
+) -> str:
+    if isinstance(value, str) and value in CHOICES:
+        return value
+    if isinstance(value, dict):
+        members = cast(dict[str, Any], value)
+        if members.get("type") == "allowed_tools":
+            raise not_built(name, "a choice of allowed tools")
+        chosen = named_in(members).get("name")
+        if members.get("type") == "function" and isinstance(chosen, str) and chosen:
+            return f":{chosen}"
+    wanted = "none, auto, required, or a function with its name"
+    raise refuse(name, cast(object, value), wanted)
 
 
 def tool_use(
@@ -145,20 +164,59 @@ def make_tool(
     return Tool(name=name, description=description, parameters=schema, is_strict=bool(strict))
 
 
-def _tool(name: str, item: object) -> Tool:
-    if not isinstance(item, dict):
-        raise refuse(name, item, _WANTED)
-    members = cast(dict[str, Any], item)
-    kind, function = members.get("type"), members.get("function")
-    if isinstance(kind, str) and kind != "function":
+def checked_tools(
+    name: str, value: object, read: Callable[[str, dict[str, Any]], Tool]
+) -> tuple[Tool, ...]:
+    """The tools of a list of objects, each of which `read` takes. Raises ApiError (400)."""
+    if not isinstance(value, list):
+        raise refuse(name, value, _WANTED)
+    items = cast(list[object], value)
+    if len(items) > MAX_TOOLS:
+        raise invalid_value(
+            f"{name} has {len(items)} entries; at most {MAX_TOOLS} are allowed", name
+        )
+    tools: list[Tool] = []
+    for item in items:
+        if not isinstance(item, dict):
+            raise refuse(name, item, _WANTED)
+        tools.append(read(name, cast(dict[str, Any], item)))
+    names = [tool.name for tool in tools]
+    twice = next((each for each in names if names.count(each) > 1), None)
+    if twice is not None:
+        raise invalid_value(f"{name} has two tools with the name {twice}", name)
+    return tuple(tools)
+
+
+def check_tool_type(name: str, members: Mapping[str, Any], *known: str) -> None:
+    """Raises ApiError (400) naming a type of tool that is not known."""
+    kind = members.get("type")
+    if isinstance(kind, str) and kind not in known:
         raise not_built(name, f"a tool of the type {kind[:64]}")
-    if not isinstance(function, dict):
+
+
+def _nested_tool(name: str, members: dict[str, Any]) -> Tool:
+    check_tool_type(name, members, "function")
+    if not isinstance(members.get("function"), dict):
         raise refuse(name, members, _WANTED)
-    inner = cast(dict[str, Any], function)
+    return _function(name, members["function"])
+
+
+def _flat_tool(name: str, members: dict[str, Any]) -> Tool:
+    check_tool_type(name, members, "function")
+    if members.get("type") != "function":
+        raise refuse(name, members, 'tools such as {"type": "function", "name": …}')
+    return _function(name, members)
+
+
+def _function(name: str, members: Mapping[str, Any]) -> Tool:
     return make_tool(
         name,
-        name=inner.get("name"),
-        description=inner.get("description"),
-        parameters=inner.get("parameters"),
-        strict=inner.get("strict"),
+        name=members.get("name"),
+        description=members.get("description"),
+        parameters=members.get("parameters"),
+        strict=members.get("strict"),
     )
+
+
+def _members(value: object) -> dict[str, Any]:
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}

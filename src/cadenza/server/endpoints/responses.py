@@ -1,0 +1,260 @@
+"""/v1/responses: answers a conversation of items, and stores the answer.
+
+Owns its body, and what the conversation consists of. Knows no HTTP. Invariant: a response goes on
+from the whole of the conversation that `previous_response_id` names, or is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cadenza.frontend.answers import ToolUse
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.request import SamplingParams
+from cadenza.server.endpoints.conversation import AskedConversation, check_form_and_call
+from cadenza.server.endpoints.generating import (
+    GENERATION_STATUSES,
+    CallContext,
+    GeneratingEndpoint,
+    GenerationRequest,
+)
+from cadenza.server.endpoints.response_answer import ResponseEncoder, ResponseFrame
+from cadenza.server.errors import invalid_value, response_not_found
+from cadenza.server.limits import ServerLimits
+from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.response_store import StoredResponse
+from cadenza.server.schemas.body import ObjectOf, label, optional, required, unsupported
+from cadenza.server.schemas.field_types import AnyJson, Boolean, Schema, String, StringMap, or_null
+from cadenza.server.schemas.generation import LabelledBody, SamplingField, sampling_type
+from cadenza.server.schemas.items import InputItems, messages_of, with_system
+from cadenza.server.schemas.messages import Messages, TemplateSwitches
+from cadenza.server.schemas.responses import (
+    TEXT_FORM,
+    AskedForm,
+    Includes,
+    ReasoningOptions,
+    ResponseStreamOptions,
+    TextOptions,
+)
+from cadenza.server.schemas.tools import FlatToolChoice, FlatTools, tool_use
+from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+from cadenza.structured import StructuredOutput
+from cadenza.text.answer_grammar import Tool
+
+RESPONSE_PREFIX = "resp_"
+
+_PARAMS = {
+    "messages": "input",
+    "structured": "text",
+    "max_tokens": "max_output_tokens",
+}
+"""The names in this body of what errors of a chat name."""
+
+
+class ResponseRequest(LabelledBody, GenerationRequest):
+    """A body of /v1/responses."""
+
+    prompt_field = "input"
+
+    input = required(InputItems(), "A text, or the items of a conversation.")
+    instructions = optional(
+        String(max_chars=1 << 26), "A system text in front of the conversation; it is not kept."
+    )
+    previous_response_id = optional(
+        String(min_chars=1, max_chars=256), "The stored response that this one goes on from."
+    )
+    max_output_tokens = optional(
+        sampling_type("max_tokens"), "Most new tokens (default: the rest)."
+    )
+    stop = SamplingField("Texts that end the answer.", None)
+    tools = optional(FlatTools(), "Functions that the answer may call.")
+    tool_choice = optional(
+        FlatToolChoice(), "none; auto: the model decides; required; or a function that is called."
+    )
+    parallel_tool_calls = optional(Boolean(), "Several calls in an answer.", default=True)
+    text = optional(ObjectOf(TextOptions), "The form of the answer's text.")
+    reasoning = optional(ObjectOf(ReasoningOptions), "How much the model reasons.")
+    include = optional(Includes(), "What the answer has besides.")
+    store = optional(Boolean(), "Keep the response for later calls.", default=True)
+    stream_options = optional(ObjectOf(ResponseStreamOptions), "With stream.")
+    metadata = optional(
+        StringMap(max_items=16, max_key_chars=64, max_value_chars=512),
+        "Labels, which the response has, too.",
+    )
+    chat_template_kwargs = optional(
+        ObjectOf(TemplateSwitches), "Switches of the model's chat template."
+    )
+
+    client_metadata = label(AnyJson(max_chars=16 << 10), "A label of the client.")
+    max_tool_calls = unsupported("a bound on calls")
+    top_logprobs = unsupported("log probabilities", 0)
+    background = unsupported("a response in the background", False)
+    conversation = unsupported("conversations; use previous_response_id")
+    prompt = unsupported("stored prompts")
+    truncation = unsupported("leaving items out", "disabled")
+    moderation = unsupported("moderation")
+    context_management = unsupported("compaction", [])
+    image = unsupported("images")
+    access_programs = unsupported("access programs", {})
+    background_options = unsupported("a response in the background", {})
+
+    _context: CallContext
+    _turns: Sequence[StoredResponse] = ()
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def user_label(self) -> str | None:
+        return self.user
+
+    def check_together(self, limits: ServerLimits) -> None:
+        del limits  # there are no log probabilities
+        if self.stream_options is not None and not self.stream:
+            raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
+        if not self.input and self.previous_response_id is None:
+            raise invalid_value("input has no items; give at least one", "input")
+        check_form_and_call(self.tool_use(), has_form=self._form is not None)
+
+    def tool_use(self) -> ToolUse | None:
+        """Raises ApiError (400)."""
+        return tool_use(self.tools, self.tool_choice, is_parallel=bool(self.parallel_tool_calls))
+
+    def enter(self, context: CallContext) -> None:
+        self._context = context
+        if self.previous_response_id is not None:
+            turns = context.responses.conversation(context.tenant, self.previous_response_id)
+            if turns is None:
+                raise response_not_found(self.previous_response_id, "previous_response_id")
+            self._turns = turns
+
+    def sampling(self, text: TextFrontend) -> SamplingParams:
+        changes = {**self.sampling_values(), "max_tokens": self.max_output_tokens}
+        if self._form is not None:
+            changes["structured"] = self._form
+        return text.default_params(**changes)
+
+    def prepare(
+        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
+    ) -> list[PreparedRequest]:
+        items = [item for turn in self._turns for item in _items_of(turn)]
+        messages = with_system(self.instructions, messages_of("input", [*items, *self.input]))
+        switches = self.chat_template_kwargs
+        conversation = AskedConversation(
+            messages=Messages().check("input", messages),
+            use=self.tool_use(),
+            effort=None if self.reasoning is None else self.reasoning.effort,
+            template_kwargs={} if switches is None else switches.values,
+        )
+        return [conversation.prepare(text, params, max_num_tokens)]
+
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
+        is_stored = self.store is not False
+        frame = ResponseFrame(
+            request_id=head.request_id,
+            fields=self._response(head, self.sampling(text)),
+            input=[
+                item if "id" in item else {**item, "id": f"item_{head.request_id}_{place}"}
+                for place, item in enumerate(self.input)
+            ],
+            tenant=self._context.tenant,
+            store=self._context.responses if is_stored else None,
+        )
+        return ResponseEncoder(frame, usage)
+
+    def param_of(self, param: str | None) -> str | None:
+        return super().param_of(_PARAMS.get(param or "", param))
+
+    @property
+    def _form(self) -> StructuredOutput | None:
+        return self._text_format.form
+
+    @property
+    def _text_format(self) -> AskedForm:
+        asked = None if self.text is None else self.text.format
+        return TEXT_FORM if asked is None else asked
+
+    def _response(self, head: AnswerHead, params: SamplingParams) -> dict[str, Any]:
+        """What the response repeats of the request."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return {
+            "id": RESPONSE_PREFIX + head.request_id,
+            "object": "response",
+            "created_at": head.created,
+            "model": head.model,
+            "system_fingerprint": head.system_fingerprint,
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": effort, "summary": None},
+            "store": self.store is not False,
+            "temperature": params.temperature,
+            "text": {"format": self._text_format.given},
+            "tool_choice": _shown_choice(self.tool_choice),
+            "tools": [_shown_tool(tool) for tool in self.tools or ()],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "user": self.user,
+        }
+
+
+def _items_of(turn: StoredResponse) -> list[dict[str, Any]]:
+    """What a stored response adds to its conversation."""
+    return [*msgspec.json.decode(turn.input), *msgspec.json.decode(turn.body)["output"]]
+
+
+def _shown_choice(choice: str | None) -> str | dict[str, str]:
+    if choice is None or not choice.startswith(":"):
+        return choice or "auto"
+    return {"type": "function", "name": choice[1:]}
+
+
+def _shown_tool(tool: Tool) -> Mapping[str, Any]:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.is_strict,
+    }
+
+
+_STATUSES = ["in_progress", "completed", "incomplete", "cancelled", "failed"]
+_OBJECT: Schema = {"type": "object"}
+
+RESPONSE_ANSWER = AnswerSchema(
+    name="Response",
+    schema=object_of(
+        {
+            "id": TEXT,
+            "object": {"type": "string", "enum": ["response"]},
+            "created_at": {"type": "integer"},
+            "status": {"type": "string", "enum": _STATUSES},
+            "model": TEXT,
+            "output": {"type": "array", "items": _OBJECT},
+            "usage": or_null(_OBJECT),
+            "error": or_null(_OBJECT),
+            "incomplete_details": or_null(_OBJECT),
+        }
+    ),
+)
+
+RESPONSES = GeneratingEndpoint(
+    route=ApiRoute(
+        name="responses",
+        method="POST",
+        path="/v1/responses",
+        policy="key",
+        summary="Answer a conversation of items.",
+        answers=RESPONSE_ANSWER,
+        statuses=GENERATION_STATUSES,
+        body=ResponseRequest,
+        can_stream=True,
+    ),
+    request_type=ResponseRequest,
+)

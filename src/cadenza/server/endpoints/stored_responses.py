@@ -1,0 +1,187 @@
+"""Stored responses: reading, cancelling and deleting them.
+
+Owns their routes. Knows `Service` and `Exchange`. Invariant: a tenant reaches its own responses
+only.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from cadenza.server.endpoints.responses import RESPONSE_ANSWER, RESPONSE_PREFIX
+from cadenza.server.errors import invalid_value, not_built, response_not_found
+from cadenza.server.http_exchange import Exchange, Handler, Response, send_object
+from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.response_store import StoredResponse
+from cadenza.server.schemas.field_types import OneOf, Schema, or_null
+from cadenza.server.service import Service
+
+MAX_LISTED, NUM_LISTED = 100, 20
+CANCEL_S = 5.0
+"""How long an answer to a cancellation waits for the response to end."""
+
+
+class StoredResponseHandlers:
+    """One method for each of `STORED_RESPONSE_ROUTES`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def by_route(self) -> Mapping[str, Handler]:
+        return {
+            "response": self._response,
+            "response_delete": self._delete,
+            "response_cancel": self._cancel,
+            "response_input_items": self._input_items,
+        }
+
+    async def _response(self, exchange: Exchange) -> None:
+        query = _query(exchange, _RESPONSE_QUERY)
+        if query.get("stream", "false") != "false":
+            raise not_built("stream", "streaming a stored response", ("false",))
+        await exchange.answer(Response(body=self._find(exchange).body))
+
+    async def _delete(self, exchange: Exchange) -> None:
+        found = self._find(exchange)
+        if found.is_open:
+            self._service.abort(_request_id(found), exchange.tenant)
+            await self._service.responses.wait_end(exchange.tenant, found.id, CANCEL_S)
+        self._service.responses.delete(exchange.tenant, found.id)
+        await send_object(exchange, {"id": found.id, "object": "response", "deleted": True})
+
+    async def _cancel(self, exchange: Exchange) -> None:
+        found = self._find(exchange)
+        if not found.is_open:
+            raise invalid_value(
+                "the response has ended; only one in progress can be cancelled", "id"
+            )
+        self._service.abort(_request_id(found), exchange.tenant)
+        await self._service.responses.wait_end(exchange.tenant, found.id, CANCEL_S)
+        await exchange.answer(Response(body=self._find(exchange).body))
+
+    async def _input_items(self, exchange: Exchange) -> None:
+        query = _query(exchange, _LIST_QUERY)
+        limit = _limit(query.get("limit"))
+        order = OneOf(("asc", "desc")).check("order", query.get("order", "desc"))
+        items: list[dict[str, Any]] = msgspec.json.decode(self._find(exchange).input)
+        if order == "desc":
+            items.reverse()
+        after = query.get("after")
+        if after is not None:
+            place = next((i for i, item in enumerate(items) if item["id"] == after), None)
+            if place is None:
+                raise invalid_value("after is the id of no input item of this response", "after")
+            items = items[place + 1 :]
+        page = items[:limit]
+        listed = {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > limit,
+        }
+        await send_object(exchange, listed)
+
+    def _find(self, exchange: Exchange) -> StoredResponse:
+        """Raises ApiError (404)."""
+        response_id: str = exchange.path_params["id"]
+        found = self._service.responses.find(exchange.tenant, response_id)
+        if found is None:
+            raise response_not_found(response_id)
+        return found
+
+
+def _request_id(response: StoredResponse) -> str:
+    return response.id.removeprefix(RESPONSE_PREFIX)
+
+
+def _query(exchange: Exchange, known: Mapping[str, Schema]) -> dict[str, str]:
+    """The parameters, each at most once. Raises ApiError (400)."""
+    text = exchange.scope["query_string"].decode("latin-1")
+    found: dict[str, str] = {}
+    for name, value in parse_qsl(text, keep_blank_values=True):
+        if name not in known or name in found:
+            listed = ", ".join(known)
+            raise invalid_value(
+                f"the query has {name[:64]!r} twice, or where it is not known; there are {listed}",
+                "query",
+            )
+        found[name] = value
+    return found
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return NUM_LISTED
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_LISTED))
+    if not is_number or not 1 <= int(text) <= MAX_LISTED:
+        raise invalid_value(f"limit must be a number from 1 to {MAX_LISTED}", "limit")
+    return int(text)
+
+
+_RESPONSE_QUERY: Mapping[str, Schema] = {"stream": {"type": "boolean", "enum": [False]}}
+_LIST_QUERY: Mapping[str, Schema] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": NUM_LISTED},
+    "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+    "after": TEXT,
+}
+_PATH = "/v1/responses/{id}"
+_DELETED = object_of(
+    {
+        "id": TEXT,
+        "object": {"type": "string", "enum": ["response"]},
+        "deleted": {"type": "boolean"},
+    }
+)
+_ITEM_LIST = object_of(
+    {
+        "object": {"type": "string", "enum": ["list"]},
+        "data": {"type": "array", "items": {"type": "object"}},
+        "first_id": or_null(TEXT),
+        "last_id": or_null(TEXT),
+        "has_more": {"type": "boolean"},
+    }
+)
+
+STORED_RESPONSE_ROUTES: tuple[ApiRoute, ...] = (
+    ApiRoute(
+        name="response",
+        method="GET",
+        path=_PATH,
+        policy="key",
+        summary="A stored response.",
+        answers=RESPONSE_ANSWER,
+        statuses=(404,),
+        query=_RESPONSE_QUERY,
+    ),
+    ApiRoute(
+        name="response_delete",
+        method="DELETE",
+        path=_PATH,
+        policy="key",
+        summary="Forget a stored response; end it, if it is in progress.",
+        answers=AnswerSchema(name="ResponseDeleted", schema=_DELETED),
+        statuses=(404,),
+    ),
+    ApiRoute(
+        name="response_cancel",
+        method="POST",
+        path=f"{_PATH}/cancel",
+        policy="key",
+        summary="End a response in progress.",
+        answers=RESPONSE_ANSWER,
+        statuses=(404,),
+    ),
+    ApiRoute(
+        name="response_input_items",
+        method="GET",
+        path=f"{_PATH}/input_items",
+        policy="key",
+        summary="The input items of a stored response.",
+        answers=AnswerSchema(name="ResponseItemList", schema=_ITEM_LIST),
+        statuses=(404,),
+        query=_LIST_QUERY,
+    ),
+)

@@ -1,0 +1,244 @@
+"""Input items of /v1/responses, checked, and converted into messages of a chat.
+
+Owns the kinds of items and their members. Knows no store. Invariant: an item that was checked is an
+object that the API can return; of reasoning that has both a summary and a text, `messages_of`
+takes the text.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from cadenza.request import show
+from cadenza.server.errors import invalid_value, not_built
+from cadenza.server.schemas.body import DeclaredObject, ObjectOf, label, optional, required
+from cadenza.server.schemas.field_types import (
+    AnyJson,
+    OneOf,
+    Schema,
+    String,
+    Unsupported,
+    refuse,
+)
+from cadenza.server.schemas.messages import MAX_MESSAGES
+
+MAX_TEXT_CHARS = 1 << 26
+
+_TEXT = String(max_chars=MAX_TEXT_CHARS)
+_ID = String(min_chars=1, max_chars=256)
+_LABEL = String(max_chars=256)
+_ANNOTATION = AnyJson(max_chars=16 << 10)
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_NOT_BUILT_PARTS = ("input_image", "input_file", "input_audio", "refusal", "computer_screenshot")
+
+
+class _Part(DeclaredObject):
+    type = required(OneOf(_TEXT_PARTS))
+    text = required(_TEXT)
+    annotations = label(_ANNOTATION)
+    logprobs = label(_ANNOTATION)
+    prompt_cache_breakpoint = label(_ANNOTATION)
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text, or a list of text parts; checked into the texts."""
+
+    def check(self, name: str, value: object) -> tuple[str, ...]:
+        if isinstance(value, str):
+            return (_TEXT.check(name, value),)
+        if not isinstance(value, list):
+            raise refuse(name, value, "a text, or a list of text parts")
+        parts = cast(list[object], value)
+        if len(parts) > MAX_MESSAGES:
+            raise invalid_value(f"{name} has {len(parts)} parts; at most {MAX_MESSAGES}", name)
+        return tuple(_part_text(name, part) for part in parts)
+
+    def schema(self) -> Schema:
+        parts = {"type": "array", "items": _Part.object_schema(), "maxItems": MAX_MESSAGES}
+        return {"anyOf": [_TEXT.schema(), parts]}
+
+
+def _part_text(name: str, part: object) -> str:
+    kind = cast(dict[str, object], part).get("type") if isinstance(part, dict) else None
+    if kind in _NOT_BUILT_PARTS:
+        raise not_built(name, f"the content part {kind}")
+    return checked_object(name, cast(object, part), _Part).values["text"]
+
+
+class _Message(DeclaredObject):
+    type = optional(OneOf(("message",)))
+    role = required(OneOf(("user", "assistant", "system", "developer")))
+    content = required(_Text())
+    id = optional(_ID)
+    status = label(_LABEL)
+    phase = label(_LABEL)
+
+
+class _FunctionCall(DeclaredObject):
+    type = required(OneOf(("function_call",)))
+    call_id = required(_ID)
+    name = required(String(min_chars=1, max_chars=128))
+    arguments = required(_TEXT)
+    id = optional(_ID)
+    status = label(_LABEL)
+    caller = label(_ANNOTATION)
+    namespace = label(_LABEL)
+
+
+class _FunctionResult(DeclaredObject):
+    type = required(OneOf(("function_call_output",)))
+    call_id = required(_ID)
+    output = required(_Text())
+    id = optional(_ID)
+    status = label(_LABEL)
+    caller = label(_ANNOTATION)
+
+
+class _Reasoning(DeclaredObject):
+    type = required(OneOf(("reasoning",)))
+    summary = optional(_Text())
+    content = optional(_Text())
+    encrypted_content = label(Unsupported("reasoning that another server encrypted", ("",)))
+    id = optional(_ID)
+    status = label(_LABEL)
+
+
+ITEMS: Mapping[str, type[DeclaredObject]] = {
+    "message": _Message,
+    "function_call": _FunctionCall,
+    "function_call_output": _FunctionResult,
+    "reasoning": _Reasoning,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InputItems:
+    """A text, which is a user's message, or a list of items; checked into items."""
+
+    def check(self, name: str, value: object) -> tuple[dict[str, Any], ...]:
+        if isinstance(value, str):
+            text = _TEXT.check(name, value)
+            return (_message_item({"role": "user", "content": (text,)}),)
+        if not isinstance(value, list):
+            raise refuse(name, value, "a text, or a list of items")
+        items = cast(list[object], value)
+        if len(items) > MAX_MESSAGES:
+            raise invalid_value(
+                f"{name} has {len(items)} items; at most {MAX_MESSAGES} are allowed", name
+            )
+        return tuple(_item(f"{name}[{place}]", item) for place, item in enumerate(items))
+
+    def schema(self) -> Schema:
+        kinds = [kind.object_schema() for kind in ITEMS.values()]
+        items = {"type": "array", "items": {"anyOf": kinds}, "maxItems": MAX_MESSAGES}
+        return {"anyOf": [_TEXT.schema(), items]}
+
+
+def checked_object(name: str, value: object, declared: type[DeclaredObject]) -> DeclaredObject:
+    """An object with all that it needs. Raises ApiError (400)."""
+    found = ObjectOf(declared).check(name, value)
+    for needed in declared.required_names:
+        if needed not in found.values:
+            raise invalid_value(f"{name}.{needed} is missing; it is needed here", name)
+    return found
+
+
+def _item(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise refuse(name, value, "an item, which is an object")
+    kind = cast(dict[str, object], value).get("type")
+    kind = "message" if kind is None else kind
+    declared = ITEMS.get(kind) if isinstance(kind, str) else None
+    if declared is None:
+        if isinstance(kind, str):
+            raise not_built(name, f"an item of the type {kind[:64]}")
+        raise refuse(f"{name}.type", kind, f"one of {', '.join(ITEMS)}")
+    members = checked_object(name, cast(object, value), declared).values
+    match kind:
+        case "message":
+            return _message_item(members)
+        case "function_call_output":
+            return {**members, "output": "\n".join(members["output"]), "status": "completed"}
+        case "reasoning":
+            return _reasoning_item(members)
+        case _:
+            return {**members, "status": "completed"}
+
+
+def _message_item(members: Mapping[str, Any]) -> dict[str, Any]:
+    is_answer = members["role"] == "assistant"
+    rest: dict[str, Any] = {"annotations": []} if is_answer else {}
+    kind = "output_text" if is_answer else "input_text"
+    parts = [{"type": kind, "text": text, **rest} for text in members["content"]]
+    return {**members, "type": "message", "content": parts, "status": "completed"}
+
+
+def _reasoning_item(members: Mapping[str, Any]) -> dict[str, Any]:
+    summary = [{"type": "summary_text", "text": text} for text in members.get("summary", ())]
+    content = [{"type": "reasoning_text", "text": text} for text in members.get("content", ())]
+    return {**members, "summary": summary, "content": content, "status": "completed"}
+
+
+def messages_of(name: str, items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chat messages of items: reasoning, text and calls of one turn are one assistant's message.
+
+    Raises ApiError (400) for the result of a call that is not there.
+    """
+    found: list[dict[str, Any]] = []
+    called: dict[str, str] = {}
+    for item in items:
+        is_turn = bool(found) and found[-1]["role"] == "assistant"
+        turn = found[-1] if is_turn else None
+        match item["type"]:
+            case "function_call":
+                called[item["call_id"]] = item["name"]
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                _turn(found, turn).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                found.append(_result(name, item, called))
+            case "reasoning":
+                text = _joined(item.get("content") or item["summary"])
+                if text:
+                    _turn(found, None)["reasoning_content"] = text
+            case _ if item["role"] == "assistant":
+                is_free = turn is not None and not turn["content"]
+                _turn(found, turn if is_free else None)["content"] = _joined(item["content"])
+            case _:
+                found.append({"role": item["role"], "content": _joined(item["content"])})
+    return found
+
+
+def _turn(found: list[dict[str, Any]], turn: dict[str, Any] | None) -> dict[str, Any]:
+    """The assistant's message that an item belongs to."""
+    if turn is None:
+        turn = {"role": "assistant", "content": ""}
+        found.append(turn)
+    return turn
+
+
+def _result(name: str, item: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:
+    call_id = item["call_id"]
+    if call_id not in called:
+        raise invalid_value(
+            f"{name} has the result of the call {show(call_id)}, but no such call before it", name
+        )
+    output = item["output"]
+    return {"role": "tool", "tool_call_id": call_id, "name": called[call_id], "content": output}
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(part["text"] for part in parts)
+
+
+def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages behind a system text; leading system messages become one, which is what many
+    chat templates have room for."""
+    texts = [] if not system else [system]
+    place = 0
+    while place < len(messages) and messages[place]["role"] in ("system", "developer"):
+        texts.append(messages[place]["content"])
+        place += 1
+    leading = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+    return [*leading, *messages[place:]]

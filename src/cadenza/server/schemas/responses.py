@@ -1,0 +1,107 @@
+"""The fields of /v1/responses that are objects: the answer's text, reasoning, what to include.
+
+Owns their members. Knows no engine. Invariant: what is not built is refused by its name.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from cadenza.server.errors import not_built
+from cadenza.server.schemas.body import DeclaredObject, label, optional, unsupported
+from cadenza.server.schemas.field_types import OneOf, Schema, Unsupported, refuse
+from cadenza.server.schemas.structured import schema_format, structured_of
+from cadenza.structured import StructuredOutput
+
+_FORMATS = 'an object such as {"type": "json_schema", "name": …, "schema": {…}}'
+
+INCLUDABLE = ("reasoning.encrypted_content",)
+"""Reasoning is returned in plain text, so that this asks for nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedForm:
+    """A checked format: what it asks for, and the object that did."""
+
+    form: StructuredOutput | None
+    given: dict[str, Any]
+
+
+TEXT_FORM = AskedForm(None, {"type": "text"})
+
+
+@dataclass(frozen=True, slots=True)
+class TextFormat:
+    """`text.format`: as `response_format`, but that a schema's members lie beside the type."""
+
+    def check(self, name: str, value: object) -> AskedForm:
+        if not isinstance(value, dict):
+            raise refuse(name, value, _FORMATS)
+        given = cast(dict[str, Any], value)
+        members = {key: item for key, item in given.items() if item is not None}
+        kind = members.pop("type", None)
+        if kind == "text" and not members:
+            return TEXT_FORM
+        if kind == "json_object" and not members:
+            return AskedForm(structured_of(name, json_object=True), given)
+        if isinstance(kind, str) and kind not in ("text", "json_object", "json_schema"):
+            raise not_built(name, f"the type {kind[:64]}")
+        if kind != "json_schema":
+            raise refuse(name, given, _FORMATS)
+        return AskedForm(schema_format(name, members), given)
+
+    def schema(self) -> Schema:
+        kinds: Schema = {"type": "string", "enum": ["text", "json_object", "json_schema"]}
+        return {
+            "type": "object",
+            "properties": {
+                "type": kinds,
+                "name": {"type": ["string", "null"], "maxLength": 64},
+                "schema": {"type": ["object", "boolean", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["type"],
+        }
+
+
+class TextOptions(DeclaredObject):
+    """The members of `text`."""
+
+    format = optional(TextFormat(), "The answer's form: text, or JSON.")
+    verbosity = unsupported("a choice of verbosity", "medium")
+
+
+class ReasoningOptions(DeclaredObject):
+    """The members of `reasoning`."""
+
+    effort = optional(
+        Unsupported("an effort of reasoning", ("none",)),
+        "none: no thinking, where the chat template has a switch for it.",
+    )
+    summary = unsupported("a summary of reasoning; the reasoning itself is returned", "auto")
+    generate_summary = unsupported(
+        "a summary of reasoning; the reasoning itself is returned", "auto"
+    )
+    context = label(OneOf(("auto",)))
+
+
+class ResponseStreamOptions(DeclaredObject):
+    """The members of `stream_options`."""
+
+    include_obfuscation = unsupported("obfuscated events", False)
+
+
+@dataclass(frozen=True, slots=True)
+class Includes:
+    """What the answer should have besides."""
+
+    def check(self, name: str, value: object) -> tuple[str, ...]:
+        if not isinstance(value, list):
+            raise refuse(name, value, "a list of texts")
+        for item in cast(list[object], value):
+            if item not in INCLUDABLE:
+                shown = item[:64] if isinstance(item, str) else "that"
+                raise not_built(name, f"including {shown}")
+        return tuple(cast(list[str], value))
+
+    def schema(self) -> Schema:
+        return {"type": "array", "items": {"type": "string", "enum": list(INCLUDABLE)}}
