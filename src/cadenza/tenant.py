@@ -24,6 +24,9 @@ class Tenant:
         name: up to 64 visible ASCII characters; empty where tenants are not told apart.
         weight: where several tenants wait, a tenant of weight 2 gets twice the service of one of
             weight 1; 0.01 to 100.
+        page_share: the share of all KV pages that its running requests may hold; 0.0001 to 1.
+        cache_share: the share of all KV pages that its prefixes may have in the prefix cache, in
+            use or not; 0 to 1.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of bounds.
@@ -31,6 +34,8 @@ class Tenant:
 
     name: str = ""
     weight: float = 1.0
+    page_share: float = 1.0
+    cache_share: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -40,6 +45,15 @@ class Tenant:
                 param="tenant",
             )
         self._take_number("weight", MIN_WEIGHT, MAX_WEIGHT)
+        self._take_number("page_share", MIN_SHARE, 1.0)
+        self._take_number("cache_share", 0.0, 1.0)
+
+    def most_pages(self, num_pages: int) -> int:
+        """The pages that it may hold of `num_pages`; at least one."""
+        return max(1, int(self.page_share * num_pages))
+
+    def most_cached_pages(self, num_pages: int) -> int:
+        return int(self.cache_share * num_pages)
 
     def _take_number(self, field: str, low: float, high: float) -> None:
         value: object = getattr(self, field)

@@ -121,7 +121,15 @@ class Scenario:
     def tenants(self) -> tuple[Tenant, ...]:
         rng = random.Random(f"tenants {self.seed}")
         weights = [rng.choice([0.5, 1.0, 3.0]) for _ in range(rng.choice([1, 1, 2, 4]))]
-        return tuple(Tenant(name=f"t{at}", weight=weight) for at, weight in enumerate(weights))
+        return tuple(
+            Tenant(
+                name=f"t{at}",
+                weight=weight,
+                page_share=rng.choice([1.0, 1.0, 0.8, 0.5]),
+                cache_share=rng.choice([1.0, 0.4, 0.2, 0.0]),
+            )
+            for at, weight in enumerate(weights)
+        )
 
     @cached_property
     def shared_prefix(self) -> tuple[int, ...]:
@@ -550,7 +558,7 @@ def can_ever_fit(request: Request, limits: EngineLimits) -> bool:
         return False
     num_computed = max(num_prompt_tokens, num_tokens - 1)
     return num_tokens <= limits.max_model_len and num_computed <= (
-        limits.num_pages * limits.page_size
+        request.tenant.most_pages(limits.num_pages) * limits.page_size
     )
 
 

@@ -289,10 +289,69 @@ def test_weights_of_tokens_are_what_they_take() -> None:
     assert measured_service_cost(cost, rows) == ServiceCost(prompt=0.25, output=1.0)
 
 
+CAPPED = Tenant(name="capped", page_share=0.5, cache_share=0.25)
+
+
+def test_a_tenant_holds_no_more_than_its_share_and_others_pass_it() -> None:
+    """That no invariant is violated in any step says that the shares are kept."""
+    rng = random.Random("shares")
+    limits = replace(LIMITS, enable_prefix_caching=True)
+    capped = [request_of(rng, CAPPED) for _ in range(12)]
+    other = [request_of(rng, Tenant(name="other")) for _ in range(6)]
+    engine = make_engine(limits, order=Order(clock=lambda: 0.0))
+    most: dict[str, int] = {"capped": 0, "other": 0}
+
+    def watch(_: Record) -> None:
+        for name, seen in most.items():
+            own = [s for s in engine.scheduler.running if s.request.tenant.name == name]
+            most[name] = max(seen, len({page for s in own for page in s.page_table}))
+
+    record = run_requests(engine, [*capped, *other], before_step=watch)
+    record.verify()
+    assert most["capped"] <= limits.num_pages // 2 < most["other"]
+
+
+def test_a_tenant_alone_in_its_share_finishes_by_preempting_its_own() -> None:
+    """Two sequences that together outgrow the share, admitted by what they hold at first."""
+    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+    own = [Request(prompt_token_ids=(at,) * 8, params=params, tenant=CAPPED) for at in range(1, 4)]
+    other = Request(prompt_token_ids=(9,) * 8, params=params, tenant=Tenant(name="other"))
+    engine = make_engine(LIMITS, reserved_output=0.0, order=Order(clock=lambda: 0.0))
+    record = run_requests(engine, [other, *own])
+    record.verify()
+    assert engine.scheduler.num_preemptions > 0
+    longest = {stream: at for at, event in record.log for stream in [event.request_id]}
+    assert longest[0] < max(longest.values()), "the other tenant's was preempted for them"
+
+
+def test_a_tenants_prefixes_fill_its_share_of_the_cache_and_no_more() -> None:
+    limits = replace(LIMITS, enable_prefix_caching=True, num_pages=32)
+    rng = random.Random("cache share")
+    engine = make_engine(limits, order=Order(clock=lambda: 0.0))
+    run_requests(engine, [request_of(rng, Tenant(name="other"), longest=40) for _ in range(6)])
+    num_others = engine.scheduler.kv_cache.pool.counts().cached
+    assert num_others > 8
+    last = request_of(rng, CAPPED)
+    run_requests(engine, [*[request_of(rng, CAPPED) for _ in range(12)], last])
+    assert engine.scheduler.kv_cache.pool.counts().cached == 32 // 4 + min(num_others, 24)
+    again = run_requests(engine, [last])
+    again.verify()
+
+
+def test_a_request_beyond_its_tenants_share_is_refused() -> None:
+    engine = make_engine(LIMITS)
+    params = SamplingParams(max_tokens=30)
+    tenant = Tenant(name="small", page_share=0.1)
+    with pytest.raises(InvalidRequestError, match="may hold 1 of the pool's 16"):
+        engine.submit(Request(prompt_token_ids=(1,), params=params, tenant=tenant))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         *({"name": name} for name in (None, 5, "two words", "ü", "x" * 65, b"bytes", "a\0")),
+        *({"page_share": share} for share in (0, 1.1, float("nan"), "half", None)),
+        *({"cache_share": share} for share in (-0.1, 1.1, float("nan"), True)),
         *({"weight": weight} for weight in (0, -1.0, float("nan"), float("inf"), "1", True, None)),
     ],
 )

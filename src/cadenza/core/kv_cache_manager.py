@@ -8,6 +8,7 @@ filled it has succeeded with finite logits.
 from dataclasses import dataclass
 
 from cadenza.core.page_pool import PagePool
+from cadenza.core.page_shares import PageShares
 from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
 from cadenza.core.prefix_leaders import PrefixLeaders
 from cadenza.core.sequence import PageCopy, Sequence
@@ -59,6 +60,7 @@ class KVCacheManager:
         elif enable_prefix_caching and slot_unit is not None:
             self.slot_prefixes = SlotPrefixes(slot_unit)
         self.pool = PagePool(num_pages, self._forget)
+        self.page_shares = PageShares(self.pool)
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -123,6 +125,7 @@ class KVCacheManager:
         """Shares the prefix's pages and allocates the rest for all tokens; False if too few."""
         assert not sequence.page_table, "cannot adopt a prefix: the sequence already has pages"
         self.pool.share(prefix.page_ids)
+        self.page_shares.take(sequence, prefix.page_ids)
         sequence.page_table.extend(prefix.page_ids)
         sequence.num_computed_tokens = prefix.num_tokens
         sequence.num_published_pages = prefix.num_published
@@ -142,15 +145,24 @@ class KVCacheManager:
         return True
 
     def try_grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Extends the page table to `num_tokens` tokens; False, unchanged, if too few pages."""
+        """Extends the page table to `num_tokens` tokens; False, unchanged, if too few pages are
+        there or left of the tenant's share."""
         missing = -(-num_tokens // self.page_size) - len(sequence.page_table)
         if missing <= 0:
             return True
+        if sequence.request.tenant.page_share < 1.0 and self.exceeds_share(sequence, num_tokens):
+            return False
         pages = self.pool.try_allocate(missing)
         if pages is None:
             return False
+        self.page_shares.take(sequence, pages)
         sequence.page_table.extend(pages)
         return True
+
+    def exceeds_share(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether pages for `num_tokens` tokens are more than is left of the tenant's share."""
+        missing = -(-num_tokens // self.page_size) - len(sequence.page_table)
+        return missing > self.page_shares.num_left(sequence.request.tenant)
 
     def _try_grow_beside(self, sequence: Sequence, prefix: Prefix) -> bool:
         """`try_grow` for all tokens; may take over the prefix's partial page."""
@@ -164,20 +176,27 @@ class KVCacheManager:
             if is_grown:
                 return True
         self.pool.take_over(source)
+        self.page_shares.take(sequence, (source,))
         sequence.page_table.append(source)
         return self.try_grow(sequence, sequence.num_tokens)
 
     def release(self, sequence: Sequence) -> None:
         """Frees all pages, last one first (the order of eviction), and rewinds the sequence."""
         self.prefix_leaders.leave(sequence)
+        self.page_shares.give_back(sequence)
         self.pool.free(reversed(sequence.page_table))
         sequence.rewind()
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Adds the first `num_tokens` tokens to the prefix cache, as far as they fill pages."""
+        tenant = sequence.request.tenant
         if self.slot_prefixes is not None:
+            slot = sequence.page_table[0]
             if self.slot_prefixes.publish(sequence, _content_of(sequence), num_tokens):
-                self.pool.mark_cached(sequence.page_table[0])
+                if self.page_shares.try_cache(tenant, slot):
+                    self.pool.mark_cached(slot)
+                else:
+                    self.slot_prefixes.forget(slot)
             return
         full = num_tokens // self.page_size
         if self.prefix_cache is None or full <= sequence.num_published_pages:
@@ -188,6 +207,10 @@ class KVCacheManager:
             if sequence.published_serial is None:
                 break
             page_id, key = sequence.page_table[index], sequence.page_keys[index]
+            is_known = self.prefix_cache.count_known((key,))
+            if not is_known and not self.page_shares.try_cache(tenant, page_id):
+                sequence.published_serial = None
+                break
             sequence.published_serial, is_taken = self.prefix_cache.publish(
                 page_id, index, key, content, sequence.published_serial
             )
@@ -213,6 +236,7 @@ class KVCacheManager:
         if self.prefix_cache is not None:
             self.prefix_cache.check_invariants()
         self.prefix_leaders.check_invariants(sequences)
+        self.page_shares.check_invariants(sequences)
 
     def _fork(self, source: Sequence) -> Prefix:
         """Pages of a sibling's computed prompt except its last token, all as unpublished."""
@@ -226,6 +250,7 @@ class KVCacheManager:
         )
 
     def _forget(self, page_id: int) -> None:
+        self.page_shares.forget(page_id)
         if self.prefix_cache is not None:
             self.prefix_cache.forget(page_id)
         if self.slot_prefixes is not None:

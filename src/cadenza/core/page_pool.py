@@ -106,6 +106,20 @@ class PagePool:
         page.is_cached = False
         self._on_evict(page_id)
 
+    def is_reusable(self, page_id: int) -> bool:
+        """Whether it is free or cached."""
+        return page_id in self._reusable
+
+    def evict(self, page_id: int) -> None:
+        """Makes a cached page free."""
+        page = self._pages[page_id]
+        assert page.is_cached, "only a cached page can be evicted"
+        assert page_id in self._reusable, "a page in use cannot be evicted"
+        page.is_cached = False
+        self._num_cached -= 1
+        self._reusable.move_to_end(page_id, last=False)
+        self._on_evict(page_id)
+
     def free(self, page_ids: Iterable[int]) -> None:
         """Removes a reference from each page; cached pages are evicted in the order given."""
         for page_id in page_ids:

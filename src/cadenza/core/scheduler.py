@@ -36,10 +36,8 @@ from cadenza.core.step_cost import (
 )
 from cadenza.core.step_reader import StepReader
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepOutput
-from cadenza.request import (
-    Event,
-    Started,
-)
+from cadenza.request import Event, Started
+from cadenza.tenant import Tenant
 
 Share = tuple[Sequence, int]
 """A sequence and the number of its tokens that a step computes."""
@@ -299,9 +297,12 @@ class Scheduler:
         """
         num_tokens = sequence.num_computed_tokens + count
         while not self.kv_cache.try_grow(sequence, num_tokens):
-            if self.kv_cache.pool.num_pinned:
+            rivals = self.running
+            if self.kv_cache.exceeds_share(sequence, num_tokens):
+                rivals = self._running_of(sequence.request.tenant)
+            elif self.kv_cache.pool.num_pinned:
                 return False
-            victim = self._policy.victim(self.running, self._fair_share.counter_of)
+            victim = self._policy.victim(rivals, self._fair_share.counter_of)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -319,14 +320,17 @@ class Scheduler:
         one would compute something in this step; adds them to `prompts`.
 
         At most two prompts stay incomplete. Sequences that wait for a prefix, which another one is
-        computing, are passed.
+        computing, are passed, and so are all of a tenant whose next one does not fit its share.
         """
+        full: set[str] = set()
         parts = [_part_of(sequence) for sequence in prompts]
         for sequence in waiting:
             if not self._free_rows or budget.num_tokens <= 0 or sequence.is_retried:
                 break
             if sequence.num_pending_tokens:
                 break
+            if sequence.request.tenant.name in full:
+                continue
             if sequence.is_expecting_source or self.kv_cache.is_prefix_coming(sequence):
                 continue
             if sequence.needs_prompt_logprobs and not logprobs_budget.num_rows:
@@ -336,6 +340,9 @@ class Scheduler:
             if sum(is_cut) >= MAX_CUT_PROMPTS:
                 break
             prefix = self.kv_cache.find_prefix(sequence)
+            if not self._fits_share(sequence, prefix):
+                full.add(sequence.request.tenant.name)
+                continue
             part = PromptPart(
                 start=prefix.num_tokens,
                 num_left=sequence.num_tokens - prefix.num_tokens,
@@ -369,7 +376,7 @@ class Scheduler:
     def _try_start(self, batch: Batch, sequence: Sequence) -> bool:
         is_fork = sequence.fork_source is not None
         prefix = self.kv_cache.find_prefix(sequence)
-        if not self._can_admit(sequence, prefix):
+        if not self._fits_share(sequence, prefix) or not self._can_admit(sequence, prefix):
             return False
         if not self.kv_cache.try_adopt(sequence, prefix):
             return False
@@ -402,6 +409,22 @@ class Scheduler:
         return can_admit(shared=num_pages) and can_admit(
             shared=num_pages - self.kv_cache.num_unheld(prefix)
         )
+
+    def _fits_share(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Whether the tenant's share holds the sequence beside those of the tenant that run."""
+        tenant = sequence.request.tenant
+        if tenant.page_share == 1.0:
+            return True
+        shares = self.kv_cache.page_shares
+        return self._admission.can_admit(
+            sequence,
+            self._running_of(tenant),
+            available=shares.num_left(tenant),
+            shared=shares.num_held(tenant, prefix.page_ids),
+        )
+
+    def _running_of(self, tenant: Tenant) -> list[Sequence]:
+        return [each for each in self.running if each.request.tenant.name == tenant.name]
 
     def _count_prefix(self, sequence: Sequence, num_hit_tokens: int) -> None:
         """Counts a prompt's tokens looked up in the prefix cache and found; once per prompt."""

@@ -51,7 +51,7 @@ class Sequence:
             sample that another engine began has that engine's number.
         num_sent_pages: entries of the page table already sent to the device.
         published_serial: the prefix cache's serial of its last published page; None after a
-            key collision, which ends publication.
+            key collision, or where the tenant's share of the cache is in use: both end publication.
         awaited_key: the key of a page that another sequence computes, for which this one waits.
         prompt_logprobs_progress: None if no prompt log probabilities were requested.
         drafting: None if its steps verify no drafts.

@@ -158,3 +158,10 @@ class RequestCheck:
                 f"--kv-cache-memory-bytes",
                 param="max_tokens",
             )
+        most = request.tenant.most_pages(self.limits.num_pages)
+        if num_pages > most:
+            raise InvalidRequestError(
+                f"the request needs {num_pages} KV pages and its tenant may hold {most} of the "
+                f"pool's {self.limits.num_pages}; shorten it, or raise the tenant's page_share",
+                param="max_tokens",
+            )

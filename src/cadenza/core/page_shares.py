@@ -1,0 +1,100 @@
+"""`PageShares`: how many pages each tenant holds, and has in the prefix cache.
+
+Counts only tenants that may have less than all. Knows page ids, no contents. Invariant: a tenant
+never holds more pages than its share, each counted once however many of its sequences share it,
+nor are more in the prefix cache for it, in use or not.
+"""
+
+from collections.abc import Iterable
+
+from cadenza.core.page_pool import PagePool
+from cadenza.core.sequence import Sequence
+from cadenza.tenant import Tenant
+
+
+class PageShares:
+    """The pages of one pool. `evict` removes an unreferenced page from the prefix cache."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._held: dict[str, dict[int, int]] = {}
+        self._cached: dict[str, dict[int, None]] = {}
+        self._tenant_of: dict[int, str] = {}
+
+    def take(self, sequence: Sequence, page_ids: Iterable[int]) -> None:
+        """A sequence has got references to pages."""
+        tenant = sequence.request.tenant
+        if tenant.page_share == 1.0:
+            return
+        held = self._held.setdefault(tenant.name, {})
+        for page_id in page_ids:
+            held[page_id] = held.get(page_id, 0) + 1
+
+    def give_back(self, sequence: Sequence) -> None:
+        """A sequence frees its pages, last one first."""
+        tenant = sequence.request.tenant
+        if tenant.cache_share < 1.0:
+            cached = self._cached.get(tenant.name, {})
+            for page_id in reversed(sequence.page_table):
+                if page_id in cached:  # to the end of the order of eviction
+                    del cached[page_id]
+                    cached[page_id] = None
+        if tenant.page_share == 1.0:
+            return
+        held = self._held.get(tenant.name, {})
+        for page_id in sequence.page_table:
+            held[page_id] -= 1
+            if not held[page_id]:
+                del held[page_id]
+        if not held:
+            self._held.pop(tenant.name, None)
+
+    def num_left(self, tenant: Tenant) -> int:
+        """Pages that the tenant may still take."""
+        most = tenant.most_pages(self._pool.num_pages)
+        return most - len(self._held.get(tenant.name, ()))
+
+    def num_held(self, tenant: Tenant, page_ids: Iterable[int]) -> int:
+        """How many of `page_ids` the tenant holds already."""
+        held = self._held.get(tenant.name, {})
+        return sum(1 for page_id in page_ids if page_id in held)
+
+    def try_cache(self, tenant: Tenant, page_id: int) -> bool:
+        """Counts a page that is about to enter the prefix cache; evicts the tenant's oldest
+        unreferenced one if its share is full. False, with nothing changed, if all are in use.
+        """
+        if tenant.cache_share == 1.0:
+            return True
+        cached = self._cached.setdefault(tenant.name, {})
+        if page_id in cached:
+            return True
+        most = tenant.most_cached_pages(self._pool.num_pages)
+        if len(cached) >= most:
+            oldest = next((each for each in cached if self._pool.is_reusable(each)), None)
+            if oldest is None:
+                return False
+            self._pool.evict(oldest)
+        cached[page_id] = None
+        self._tenant_of[page_id] = tenant.name
+        return True
+
+    def forget(self, page_id: int) -> None:
+        """A page has left the prefix cache."""
+        name = self._tenant_of.pop(page_id, None)
+        if name is not None:
+            del self._cached[name][page_id]
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Raises AssertionError if a tenant has more than its share, or is counted wrongly."""
+        expected: dict[str, dict[int, int]] = {}
+        for sequence in sequences:
+            tenant = sequence.request.tenant
+            for page_id in sequence.page_table if tenant.page_share < 1.0 else ():
+                pages = expected.setdefault(tenant.name, {})
+                pages[page_id] = pages.get(page_id, 0) + 1
+            most = tenant.most_pages(self._pool.num_pages)
+            assert len(self._held.get(tenant.name, ())) <= most, f"{tenant} holds too much"
+            most = tenant.most_cached_pages(self._pool.num_pages)
+            assert len(self._cached.get(tenant.name, ())) <= most, f"{tenant} caches too much"
+        assert expected == self._held, "pages held by tenants are counted wrongly"
+        assert set(self._tenant_of) == {page for each in self._cached.values() for page in each}
