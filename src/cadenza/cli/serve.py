@@ -68,6 +68,11 @@ class ServeFlags:
         metavar="KEY",
     )
     api_key_file: str | None = _flag(None, "Keys, one a line.", metavar="FILE")
+    tenants: str | None = _flag(
+        None,
+        "Weights and limits of tenants by their API keys, in TOML (docs/serving.md).",
+        metavar="FILE",
+    )
     allowed_origins: list[str] | None = _flag(
         None,
         "Origins of web pages that may call this server, as scheme://host:port, or * for any; may "
@@ -266,14 +271,17 @@ def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
     from cadenza.server.limits import ServerLimits
     from cadenza.server.response_store import StoreBounds
     from cadenza.server.service import ServerOptions
+    from cadenza.server.tenants import TenantFile, read_tenants
 
+    tenants = TenantFile() if flags.tenants is None else read_tenants(Path(flags.tenants))
     file = None if flags.api_key_file is None else Path(flags.api_key_file)
     names, aliases = _names(name, flags.served_model_name)
     return ServerOptions(
         model_names=names,
         model_aliases=aliases,
         secret=secrets.token_bytes(32),
-        keys=ApiKeys(read_keys(flags.api_key or (), file)),
+        keys=ApiKeys(read_keys(flags.api_key or (), file), tenants.keys),
+        tenants=tenants,
         cors=Cors(flags.allowed_origins or ()),
         stored_responses=StoreBounds(
             max_count=flags.max_stored_responses,

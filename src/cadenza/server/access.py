@@ -8,13 +8,14 @@ gets no `Access-Control-*` header.
 
 import hmac
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
 from cadenza.errors import ConfigError
 from cadenza.request import show
 from cadenza.server.errors import ApiError, Headers
+from cadenza.server.tenants import hash_in
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
@@ -34,13 +35,14 @@ _HEADER_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 911
 
 
 class ApiKeys:
-    """The keys that this server accepts.
+    """The keys that this server accepts. Each is a tenant of its own, named by its digest, unless
+    `named` has its tenant's name; a key there may be `sha256:` and its digest.
 
     Raises:
         ConfigError: a key is too short, or has characters that no header can carry.
     """
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
+    def __init__(self, keys: Iterable[str] = (), named: Mapping[str, str] | None = None) -> None:
         listed = list(dict.fromkeys(keys))
         for key in listed:
             if len(key) < MIN_KEY_CHARS or not re.fullmatch(r"[!-~]+", key):
@@ -48,12 +50,15 @@ class ApiKeys:
                     f"an API key has {len(key)} characters; give at least {MIN_KEY_CHARS}, "
                     f"visible ASCII characters only"
                 )
-        self._digests = [sha256(key.encode()).digest() for key in listed]
+        own = [sha256(key.encode()).digest() for key in listed]
+        self._tenant_of = {digest: digest.hex() for digest in own}
+        for key, name in (named or {}).items():
+            self._tenant_of[hash_in(key) or sha256(key.encode()).digest()] = name
 
     @property
     def is_open(self) -> bool:
         """No key was configured: all requests are of one tenant."""
-        return not self._digests
+        return not self._tenant_of
 
     def tenant_of(self, authorization: bytes | None) -> str | None:
         """The tenant of an `Authorization` header; None without a valid key."""
@@ -62,9 +67,10 @@ class ApiKeys:
         matched = _BEARER.fullmatch(authorization or b"")
         presented = sha256(matched.group(1) if matched else b"").digest()
         found: str | None = None
-        for digest in self._digests:  # all of them, so that the time does not depend on the key
+        # All of them, so that the time does not depend on the key.
+        for digest, tenant in self._tenant_of.items():
             if hmac.compare_digest(presented, digest):
-                found = digest.hex()
+                found = tenant
         return found if matched else None
 
 

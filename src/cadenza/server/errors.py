@@ -219,6 +219,16 @@ def queue_full(message: str) -> ApiError:
     return ApiError(429, "queue_full", message, headers=(("retry-after", str(RETRY_QUEUE_S)),))
 
 
+def rate_limited(what: str, retry_after_s: int) -> ApiError:
+    """`what` names the rate of the tenant that is used up, with its number."""
+    message = (
+        f"the {what} for your key, and is used up; try again in {retry_after_s} "
+        f"second{'' if retry_after_s == 1 else 's'}"
+    )
+    headers = (("retry-after", str(retry_after_s)),)
+    return ApiError(429, "rate_limit_exceeded", message, headers=headers)
+
+
 def too_many_bodies(limit_bytes: int, *, has_length: bool) -> ApiError:
     """The rest of a body of known length is skipped; otherwise the connection is closed."""
     message = (

@@ -52,12 +52,13 @@ class Generation:
         try:
             check = service.check_ready()
             service.check_room(check.limits)
-            async with exchange.body() as body:
-                request = await self._read(body)
-            del body
-            num_choices = request.num_choices
-            self._take_identity(exchange, request, record)
-            await exchange.while_connected(self._serve(exchange, request, check, record))
+            with service.calling(exchange.tenant, check.limits):
+                async with exchange.body() as body:
+                    request = await self._read(body)
+                del body
+                num_choices = request.num_choices
+                self._take_identity(exchange, request, record)
+                await exchange.while_connected(self._serve(exchange, request, check, record))
         except (ClientLeftError, asyncio.CancelledError):
             rest = "abort"
             raise
@@ -69,6 +70,7 @@ class Generation:
             raise
         finally:
             record.end(num_choices, rest)
+            service.take_answer(exchange.tenant, record.usage.completion_tokens)
 
     async def _read(self, body: bytes) -> GenerationRequest:
         options, read = self._service.options, self._endpoint.read
@@ -107,7 +109,7 @@ class Generation:
                 state = service.monitor.status().state
                 raise error_of(error, state, request.param_of) from error
             service.check_id(exchange.request_id)
-            job = service.submit(prepared, record)
+            job = service.submit(prepared, exchange.tenant, record)
         head = AnswerHead(
             request_id=exchange.request_id,
             created=int(service.options.now()),

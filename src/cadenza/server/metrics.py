@@ -43,7 +43,10 @@ REQUEST_BOUNDS = (
 )
 COUNT_BOUNDS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
 
-REJECTION_REASONS = (*get_args(RejectionReason), "bodies_full", "connections_full")
+REJECTION_REASONS = (
+    *get_args(RejectionReason),
+    *("bodies_full", "connections_full", "tenant_queue_full", "rate_limited"),
+)
 """The engine's, and the front end's own."""
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -6,7 +6,7 @@ HTTP. Invariant: a call is admitted, or refused with an `ApiError`, before anyth
 
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Protocol
@@ -40,6 +40,8 @@ from cadenza.server.metrics import Metrics, ServedCounts
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.response_store import ResponseStore, StoreBounds
 from cadenza.server.schemas.body import UnknownFields
+from cadenza.server.tenants import TenantFile, Tenants
+from cadenza.tenant import ONE_TENANT
 
 
 class ServedEngine(BatchEngine, EngineMonitor, Protocol):
@@ -64,6 +66,7 @@ class ServerOptions:
     model_aliases: tuple[str, ...] = ()
     limits: ServerLimits = field(default_factory=ServerLimits)
     keys: ApiKeys = field(default_factory=ApiKeys)
+    tenants: TenantFile = field(default_factory=TenantFile)
     cors: Cors = field(default_factory=Cors)
     stored_responses: StoreBounds = field(default_factory=StoreBounds)
     unknown_fields: UnknownFields = "refuse"
@@ -90,6 +93,7 @@ class Service:
         self.text = text
         self.work = TextWork()
         self.counts = ServedCounts()
+        self.tenants = Tenants(options.tenants, self.counts)
         self.bodies = BodyBudget(
             options.limits.max_bodies_bytes, lambda: self.counts.reject("bodies_full")
         )
@@ -234,19 +238,32 @@ class Service:
                 is_prompt_alone=True,
             ) from None
         salt = self._salt(tenant, call.cache_salt or "")
+        served = self.tenants.tenant(tenant)
         found: list[PreparedRequest] = []
         for each in prepared:
             asked = with_receipt(each) if call.wants_receipt else each
             request = asked.request
-            if salt or call.priority:
-                request = replace(request, cache_salt=salt, priority=call.priority or 0)
+            if salt or call.priority or served != ONE_TENANT:
+                priority = call.priority or 0
+                request = replace(request, cache_salt=salt, priority=priority, tenant=served)
             check.check(request)
             parser = call.make_parser or each.make_parser
             found.append(replace(asked, request=request, make_parser=parser, passed=check))
         return found
 
-    def submit(self, prepared: list[PreparedRequest], record: RequestRecord) -> Job:
+    def calling(self, tenant: str, limits: EngineLimits) -> AbstractContextManager[None]:
+        """Counts a tenant's open call. Raises ApiError (429) where its limits allow no more."""
+        return self.tenants.calling(tenant, limits.max_num_open_reqs, self.options.clock())
+
+    def take_answer(self, tenant: str, num_tokens: int) -> None:
+        """A call of the tenant has ended; its answer had so many tokens."""
+        self.tenants.take_answer(tenant, num_tokens, self.options.clock())
+
+    def submit(self, prepared: list[PreparedRequest], tenant: str, record: RequestRecord) -> Job:
         """Submits the first prompt; `opened` submits the others. Raises ApiError."""
+        counts = [len(each.request.prompt_token_ids) for each in prepared]
+        now_s = self.options.clock()
+        self.tenants.check_rates(tenant, sum(counts), now_s)
         job = Job(
             prepared,
             self._submit_one,
@@ -257,7 +274,7 @@ class Service:
             job.submit_next()
         except CadenzaError as error:
             raise self._error_of(error) from error
-        counts = [len(each.request.prompt_token_ids) for each in prepared]
+        self.tenants.take(tenant, sum(counts), now_s)
         record.start(counts, prepared[0].request.params.n)
         return job
 

@@ -1,0 +1,252 @@
+"""`--tenants`: who a tenant is, its rates with their Retry-After, and files that are refused."""
+
+import math
+import random
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cadenza.errors import ConfigError
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.server.access import ApiKeys
+from cadenza.server.errors import ApiError
+from cadenza.server.metrics import ServedCounts
+from cadenza.server.tenants import (
+    MAX_FILE_BYTES,
+    MAX_KEYS,
+    Bucket,
+    TenantFile,
+    TenantLimits,
+    Tenants,
+    read_tenants,
+)
+from cadenza.tenant import Tenant
+from tests.server.harness import options, running_server
+from tests.server.scripted_engine import ScriptedEngine
+
+HASHED = "sha256:" + sha256(b"hashed-key").hexdigest()
+WHOLE = f"""
+[default]
+requests_per_minute = 30
+
+[tenants.batch]
+keys = ["batch-key-1", "{HASHED}"]
+weight = 0.5
+page_share = 0.5
+cache_share = 0.25
+queue_share = 0.125
+
+[tenants.web]
+keys = ["web-key-1"]
+weight = 4
+tokens_per_minute = 6000
+"""
+
+
+def written(tmp_path: Path, content: str | bytes) -> Path:
+    path = tmp_path / "tenants.toml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_a_file_names_tenants_their_keys_and_limits(tmp_path: Path) -> None:
+    found = read_tenants(written(tmp_path, WHOLE))
+    assert found == TenantFile(
+        named={
+            "batch": TenantLimits(
+                tenant=Tenant(name="batch", weight=0.5, page_share=0.5, cache_share=0.25),
+                queue_share=0.125,
+            ),
+            "web": TenantLimits(tenant=Tenant(name="web", weight=4.0), tokens_per_minute=6000.0),
+        },
+        keys={"batch-key-1": "batch", HASHED: "batch", "web-key-1": "web"},
+        default=TenantLimits(requests_per_minute=30.0),
+    )
+
+
+def test_keys_of_the_file_are_accepted_beside_those_of_flags(tmp_path: Path) -> None:
+    file = read_tenants(written(tmp_path, WHOLE))
+    keys = ApiKeys(["own-key-1", "web-key-1"], file.keys)
+    assert not ApiKeys((), file.keys).is_open
+    for key, tenant in {
+        "batch-key-1": "batch",
+        "hashed-key": "batch",
+        "web-key-1": "web",
+        "own-key-1": sha256(b"own-key-1").hexdigest(),
+        HASHED: None,
+        "no-key-of-any": None,
+    }.items():
+        assert keys.tenant_of(f"Bearer {key}".encode()) == tenant
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[tenants.a]\nkeys = [", "is no TOML file (at end of document)"),
+        (b"\xff\xfe", "is no TOML file"),
+        ("a = " + "[" * 20_000, "is no TOML file"),
+        ("a = " + "9" * 5_000, "is no TOML file"),
+        (b"#" * (MAX_FILE_BYTES + 1), "bytes; give a smaller file"),
+        ("tenants = 3", "it must be a table"),
+        ("[tenants]\na = 3", "tenants.a is 3; it must be a table"),
+        ("[[tenants]]\nkeys = ['key-number-1']", "it must be a table"),
+        ("[tenant.a]\nkeys = ['key-number-1']", "there are default, tenants"),
+        ("[tenants.a]\nkeys = ['key-number-1']\nwait = 1", "'wait'; there are cache_share"),
+        ("[default]\nkeys = ['key-number-1']", "'keys'; there are cache_share"),
+        ("[tenants.a]", "tenants.a has no keys"),
+        ("[tenants.a]\nkeys = []", "tenants.a has no keys"),
+        ("[tenants.a]\nkeys = 'key-number-1'", "tenants.a has no keys"),
+        ("[tenants.a]\nkeys = ['short']", "a key of another form"),
+        ("[tenants.a]\nkeys = [12345678]", "a key of another form"),
+        ("[tenants.a]\nkeys = ['sha256:ABCD']", "a key of another form"),
+        ("[tenants.'a b']\nkeys = ['key-number-1']", "a tenant's name is 'a b'"),
+        (f"[tenants.{'a' * 33}]\nkeys = ['key-number-1']", "a tenant's name"),
+        ("[default]\nweight = 0", "weight is 0; it must be a number from 0.01 to 100"),
+        ("[default]\nweight = nan", "weight is nan"),
+        ("[default]\nweight = true", "weight is True"),
+        ("[default]\npage_share = 1.5", "page_share is 1.5"),
+        ("[default]\ncache_share = -1", "cache_share is -1"),
+        ("[default]\nqueue_share = '1'", "queue_share is '1'"),
+        ("[default]\nrequests_per_minute = 0", "requests_per_minute is 0"),
+        ("[default]\ntokens_per_minute = inf", "tokens_per_minute is inf"),
+        ("[default]\ntokens_per_minute = 1979-05-27", "tokens_per_minute is"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(
+    tmp_path: Path, content: str | bytes, words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_tenants(written(tmp_path, content))
+    assert words in str(caught.value)
+    assert "--tenants" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_key_of_two_tenants_is_refused_without_being_told(tmp_path: Path) -> None:
+    content = "[tenants.a]\nkeys = ['key-number-1']\n[tenants.b]\nkeys = ['key-number-1']"
+    with pytest.raises(ConfigError, match=r"tenants\.b has a key of tenants\.a") as caught:
+        read_tenants(written(tmp_path, content))
+    assert "key-number-1" not in str(caught.value)
+
+
+def test_too_many_keys_and_no_file_are_refused(tmp_path: Path) -> None:
+    keys = [f"key-number-{at}" for at in range(MAX_KEYS + 1)]
+    with pytest.raises(ConfigError, match="at most 1000"):
+        read_tenants(written(tmp_path, f"[tenants.a]\nkeys = {keys}"))
+    for path in (tmp_path / "nowhere", tmp_path, Path("a\0b")):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_tenants(path)
+
+
+@given(
+    per_minute=st.sampled_from([0.5, 7.0, 60.0, 6000.0]),
+    amounts=st.lists(st.integers(0, 9000), min_size=1, max_size=12),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_bucket_grants_what_it_told_to_wait_for_and_no_more_than_its_rate(
+    per_minute: float, amounts: list[int], seed: int
+) -> None:
+    rng, bucket = random.Random(seed), Bucket(per_minute, 0.0)
+    now_s, taken, largest = 0.0, 0.0, 0.0
+    for amount in amounts:
+        now_s += rng.uniform(0.0, 30.0)
+        wait_s = bucket.wait_s(amount, now_s)
+        if wait_s > 1e-6:
+            assert bucket.wait_s(amount, now_s + wait_s * 0.99) > 0
+            assert bucket.wait_s(amount, now_s + wait_s) == pytest.approx(0, abs=1e-6)
+            now_s += wait_s
+        bucket.take(amount, now_s)
+        taken, largest = taken + amount, max(largest, amount)
+        # Only the last amount may exceed what a full bucket holds.
+        assert taken <= per_minute * (1 + now_s / 60) + largest + 1e-6
+
+
+def tenants_of(**limits: float) -> Tenants:
+    return Tenants(TenantFile(default=TenantLimits(**limits)), ServedCounts())
+
+
+def refusal(tenants: Tenants, now_s: float, num_tokens: int = 0) -> int | None:
+    """The seconds of Retry-After; None if the call is within the rates."""
+    try:
+        tenants.check_rates("one", num_tokens, now_s)
+    except ApiError as error:
+        return int(dict(error.headers)["retry-after"])
+    return None
+
+
+def test_the_time_in_a_refusal_is_that_of_the_slower_bucket() -> None:
+    tenants = tenants_of(requests_per_minute=2.0, tokens_per_minute=600.0)
+    tenants.take("one", 600, 0.0)
+    tenants.take("one", 0, 0.0)
+    assert refusal(tenants, 0.0) == 30  # a request; a token comes after 0.1 s
+    assert refusal(tenants, 0.0, 400) == 40
+    assert refusal(tenants, 29.5) == 1
+    assert refusal(tenants, 30.0) is None
+    assert refusal(tenants, 40.0, 400) is None
+
+
+def test_an_answer_is_paid_for_later_and_a_refused_call_uses_nothing() -> None:
+    tenants = tenants_of(tokens_per_minute=60.0)
+    tenants.take("one", 30, 0.0)
+    tenants.take_answer("one", 90, 0.0)
+    for _ in range(5):
+        assert refusal(tenants, 0.0) == 61
+    assert refusal(tenants, 61.0) is None
+
+
+def test_a_prompt_larger_than_the_bucket_waits_until_it_is_full() -> None:
+    tenants = tenants_of(tokens_per_minute=60.0)
+    assert refusal(tenants, 0.0, 1000) is None
+    tenants.take("one", 1000, 0.0)
+    assert refusal(tenants, 0.0, 1) == math.ceil(940 + 1)
+
+
+def test_tenants_have_buckets_and_places_of_their_own() -> None:
+    tenants = tenants_of(requests_per_minute=1.0, queue_share=0.25)
+    tenants.take("one", 0, 0.0)
+    assert refusal(tenants, 0.0) == 60
+    tenants.check_rates("other", 0, 0.0)
+    places = tenants_of(queue_share=0.25)
+    with places.calling("one", 8, 0.0), places.calling("one", 8, 0.0):
+        with pytest.raises(ApiError, match="queue_share"), places.calling("one", 8, 0.0):
+            pass
+        with places.calling("other", 8, 0.0):
+            pass
+    with places.calling("one", 8, 0.0):
+        pass
+
+
+def test_rates_over_http(script: tuple[int, ...], text: TextFrontend, tmp_path: Path) -> None:
+    """The third request of a minute is refused, until its Retry-After; another key's is not."""
+    file = read_tenants(written(tmp_path, WHOLE + "requests_per_minute = 2\n"))
+    engine, now_s = ScriptedEngine(script), [100.0]
+    settings = options(keys=ApiKeys((), file.keys), tenants=file, clock=lambda: now_s[0])
+    body = {"prompt": "the fox", "max_tokens": 3, "ignore_eos": True}
+    with running_server(engine, text, settings) as server:
+        web = {"authorization": "Bearer web-key-1"}
+        batch = {"authorization": "Bearer hashed-key"}
+        answers = [server.post("/v1/completions", body, headers=web) for _ in range(3)]
+        assert [each.status_code for each in answers] == [200, 200, 429]
+        assert answers[2].headers["retry-after"] == "30"
+        assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
+        assert "requests_per_minute is 2" in answers[2].json()["error"]["message"]
+        assert server.post("/v1/completions", body, headers=batch).status_code == 200
+        now_s[0] += 30
+        assert server.post("/v1/completions", body, headers=web).status_code == 200
+        alone = [each.json()["choices"] for each in answers[:2]]
+        assert alone[0] == alone[1]
+        metrics = server.get("/metrics", headers=web).text
+    assert 'admission_rejections_total{model_name="scripted",reason="rate_limited"} 1.0' in metrics
+    assert [each.tenant.name for each in engine.submitted] == ["web", "web", "batch", "web"]
+    assert engine.submitted[2].tenant == file.named["batch"].tenant
+
+
+def test_keys_outside_the_file_share_by_default_limits() -> None:
+    default = TenantLimits(tenant=Tenant(weight=3.0))
+    tenants = Tenants(TenantFile(default=default), ServedCounts())
+    assert tenants.tenant("digest") == replace(default.tenant, name="digest")
