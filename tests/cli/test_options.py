@@ -7,8 +7,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from cadenza.bench.traffic import TrafficOptions
 from cadenza.bench.workloads import ServeOptions, Workload
-from cadenza.cli.bench import SERVE_FLAGS, WORKLOAD_FLAGS
+from cadenza.cli.bench import SERVE_FLAGS, TRAFFIC_FLAGS, WORKLOAD_FLAGS
 from cadenza.cli.options import ENGINE_FLAGS, EngineFlags, flag, flags_of, with_flags
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import EngineConfig
@@ -88,6 +89,7 @@ def test_every_field_of_engine_config_is_described_and_tested():
 def test_the_flags_of_bench_describe_fields_that_there_are():
     assert set(WORKLOAD_FLAGS) == {field.name for field in fields(Workload)}
     assert {field.name for field in fields(ServeOptions)} - set(SERVE_FLAGS) == {"timeout_s"}
+    assert set(TRAFFIC_FLAGS) == {field.name for field in fields(TrafficOptions)}
     assert set(SERVE_FLAGS) < {field.name for field in fields(ServeOptions)}
 
 

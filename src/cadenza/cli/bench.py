@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cadenza.bench.traffic import TrafficOptions
 from cadenza.bench.workloads import ServeOptions, Workload, check_whole
 from cadenza.cli.options import EngineFlags, Flag, JsonFlag, ModelArgument, with_flags
 from cadenza.cli.report import status_line
@@ -35,6 +36,19 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         raise typer.BadParameter(
             f"{text!r} is not whole numbers with commas between, such as 1,4,8"
+        ) from None
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def costs(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not numbers with commas between, such as 5.4,0.25,0.1,0.00002"
         ) from None
 
 
@@ -86,6 +100,37 @@ SERVE_FLAGS: Mapping[str, Any] = {
         help="Whether answers have their full length, by ignore_eos, or may end early.",
         names=("--ignore-eos/--respect-eos",),
     ),
+}
+TRAFFIC_FLAGS: Mapping[str, Flag] = {
+    "step_cost": Flag(
+        help="Milliseconds of a step, a token, a logit row and a key attended to, in place of "
+        "those of a model, which is loaded to measure them.",
+        settings={"parser": costs, "metavar": "MS,MS,MS,MS"},
+    ),
+    "policies": Flag(
+        help="Policies with commas between; each plays the same requests (default: all).",
+        settings={"parser": words, "metavar": "NAME,NAME…"},
+    ),
+    "num_requests": Flag(help="Requests of all tenants."),
+    "request_rate": Flag(help="Arrivals a second of each tenant."),
+    "arrivals": Flag(help="poisson, or bursty: some 20 requests at ten times the rate, then none."),
+    "prompt_lens": _length(
+        "--input-len", "Tokens of each prompt, beside its prefix (default: 16:512)."
+    ),
+    "output_lens": _length("--output-len", "Tokens of each answer (default: 16:128)."),
+    "lengths": Flag(
+        help="uniform between the bounds, or tailed: log-normal, with them as 5th and 95th "
+        "percentile, up to ten times the upper one."
+    ),
+    "num_tenants": Flag(help="API keys that share the server."),
+    "flood": Flag(
+        help="The first tenant's rate, as a multiple of the others'; 0 leaves it out.",
+    ),
+    "num_prefixes": Flag(help="Prefixes of which each prompt of a tenant begins with one."),
+    "prefix_len": Flag(help="Tokens of such a prefix."),
+    "max_ttft_s": Flag(help="Goodput: the latest first token, in seconds."),
+    "max_tpot_ms": Flag(help="Goodput: the longest average time of a further token, in ms."),
+    "seed": Flag(help="Seed of the traffic.", names=("--traffic-seed",)),
 }
 
 
@@ -174,6 +219,32 @@ def bench_load(
     print_load(_machine(config), found, as_json=json)
 
 
+def bench_simulate(
+    options: Annotated[TrafficOptions, TRAFFIC_FLAGS],
+    config: EngineFlags,
+    model: ModelArgument = None,
+    shape: ShapeFlag = None,
+    json: JsonFlag = False,
+) -> None:
+    """Simulate a server's waiting times under each policy, with the engine's own scheduler.
+
+    Nothing is computed: the clock moves by the predicted time of each step.
+    """
+    from cadenza.bench.simulate import given_server, measure_server, simulate_all
+    from cadenza.cli.bench_report import print_simulation
+
+    if options.step_cost is not None and (model is not None or shape is not None):
+        raise ConfigError("both --step-cost and a model were given; give one")
+    chosen = _model_or_shape(model, shape)
+    with status_line("starting", elsewhere=_on_stderr) as report:
+        if options.step_cost is None:
+            server = measure_server(chosen, config)
+        else:
+            server = given_server(options.step_cost, config)
+        found = simulate_all(server, options, report)
+    print_simulation(found, options, as_json=json)
+
+
 def bench_make_checkpoint(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
     shape: Annotated[str, typer.Option(metavar="NAME|FILE", help="A shape, or a config.json.")],
@@ -205,6 +276,7 @@ _COMMANDS: Mapping[str, Callable[..., object]] = {
     "roofline": bench_roofline,
     "startup": bench_startup,
     "load": bench_load,
+    "simulate": bench_simulate,
     "make-checkpoint": bench_make_checkpoint,
 }
 

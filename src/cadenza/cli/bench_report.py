@@ -11,8 +11,10 @@ from cadenza.bench.bounds import Roofline
 from cadenza.bench.load import Load
 from cadenza.bench.runs import StepProfile
 from cadenza.bench.serve_figures import ServeFigures, Spread
+from cadenza.bench.simulate import Simulated
 from cadenza.bench.startup import PHASES, Startup
 from cadenza.bench.throughput import ConcurrencyResult, Throughput
+from cadenza.bench.traffic import TrafficOptions
 from cadenza.bench.workloads import ServeOptions
 from cadenza.cli.report import (
     Column,
@@ -53,6 +55,10 @@ def _milliseconds(spread: Spread) -> str:
     return " ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in both)
 
 
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
 def _phase(name: str) -> Column:
     return Column(f"{name}_s", name.replace("_", " "), lambda found: found.phases_s[name])
 
@@ -83,6 +89,27 @@ _SERVED_LOAD: Columns = (
     Column("server_us_per_token", "server µs"),
     *keys("e2e", "errors", "duration_s", "num_prompt_tokens", "num_output_tokens", "cpu"),
     *keys("total_tok_s", "requests_per_s"),
+)
+_SIMULATED: Columns = (
+    Column("policy", "policy"),
+    Column("num_answers", "done"),
+    Column("num_rejected", "refused"),
+    Column("output_tok_s", "tok/s"),
+    Column("ttft", "TTFT ms", show=_milliseconds),
+    Column("itl", "ITL ms", show=_milliseconds),
+    Column("waiting", "waiting ms", show=_milliseconds),
+    Column("good_share", "good", show=_percent),
+    Column("num_preemptions", "preempted"),
+    Column("cached_share", "cached", show=_percent),
+    Column("fairness", "fairness", show="{:.3f}".format),
+    *keys("duration_s", "num_output_tokens", "tenants"),
+)
+_SIMULATED_TENANT: Columns = (
+    Column("tenant", "tenant"),
+    Column("num_answers", "done"),
+    Column("num_output_tokens", "tokens"),
+    Column("ttft", "TTFT ms", show=_milliseconds),
+    Column(None, "ms a token", lambda found: 1000 * found.per_token_s, show="{:.1f}".format),
 )
 _STARTUP: Columns = (
     Column("caches", "caches"),
@@ -155,6 +182,35 @@ def print_serving(found: ServeFigures, options: ServeOptions, *, as_json: bool) 
         where = "at a rate" if load.concurrency is None else f"{load.concurrency} clients"
         for reason, count in sorted(load.errors.items()):
             print(f"failed ({where}): {counted(count, 'request')}: {reason}")
+
+
+def print_simulation(found: Simulated, options: TrafficOptions, *, as_json: bool) -> None:
+    """The server, one row for each policy and, of several tenants, for each of them."""
+    server = found.server
+    if as_json:
+        results = [as_object(_SIMULATED, each) for each in found.results]
+        facts = {"server": server, "traffic": options}
+        print(json_line(facts | {"results": results}))
+        return
+    cost, limits = server.cost, server.limits
+    bound = "none" if server.max_itl_ms is None else f"{server.max_itl_ms:.0f} ms"
+    print(
+        f"step: {cost.fixed_ms:.3g} ms, {cost.token_ms:.3g} a token, {cost.logit_ms:.3g} a logit "
+        f"row, {cost.key_ms:.3g} a key; at most {bound}"
+    )
+    print(
+        f"{limits.max_num_seqs} rows, {limits.num_pages} pages of {limits.page_size}, "
+        f"{limits.max_num_batched_tokens} tokens a step, {limits.max_num_queued_reqs} in the queue"
+    )
+    print_table(as_table(_SIMULATED, found.results))
+    if options.num_tenants > 1:
+        for each in found.results:
+            print(f"{each.policy}:")
+            print_table(as_table(_SIMULATED_TENANT, each.tenants))
+    print(
+        f"ms: p50 and p99; good: first token within {options.max_ttft_s:g} s, further ones within "
+        f"{options.max_tpot_ms:g} ms on average"
+    )
 
 
 def print_roofline(machine: Machine, found: Sequence[Roofline], *, as_json: bool) -> None:

@@ -284,9 +284,11 @@ def build(group: type, given: Mapping[str, Any]) -> Any:
 
 
 def _choices(hint: object) -> tuple[str, ...]:
-    """The values of a Literal, also of one that may be None."""
+    """The values of a Literal, also of one that may be None; not of several in one flag."""
     if get_origin(hint) is Literal:
         return get_args(hint)
+    if get_origin(hint) is tuple:
+        return ()
     for each in get_args(hint):
         if get_origin(each) is Literal:
             return get_args(each)

@@ -27,7 +27,7 @@ from cadenza.core.step_cost import StepBound
 from cadenza.core.step_reader import refuse_constraint
 from cadenza.engine.compiling import Compiling
 from cadenza.engine.drafting import drafting_of
-from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner
+from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner, Steps
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
 from cadenza.engine.sample_seed import seed_of_sample
@@ -68,10 +68,17 @@ class CoreOptions:
 
 
 class EngineCore:
-    """Continuous batching over `runner` within `limits`."""
+    """Continuous batching over `runner` within `limits`.
+
+    `steps` computes the batches in place of packing them and launching them on the runner.
+    """
 
     def __init__(
-        self, runner: Runner, limits: EngineLimits, options: CoreOptions | None = None
+        self,
+        runner: Runner,
+        limits: EngineLimits,
+        options: CoreOptions | None = None,
+        steps: Steps | None = None,
     ) -> None:
         options = options or CoreOptions()
         self.runner = runner
@@ -109,7 +116,7 @@ class EngineCore:
         )
         self._loop = StepLoop(
             self.scheduler,
-            StepRunner(runner, packer),
+            steps or StepRunner(runner, packer),
             depth=LOOP_DEPTHS[options.loop],
             clock=options.clock,
         )

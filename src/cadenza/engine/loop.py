@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 from cadenza.backends.base import Runner, StepHandle
 from cadenza.config import SchedulerLoop
@@ -38,6 +39,20 @@ class LaunchedStep:
     num_logits: int
     handle: StepHandle
     launched_s: float = 0.0
+
+
+class Steps(Protocol):
+    """Computes batches, in the order of their launches; see `StepRunner`."""
+
+    def launch(self, batch: Batch, now_s: float) -> LaunchedStep: ...
+
+    def read(self, step: LaunchedStep) -> StepOutput:
+        """Waits for a launched step; it has an entry for each of the batch's logit rows."""
+        ...
+
+    def reset(self) -> None:
+        """Recovers from a failed step; all KV is lost."""
+        ...
 
 
 class StepRunner:
@@ -90,7 +105,7 @@ class StepLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        step_runner: StepRunner,
+        step_runner: Steps,
         *,
         depth: int,
         clock: Callable[[], float] = time.perf_counter,

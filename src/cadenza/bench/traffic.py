@@ -1,0 +1,191 @@
+"""`TrafficOptions`: the requests of `cadenza bench simulate`, and when each of them arrives.
+
+Pure functions of a seed; imports nothing heavy, because the command line's flags follow from this
+class. Invariant: the same settings give the same requests, whatever the policy and the machine.
+"""
+
+import heapq
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, get_args
+
+from cadenza.bench.workloads import MAX_NUM_REQUESTS, check_whole
+from cadenza.config import MAX_SEED, SchedulingPolicy
+from cadenza.errors import ConfigError
+
+Arrivals = Literal["poisson", "bursty"]
+Lengths = Literal["uniform", "tailed"]
+
+VOCAB_SIZE = 1000
+BURST_REQUESTS = 20
+"""Requests of a burst, on average."""
+BURST_RATE = 10.0
+"""The rate within a burst, as a multiple of the average rate."""
+TAIL_QUANTILE = 1.645
+"""Standard deviations of a normal distribution between its median and its 95th percentile."""
+MAX_TAIL = 10
+"""The longest length of a long tail, as a multiple of the upper bound."""
+NUM_COSTS = 4
+MAX_COST_MS = 1e9
+MAX_TENANTS = 100
+MAX_PREFIXES = 10_000
+_RANDOM_TOKENS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request, `after_s` the start; `tenant` counts from 0."""
+
+    after_s: float
+    tenant: int
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    priority: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficOptions:
+    """The traffic, on what server, and what is reported of it.
+
+    Args:
+        step_cost: milliseconds of a step, a token, a logit row and a key; None measures a model.
+        policies: each plays the same traffic.
+        num_requests: of all tenants.
+        request_rate: arrivals a second of each tenant.
+        arrivals: "poisson" has exponential intervals; "bursty" has bursts of 20 requests, on
+            average, at ten times the rate, with pauses between them.
+        prompt_lens: tokens of prompts, without the shared prefix.
+        output_lens: tokens of answers.
+        lengths: "uniform" draws evenly from bounds; "tailed" from a log-normal distribution with
+            the bounds as 5th and 95th percentile, up to ten times the upper bound.
+        num_tenants: how many share the server.
+        flood: the first tenant's rate, as a multiple of the others'; 0 leaves it out.
+        num_prefixes: how many prefixes there are; each prompt begins with one of them.
+        prefix_len: tokens of a shared prefix.
+        max_ttft_s: a request with a later first token is not within the goodput.
+        max_tpot_ms: nor is one whose further tokens take longer on average.
+
+    Raises:
+        ConfigError: a value is out of bounds.
+    """
+
+    step_cost: tuple[float, ...] | None = None
+    policies: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
+    num_requests: int = 2000
+    request_rate: float = 2.0
+    arrivals: Arrivals = "poisson"
+    prompt_lens: tuple[int, int] = (16, 512)
+    output_lens: tuple[int, int] = (16, 128)
+    lengths: Lengths = "uniform"
+    num_tenants: int = 1
+    flood: float = 1.0
+    num_prefixes: int = 0
+    prefix_len: int = 256
+    max_ttft_s: float = 2.0
+    max_tpot_ms: float = 200.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        costs = (1.0,) * NUM_COSTS if self.step_cost is None else self.step_cost
+        if len(costs) != NUM_COSTS or not all(0 < cost < MAX_COST_MS for cost in costs):
+            raise ConfigError(
+                f"--step-cost {','.join(f'{cost:g}' for cost in costs)} must be {NUM_COSTS} "
+                f"numbers of milliseconds above 0: of a step, a token, a logit row and a key"
+            )
+        for policy in self.policies:
+            _check_choice("policies", policy, get_args(SchedulingPolicy))
+        if not self.policies:
+            raise ConfigError("--policies is empty; give one or more, with commas between them")
+        _check_choice("arrivals", self.arrivals, get_args(Arrivals))
+        _check_choice("lengths", self.lengths, get_args(Lengths))
+        check_whole("num-requests", self.num_requests, 1, MAX_NUM_REQUESTS)
+        check_whole("num-tenants", self.num_tenants, 1, MAX_TENANTS)
+        check_whole("num-prefixes", self.num_prefixes, 0, MAX_PREFIXES)
+        check_whole("prefix-len", self.prefix_len, 1, 1 << 20)
+        check_whole("seed", self.seed, 0, MAX_SEED)
+        for flag, (low, high) in (
+            ("input-len", self.prompt_lens),
+            ("output-len", self.output_lens),
+        ):
+            if not 1 <= low <= high <= 1 << 20:
+                raise ConfigError(
+                    f"--{flag} {low}:{high} must be two whole numbers from 1 to {1 << 20}, the "
+                    f"second not below the first"
+                )
+        _check_positive("request-rate", self.request_rate, 1e6)
+        _check_positive("max-ttft-s", self.max_ttft_s, 1e6)
+        _check_positive("max-tpot-ms", self.max_tpot_ms, 1e9)
+        least = 0.0 if self.num_tenants > 1 else 1e-3
+        if not least <= self.flood <= 1e6:
+            raise ConfigError(
+                f"--flood {self.flood} must be from {least:g} to 1e6; 0 needs --num-tenants 2 or "
+                f"more"
+            )
+
+    def traffic(self, max_model_len: int) -> Iterator[Arrival]:
+        """The arrivals in order; lengths are cut so that each request fits the context."""
+        rates = [self.request_rate * (self.flood if not at else 1.0) for at in self._tenants]
+        sources = [self._source(at, rate, max_model_len) for at, rate in enumerate(rates) if rate]
+        merged = heapq.merge(*sources, key=lambda arrival: arrival.after_s)
+        return islice(merged, self.num_requests)
+
+    @property
+    def _tenants(self) -> range:
+        return range(self.num_tenants)
+
+    def _source(self, tenant: int, rate: float, max_model_len: int) -> Iterator[Arrival]:
+        """One tenant's requests, without end."""
+        rng = random.Random(f"simulate {self.seed} {tenant}")  # noqa: S311 - a workload, no secret
+        tokens = tuple(rng.choices(range(VOCAB_SIZE), k=_RANDOM_TOKENS))
+        prefixes = [self._cut(rng, tokens, self.prefix_len) for _ in range(self.num_prefixes)]
+        after_s = 0.0
+        while True:
+            after_s += self._interval_s(rng, rate)
+            prefix = rng.choice(prefixes) if prefixes else ()
+            prompt = prefix + self._cut(rng, tokens, self._length(rng, self.prompt_lens))
+            prompt = prompt[: max_model_len - 1]
+            most = max_model_len - len(prompt)
+            yield Arrival(
+                after_s=after_s,
+                tenant=tenant,
+                prompt_token_ids=prompt,
+                max_tokens=min(most, self._length(rng, self.output_lens)),
+                priority=rng.randrange(2),
+            )
+
+    def _interval_s(self, rng: random.Random, rate: float) -> float:
+        if self.arrivals == "poisson":
+            return rng.expovariate(rate)
+        if rng.randrange(BURST_REQUESTS):
+            return rng.expovariate(rate * BURST_RATE)
+        pause = BURST_REQUESTS - (BURST_REQUESTS - 1) / BURST_RATE
+        return rng.expovariate(rate / pause)
+
+    def _length(self, rng: random.Random, bounds: tuple[int, int]) -> int:
+        low, high = bounds
+        if self.lengths == "uniform" or low == high:
+            return rng.randint(low, high)
+        sigma = math.log(high / low) / (2 * TAIL_QUANTILE)
+        drawn = rng.lognormvariate(math.log(low * high) / 2, sigma)
+        return max(1, min(round(drawn), MAX_TAIL * high))
+
+    @staticmethod
+    def _cut(rng: random.Random, tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
+        start = rng.randrange(len(tokens))
+        found = tokens[start : start + count]
+        while len(found) < count:
+            found += tokens[: count - len(found)]
+        return found
+
+
+def _check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"--{flag} {value!r} is not one of {', '.join(allowed)}")
+
+
+def _check_positive(flag: str, value: float, high: float) -> None:
+    if not 0 < value <= high:
+        raise ConfigError(f"--{flag} {value} must be above 0 and at most {high:g}")

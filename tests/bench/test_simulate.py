@@ -1,0 +1,259 @@
+"""The simulator schedules what an engine over the token-storing runner does, at the same times."""
+
+import json
+import random
+from dataclasses import replace
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+
+from cadenza import EngineConfig, Token
+from cadenza.backends.fake import FakeRunner, next_token
+from cadenza.bench.simulate import (
+    GapCounts,
+    PolicyFigures,
+    SimulatedClock,
+    SimulatedServer,
+    SimulatedSteps,
+    SimulationRecord,
+    given_server,
+    make_core,
+    play,
+    simulate,
+)
+from cadenza.bench.traffic import VOCAB_SIZE, TrafficOptions
+from cadenza.cli import main
+from cadenza.config import EngineLimits, SchedulingPolicy
+from cadenza.core.batch import Batch
+from cadenza.core.packing import Packer
+from cadenza.core.step_schema import StepOutput
+from cadenza.errors import ConfigError
+
+COST = (5.0, 0.25, 0.1, 0.0001)
+CONFIG = EngineConfig(max_num_seqs=4, max_model_len=256, num_pages=24, max_num_batched_tokens=64)
+TRAFFIC = TrafficOptions(
+    num_requests=60,
+    request_rate=10.0,
+    prompt_lens=(4, 120),
+    output_lens=(2, 40),
+    num_tenants=2,
+    flood=4.0,
+    num_prefixes=2,
+    prefix_len=40,
+    arrivals="bursty",
+)
+
+
+class StoringSteps(SimulatedSteps):
+    """Simulated steps that also write and read tokens as a real engine writes and reads KV."""
+
+    def __init__(self, server: SimulatedServer, clock: SimulatedClock) -> None:
+        super().__init__(server.limits, server.cost, clock)
+        sizes = {
+            "max_num_seqs": server.limits.max_num_seqs,
+            "max_pages_per_seq": server.limits.max_pages_per_seq,
+            "page_size": server.limits.page_size,
+            "vocab_size": VOCAB_SIZE,
+        }
+        self._bucket = server.limits.max_num_batched_tokens
+        self._packer = Packer(**sizes)
+        self._runner = FakeRunner(
+            **sizes, num_pages=server.limits.num_pages, max_num_batched_tokens=self._bucket
+        )
+
+    def output(self, batch: Batch) -> StepOutput:
+        return self._runner.launch(self._packer.pack(batch, self._bucket)).result()
+
+
+class StreamRecord(SimulationRecord):
+    def __init__(self, options: TrafficOptions) -> None:
+        super().__init__(options)
+        self.streams: dict[int, list[int]] = {}
+        self.prompts: dict[int, tuple[int, ...]] = {}
+        self.times: list[tuple[int, float]] = []
+
+    def take(self, event: object, now_s: float) -> None:
+        if isinstance(event, Token):
+            arrival = self.open[event.request_id].arrival
+            self.prompts[event.request_id] = arrival.prompt_token_ids
+            self.streams.setdefault(event.request_id, []).append(event.token_id)
+            self.times.append((event.request_id, now_s))
+        super().take(event, now_s)
+
+
+def recorded(policy: SchedulingPolicy, *, is_storing: bool) -> StreamRecord:
+    server, clock = given_server(COST, CONFIG), SimulatedClock()
+    steps = StoringSteps(server, clock) if is_storing else None
+    core, record = make_core(server, policy, clock, steps), StreamRecord(TRAFFIC)
+    for _ in play(core, TRAFFIC, policy, clock, record):
+        core.check_invariants()
+    assert core.scheduler.num_prefix_hits > 0
+    return record
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "shortest_first", "priority"])
+def test_it_does_what_an_engine_that_stores_tokens_does_and_streams_are_exact(
+    policy: SchedulingPolicy,
+) -> None:
+    stored = recorded(policy, is_storing=True)
+    assert stored.times == recorded(policy, is_storing=False).times
+    for request_id, stream in stored.streams.items():
+        history = list(stored.prompts[request_id])
+        for token_id in stream:
+            assert token_id == next_token(history, (0, 0), vocab_size=VOCAB_SIZE)
+            history.append(token_id)
+
+
+def test_a_lone_request_takes_the_time_of_its_steps() -> None:
+    options = replace(
+        TRAFFIC,
+        num_requests=1,
+        num_tenants=1,
+        flood=1.0,
+        num_prefixes=0,
+        prompt_lens=(40, 40),
+        output_lens=(3, 3),
+        arrivals="poisson",
+    )
+    server = given_server(COST, replace(CONFIG, max_itl_ms="none"))
+    found = simulate(server, options, "fcfs")
+    assert found.ttft is not None
+    assert found.itl is not None
+    prompt_ms = 5 + 0.25 * 40 + 0.1 + 0.0001 * 40 * 41 / 2
+    assert found.ttft.max_s == pytest.approx(prompt_ms / 1000)
+    assert found.itl.max_s == pytest.approx((5 + 0.25 + 0.1 + 0.0001 * 42) / 1000)
+    assert (found.num_output_tokens, found.num_answers, found.fairness) == (3, 1, 1.0)
+
+
+def test_a_simulation_is_a_function_of_its_options() -> None:
+    server = given_server(COST, CONFIG)
+    first = simulate(server, TRAFFIC, "fcfs")
+    assert simulate(server, TRAFFIC, "fcfs") == first
+    assert simulate(server, replace(TRAFFIC, seed=1), "fcfs") != first
+    assert first.num_answers + first.num_rejected == TRAFFIC.num_requests
+    assert sum(each.num_answers for each in first.tenants) == first.num_answers
+
+
+def test_what_does_not_fit_the_queue_is_counted_as_refused() -> None:
+    server = given_server(COST, replace(CONFIG, max_num_queued_reqs=1))
+    found = simulate(server, replace(TRAFFIC, request_rate=1000.0), "fcfs")
+    assert found.num_rejected > 0
+    assert found.good_share <= found.num_answers / TRAFFIC.num_requests
+
+
+def polite_ttft_s(found: PolicyFigures) -> float:
+    (polite,) = [each for each in found.tenants if each.tenant == "tenant-1"]
+    assert polite.ttft is not None
+    return polite.ttft.p50_s
+
+
+def test_a_flood_delays_its_own_tenant_more_than_others() -> None:
+    server = given_server(COST, replace(CONFIG, max_num_queued_reqs=1000))
+    flooded = replace(TRAFFIC, num_requests=200, flood=20.0, request_rate=1.0)
+    found = simulate(server, flooded, "fcfs")
+    flood, polite = found.tenants
+    assert flood.ttft is not None
+    assert polite.ttft is not None
+    assert 4 * polite.ttft.p50_s < flood.ttft.p50_s
+    alone = simulate(server, replace(flooded, num_requests=10, flood=0.0), "fcfs")
+    assert [each.tenant for each in alone.tenants] == ["tenant-1"]
+    assert polite_ttft_s(alone) < polite_ttft_s(found)
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "bursty"])
+def test_arrivals_are_in_order_at_their_rate(arrivals: str) -> None:
+    options = replace(TRAFFIC, arrivals=arrivals, num_tenants=1, flood=1.0, num_requests=20_000)
+    times = [each.after_s for each in options.traffic(256)]
+    assert times == sorted(times)
+    assert len(times) / times[-1] == pytest.approx(options.request_rate, rel=0.1)
+    gaps = [b - a for a, b in pairwise(times)]
+    spread = float(np.std(gaps) / np.mean(gaps))
+    assert spread == pytest.approx(1.0, abs=0.05) if arrivals == "poisson" else spread > 2
+
+
+def test_a_long_tail_has_its_bounds_as_percentiles_and_exceeds_them() -> None:
+    options = replace(TRAFFIC, lengths="tailed", num_prefixes=0, num_tenants=1, flood=1.0)
+    lens = [len(each.prompt_token_ids) for each in islice(options._source(0, 1.0, 4096), 4000)]
+    low, high = np.percentile(lens, [5, 95])
+    assert (low, high) == (pytest.approx(4, abs=1), pytest.approx(120, rel=0.15))
+    assert max(lens) > 300
+
+
+def test_every_request_fits_the_context() -> None:
+    options = replace(TRAFFIC, prompt_lens=(1, 500), output_lens=(1, 500), num_requests=300)
+    for each in options.traffic(64):
+        assert each.max_tokens >= 1
+        assert len(each.prompt_token_ids) + each.max_tokens <= 64
+
+
+def test_gaps_are_counted_within_half_a_per_cent() -> None:
+    rng, gaps = random.Random(3), GapCounts()
+    values = [rng.lognormvariate(-4, 1) for _ in range(5000)]
+    for value in values:
+        gaps.add(value)
+    found = gaps.spread()
+    assert found is not None
+    for share, value in ((50, found.p50_s), (95, found.p95_s), (99, found.p99_s)):
+        assert value == pytest.approx(np.percentile(values, share), rel=0.01)
+    assert found.max_s == max(values)
+    assert found.mean_s == pytest.approx(np.mean(values))
+    assert GapCounts().spread() is None
+
+
+def test_the_command_prints_a_table_and_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        *("bench", "simulate", "--step-cost", "5,0.25,0.1,0.0001", "--num-requests", "20"),
+        *("--num-tenants", "2", "--policies", "fcfs,priority", "--max-num-seqs", "4"),
+    ]
+    assert main(flags) == 0
+    table = capsys.readouterr().out
+    assert "at most 50 ms" in table
+    assert "tenant-1" in table
+    assert main([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["policy"] for each in found["results"]] == ["fcfs", "priority"]
+    assert found["results"][0]["num_answers"] == 20
+    assert found["server"]["max_itl_ms"] == 50.0
+    assert found["traffic"]["num_requests"] == 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"policies": ("fifo",)}, "--policies 'fifo' is not one of fcfs"),
+        ({"policies": ()}, "--policies is empty"),
+        ({"arrivals": "even"}, "--arrivals 'even'"),
+        ({"lengths": "long"}, "--lengths 'long'"),
+        ({"num_requests": 0}, "--num-requests 0"),
+        ({"request_rate": float("nan")}, "--request-rate nan"),
+        ({"request_rate": 0.0}, "--request-rate 0.0"),
+        ({"prompt_lens": (5, 4)}, "--input-len 5:4"),
+        ({"output_lens": (0, 4)}, "--output-len 0:4"),
+        ({"num_tenants": 101}, "--num-tenants 101"),
+        ({"num_tenants": 1, "flood": 0.0}, "--flood 0.0"),
+        ({"flood": float("inf")}, "--flood inf"),
+        ({"max_ttft_s": 0.0}, "--max-ttft-s"),
+        ({"step_cost": (1.0, 2.0)}, "--step-cost 1,2 must be 4 numbers"),
+        ({"step_cost": (1.0, 2.0, float("nan"), 1.0)}, "--step-cost 1,2,nan,1"),
+    ],
+)
+def test_traffic_out_of_bounds_is_refused(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(TRAFFIC, **fields)  # type: ignore[arg-type]
+    assert words in str(caught.value)
+
+
+def test_a_cost_and_a_model_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "simulate", "somewhere", "--step-cost", "5,1,1,1"]) == 2
+    assert "give one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("max_itl_ms", "expected"), [("none", None), (70, 70.0), ("auto", 50.0)])
+def test_the_bound_of_a_step_is_that_of_a_server(
+    max_itl_ms: float | str, expected: float | None
+) -> None:
+    server = given_server(COST, replace(CONFIG, max_itl_ms=max_itl_ms))
+    assert server.max_itl_ms == expected
+    limits: EngineLimits = server.limits
+    assert (limits.max_num_seqs, limits.num_pages, limits.max_num_queued_reqs) == (4, 24, 16)
