@@ -3,19 +3,23 @@
 from cadenza.server.endpoints.chat import CHAT, ChatRequest
 from cadenza.server.endpoints.completions import COMPLETIONS, CompletionRequest
 from cadenza.server.endpoints.generating import GeneratingEndpoint
+from cadenza.server.endpoints.messages import MESSAGES, MessageRequest
 from cadenza.server.endpoints.responses import RESPONSES, ResponseRequest
-from cadenza.server.endpoints.tokens import DetokenizeBody, TokenizeBody
+from cadenza.server.endpoints.tokens import CountTokensBody, DetokenizeBody, TokenizeBody
 from cadenza.server.schemas.body import Body
 
 GENERATING: dict[str, GeneratingEndpoint] = {
     "completions": COMPLETIONS,
     "chat": CHAT,
     "responses": RESPONSES,
+    "messages": MESSAGES,
 }
 BODIES: dict[str, type[Body]] = {
     "completions": CompletionRequest,
     "chat": ChatRequest,
     "responses": ResponseRequest,
+    "messages": MessageRequest,
+    "count_tokens": CountTokensBody,
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
 }

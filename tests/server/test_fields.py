@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cadenza.request import BOUNDS, SamplingParams
-from cadenza.server.endpoints.completions import COMPLETIONS
+from cadenza.server.endpoints.completions import COMPLETIONS, CompletionRequest
 from cadenza.server.errors import ApiError
 from cadenza.server.limits import ServerLimits
 from cadenza.server.schemas.body import Effect
@@ -165,6 +165,7 @@ def test_an_answers_number_is_bounded_by_prompts_times_n() -> None:
 def test_the_servers_own_cap_on_logprobs_holds() -> None:
     limits = ServerLimits(max_logprobs=3)
     request = COMPLETIONS.read(b'{"prompt": "a", "logprobs": 3}', limits)
+    assert isinstance(request, CompletionRequest)
     assert request.num_top_logprobs == 3
     with pytest.raises(ApiError) as refused:
         COMPLETIONS.read(b'{"prompt": "a", "logprobs": 4}', limits)

@@ -60,18 +60,24 @@ class ApiKeys:
         """No key was configured: all requests are of one tenant."""
         return not self._tenant_of
 
-    def tenant_of(self, authorization: bytes | None) -> str | None:
-        """The tenant of an `Authorization` header; None without a valid key."""
+    def tenant_of(self, authorization: bytes | None, api_key: bytes | None = None) -> str | None:
+        """The tenant of an `Authorization` header, or of an `x-api-key` header, if that one has no
+        valid key; None without a valid key in either."""
         if self.is_open:
             return ""
         matched = _BEARER.fullmatch(authorization or b"")
-        presented = sha256(matched.group(1) if matched else b"").digest()
+        keys = [matched.group(1) if matched else None, api_key]
+        found = [None if key is None else self._tenant_of_key(key) for key in keys]
+        return found[1] if found[0] is None else found[0]
+
+    def _tenant_of_key(self, key: bytes) -> str | None:
+        presented = sha256(key).digest()
         found: str | None = None
         # All of them, so that the time does not depend on the key.
         for digest, tenant in self._tenant_of.items():
             if hmac.compare_digest(presented, digest):
                 found = tenant
-        return found if matched else None
+        return found
 
 
 def read_keys(given: Iterable[str], file: Path | None) -> list[str]:

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from cadenza.server.dialect import dialect_of
 from cadenza.server.errors import (
     ApiError,
     bounds_exceeded,
@@ -64,6 +65,7 @@ class App:
             bodies=self._service.bodies,
             request_id=self._request_id(scope),
             tenant="",
+            dialect=dialect_of(scope["path"]),
         )
         exchange.extra_headers = self._service.options.cors.response_headers(scope["headers"])
         try:
@@ -89,10 +91,16 @@ class App:
                 return
         path: str = scope["path"]
         if path not in OPEN_PATHS:
-            tenant = self._service.options.keys.tenant_of(exchange.header(b"authorization"))
+            tenant = self._service.options.keys.tenant_of(
+                exchange.header(b"authorization"), exchange.header(b"x-api-key")
+            )
             if tenant is None:
                 raise invalid_api_key()
             exchange.tenant = tenant
+        if exchange.dialect.version_header is not None:
+            version = exchange.header(exchange.dialect.version_header)
+            if version is not None:
+                exchange.dialect.check_version(version)
         if path in _BODY_PATHS:
             self._service.check_connections()
         await self._router(

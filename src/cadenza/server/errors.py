@@ -60,6 +60,7 @@ STATUSES: dict[int, ErrorStatus] = {
         ErrorStatus(status=500, type="server_error", summary="The server failed."),
         ErrorStatus(status=503, type="server_error", summary="Not serving now: retry elsewhere."),
         ErrorStatus(status=504, type="server_error", summary="The deadline has passed."),
+        ErrorStatus(status=529, type="server_error", summary="Not serving now: retry elsewhere."),
     )
 }
 
@@ -152,7 +153,7 @@ def invalid_api_key() -> ApiError:
     return ApiError(
         401,
         "invalid_api_key",
-        "a valid API key is needed; send it as `Authorization: Bearer KEY`",
+        "a valid API key is needed; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
         headers=(("www-authenticate", 'Bearer realm="cadenza"'),),
     )
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from cadenza.server.dialect import OPENAI, Dialect
 from cadenza.server.errors import (
     ApiError,
     Headers,
@@ -64,6 +65,7 @@ class Exchange:
     tenant: str
     path_params: dict[str, Any] = field(default_factory=dict[str, Any])
     extra_headers: Headers = ()
+    dialect: Dialect = OPENAI
     has_answered: bool = False
     is_complete: bool = False
 
@@ -162,7 +164,9 @@ class Exchange:
         await self._finish(response.body)
 
     async def fail(self, error: ApiError) -> None:
-        await self.answer(Response(status=error.status, body=error.body(), headers=error.headers))
+        status = self.dialect.status_of(error)
+        body = self.dialect.error_body(error, self.request_id)
+        await self.answer(Response(status=status, body=body, headers=error.headers))
 
     async def start_stream(self) -> None:
         await self._start(200, STREAM_HEADERS)
@@ -180,7 +184,8 @@ class Exchange:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.has_answered = True
-        headers = (*headers, *self.extra_headers, ("x-request-id", self.request_id))
+        ids = [(name, self.request_id) for name in self.dialect.id_headers]
+        headers = (*headers, *self.extra_headers, *ids)
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
         await self.send({"type": "http.response.start", "status": status, "headers": raw})
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import cadenza
+from cadenza.server.dialect import OPENAI, dialect_of
 from cadenza.server.errors import STATUSES
 from cadenza.server.schemas.body import Body, UnknownFields
 from cadenza.server.schemas.field_types import Schema, or_null
@@ -60,6 +61,13 @@ _ERROR = object_of(
         )
     }
 )
+_MESSAGE_ERROR = object_of(
+    {
+        "type": {"type": "string", "enum": ["error"]},
+        "error": object_of({"type": TEXT, "message": TEXT}),
+        "request_id": TEXT,
+    }
+)
 
 
 def describe_api(
@@ -67,7 +75,7 @@ def describe_api(
 ) -> dict[str, Any]:
     """The description in OpenAPI 3.1."""
     paths: dict[str, Any] = {}
-    schemas: dict[str, Schema] = {"Error": _ERROR}
+    schemas: dict[str, Schema] = {"Error": _ERROR, "MessageError": _MESSAGE_ERROR}
     for route in routes:
         path = route.path.replace(":path}", "}")
         operation = _operation(route, needs_key, unknown_fields)
@@ -91,7 +99,10 @@ def _operation(route: ApiRoute, needs_key: bool, unknown_fields: UnknownFields) 
         "operationId": route.name,
         "summary": route.summary,
         "security": [{"key": []}] if needs_key and route.policy == "key" else [],
-        "responses": {"200": _answer(route), **{str(each): _error(each) for each in statuses}},
+        "responses": {
+            "200": _answer(route),
+            **{str(each): _error(each, route.path) for each in statuses},
+        },
     }
     if route.body is not None:
         content = {"application/json": {"schema": route.body.object_schema(unknown_fields)}}
@@ -120,9 +131,9 @@ def _answer(route: ApiRoute) -> dict[str, Any]:
     return {"description": route.summary, "content": content}
 
 
-def _error(status: int) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/Error"}
+def _error(status: int, path: str) -> dict[str, Any]:
+    name = "Error" if dialect_of(path) is OPENAI else "MessageError"
     return {
         "description": STATUSES[status].summary,
-        "content": {"application/json": {"schema": schema}},
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
     }

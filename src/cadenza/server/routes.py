@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from cadenza.server.endpoints.chat import CHAT
 from cadenza.server.endpoints.completions import COMPLETIONS
 from cadenza.server.endpoints.generating import GeneratingEndpoint
+from cadenza.server.endpoints.messages import MESSAGES
 from cadenza.server.endpoints.responses import RESPONSES
 from cadenza.server.endpoints.status import STATUS_ROUTES, StatusHandlers
 from cadenza.server.endpoints.stored_responses import (
@@ -22,7 +23,7 @@ from cadenza.server.http_exchange import Handler
 from cadenza.server.openapi import ApiRoute, describe_api
 from cadenza.server.service import Service
 
-GENERATING: tuple[GeneratingEndpoint, ...] = (CHAT, COMPLETIONS, RESPONSES)
+GENERATING: tuple[GeneratingEndpoint, ...] = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 
 ROUTES: tuple[ApiRoute, ...] = (
     *(endpoint.route for endpoint in GENERATING),

@@ -36,16 +36,28 @@ class AskedConversation:
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> PreparedRequest:
         """The request to the engine. Slow. Raises as `GenerationRequest.prepare`."""
-        switches: Mapping[str, bool] = {}
-        if self.effort == "none" and NO_THINKING.keys() <= text.chat_template_options:
-            switches = NO_THINKING
         return text.prepare_answer(
             self.messages,
             params,
             use=self.use,
-            template_kwargs={**switches, **self.template_kwargs},
+            template_kwargs=self._kwargs(text),
             max_num_tokens=max_num_tokens,
         )
+
+    def count(self, text: TextFrontend, max_num_tokens: int | None) -> int:
+        """The number of the prompt's tokens. Slow. Raises as `prepare`."""
+        tools = None if self.use is None else self.use.rendered()
+        kwargs = self._kwargs(text)
+        _, ids = text.render_chat(
+            self.messages, tools=tools, template_kwargs=kwargs, max_num_tokens=max_num_tokens
+        )
+        return len(ids)
+
+    def _kwargs(self, text: TextFrontend) -> dict[str, Any]:
+        switches: Mapping[str, bool] = {}
+        if self.effort == "none" and NO_THINKING.keys() <= text.chat_template_options:
+            switches = NO_THINKING
+        return {**switches, **self.template_kwargs}
 
 
 def check_form_and_call(use: ToolUse | None, *, has_form: bool) -> None:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: text to token ids and back, without the engine.
+"""/tokenize, /detokenize, and the counts of messages: text to token ids and back, no engine.
 
 Owns their bodies and answers. Knows `Service` and `Exchange`. Invariant: a text that is longer than
 the context is refused before a list is made of its tokens.
@@ -12,6 +12,7 @@ import msgspec
 from cadenza.errors import CadenzaError, TextTooLongError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.endpoints.completions import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS
+from cadenza.server.endpoints.messages import MessagesBody
 from cadenza.server.errors import beyond_context, error_of, invalid_value
 from cadenza.server.http_exchange import Exchange, Handler, Response
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
@@ -81,6 +82,10 @@ class DetokenizeBody(Body):
     tokens = required(TokenIds(MAX_PROMPT_TOKENS), "Token ids.")
 
 
+class CountTokensBody(MessagesBody):
+    """A message whose tokens are counted."""
+
+
 class TokenHandlers:
     """One method for each of `TOKEN_ROUTES`."""
 
@@ -88,12 +93,22 @@ class TokenHandlers:
         self._service = service
 
     def by_route(self) -> Mapping[str, Handler]:
-        return {"tokenize": self._tokenize, "detokenize": self._detokenize}
+        return {
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
+            "count_tokens": self._count,
+        }
 
     async def _tokenize(self, exchange: Exchange) -> None:
         body = await self._read(exchange, TokenizeBody)
         body.check_together()
         answer = await self._work(exchange, body.num_bytes, lambda: self._tokenized(body))
+        await exchange.answer(Response(body=answer))
+
+    async def _count(self, exchange: Exchange) -> None:
+        body = await self._read(exchange, CountTokensBody)
+        body.check_conversation()
+        answer = await self._work(exchange, body.num_bytes, lambda: self._counted(body))
         await exchange.answer(Response(body=answer))
 
     async def _detokenize(self, exchange: Exchange) -> None:
@@ -150,6 +165,22 @@ class TokenHandlers:
             found["token_strs"] = [text.piece_of(token_id) for token_id in ids]
         return msgspec.json.encode(found)
 
+    def _counted(self, body: CountTokensBody) -> bytes:
+        """The answer's body; also of a prompt beyond the context, if its tokens are known.
+
+        Raises ApiError (400).
+        """
+        limits = self._service.engine_limits()
+        most = None if limits is None else limits.max_model_len
+        try:
+            num_tokens = body.conversation().count(self._service.text, most)
+        except TextTooLongError as error:
+            assert most is not None, "only then is there a length to be beyond"
+            if error.num_tokens is None:
+                raise beyond_context("messages", error.length, most) from None
+            num_tokens = error.num_tokens
+        return msgspec.json.encode({"input_tokens": num_tokens})
+
     def _detokenized(self, body: DetokenizeBody) -> bytes:
         return msgspec.json.encode({"prompt": self._service.text.decode(body.tokens)})
 
@@ -185,5 +216,15 @@ TOKEN_ROUTES: tuple[ApiRoute, ...] = (
         answers=AnswerSchema(name="Detokenized", schema=object_of({"prompt": TEXT})),
         statuses=_STATUSES,
         body=DetokenizeBody,
+    ),
+    ApiRoute(
+        name="count_tokens",
+        method="POST",
+        path="/v1/messages/count_tokens",
+        policy="key",
+        summary="The number of a message's tokens.",
+        answers=AnswerSchema(name="TokenCount", schema=object_of({"input_tokens": COUNT})),
+        statuses=_STATUSES,
+        body=CountTokensBody,
     ),
 )

@@ -322,6 +322,11 @@ class AnyJson:
         return {}
 
 
+def members_of(value: object) -> dict[str, Any]:
+    """Of an object; nothing else has any."""
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
 def or_null(schema: Schema) -> Schema:
     if not schema or None in schema.get("enum", ()):
         return schema

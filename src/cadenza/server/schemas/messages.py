@@ -27,6 +27,7 @@ from cadenza.server.schemas.field_types import (
     String,
     check_member,
     is_whole_unicode,
+    members_of,
     refuse,
 )
 
@@ -178,8 +179,8 @@ class _ToolCalls:
 
 
 def _tool_call(name: str, item: object) -> dict[str, Any]:
-    call = _members(item)
-    function = _members(call.get("function"))
+    call = members_of(item)
+    function = members_of(call.get("function"))
     called, arguments = function.get("name"), cast(object, function.get("arguments"))
     if isinstance(arguments, str):
         try:
@@ -199,10 +200,6 @@ def _tool_call(name: str, item: object) -> dict[str, Any]:
     }
     given = call.get("id")
     return {"id": given, **described} if isinstance(given, str) else described
-
-
-def _members(value: object) -> dict[str, Any]:
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 class ChatMessage(DeclaredObject):

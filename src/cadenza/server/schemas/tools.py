@@ -12,7 +12,7 @@ from typing import Any, cast
 from cadenza.frontend.answers import ToolUse
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
-from cadenza.server.schemas.field_types import Schema, refuse
+from cadenza.server.schemas.field_types import Schema, members_of, refuse
 from cadenza.structured import MAX_STRUCTURED_BYTES
 from cadenza.text.answer_grammar import Tool
 
@@ -73,7 +73,7 @@ class ToolChoice:
     behind a colon."""
 
     def check(self, name: str, value: object) -> str:
-        return _checked_choice(name, value, lambda members: _members(members.get("function")))
+        return _checked_choice(name, value, lambda members: members_of(members.get("function")))
 
     def schema(self) -> Schema:
         named: Schema = {"type": "object", "required": ["type", "function"]}
@@ -216,7 +216,3 @@ def _function(name: str, members: Mapping[str, Any]) -> Tool:
         parameters=members.get("parameters"),
         strict=members.get("strict"),
     )
-
-
-def _members(value: object) -> dict[str, Any]:
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}

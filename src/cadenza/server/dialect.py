@@ -1,0 +1,88 @@
+"""`Dialect`: whose API a path belongs to, for what is common to all of its answers.
+
+Owns the shapes of errors, and the headers that name a request. Knows no route. Invariant: an error
+has the same meaning in each dialect; only its shape differs, and 503, which is 529 in Anthropic's.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from cadenza.server.errors import ApiError, invalid_value
+
+ANTHROPIC_VERSIONS = ("2023-06-01", "2026-10-21")
+"""Of which the newer one allows less in requests; what it removes is accepted all the same."""
+
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_OVERLOADED = 529
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """One API's.
+
+    Args:
+        status_of: of an error's answer.
+        error_body: the JSON of an error, of the request with an id.
+        check_version: refuses a version of the API; takes a header's value.
+    """
+
+    id_headers: tuple[str, ...]
+    version_header: bytes | None
+    status_of: Callable[[ApiError], int]
+    error_body: Callable[[ApiError, str], bytes]
+    check_version: Callable[[bytes], None]
+
+
+def anthropic_status(error: ApiError) -> int:
+    return _OVERLOADED if error.status == 503 else error.status
+
+
+def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The answer, or a stream's last event."""
+    described = {"type": _ANTHROPIC_TYPES[error.status], "message": error.message}
+    return {"type": "error", "error": described, "request_id": request_id}
+
+
+def _check_anthropic_version(version: bytes) -> None:
+    text = version.decode("latin-1").strip()
+    if text not in ANTHROPIC_VERSIONS:
+        known = ", ".join(ANTHROPIC_VERSIONS)
+        raise invalid_value(f"anthropic-version is {text[:32]!r}; there are {known}", None)
+
+
+OPENAI = Dialect(
+    id_headers=("x-request-id",),
+    version_header=None,
+    status_of=lambda error: error.status,
+    error_body=lambda error, _: error.body(),
+    check_version=lambda _: None,
+)
+ANTHROPIC = Dialect(
+    id_headers=("x-request-id", "request-id"),
+    version_header=b"anthropic-version",
+    status_of=anthropic_status,
+    error_body=lambda error, request_id: msgspec.json.encode(anthropic_error(error, request_id)),
+    check_version=_check_anthropic_version,
+)
+
+ANTHROPIC_PATH = "/v1/messages"
+
+
+def dialect_of(path: str) -> Dialect:
+    """Also of a path where there is nothing."""
+    is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+    return ANTHROPIC if is_anthropic else OPENAI

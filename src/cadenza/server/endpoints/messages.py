@@ -1,0 +1,201 @@
+"""/v1/messages: answers a conversation of content blocks, as Anthropic's Messages API does.
+
+Owns its body, and what the conversation consists of. Knows no HTTP. Invariant: the tokens that are
+counted are those that would be computed.
+"""
+
+from dataclasses import replace
+
+from cadenza.frontend.answers import ToolUse
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.request import SamplingParams
+from cadenza.server.endpoints.conversation import AskedConversation, check_form_and_call
+from cadenza.server.endpoints.generating import (
+    GENERATION_STATUSES,
+    GeneratingEndpoint,
+    GenerationRequest,
+)
+from cadenza.server.endpoints.message_answer import MessageEncoder, MessageOptions
+from cadenza.server.errors import invalid_value
+from cadenza.server.limits import ServerLimits
+from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.schemas.body import Body, ObjectOf, label, optional, required, unsupported
+from cadenza.server.schemas.content_blocks import BlockMessages, TextBlocks, system_text
+from cadenza.server.schemas.field_types import AnyJson, or_null
+from cadenza.server.schemas.generation import LABEL, sampling_type
+from cadenza.server.schemas.items import with_system
+from cadenza.server.schemas.message_fields import (
+    AskedChoice,
+    ContextManagement,
+    MessageMetadata,
+    MessageToolChoice,
+    MessageTools,
+    OutputConfig,
+    ThinkingOptions,
+)
+from cadenza.server.schemas.messages import Messages, TemplateSwitches
+from cadenza.server.schemas.tools import tool_use
+from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+
+_ANNOTATION = AnyJson(max_chars=16 << 10)
+_AUTO = AskedChoice("auto", is_parallel=True)
+
+_PARAMS = {"structured": "output_config", "stop": "stop_sequences"}
+"""The names in this body of what errors of a chat name."""
+
+
+class MessagesBody(Body):
+    """What a message and the count of its tokens have in common."""
+
+    messages = required(BlockMessages(), "The conversation so far.")
+    system = optional(TextBlocks(), "A text in front of the conversation.")
+    tools = optional(MessageTools(), "Functions that the answer may call.")
+    tool_choice = optional(MessageToolChoice(), "Which of them.")
+    thinking = optional(ObjectOf(ThinkingOptions), "Whether the model thinks; without it: no.")
+    output_config = optional(ObjectOf(OutputConfig), "The form of the answer.")
+    chat_template_kwargs = optional(
+        ObjectOf(TemplateSwitches), "Switches of the model's chat template."
+    )
+
+    cache_control = label(_ANNOTATION, "A hint; prefixes are cached without it.")
+    diagnostics = label(_ANNOTATION, "There are none.")
+    user_profile_id = label(LABEL, "A label of who asks.")
+    workspace_id = label(LABEL, "A label of who asks.")
+    context_management = label(ContextManagement(), "Only what edits nothing.")
+
+    mcp_servers = unsupported("servers of tools", [])
+    container = unsupported("containers")
+    speed = unsupported("a choice of speed", "standard")
+    inference_geo = unsupported("a choice of place", "global")
+
+    def tool_use(self) -> ToolUse | None:
+        """Raises ApiError (400)."""
+        asked = self.tool_choice or _AUTO
+        return tool_use(self.tools, asked.choice, is_parallel=asked.is_parallel)
+
+    def check_conversation(self) -> None:
+        """Raises ApiError (400) where the fields do not go together."""
+        has_form = self.output_config is not None and self.output_config.format is not None
+        check_form_and_call(self.tool_use(), has_form=has_form)
+        thinking = self.thinking
+        if thinking is not None and thinking.type is None:
+            raise invalid_value("thinking.type is missing; it is needed here", "thinking")
+        if thinking is not None and thinking.budget_tokens and thinking.type != "enabled":
+            raise invalid_value("thinking.budget_tokens goes with the type enabled", "thinking")
+        last = self.messages[-1]
+        if last["role"] == "assistant" and (not last["content"] or len(last.keys()) > 2):
+            raise invalid_value(
+                "the last message is the assistant's, which the answer continues, so that it must "
+                "be text alone; end with a user's message",
+                "messages",
+            )
+
+    def conversation(self) -> AskedConversation:
+        """Raises ApiError (400)."""
+        system = None if self.system is None else system_text(self.system)
+        messages = Messages().check("messages", with_system(system, [*self.messages]))
+        is_continued = messages[-1]["role"] == "assistant"
+        switches = self.chat_template_kwargs
+        is_thinking = self.thinking is not None and self.thinking.type != "disabled"
+        return AskedConversation(
+            messages=messages,
+            use=self.tool_use(),
+            effort=None if is_thinking else "none",
+            template_kwargs={
+                **({} if switches is None else switches.values),
+                "add_generation_prompt": not is_continued,
+                "continue_final_message": is_continued,
+            },
+        )
+
+
+class MessageRequest(MessagesBody, GenerationRequest):
+    """A body of /v1/messages."""
+
+    prompt_field = "messages"
+
+    max_tokens = required(sampling_type("max_tokens"), "Most new tokens.")
+    stop_sequences = optional(sampling_type("stop"), "Texts that end the answer.", default=())
+    metadata = optional(ObjectOf(MessageMetadata), "Labels of the request.")
+    service_tier = unsupported("a choice of service tier", "auto", "standard_only")
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def user_label(self) -> str | None:
+        return None if self.metadata is None else self.metadata.user_id
+
+    def check_together(self, limits: ServerLimits) -> None:
+        del limits  # there are no log probabilities
+        self.check_conversation()
+
+    def sampling(self, text: TextFrontend) -> SamplingParams:
+        changes = {**self.sampling_values(), "max_tokens": self.max_tokens}
+        if self.stop_sequences:
+            changes["stop"] = self.stop_sequences
+        if self.output_config is not None and self.output_config.format is not None:
+            changes["structured"] = self.output_config.format
+        return text.default_params(**changes)
+
+    def prepare(
+        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
+    ) -> list[PreparedRequest]:
+        prepared = self.conversation().prepare(text, params, max_num_tokens)
+        if max_num_tokens is None:
+            return [prepared]
+        # The API's max_tokens is a bound: beyond the context it means what is left of it.
+        request = prepared.request
+        room = max_num_tokens + 1 - len(request.prompt_token_ids)
+        if self.max_tokens > room:
+            request = replace(request, params=replace(request.params, max_tokens=None))
+        return [replace(prepared, request=request)]
+
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
+        del text  # the answer does not contain the prompt's text
+        display = None if self.thinking is None else self.thinking.display
+        options = MessageOptions(
+            max_tokens=self.max_tokens,
+            stop_sequences=tuple(self.stop_sequences),
+            shows_thinking=display != "omitted",
+        )
+        return MessageEncoder(head, usage, options)
+
+    def param_of(self, param: str | None) -> str | None:
+        return super().param_of(_PARAMS.get(param or "", param))
+
+
+MESSAGE_STATUSES = tuple(529 if status == 503 else status for status in GENERATION_STATUSES)
+_USAGE = object_of(
+    {"input_tokens": COUNT, "output_tokens": COUNT, "cache_read_input_tokens": COUNT}
+)
+
+MESSAGES = GeneratingEndpoint(
+    route=ApiRoute(
+        name="messages",
+        method="POST",
+        path="/v1/messages",
+        policy="key",
+        summary="Answer a conversation of content blocks.",
+        answers=AnswerSchema(
+            name="Message",
+            schema=object_of(
+                {
+                    "id": TEXT,
+                    "type": {"type": "string", "enum": ["message"]},
+                    "role": {"type": "string", "enum": ["assistant"]},
+                    "model": TEXT,
+                    "content": {"type": "array", "items": {"type": "object"}},
+                    "stop_reason": or_null(TEXT),
+                    "stop_sequence": or_null(TEXT),
+                    "usage": _USAGE,
+                }
+            ),
+        ),
+        statuses=MESSAGE_STATUSES,
+        body=MessageRequest,
+        can_stream=True,
+    ),
+    request_type=MessageRequest,
+)

@@ -1,0 +1,235 @@
+"""Messages of /v1/messages: roles and content blocks, checked and converted into those of a chat.
+
+Owns the kinds of blocks and their members (Anthropic's Messages API). Knows no template. Invariant:
+what was checked is in the messages that follow from it, but for labels.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from cadenza.request import show
+from cadenza.server.errors import invalid_value, not_built
+from cadenza.server.schemas.body import DeclaredObject, label, optional, required
+from cadenza.server.schemas.field_types import (
+    AnyJson,
+    Boolean,
+    OneOf,
+    Schema,
+    String,
+    members_of,
+    refuse,
+)
+from cadenza.server.schemas.items import checked_object
+from cadenza.server.schemas.messages import MAX_MESSAGES
+
+MAX_TEXT_CHARS = 1 << 26
+BILLING_LABEL = "x-anthropic-billing-header:"
+"""What a coding agent's first system block begins with; it is a label that differs in each request,
+so that it would keep every prefix from being shared."""
+
+_TEXT = String(max_chars=MAX_TEXT_CHARS)
+_ID = String(min_chars=1, max_chars=256)
+_LABEL = AnyJson(max_chars=64 << 10)
+
+Message = dict[str, Any]
+
+
+class _TextBlock(DeclaredObject):
+    type = required(OneOf(("text",)))
+    text = required(_TEXT)
+    cache_control = label(_LABEL)
+    citations = label(_LABEL)
+
+
+@dataclass(frozen=True, slots=True)
+class TextBlocks:
+    """A text, or text blocks; checked into the texts."""
+
+    def check(self, name: str, value: object) -> tuple[str, ...]:
+        if isinstance(value, str):
+            return (_TEXT.check(name, value),)
+        blocks = _blocks(name, value, {"text": _TextBlock})
+        return tuple(block.values["text"] for _, block in blocks)
+
+    def schema(self) -> Schema:
+        return {"anyOf": [_TEXT.schema(), _list_schema([_TextBlock])]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """The arguments of a call."""
+
+    def check(self, name: str, value: object) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return cast(dict[str, Any], value)
+        raise refuse(name, value, "an object")
+
+    def schema(self) -> Schema:
+        return {"type": "object"}
+
+
+class _ToolResult(DeclaredObject):
+    type = required(OneOf(("tool_result",)))
+    tool_use_id = required(_ID)
+    content = optional(TextBlocks(), default=())
+    is_error = optional(Boolean(), default=False)
+    cache_control = label(_LABEL)
+    toolset_name = label(_LABEL)
+
+
+class _ToolUse(DeclaredObject):
+    type = required(OneOf(("tool_use",)))
+    id = required(_ID)
+    name = required(String(min_chars=1, max_chars=128))
+    input = required(_Input())
+    cache_control = label(_LABEL)
+    caller = label(_LABEL)
+    toolset_name = label(_LABEL)
+
+
+class _Thinking(DeclaredObject):
+    type = required(OneOf(("thinking",)))
+    thinking = required(_TEXT)
+    signature = label(String(max_chars=MAX_TEXT_CHARS))
+
+
+USER_BLOCKS: Mapping[str, type[DeclaredObject]] = {"text": _TextBlock, "tool_result": _ToolResult}
+ASSISTANT_BLOCKS: Mapping[str, type[DeclaredObject]] = {
+    "text": _TextBlock,
+    "thinking": _Thinking,
+    "tool_use": _ToolUse,
+}
+SYSTEM_BLOCKS: Mapping[str, type[DeclaredObject]] = {"text": _TextBlock}
+ROLES = {"user": USER_BLOCKS, "assistant": ASSISTANT_BLOCKS, "system": SYSTEM_BLOCKS}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMessages:
+    """The type of the field `messages`; checked into messages of a chat."""
+
+    def check(self, name: str, value: object) -> tuple[Message, ...]:
+        if not isinstance(value, list):
+            raise refuse(name, value, "a list of messages")
+        items = cast(list[object], value)
+        if not 1 <= len(items) <= MAX_MESSAGES:
+            raise invalid_value(
+                f"{name} has {len(items)} entries; from 1 to {MAX_MESSAGES} are allowed", name
+            )
+        found: list[Message] = []
+        called: dict[str, str] = {}
+        for place, item in enumerate(items):
+            _add_message(found, called, f"{name}[{place}]", item)
+        return tuple(found)
+
+    def schema(self) -> Schema:
+        messages = [_message_schema(role, [*kinds.values()]) for role, kinds in ROLES.items()]
+        return {
+            "type": "array",
+            "items": {"anyOf": messages},
+            "minItems": 1,
+            "maxItems": MAX_MESSAGES,
+        }
+
+
+def _message_schema(role: str, kinds: list[type[DeclaredObject]]) -> Schema:
+    content: Schema = {"anyOf": [_TEXT.schema(), _list_schema(kinds)]}
+    return {
+        "type": "object",
+        "properties": {"role": {"enum": [role]}, "content": content},
+        "required": ["role", "content"],
+    }
+
+
+def _list_schema(kinds: Iterable[type[DeclaredObject]]) -> Schema:
+    schemas = [kind.object_schema() for kind in kinds]
+    return {"type": "array", "items": {"anyOf": schemas}, "maxItems": MAX_MESSAGES}
+
+
+def _blocks(
+    name: str, value: object, kinds: Mapping[str, type[DeclaredObject]]
+) -> list[tuple[str, DeclaredObject]]:
+    """Content as checked blocks, each with its type; a text is one block of text."""
+    if isinstance(value, str):
+        return [("text", _TextBlock({"text": _TEXT.check(name, value)}))]
+    if not isinstance(value, list):
+        raise refuse(name, value, "a text, or a list of content blocks")
+    found: list[tuple[str, DeclaredObject]] = []
+    for block in cast(list[object], value)[: MAX_MESSAGES + 1]:
+        kind = members_of(block).get("type")
+        if isinstance(kind, str) and kind not in kinds:
+            raise not_built(name, f"the content block {kind[:64]} here")
+        declared = kinds.get(kind) if isinstance(kind, str) else None
+        if declared is None:
+            raise refuse(name, block, f"blocks of the types {', '.join(kinds)}")
+        found.append((cast(str, kind), checked_object(name, block, declared)))
+    if len(found) > MAX_MESSAGES:
+        raise invalid_value(f"{name} has over {MAX_MESSAGES} blocks", name)
+    return found
+
+
+def _add_message(found: list[Message], called: dict[str, str], name: str, value: object) -> None:
+    """Adds what a message becomes: one of the chat's, and one for each result of a call.
+
+    Args:
+        called: the functions by the ids of their calls so far.
+    """
+    members = members_of(value)
+    role = members.get("role")
+    if not isinstance(role, str) or role not in ROLES or members.keys() - {"role", "content"}:
+        known = ", ".join(ROLES)
+        raise refuse(name, value, f'{{"role": …, "content": …}}; the roles are {known}')
+    content = members.get("content")
+    blocks = _blocks(f"{name}.content", [] if content is None else content, ROLES[role])
+    if role == "assistant":
+        _add_turn(found, called, blocks)
+        return
+    texts = [block.values["text"] for kind, block in blocks if kind == "text"]
+    for kind, block in blocks:
+        if kind == "tool_result":
+            found.append(_result(name, block.values, called))
+    if texts or not blocks:
+        _add_text(found, role, "\n".join(texts))
+
+
+def _add_text(found: list[Message], role: str, text: str) -> None:
+    """Messages of one role that follow each other are one."""
+    if found and found[-1]["role"] == role == "user":
+        text = f"{found.pop()['content']}\n{text}"
+    found.append({"role": role, "content": text})
+
+
+def _add_turn(
+    found: list[Message], called: dict[str, str], blocks: list[tuple[str, DeclaredObject]]
+) -> None:
+    of: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in ASSISTANT_BLOCKS}
+    for kind, block in blocks:
+        of[kind].append(block.values)
+    turn: Message = {
+        "role": "assistant",
+        "content": "\n".join(block["text"] for block in of["text"]),
+    }
+    if of["thinking"]:
+        turn["reasoning_content"] = "\n".join(block["thinking"] for block in of["thinking"])
+    for block in of["tool_use"]:
+        called[block["id"]] = block["name"]
+        function = {"name": block["name"], "arguments": block["input"]}
+        call = {"id": block["id"], "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+    found.append(turn)
+
+
+def _result(name: str, block: Mapping[str, Any], called: Mapping[str, str]) -> Message:
+    call_id = block["tool_use_id"]
+    if call_id not in called:
+        raise invalid_value(
+            f"{name} has the result of the call {show(call_id)}, but no such call before it", name
+        )
+    text = "\n".join(block.get("content", ()))
+    content = f"Error: {text}" if block.get("is_error") else text
+    return {"role": "tool", "tool_call_id": call_id, "name": called[call_id], "content": content}
+
+
+def system_text(texts: Iterable[str]) -> str:
+    """A system text of the blocks, without a label that is none of the text."""
+    return "\n".join(text for text in texts if not text.startswith(BILLING_LABEL))

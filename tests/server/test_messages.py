@@ -1,0 +1,366 @@
+"""/v1/messages and its count of tokens: blocks in and out, events in order, errors, agents."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza.checkpoint import open_checkpoint
+from cadenza.frontend.answers import AnswerParsers
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.server.access import ApiKeys
+from cadenza.server.dialect import ANTHROPIC_VERSIONS
+from cadenza.server.endpoints.messages import MESSAGES, MessageRequest
+from cadenza.server.endpoints.responses import RESPONSES
+from cadenza.server.limits import ServerLimits
+from cadenza.server.schemas.content_blocks import BlockMessages
+from tests.server.harness import RunningServer, options, running_server
+from tests.server.scripted_engine import ScriptedEngine
+
+PATH = "/v1/messages"
+COUNT = f"{PATH}/count_tokens"
+BODY = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 6}
+NOW = {
+    "name": "now",
+    "description": "The time.",
+    "input_schema": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+ASKED = {
+    "messages": [{"role": "user", "content": "What time is it?"}],
+    "tools": [NOW],
+    "max_tokens": 60,
+    "temperature": 0,
+}
+AGENTS = json.loads((Path(__file__).parent / "agent_requests.json").read_text())
+
+Events = list[dict[str, Any]]
+
+
+def message_of(server: RunningServer, **fields: Any) -> dict[str, Any]:
+    answer = server.post(PATH, {**BODY, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def streamed(server: RunningServer, path: str = PATH, **fields: Any) -> Events:
+    """The data of the events, whose names they repeat."""
+    answer = server.post(path, {**BODY, **fields, "stream": True})
+    assert answer.status_code == 200, answer.text
+    found: Events = []
+    for frame in answer.text.split("\n\n"):
+        if frame and not frame.startswith(":"):
+            name, data = frame.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def joined(events: Events) -> list[dict[str, Any]]:
+    """The content blocks of a stream, put together."""
+    blocks: list[dict[str, Any]] = []
+    written = ""
+    for event in events:
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(blocks)
+                blocks.append(event["content_block"])
+                written = ""
+            case "content_block_delta":
+                (text,) = (v for k, v in event["delta"].items() if k != "type")
+                written += text
+            case "content_block_stop":
+                block = blocks[event["index"]]
+                if block["type"] == "tool_use":
+                    block["input"] = json.loads(written)
+                else:
+                    block[block["type"]] = written
+    return blocks
+
+
+def without_ids(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in block.items() if k != "id"} for block in blocks]
+
+
+def test_a_message_is_that_of_a_chat(server: RunningServer, engine: ScriptedEngine) -> None:
+    fields = {"system": [{"type": "text", "text": "quick"}, {"type": "text", "text": "brown"}]}
+    message = message_of(server, **fields, top_k=4, stop_sequences=["zz"])
+    messages = [{"role": "system", "content": "quick\nbrown"}, *BODY["messages"]]
+    chat = {"messages": messages, "max_tokens": 6, "top_k": 4, "stop": ["zz"]}
+    whole = server.post("/v1/chat/completions", chat).json()
+    first, second = engine.submitted
+    assert first == second
+    text = whole["choices"][0]["message"]["content"]
+    assert message["content"] == [{"type": "text", "text": text, "citations": None}]
+    assert (message["type"], message["role"], message["model"]) == (
+        "message",
+        "assistant",
+        "scripted",
+    )
+    assert message["stop_reason"] == "max_tokens"
+    usage = whole["usage"]
+    assert message["usage"]["input_tokens"] == usage["prompt_tokens"]
+    assert message["usage"]["output_tokens"] == usage["completion_tokens"] == 6
+
+
+def test_events_come_in_order_and_hold_the_whole_message(scripted: RunningServer) -> None:
+    events = streamed(scripted)
+    names = [event["type"] for event in events]
+    assert names[:3] == ["message_start", "ping", "content_block_start"]
+    assert set(names[3:-3]) == {"content_block_delta"}
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    whole = message_of(scripted)
+    assert joined(events) == whole["content"]
+    start, end = events[0]["message"], events[-2]
+    assert (start["content"], start["stop_reason"]) == ([], None)
+    assert start["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert end["usage"] == whole["usage"]
+
+
+def test_a_stop_sequence_is_named(scripted: RunningServer) -> None:
+    message = message_of(scripted, max_tokens=40, stop_sequences=["zz", " fox"])
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", " fox")
+    events = streamed(scripted, max_tokens=40, stop_sequences=["zz", " fox"])
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": " fox"}
+
+
+def test_an_answer_that_fills_the_context_says_so(scripted: RunningServer) -> None:
+    message = message_of(scripted, max_tokens=5000)
+    assert message["stop_reason"] == "model_context_window_exceeded"
+    assert message["usage"]["output_tokens"] == 256 - message["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "now"}])
+def test_calls_are_blocks_with_their_input(bundled: RunningServer, choice: Any) -> None:
+    fields = {**ASKED, "tool_choice": {**choice, "disable_parallel_tool_use": True}}
+    message = message_of(bundled, **fields)
+    assert message["stop_reason"] == "tool_use"
+    (call,) = message["content"]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "now", {})
+    events = streamed(bundled, **fields)
+    assert without_ids(joined(events)) == without_ids(message["content"])
+    assert events[2]["content_block"]["input"] == {}
+    assert events[3]["delta"] == {"type": "input_json_delta", "partial_json": "{}"}
+
+
+def test_the_last_message_of_an_assistant_is_continued(bundled: RunningServer) -> None:
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    begun = [*asked, {"role": "assistant", "content": "The capital of"}]
+    (block,) = message_of(bundled, messages=begun, temperature=0, max_tokens=8)["content"]
+    chat = {"messages": begun, "temperature": 0, "max_tokens": 8, "continue_final_message": True}
+    whole = bundled.post("/v1/chat/completions", chat).json()
+    assert block["text"] == whole["choices"][0]["message"]["content"]
+
+
+def test_the_answer_has_the_form_that_was_asked_for(bundled: RunningServer) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
+    (block,) = message_of(bundled, output_config={"format": form}, max_tokens=40)["content"]
+    assert json.loads(block["text"]).keys() == {"ok"}
+
+
+def test_thinking_is_a_block_whose_text_can_be_left_out(script: tuple[int, ...]) -> None:
+    text = TextFrontend(open_checkpoint(None), parsers=AnswerParsers(reasoning="think"))
+    said = text.encode("<think>why</think>12")
+    engine = ScriptedEngine(said, vocab_size=4096)
+    with running_server(engine, text) as server:
+        fields = {"max_tokens": len(said)}
+        shown = message_of(server, **fields, thinking={"type": "adaptive"})["content"]
+        assert [(block["type"], block.get("thinking")) for block in shown] == [
+            ("thinking", "why"),
+            ("text", None),
+        ]
+        assert shown[1]["text"] == "12"
+        assert joined(streamed(server, **fields)) == shown
+        omitted = {"type": "adaptive", "display": "omitted"}
+        hidden = message_of(server, **fields, thinking=omitted)["content"]
+        assert hidden == [{**shown[0], "thinking": ""}, shown[1]]
+        assert joined(streamed(server, **fields, thinking=omitted)) == hidden
+        whole = server.post("/v1/responses", {"input": "x", "max_output_tokens": len(said)}).json()
+        assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
+        assert whole["output"][0]["content"] == [{"type": "reasoning_text", "text": "why"}]
+
+
+def test_blocks_become_the_messages_of_a_chat() -> None:
+    found = BlockMessages().check("messages", AGENTS["messages"]["messages"])
+    user, system, turn, first, second, last = found
+    assert user == {"role": "user", "content": "<reminder>today</reminder>\nfix it"}
+    assert system["role"] == "system"
+    assert (turn["content"], turn["reasoning_content"]) == ("I read it.", "look first")
+    assert [call["function"]["name"] for call in turn["tool_calls"]] == ["Read", "Bash"]
+    assert first == {
+        "role": "tool",
+        "tool_call_id": "toolu_01",
+        "name": "Read",
+        "content": "1\tx = 1",
+    }
+    assert second["content"] == "Error: no such folder"
+    assert last == {"role": "user", "content": "go on"}
+    twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert BlockMessages().check("messages", twice) == ({"role": "user", "content": "a\nb"},)
+
+
+def test_a_label_in_the_system_text_is_left_out() -> None:
+    body = json.dumps(AGENTS["messages"]).encode()
+    request = MESSAGES.read(body, ServerLimits())
+    assert isinstance(request, MessageRequest)
+    first = request.conversation().messages[0]
+    assert first == {"role": "system", "content": "You write code.\nUse the tools."}
+    assert request.user_label == "user_0a1b_account__session_2c3d"
+
+
+@pytest.mark.parametrize("name", ["messages", "responses"])
+def test_requests_as_coding_agents_send_them_are_answered(
+    bundled: RunningServer, name: str
+) -> None:
+    path = {"messages": PATH, "responses": "/v1/responses"}[name]
+    body = {**AGENTS[name], "model": None}
+    endpoint = {"messages": MESSAGES, "responses": RESPONSES}[name]
+    endpoint.read(json.dumps(body).encode(), ServerLimits())
+    with bundled.client() as client:
+        answer = client.post(path, json=body, headers={"anthropic-beta": "a,b"})
+    assert answer.status_code == 200, answer.text
+    assert f'"{"message_stop" if name == "messages" else "response."}' in answer.text
+
+
+def test_the_count_is_that_of_the_message(bundled: RunningServer) -> None:
+    body = {name: AGENTS["messages"][name] for name in ("messages", "system", "tools", "thinking")}
+    counted = bundled.post(COUNT, body)
+    assert counted.status_code == 200, counted.text
+    usage = message_of(bundled, **body)["usage"]
+    num_tokens = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert counted.json() == {"input_tokens": num_tokens}
+    without = bundled.post(COUNT, {"messages": body["messages"]}).json()["input_tokens"]
+    assert without < num_tokens
+    assert bundled.post(COUNT, {**body, "max_tokens": 5}).status_code == 400
+
+
+def test_a_prompt_beyond_the_context_is_still_counted(scripted: RunningServer) -> None:
+    long = {"messages": [{"role": "user", "content": "the fox " * 200}]}
+    assert scripted.post(COUNT, long).json()["input_tokens"] > 256
+    refused = scripted.post(PATH, {**long, "max_tokens": 5})
+    assert refused.status_code == 400
+    assert "maximum context length" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "the roles are"),
+        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "tool_use"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "red"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}
+                ]
+            },
+            "no such call",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}],
+                    }
+                ]
+            },
+            "the last message",
+        ),
+        ({"max_tokens": None}, "max_tokens is missing"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [{"name": "f"}]}, "input_schema"),
+        ({"tools": [{**NOW, "defer_loading": True}]}, "defer_loading"),
+        ({"tools": [{**NOW, "odd": 1}]}, "'odd'"),
+        ({"tools": [NOW, NOW]}, "two tools"),
+        ({"tool_choice": {"type": "any"}}, "no tools"),
+        ({"tools": [NOW], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "tool", "name": "x"}}, "'x'"),
+        ({"thinking": {}}, "thinking.type"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 2000}}, "budget_tokens"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "json_schema"),
+        ({"stop": ["x"]}, "no field 'stop'"),
+        ({"service_tier": "priority"}, "service_tier"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_answered_is_refused_by_name(
+    scripted: RunningServer, fields: dict[str, Any], named: str
+) -> None:
+    answer = scripted.post(PATH, {**BODY, **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert named in error["error"]["message"]
+    assert error["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+def test_errors_have_the_shape_and_status_of_the_api(
+    script: tuple[int, ...], text: TextFrontend
+) -> None:
+    engine = ScriptedEngine(script, max_num_queued_reqs=1)
+    limits = ServerLimits(max_body_bytes=2000, max_bodies_bytes=2000)
+    with running_server(engine, text, options(keys=ApiKeys(["a-long-key"]), limits=limits)) as at:
+        key = {"x-api-key": "a-long-key"}
+
+        def told(status: int, path: str = PATH, **settings: Any) -> str:
+            with at.client() as client:
+                headers = {**key, **settings.pop("headers", {})}
+                answer = client.post(path, headers=headers, **{"json": BODY, **settings})
+            assert answer.status_code == status, answer.text
+            assert answer.json()["type"] == "error"
+            return answer.json()["error"]["type"]
+
+        assert at.post(PATH, BODY, headers=key).status_code == 200
+        assert at.get("/v1/models", headers=key).status_code == 200
+        assert told(401, headers={"x-api-key": "another-key"}) == "authentication_error"
+        assert told(404, json={**BODY, "model": "other"}) == "not_found_error"
+        assert told(404, path=f"{PATH}/batches") == "not_found_error"
+        assert told(413, json={**BODY, "system": "x" * 3000}) == "request_too_large"
+        assert told(415, content=b"{}", json=None) == "invalid_request_error"
+        assert told(400, headers={"anthropic-version": "2022-01-01"}) == "invalid_request_error"
+        versions = [{**key, "anthropic-version": each} for each in ANTHROPIC_VERSIONS]
+        assert [at.post(PATH, BODY, headers=each).status_code for each in versions] == [200, 200]
+        assert at.get(PATH, headers=key).json()["error"]["type"] == "invalid_request_error"
+        engine.failing = "step_failed"
+        assert told(500) == "api_error"
+        engine.failing = None
+        engine.state = "restarting"
+        assert told(529) == "overloaded_error"
+        assert at.post("/v1/chat/completions", BODY, headers=key).status_code == 503
+
+
+def test_a_full_queue_is_a_rate_limit(script: tuple[int, ...], text: TextFrontend) -> None:
+    engine = ScriptedEngine(script, max_num_queued_reqs=1)
+    engine.pause()
+    with running_server(engine, text) as server:
+        body = {**BODY, "stream": True}
+        with server.client() as client, client.stream("POST", PATH, json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for _ in range(4):
+                engine.submit(engine.submitted[0])
+            answer = server.post(PATH, BODY)
+            assert answer.status_code == 429, answer.text
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+            assert "retry-after" in answer.headers
+            engine.resume()
+            assert list(lines)[-2] == 'data: {"type":"message_stop"}'
+
+
+def test_a_failed_stream_ends_with_an_error_event(
+    script: tuple[int, ...], text: TextFrontend
+) -> None:
+    engine = ScriptedEngine(script)
+    engine.failing = "step_failed"
+    with running_server(engine, text) as server:
+        last = streamed(server)[-1]
+    assert (last["type"], last["error"]["type"]) == ("error", "api_error")
