@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("ci")
     if not hasattr(config, "workerinput"):  # workers inherit it
         _restore_signals()
+        _share_compiled_programs(config)
     if must_have_native() and not has_native_library():
         raise pytest.UsageError(
             "CADENZA_REQUIRE_NATIVE=1, but the installed package holds no native library; "
@@ -55,6 +56,17 @@ def _restore_signals() -> None:
     """What the commands under test inherit; nohup and a shell's background ignore these two."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _share_compiled_programs(config: pytest.Config) -> None:
+    """Workers and the processes under test compile each program once: JAX keys it by all it is made
+    of. Tests that count compilations count those that the cache answers, too.
+    """
+    if hasattr(config, "cache"):
+        folder = config.cache.mkdir("compiled-programs")
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

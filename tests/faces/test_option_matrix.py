@@ -36,6 +36,11 @@ NUM_LEVELS = tuple(len(option.levels) for option in OPTIONS)
 SMALL = OptionMatrix(rows=covering_rows(NUM_LEVELS, times=1))
 VOCAB_SIZE, EOS = 300, (0, 7)
 
+EVERY_FIFTH = [
+    name if i % 5 == 0 else pytest.param(name, marks=pytest.mark.soak)
+    for i, name in enumerate(NAMES)
+]
+
 Wrap = Callable[[Runner, EngineLimits, CoreOptions], EngineCore]
 
 
@@ -126,14 +131,14 @@ def test_the_sound_engine_passes(bench: Bench):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY_FIFTH)
 def test_an_engine_that_ignores_one_option_fails(bench: Bench, name: str):
     result = bench.play(lambda *parts: Forgetful(*parts, forgets=name))
     assert result.mismatch is not None
     assert result.mismatch.mode in ("alone", "independent reference")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY_FIFTH)
 def test_an_engine_that_ignores_one_option_in_company_fails(bench: Bench, name: str):
     result = bench.play(lambda *parts: ForgetfulInCompany(*parts, forgets=name))
     assert result.mismatch is not None

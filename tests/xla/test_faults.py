@@ -73,7 +73,7 @@ def check_fault(lab: Lab, requests: list[Request], runner: FaultyRunner, mode: M
     return True
 
 
-@pytest.mark.parametrize(("loop", "stride"), [("plain", 5), ("overlap", 1)])
+@pytest.mark.parametrize(("loop", "stride"), [("plain", 5), ("overlap", 3)])
 @pytest.mark.parametrize("moment", ["launch", "result"])
 def test_a_fault_at_every_step_index_changes_no_stream(
     lab: Lab, moment: Moment, loop: SchedulerLoop, stride: int

@@ -99,7 +99,7 @@ def start_once(argument: str, cache: Path) -> StartTimes:
         argument,
         what="a start",
         timeout_s=_TIMEOUT_S,
-        env={"CADENZA_CACHE_DIR": str(cache)},
+        env={"CADENZA_CACHE_DIR": str(cache), "JAX_COMPILATION_CACHE_DIR": ""},
     )
     ends = [start_s, *(at_s[phase] for phase in PHASES)]
     return StartTimes(phases_s=tuple(end - begin for begin, end in pairwise(ends)))

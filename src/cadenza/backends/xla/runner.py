@@ -255,10 +255,13 @@ def load_with_ops(
 
 
 def enable_compilation_cache(folder: Path) -> None:
-    """Caches compiled programs on disk (JAX keys them by program, versions, flags and CPU).
+    """Caches compiled programs on disk (JAX keys them by program, versions, flags and CPU), unless
+    JAX_COMPILATION_CACHE_DIR already says where.
 
     If the folder cannot be created, logs a warning and leaves the cache disabled.
     """
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
