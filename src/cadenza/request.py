@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED, is_integer
 from cadenza.errors import InvalidRequestError, show
-from cadenza.speculative_config import Speculative, as_speculative
+from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, Speculative, as_speculative
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from cadenza.tenant import ONE_TENANT, Tenant
 
@@ -39,6 +39,9 @@ out every token; its structured output could not be followed; its step failed on
 tokens could not be decoded to text; the engine process died or hung; it did so each time that it
 computed this request, at last alone; the engine was shut down; the queue timeout; the total
 timeout."""
+
+MAX_DRAFTS = MAX_SPECULATIVE_TOKENS
+"""Of a stream in a step, that a request may ask for."""
 
 MAX_PRIORITY = 1000
 """Priorities of requests are from minus this number to it."""

@@ -13,7 +13,8 @@ from typing import Any, Literal, cast, get_args
 
 from cadenza.errors import ConfigError, InvalidRequestError, show
 
-SpeculativeMethod = Literal["ngram"]
+SpeculativeMethod = Literal["ngram", "draft_model", "quantised"]
+DraftQuantization = Literal["none", "int8", "int4"]
 
 Speculative = bool | int | None
 """A request's choice: True with drafts, False without, a number of drafts in a step at most, None
@@ -35,8 +36,13 @@ class SpeculativeConfig:
     """How drafts are made.
 
     Args:
-        method: "ngram": what followed a stream's newest tokens where they occurred before in it.
+        method: "ngram": what followed a stream's newest tokens where they occurred before in it;
+            "draft_model": tokens of another, smaller model of the same vocabulary; "quantised":
+            tokens of a copy of the model with coarser weights.
         num_speculative_tokens: drafts of a stream in a step, at most.
+        model: the draft model, as models are named; only for "draft_model".
+        quantization: how the draft model's weights are quantised while they are loaded; None is
+            "none", and "int4" for "quantised".
         prompt_lookup_max: tokens that a place earlier in the stream is compared by, at most.
         prompt_lookup_min: tokens that must be equal there, at least.
 
@@ -46,6 +52,8 @@ class SpeculativeConfig:
 
     method: SpeculativeMethod
     num_speculative_tokens: int = 5
+    model: str | None = None
+    quantization: DraftQuantization | None = None
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 2
 
@@ -55,6 +63,7 @@ class SpeculativeConfig:
                 f"{_FLAG}: the method {show(self.method)} is not one of "
                 f"{', '.join(get_args(SpeculativeMethod))}"
             )
+        self._check_model()
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= high:
@@ -66,6 +75,37 @@ class SpeculativeConfig:
                 f"{_FLAG}: prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max "
                 f"{self.prompt_lookup_max}; raise the second or lower the first"
             )
+
+    def _check_model(self) -> None:
+        """Sets the quantization, and checks it and the model by the method."""
+        needs_model = self.method == "draft_model"
+        name: object = self.model
+        if needs_model and not (isinstance(name, str) and name and name.isprintable()):
+            raise ConfigError(
+                f"{_FLAG}: the model {show(name)} must be a folder, a GGUF file or a hub model as "
+                f'owner/model, as in {{"method": "draft_model", "model": "small-model"}}'
+            )
+        if not needs_model and name is not None:
+            raise ConfigError(f"{_FLAG}: a model is only for the method draft_model; leave it out")
+        chosen: object = self.quantization
+        if chosen is None:
+            default = "int4" if self.method == "quantised" else "none"
+            object.__setattr__(self, "quantization", default)
+        elif chosen not in get_args(DraftQuantization) or self.method == "ngram":
+            raise ConfigError(
+                f"{_FLAG}: the quantization {show(chosen)} must be none, int8 or int4, and is that "
+                f"of a draft model"
+            )
+        if self.method == "quantised" and self.quantization == "none":
+            raise ConfigError(
+                f"{_FLAG}: the method quantised needs the quantization int8 or int4; with none the "
+                f"draft would be the model itself"
+            )
+
+    @property
+    def has_model(self) -> bool:
+        """Whether drafts are a second model's."""
+        return self.method != "ngram"
 
 
 def parse_speculative_config(value: object) -> SpeculativeConfig:

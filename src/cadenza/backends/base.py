@@ -153,6 +153,8 @@ class RunnerSetup:
         arithmetic: one of `BackendTraits.arithmetics`.
         fill: the initial value of KV slots (`verify` uses `BackendTraits.poison`).
         cache_folder: where to cache compiled programs; None disables the cache.
+        kv_of: a warm runner of the same model, perhaps with other weights, on whose KV and rows
+            this one computes; it has no pages of its own. `limits` may have a smaller token budget.
     """
 
     limits: EngineLimits
@@ -164,6 +166,7 @@ class RunnerSetup:
     arithmetic: Arithmetic = "fast"
     fill: float = 0.0
     cache_folder: Path | None = None
+    kv_of: "Runner | None" = None
 
 
 LoadRunner = Callable[[ModelConfig, Weights, RunnerSetup], Runner]

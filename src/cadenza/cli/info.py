@@ -151,7 +151,29 @@ def describe(
             "enable_prefix_caching": limits.enable_prefix_caching,
             "seed": config.seed,
         },
+        **_speculation(plan, config),
     }
+
+
+def _speculation(plan: "EnginePlan", config: EngineConfig) -> Facts:
+    """How drafts are made, where the options ask for any."""
+    chosen, draft = config.speculation, plan.draft
+    if chosen is None:
+        return {}
+    facts: dict[str, Any] = {
+        "method": chosen.method,
+        "num_speculative_tokens": chosen.num_speculative_tokens,
+    }
+    if draft is not None:
+        facts |= {
+            "draft_model": draft.name,
+            "draft_dtype": draft.dtype,
+            "draft_quantization": draft.quantization,
+            "draft_context": min(draft.context, plan.limits.max_model_len),
+            "draft_weight_bytes": draft.weight_bytes,
+            "draft_kv_bytes": plan.draft_bytes - draft.weight_bytes,
+        }
+    return {"speculation": facts}
 
 
 def _answers(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> dict[str, Any]:

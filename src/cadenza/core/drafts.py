@@ -28,23 +28,45 @@ class DraftSource(Protocol):
         ...
 
 
+FIRST_ACCEPTANCE = 0.8
+PROBE_EVERY = 16
+"""Of so many sequences one starts with the first acceptance, whatever the others have met."""
+
+
+@dataclass(slots=True, eq=False)
+class SharedAcceptance:
+    """What the sequences of one drafter have met, from which others start."""
+
+    value: float = FIRST_ACCEPTANCE
+    _num_started: int = 0
+
+    def start(self) -> float:
+        self._num_started += 1
+        return FIRST_ACCEPTANCE if self._num_started % PROBE_EVERY == 0 else self.value
+
+    def learn(self, *, is_accepted: bool) -> None:
+        self.value += 0.01 * (is_accepted - self.value)
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Drafting:
     """How one sequence drafts.
 
     Args:
-        source: where its drafts come from.
+        source: where its drafts come from; None: from the engine's `Drafter`.
         most: drafts in a step, at most.
         acceptance: the chance that a draft is accepted, if those before it were.
         gain: mean number of accepted drafts of a step that asked `source`.
         resumes_at: the number of tokens from which the sequence drafts again after a pause.
+        shared: what other sequences with the same `Drafter` meet.
     """
 
-    source: DraftSource
+    source: DraftSource | None
     most: int
-    acceptance: float = 0.8
+    acceptance: float = FIRST_ACCEPTANCE
     gain: float = 1.0
     resumes_at: int = 0
+    shared: SharedAcceptance | None = None
     _pause: int = field(default=FIRST_PAUSE, init=False)
 
     def is_due(self, num_tokens: int) -> bool:
@@ -55,6 +77,7 @@ class Drafting:
         """Up to `most` drafts, each likely to be accepted with a chance of `odds` or more; none if
         it pauses or the source knows nothing.
         """
+        assert self.source is not None
         if not self.is_due(len(token_ids)):
             return ()
         num_worth = self._num_worth(odds)
@@ -70,6 +93,8 @@ class Drafting:
         """A step verified `num_drafts`, and `num_accepted` stayed; there are now `num_tokens`."""
         for is_accepted in [True] * num_accepted + [False] * (num_accepted < num_drafts):
             self.acceptance += WEIGHT_OF_NEWEST * (is_accepted - self.acceptance)
+            if self.shared is not None:
+                self.shared.learn(is_accepted=is_accepted)
         self._gain(num_tokens, num_accepted)
 
     def _num_worth(self, odds: float) -> int:

@@ -101,6 +101,13 @@ class KVCacheManager:
         num_found = self.prefix_cache.count_known(sequence.page_keys)
         return sequence.num_tokens - num_found * self.page_size
 
+    def page_keys(self, sequence: Sequence) -> list[bytes]:
+        """The keys of a sequence's full pages; empty if there is no prefix cache."""
+        if self.prefix_cache is None:
+            return []
+        self.prefix_cache.extend_keys(sequence.page_keys, _content_of(sequence))
+        return sequence.page_keys
+
     def is_prefix_coming(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence should wait for pages that a running one is computing."""
         leaders = self.prefix_leaders

@@ -49,6 +49,10 @@ class Packer:
         """Makes the next steps send every row's data again, because the device's state was lost."""
         self._occupant = [None] * self._num_rows
 
+    def forget_row(self, row: int) -> None:
+        """The same for one row."""
+        self._occupant[row] = None
+
     def pack(self, batch: Batch, bucket: int) -> ModelInputs:
         """Inputs of `batch`, padded to `bucket` tokens."""
         assert batch.num_tokens <= bucket, f"{batch.num_tokens} tokens exceed the bucket {bucket}"

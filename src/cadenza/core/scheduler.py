@@ -30,17 +30,16 @@ from cadenza.core.step_cost import (
     PromptBudget,
     PromptPart,
     StepBound,
+    StepCost,
     StepLoad,
     num_keys,
     share_among_prompts,
 )
+from cadenza.core.step_drafts import Drafter, Share, StepDrafts
 from cadenza.core.step_reader import StepReader
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepOutput
 from cadenza.request import Event, Started
 from cadenza.tenant import Tenant
-
-Share = tuple[Sequence, int]
-"""A sequence and the number of its tokens that a step computes."""
 
 _row_of = attrgetter("row")
 
@@ -54,11 +53,15 @@ class SchedulerOptions:
 
     Args:
         step_bound: bounds the time of steps; None bounds only their tokens.
+        step_cost: what steps cost, where there is no bound; None if it is not known.
+        drafter: drafts for the sequences that have no source of their own.
         batching: "static" starts sequences only when all that ran have ended, as many as there are
             rows and pages for.
     """
 
     step_bound: StepBound | None = None
+    step_cost: StepCost | None = None
+    drafter: Drafter | None = None
     policy: QueuePolicy = FCFS
     batching: Batching = "continuous"
 
@@ -91,6 +94,8 @@ class Scheduler:
         self.num_prefix_hits = 0
         self._fair_share = _fair_share(options.step_bound, limits.max_num_seqs)
         self._reader = StepReader(kv_cache, self._end)
+        self._drafts = StepDrafts(limits, kv_cache, options.drafter)
+        self._step_cost = options.step_cost
         self._admission = admission
         self._free_rows = list(range(limits.max_num_seqs))
         self.num_steps = 0
@@ -111,13 +116,14 @@ class Scheduler:
     @property
     def needs_newest_tokens(self) -> bool:
         """True if a running sequence would draft, which it can only behind its newest token."""
-        return any(
-            sequence.drafting is not None
-            and sequence.constraint is None
-            and sequence.num_pending_tokens
-            and sequence.drafting.is_due(sequence.num_tokens)
-            for sequence in self.running
-        )
+        return self._drafts.need_newest_tokens(self.running, self.num_steps)
+
+    def observe(self, load: StepLoad, measured_ms: float) -> None:
+        """A step took `measured_ms`."""
+        if self.step_bound is not None:
+            self.step_bound.observe(load, measured_ms)
+        elif self._step_cost is not None:
+            self._step_cost = self._step_cost.corrected(load, measured_ms)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -139,7 +145,8 @@ class Scheduler:
             return None
         # Entered after admission, which must not count tokens of this step as computed: a sample
         # can only fork a prompt that an earlier step has computed.
-        drafts = self._draft(shares, logprobs_budget)
+        cost = self._step_cost if self.step_bound is None else self.step_bound.cost
+        drafts = self._drafts.propose(shares, logprobs_budget.num_rows, self.num_steps, cost)
         for sequence, count in shares:
             self._enter(batch, sequence, count, drafts.get(sequence, ()))
         self._fair_share.charge_outputs(batch.entries)
@@ -431,46 +438,6 @@ class Scheduler:
         if self.limits.enable_prefix_caching:
             self.num_prefix_queries += sequence.num_prompt_tokens
             self.num_prefix_hits += num_hit_tokens
-
-    def _draft(
-        self, shares: list[Share], logprobs_budget: PromptLogprobsBudget
-    ) -> dict[Sequence, tuple[int, ...]]:
-        """Drafts of the sequences that sample in this step, within what it has left over.
-
-        They take no pages from others: there are as many as there are pages for.
-        """
-        found: dict[Sequence, tuple[int, ...]] = {}
-        room = self.limits.max_num_batched_tokens - sum(count for _, count in shares)
-        room = min(room, logprobs_budget.num_rows)
-        for sequence, count in shares:
-            drafting, end = sequence.drafting, sequence.num_computed_tokens + count
-            # At its end, all its tokens are known: none is still on the device. What a constraint
-            # allows behind a draft is not known before the draft is accepted.
-            if drafting is None or end != len(sequence.token_ids) or sequence.is_retried:
-                continue
-            if sequence.constraint is not None:
-                continue
-            most = min(room, sequence.max_num_tokens - end - 1)
-            if most <= 0:
-                continue
-            drafts = drafting.propose(sequence.token_ids, most, self._draft_odds(shares, end))
-            if drafts and not self.kv_cache.try_grow(sequence, end + len(drafts)):
-                drafts = drafts[: len(sequence.page_table) * self.limits.page_size - end]
-            if drafts:
-                found[sequence] = drafts
-                room -= len(drafts)
-        return found
-
-    def _draft_odds(self, shares: list[Share], num_keys: int) -> float:
-        """The chance of being accepted from which a draft that attends to `num_keys` pays."""
-        if self.step_bound is None:
-            return 0.0
-        load = StepLoad(
-            num_tokens=sum([count for _, count in shares]),
-            num_logits=len(shares),
-            num_keys=sum([sequence.num_computed_tokens for sequence, _ in shares]),
-        )
-        return self.step_bound.cost.draft_odds(load, num_keys)
 
     def _enter(
         self, batch: Batch, sequence: Sequence, count: int, drafts: tuple[int, ...]

@@ -23,11 +23,12 @@ from cadenza.core.prompt_logprobs import PromptLogprobsProgress
 from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_cost import StepBound
+from cadenza.core.step_cost import StepBound, StepCost
 from cadenza.core.step_reader import refuse_constraint
 from cadenza.engine.compiling import Compiling
 from cadenza.engine.drafting import drafting_of
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner, Steps
+from cadenza.engine.model_drafter import DraftModel, ModelDrafter
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
 from cadenza.engine.sample_seed import seed_of_sample
@@ -51,6 +52,8 @@ class CoreOptions:
         step_bound: bounds the time of each step; None bounds only its tokens.
         clock: seconds, monotonic; for the bound and for policies that count waiting time.
         speculation: the drafts of its streams; None for none.
+        draft_model: the second model of `speculation`, if that has one; closed with the engine.
+        step_cost: what steps cost, where there is no bound; for drafts.
         compile_constraint: of requests with a constraint; None refuses them.
     """
 
@@ -64,6 +67,8 @@ class CoreOptions:
     step_bound: StepBound | None = None
     clock: Callable[[], float] = time.perf_counter
     speculation: SpeculativeConfig | None = None
+    draft_model: DraftModel | None = None
+    step_cost: StepCost | None = None
     compile_constraint: CompileConstraint | None = None
 
 
@@ -92,18 +97,25 @@ class EngineCore:
             has_priorities=options.policy.name == "priority",
             has_constraints=options.compile_constraint is not None,
         )
+        kv_cache = KVCacheManager(
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            enable_prefix_caching=limits.enable_prefix_caching,
+            secret=options.secret or secrets.token_bytes(32),
+            slot_unit=limits.slot_unit,
+        )
+        self._draft_model = options.draft_model
+        self._drafter = None
+        if options.draft_model is not None:
+            self._drafter = ModelDrafter(options.draft_model, kv_cache, options.clock)
         self.scheduler = Scheduler(
             limits,
-            KVCacheManager(
-                num_pages=limits.num_pages,
-                page_size=limits.page_size,
-                enable_prefix_caching=limits.enable_prefix_caching,
-                secret=options.secret or secrets.token_bytes(32),
-                slot_unit=limits.slot_unit,
-            ),
+            kv_cache,
             Admission(page_size=limits.page_size, reserved_output=options.reserved_output),
             SchedulerOptions(
                 step_bound=options.step_bound,
+                step_cost=options.step_cost,
+                drafter=self._drafter,
                 policy=options.policy,
                 batching=options.batching,
             ),
@@ -237,6 +249,8 @@ class EngineCore:
         for request_id in list(self._samples):
             self.cancel(request_id)
         self._loop.drop_in_flight()
+        if self._draft_model is not None:
+            self._draft_model.runner.close()
         self.runner.close()
 
     def check_invariants(self) -> None:
@@ -267,7 +281,8 @@ class EngineCore:
         """A constrained sequence has none: its mask is that of one position."""
         if "drafts" not in self.runner.capabilities or request.constraint is not None:
             return None
-        return drafting_of(request, self._speculation)
+        shared = None if self._drafter is None else self._drafter.acceptance
+        return drafting_of(request, self._speculation, shared)
 
     def _start_compiled(self) -> list[Finished]:
         """Queues the requests whose constraints are compiled; the ends of those that cannot be."""

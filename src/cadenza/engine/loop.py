@@ -175,11 +175,10 @@ class StepLoop:
         return self._scheduler.update(step.batch, output)
 
     def _observe(self, step: LaunchedStep) -> None:
-        """Tells the bound how long a step took: since its launch, or since the step before it."""
-        bound, now_s = self._scheduler.step_bound, self._clock()
-        if bound is not None:
-            started_s = max(step.launched_s, self._last_read_s)
-            bound.observe(step.batch.load, 1000 * (now_s - started_s))
+        """Tells the scheduler how long a step took, since its launch or the step before it."""
+        now_s = self._clock()
+        started_s = max(step.launched_s, self._last_read_s)
+        self._scheduler.observe(step.batch.load, 1000 * (now_s - started_s))
         self._last_read_s = now_s
 
     def _recover(self, failed: Batch) -> list[Event]:

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends, brings_models, find_backend
@@ -16,12 +17,14 @@ from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_checkpoint
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
 from cadenza.core.admission import RESERVED_OUTPUT
 from cadenza.core.queue_policy import QueuePolicy
-from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound
-from cadenza.engine.calibration import make_step_bound, smallest_bound_ms
+from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepLoad
+from cadenza.engine.calibration import make_step_bound, measure_step_cost, smallest_bound_ms
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.model_drafter import DraftModel
 from cadenza.errors import CheckpointError, ConfigError, show
+from cadenza.loading.draft import load_draft, plan_copy, plan_draft_model
 from cadenza.loading.memory import available_memory_bytes
-from cadenza.loading.plan import EnginePlan, make_plan
+from cadenza.loading.plan import DraftPlan, EnginePlan, make_plan
 from cadenza.text.token_constraint import ConstraintCompiler
 
 logger = logging.getLogger(__name__)
@@ -106,7 +109,27 @@ def plan_model(
     available = available_memory_bytes()
     if traits.device_memory_bytes is not None:
         available = traits.device_memory_bytes
-    return make_plan(config, checkpoint, traits, available)
+    draft = _plan_draft(checkpoint, config, traits, backends)
+    return make_plan(config, checkpoint, traits, available, draft)
+
+
+def _plan_draft(
+    checkpoint: Checkpoint, config: EngineConfig, traits: BackendTraits, backends: Backends
+) -> DraftPlan | None:
+    """Of the second model that drafts, if the options ask for one and the backend verifies drafts.
+
+    Raises CheckpointError, ConfigError.
+    """
+    speculation = config.speculation
+    if speculation is None or not speculation.has_model or not traits.verifies_drafts:
+        return None
+    if speculation.method == "quantised":
+        return plan_copy(checkpoint, config, traits)
+    try:
+        draft = find_checkpoint(speculation.model)
+    except CheckpointError as error:
+        raise CheckpointError(f"the draft model of --speculative-config: {error}") from error
+    return plan_draft_model(checkpoint, draft, config, describe_backend(config, draft, backends))
 
 
 def open_planned(
@@ -130,8 +153,8 @@ def build_core(
     backends: Backends = BACKENDS,
 ) -> EngineCore:
     """Loads the weights and compiles all programs of a plan."""
-    runner = load_warm_runner(checkpoint, plan, config, on_phase_done, backends=backends)
-    return make_core(runner, checkpoint, plan, config, constraint_compiler(checkpoint))
+    runners = load_warm_runners(checkpoint, plan, config, on_phase_done, backends=backends)
+    return make_core(runners, checkpoint, plan, config, constraint_compiler(checkpoint))
 
 
 def build_serving_core(
@@ -148,38 +171,61 @@ def build_serving_core(
     constraints = constraint_compiler(checkpoint)
     if constraints is not None:
         constraints.start_loading()
-    runner = load_warm_runner(checkpoint, plan, config, on_phase_done, backends=backends)
+    runners = load_warm_runners(checkpoint, plan, config, on_phase_done, backends=backends)
     if constraints is not None and not constraints.has_loaded():
         constraints = None
-    return make_core(runner, checkpoint, plan, config, constraints)
+    return make_core(runners, checkpoint, plan, config, constraints)
 
 
-def load_warm_runner(
+@dataclass(frozen=True, slots=True)
+class Runners:
+    """A model's runner, and the model that drafts for it, if there is one."""
+
+    target: Runner
+    draft: DraftModel | None
+
+    def warmup(self) -> None:
+        self.target.warmup()
+        if self.draft is not None:
+            self.draft.runner.warmup()
+
+    def close(self) -> None:
+        if self.draft is not None:
+            self.draft.runner.close()
+        self.target.close()
+
+
+def load_warm_runners(
     checkpoint: Checkpoint,
     plan: EnginePlan,
     config: EngineConfig,
     on_phase_done: OnPhaseDone,
     *,
     backends: Backends = BACKENDS,
-) -> Runner:
-    """A runner with its weights loaded and all programs compiled."""
+) -> Runners:
+    """Runners with their weights loaded and all programs compiled."""
     logger.info("%s", plan.summary)
     logger.debug("resolved configuration: %s", plan)
-    runner = load_runner(checkpoint, plan, config, backends=backends)
+    runners = load_runners(checkpoint, plan, config, backends=backends)
     on_phase_done("load")
-    runner.warmup()
+    runners.warmup()
     on_phase_done("compile")
-    return runner
+    return runners
 
 
 def make_core(
-    runner: Runner,
+    runners: Runners,
     checkpoint: Checkpoint,
     plan: EnginePlan,
     config: EngineConfig,
     constraints: ConstraintCompiler | None,
 ) -> EngineCore:
-    """The engine over a warm runner; without `constraints` it refuses structured outputs."""
+    """The engine over warm runners; without `constraints` it refuses structured outputs."""
+    runner, limits = runners.target, plan.limits
+    step_bound = _step_bound(runner, limits, config.max_itl_ms)
+    step_cost = None
+    if config.speculation is not None and step_bound is None:
+        step_cost = measure_step_cost(runner, limits, time.perf_counter)
     options = CoreOptions(
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
         loop=config.scheduler,
@@ -189,11 +235,21 @@ def make_core(
             name=config.scheduling_policy, starvation_guard_s=config.starvation_guard
         ),
         batching=config.batching,
-        step_bound=_step_bound(runner, plan.limits, config.max_itl_ms),
+        step_bound=step_bound,
+        step_cost=step_cost,
         speculation=config.speculation,
+        draft_model=None if runners.draft is None else _measured(runners.draft),
         compile_constraint=None if constraints is None else constraints.compile,
     )
-    return EngineCore(runner, plan.limits, options)
+    return EngineCore(runner, limits, options)
+
+
+def _measured(draft: DraftModel) -> DraftModel:
+    """With the cost of its steps; logs what a draft costs."""
+    cost = measure_step_cost(draft.runner, draft.limits, time.perf_counter)
+    load = StepLoad(num_tokens=1, num_logits=1, num_keys=1)
+    logger.info("a draft of one stream takes %.1f ms", cost.predict_ms(load))
+    return replace(draft, cost=cost)
 
 
 def constraint_compiler(checkpoint: Checkpoint) -> ConstraintCompiler | None:
@@ -248,6 +304,19 @@ def build_runner(
     runner = load_runner(checkpoint, plan, config, fill=fill, backends=backends)
     runner.warmup()
     return runner
+
+
+def load_runners(
+    checkpoint: Checkpoint,
+    plan: EnginePlan,
+    config: EngineConfig,
+    *,
+    fill: float = 0.0,
+    backends: Backends = BACKENDS,
+) -> Runners:
+    """Runners with their weights loaded and nothing compiled yet; KV slots start as `fill`."""
+    runner = load_runner(checkpoint, plan, config, fill=fill, backends=backends)
+    return Runners(runner, load_draft(runner, plan, config, fill=fill, backends=backends))
 
 
 def load_runner(

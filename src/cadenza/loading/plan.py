@@ -6,7 +6,7 @@ smaller where the requests are known in advance.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
 from cadenza.checkpoint import Checkpoint, ModelConfig, declare
@@ -34,6 +34,27 @@ row, so only a quarter of the queued requests may have full length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """A second model for drafts.
+
+    Args:
+        name: for people.
+        context: tokens of a stream, at most.
+        shares_kv: it computes on the KV of the model that it drafts for.
+        kv_bytes_per_token: 0 if it has none of its own.
+    """
+
+    name: str
+    checkpoint: Checkpoint = field(repr=False, compare=False)
+    dtype: WeightDType
+    quantization: Quantization
+    context: int
+    shares_kv: bool
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
     """The resolved limits, data type and memory sizes (bytes) of an engine."""
 
@@ -49,6 +70,25 @@ class EnginePlan:
     available_bytes: int
     headroom_bytes: int = 0
     traits: BackendTraits
+    draft: DraftPlan | None = None
+
+    @property
+    def draft_limits(self) -> EngineLimits:
+        """Of the draft model's runner, whose pages have the ids of the target's."""
+        draft, limits = self.draft, self.limits
+        assert draft is not None
+        context = min(draft.context, limits.max_model_len)
+        if draft.shares_kv:  # it computes one token of each row
+            return replace(limits, max_num_batched_tokens=limits.max_num_seqs)
+        return replace(limits, max_model_len=context)
+
+    @property
+    def draft_bytes(self) -> int:
+        """Weights and KV of the draft model."""
+        if self.draft is None:
+            return 0
+        num_slots = self.limits.num_pages * self.limits.page_size
+        return self.draft.weight_bytes + num_slots * self.draft.kv_bytes_per_token
 
     @property
     def kv_bytes(self) -> int:
@@ -78,26 +118,36 @@ class EnginePlan:
             f"{traits.name} with {traits.ops} ops, exactness {traits.exactness}: "
             f"{self.weight_bytes / 1e6:.1f} MB of {self.weights_name} weights, "
             f"{self.kv_bytes / 1e6:.1f} MB of {self.kv_name} KV cache, {limits.max_num_seqs} rows, "
-            f"context of {limits.max_model_len} tokens"
+            f"context of {limits.max_model_len} tokens{self._draft_summary}"
         )
+
+    @property
+    def _draft_summary(self) -> str:
+        if self.draft is None:
+            return ""
+        return f"; drafts by {self.draft.name}: {self.draft_bytes / 1e6:.1f} MB"
 
 
 def make_plan(
-    config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits, available_bytes: int
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    traits: BackendTraits,
+    available_bytes: int,
+    draft: DraftPlan | None = None,
 ) -> EnginePlan:
-    """Resolves every `None` and `auto` of `config`.
+    """Resolves every `None` and `auto` of `config`; `draft` is the second model, if it names one.
 
     Raises:
         ConfigError: the model or the requested sizes do not fit; the message has both numbers.
     """
-    dtype = _choose_dtype(config, checkpoint, traits)
-    quantization = _choose_quantization(config, checkpoint, traits)
+    dtype = choose_dtype(config, checkpoint, traits)
+    quantization = choose_quantization(config, checkpoint, traits)
     kv_cache_dtype = _choose_kv_dtype(config, traits)
     _check_arithmetic(config, traits)
     _check_speculation(config, traits)
     kv_layout = _choose_layout(config, traits)
     config = replace(config, kv_layout=kv_layout, quantization=quantization)
-    memory = _memory_of(checkpoint, traits, dtype, config)
+    memory = _beside_draft(memory_of(checkpoint, traits, dtype, config), draft)
     headroom = int(config.scheduler_headroom_gb * 1e9)
     left = available_bytes - memory.weight_bytes
     if 0 < left <= headroom:
@@ -134,11 +184,12 @@ def make_plan(
         kv_cache_dtype=kv_cache_dtype,
         has_codes=checkpoint.is_known and checkpoint.weights.has_codes,
         kv_layout=kv_layout,
-        weight_bytes=memory.weight_bytes,
-        kv_bytes_per_token=per_token,
+        weight_bytes=memory.weight_bytes - (0 if draft is None else draft.weight_bytes),
+        kv_bytes_per_token=per_token - (0 if draft is None else draft.kv_bytes_per_token),
         available_bytes=available_bytes,
         headroom_bytes=headroom,
         traits=traits,
+        draft=draft,
     )
 
 
@@ -180,7 +231,7 @@ def _max_num_tokens(request: Request, limits: EngineLimits) -> int:
     return limits.max_model_len if max_tokens is None else min(wanted, limits.max_model_len)
 
 
-def _choose_dtype(
+def choose_dtype(
     config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits
 ) -> WeightDType:
     if config.dtype == "auto":
@@ -192,7 +243,7 @@ def _choose_dtype(
     return config.dtype
 
 
-def _choose_quantization(
+def choose_quantization(
     config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits
 ) -> Quantization:
     if config.quantization != "none" and checkpoint.scheme is not None:
@@ -244,7 +295,7 @@ def _choose_layout(config: EngineConfig, traits: BackendTraits) -> KVArrangement
     return config.kv_layout
 
 
-def _memory_of(
+def memory_of(
     checkpoint: Checkpoint, traits: BackendTraits, dtype: WeightDType, config: EngineConfig
 ) -> ModelMemory:
     """The model's memory as the backend states it, or as it follows from its arithmetic."""
@@ -258,6 +309,17 @@ def _memory_of(
         kv_bytes_per_token=model.kv_bytes_per_token(dtype, config.kv_cache_dtype),
         row_bytes=0,
         scratch_bytes=0,
+    )
+
+
+def _beside_draft(memory: ModelMemory, draft: DraftPlan | None) -> ModelMemory:
+    """The memory of a model and of one that drafts for it, whose pages have the same ids."""
+    if draft is None:
+        return memory
+    return replace(
+        memory,
+        weight_bytes=memory.weight_bytes + draft.weight_bytes,
+        kv_bytes_per_token=memory.kv_bytes_per_token + draft.kv_bytes_per_token,
     )
 
 

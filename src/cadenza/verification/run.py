@@ -21,8 +21,15 @@ from cadenza.checkpoint import (
 )
 from cadenza.config import EngineConfig, EngineLimits, KVCacheDType, Quantization
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.model_drafter import DraftModel
 from cadenza.errors import ConfigError
-from cadenza.loading.build import build_runner, describe_backend, find_configured, plan_model
+from cadenza.loading.build import (
+    build_runner,
+    describe_backend,
+    find_configured,
+    load_runners,
+    plan_model,
+)
 from cadenza.loading.plan import EnginePlan, pages_at_once, with_pool
 from cadenza.verification.gate import Gate, GateResult, ReferenceKind, ReportProgress, Witness
 from cadenza.verification.modes import MakeCore
@@ -77,9 +84,12 @@ def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, 
     with _checkpoint(options) as checkpoint:
         plan, workload = _prepare(options, checkpoint)
         report("loading and compiling")
-        runner = _build_runner(checkpoint, plan, options.config, options.backends)
-        with closing(runner):
-            make_core = _maker(runner, checkpoint, plan)
+        runners = load_runners(
+            checkpoint, plan, options.config, fill=plan.traits.poison, backends=options.backends
+        )
+        with closing(runners):
+            runners.warmup()
+            make_core = _maker(runners.target, checkpoint, plan, runners.draft)
             with _witness(options, checkpoint, plan, make_core) as witness:
                 gate = _gate(options, plan, workload, make_core)
                 return replace(gate, witness=witness, report=report).run(), plan
@@ -94,7 +104,7 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: the model cannot be loaded.
     """
-    options = replace(options, reference="solo")
+    options = replace(options, reference="solo", config=_without_draft_model(options.config))
     with _checkpoint(options) as checkpoint:
         found = _find_faults(options, checkpoint)
         options = replace(options, config=replace(options.config, ops=found.ops))
@@ -273,12 +283,26 @@ def _build_runner(
     return build_runner(checkpoint, plan, config, fill=plan.traits.poison, backends=backends)
 
 
-def _maker(runner: Runner, checkpoint: Checkpoint, plan: EnginePlan) -> MakeCore:
-    """Makes engines on `runner`, with at most the number of pages that it was loaded with."""
+def _without_draft_model(config: EngineConfig) -> EngineConfig:
+    """A draft model changes no stream, so that faults of the model are found without it."""
+    has_model = config.speculation is not None and config.speculation.has_model
+    return replace(config, speculative_config=None) if has_model else config
+
+
+def _maker(
+    runner: Runner, checkpoint: Checkpoint, plan: EnginePlan, draft: DraftModel | None = None
+) -> MakeCore:
+    """Makes engines on `runner`, with at most the number of pages that it was loaded with.
+
+    `draft` drafts in the engines whose options ask for drafts.
+    """
     eos = frozenset(checkpoint.eos_token_ids)
 
     def make_core(limits: EngineLimits, options: CoreOptions) -> EngineCore:
         runner.reset()
+        if draft is not None and options.speculation is not None:
+            draft.runner.reset()
+            options = replace(options, draft_model=draft)
         num_pages = min(limits.num_pages, plan.limits.num_pages)
         limits = replace(limits, num_pages=num_pages)
         return EngineCore(runner, limits, replace(options, eos_token_ids=eos))

@@ -84,6 +84,7 @@ class RunnerOptions:
         quantization: how weights are quantised while they are loaded.
         kv_cache_dtype: the type of KV; auto is `dtype`.
         arithmetic: portable has the same bits on every CPU.
+        kv_of: the runner whose device state it uses; None gives it its own.
         make_ops: constructs the op table; None selects the default one (`device.find_ops`).
         fill: the initial value of KV slots (tests and `verify` use NaN).
     """
@@ -93,8 +94,17 @@ class RunnerOptions:
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDType = "auto"
     arithmetic: Arithmetic = "fast"
+    kv_of: "XlaRunner | None" = None
     make_ops: MakeOps | None = None
     fill: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class StateHolder:
+    """The device state of a runner, and of those that use it; None while a step has it, before
+    warm-up and after a failure."""
+
+    state: DeviceState | None = None
 
 
 class XlaRunner:
@@ -125,7 +135,8 @@ class XlaRunner:
         loaded = load_decoder(self._ops, self._spec, weights, limits.max_model_len)
         self._weights: DecoderWeights | None = jax.device_put(loaded, self._device)
         self._programs: Programs | None = None
-        self._state: DeviceState | None = None
+        self._owns_state = options.kv_of is None
+        self._holder = StateHolder() if options.kv_of is None else options.kv_of.state_holder
         self._in_flight = InFlight(self)
 
     @property
@@ -143,6 +154,19 @@ class XlaRunner:
     @property
     def token_buckets(self) -> tuple[int, ...]:
         return self._buckets
+
+    @property
+    def state_holder(self) -> StateHolder:
+        """For runners that compute on this one's KV."""
+        return self._holder
+
+    @property
+    def _state(self) -> DeviceState | None:
+        return self._holder.state
+
+    @_state.setter
+    def _state(self, state: DeviceState | None) -> None:
+        self._holder.state = state
 
     @property
     def programs(self) -> Programs:
@@ -205,13 +229,16 @@ class XlaRunner:
 
     def reset(self) -> None:
         self._in_flight.finish()
+        if not self._owns_state:
+            return
         with self._in_flight.lock:
             self._state = None  # frees the old pools before the new ones are allocated
             self._state = self.programs.new_state()
 
     def close(self) -> None:
         self._in_flight.close()
-        self._state = None
+        if self._owns_state:
+            self._state = None
         self._weights = None
         self._programs = None
 
@@ -242,12 +269,14 @@ def load_with_ops(
     make_ops: MakeOps, model: ModelConfig, weights: Weights, setup: RunnerSetup
 ) -> XlaRunner:
     """A runner that uses the op table of `make_ops`; `setup.ops` is ignored."""
+    assert isinstance(setup.kv_of, XlaRunner | None), "KV is shared within one backend"
     options = RunnerOptions(
         device=setup.device,
         dtype=setup.dtype,
         quantization=setup.quantization,
         kv_cache_dtype=setup.kv_cache_dtype,
         arithmetic=setup.arithmetic,
+        kv_of=setup.kv_of,
         make_ops=make_ops,
         fill=setup.fill,
     )

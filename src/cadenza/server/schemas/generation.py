@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from cadenza.config import MAX_LOGPROBS_BOUND
-from cadenza.request import BIAS, BOUNDS, MAX_BIASES, MAX_PRIORITY, ListBound, show
+from cadenza.request import BIAS, BOUNDS, MAX_BIASES, MAX_DRAFTS, MAX_PRIORITY, ListBound, show
 from cadenza.server.errors import invalid_value
 from cadenza.server.schemas.body import (
     Body,
@@ -37,14 +37,13 @@ from cadenza.server.schemas.field_types import (
     refuse,
 )
 from cadenza.server.schemas.structured import Guided, OneForm, ResponseFormat
-from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
 
 MAX_CHOICES = 2048
 """Of one call: its prompts times `n`."""
 
 LABEL = String(max_chars=256)
 LOGPROBS = Integer(0, MAX_LOGPROBS_BOUND)
-NUM_DRAFTS = Integer(1, MAX_SPECULATIVE_TOKENS)
+NUM_DRAFTS = Integer(1, MAX_DRAFTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,79 @@
+"""`plan_drafts`: how many tokens a second model drafts for each sequence of a step.
+
+Weighs the tokens that a step is expected to give against its time. Pure arithmetic; knows no
+sequence, no model and no clock. Invariant: without a gain of at least `MIN_RATIO` there are no
+drafts.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from cadenza.core.step_cost import StepCost, StepLoad
+
+MIN_RATIO = 1.05
+"""The expected rate with drafts, as a multiple of that without, from which they are tried. The
+predictions leave out that a step with drafts is read before the next is launched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftChance:
+    """One sequence: the chance that a draft is accepted if those before it were, how many drafts
+    it may have, and the keys that each attends to.
+    """
+
+    acceptance: float
+    most: int
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """Numbers of drafts, and the tokens of all sequences for each millisecond, without and with."""
+
+    counts: list[int]
+    rate_without: float
+    rate: float
+
+    @property
+    def saved_ms(self) -> float:
+        """For each token that any of the sequences gets."""
+        return 1 / self.rate_without - 1 / self.rate
+
+
+def plan_drafts(
+    chances: SequenceOf[DraftChance], load: StepLoad, target: StepCost, drafter: StepCost
+) -> DraftPlan:
+    """Adds one draft to each sequence for which it pays, again and again, while the rate rises.
+
+    Args:
+        load: of the step without drafts, which samples a token for each of its logit rows.
+    """
+    tokens, ms = float(load.num_logits), target.predict_ms(load)
+    first_rate = rate = tokens / ms
+    counts, best = [0] * len(chances), [0] * len(chances)
+    rows = list(range(len(chances)))
+    for depth in range(1, max((each.most for each in chances), default=0) + 1):
+        prices = {
+            row: _own_ms(target, chances[row]) + _own_ms(drafter, chances[row]) for row in rows
+        }
+        rows = [
+            row
+            for row in rows
+            if depth <= chances[row].most and chances[row].acceptance ** depth >= rate * prices[row]
+        ]
+        tokens += sum(chances[row].acceptance ** depth for row in rows)
+        ms += drafter.fixed_ms + sum(prices[row] for row in rows)
+        if not rows or tokens / ms <= rate:
+            break
+        rate = tokens / ms
+        for row in rows:
+            counts[row] = depth
+        best = counts.copy()
+    if rate < MIN_RATIO * first_rate:
+        return DraftPlan(counts=[0] * len(chances), rate_without=first_rate, rate=first_rate)
+    return DraftPlan(counts=best, rate_without=first_rate, rate=rate)
+
+
+def _own_ms(cost: StepCost, chance: DraftChance) -> float:
+    """Of one token with a logit row."""
+    return cost.token_ms + cost.logit_ms + cost.key_ms * chance.num_keys

@@ -1,0 +1,148 @@
+"""`StepDrafts`: the drafts of a step, from sequences' own sources and from a `Drafter`.
+
+Owns which sequences of a step may draft, and how its room for drafts is shared. Knows pages; no
+rows and no arrays. Invariants: drafts take only what the step has left over, and no page from
+others; a sequence drafts only behind its newest token, which has been read.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple, Protocol
+
+from cadenza.config import EngineLimits
+from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.sequence import Sequence
+from cadenza.core.step_cost import StepCost, StepLoad
+
+Share = tuple[Sequence, int]
+"""A sequence and the number of its tokens that a step computes."""
+
+Drafts = dict[Sequence, tuple[int, ...]]
+
+
+class DraftWish(NamedTuple):
+    """A sequence that computes its newest token in the step, and how many drafts it may have
+    behind it, for which it has pages.
+    """
+
+    sequence: Sequence
+    most: int
+
+
+class DraftStep(NamedTuple):
+    """The step for which drafts are wanted: its number, its load without drafts, and what steps
+    cost; None if that is not known.
+    """
+
+    number: int
+    load: StepLoad
+    cost: StepCost | None
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the sequences of a step together, with a model of its own."""
+
+    def is_due(self, number: int) -> bool:
+        """False while drafts are not worth their time, at the step of this number."""
+        ...
+
+    def propose(self, wishes: SequenceOf[DraftWish], step: DraftStep) -> Drafts:
+        """Drafts of some of the sequences. Raises nothing: a step is as right without drafts."""
+        ...
+
+
+class StepDrafts:
+    """`drafter` is None if each sequence that drafts has a source of its own."""
+
+    def __init__(
+        self, limits: EngineLimits, kv_cache: KVCacheManager, drafter: Drafter | None
+    ) -> None:
+        self._limits = limits
+        self._kv_cache = kv_cache
+        self._drafter = drafter
+
+    def need_newest_tokens(self, running: list[Sequence], number: int) -> bool:
+        """Whether the step of this number is to be scheduled only when no step is in flight: a
+        sequence drafts behind its newest token, and a `Drafter` runs beside no step.
+        """
+        is_together = self._drafter is not None and self._drafter.is_due(number)
+        for sequence in running:
+            drafting = sequence.drafting
+            if drafting is None or sequence.constraint is not None:
+                continue
+            is_waited_for = sequence.num_pending_tokens > 0
+            if drafting.source is None:
+                is_prompt = sequence.num_tokens - sequence.num_computed_tokens > 1
+                is_waited_for = is_together and not is_prompt
+            if is_waited_for and drafting.is_due(sequence.num_tokens):
+                return True
+        return False
+
+    def propose(
+        self, shares: list[Share], num_rows: int, number: int, cost: StepCost | None
+    ) -> Drafts:
+        """Drafts of the sequences that sample in the step of this number, of which `num_rows` may
+        have logits.
+
+        `cost`: what steps cost; None if it is not known.
+        """
+        found: Drafts = {}
+        together: list[Sequence] = []
+        load = _load_of(shares)
+        room = self._limits.max_num_batched_tokens - sum(count for _, count in shares)
+        room = min(room, num_rows)
+        for sequence, count in shares:
+            drafting, end = sequence.drafting, sequence.num_computed_tokens + count
+            # At its end, all its tokens are known: none is still on the device. What a constraint
+            # allows behind a draft is not known before the draft is accepted.
+            if drafting is None or end != len(sequence.token_ids) or sequence.is_retried:
+                continue
+            if sequence.constraint is not None:
+                continue
+            most = min(room, sequence.max_num_tokens - end - 1)
+            if most <= 0:
+                continue
+            if drafting.source is None:
+                # One new token, behind pages that are the sequence's own.
+                if count == 1 and sequence.page_copy is None and drafting.is_due(end):
+                    together.append(sequence)
+                continue
+            odds = 0.0 if cost is None else cost.draft_odds(load, end)
+            drafts = drafting.propose(sequence.token_ids, most, odds)
+            drafts = drafts[: self._reach(sequence, end, len(drafts))]
+            if drafts:
+                found[sequence] = drafts
+                room -= len(drafts)
+        if not together or self._drafter is None or not self._drafter.is_due(number):
+            return found
+        wishes = self._wishes(together, room)
+        if not wishes:
+            return found
+        return found | self._drafter.propose(wishes, DraftStep(number, load, cost))
+
+    def _wishes(self, sequences: list[Sequence], room: int) -> list[DraftWish]:
+        """Each has an equal share of the room, and pages for as many drafts."""
+        most = max(1, room // len(sequences))
+        wishes: list[DraftWish] = []
+        for sequence in sequences[: max(0, room)]:
+            assert sequence.drafting is not None
+            end = len(sequence.token_ids)
+            count = min(most, sequence.drafting.most, sequence.max_num_tokens - end - 1)
+            count = self._reach(sequence, end, count)
+            if count > 0:
+                wishes.append(DraftWish(sequence, count))
+        return wishes
+
+    def _reach(self, sequence: Sequence, end: int, count: int) -> int:
+        """As many of `count` drafts behind `end` tokens as there are pages for."""
+        if not count or self._kv_cache.try_grow(sequence, end + count):
+            return count
+        return len(sequence.page_table) * self._limits.page_size - end
+
+
+def _load_of(shares: list[Share]) -> StepLoad:
+    """Of a step without drafts, each of whose sequences samples."""
+    return StepLoad(
+        num_tokens=sum([count for _, count in shares]),
+        num_logits=len(shares),
+        num_keys=sum([sequence.num_computed_tokens for sequence, _ in shares]),
+    )

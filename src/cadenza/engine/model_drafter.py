@@ -1,0 +1,320 @@
+"""`ModelDrafter`: drafts of a second model, which draws them as the target would.
+
+Owns how far the second model has computed each sequence, and its steps: what a sequence lacks, and
+then one token of each sequence at a time, drawn with the same keys and rules as the target's. Knows
+a runner, no model and no time but its own. Invariants: the second model's pages have the ids of the
+target's, so that no page is allocated for it; whatever it computes, the streams are the same.
+"""
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from cadenza.backends.base import Runner, StepHandle
+from cadenza.config import EngineLimits
+from cadenza.core.batch import Batch, BatchEntry, PageUpdate
+from cadenza.core.draft_plan import DraftChance, DraftPlan, plan_drafts
+from cadenza.core.drafts import SharedAcceptance
+from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.packing import Packer
+from cadenza.core.sequence import Sequence
+from cadenza.core.step_cost import StepCost, StepLoad, num_keys
+from cadenza.core.step_drafts import Drafts, DraftStep, DraftWish
+from cadenza.core.step_schema import StepOutput
+
+logger = logging.getLogger(__name__)
+
+REST_STEPS = 16
+"""Steps without drafts after they were not worth their time for any sequence."""
+
+PAUSE_TOKENS = 64
+"""Tokens of a sequence without drafts, after computing what its second model lacks did not pay."""
+
+FORESEEN_TOKENS = 256
+"""A stream is expected to go on for as many tokens, at most."""
+
+LEAST_CATCH_UP = 16
+CORRECTION = 0.1
+MAX_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModel:
+    """A second model for drafts, warm.
+
+    Args:
+        limits: those of its runner: the target's, but for the context and the token budget.
+        shares_kv: it computes on the target's own KV, in which its tokens are written over.
+        cost: of its steps; None to draft whatever they cost.
+    """
+
+    runner: Runner
+    limits: EngineLimits
+    shares_kv: bool
+    cost: StepCost | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """What the second model has computed of a sequence since its `num_preemptions`-th start: its
+    first tokens, of which those from `num_known` on are `drafts`.
+    """
+
+    num_preemptions: int
+    num_computed: int = 0
+    num_sent_pages: int = 0
+    num_known: int = 0
+    drafts: list[int] = field(default_factory=list[int])
+
+    def num_right(self, token_ids: list[int]) -> int:
+        """How many computed tokens are the sequence's, without its newest one."""
+        known = self.num_known
+        for token_id in self.drafts:
+            if known == len(token_ids) or token_ids[known] != token_id:
+                break
+            known += 1
+        return min(self.num_computed, known, len(token_ids) - 1)
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A sequence of one call: its next token to compute, and its drafts so far."""
+
+    sequence: Sequence
+    progress: _Progress
+    start: int
+    count: int
+    drafts: list[int] = field(default_factory=list[int])
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens that are known and not computed."""
+        return len(self.sequence.token_ids) - self.start
+
+
+class ModelDrafter:
+    """A `core.drafts.Drafter` over the runner of a second model.
+
+    Args:
+        clock: seconds, monotonic; measures the steps, to correct their cost.
+    """
+
+    def __init__(
+        self, model: DraftModel, kv_cache: KVCacheManager, clock: Callable[[], float]
+    ) -> None:
+        limits = model.limits
+        self.acceptance = SharedAcceptance()
+        self._model = model
+        self._kv_cache = kv_cache
+        self._clock = clock
+        self._packer = Packer(
+            max_num_seqs=limits.max_num_seqs,
+            max_pages_per_seq=limits.max_pages_per_seq,
+            page_size=limits.page_size,
+            vocab_size=model.runner.vocab_size,
+        )
+        self._progress: dict[int, tuple[Sequence, _Progress]] = {}
+        """By row."""
+        self._contents: dict[int, bytes] = {}
+        """The keys of the pages whose KV the second model has computed."""
+        self._scale = 1.0
+        self._rests_until = 0
+        self._num_failures = 0
+
+    def is_due(self, number: int) -> bool:
+        return number >= self._rests_until and self._num_failures < MAX_FAILURES
+
+    def propose(self, wishes: SequenceOf[DraftWish], step: DraftStep) -> Drafts:
+        rows = [self._row_of(wish) for wish in wishes if self._has_room(wish)]
+        catch_up = self._plan(rows, step)
+        rows = [row for row in rows if row.count]
+        if not rows:
+            self._rests_until = step.number + REST_STEPS
+            return {}
+        try:
+            return self._draft(rows, catch_up)
+        except Exception:
+            self._num_failures += 1
+            logger.exception("a step of the draft model failed; the streams go on without drafts")
+            self._reset()
+            return {}
+
+    def _has_room(self, wish: DraftWish) -> bool:
+        """Whether the second model's context holds the sequence and a draft."""
+        return len(wish.sequence.token_ids) < self._model.limits.max_model_len
+
+    def _row_of(self, wish: DraftWish) -> _Row:
+        sequence, most = wish
+        progress = self._progress_of(sequence)
+        num_tokens = len(sequence.token_ids)
+        most = min(most, self._model.limits.max_model_len - num_tokens)
+        progress.num_computed = progress.num_right(sequence.token_ids)
+        start = num_tokens - 1 if self._model.shares_kv else progress.num_computed
+        row = _Row(sequence, progress, start, most)
+        progress.num_known, progress.drafts = num_tokens, row.drafts
+        return row
+
+    def _progress_of(self, sequence: Sequence) -> _Progress:
+        row = sequence.row
+        assert row is not None
+        holder, progress = self._progress.get(row, (None, None))
+        if holder is sequence and progress and progress.num_preemptions == sequence.num_preemptions:
+            return progress
+        progress = _Progress(sequence.num_preemptions)
+        self._progress[row] = sequence, progress
+        self._packer.forget_row(row)
+        for page_id, key in zip(
+            sequence.page_table, self._kv_cache.page_keys(sequence), strict=False
+        ):
+            if self._contents.get(page_id) != key:
+                break
+            progress.num_computed += self._model.limits.page_size
+        progress.num_known = progress.num_computed
+        return progress
+
+    def _plan(self, rows: list[_Row], step: DraftStep) -> int:
+        """Sets how many drafts each row tries; returns how many tokens may be computed of what rows
+        lack, beside one of each."""
+        budget = self._model.limits.max_num_batched_tokens - len(rows)
+        own, cost = self._model.cost, step.cost
+        if cost is None or own is None:
+            return budget
+        own = _scaled(own, self._scale)
+        chances = [
+            DraftChance(
+                acceptance=row.sequence.drafting.acceptance if row.sequence.drafting else 0.0,
+                most=row.count,
+                num_keys=len(row.sequence.token_ids),
+            )
+            for row in rows
+        ]
+        plan = plan_drafts(chances, step.load, cost, own)
+        for row, count in zip(rows, plan.counts, strict=True):
+            row.count = count
+            if count and not _pays(row, plan, own):
+                row.count = 0
+                assert row.sequence.drafting is not None
+                row.sequence.drafting.resumes_at = len(row.sequence.token_ids) + PAUSE_TOKENS
+        # As long as the step itself: streams wait at most twice as long meanwhile.
+        in_time = int(cost.predict_ms(step.load) / own.token_ms)
+        return min(budget, max(LEAST_CATCH_UP, in_time))
+
+    def _draft(self, rows: list[_Row], catch_up: int) -> Drafts:
+        """Computes what rows lack, those that lack least first, then draws."""
+        start_s, loads = self._clock(), list[StepLoad]()
+        batch = Batch(0)
+        drawing: list[_Row] = []
+        for row in sorted(rows, key=lambda each: each.num_missing):
+            missing = row.num_missing
+            count = min(missing, catch_up + 1)
+            if count <= 0:
+                continue
+            catch_up -= count - 1
+            self._enter(batch, row, count, samples=count == missing)
+            if count == missing:
+                drawing.append(row)
+        drawn = [(drawing, self._launch(batch, loads))]
+        depth = 1
+        while drawing := [row for row in drawing if row.count > depth]:
+            batch = Batch(depth)
+            for row in drawing:
+                self._enter(batch, row, 1, samples=True)
+            drawn.append((drawing, self._launch(batch, loads)))
+            depth += 1
+        for drew, handle in drawn:
+            _take(drew, handle.result(), self._model.runner.vocab_size)
+        self._note_pages(rows)
+        self._observe(loads, 1000 * (self._clock() - start_s))
+        return {row.sequence: tuple(row.drafts) for row in rows if row.drafts}
+
+    def _enter(self, batch: Batch, row: _Row, count: int, *, samples: bool) -> None:
+        sequence, start = row.sequence, row.start
+        assert sequence.row is not None
+        batch.entries.append(
+            BatchEntry(sequence, sequence.row, start, count, int(samples), sequence.num_preemptions)
+        )
+        batch.num_tokens += count
+        batch.num_keys += num_keys(start, count)
+        batch.num_choices += samples
+        table, size = sequence.page_table, self._model.limits.page_size
+        first = row.progress.num_sent_pages
+        stop = min(len(table), self._model.limits.max_pages_per_seq)
+        batch.page_updates += [
+            PageUpdate(sequence.row, index, table[index]) for index in range(first, stop)
+        ]
+        row.progress.num_sent_pages = stop
+        for page_id in table[start // size : (start + count - 1) // size + 1]:
+            self._contents.pop(page_id, None)
+        row.start = row.progress.num_computed = start + count
+
+    def _launch(self, batch: Batch, loads: list[StepLoad]) -> StepHandle:
+        batch.entries.sort(key=_row_of_entry)
+        buckets = self._model.runner.token_buckets
+        bucket = next(size for size in buckets if size >= batch.num_tokens)
+        inputs = self._packer.pack(batch, bucket)
+        inputs.logits.num_logprobs[:] = -1
+        loads.append(batch.load)
+        return self._model.runner.launch(inputs)
+
+    def _note_pages(self, rows: list[_Row]) -> None:
+        """Notes which pages hold the KV of tokens that are known, for sequences that share them."""
+        if self._model.shares_kv:
+            return
+        size = self._model.limits.page_size
+        for row in rows:
+            known = min(row.start, len(row.sequence.token_ids)) // size
+            keys = self._kv_cache.page_keys(row.sequence)
+            self._contents.update(zip(row.sequence.page_table[:known], keys[:known], strict=False))
+
+    def _observe(self, loads: list[StepLoad], measured_ms: float) -> None:
+        cost = self._model.cost
+        if cost is not None:
+            ratio = measured_ms / sum(cost.predict_ms(load) for load in loads)
+            self._scale += CORRECTION * (min(4.0, max(0.25, ratio)) - self._scale)
+
+    def _reset(self) -> None:
+        self._packer.forget_rows()
+        self._progress.clear()
+        self._contents.clear()
+        try:
+            self._model.runner.reset()
+        except Exception:
+            self._num_failures = MAX_FAILURES
+            logger.exception("the draft model cannot be reset; there are no more drafts")
+
+
+def _row_of_entry(entry: BatchEntry) -> int:
+    return entry.row
+
+
+def _scaled(cost: StepCost, scale: float) -> StepCost:
+    return StepCost(
+        fixed_ms=cost.fixed_ms * scale,
+        token_ms=cost.token_ms * scale,
+        logit_ms=cost.logit_ms * scale,
+        key_ms=cost.key_ms * scale,
+    )
+
+
+def _pays(row: _Row, plan: DraftPlan, own: StepCost) -> bool:
+    """Whether what drafts save in the tokens to come is more than the time to compute what the
+    second model lacks of the sequence."""
+    num_behind = row.num_missing - 1
+    load = StepLoad().plus(row.start, num_behind, 0)
+    catch_up_ms = own.predict_ms(load) - own.fixed_ms
+    rest = row.sequence.max_num_tokens - len(row.sequence.token_ids)
+    return plan.saved_ms * min(rest, FORESEEN_TOKENS) > catch_up_ms
+
+
+def _take(rows: list[_Row], output: StepOutput, vocab_size: int) -> None:
+    """Adds the token drawn for each row to its drafts, unless its drafts have ended."""
+    in_order = sorted(rows, key=lambda row: row.sequence.row or 0)
+    for index, row in enumerate(in_order):
+        token_id = int(output.token_ids[index])
+        is_sound = bool(output.is_finite[index]) and bool(output.has_choice[index])
+        has_ended = bool(row.drafts) and row.drafts[-1] in row.sequence.stop_token_ids
+        if not is_sound or has_ended or not 0 <= token_id < vocab_size:
+            row.count = len(row.drafts)
+        if len(row.drafts) < row.count:
+            row.drafts.append(token_id)

@@ -1,0 +1,144 @@
+"""The second model of an engine that drafts with one: its plan, and its runner.
+
+Owns which models can draft for which. Knows no scheduling. Invariant: nothing that streams depend
+on follows from the draft model.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from cadenza.backends import BACKENDS, Backends, find_backend
+from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
+from cadenza.checkpoint import Checkpoint
+from cadenza.config import EngineConfig
+from cadenza.engine.model_drafter import DraftModel
+from cadenza.errors import ConfigError
+from cadenza.loading.plan import (
+    DraftPlan,
+    EnginePlan,
+    choose_dtype,
+    choose_quantization,
+    memory_of,
+)
+from cadenza.text.tokenizer import Tokenizer, TokenizerSource
+
+_FLAG = "--speculative-config"
+_COARSENESS = ("none", "int8", "int4")
+
+
+def plan_copy(checkpoint: Checkpoint, config: EngineConfig, traits: BackendTraits) -> DraftPlan:
+    """The plan of a copy of the model with coarser weights, on the model's own KV.
+
+    Raises:
+        ConfigError: its weights would be no coarser.
+    """
+    speculation = config.speculation
+    assert speculation is not None
+    chosen = speculation.quantization
+    if checkpoint.scheme is not None:
+        raise ConfigError(
+            f"{_FLAG}: the method quantised needs a checkpoint whose weights are not quantised; "
+            f"these are, as {checkpoint.scheme.name}"
+        )
+    if _COARSENESS.index(chosen or "none") <= _COARSENESS.index(config.quantization):
+        raise ConfigError(
+            f"{_FLAG}: a draft in {chosen} is no coarser than the model in {config.quantization} "
+            f"(--quantization); choose a coarser one, or another method"
+        )
+    return _plan(checkpoint, config, traits, name=f"its copy in {chosen}", shares_kv=True)
+
+
+def plan_draft_model(
+    target: Checkpoint, draft: Checkpoint, config: EngineConfig, traits: BackendTraits
+) -> DraftPlan:
+    """The plan of another model that drafts for `target`; `traits` are the backend's for it.
+
+    Raises:
+        ConfigError: it has another vocabulary, or weights that cannot be quantised as asked.
+    """
+    speculation = config.speculation
+    assert speculation is not None
+    name = str(speculation.model)
+    _check_vocabulary(name, target, draft)
+    return _plan(draft, config, traits, name=f"the model {name}", shares_kv=False)
+
+
+def load_draft(
+    runner: Runner,
+    plan: EnginePlan,
+    config: EngineConfig,
+    *,
+    fill: float = 0.0,
+    backends: Backends = BACKENDS,
+) -> DraftModel | None:
+    """The draft model of a plan with its weights loaded, not warm; None if there is none.
+
+    `runner` is the target's; KV slots of the draft model's own start as `fill`.
+    """
+    draft = plan.draft
+    if draft is None:
+        return None
+    setup = RunnerSetup(
+        limits=plan.draft_limits,
+        device=config.device,
+        ops=config.ops,
+        dtype=draft.dtype,
+        quantization=draft.quantization,
+        kv_cache_dtype=plan.kv_cache_dtype,
+        arithmetic=config.arithmetic,
+        fill=fill,
+        kv_of=runner if draft.shares_kv else None,
+    )
+    own = find_backend(config.backend, backends).load_runner(draft.checkpoint, setup)
+    return DraftModel(runner=own, limits=plan.draft_limits, shares_kv=draft.shares_kv)
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    traits: BackendTraits,
+    *,
+    name: str,
+    shares_kv: bool,
+) -> DraftPlan:
+    speculation = config.speculation
+    assert speculation is not None
+    own = replace(config, quantization=speculation.quantization or "none", speculative_config=None)
+    quantization = choose_quantization(own, checkpoint, traits)
+    dtype = choose_dtype(own, checkpoint, traits)
+    memory = memory_of(checkpoint, traits, dtype, own)
+    return DraftPlan(
+        name=name,
+        checkpoint=checkpoint,
+        dtype=dtype,
+        quantization=quantization,
+        context=checkpoint.outline.max_position_embeddings,
+        shares_kv=shares_kv,
+        weight_bytes=memory.weight_bytes,
+        kv_bytes_per_token=0 if shares_kv else memory.kv_bytes_per_token,
+    )
+
+
+def _check_vocabulary(name: str, target: Checkpoint, draft: Checkpoint) -> None:
+    """Raises ConfigError unless equal ids are equal tokens."""
+    sizes = draft.outline.vocab_size, target.outline.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"{_FLAG}: the model {name} has a vocabulary of {sizes[0]} tokens, and the model that "
+            f"it drafts for one of {sizes[1]}; they must be equal"
+        )
+    sources = draft.tokenizer_source, target.tokenizer_source
+    if sources[0] is None or sources[1] is None or _bytes_of(sources[0]) == _bytes_of(sources[1]):
+        return
+    own, other = (Tokenizer(source).vocabulary() for source in sources if source is not None)
+    odd = next((token for token, index in other.items() if own.get(token) != index), None)
+    if odd is not None:
+        raise ConfigError(
+            f"{_FLAG}: the model {name} has another vocabulary than the model that it drafts for: "
+            f"the token {odd!r} is {own.get(odd)} in the one and {other[odd]} in the other; they "
+            f"must be equal"
+        )
+
+
+def _bytes_of(source: Path | TokenizerSource) -> bytes:
+    return source.read_bytes() if isinstance(source, Path) else source.read()
