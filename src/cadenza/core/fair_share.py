@@ -16,7 +16,7 @@ from itertools import chain
 
 from cadenza.core.batch import BatchEntry
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_cost import StepCost, StepLoad
+from cadenza.core.step_cost import StepBound, StepCost, StepLoad
 from cadenza.request import Tenant
 
 MAX_COUNTERS = 1024
@@ -36,6 +36,14 @@ def measured_service_cost(cost: StepCost, full_decode: StepLoad) -> ServiceCost:
     return ServiceCost(
         prompt=cost.token_ms, output=cost.predict_ms(full_decode) / full_decode.num_tokens
     )
+
+
+def fair_share_of(bound: StepBound | None, max_num_seqs: int) -> "FairShare":
+    """With the costs measured so far as weights of tokens, if there are any."""
+    if bound is None:
+        return FairShare()
+    rows = StepLoad(num_tokens=max_num_seqs, num_logits=max_num_seqs, num_keys=max_num_seqs)
+    return FairShare(measured_service_cost(bound.cost, rows))
 
 
 class FairShare:

@@ -11,6 +11,7 @@ from cadenza.core.page_pool import PagePool
 from cadenza.core.page_shares import PageShares
 from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
 from cadenza.core.prefix_leaders import PrefixLeaders
+from cadenza.core.prefix_misses import PrefixMisses, no_misses
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.slot_prefixes import SlotPrefix, SlotPrefixes
 
@@ -92,6 +93,28 @@ class KVCacheManager:
             serial=serial,
             num_cached_tokens=num_tokens,
         )
+
+    def misses_of(self, sequence: Sequence, prefix: Prefix) -> PrefixMisses:
+        """Why the prompt of a sequence that is about to start is not all in `prefix`."""
+        misses = no_misses()
+        num_missing = sequence.num_prompt_tokens - prefix.num_cached_tokens
+        if sequence.needs_prompt_logprobs:
+            misses["prompt_logprobs"] = num_missing
+            return misses
+        if self.prefix_cache is None:
+            misses["tail"] = min(1, num_missing)
+            misses["cold"] = num_missing - misses["tail"]
+            return misses
+        usable = (sequence.num_prompt_tokens - 1) // self.page_size
+        for key in sequence.page_keys[prefix.num_published : usable]:
+            if self.prefix_cache.was_evicted(key):
+                misses["evicted"] += self.page_size
+            elif self.prefix_leaders.is_led(key):
+                misses["in_flight"] += self.page_size
+            else:
+                misses["cold"] += self.page_size
+        misses["tail"] = num_missing - sum(misses.values())
+        return misses
 
     def num_uncached_tokens(self, sequence: Sequence) -> int:
         """Tokens of a waiting sequence that are not in the prefix cache; a hit is not confirmed."""

@@ -9,6 +9,7 @@ wrong output.
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import takewhile
@@ -17,6 +18,9 @@ from cadenza.request import Attachment
 
 KEY_BYTES = 16
 
+
+MAX_EVICTED_KEYS = 1 << 16
+"""Keys of removed pages that are remembered."""
 
 ROOT = 0
 """The parent serial of a first page."""
@@ -92,6 +96,7 @@ class PrefixCache:
         self._page_of_key: dict[bytes, int] = {}
         self._pages: dict[int, CachedPage] = {}
         self._num_published = 0
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._last: _Lookup | None = None
 
     def __len__(self) -> int:
@@ -159,6 +164,7 @@ class PrefixCache:
         self._num_published += 1
         serial = self._num_published
         self._page_of_key[key] = page_id
+        self._evicted.pop(key, None)
         if self._last is not None and self._last.missing_key == key:
             self._last = None
         self._pages[page_id] = CachedPage(serial, key, parent_serial, page)
@@ -168,7 +174,16 @@ class PrefixCache:
         """Removes a page that is about to be overwritten."""
         if self._last is not None and page_id in self._last.page_set:
             self._last = None
-        del self._page_of_key[self._pages.pop(page_id).key]
+        key = self._pages.pop(page_id).key
+        del self._page_of_key[key]
+        self._evicted[key] = None
+        if len(self._evicted) > MAX_EVICTED_KEYS:
+            self._evicted.popitem(last=False)
+
+    def was_evicted(self, key: bytes) -> bool:
+        """Whether a page of this key was removed and is not in the index again; the oldest of many
+        are forgotten."""
+        return key in self._evicted
 
     def check_invariants(self) -> None:
         assert len(self._page_of_key) == len(self._pages), "index and contents differ in size"

@@ -13,7 +13,7 @@ launch, tokens are appended in `update`, and results of sequences that have ende
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -21,8 +21,9 @@ from cadenza.config import Batching, EngineLimits
 from cadenza.core.admission import Admission
 from cadenza.core.batch import Batch, BatchEntry, PageUpdate
 from cadenza.core.drafts import DraftCounts
-from cadenza.core.fair_share import FairShare, measured_service_cost
+from cadenza.core.fair_share import fair_share_of
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
+from cadenza.core.prefix_misses import PrefixMisses, no_misses
 from cadenza.core.prompt_logprobs import PromptLogprobsBudget
 from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.sequence import Sequence, SequenceStatus
@@ -57,6 +58,8 @@ class SchedulerOptions:
         drafter: drafts for the sequences that have no source of their own.
         batching: "static" starts sequences only when all that ran have ended, as many as there are
             rows and pages for.
+        on_prefix: called with each sequence whose prompt was looked up, as it starts, and with why
+            tokens were missing.
     """
 
     step_bound: StepBound | None = None
@@ -64,13 +67,15 @@ class SchedulerOptions:
     drafter: Drafter | None = None
     policy: QueuePolicy = FCFS
     batching: Batching = "continuous"
+    on_prefix: Callable[[Sequence, PrefixMisses], None] | None = None
 
 
 class Scheduler:
     """Waiting and running sequences of one engine.
 
     Its counters never decrease: steps, preemptions, scheduled tokens, and prompt tokens looked up
-    (`num_prefix_queries`) and found (`num_prefix_hits`) in the prefix cache.
+    (`num_prefix_queries`), found (`num_prefix_hits`) and missing (`num_prefix_misses`) in the
+    prefix cache.
     """
 
     def __init__(
@@ -92,7 +97,9 @@ class Scheduler:
         self.num_scheduled_tokens = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
-        self._fair_share = _fair_share(options.step_bound, limits.max_num_seqs)
+        self.num_prefix_misses = no_misses()
+        self._on_prefix = options.on_prefix
+        self._fair_share = fair_share_of(options.step_bound, limits.max_num_seqs)
         self._reader = StepReader(kv_cache, self._end)
         self._drafts = StepDrafts(limits, kv_cache, options.drafter)
         self._step_cost = options.step_cost
@@ -212,6 +219,8 @@ class Scheduler:
         for sequence in self.waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.page_table, "a waiting sequence holds pages"
+        num_found = self.num_prefix_hits + sum(self.num_prefix_misses.values())
+        assert num_found == self.num_prefix_queries, "prompt tokens looked up are counted wrongly"
         self._fair_share.check_invariants(self.waiting)
         self.kv_cache.check_invariants(self.running)
 
@@ -385,6 +394,10 @@ class Scheduler:
         prefix = self.kv_cache.find_prefix(sequence)
         if not self._fits_share(sequence, prefix) or not self._can_admit(sequence, prefix):
             return False
+        is_looked_up = (
+            self.limits.enable_prefix_caching and sequence.num_cached_tokens is None and not is_fork
+        )
+        misses = self.kv_cache.misses_of(sequence, prefix) if is_looked_up else None
         if not self.kv_cache.try_adopt(sequence, prefix):
             return False
         if not sequence.has_started:
@@ -395,8 +408,8 @@ class Scheduler:
             self._fair_share.charge_prompt(sequence, max(0, num_left))
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = prefix.num_cached_tokens
-            if not is_fork:
-                self._count_prefix(sequence, prefix.num_cached_tokens)
+        if misses is not None:
+            self._count_prefix(sequence, misses)
         self._leave_queue(sequence)
         sequence.row = heapq.heappop(self._free_rows)
         sequence.status = SequenceStatus.RUNNING
@@ -433,11 +446,15 @@ class Scheduler:
     def _running_of(self, tenant: Tenant) -> list[Sequence]:
         return [each for each in self.running if each.request.tenant.name == tenant.name]
 
-    def _count_prefix(self, sequence: Sequence, num_hit_tokens: int) -> None:
-        """Counts a prompt's tokens looked up in the prefix cache and found; once per prompt."""
-        if self.limits.enable_prefix_caching:
-            self.num_prefix_queries += sequence.num_prompt_tokens
-            self.num_prefix_hits += num_hit_tokens
+    def _count_prefix(self, sequence: Sequence, misses: PrefixMisses) -> None:
+        """Counts a prompt's tokens looked up in the prefix cache, found and missing; once per
+        prompt."""
+        self.num_prefix_queries += sequence.num_prompt_tokens
+        self.num_prefix_hits += sequence.num_cached_tokens or 0
+        for reason, count in misses.items():
+            self.num_prefix_misses[reason] += count
+        if self._on_prefix is not None:
+            self._on_prefix(sequence, misses)
 
     def _enter(
         self, batch: Batch, sequence: Sequence, count: int, drafts: tuple[int, ...]
@@ -506,14 +523,6 @@ class Scheduler:
         heapq.heappush(self._free_rows, sequence.row)
         self.running.remove(sequence)
         self.kv_cache.release(sequence)
-
-
-def _fair_share(bound: StepBound | None, max_num_seqs: int) -> FairShare:
-    """With weights from the costs measured so far, if there are any."""
-    if bound is None:
-        return FairShare()
-    rows = StepLoad(num_tokens=max_num_seqs, num_logits=max_num_seqs, num_keys=max_num_seqs)
-    return FairShare(measured_service_cost(bound.cost, rows))
 
 
 def _split(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:

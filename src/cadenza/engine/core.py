@@ -7,6 +7,7 @@ Invariants: request ids increase; a refused submit changes nothing; each sample 
 request gets exactly one `Finished` unless it is cancelled.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from cadenza.core.constraint import CompileConstraint
 from cadenza.core.drafts import Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
+from cadenza.core.prefix_misses import PrefixMisses, log_text
 from cadenza.core.prompt_logprobs import PromptLogprobsProgress
 from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
@@ -35,6 +37,8 @@ from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.errors import EngineClosedError, QueueFullError
 from cadenza.request import Event, Finished, Request
 from cadenza.speculative_config import SpeculativeConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,7 @@ class EngineCore:
                 drafter=self._drafter,
                 policy=options.policy,
                 batching=options.batching,
+                on_prefix=_log_prefix,
             ),
         )
         packer = Packer(
@@ -326,6 +331,17 @@ class EngineCore:
         del samples[sample]
         if not samples:
             del self._samples[request_id]
+
+
+def _log_prefix(sequence: Sequence, misses: PrefixMisses) -> None:
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug(
+            "request %d: %d of %d prompt tokens were in the prefix cache; not found: %s",
+            sequence.request_id,
+            sequence.num_cached_tokens,
+            sequence.num_prompt_tokens,
+            log_text(misses),
+        )
 
 
 def _progress_of(request: Request) -> PromptLogprobsProgress | None:

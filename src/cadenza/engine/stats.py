@@ -7,10 +7,11 @@ snapshots are immutable.
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from cadenza.config import EngineLimits
+from cadenza.core.prefix_misses import MissReason, no_misses
 from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import EngineCore
 from cadenza.engine.loop import Announce
@@ -58,7 +59,8 @@ class EngineStats:
     """A snapshot. Running, waiting and page counts are gauges; all others are counters.
 
     `num_running` and `num_waiting` count samples, `num_prefix_queries` and `num_prefix_hits` prompt
-    tokens, `num_prefix_waits` samples that have waited for a prefix that another one computed.
+    tokens, `num_prefix_misses` those not found, by reason, `num_prefix_waits` samples that have
+    waited for a prefix that another one computed.
     `num_drafts` counts steps of sequences with drafts, `num_accepted_per_pos` accepted drafts by
     their place behind the newest token. `pages_live` includes pinned pages. `step_tokens` is the
     number of tokens per step.
@@ -81,6 +83,7 @@ class EngineStats:
     step_seconds: Distribution
     step_tokens: Distribution
     num_prefix_waits: int = 0
+    num_prefix_misses: dict[MissReason, int] = field(default_factory=no_misses)
     step_bound: StepBoundStats | None = None
 
     @property
@@ -157,6 +160,7 @@ class StepMeter:
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
             num_prefix_waits=scheduler.kv_cache.num_prefix_waits,
+            num_prefix_misses=dict(scheduler.num_prefix_misses),
             num_drafts=drafts.num_drafts,
             num_draft_tokens=drafts.num_draft_tokens,
             num_accepted_tokens=drafts.num_accepted_tokens,

@@ -198,6 +198,12 @@ class _Families:
         for name, (help, value) in _COUNTERS.items():
             yield self._counter(name, help, value(stats))
         yield self._by(
+            "prefix_cache_misses",
+            "Prompt tokens looked up and not found.",
+            "reason",
+            stats.num_prefix_misses.items(),
+        )
+        yield self._by(
             "spec_decode_num_accepted_tokens_per_pos",
             "Tokens of drafts that stayed, by their place in the draft.",
             "position",
