@@ -31,6 +31,8 @@ POLL_S = 0.02
 IDLE_GRACE_S = 5.0
 """Without a request for so long, connections are closed when a successor has taken over. A request
 on an open connection gets an answer that is its last, so that the client opens its next one."""
+REFUSING_S = 1.0
+"""The same where the drain time is over, and requests are refused."""
 LAST_FRAMES_S = 1.0
 """After the drain time: for the error frames to be sent."""
 SECOND_SIGNAL_S = 1.5
@@ -188,11 +190,15 @@ class Lifecycle:
 
     async def _close_connections(self) -> None:
         """Here and not by uvicorn, which would take a moment: a request that came on an idle one
-        meanwhile would be cut. One that comes after the drain time is refused by an answer.
+        meanwhile would be cut. One that comes after the drain time is refused by an answer; once
+        taken over from, the server waits for such requests, since a successor answers the next.
         """
         loop, connections = asyncio.get_running_loop(), self._service.connections
         self._service.drain()
-        if connections.idle_s < IDLE_GRACE_S:
+        is_taken_over = self._sockets is None
+        enough_s, most_s = (REFUSING_S, IDLE_GRACE_S) if is_taken_over else (POLL_S, POLL_S)
+        deadline = loop.time() + most_s
+        while connections.idle_s < enough_s and loop.time() < deadline:
             await asyncio.sleep(POLL_S)
         deadline = loop.time() + LAST_FRAMES_S
         while True:
