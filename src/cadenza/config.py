@@ -68,6 +68,7 @@ class EngineConfig:
     kv_layout: KVLayout = "auto"
     page_size: int = PAGE_SIZE_UNIT
     enable_prefix_caching: bool = True
+    prefix_cache_memory_share: float = 1.0
     scheduler: SchedulerLoop = "overlap"
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
@@ -98,13 +99,25 @@ class EngineConfig:
                 number = _as_integer(name.replace("_", "-"), value, low, high)
                 object.__setattr__(self, name, number)
         guard = _as_number(
-            "starvation-guard", self.starvation_guard, MIN_GUARD_S, MAX_GUARD_S, "seconds"
+            "starvation-guard",
+            self.starvation_guard,
+            MIN_GUARD_S,
+            MAX_GUARD_S,
+            "a number of seconds",
         )
         object.__setattr__(self, "starvation_guard", guard)
         headroom = _as_number(
-            "scheduler-headroom-gb", self.scheduler_headroom_gb, 0.0, MAX_HEADROOM_GB, "GB"
+            "scheduler-headroom-gb",
+            self.scheduler_headroom_gb,
+            0.0,
+            MAX_HEADROOM_GB,
+            "a number of GB",
         )
         object.__setattr__(self, "scheduler_headroom_gb", headroom)
+        share = _as_number(
+            "prefix-cache-memory-share", self.prefix_cache_memory_share, 0.0, 1.0, "a share"
+        )
+        object.__setattr__(self, "prefix_cache_memory_share", share)
         object.__setattr__(self, "max_itl_ms", _as_max_itl_ms(self.max_itl_ms))
         if not isinstance(self.backend, str) or not self.backend.isprintable():
             raise ConfigError(f"--backend {show(self.backend)} must be auto, or a backend's name")
@@ -209,6 +222,7 @@ class EngineLimits:
     max_num_queued_tokens: int = MAX_NUM_QUEUED_TOKENS_BOUND
     max_consecutive_step_errors: int = 10
     enable_prefix_caching: bool = True
+    prefix_cache_memory_share: float = 1.0
     slot_unit: int | None = None
 
     def __post_init__(self) -> None:
@@ -243,12 +257,12 @@ def _as_integer(flag: str, value: object, low: int, high: int) -> int:
     return index(cast(int, value))
 
 
-def _as_number(flag: str, value: object, low: float, high: float, unit: str) -> float:
+def _as_number(flag: str, value: object, low: float, high: float, kind: str) -> float:
     """Raises ConfigError unless it is a number in [`low`, `high`]."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if is_number and low <= cast(float, value) <= high:
         return float(cast(float, value))
-    raise ConfigError(f"--{flag} {show(value)} must be a number of {unit} from {low:g} to {high:g}")
+    raise ConfigError(f"--{flag} {show(value)} must be {kind} from {low:g} to {high:g}")
 
 
 def _as_max_itl_ms(value: object) -> MaxItlMs:

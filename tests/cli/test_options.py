@@ -62,6 +62,7 @@ VALUES = {
     "kv_layout": ("dense", "dense"),
     "page_size": ("32", 32),
     "scheduler": ("plain", "plain"),
+    "prefix_cache_memory_share": ("0.5", 0.5),
     "generation_config": ("none", "none"),
     "max_num_queued_reqs": ("9", 9),
     "max_num_queued_tokens": ("900", 900),

@@ -98,6 +98,7 @@ class Scenario:
             max_num_queued_reqs=rng.randint(2, 6),
             enable_prefix_caching=rng.random() < 0.85,
             slot_unit=(None, 1, 16)[self.seed % 3] if is_dense else None,
+            prefix_cache_memory_share=(1.0, 1.0, 1.0, 0.6, 0.3, 0.0)[self.seed % 6],
         )
 
     @cached_property
@@ -264,6 +265,7 @@ class AssembledEngine(EngineCore):
             secret=SECRET,
             slot_unit=limits.slot_unit,
         )
+        kv_cache.limit_cache(limits.prefix_cache_memory_share)
         admission = Admission(page_size=limits.page_size, reserved_output=options.reserved_output)
         order = SchedulerOptions(policy=options.policy, batching=options.batching)
         self.scheduler = parts.scheduler(limits, kv_cache, admission, order)

@@ -199,6 +199,7 @@ PLANNED: dict[str, Any] = {
     "kv_layout": "dense",
     "page_size": 32,
     "enable_prefix_caching": False,
+    "prefix_cache_memory_share": 0.5,
     "max_num_queued_reqs": 5,
     "max_num_queued_tokens": 500,
     "max_consecutive_step_errors": 2,

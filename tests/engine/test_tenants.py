@@ -338,6 +338,21 @@ def test_a_tenants_prefixes_fill_its_share_of_the_cache_and_no_more() -> None:
     again.verify()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+def test_all_tenants_together_fill_the_share_of_the_cache_that_is_given(share: float) -> None:
+    limits = replace(
+        LIMITS, enable_prefix_caching=True, num_pages=32, prefix_cache_memory_share=share
+    )
+    rng = random.Random("memory share")
+    engine = make_engine(limits, order=Order(clock=lambda: 0.0))
+    tenants = [Tenant(name="other"), replace(CAPPED, page_share=1.0)]
+    requests = [request_of(rng, tenants[at % 2]) for at in range(24)]
+    run_requests(engine, requests).verify()
+    assert engine.scheduler.kv_cache.pool.counts().cached == int(32 * share)
+    run_requests(engine, requests[-4:]).verify()
+    assert bool(engine.scheduler.num_prefix_hits) == (share > 0)
+
+
 def test_a_request_beyond_its_tenants_share_is_refused() -> None:
     engine = make_engine(LIMITS)
     params = SamplingParams(max_tokens=30)

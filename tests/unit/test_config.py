@@ -110,6 +110,13 @@ def test_any_other_bound_on_steps_is_refused_by_its_flag(value: object) -> None:
     assert "--max-itl-ms" in refusal_of(max_itl_ms=value)
 
 
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf, 10**400, True, "1", None])
+def test_a_share_of_the_cache_that_is_none_is_refused_by_its_flag(value: object) -> None:
+    said = refusal_of(prefix_cache_memory_share=value)
+    assert "--prefix-cache-memory-share" in said
+    assert "must be a share from 0 to 1" in said
+
+
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, 10**400, True, "1", None])
 def test_a_guard_that_is_no_time_is_refused_by_its_flag(value: object) -> None:
     assert "--starvation-guard" in refusal_of(starvation_guard=value)

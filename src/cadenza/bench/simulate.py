@@ -437,6 +437,7 @@ def given_server(costs_ms: tuple[float, ...], config: EngineConfig) -> Simulated
         num_pages=config.num_pages or rows * -(-length // config.page_size),
         max_num_queued_reqs=config.max_num_queued_reqs or QUEUED_PER_ROW * rows,
         enable_prefix_caching=config.enable_prefix_caching,
+        prefix_cache_memory_share=config.prefix_cache_memory_share,
     )
     fixed_ms, token_ms, logit_ms, key_ms = costs_ms
     cost = StepCost(fixed_ms=fixed_ms, token_ms=token_ms, logit_ms=logit_ms, key_ms=key_ms)

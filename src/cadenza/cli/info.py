@@ -149,6 +149,7 @@ def describe(
             "scheduling_policy": config.scheduling_policy,
             "admission": config.admission,
             "enable_prefix_caching": limits.enable_prefix_caching,
+            "prefix_cache_share": limits.prefix_cache_memory_share,
             "seed": config.seed,
         },
         **_speculation(plan, config),

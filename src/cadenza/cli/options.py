@@ -138,6 +138,9 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "kv_layout": _engine("KV in pages, or in one block for each row; auto: as the backend has it."),
     "page_size": _number("Tokens of a KV page, a multiple of 16."),
     "enable_prefix_caching": _engine("Reuse the KV of prompts that begin alike."),
+    "prefix_cache_memory_share": _engine(
+        "The most of the KV pages that may hold prefixes for reuse, in use or not.", metavar="SHARE"
+    ),
     "scheduler": _engine("Whether a step is launched before the previous one is read."),
     "max_num_queued_reqs": _number("Requests that may wait."),
     "max_num_queued_tokens": _number(

@@ -148,7 +148,6 @@ class UnbuiltFlags:
     """Flags that other servers have and Cadenza lacks; none is accepted and ignored."""
 
     gpu_memory_utilization: str | None = _unbuilt("a share of a GPU; use --kv-cache-memory-bytes")
-    prefix_cache_memory_share: str | None = _unbuilt("a share of memory for prefixes")
     chat_template: str | None = _unbuilt("another chat template than the model's")
     no_chat_template: bool = _unbuilt("serving without the model's template", kind=bool)
     enable_auto_tool_choice: bool = _unbuilt("calling tools", given=True, kind=bool)

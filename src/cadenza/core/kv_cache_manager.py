@@ -63,6 +63,10 @@ class KVCacheManager:
         self.pool = PagePool(num_pages, self._forget)
         self.page_shares = PageShares(self.pool)
 
+    def limit_cache(self, share: float) -> None:
+        """At most `share` of the pages will be in the prefix cache, which is empty so far."""
+        self.page_shares.cache_share = share
+
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 

@@ -1,8 +1,8 @@
-"""`PageShares`: how many pages each tenant holds, and has in the prefix cache.
+"""`PageShares`: how many pages each tenant holds, and how many are in the prefix cache.
 
-Counts only tenants that may have less than all. Knows page ids, no contents. Invariant: a tenant
-never holds more pages than its share, each counted once however many of its sequences share it,
-nor are more in the prefix cache for it, in use or not.
+Counts only what may have less than all. Knows page ids, no contents. Invariant: a tenant never
+holds more pages than its share, each counted once however many of its sequences share it; nor are
+more in the prefix cache, in use or not, than its share of them and that of all tenants together.
 """
 
 from collections.abc import Iterable
@@ -13,13 +13,15 @@ from cadenza.tenant import Tenant
 
 
 class PageShares:
-    """The pages of one pool. `evict` removes an unreferenced page from the prefix cache."""
+    """The pages of one pool; at most `cache_share` of them are in the prefix cache."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
+        self.cache_share = 1.0
         self._held: dict[str, dict[int, int]] = {}
-        self._cached: dict[str, dict[int, None]] = {}
-        self._tenant_of: dict[int, str] = {}
+        # By tenant, and of all tenants under None; in the order of eviction.
+        self._cached: dict[str | None, dict[int, None]] = {}
+        self._groups_of: dict[int, list[str | None]] = {}
 
     def take(self, sequence: Sequence, page_ids: Iterable[int]) -> None:
         """A sequence has got references to pages."""
@@ -33,8 +35,8 @@ class PageShares:
     def give_back(self, sequence: Sequence) -> None:
         """A sequence frees its pages, last one first."""
         tenant = sequence.request.tenant
-        if tenant.cache_share < 1.0:
-            cached = self._cached.get(tenant.name, {})
+        for group, _ in self._limits_of(tenant):
+            cached = self._cached.get(group, {})
             for page_id in reversed(sequence.page_table):
                 if page_id in cached:  # to the end of the order of eviction
                     del cached[page_id]
@@ -60,29 +62,39 @@ class PageShares:
         return sum(1 for page_id in page_ids if page_id in held)
 
     def try_cache(self, tenant: Tenant, page_id: int) -> bool:
-        """Counts a page that is about to enter the prefix cache; evicts the tenant's oldest
-        unreferenced one if its share is full. False, with nothing changed, if all are in use.
+        """Counts a page that is about to enter the prefix cache. Where a share is full, the oldest
+        unreferenced page of it is evicted; False, with the page not counted, if all are in use.
         """
-        if tenant.cache_share == 1.0:
+        limits = self._limits_of(tenant)
+        if page_id in self._groups_of:
             return True
-        cached = self._cached.setdefault(tenant.name, {})
-        if page_id in cached:
-            return True
-        most = tenant.most_cached_pages(self._pool.num_pages)
-        if len(cached) >= most:
-            oldest = next((each for each in cached if self._pool.is_reusable(each)), None)
-            if oldest is None:
-                return False
-            self._pool.evict(oldest)
-        cached[page_id] = None
-        self._tenant_of[page_id] = tenant.name
+        for group, most in limits:
+            cached = self._cached.setdefault(group, {})
+            if len(cached) >= most:
+                oldest = next((each for each in cached if self._pool.is_reusable(each)), None)
+                if oldest is None:
+                    return False
+                self._pool.evict(oldest)
+        for group, _ in limits:
+            self._cached[group][page_id] = None
+        if limits:
+            self._groups_of[page_id] = [group for group, _ in limits]
         return True
 
     def forget(self, page_id: int) -> None:
         """A page has left the prefix cache."""
-        name = self._tenant_of.pop(page_id, None)
-        if name is not None:
-            del self._cached[name][page_id]
+        for group in self._groups_of.pop(page_id, ()):
+            del self._cached[group][page_id]
+
+    def _limits_of(self, tenant: Tenant) -> list[tuple[str | None, int]]:
+        """The groups in which a tenant's cached pages count, and the most pages of each."""
+        num_pages = self._pool.num_pages
+        limits: list[tuple[str | None, int]] = []
+        if tenant.cache_share < 1.0:
+            limits.append((tenant.name, tenant.most_cached_pages(num_pages)))
+        if self.cache_share < 1.0:
+            limits.append((None, int(self.cache_share * num_pages)))
+        return limits
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError if a tenant has more than its share, or is counted wrongly."""
@@ -97,4 +109,7 @@ class PageShares:
             most = tenant.most_cached_pages(self._pool.num_pages)
             assert len(self._cached.get(tenant.name, ())) <= most, f"{tenant} caches too much"
         assert expected == self._held, "pages held by tenants are counted wrongly"
-        assert set(self._tenant_of) == {page for each in self._cached.values() for page in each}
+        most = int(self.cache_share * self._pool.num_pages)
+        assert len(self._cached.get(None, ())) <= most, "too many pages are in the prefix cache"
+        counted = {page for each in self._cached.values() for page in each}
+        assert set(self._groups_of) == counted, "cached pages are counted wrongly"

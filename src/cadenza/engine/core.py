@@ -108,6 +108,7 @@ class EngineCore:
             secret=options.secret or secrets.token_bytes(32),
             slot_unit=limits.slot_unit,
         )
+        kv_cache.limit_cache(limits.prefix_cache_memory_share)
         self._draft_model = options.draft_model
         self._drafter = None
         if options.draft_model is not None:

@@ -413,5 +413,6 @@ def _limits(
         max_consecutive_step_errors=config.max_consecutive_step_errors,
         enable_prefix_caching=config.enable_prefix_caching
         and (config.kv_layout != "dense" or slot_unit is not None),
+        prefix_cache_memory_share=config.prefix_cache_memory_share,
         slot_unit=slot_unit,
     )
