@@ -68,15 +68,30 @@ class StructuredOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingBound:
+    """The most tokens of a stream's thinking; then the token that ends it is forced.
+
+    Args:
+        begin: the token that begins it; None where the prompt does.
+        end: the token that ends it.
+    """
+
+    begin: int | None
+    end: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConstraintSpec:
     """What decides which tokens may follow in a stream.
 
     Args:
         grammar: of the text from the stream's first token on, in the form of the library that
-            compiles it.
+            compiles it; None: any text.
     """
 
-    grammar: str
+    grammar: str | None = None
+    thinking: ThinkingBound | None = None
 
 
 def _refused(problem: str) -> InvalidRequestError:

@@ -8,7 +8,7 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import ConfigError
-from cadenza.frontend.answers import AnswerParsers, ToolUse
+from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputPart
 from cadenza.request import SamplingParams
@@ -203,7 +203,7 @@ def test_reasoning_is_split_off_and_the_form_begins_behind_it(thoughtful: TextFr
 def test_the_parsers_can_be_chosen(thoughtful: TextFrontend) -> None:
     use = ToolUse(tools=(Tool(name="f"),))
     prepared = thoughtful.prepare_answer(
-        [{"role": "user", "content": "x"}], SamplingParams(), use=use
+        [{"role": "user", "content": "x"}], SamplingParams(), asked=AskedAnswer(use=use)
     )
     parts = parts_of(prepared, '[TOOL_CALLS][{"name": "f", "arguments": {}}]')
     assert parts == [OutputPart("tool_call", "{}", "f")]

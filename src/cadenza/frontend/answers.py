@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from cadenza.errors import ConfigError, InvalidRequestError, show
-from cadenza.structured import ConstraintSpec
+from cadenza.structured import ConstraintSpec, ThinkingBound
 from cadenza.text import Tokenizer
 from cadenza.text.answer_grammar import (
     MAX_CALLS,
@@ -71,6 +71,19 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskedAnswer:
+    """What is asked of an answer beside its form.
+
+    Args:
+        use: the tools that it may, or must, call; None: none.
+        max_thinking: the most tokens of reasoning; None: as many as the model likes.
+    """
+
+    use: ToolUse | None = None
+    max_thinking: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerParsers:
     """The names of the parsers: auto is as the chat template shows, none is without.
 
@@ -120,8 +133,14 @@ class AnswerPlanner:
     def has_reasoning(self) -> bool:
         return self._reasoning is not None
 
-    def plan(self, prompt: str, form: ConstraintSpec | None, use: ToolUse | None) -> AnswerPlan:
+    def plan(
+        self,
+        prompt: str,
+        form: ConstraintSpec | None,
+        asked: AskedAnswer,
+    ) -> AnswerPlan:
         """The plan of an answer to a rendered prompt. Raises InvalidRequestError."""
+        use, max_thinking = asked.use, asked.max_thinking
         tools = None if use is None else self._tools
         if use is not None and use.is_constrained and not self._tools.is_json:
             tools = FORCED
@@ -134,12 +153,29 @@ class AnswerPlanner:
         is_over = reasoning is not None and ended.endswith(reasoning.end)
         if grammar is not None and reasoning is not None and not is_over:
             grammar = after_reasoning(grammar, reasoning, marks, has_begun=has_begun)
+        bound = None
+        if max_thinking is not None and reasoning is not None and not is_over:
+            bound = self._thinking_bound(reasoning, max_thinking, has_begun=has_begun)
+        is_constrained = grammar is not None or bound is not None
         plan = PartPlan(reasoning=reasoning, begins_in_reasoning=has_begun, tools=tools)
         return AnswerPlan(
             make_parser=None if reasoning is None and tools is None else partial(PartParser, plan),
-            constraint=None if grammar is None else ConstraintSpec(grammar=grammar),
+            constraint=ConstraintSpec(grammar=grammar, thinking=bound) if is_constrained else None,
             shows_special_tokens=not self._tokenizer.special_token_ids.isdisjoint(marks.values()),
         )
+
+    def _thinking_bound(
+        self, reasoning: ReasoningFormat, max_tokens: int, *, has_begun: bool
+    ) -> ThinkingBound:
+        added = self._tokenizer.added_tokens
+        begin, end = added.get(reasoning.begin), added.get(reasoning.end)
+        if end is None or (begin is None and not has_begun):
+            raise InvalidRequestError(
+                f"a bound on thinking needs marks that are tokens; in this model {reasoning.begin} "
+                f"and {reasoning.end} are not",
+                param="thinking_token_budget",
+            )
+        return ThinkingBound(begin=None if has_begun else begin, end=end, max_tokens=max_tokens)
 
     def _with_calls(
         self, form: str | None, use: ToolUse, tools: ToolFormat, marks: Marks

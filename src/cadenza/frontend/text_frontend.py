@@ -15,7 +15,7 @@ from cadenza.checkpoint import Checkpoint
 from cadenza.config import GenerationConfig, is_integer
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import InvalidRequestError, TextTooLongError, show
-from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, ToolUse
+from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.request import Request, SamplingParams, as_token_ids
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int]
 DEFAULT_PARSERS = AnswerParsers()
+ANY_ANSWER = AskedAnswer()
 Params = SamplingParams | Mapping[str, object] | None
 """How to sample: `SamplingParams` are complete and taken as they are; a mapping names some of its
 fields, and the others, like all of None's, are as the checkpoint recommends."""
@@ -145,16 +146,17 @@ class TextFrontend:
         messages: SequenceOf[Message],
         params: SamplingParams,
         *,
-        use: ToolUse | None = None,
+        asked: AskedAnswer = ANY_ANSWER,
         template_kwargs: Mapping[str, Any] | None = None,
         max_num_tokens: int | None = None,
     ) -> PreparedRequest:
-        """As `prepare_chat`; the answer is split into reasoning, content and calls of the tools,
-        and constrained as they require."""
+        """As `prepare_chat`; the answer is split into reasoning, content and calls of tools, and
+        constrained as it is asked for."""
+        use = asked.use
         text = self._render(messages, None if use is None else use.rendered(), template_kwargs)
         prepared = self._prepare(text, self._encode_rendered(text, max_num_tokens), params)
         assert self._planner is not None, "what was rendered and encoded has a planner"
-        plan = self._planner.plan(text, prepared.request.constraint, use)
+        plan = self._planner.plan(text, prepared.request.constraint, asked)
         if plan.shows_special_tokens:
             params = replace(params, skip_special_tokens=False)
         request = replace(prepared.request, params=params, constraint=plan.constraint)

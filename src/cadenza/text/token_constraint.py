@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cadenza.structured import ConstraintSpec
 from cadenza.text.grammar import LIMITS
+from cadenza.text.thinking_constraint import ThinkingConstraint
 from cadenza.text.tokenizer import TokenizerSource
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class GrammarConstraint:
         return self._matcher.compute_bitmask()
 
 
+StreamConstraint = GrammarConstraint | ThinkingConstraint
+
+
 class ConstraintCompiler:
     """Compiles constraints over a tokenizer.json.
 
@@ -81,17 +85,30 @@ class ConstraintCompiler:
         """Waits for `start_loading`; whether the tokenizer can be used."""
         return self._thread.submit(self._load).result() is not None
 
-    def compile(self, spec: ConstraintSpec) -> "Future[GrammarConstraint | None]":
+    def compile(self, spec: ConstraintSpec) -> "Future[StreamConstraint | None]":
         """Compiles on the thread; None if the grammar cannot be followed."""
-        cached = self._find(spec.grammar)
-        if cached is not None:
-            done: Future[GrammarConstraint | None] = Future()
-            done.set_result(cached)
-            return done
-        return self._thread.submit(self._compile, spec.grammar)
+        cached = None if spec.grammar is None else self._find(spec.grammar)
+        if cached is None and spec.grammar is not None:
+            return self._thread.submit(self._compile_bound, spec)
+        done: Future[StreamConstraint | None] = Future()
+        done.set_result(self._bounded(spec, cached))
+        return done
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compile_bound(self, spec: ConstraintSpec) -> StreamConstraint | None:
+        assert spec.grammar is not None
+        compiled = self._compile(spec.grammar)
+        return None if compiled is None else self._bounded(spec, compiled)
+
+    def _bounded(
+        self, spec: ConstraintSpec, inner: GrammarConstraint | None
+    ) -> StreamConstraint | None:
+        """Within the bound of thinking, if there is one."""
+        if spec.thinking is None:
+            return inner
+        return ThinkingConstraint(spec.thinking, self._vocab_size, inner)
 
     def _find(self, grammar: str) -> GrammarConstraint | None:
         with self._lock:

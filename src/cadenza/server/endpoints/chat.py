@@ -32,9 +32,16 @@ from cadenza.server.endpoints.generating import (
 from cadenza.server.errors import invalid_value
 from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
 from cadenza.server.schemas.body import optional, required, unsupported
-from cadenza.server.schemas.field_types import Boolean, Unsupported, or_null
+from cadenza.server.schemas.field_types import Boolean, or_null
 from cadenza.server.schemas.generation import LOGPROBS, sampling_type
 from cadenza.server.schemas.messages import ConversationBody, Messages, PredictedContent
+from cadenza.server.schemas.reasoning import (
+    BUDGET,
+    BUDGET_HELP,
+    EFFORT,
+    EFFORT_HELP,
+    bound_of,
+)
 from cadenza.server.schemas.structured import form_field
 from cadenza.server.schemas.tools import ToolChoice, Tools, tool_use
 from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, PromptInfo, Usage
@@ -49,10 +56,8 @@ class ChatRequest(ConversationBody, ChoicesRequest):
     max_completion_tokens = optional(sampling_type("max_tokens"), "Another name of max_tokens.")
     logprobs = optional(Boolean(), "Log probabilities of each token.", default=False)
     top_logprobs = optional(LOGPROBS, "And of this many likeliest; with logprobs.")
-    reasoning_effort = optional(
-        Unsupported("an effort of reasoning", ("none",)),
-        "none: no thinking, where the chat template has a switch for it.",
-    )
+    reasoning_effort = optional(EFFORT, EFFORT_HELP)
+    thinking_token_budget = optional(BUDGET, BUDGET_HELP)
     tools = optional(Tools(), "Functions that the answer may call.")
     tool_choice = optional(
         ToolChoice(), "none; auto: the model decides; required; or a function that is called."
@@ -115,12 +120,18 @@ class ChatRequest(ConversationBody, ChoicesRequest):
             messages=self.messages,
             use=self.tool_use(),
             effort=self.reasoning_effort,
+            max_thinking=bound_of(self.thinking_token_budget),
             template_kwargs=self.template_kwargs(),
         )
         prepared = conversation.prepare(text, params, max_num_tokens)
         if self.prediction:
             return [text.with_prediction(prepared, self.prediction, max_num_tokens=max_num_tokens)]
         return [prepared]
+
+    def param_of(self, param: str | None) -> str | None:
+        if param == "thinking_token_budget" and self.thinking_token_budget is None:
+            return "reasoning_effort"
+        return super().param_of(param)
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         del text  # the answer does not contain the prompt's text

@@ -90,6 +90,7 @@ class CompletionRequest(ChoicesRequest):
     )
     prompt_embeds = unsupported("a prompt of embeddings")
     suffix = unsupported("filling in a middle", "")
+    thinking_token_budget = unsupported("a bound on reasoning in plain completions", -1)
     best_of = unsupported("choosing among several answers", 1)
 
     @property

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cadenza.frontend.answers import ToolUse
+from cadenza.frontend.answers import AskedAnswer, ToolUse
 from cadenza.frontend.text_frontend import Message, PreparedRequest, TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.server.errors import invalid_value
-
-NO_THINKING = {"enable_thinking": False}
+from cadenza.server.schemas.reasoning import EFFORTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +22,15 @@ class AskedConversation:
 
     Args:
         use: the tools that the answer may call; None: none.
-        effort: none: no thinking, where the chat template has a switch for it.
+        effort: of reasoning, one of `EFFORTS`; None: as the model does.
+        max_thinking: the most tokens of thinking, whatever the effort; None: as the effort says.
         template_kwargs: what the chat template is rendered with.
     """
 
     messages: Sequence[Message]
     use: ToolUse | None
-    effort: str | None
+    effort: str | None = None
+    max_thinking: int | None = None
     template_kwargs: Mapping[str, Any]
 
     def prepare(
@@ -39,7 +40,7 @@ class AskedConversation:
         return text.prepare_answer(
             self.messages,
             params,
-            use=self.use,
+            asked=AskedAnswer(use=self.use, max_thinking=self._max_thinking(text)),
             template_kwargs=self._kwargs(text),
             max_num_tokens=max_num_tokens,
         )
@@ -54,10 +55,18 @@ class AskedConversation:
         return len(ids)
 
     def _kwargs(self, text: TextFrontend) -> dict[str, Any]:
-        switches: Mapping[str, bool] = {}
-        if self.effort == "none" and NO_THINKING.keys() <= text.chat_template_options:
-            switches = NO_THINKING
-        return {**switches, **self.template_kwargs}
+        """What the template is rendered with; what the request gives itself comes first."""
+        if self.effort is None:
+            return {**self.template_kwargs}
+        switches = {"enable_thinking": self.effort != "none", "reasoning_effort": self.effort}
+        known = {k: v for k, v in switches.items() if k in text.chat_template_options}
+        return {**known, **self.template_kwargs}
+
+    def _max_thinking(self, text: TextFrontend) -> int | None:
+        if self.max_thinking is not None or self.effort is None:
+            return self.max_thinking
+        has_efforts = "reasoning_effort" in text.chat_template_options
+        return None if has_efforts else EFFORTS[self.effort]
 
 
 def check_form_and_call(use: ToolUse | None, *, has_form: bool) -> None:

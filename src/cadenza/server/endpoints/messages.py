@@ -40,7 +40,11 @@ from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
 _ANNOTATION = AnyJson(max_chars=16 << 10)
 _AUTO = AskedChoice("auto", is_parallel=True)
 
-_PARAMS = {"structured": "output_config", "stop": "stop_sequences"}
+_PARAMS = {
+    "structured": "output_config",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking",
+}
 """The names in this body of what errors of a chat name."""
 
 
@@ -96,17 +100,23 @@ class MessagesBody(Body):
         messages = Messages().check("messages", with_system(system, [*self.messages]))
         is_continued = messages[-1]["role"] == "assistant"
         switches = self.chat_template_kwargs
-        is_thinking = self.thinking is not None and self.thinking.type != "disabled"
         return AskedConversation(
             messages=messages,
             use=self.tool_use(),
-            effort=None if is_thinking else "none",
+            effort=self._effort(),
+            max_thinking=None if self.thinking is None else self.thinking.budget_tokens,
             template_kwargs={
                 **({} if switches is None else switches.values),
                 "add_generation_prompt": not is_continued,
                 "continue_final_message": is_continued,
             },
         )
+
+    def _effort(self) -> str:
+        asked = None if self.output_config is None else self.output_config.effort
+        if self.thinking is None:
+            return asked or "none"
+        return "none" if self.thinking.type == "disabled" else asked or "medium"
 
 
 class MessageRequest(MessagesBody, GenerationRequest):

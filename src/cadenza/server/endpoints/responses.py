@@ -29,6 +29,7 @@ from cadenza.server.schemas.field_types import AnyJson, Boolean, Schema, String,
 from cadenza.server.schemas.generation import LabelledBody, SamplingField, sampling_type
 from cadenza.server.schemas.items import InputItems, messages_of, with_system
 from cadenza.server.schemas.messages import Messages, TemplateSwitches
+from cadenza.server.schemas.reasoning import BUDGET, BUDGET_HELP, bound_of
 from cadenza.server.schemas.responses import (
     TEXT_FORM,
     AskedForm,
@@ -75,6 +76,7 @@ class ResponseRequest(LabelledBody, GenerationRequest):
     parallel_tool_calls = optional(Boolean(), "Several calls in an answer.", default=True)
     text = optional(ObjectOf(TextOptions), "The form of the answer's text.")
     reasoning = optional(ObjectOf(ReasoningOptions), "How much the model reasons.")
+    thinking_token_budget = optional(BUDGET, BUDGET_HELP)
     include = optional(Includes(), "What the answer has besides.")
     store = optional(Boolean(), "Keep the response for later calls.", default=True)
     stream_options = optional(ObjectOf(ResponseStreamOptions), "With stream.")
@@ -146,6 +148,7 @@ class ResponseRequest(LabelledBody, GenerationRequest):
             messages=Messages().check("input", messages),
             use=self.tool_use(),
             effort=None if self.reasoning is None else self.reasoning.effort,
+            max_thinking=bound_of(self.thinking_token_budget),
             template_kwargs={} if switches is None else switches.values,
         )
         return [conversation.prepare(text, params, max_num_tokens)]
@@ -165,6 +168,8 @@ class ResponseRequest(LabelledBody, GenerationRequest):
         return ResponseEncoder(frame, usage)
 
     def param_of(self, param: str | None) -> str | None:
+        if param == "thinking_token_budget" and self.thinking_token_budget is None:
+            return "reasoning"
         return super().param_of(_PARAMS.get(param or "", param))
 
     @property

@@ -245,7 +245,6 @@ class GenerationBody(LabelledBody):
 
     return_mm_kwargs = label(Boolean(), "Changes nothing of a generated answer.")
 
-    thinking_token_budget = unsupported("a bound on reasoning", -1)
     store = unsupported("storing answers", False)
     truncation_side = unsupported("cutting the prompt's end off", "left")
     use_beam_search = unsupported("beam search", False)

@@ -15,10 +15,10 @@ from cadenza.server.schemas.field_types import (
     OneOf,
     Schema,
     String,
-    Unsupported,
     members_of,
     refuse,
 )
+from cadenza.server.schemas.reasoning import EFFORT, EFFORT_HELP
 from cadenza.server.schemas.structured import structured_of
 from cadenza.server.schemas.tools import MAX_TOOLS, check_tool_type, checked_tools, make_tool
 from cadenza.structured import StructuredOutput
@@ -67,7 +67,7 @@ class JsonForm:
 class OutputConfig(DeclaredObject):
     """The members of `output_config`."""
 
-    effort = optional(Unsupported("an effort of reasoning", ()), "How much the model thinks.")
+    effort = optional(EFFORT, EFFORT_HELP)
     format = optional(JsonForm(), "The form of the answer's text.")
     task_budget = unsupported("a budget of a task")
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from cadenza.server.errors import not_built
 from cadenza.server.schemas.body import DeclaredObject, label, optional, unsupported
-from cadenza.server.schemas.field_types import OneOf, Schema, Unsupported, refuse
+from cadenza.server.schemas.field_types import OneOf, Schema, refuse
+from cadenza.server.schemas.reasoning import EFFORT, EFFORT_HELP
 from cadenza.server.schemas.structured import schema_format, structured_of
 from cadenza.structured import StructuredOutput
 
@@ -73,10 +74,7 @@ class TextOptions(DeclaredObject):
 class ReasoningOptions(DeclaredObject):
     """The members of `reasoning`."""
 
-    effort = optional(
-        Unsupported("an effort of reasoning", ("none",)),
-        "none: no thinking, where the chat template has a switch for it.",
-    )
+    effort = optional(EFFORT, EFFORT_HELP)
     summary = unsupported("a summary of reasoning; the reasoning itself is returned", "auto")
     generate_summary = unsupported(
         "a summary of reasoning; the reasoning itself is returned", "auto"

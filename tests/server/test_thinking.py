@@ -1,0 +1,167 @@
+"""Thinking within a bound: the token that ends it is forced, in every API, over any grammar."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza.checkpoint import open_checkpoint
+from cadenza.config import EngineConfig
+from cadenza.errors import InvalidRequestError
+from cadenza.frontend.answers import AnswerParsers, AskedAnswer
+from cadenza.frontend.loaded_model import LoadedModel, load_model
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.request import SamplingParams
+from cadenza.server.endpoints.conversation import AskedConversation
+from cadenza.server.schemas.reasoning import EFFORTS
+from cadenza.structured import ConstraintSpec, ThinkingBound
+from cadenza.text.thinking_constraint import ThinkingConstraint
+from tests.cli.harness import write_model
+from tests.server.harness import RunningServer, running_server
+from tests.server.watched_service import WatchedService
+
+BEGIN, END = 311, 312
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>"
+    "{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}{% endif %}"
+)
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "the fox"}],
+    "max_tokens": 24,
+    "temperature": 1.0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+    """A model with random weights, whose prompts begin thinking."""
+    folder: Path = write_model(tmp_path_factory.mktemp("models") / "thinker")
+    file = folder / "tokenizer.json"
+    described = json.loads(file.read_text())
+    like = described["added_tokens"][0]
+    described["added_tokens"] += [
+        {**like, "id": token_id, "content": content}
+        for token_id, content in ((BEGIN, "<think>"), (END, "</think>"))
+    ]
+    file.write_text(json.dumps(described))
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
+    loaded = load_model(str(folder), EngineConfig(max_num_seqs=4, max_model_len=2048))
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def server(thinker: LoadedModel) -> Iterator[RunningServer]:
+    engine = WatchedService(thinker.core, thinker.fingerprint)
+    with running_server(engine, thinker.text) as running:
+        yield running
+
+
+def ids_of(server: RunningServer, **fields: Any) -> list[int]:
+    answer = server.post(CHAT, {**BODY, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_thinking_ends_at_its_bound_and_not_before(server: RunningServer, seed: int) -> None:
+    free = ids_of(server, seed=seed, logit_bias={str(END): -100})
+    bound = ids_of(server, seed=seed, logit_bias={str(END): -100}, thinking_token_budget=5)
+    assert END not in free
+    assert bound[:5] == free[:5], "thinking within the bound is as without it"
+    assert bound.index(END) == 5
+    assert len(bound) == 24, "the answer goes on"
+    unbound = ids_of(server, seed=seed, logit_bias={str(END): -100}, thinking_token_budget=-1)
+    assert unbound == free
+    none = ids_of(server, seed=seed, thinking_token_budget=0)
+    assert none[0] == END
+
+
+def test_thinking_that_ends_before_its_bound_is_left_alone(server: RunningServer) -> None:
+    own = {"logit_bias": {str(END): 100}, "seed": 1}
+    assert ids_of(server, **own)[0] == END
+    assert ids_of(server, **own, thinking_token_budget=5) == ids_of(server, **own)
+
+
+def test_an_answer_has_its_form_behind_bounded_thinking(server: RunningServer) -> None:
+    fields = {"guided_regex": "[0-9]{3}", "thinking_token_budget": 4, "seed": 2, "max_tokens": 60}
+    answer = server.post(CHAT, {**BODY, **fields, "ignore_eos": False}).json()
+    message = answer["choices"][0]["message"]
+    ids = answer["choices"][0]["token_ids"]
+    assert 4 <= ids.index(END) <= 8, "a character that is begun is completed"
+    assert len(message["content"]) == 3
+    assert message["content"].isdigit()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"thinking_token_budget": 5, "max_output_tokens": 24}),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 5}, "max_tokens": 24}),
+    ],
+)
+def test_a_bound_is_the_same_in_every_api(
+    server: RunningServer, path: str, fields: dict[str, Any]
+) -> None:
+    common = {"temperature": 1.0, "seed": 3, "ignore_eos": True, "logit_bias": {str(END): -100}}
+    asked = BODY["messages"]
+    prompt = {"messages": asked} if path == "/v1/messages" else {"input": "the fox"}
+    answer = server.post(path, {**prompt, **fields, **common})
+    assert answer.status_code == 200, answer.text
+    if path == "/v1/messages":
+        thought, said = (
+            block.get("thinking") or block["text"] for block in answer.json()["content"]
+        )
+    else:
+        thought, said = (item["content"][0]["text"] for item in answer.json()["output"])
+    chat = server.post(CHAT, {**BODY, **common, "thinking_token_budget": 5}).json()
+    message = chat["choices"][0]["message"]
+    assert (thought, said) == (message["reasoning"], message["content"])
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_an_effort_turns_thinking_off_or_bounds_it(thinker: LoadedModel, effort: str) -> None:
+    asked = AskedConversation(
+        messages=BODY["messages"], use=None, effort=effort, template_kwargs={}
+    )
+    request = asked.prepare(thinker.text, SamplingParams(), None).request
+    has_ended = request.prompt_token_ids[-1] == END
+    assert has_ended == (effort == "none")
+    most = EFFORTS[effort]
+    bound = None if most is None else ThinkingBound(begin=None, end=END, max_tokens=most)
+    spec = None if bound is None else ConstraintSpec(thinking=bound)
+    assert request.constraint == spec
+
+
+def test_a_bound_needs_marks_that_are_tokens(scripted: RunningServer, text: TextFrontend) -> None:
+    body = {"messages": BODY["messages"], "max_tokens": 5, "thinking_token_budget": 5}
+    assert scripted.post(CHAT, body).status_code == 200, "what does not think is within any bound"
+    plain = TextFrontend(open_checkpoint(None), parsers=AnswerParsers(reasoning="granite"))
+    with pytest.raises(InvalidRequestError, match="marks that are tokens") as refused:
+        plain.prepare_answer(BODY["messages"], SamplingParams(), asked=AskedAnswer(max_thinking=5))
+    assert refused.value.param == "thinking_token_budget"
+
+
+def test_a_bound_follows_from_the_tokens_alone() -> None:
+    bound = ThinkingBound(begin=7, end=9, max_tokens=2)
+    everything, only_end = b"\xff" * 8, (1 << 9).to_bytes(8, "little")
+
+    def allowed_after(tokens: list[int]) -> bytes:
+        constraint = ThinkingConstraint(bound, 40, None)
+        for token_id in tokens:
+            constraint.accept(token_id)
+        assert not constraint.has_failed
+        assert not constraint.is_complete
+        return constraint.allowed()
+
+    for free in ([], [1], [7], [7, 1], [1, 1, 7, 1], [7, 9, 1, 1, 1], [7, 1, 2, 9, 3]):
+        assert allowed_after(free) == everything, free
+    for forced in ([7, 1, 2], [1, 7, 1, 2], [7, 7, 7]):
+        assert allowed_after(forced) == only_end, forced
