@@ -37,7 +37,7 @@ run: .venv/.has-cadenza ## answer eight prompts at once with the bundled model
 	$(BIN)/cadenza generate --prompts-file examples/prompts.txt --max-tokens 48
 
 test: .venv/.has-tools ## run the tests, two files at a time
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.has-tools ## run every gate: format, lint, types, layers, sizes, banned calls, names
 	$(BIN)/ruff check .

@@ -23,9 +23,6 @@ FLAGS = (
     *("--max-num-seqs", "16", "--max-model-len", "512", "--disable-log-requests"),
     *("--queue-timeout", "600"),  # however long a loaded machine takes to restart
 )
-NUM_STREAMS = 64
-MOST_DONE = 24
-"""More than two rounds of rows are left then, however late the signal is."""
 MOST_CRASHES = 3
 LENIENT = 60.0
 """Slack in `make test`: its machine may be four times as loaded as it looks."""
@@ -54,13 +51,22 @@ def body_of(index: int) -> dict[str, Any]:
     return {**body, "stream_options": {"include_usage": True}}
 
 
+FULL = [body_of(index) for index in range(64)]
+SMALL = [body | {"max_tokens": body["max_tokens"] // 3} for body in FULL[:24]]
+
+
+def most_done(bodies: list[dict[str, Any]]) -> int:
+    """More than a round of rows is left then, however late the signal is."""
+    return len(bodies) * 3 // 8
+
+
 def port_of(serving: ServeProcess) -> int:
     return int(serving.url.rpartition(":")[2])
 
 
-def wholes(serving: ServeProcess) -> list[Any]:
+def wholes(serving: ServeProcess, bodies: list[dict[str, Any]]) -> list[Any]:
     """What the answers are when nothing happens."""
-    streams = Streams(port_of(serving), [body_of(index) for index in range(NUM_STREAMS)]).join()
+    streams = Streams(port_of(serving), bodies).join()
     assert all(stream.is_whole and stream.error is None for stream in streams)
     return [stream.content for stream in streams]
 
@@ -100,12 +106,14 @@ class Fault:
     bar_s: float
 
 
-def break_engine(serving: ServeProcess, fault: Fault, figures: Figures) -> list[Stream]:
+def break_engine(
+    serving: ServeProcess, bodies: list[dict[str, Any]], fault: Fault, figures: Figures
+) -> list[Stream]:
     """All streams, read to their ends."""
-    streams = Streams(port_of(serving), [body_of(index) for index in range(NUM_STREAMS)])
+    streams = Streams(port_of(serving), bodies)
     streams.wait(lambda: streams.num_frames and streams.num_ended >= fault.num_done)
     engine = serving.engine_pid(fault.process)
-    was_late, start_s = streams.num_ended == NUM_STREAMS, time.monotonic()
+    was_late, start_s = streams.num_ended == len(bodies), time.monotonic()
     os.kill(engine, fault.signal)
     answer = first_red(serving, fault.process)
     if answer is not None:
@@ -151,16 +159,18 @@ def load_seconds(serving: ServeProcess) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in told)
 
 
-def kill_until_it_stays_red(seed: int, slack: float, num_kills: int = MOST_CRASHES) -> None:
+def kill_until_it_stays_red(
+    bodies: list[dict[str, Any]], seed: int, slack: float, num_kills: int = MOST_CRASHES
+) -> None:
     """Each crash but the third is repaired; after that one it is red and says so."""
     rng, figures = random.Random(seed), Figures(slack)
     with serve_process(*FLAGS) as serving:
         serving.wait_ready()
-        load_s, expected = load_seconds(serving), wholes(serving)
+        load_s, expected = load_seconds(serving), wholes(serving, bodies)
         for crash in range(1, num_kills + 1):
-            num_done = rng.randint(0, MOST_DONE)
+            num_done = rng.randint(0, most_done(bodies))
             kill = Fault(signal=signal.SIGKILL, process=crash, num_done=num_done, bar_s=1.0)
-            streams = break_engine(serving, kill, figures)
+            streams = break_engine(serving, bodies, kill, figures)
             if crash < MOST_CRASHES:
                 check_undisturbed(streams, expected)
                 wait_restarted(serving, figures, load_s)
@@ -168,7 +178,7 @@ def kill_until_it_stays_red(seed: int, slack: float, num_kills: int = MOST_CRASH
                 check_ends(streams, expected, {"engine_dead"})
         if num_kills == MOST_CRASHES:
             check_red(serving)
-    figures.tell(f"kill -9 under {NUM_STREAMS} streams, seed {seed}")
+    figures.tell(f"kill -9 under {len(bodies)} streams, seed {seed}")
 
 
 def check_red(serving: ServeProcess) -> None:
@@ -183,14 +193,14 @@ def check_red(serving: ServeProcess) -> None:
 
 @pytest.mark.slow
 def test_three_kills_under_streams_are_two_repairs_and_then_red() -> None:
-    kill_until_it_stays_red(0, LENIENT)
+    kill_until_it_stays_red(SMALL, 0, LENIENT)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(50))
 def test_a_hundred_kills_under_streams(part: int) -> None:
     """Two for each server: the third would be the last."""
-    kill_until_it_stays_red(part, 1.0, num_kills=MOST_CRASHES - 1)
+    kill_until_it_stays_red(FULL, part, 1.0, num_kills=MOST_CRASHES - 1)
 
 
 @pytest.mark.slow
@@ -198,9 +208,10 @@ def test_streams_end_with_an_error_where_they_are_not_to_be_resumed() -> None:
     figures = Figures(LENIENT)
     with serve_process(*FLAGS, "--on-engine-failure", "error") as serving:
         serving.wait_ready()
-        expected = wholes(serving)
+        expected = wholes(serving, SMALL)
         kill = Fault(signal=signal.SIGKILL, process=1, num_done=0, bar_s=1.0)
-        check_ends(break_engine(serving, kill, figures), expected, {"engine_restarting"})
+        ended = break_engine(serving, SMALL, kill, figures)
+        check_ends(ended, expected, {"engine_restarting"})
         serving.wait_ready()
         assert "cadenza:requests_resumed_total{" in serving.get("/metrics").text
         assert "cadenza:resume_seconds_bucket{" in serving.get("/metrics").text
@@ -211,23 +222,23 @@ def stop_and_go(seed: int, slack: float) -> None:
     rng, figures = random.Random(seed), Figures(slack)
     with serve_process(*FLAGS) as serving:
         serving.wait_ready()
-        load_s, expected = load_seconds(serving), wholes(serving)
-        check_woken(serving, expected)
+        load_s, expected = load_seconds(serving), wholes(serving, FULL)
+        check_woken(serving, FULL, expected)
         for process in (1, 2):
-            num_done = rng.randint(0, MOST_DONE)
+            num_done = rng.randint(0, most_done(FULL))
             stop = Fault(signal=signal.SIGSTOP, process=process, num_done=num_done, bar_s=5.0 + 1.0)
-            check_undisturbed(break_engine(serving, stop, figures), expected)
+            check_undisturbed(break_engine(serving, FULL, stop, figures), expected)
             wait_restarted(serving, figures, load_s)
-        assert wholes(serving) == expected
+        assert wholes(serving, FULL) == expected
         assert serving.log.count("made no progress for") == 2
-    figures.tell(f"SIGSTOP under {NUM_STREAMS} streams, seed {seed}")
+    figures.tell(f"SIGSTOP under {len(FULL)} streams, seed {seed}")
 
 
-def check_woken(serving: ServeProcess, expected: list[str]) -> None:
+def check_woken(serving: ServeProcess, bodies: list[dict[str, Any]], expected: list[Any]) -> None:
     """A stop of no length is no hang: the streams are whole and the process is the same."""
     engine = serving.engine_pid()
-    streams = Streams(port_of(serving), [body_of(index) for index in range(NUM_STREAMS)])
-    streams.wait(lambda: streams.num_frames >= NUM_STREAMS)
+    streams = Streams(port_of(serving), bodies)
+    streams.wait(lambda: streams.num_frames >= len(bodies))
     os.kill(engine, signal.SIGSTOP)
     os.kill(engine, signal.SIGCONT)
     assert [stream.content for stream in streams.join()] == expected
@@ -246,10 +257,10 @@ def test_a_stopped_engine_is_red_and_replaced_and_a_woken_one_goes_on() -> None:
     figures = Figures(LENIENT)
     with serve_process(*FLAGS) as serving:
         serving.wait_ready()
-        expected = wholes(serving)
-        check_woken(serving, expected)
+        expected = wholes(serving, SMALL)
+        check_woken(serving, SMALL, expected)
         stop = Fault(signal=signal.SIGSTOP, process=1, num_done=0, bar_s=6.0)
-        check_undisturbed(break_engine(serving, stop, figures), expected)
+        check_undisturbed(break_engine(serving, SMALL, stop, figures), expected)
         serving.wait_ready()
         assert "made no progress for" in serving.log
     figures.tell("SIGSTOP under streams")
