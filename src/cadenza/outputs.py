@@ -42,7 +42,8 @@ class CompletionOutput:
     likely ones. `stop_reason` is the entry of `stop` or `stop_token_ids` that ended the
     continuation. `num_generated_tokens` is the number reported as usage: it includes the stopping
     token and excludes tokens after a stop string. `num_accepted_drafts` counts the tokens that were
-    drafted, `num_rejected_drafts` drafts that were verified in vain; both depend on the load. In a
+    drafted, `num_rejected_drafts` drafts that were verified in vain; both depend on the load.
+    `num_reasoning_tokens` are those within reasoning, which a parser tells from the rest. In a
     delta, `cumulative_logprob` and the numbers still cover all tokens so far. `parts` is the text
     split by the request's output parser, without the markers between the parts; None without a
     parser, where all of it is content. `receipt` is there at the end, where one was asked for.
@@ -58,6 +59,7 @@ class CompletionOutput:
     num_generated_tokens: int = 0
     num_accepted_drafts: int = 0
     num_rejected_drafts: int = 0
+    num_reasoning_tokens: int = 0
     error: str | None = None
     error_kind: ErrorKind | None = None
     parts: tuple[OutputPart, ...] | None = None

@@ -40,6 +40,10 @@ class MarkerParser:
         self._held = ""
         self._is_behind = False
 
+    @property
+    def is_reasoning(self) -> bool:
+        return not self._is_behind
+
     def push(self, text: str) -> list[OutputPart]:
         if self._is_behind:
             return [OutputPart("content", text)]

@@ -121,8 +121,10 @@ def test_a_bound_is_the_same_in_every_api(
         )
     else:
         thought, said = (item["content"][0]["text"] for item in answer.json()["output"])
+        assert answer.json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 5}
     chat = server.post(CHAT, {**BODY, **common, "thinking_token_budget": 5}).json()
     message = chat["choices"][0]["message"]
+    assert chat["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
     assert (thought, said) == (message["reasoning"], message["content"])
 
 

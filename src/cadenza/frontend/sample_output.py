@@ -45,6 +45,7 @@ class SampleOutput:
         "_is_ending_taken",
         "_logprobs",
         "_matcher",
+        "_num_reasoning",
         "_num_rejected",
         "_num_searched",
         "_num_taken_parts",
@@ -72,6 +73,7 @@ class SampleOutput:
         self._matcher = matcher
         self._num_unsearched = num_unsearched
         self._parser = parser
+        self._num_reasoning = 0
         self._texts: list[str] = []
         self._parts: list[OutputPart] = []
         self._token_ids: list[int] = []
@@ -120,8 +122,10 @@ class SampleOutput:
         if self._matcher is None:
             if text:
                 self._show(text)
+            self._count_reasoning()
             return False
         self._add_text(text)
+        self._count_reasoning()
         self._ends.append(self._num_searched)
         self._end_if_matched()
         return self._ending is not None
@@ -201,6 +205,11 @@ class SampleOutput:
             if self._parser is not None:
                 self._parts += self._parser.push(text)
 
+    def _count_reasoning(self) -> None:
+        """Tokens behind which the text is within reasoning; the one that ends it is none."""
+        if self._parser is not None and self._parser.is_reasoning:
+            self._num_reasoning += 1
+
     def _flush_parser(self) -> None:
         if self._parser is not None:
             self._parts += self._parser.flush()
@@ -220,6 +229,7 @@ class SampleOutput:
     ) -> CompletionOutput:
         """From these on, up to the `count`-th token."""
         ending = self._ending
+        num_generated = count if ending is None else ending.num_generated_tokens
         return CompletionOutput(
             index=self.index,
             text="".join(self._texts[first_text:]),
@@ -228,7 +238,8 @@ class SampleOutput:
             cumulative_logprob=self._sums[count - 1] if self._sums else None,
             finish_reason=None if ending is None else ending.finish_reason,
             stop_reason=None if ending is None else ending.stop_reason,
-            num_generated_tokens=count if ending is None else ending.num_generated_tokens,
+            num_generated_tokens=num_generated,
+            num_reasoning_tokens=min(self._num_reasoning, num_generated),
             num_accepted_drafts=bisect_left(self._accepted, count),
             num_rejected_drafts=self._num_rejected,
             error=None if ending is None else ending.error,

@@ -21,18 +21,24 @@ logger = logging.getLogger("cadenza.requests")
 @dataclass(slots=True, eq=False)
 class Usage:
     """Tokens of one call so far, by the place of a prompt and by the index of a choice; of the
-    generated ones those that were drafted (`accepted`), and drafts in vain (`rejected`).
+    generated ones those of reasoning, those that were drafted (`accepted`), and drafts in vain
+    (`rejected`).
     """
 
     prompt: dict[int, int] = field(default_factory=dict[int, int])
     cached: dict[int, int] = field(default_factory=dict[int, int])
     generated: dict[int, int] = field(default_factory=dict[int, int])
+    reasoning: dict[int, int] = field(default_factory=dict[int, int])
     accepted: dict[int, int] = field(default_factory=dict[int, int])
     rejected: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
     def prompt_tokens(self) -> int:
         return sum(self.prompt.values())
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(self.reasoning.values())
 
     @property
     def completion_tokens(self) -> int:
@@ -46,7 +52,7 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
             "completion_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": self.reasoning_tokens,
                 "accepted_prediction_tokens": sum(self.accepted.values()),
                 "rejected_prediction_tokens": sum(self.rejected.values()),
             },
@@ -102,6 +108,8 @@ class RequestRecord:
             )
             num_new += num_generated_tokens - usage.generated.get(index, 0)
             usage.generated[index] = num_generated_tokens
+            if output.num_reasoning_tokens:
+                usage.reasoning[index] = output.num_reasoning_tokens
             if output.num_accepted_drafts or output.num_rejected_drafts:
                 usage.accepted[index] = output.num_accepted_drafts
                 usage.rejected[index] = output.num_rejected_drafts

@@ -16,6 +16,11 @@ from cadenza.outputs import OutputPart
 class OutputParser(Protocol):
     """The parser of one sample."""
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        ...
+
     def push(self, text: str) -> Sequence[OutputPart]:
         """The parts that are certain now and were not before; often none, within a marker."""
         ...

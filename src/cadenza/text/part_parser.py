@@ -78,6 +78,10 @@ class PartParser:
             begun = plan.begins_in_reasoning
             self._state = _State.REASONING_BEGUN if begun else _State.START
 
+    @property
+    def is_reasoning(self) -> bool:
+        return self._state in (_State.REASONING_BEGUN, _State.REASONING)
+
     def push(self, text: str) -> Sequence[OutputPart]:
         self._text += text
         return self._read(is_end=False)

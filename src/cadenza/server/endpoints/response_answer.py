@@ -211,7 +211,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
             "cache_write_tokens": 0,  # writing costs nothing, so that it is not counted
         },
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
