@@ -287,6 +287,8 @@ def test_weights_of_tokens_are_what_they_take() -> None:
     cost = StepCost(fixed_ms=8.0, token_ms=0.25, logit_ms=0.25, key_ms=0.0)
     rows = StepLoad(num_tokens=16, num_logits=16, num_keys=16)
     assert measured_service_cost(cost, rows) == ServiceCost(prompt=0.25, output=1.0)
+    noisy = replace(cost, token_ms=1e-9, logit_ms=0.5)
+    assert measured_service_cost(noisy, rows).prompt == pytest.approx(0.01)
 
 
 CAPPED = Tenant(name="capped", page_share=0.5, cache_share=0.25)

@@ -234,7 +234,7 @@ def test_rates_over_http(script: tuple[int, ...], text: TextFrontend, tmp_path: 
         assert [each.status_code for each in answers] == [200, 200, 429]
         assert answers[2].headers["retry-after"] == "30"
         assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
-        assert "requests_per_minute is 2" in answers[2].json()["error"]["message"]
+        assert "requests_per_minute of 2 is used up" in answers[2].json()["error"]["message"]
         assert server.post("/v1/completions", body, headers=batch).status_code == 200
         now_s[0] += 30
         assert server.post("/v1/completions", body, headers=web).status_code == 200

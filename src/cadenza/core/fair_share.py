@@ -22,6 +22,9 @@ from cadenza.request import Tenant
 MAX_COUNTERS = 1024
 """Above so many counters, those that a tenant would get anyway when it comes back are dropped."""
 
+LEAST_PROMPT_COST = 0.01
+"""Of an output token's cost: prompts are not free where measured times are too noisy to tell."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceCost:
@@ -33,9 +36,8 @@ class ServiceCost:
 
 def measured_service_cost(cost: StepCost, full_decode: StepLoad) -> ServiceCost:
     """In milliseconds: a prompt token beside others, and a row of a step in which all decode."""
-    return ServiceCost(
-        prompt=cost.token_ms, output=cost.predict_ms(full_decode) / full_decode.num_tokens
-    )
+    output_ms = cost.predict_ms(full_decode) / full_decode.num_tokens
+    return ServiceCost(prompt=max(cost.token_ms, LEAST_PROMPT_COST * output_ms), output=output_ms)
 
 
 def fair_share_of(bound: StepBound | None, max_num_seqs: int) -> "FairShare":

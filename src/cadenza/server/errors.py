@@ -223,7 +223,7 @@ def queue_full(message: str) -> ApiError:
 def rate_limited(what: str, retry_after_s: int) -> ApiError:
     """`what` names the rate of the tenant that is used up, with its number."""
     message = (
-        f"the {what} for your key, and is used up; try again in {retry_after_s} "
+        f"your key's {what} is used up; try again in {retry_after_s} "
         f"second{'' if retry_after_s == 1 else 's'}"
     )
     headers = (("retry-after", str(retry_after_s)),)

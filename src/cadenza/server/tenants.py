@@ -254,10 +254,10 @@ class Tenants:
         use = self._use(name, now_s)
         limits, waits = use.limits, dict[str, float]()
         if use.requests is not None:
-            what = f"requests_per_minute is {limits.requests_per_minute:g}"
+            what = f"requests_per_minute of {limits.requests_per_minute:g}"
             waits[what] = use.requests.wait_s(1, now_s)
         if use.tokens is not None:
-            what = f"tokens_per_minute is {limits.tokens_per_minute:g}"
+            what = f"tokens_per_minute of {limits.tokens_per_minute:g}"
             waits[what] = use.tokens.wait_s(max(1, num_prompt_tokens), now_s)
         longest = max(waits, key=waits.__getitem__, default=None)
         if longest is not None and waits[longest] > 0:
