@@ -27,7 +27,7 @@ class DraftChance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftPlan:
+class DraftNumbers:
     """Numbers of drafts, and the tokens of all sequences for each millisecond, without and with."""
 
     counts: list[int]
@@ -42,7 +42,7 @@ class DraftPlan:
 
 def plan_drafts(
     chances: SequenceOf[DraftChance], load: StepLoad, target: StepCost, drafter: StepCost
-) -> DraftPlan:
+) -> DraftNumbers:
     """Adds one draft to each sequence for which it pays, again and again, while the rate rises.
 
     Args:
@@ -70,8 +70,8 @@ def plan_drafts(
             counts[row] = depth
         best = counts.copy()
     if rate < MIN_RATIO * first_rate:
-        return DraftPlan(counts=[0] * len(chances), rate_without=first_rate, rate=first_rate)
-    return DraftPlan(counts=best, rate_without=first_rate, rate=rate)
+        return DraftNumbers(counts=[0] * len(chances), rate_without=first_rate, rate=first_rate)
+    return DraftNumbers(counts=best, rate_without=first_rate, rate=rate)
 
 
 def _own_ms(cost: StepCost, chance: DraftChance) -> float:

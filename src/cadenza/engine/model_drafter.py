@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from cadenza.backends.base import Runner, StepHandle
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch, BatchEntry, PageUpdate
-from cadenza.core.draft_plan import DraftChance, DraftPlan, plan_drafts
+from cadenza.core.draft_plan import DraftChance, DraftNumbers, plan_drafts
 from cadenza.core.drafts import SharedAcceptance
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
@@ -297,7 +297,7 @@ def _scaled(cost: StepCost, scale: float) -> StepCost:
     )
 
 
-def _pays(row: _Row, plan: DraftPlan, own: StepCost) -> bool:
+def _pays(row: _Row, plan: DraftNumbers, own: StepCost) -> bool:
     """Whether what drafts save in the tokens to come is more than the time to compute what the
     second model lacks of the sequence."""
     num_behind = row.num_missing - 1
