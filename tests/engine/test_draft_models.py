@@ -37,7 +37,7 @@ from tests.engine.simulation import (
 )
 from tests.engine.test_speculation import AlwaysDrafts, audit_published_pages
 
-NUM_SEEDS = 16
+SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 300))]
 NUM_STEPS = 60
 HERE = "tests/engine/test_draft_models.py"
 
@@ -116,7 +116,7 @@ def parts_with(*, shares_kv: bool, error: float, context: float = 1.0) -> Parts:
 
 
 @pytest.mark.parametrize("shares_kv", [False, True], ids=["own pages", "shared pages"])
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_second_model_that_is_right_is_always_accepted(seed: int, *, shares_kv: bool) -> None:
     with replayable(f"seed {seed}", f"python -m pytest '{HERE}' -k '{seed}'"):
         scenario = Scenario(seed=seed, num_steps=NUM_STEPS, hang_up=0.0)
@@ -132,7 +132,7 @@ def test_a_second_model_that_is_right_is_always_accepted(seed: int, *, shares_kv
 
 
 @pytest.mark.parametrize("shares_kv", [False, True], ids=["own pages", "shared pages"])
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_streams_are_exact_whatever_a_second_model_draws(seed: int, *, shares_kv: bool) -> None:
     with replayable(f"seed {seed}", f"python -m pytest '{HERE}' -k '{seed}'"):
         scenario = Scenario(seed=seed, num_steps=NUM_STEPS)
