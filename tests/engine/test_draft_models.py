@@ -191,6 +191,21 @@ def test_a_request_without_drafts_runs_beside_others() -> None:
     assert drafted[2] == 0
 
 
+def test_a_prefix_that_is_cached_is_not_computed_again_by_the_draft_model() -> None:
+    draft = fake_of(LIMITS, ObservedRunner)
+    assert isinstance(draft, ObservedRunner)
+    engine = engine_with(draft)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    request = Request(prompt_token_ids=tuple(range(80)), params=params)
+    num_tokens: list[int] = []
+    for _ in range(2):
+        before = draft.num_launched_tokens
+        run_requests(engine, [request])
+        num_tokens.append(draft.num_launched_tokens - before)
+    assert num_tokens[0] > 80
+    assert num_tokens[1] <= num_tokens[0] - 64
+
+
 def test_drafts_that_cost_more_than_they_save_are_not_made() -> None:
     draft = fake_of(LIMITS)
     engine = engine_with(draft, cost=DEAR, target=CHEAP)

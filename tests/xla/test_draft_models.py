@@ -1,5 +1,7 @@
 """A second model on the XLA runner: the streams have the bits that they have without it."""
 
+import json
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -150,6 +152,20 @@ def test_a_draft_model_of_another_vocabulary_is_refused(
     )
     with pytest.raises(ConfigError, match=r"vocabulary of 1003 tokens.* one of 331"):
         plan_model(open_checkpoint(folder), config)
+
+
+def test_a_draft_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    bundled = open_checkpoint(None)
+    folder = shutil.copytree(bundled.folder, tmp_path / "swapped")
+    file = folder / "tokenizer.json"
+    told = json.loads(file.read_text())
+    entries = told["model"]["vocab"]
+    first, second = list(entries)[-2:]
+    entries[first], entries[second] = entries[second], entries[first]
+    file.write_text(json.dumps(told))
+    swapped = SpeculativeConfig(method="draft_model", model=str(folder))
+    with pytest.raises(ConfigError, match=r"another vocabulary .* the token"):
+        plan_model(bundled, EngineConfig(speculative_config=swapped))
 
 
 def test_a_draft_model_that_is_not_there_is_named(tmp_path: Path) -> None:
