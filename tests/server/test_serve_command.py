@@ -27,7 +27,7 @@ CERTIFICATE = Path(__file__).with_name("localhost.pem")
 """Self-signed, with its key, for tests only."""
 FLAGS = ("--max-num-seqs", "4", "--max-model-len", "1024")
 LONG = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
-WIDE = {**LONG, "n": 16}
+WIDE = {**LONG, "n": 8}
 """So long that it is not over when a busy machine comes to the next line of a test."""
 ENDLESS = {**WIDE, "prompt": ["Once"] * 4}
 """The most that one call may ask for: only something else than its end ends it in a test."""
@@ -121,7 +121,7 @@ def test_the_queues_timeout_is_as_it_is_given_and_a_504_says_so(
     one_row = ("--max-num-seqs", "1", "--max-model-len", "1024")
     with serve_process(*one_row, *flags, CADENZA_QUEUE_TIMEOUT=environment) as serving:
         serving.wait_ready()
-        with serving.streaming({**LONG, "n": 4}) as lines:
+        with serving.streaming({**LONG, "n": 2}) as lines:
             next(lines)
             refused = serving.post("/v1/completions", {"prompt": "the fox"})
             events = list(lines)
