@@ -18,8 +18,8 @@ from cadenza.bench.simulate import (
     SimulatedSteps,
     SimulationRecord,
     given_server,
-    make_core,
-    play,
+    make_simulated_core,
+    play_traffic,
     simulate,
 )
 from cadenza.bench.traffic import VOCAB_SIZE, TrafficOptions
@@ -85,8 +85,8 @@ class StreamRecord(SimulationRecord):
 def recorded(policy: SchedulingPolicy, *, is_storing: bool) -> StreamRecord:
     server, clock = given_server(COST, CONFIG), SimulatedClock()
     steps = StoringSteps(server, clock) if is_storing else None
-    core, record = make_core(server, policy, clock, steps), StreamRecord(TRAFFIC)
-    for _ in play(core, TRAFFIC, policy, clock, record):
+    core, record = make_simulated_core(server, policy, clock, steps), StreamRecord(TRAFFIC)
+    for _ in play_traffic(core, TRAFFIC, policy, clock, record):
         core.check_invariants()
     assert core.scheduler.num_prefix_hits > 0
     return record

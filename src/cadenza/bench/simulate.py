@@ -19,7 +19,7 @@ from cadenza import EngineConfig, EngineCore, Finished, Request, SamplingParams,
 from cadenza.backends.base import Capability, StepHandle
 from cadenza.bench import OnStatus
 from cadenza.bench.serve_figures import Spread, spread_of
-from cadenza.bench.traffic import VOCAB_SIZE, Arrival, TrafficOptions
+from cadenza.bench.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
 from cadenza.config import MAX_MAX_ITL_MS, EngineLimits, SchedulingPolicy
 from cadenza.core.batch import Batch
 from cadenza.core.queue_policy import QueuePolicy
@@ -239,7 +239,7 @@ class Simulated:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    arrival: Arrival
+    arrival: TrafficArrival
     last_s: float
     ttft_s: float = 0.0
     num_tokens: int = 0
@@ -302,15 +302,15 @@ def simulate(
 ) -> PolicyFigures:
     """Plays the traffic under one policy until all requests have ended."""
     clock = SimulatedClock()
-    core = make_core(server, policy, clock)
+    core = make_simulated_core(server, policy, clock)
     record = SimulationRecord(options)
-    for now_s in play(core, options, policy, clock, record):
+    for now_s in play_traffic(core, options, policy, clock, record):
         if record.num_answers and record.num_answers % REPORT_EVERY == 0:
             report(f"{policy}: {record.num_answers} of {options.num_requests}, {now_s:.0f} s")
     return _figures(record, core, policy, clock.now_s)
 
 
-def make_core(
+def make_simulated_core(
     server: SimulatedServer,
     policy: SchedulingPolicy,
     clock: SimulatedClock,
@@ -330,7 +330,7 @@ def make_core(
     return EngineCore(NoDevice(server.limits), server.limits, options, steps)
 
 
-def play(
+def play_traffic(
     core: EngineCore,
     options: TrafficOptions,
     policy: SchedulingPolicy,
@@ -354,7 +354,7 @@ def play(
 
 def _submit(
     core: EngineCore,
-    arrival: Arrival,
+    arrival: TrafficArrival,
     policy: SchedulingPolicy,
     tenant: Tenant,
     record: SimulationRecord,

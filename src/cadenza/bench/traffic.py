@@ -36,7 +36,7 @@ _RANDOM_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class TrafficArrival:
     """A request, `after_s` the start; `tenant` counts from 0."""
 
     after_s: float
@@ -125,7 +125,7 @@ class TrafficOptions:
                 f"more"
             )
 
-    def traffic(self, max_model_len: int) -> Iterator[Arrival]:
+    def traffic(self, max_model_len: int) -> Iterator[TrafficArrival]:
         """The arrivals in order; lengths are cut so that each request fits the context."""
         rates = [self.request_rate * (self.flood if not at else 1.0) for at in self._tenants]
         sources = [self._source(at, rate, max_model_len) for at, rate in enumerate(rates) if rate]
@@ -136,7 +136,7 @@ class TrafficOptions:
     def _tenants(self) -> range:
         return range(self.num_tenants)
 
-    def _source(self, tenant: int, rate: float, max_model_len: int) -> Iterator[Arrival]:
+    def _source(self, tenant: int, rate: float, max_model_len: int) -> Iterator[TrafficArrival]:
         """One tenant's requests, without end."""
         rng = random.Random(f"simulate {self.seed} {tenant}")  # noqa: S311 - a workload, no secret
         tokens = tuple(rng.choices(range(VOCAB_SIZE), k=_RANDOM_TOKENS))
@@ -148,7 +148,7 @@ class TrafficOptions:
             prompt = prefix + self._cut(rng, tokens, self._length(rng, self.prompt_lens))
             prompt = prompt[: max_model_len - 1]
             most = max_model_len - len(prompt)
-            yield Arrival(
+            yield TrafficArrival(
                 after_s=after_s,
                 tenant=tenant,
                 prompt_token_ids=prompt,
