@@ -288,6 +288,8 @@ def test_a_prompt_beyond_the_context_is_still_counted(scripted: RunningServer) -
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "json_object"}}}, "json_schema"),
         ({"stop": ["x"]}, "no field 'stop'"),
+        ({"messages": [{"role": "user", "content": [{"type": "\ud800"}]}]}, "ud800"),
+        ({"tools": [{"type": "\ud800"}]}, "ud800"),
         ({"service_tier": "priority"}, "service_tier"),
     ],
     ids=str,
@@ -295,7 +297,9 @@ def test_a_prompt_beyond_the_context_is_still_counted(scripted: RunningServer) -
 def test_what_cannot_be_answered_is_refused_by_name(
     scripted: RunningServer, fields: dict[str, Any], named: str
 ) -> None:
-    answer = scripted.post(PATH, {**BODY, **fields})
+    headers = {"content-type": "application/json"}
+    with scripted.client() as client:
+        answer = client.post(PATH, content=json.dumps({**BODY, **fields}), headers=headers)
     assert answer.status_code == 400, answer.text
     error = answer.json()
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")

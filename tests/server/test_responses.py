@@ -314,6 +314,29 @@ def test_what_cannot_be_answered_is_refused_by_name(
     assert param in (None, answer.json()["error"]["param"])
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"a": "\ud800"}},
+        {"tools": [{**NOW, "description": "\ud800"}], "tool_choice": "none"},
+        {"tools": [{"type": "\ud800"}]},
+        {"text": {"format": {"type": "\ud800"}}},
+        {"text": {"format": {"type": "json_schema", "schema": {"enum": ["\ud800"]}}}},
+        {"include": ["\ud800"]},
+        {"input": [{"type": "\ud800"}]},
+        {"input": [{"role": "user", "content": "\ud800"}]},
+        {"previous_response_id": "\ud800"},
+    ],
+    ids=str,
+)
+def test_half_a_surrogate_pair_is_refused(scripted: RunningServer, fields: dict[str, Any]) -> None:
+    headers = {"content-type": "application/json"}
+    with scripted.client() as client:
+        answer = client.post(PATH, content=json.dumps({**BODY, **fields}), headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith(next(iter(fields)))
+
+
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "order=up", "after=none", "odd=1"])
 def test_a_wrong_query_is_refused(scripted: RunningServer, query: str) -> None:
     url = f"{PATH}/{respond(scripted)['id']}"

@@ -119,6 +119,8 @@ class ResponseRequest(LabelledBody, GenerationRequest):
         if not self.input and self.previous_response_id is None:
             raise invalid_value("input has no items; give at least one", "input")
         check_form_and_call(self.tool_use(), has_form=self._form is not None)
+        for name, shown in self._shown().items():
+            _check_unicode(name, shown)
 
     def tool_use(self) -> ToolUse | None:
         """Raises ApiError (400)."""
@@ -193,19 +195,35 @@ class ResponseRequest(LabelledBody, GenerationRequest):
             "background": False,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": effort, "summary": None},
             "store": self.store is not False,
             "temperature": params.temperature,
-            "text": {"format": self._text_format.given},
             "tool_choice": _shown_choice(self.tool_choice),
-            "tools": [_shown_tool(tool) for tool in self.tools or ()],
             "top_p": params.top_p,
             "truncation": "disabled",
             "user": self.user,
+            **self._shown(),
         }
+
+    def _shown(self) -> dict[str, Any]:
+        """What the response repeats of the request as it was given."""
+        return {
+            "metadata": self.metadata or {},
+            "text": {"format": self._text_format.given},
+            "tools": [_shown_tool(tool) for tool in self.tools or ()],
+        }
+
+
+def _check_unicode(name: str, value: object) -> None:
+    """Raises ApiError (400) for a value that no JSON can hold."""
+    try:
+        msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        raise invalid_value(
+            f"{name} has half a surrogate pair; send whole characters", name
+        ) from None
 
 
 def _items_of(turn: StoredResponse) -> list[dict[str, Any]]:

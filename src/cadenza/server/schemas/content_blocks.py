@@ -158,7 +158,7 @@ def _blocks(
     for block in cast(list[object], value)[: MAX_MESSAGES + 1]:
         kind = members_of(block).get("type")
         if isinstance(kind, str) and kind not in kinds:
-            raise not_built(name, f"the content block {kind[:64]} here")
+            raise not_built(name, f"the content block {show(kind)} here")
         declared = kinds.get(kind) if isinstance(kind, str) else None
         if declared is None:
             raise refuse(name, block, f"blocks of the types {', '.join(kinds)}")

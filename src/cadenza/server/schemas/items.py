@@ -152,7 +152,7 @@ def _item(name: str, value: object) -> dict[str, Any]:
     declared = ITEMS.get(kind) if isinstance(kind, str) else None
     if declared is None:
         if isinstance(kind, str):
-            raise not_built(name, f"an item of the type {kind[:64]}")
+            raise not_built(name, f"an item of the type {show(kind)}")
         raise refuse(f"{name}.type", kind, f"one of {', '.join(ITEMS)}")
     members = checked_object(name, cast(object, value), declared).values
     match kind:

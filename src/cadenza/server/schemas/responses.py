@@ -6,6 +6,7 @@ Owns their members. Knows no engine. Invariant: what is not built is refused by 
 from dataclasses import dataclass
 from typing import Any, cast
 
+from cadenza.request import show
 from cadenza.server.errors import not_built
 from cadenza.server.schemas.body import DeclaredObject, label, optional, unsupported
 from cadenza.server.schemas.field_types import OneOf, Schema, refuse
@@ -45,7 +46,7 @@ class TextFormat:
         if kind == "json_object" and not members:
             return AskedForm(structured_of(name, json_object=True), given)
         if isinstance(kind, str) and kind not in ("text", "json_object", "json_schema"):
-            raise not_built(name, f"the type {kind[:64]}")
+            raise not_built(name, f"the type {show(kind)}")
         if kind != "json_schema":
             raise refuse(name, given, _FORMATS)
         return AskedForm(schema_format(name, members), given)
@@ -97,8 +98,7 @@ class Includes:
             raise refuse(name, value, "a list of texts")
         for item in cast(list[object], value):
             if item not in INCLUDABLE:
-                shown = item[:64] if isinstance(item, str) else "that"
-                raise not_built(name, f"including {shown}")
+                raise not_built(name, f"including {show(item)}")
         return tuple(cast(list[str], value))
 
     def schema(self) -> Schema:

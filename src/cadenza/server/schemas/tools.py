@@ -191,7 +191,7 @@ def check_tool_type(name: str, members: Mapping[str, Any], *known: str) -> None:
     """Raises ApiError (400) naming a type of tool that is not known."""
     kind = members.get("type")
     if isinstance(kind, str) and kind not in known:
-        raise not_built(name, f"a tool of the type {kind[:64]}")
+        raise not_built(name, f"a tool of the type {show(kind)}")
 
 
 def _nested_tool(name: str, members: dict[str, Any]) -> Tool:
