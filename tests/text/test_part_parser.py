@@ -150,3 +150,17 @@ def test_a_template_shows_its_format():
     assert format_shown_by("[TOOL_CALLS]") == "mistral"
     assert format_shown_by("{{ 'Environment: ipython' }}") == "llama3_json"
     assert format_shown_by("{{ tools }}") == "json"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"name": "f", "arguments": {"a": "\\ud800"}}]',
+        '[{"name": "\\ud800", "arguments": {}}]',
+        '[{"name": "f", "arguments": {"a": NaN}}]',
+        '[{"name": "f", "arguments": "{\\"a\\": Infinity}"}]',
+    ],
+)
+def test_what_no_json_can_hold_is_no_call(text: str) -> None:
+    assert TOOL_FORMATS["json"].read(text) is None
+    assert TOOL_FORMATS["pythonic"].read("[f(a='\\ud800')]") is None

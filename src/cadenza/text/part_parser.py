@@ -72,7 +72,7 @@ class PartParser:
 
     def __init__(self, plan: PartPlan) -> None:
         self._plan = plan
-        self._text = ""
+        self._text: str = ""
         self._state = _State.ANSWER_BEGUN
         if plan.reasoning is not None:
             begun = plan.begins_in_reasoning

@@ -173,6 +173,8 @@ def _calls_of(values: list[object]) -> list[ToolCall] | None:
         arguments = members.get("arguments", members.get("parameters", {}))
         if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
             return None
+        if _written(name) is None:
+            return None
         is_text = isinstance(arguments, str)
         written = _json_object(arguments) if is_text else _written(cast(object, arguments))
         if written is None:
@@ -190,8 +192,14 @@ def _json_object(text: str) -> str | None:
     return _written(cast(object, value)) if isinstance(value, dict) else None
 
 
-def _written(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def _written(value: object) -> str | None:
+    """JSON that can be sent; None where there is none: of NaN, or of half a surrogate pair."""
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except ValueError:
+        return None
+    return written
 
 
 def _python_call(node: ast.expr) -> ToolCall | None:
@@ -200,8 +208,8 @@ def _python_call(node: ast.expr) -> ToolCall | None:
     name = ast.unparse(node.func)
     try:
         arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
-        written = json.dumps(arguments, ensure_ascii=False)
+        written = _written(arguments)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
     is_plain = None not in [each.arg for each in node.keywords] and _NAME.fullmatch(name)
-    return ToolCall(name, written) if is_plain else None
+    return ToolCall(name, written) if is_plain and written is not None else None
