@@ -169,12 +169,15 @@ def request_not_found() -> ApiError:
 
 def response_not_found(response_id: str, param: str | None = None) -> ApiError:
     """`param`: the field of a body that names it; None: it is the URL that does."""
-    status, code = (404, "response_not_found") if param is None else (400, f"{param}_not_found")
+    if param is None:
+        status, code = 404, "response_not_found"
+    else:
+        status, code = 400, "previous_response_not_found"
     message = (
         f"there is no response {response_id[:80]!r} here that is stored whole: it was not stored, "
         f"has been deleted, or was not used for --stored-responses-ttl seconds, or has not ended"
     )
-    return ApiError(status, code.replace("_id_", "_"), message, param=param or "id")
+    return ApiError(status, code, message, param=param or "id")
 
 
 def unknown_url(method: str, path: str) -> ApiError:
