@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from cadenza.backends.fake import FakeRunner
+from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch
 from cadenza.core.drafts import Drafting, DraftSource
@@ -19,8 +19,9 @@ from cadenza.core.packing import Packer
 from cadenza.core.prompt_lookup import PromptLookup
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_cost import StepCost
 from cadenza.core.step_schema import ModelInputs, StepOutput
-from cadenza.engine.core import EngineCore
+from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.drafting import drafting_of
 from cadenza.errors import InvalidRequestError
 from cadenza.request import Event, Request, SamplingParams
@@ -263,7 +264,9 @@ LIMITS = EngineLimits(
 )
 
 
-def fake_engine(runner: type[FakeRunner] = FakeRunner) -> EngineCore:
+def fake_engine(
+    runner: type[FakeRunner] = FakeRunner, options: CoreOptions | None = None
+) -> EngineCore:
     runner_of_limits = runner(
         max_num_seqs=LIMITS.max_num_seqs,
         max_num_batched_tokens=LIMITS.max_num_batched_tokens,
@@ -272,7 +275,7 @@ def fake_engine(runner: type[FakeRunner] = FakeRunner) -> EngineCore:
         page_size=LIMITS.page_size,
         vocab_size=VOCAB_SIZE,
     )
-    return EngineCore(runner_of_limits, LIMITS)
+    return EngineCore(runner_of_limits, LIMITS, options)
 
 
 def predicted(seed: int, *, error: int = 0, speculative: bool | None = None) -> Request:
@@ -330,3 +333,26 @@ def test_a_prediction_that_cannot_be_right_is_refused(prediction: tuple[int, ...
     with pytest.raises(InvalidRequestError, match="prediction") as refused:
         fake_engine().submit(Request(prompt_token_ids=(1,), prediction=prediction))
     assert refused.value.param == "prediction"
+
+
+@pytest.mark.parametrize(("ms_of_token", "is_dear"), [(0.5, False), (12.0, True)])
+def test_drafts_that_prove_dearer_than_foreseen_are_made_less(
+    ms_of_token: float, *, is_dear: bool
+) -> None:
+    now_s = 0.0
+
+    class Timed(FakeRunner):
+        def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+            nonlocal now_s
+            now_s += (10.0 + ms_of_token * (inputs.num_tokens - 1)) / 1000
+            return super().launch(inputs)
+
+    options = CoreOptions(
+        clock=lambda: now_s,
+        step_cost=StepCost(fixed_ms=7.0, token_ms=2.0, logit_ms=1.0, key_ms=1e-9),
+    )
+    engine = fake_engine(Timed, options)
+    for start in range(1, 5):
+        run_requests(engine, [predicted(start)])
+    num_drafts = engine.scheduler.draft_counts.num_draft_tokens
+    assert (num_drafts < 100) if is_dear else (num_drafts > 180), num_drafts

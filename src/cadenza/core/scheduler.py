@@ -125,12 +125,23 @@ class Scheduler:
         """True if a running sequence would draft, which it can only behind its newest token."""
         return self._drafts.need_newest_tokens(self.running, self.num_steps)
 
-    def observe(self, load: StepLoad, measured_ms: float) -> None:
-        """A step took `measured_ms`."""
-        if self.step_bound is not None:
-            self.step_bound.observe(load, measured_ms)
-        elif self._step_cost is not None:
-            self._step_cost = self._step_cost.corrected(load, measured_ms)
+    def observe(self, batch: Batch, measured_ms: float) -> None:
+        """A step took `measured_ms`. One with drafts corrects what drafts cost, and no more."""
+        cost = self._cost
+        if cost is None:
+            return
+        self._drafts.observe(batch, measured_ms, cost)
+        if self.step_bound is None:
+            if not batch.has_drafts:
+                self._step_cost = cost.corrected(batch.load, measured_ms)
+        elif batch.has_drafts:
+            self.step_bound.count(measured_ms)
+        else:
+            self.step_bound.observe(batch.load, measured_ms)
+
+    @property
+    def _cost(self) -> StepCost | None:
+        return self._step_cost if self.step_bound is None else self.step_bound.cost
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -152,8 +163,8 @@ class Scheduler:
             return None
         # Entered after admission, which must not count tokens of this step as computed: a sample
         # can only fork a prompt that an earlier step has computed.
-        cost = self._step_cost if self.step_bound is None else self.step_bound.cost
-        drafts = self._drafts.propose(shares, logprobs_budget.num_rows, self.num_steps, cost)
+        num_rows = logprobs_budget.num_rows
+        drafts = self._drafts.propose(shares, num_rows, self.num_steps, self._cost)
         for sequence, count in shares:
             self._enter(batch, sequence, count, drafts.get(sequence, ()))
         self._fair_share.charge_outputs(batch.entries)

@@ -182,9 +182,13 @@ class StepBound:
         """What is left for prompts beside `decodes`; negative if these alone exceed the bound."""
         return self.max_ms - self.cost.predict_ms(decodes)
 
+    def count(self, measured_ms: float) -> None:
+        """A step took `measured_ms`, from which nothing is to be learned."""
+        self.num_exceeded += measured_ms > self.max_ms
+
     def observe(self, load: StepLoad, measured_ms: float) -> None:
         """A step took `measured_ms`."""
-        self.num_exceeded += measured_ms > self.max_ms
+        self.count(measured_ms)
         self.cost = self.cost.corrected(load, measured_ms)
         if self.full_decode is not None:
             self.max_ms = derive_bound_ms(self.cost, self.full_decode)

@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
 from cadenza.config import EngineLimits
+from cadenza.core.batch import Batch
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost, StepLoad
@@ -17,6 +18,12 @@ Share = tuple[Sequence, int]
 """A sequence and the number of its tokens that a step computes."""
 
 Drafts = dict[Sequence, tuple[int, ...]]
+
+FIRST_PRICE, PRICE_OF_NEWEST, PRICE_OF_OLD = 1.25, 0.3, 0.002
+MIN_PRICE, MAX_PRICE = 0.8, 4.0
+"""Of a draft, as a multiple of what the cost of steps says, with a margin before any was measured;
+a cheaper one hardly counts as cheaper, so that a step that was fast for another reason does not
+bring too many."""
 
 
 class DraftWish(NamedTuple):
@@ -29,13 +36,14 @@ class DraftWish(NamedTuple):
 
 
 class DraftStep(NamedTuple):
-    """The step for which drafts are wanted: its number, its load without drafts, and what steps
-    cost; None if that is not known.
+    """The step for which drafts are wanted: its number, its load without drafts, what steps cost
+    (None if that is not known), and what verifying a draft costs as a multiple of that.
     """
 
     number: int
     load: StepLoad
     cost: StepCost | None
+    price: float
 
 
 class Drafter(Protocol):
@@ -59,6 +67,25 @@ class StepDrafts:
         self._limits = limits
         self._kv_cache = kv_cache
         self._drafter = drafter
+        self._price = FIRST_PRICE
+
+    def observe(self, batch: Batch, measured_ms: float, cost: StepCost) -> None:
+        """A step took `measured_ms`. Learns what drafts cost beside what `cost` says, which is made
+        of steps with few tokens and with many; without drafts it is slowly forgotten.
+        """
+        if not batch.has_drafts:
+            self._price += PRICE_OF_OLD * (FIRST_PRICE - self._price)
+            return
+        num_drafts = sum(len(entry.drafts) for entry in batch.entries)
+        load = batch.load
+        base = StepLoad(
+            num_tokens=load.num_tokens - num_drafts,
+            num_logits=load.num_logits - num_drafts,
+            num_keys=load.num_keys - sum(len(each.drafts) * each.end for each in batch.entries),
+        )
+        base_ms = cost.predict_ms(base)
+        price = (measured_ms - base_ms) / (cost.predict_ms(load) - base_ms)
+        self._price += PRICE_OF_NEWEST * (min(MAX_PRICE, max(MIN_PRICE, price)) - self._price)
 
     def need_newest_tokens(self, running: list[Sequence], number: int) -> bool:
         """Whether the step of this number is to be scheduled only when no step is in flight: a
@@ -106,7 +133,7 @@ class StepDrafts:
                 if count == 1 and sequence.page_copy is None and drafting.is_due(end):
                     together.append(sequence)
                 continue
-            odds = 0.0 if cost is None else cost.draft_odds(load, end)
+            odds = 0.0 if cost is None else cost.draft_odds(load, end) * self._price
             drafts = drafting.propose(sequence.token_ids, most, odds)
             drafts = drafts[: self._reach(sequence, end, len(drafts))]
             if drafts:
@@ -117,7 +144,7 @@ class StepDrafts:
         wishes = self._wishes(together, room)
         if not wishes:
             return found
-        return found | self._drafter.propose(wishes, DraftStep(number, load, cost))
+        return found | self._drafter.propose(wishes, DraftStep(number, load, cost, self._price))
 
     def _wishes(self, sequences: list[Sequence], room: int) -> list[DraftWish]:
         """Each has an equal share of the room, and pages for as many drafts."""

@@ -178,7 +178,7 @@ class StepLoop:
         """Tells the scheduler how long a step took, since its launch or the step before it."""
         now_s = self._clock()
         started_s = max(step.launched_s, self._last_read_s)
-        self._scheduler.observe(step.batch.load, 1000 * (now_s - started_s))
+        self._scheduler.observe(step.batch, 1000 * (now_s - started_s))
         self._last_read_s = now_s
 
     def _recover(self, failed: Batch) -> list[Event]:

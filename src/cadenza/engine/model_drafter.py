@@ -189,7 +189,7 @@ class ModelDrafter:
             )
             for row in rows
         ]
-        plan = plan_drafts(chances, step.load, cost, own)
+        plan = plan_drafts(chances, step.load, cost, own, step.price)
         for row, count in zip(rows, plan.counts, strict=True):
             row.count = count
             if count and not _pays(row, plan, own):
