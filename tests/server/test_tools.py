@@ -196,6 +196,7 @@ def test_reasoning_is_split_off_and_the_form_begins_behind_it(thoughtful: TextFr
     ]
     assert prepared.request.constraint is not None
     grammar = prepared.request.constraint.grammar
+    assert grammar is not None
     assert check_grammar(grammar) is None
     assert "THOUGHT" in grammar
 

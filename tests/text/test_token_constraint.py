@@ -37,7 +37,7 @@ def tokenizer() -> Tokenizer:
 
 def constraint_of(compiler: ConstraintCompiler, grammar: str) -> GrammarConstraint:
     found = compiler.compile(ConstraintSpec(grammar=grammar)).result(30)
-    assert found is not None
+    assert isinstance(found, GrammarConstraint)
     return found
 
 
