@@ -12,9 +12,9 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.limits import LONG_BYTES
+from cadenza.server.limits import LONG_BYTES, ServerLimits
 from tests.cli.harness import write_model
-from tests.server.harness import TIMEOUT_S, RunningServer, running_server
+from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_errors import check_error
 from tests.server.test_streams import wait_until
@@ -54,11 +54,15 @@ def long_text(start: str) -> str:
 
 @contextmanager
 def held_server(
-    script: tuple[int, ...], folder: Path, *held: str, **bounds: int
+    script: tuple[int, ...], folder: Path, *held: str, drain_s: float = 30.0, **bounds: int
 ) -> Generator[tuple[RunningServer, HeldFace, ThreadPoolExecutor]]:
     face = HeldFace(write_model(folder / "tiny"), held)
     engine = ScriptedEngine(script, max_model_len=MAX_MODEL_LEN, **bounds)
-    with running_server(engine, face) as server, ThreadPoolExecutor(4 * NUM_LONG) as clients:
+    limits = ServerLimits(drain_s=drain_s)
+    with (
+        running_server(engine, face, options(limits=limits)) as server,
+        ThreadPoolExecutor(4 * NUM_LONG) as clients,
+    ):
         try:
             yield server, face, clients
         finally:
@@ -123,6 +127,28 @@ def test_calls_of_tokenize_are_bounded_and_take_no_room_of_completions(
         words = ("5 calls that tokenize", "--max-num-queued-reqs")
         check_error(refused.json(), "rate_limit_error", "queue_full", words=words)
         assert server.post("/v1/completions", SHORT).status_code == 200
+
+
+def test_prompts_in_hand_when_the_server_ends_are_refused_as_draining(
+    script: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Those that a thread tokenises, and those that wait for one."""
+    with held_server(script, tmp_path, "held", drain_s=0.1) as (server, face, clients):
+        waiting = [
+            clients.submit(server.post, path, {"prompt": "held"})
+            for path in ("/v1/completions", "/tokenize")
+            for _ in range(4)
+        ]
+        wait_until(lambda: server.service.num_open == len(waiting) and face.num_waiting == 3)
+        server.call(server.lifecycle.ask)
+        wait_until(lambda: sum(call.done() for call in waiting) == 5)
+        face.let_go.set()
+        answers = [call.result(TIMEOUT_S) for call in waiting]
+    ended = [answer for answer in answers if answer.status_code != 200]
+    assert len(ended) >= len(answers) - 1  # one was being tokenised for its own sake
+    for answer in ended:
+        assert answer.status_code == 503
+        check_error(answer.json(), "server_error", "draining")
 
 
 WORDS = "the fox " * 300

@@ -106,8 +106,7 @@ class Generation:
                     lambda: service.prepare(request, exchange.tenant, check),
                 )
             except CadenzaError as error:
-                state = service.monitor.status().state
-                raise error_of(error, state, request.param_of) from error
+                raise error_of(error, service.engine_state, request.param_of) from error
             service.check_id(exchange.request_id)
             job = service.submit(prepared, exchange.tenant, record)
         head = AnswerHead(

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from cadenza.errors import ConfigError
+from cadenza.errors import ConfigError, EngineClosedError
 
 Result = TypeVar("Result")
 Purpose = Literal["generate", "tokenize"]
 
+CLOSED = "the server is ending"
 LONG_BYTES = 64 << 10
 """A larger body is long: tokenising it takes more than the 50 ms or so that others may wait."""
 NUM_THREADS: dict[tuple[Purpose, bool], int] = {
@@ -110,16 +111,30 @@ class TextWork:
     """Runs functions in lanes of threads; admission bounds the number that wait."""
 
     def __init__(self) -> None:
+        self._is_closed = False
         self._lanes = {
             lane: ThreadPoolExecutor(num_threads, thread_name_prefix="cadenza-text")
             for lane, num_threads in NUM_THREADS.items()
         }
 
     async def do(self, purpose: Purpose, num_body_bytes: int, work: Callable[[], Result]) -> Result:
-        """Runs `work` in the lane for bodies of this size. Raises what it raises."""
-        lane = self._lanes[purpose, num_body_bytes > LONG_BYTES]
-        return await asyncio.wrap_future(lane.submit(work))
+        """Runs `work` in the lane for bodies of this size.
+
+        Raises what it raises; EngineClosedError where `close` comes before its turn.
+        """
+        if self._is_closed:
+            raise EngineClosedError(CLOSED)
+        doing = self._lanes[purpose, num_body_bytes > LONG_BYTES].submit(work)
+        try:
+            return await asyncio.wrap_future(doing)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise EngineClosedError(CLOSED) from None
+            raise
 
     def close(self) -> None:
+        """Work that has not begun is not done."""
+        self._is_closed = True
         for lane in self._lanes.values():
             lane.shutdown(wait=False, cancel_futures=True)

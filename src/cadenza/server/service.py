@@ -14,7 +14,7 @@ from typing import Protocol
 from cadenza.config import EngineLimits
 from cadenza.engine.batch_engine import BatchEngine
 from cadenza.engine.request_check import RequestCheck
-from cadenza.engine.status import EngineMonitor
+from cadenza.engine.status import EngineMonitor, EngineState
 from cadenza.errors import CadenzaError, ContextLengthError, TextTooLongError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.async_engine import AsyncEngine, OutputStream
@@ -131,6 +131,11 @@ class Service:
     @property
     def is_draining(self) -> bool:
         return self._is_draining
+
+    @property
+    def engine_state(self) -> EngineState:
+        """For errors: once new calls are refused, the engine is not to be blamed for its end."""
+        return "draining" if self._is_draining else self.monitor.status().state
 
     @property
     def num_open(self) -> int:
@@ -301,7 +306,7 @@ class Service:
         return self.monitor.status().state == "restarting"
 
     def _error_of(self, error: CadenzaError) -> ApiError:
-        return error_of(error, self.monitor.status().state)
+        return error_of(error, self.engine_state)
 
     def check_id(self, request_id: str) -> None:
         """Raises ApiError (400) where another call has this id."""

@@ -61,7 +61,7 @@ class StatusHandlers:
         try:
             described = self._service.text.describe_tokenizer()
         except CadenzaError as error:
-            raise error_of(error, self._service.monitor.status().state) from error
+            raise error_of(error, self._service.engine_state) from error
         await send_object(exchange, described)
 
     async def _version(self, exchange: Exchange) -> None:

@@ -147,7 +147,7 @@ class TokenHandlers:
                 doing = service.work.do("tokenize", num_body_bytes, work)
                 return await exchange.while_connected(doing)
             except CadenzaError as error:
-                raise error_of(error, service.monitor.status().state) from error
+                raise error_of(error, service.engine_state) from error
 
     def _tokenized(self, body: TokenizeBody) -> bytes:
         """The answer's body. Raises ApiError (400) for a text longer than the context."""
