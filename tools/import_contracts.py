@@ -14,16 +14,20 @@ from importlinter import Contract, ContractCheck, fields, output
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Allowed and denied imports of some modules; `None` allows all. Entries cover subpackages."""
+    """Allowed and denied imports of `modules` without `exempt`; `None` allows all. Entries cover
+    subpackages.
+    """
 
     root: str
     modules: frozenset[str]
+    exempt: frozenset[str] = frozenset()
     internal: frozenset[str] | None = None
     external: frozenset[str] | None = None
     denied: frozenset[str] = frozenset()
 
     def governs(self, module: str) -> bool:
-        return _is_covered(module, self.modules, root=self.root)
+        is_exempt = _is_covered(module, self.exempt, root=self.root)
+        return not is_exempt and _is_covered(module, self.modules, root=self.root)
 
     def allows(self, target: str) -> bool:
         """Whether a governed module may import `target`. The standard library is external."""
@@ -56,11 +60,13 @@ class AllowlistContract(Contract):
 
     The standard library is always allowed unless denied by name. A list that is left out allows
     everything. The root package's name stands for that module alone, not for its subpackages.
+    Modules in `exempt` have a contract of their own.
     """
 
     type_name = "allowlist"
 
     modules = fields.SetField(subfield=fields.StringField())
+    exempt = fields.SetField(subfield=fields.StringField(), required=False)
     internal = fields.SetField(subfield=fields.StringField(), required=False)
     external = fields.SetField(subfield=fields.StringField(), required=False)
     denied = fields.SetField(subfield=fields.StringField(), required=False)
@@ -71,6 +77,7 @@ class AllowlistContract(Contract):
         rules = Rules(
             root=self.session_options["root_packages"][0],
             modules=frozenset(self.modules),  # type: ignore[arg-type]
+            exempt=frozenset(self.exempt or ()),  # type: ignore[arg-type]
             internal=_optional(self.internal if "internal" in options else None),
             external=_optional(self.external if "external" in options else None),
             denied=frozenset(self.denied or ()),  # type: ignore[arg-type]

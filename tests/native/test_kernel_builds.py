@@ -86,12 +86,14 @@ def test_the_gate_catches_every_fault_of_the_native_kernels(library: NativeLibra
     assert result.last_line == "SELF-TEST PASS caught=5 ops=native"
 
 
+@pytest.mark.soak
 def test_the_gate_catches_every_fault_of_the_kernels_over_kv_in_int8(library: NativeLibrary):
     config = replace(OPTIONS.config, kv_cache_dtype="int8")
     result = run_self_test(library, replace(OPTIONS, config=config))
     assert result.last_line == "SELF-TEST PASS caught=5 ops=native"
 
 
+@pytest.mark.soak
 def test_a_fault_that_needs_long_prompts_is_skipped_in_a_short_context(library: NativeLibrary):
     config = replace(OPTIONS.config, max_num_seqs=2, max_model_len=400)
     result = run_self_test(library, replace(OPTIONS, num_requests=5, config=config))

@@ -107,7 +107,7 @@ def check(client: httpx.Client, field: NumericField, value: Any, wanted: str) ->
 
 
 def test_numbers_beyond_their_bounds_are_refused_by_name(bundled: RunningServer) -> None:
-    play(bundled, 1500)
+    play(bundled, 500)
 
 
 @pytest.mark.soak

@@ -35,6 +35,7 @@ MODULES = (
     "request",
     "outputs",
     "errors",
+    "bench.simulate",
     "core.scheduler",
     "engine.core",
     "backends.xla.reference_model",
@@ -51,6 +52,7 @@ LAWFUL = (
     ("engine", "cadenza.backends"),
     ("engine", "cadenza.backends.base"),
     ("bench", "cadenza.backends.base"),
+    ("bench.simulate", "cadenza.core.scheduler"),
     ("cli", "cadenza.backends"),
     ("backends", "cadenza.backends.base"),
     ("server", "cadenza.frontend"),
@@ -127,6 +129,7 @@ UNLAWFUL = (
     ("server", "cadenza.core"),
     ("server", "numpy"),
     ("bench", "cadenza.core"),
+    ("bench.simulate", "cadenza.text"),
     ("backends.xla.reference_model", "cadenza.backends.xla"),
     ("backends.xla.reference_model", "cadenza.checkpoint.rope_factors"),
 )
