@@ -158,6 +158,6 @@ def serving_at(
     finally:
         if thread.is_alive():
             with suppress(RuntimeError):  # it may be about to end
-                loop.call_soon_threadsafe(lifecycle.ask)
+                loop.call_soon_threadsafe(lifecycle.drain)
         thread.join(TIMEOUT_S)
         assert not thread.is_alive(), "the server did not end"

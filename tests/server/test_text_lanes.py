@@ -140,7 +140,7 @@ def test_prompts_in_hand_when_the_server_ends_are_refused_as_draining(
             for _ in range(4)
         ]
         wait_until(lambda: server.service.num_open == len(waiting) and face.num_waiting == 3)
-        server.call(server.lifecycle.ask)
+        server.call(server.lifecycle.drain)
         wait_until(lambda: sum(call.done() for call in waiting) == 5)
         face.let_go.set()
         answers = [call.result(TIMEOUT_S) for call in waiting]
