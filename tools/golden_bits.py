@@ -34,9 +34,10 @@ from cadenza.checkpoint.random_checkpoint import (
 )
 from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.events import Token
 from cadenza.loading.build import build_runner, make_setup, plan_model
 from cadenza.loading.fingerprint import ARITHMETIC_REVISION
-from cadenza.request import Request, SamplingParams, Token
+from cadenza.request import Request, SamplingParams
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "golden" / "bits.json"
 

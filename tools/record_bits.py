@@ -33,16 +33,9 @@ from cadenza.checkpoint import (
 from cadenza.checkpoint.random_checkpoint import shape_names
 from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.events import Finished, PromptLogprobs, Started, Token, TokenLogprobs
 from cadenza.loading.build import build_runner, plan_model
-from cadenza.request import (
-    Finished,
-    PromptLogprobs,
-    Request,
-    SamplingParams,
-    Started,
-    Token,
-    TokenLogprobs,
-)
+from cadenza.request import Request, SamplingParams
 
 NUM_REQUESTS = 24
 NUM_ROWS = 6

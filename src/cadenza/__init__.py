@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cadenza.config import EngineConfig
     from cadenza.engine.core import EngineCore
+    from cadenza.events import Finished, Token
     from cadenza.frontend.async_engine import AsyncEngine
     from cadenza.frontend.llm import LLM
     from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
-    from cadenza.request import Finished, Request, SamplingParams, Token
+    from cadenza.request import Request, SamplingParams
     from cadenza.structured import StructuredOutput
     from cadenza.verification.reference import ReferenceEngine
 
@@ -41,7 +42,7 @@ _HOMES = {
     "CompletionOutput": "cadenza.outputs",
     "EngineConfig": "cadenza.config",
     "EngineCore": "cadenza.engine.core",
-    "Finished": "cadenza.request",
+    "Finished": "cadenza.events",
     "LLM": "cadenza.frontend.llm",
     "Logprob": "cadenza.outputs",
     "ReferenceEngine": "cadenza.verification.reference",
@@ -49,7 +50,7 @@ _HOMES = {
     "RequestOutput": "cadenza.outputs",
     "SamplingParams": "cadenza.request",
     "StructuredOutput": "cadenza.structured",
-    "Token": "cadenza.request",
+    "Token": "cadenza.events",
 }
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from cadenza.events import ErrorKind, FinishReason
 from cadenza.receipt import Receipt
-from cadenza.request import ErrorKind, FinishReason
 
 OutputKind = Literal["cumulative", "delta", "final"]
 """Contents of each output: everything so far; only what is new; or everything, once at the end."""

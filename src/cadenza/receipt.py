@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from cadenza.events import FinishReason
 from cadenza.fingerprint import Fingerprint
-from cadenza.request import FinishReason, SamplingParams
+from cadenza.request import SamplingParams
 
 RECEIPT_VERSION = 1
 

@@ -11,7 +11,8 @@ from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import StepOutput
-from cadenza.request import Event, Request, SamplingParams
+from cadenza.events import Event
+from cadenza.request import Request, SamplingParams
 
 SECRET = b"a secret of the core's own tests"
 

@@ -5,7 +5,8 @@ import pytest
 from cadenza.core.batch import Batch
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import PageCopy, SequenceStatus
-from cadenza.request import Event, Finished, SamplingParams, Token
+from cadenza.events import Event, Finished, Token
+from cadenza.request import SamplingParams
 from tests.core.builders import (
     add,
     output_of,

@@ -25,15 +25,8 @@ from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
 from cadenza.errors import InvalidRequestError, QueueFullError
-from cadenza.request import (
-    Event,
-    Finished,
-    PromptLogprobs,
-    Request,
-    SamplingParams,
-    Started,
-    Token,
-)
+from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
+from cadenza.request import Request, SamplingParams
 from cadenza.structured import ConstraintSpec
 from cadenza.tenant import Tenant
 from tests.engine.hashed_constraint import compile_hashed

@@ -12,7 +12,8 @@ from cadenza.backends.fake import next_token
 from cadenza.core.draw_keys import derive_sample_seed, derive_seed, draw_keys
 from cadenza.core.token_rules import MASK, RuleLayout
 from cadenza.engine.core import EngineCore
-from cadenza.request import FinishReason, Request
+from cadenza.events import FinishReason
+from cadenza.request import Request
 from tests.engine.hashed_constraint import HashedConstraint, record_of
 
 VOCAB_SIZE = 97

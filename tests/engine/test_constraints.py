@@ -10,7 +10,8 @@ from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.step_reader import CONSTRAINT_FAILED
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError
-from cadenza.request import Event, Finished, Request, SamplingParams, Token
+from cadenza.events import Event, Finished, Token
+from cadenza.request import Request, SamplingParams
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from tests.engine.hashed_constraint import FAILS_AFTER, NEVER, SHORT
 from tests.engine.simulation import ObservedRunner, make_engine

@@ -11,7 +11,8 @@ from cadenza.backends.fake import FakeRunner
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.engine.core import EngineCore
 from cadenza.errors import EngineClosedError, InvalidRequestError, QueueFullError
-from cadenza.request import Attachment, Finished, Request, SamplingParams, Started, Token
+from cadenza.events import Finished, Started, Token
+from cadenza.request import Attachment, Request, SamplingParams
 from tests.engine.simulation import (
     EOS_TOKEN_IDS,
     VOCAB_SIZE,

@@ -22,7 +22,7 @@ from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import EngineCore
-from cadenza.request import Event, Finished
+from cadenza.events import Event, Finished
 from tests.engine.simulation import REAL_PARTS, Parts, Scenario, Simulation
 
 NUM_SEEDS = 40

@@ -11,7 +11,8 @@ from cadenza.engine.batch_engine import CoreService
 from cadenza.engine.core import EngineCore
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.errors import EngineClosedError, EngineUnavailableError, RunnerError
-from cadenza.request import Event, Finished, Request, SamplingParams, Token
+from cadenza.events import Event, Finished, Token
+from cadenza.request import Request, SamplingParams
 
 LIMITS = EngineLimits(
     max_num_seqs=2,

@@ -13,7 +13,8 @@ from cadenza.core.prompt_logprobs import PromptLogprobsBudget, PromptLogprobsPro
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.engine.core import EngineCore
-from cadenza.request import Event, Finished, PromptLogprobs, Request, SamplingParams, Token
+from cadenza.events import Event, Finished, PromptLogprobs, Token
+from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import Logits, ReferenceEngine
 from tests.engine.simulation import VOCAB_SIZE, Parts, make_engine
 

@@ -13,7 +13,8 @@ from cadenza.core.batch import Batch
 from cadenza.core.queue_policy import QueuePolicy
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
-from cadenza.request import Event, Request, SamplingParams
+from cadenza.events import Event
+from cadenza.request import Request, SamplingParams
 from tests.engine.simulation import (
     IN_ORDER,
     REAL_PARTS,

@@ -9,7 +9,8 @@ import pytest
 from cadenza.config import EngineLimits
 from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
 from cadenza.errors import ConfigError, QueueFullError
-from cadenza.request import Event, Finished, Request, SamplingParams, Started, Token
+from cadenza.events import Event, Finished, Started, Token
+from cadenza.request import Request, SamplingParams
 
 LIMITS = EngineLimits(
     max_num_seqs=2,

@@ -13,7 +13,8 @@ from cadenza.core.queue_policy import MAX_PREEMPTIONS, QueuePolicy
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError
-from cadenza.request import Request, SamplingParams, Started, Token
+from cadenza.events import Started, Token
+from cadenza.request import Request, SamplingParams
 from tests.core.builders import sequence_of
 from tests.engine.simulation import VOCAB_SIZE, Order, Record, make_engine, run_requests
 

@@ -13,7 +13,8 @@ from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.engine.core import EngineCore
 from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
 from cadenza.engine.resumption import ResumedSample, Resumption
-from cadenza.request import Event, Finished, PromptLogprobs, Request, SamplingParams, Started, Token
+from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
+from cadenza.request import Request, SamplingParams
 from cadenza.structured import ConstraintSpec
 from tests.engine.simulation import MAX_STEPS_TO_DRAIN, VOCAB_SIZE, Record, make_engine, replayable
 

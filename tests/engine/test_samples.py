@@ -9,7 +9,8 @@ from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.draw_keys import derive_sample_seed
 from cadenza.core.packing import Packer
 from cadenza.engine.core import EngineCore
-from cadenza.request import Finished, Request, SamplingParams
+from cadenza.events import Finished
+from cadenza.request import Request, SamplingParams
 from tests.engine.simulation import (
     ObservedRunner,
     Parts,

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from cadenza.config import SchedulerLoop
 from cadenza.core.sequence import SequenceStatus
 from cadenza.engine.core import EngineCore
-from cadenza.request import Token
+from cadenza.events import Token
 from tests.engine.simulation import ObservedRunner, Record, Scenario, Simulation, replayable
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")

@@ -24,7 +24,8 @@ from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.drafting import drafting_of
 from cadenza.errors import InvalidRequestError
-from cadenza.request import Event, Request, SamplingParams
+from cadenza.events import Event
+from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from tests.engine.simulation import (
     VOCAB_SIZE,

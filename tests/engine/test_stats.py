@@ -9,7 +9,8 @@ from cadenza.config import EngineLimits
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.stats import Distribution, StepMeter, Tally
-from cadenza.request import Finished, Request, SamplingParams
+from cadenza.events import Finished
+from cadenza.request import Request, SamplingParams
 
 LIMITS = EngineLimits(
     max_num_seqs=3,

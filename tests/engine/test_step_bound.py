@@ -16,7 +16,8 @@ from cadenza.core.step_cost import StepBound, StepCost, StepLoad
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.calibration import make_step_bound, measure_step_cost
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.request import Request, SamplingParams, Token
+from cadenza.events import Token
+from cadenza.request import Request, SamplingParams
 from tests.engine.simulation import EOS_TOKEN_IDS, SECRET, VOCAB_SIZE, Record
 
 TRUE_COST = StepCost(fixed_ms=5.0, token_ms=0.25, logit_ms=0.2, key_ms=0.00005)

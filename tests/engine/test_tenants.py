@@ -20,7 +20,8 @@ from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost, StepLoad
 from cadenza.errors import InvalidRequestError
-from cadenza.request import Request, SamplingParams, Started, Token
+from cadenza.events import Started, Token
+from cadenza.request import Request, SamplingParams
 from cadenza.tenant import Tenant
 from tests.core.builders import sequence_of
 from tests.engine.simulation import (

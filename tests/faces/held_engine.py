@@ -8,7 +8,8 @@ import threading
 
 from cadenza.engine.batch_engine import BatchEngine, Emit
 from cadenza.engine.request_check import RequestCheck
-from cadenza.request import Event, Request
+from cadenza.events import Event
+from cadenza.request import Request
 
 TIMEOUT_S = 60.0
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from cadenza.engine.batch_engine import Emit
 from cadenza.engine.request_check import RequestCheck
-from cadenza.request import Event, Finished, FinishReason, Request, Token
+from cadenza.events import Event, Finished, FinishReason, Token
+from cadenza.request import Request
 
 
 class ScriptedEngine:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from cadenza import Request, RequestOutput, SamplingParams
 from cadenza.errors import InvalidRequestError
+from cadenza.events import Event, PromptLogprobs, Token, TokenLogprobs
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
-from cadenza.request import Event, PromptLogprobs, Token, TokenLogprobs
 from cadenza.text.decoder_stages import BYTE_OF_CHARACTER
 from tests.faces.scripted_engine import finished, token
 

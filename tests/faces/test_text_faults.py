@@ -9,9 +9,9 @@ import pytest
 from cadenza import AsyncEngine, Request, RequestOutput, SamplingParams
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import CoreService
+from cadenza.events import Event, Token, TokenLogprobs
 from cadenza.frontend.output_processor import TEXT_FAILED, OutputProcessor, OutputRouter
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
-from cadenza.request import Event, Token, TokenLogprobs
 from tests.engine.process.scripted_child import make_core
 from tests.faces.faulty_text import FAULTY_STOP, NUM_GOOD_TOKENS, SECRET, Fault, FaultyText
 from tests.faces.scripted_engine import finished

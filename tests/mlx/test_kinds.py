@@ -13,7 +13,8 @@ from cadenza.backends.base import RunnerSetup
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import RunnerError
-from cadenza.request import Finished, PromptLogprobs, Request, SamplingParams, Token
+from cadenza.events import Finished, PromptLogprobs, Token
+from cadenza.request import Request, SamplingParams
 from tests.mlx.tiny_models import KINDS, QUICK_KINDS, VOCAB_SIZE, Kind
 
 LIMITS = EngineLimits(

@@ -17,16 +17,8 @@ from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineState, EngineStatus
 from cadenza.errors import EngineClosedError, EngineUnavailableError
-from cadenza.request import (
-    ErrorKind,
-    Event,
-    Finished,
-    PromptLogprobs,
-    Request,
-    Started,
-    Token,
-    TokenLogprobs,
-)
+from cadenza.events import ErrorKind, Event, Finished, PromptLogprobs, Started, Token, TokenLogprobs
+from cadenza.request import Request
 
 WAIT_S = 30.0
 TIMEOUTS = RequestTimeouts(queue_s=61.5, total_s=602.0)

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from cadenza.events import ErrorKind
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.request import ErrorKind
 from cadenza.server.access import ApiKeys
 from cadenza.server.limits import ServerLimits
 from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, options, raw_post, running_server

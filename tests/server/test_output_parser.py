@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza import SamplingParams
+from cadenza.events import Finished, Token
 from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import OutputPart
-from cadenza.request import Finished, Request, Token
+from cadenza.request import Request
 from cadenza.server.endpoints.chat import CHAT, ChatRequest
 from cadenza.server.endpoints.generating import GeneratingEndpoint
 from cadenza.server.sse import AnswerHead, Usage

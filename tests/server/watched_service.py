@@ -9,8 +9,9 @@ import threading
 from cadenza.engine.batch_engine import CoreService, Emit
 from cadenza.engine.core import EngineCore
 from cadenza.engine.request_check import RequestCheck
+from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
-from cadenza.request import Event, Request
+from cadenza.request import Request
 from tests.server.harness import TIMEOUT_S
 
 

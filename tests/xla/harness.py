@@ -23,7 +23,8 @@ from cadenza.checkpoint.rope_config import Llama3RopeScaling, RopeConfig
 from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.config import EngineLimits, KVCacheDType, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.request import Finished, Request, SamplingParams, Token
+from cadenza.events import Finished, Token
+from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ReferenceEngine
 
 HOSTILE = ModelConfig(

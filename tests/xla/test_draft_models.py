@@ -15,8 +15,9 @@ from cadenza.config import EngineConfig
 from cadenza.core.drafts import DraftCounts
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import CheckpointError, ConfigError
+from cadenza.events import Finished, Token
 from cadenza.loading.build import load_runners, plan_model
-from cadenza.request import Finished, Request, SamplingParams, Token
+from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
 
 COPY = SpeculativeConfig(method="quantised", num_speculative_tokens=4)

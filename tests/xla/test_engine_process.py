@@ -23,9 +23,10 @@ from cadenza.engine.process.child_process import COMMAND
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
 from cadenza.engine.process.supervision import Patience
 from cadenza.errors import CheckpointError, EngineUnavailableError
+from cadenza.events import Finished
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import find_checkpoint
-from cadenza.request import Finished, Request
+from cadenza.request import Request
 from tests.e2e.figures import Figures
 from tests.engine.process.conftest import Front, HandClock
 from tests.engine.process.test_recovery import StreamId, content_of

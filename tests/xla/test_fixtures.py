@@ -28,7 +28,8 @@ from cadenza.checkpoint.weights import Weights, open_weights
 from cadenza.config import EngineLimits
 from cadenza.core.step_schema import StepOutput
 from cadenza.engine.core import EngineCore
-from cadenza.request import Request, SamplingParams, Token
+from cadenza.events import Token
+from cadenza.request import Request, SamplingParams
 from tests.contract.steps import Draw, Geometry, Stream, run_step
 from tests.xla.harness import NAN
 

@@ -14,7 +14,8 @@ from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.checkpoint.weights import open_weights
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.request import Request, SamplingParams, Token
+from cadenza.events import Token
+from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ReferenceEngine
 from tests.xla.harness import HOSTILE, NAN, replay
 

@@ -28,8 +28,8 @@ from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import CoreOptions
 from cadenza.engine.loop import LaunchedStep, Steps
 from cadenza.errors import QueueFullError, RunnerError
+from cadenza.events import Started
 from cadenza.frontend.loaded_model import load_model
-from cadenza.request import Started
 from cadenza.tenant import Tenant
 
 REPORT_EVERY = 10_000

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.step_cost import StepLoad
-from cadenza.request import Started
+from cadenza.events import Started
 
 NO_POSITIONS = range(0)
 

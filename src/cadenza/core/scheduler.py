@@ -39,7 +39,7 @@ from cadenza.core.step_cost import (
 from cadenza.core.step_drafts import Drafter, Share, StepDrafts
 from cadenza.core.step_reader import StepReader
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepOutput
-from cadenza.request import Event, Started
+from cadenza.events import Event, Started
 from cadenza.tenant import Tenant
 
 _row_of = attrgetter("row")

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from cadenza.core.constraint import Constraint
 from cadenza.core.drafts import Drafting
 from cadenza.core.prompt_logprobs import PromptLogprobsProgress
-from cadenza.request import FinishReason, Request, SamplingParams
+from cadenza.events import FinishReason
+from cadenza.request import Request, SamplingParams
 
 
 class PageCopy(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import StepOutput
-from cadenza.request import ErrorKind, Finished, FinishReason, TokenLogprobs
+from cadenza.events import ErrorKind, Finished, FinishReason, TokenLogprobs
 
 
 class StepChoices(NamedTuple):

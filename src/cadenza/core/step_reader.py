@@ -14,7 +14,7 @@ from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.core.sequence_events import StepChoices, finished_event, logprobs_of
 from cadenza.core.step_schema import StepOutput
-from cadenza.request import ErrorKind, Event, Finished, PromptLogprobs, Token, TokenLogprobs
+from cadenza.events import ErrorKind, Event, Finished, PromptLogprobs, Token, TokenLogprobs
 
 NOT_FINITE = "the model produced a non-finite value"
 NONE_ALLOWED = (

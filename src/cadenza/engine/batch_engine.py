@@ -27,8 +27,9 @@ from cadenza.errors import (
     EngineUnavailableError,
     RunnerError,
 )
+from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
-from cadenza.request import Event, Request
+from cadenza.request import Request
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,8 @@ from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
 from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.errors import EngineClosedError, QueueFullError
-from cadenza.request import Event, Finished, Request
+from cadenza.events import Event, Finished
+from cadenza.request import Request
 from cadenza.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.step_schema import StepOutput
 from cadenza.errors import RunnerError
-from cadenza.request import Event, Started
+from cadenza.events import Event, Started
 
 logger = logging.getLogger(__name__)
 

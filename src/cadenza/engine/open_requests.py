@@ -20,16 +20,8 @@ from cadenza.config import EngineLimits
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import Distribution, Tally
 from cadenza.errors import ConfigError, QueueFullError
-from cadenza.request import (
-    ErrorKind,
-    Event,
-    Finished,
-    FinishReason,
-    PromptLogprobs,
-    Request,
-    Started,
-    Token,
-)
+from cadenza.events import ErrorKind, Event, Finished, FinishReason, PromptLogprobs, Started, Token
+from cadenza.request import Request
 
 REQUEST_SECONDS_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),

@@ -15,7 +15,7 @@ from cadenza.core.prefix_misses import MissReason, no_misses
 from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import EngineCore
 from cadenza.engine.loop import Announce
-from cadenza.request import Event
+from cadenza.events import Event
 
 STEP_SECONDS_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075),

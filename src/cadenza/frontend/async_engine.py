@@ -18,12 +18,13 @@ from cadenza.config import config_from_options
 from cadenza.engine.batch_engine import BatchEngine, CoreService
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.errors import InvalidRequestError, show
+from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
 from cadenza.frontend.text_frontend import Params, PreparedRequest, Prompt, TextFrontend
 from cadenza.outputs import OutputKind, RequestOutput
-from cadenza.request import Event, Request
+from cadenza.request import Request
 
 DEFAULT_TIMEOUTS = RequestTimeouts()
 JOIN_S = 60.0

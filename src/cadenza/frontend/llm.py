@@ -12,12 +12,13 @@ from typing import Any, Self, cast
 from cadenza.config import config_from_options, is_integer
 from cadenza.engine.batch_engine import Submit, run_steps
 from cadenza.errors import InvalidRequestError, show
+from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
 from cadenza.frontend.text_frontend import Message, Params, PreparedRequest, Prompt
 from cadenza.outputs import OutputKind, RequestOutput
-from cadenza.request import Event, SamplingParams, sequence_of
+from cadenza.request import SamplingParams, sequence_of
 
 ParamsOfMany = Params | SequenceOf[Params]
 """One for all prompts, or one for each."""

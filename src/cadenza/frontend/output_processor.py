@@ -14,20 +14,12 @@ from dataclasses import replace
 from typing import get_args
 
 from cadenza.errors import InvalidRequestError, show
+from cadenza.events import ErrorKind, Event, Finished, PromptLogprobs, Started, Token, TokenLogprobs
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.receipts import make_receipt
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputKind, RequestOutput
-from cadenza.request import (
-    ErrorKind,
-    Event,
-    Finished,
-    PromptLogprobs,
-    Started,
-    Token,
-    TokenLogprobs,
-)
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ string; tokens past a stop string are never shown; a parser sees exactly the tex
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from cadenza.events import ErrorKind, Finished, FinishReason
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart
-from cadenza.request import ErrorKind, Finished, FinishReason
 from cadenza.text import IncrementalDetokenizer, StopMatcher
 from cadenza.text.output_parser import OutputParser
 

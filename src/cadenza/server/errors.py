@@ -23,7 +23,7 @@ from cadenza.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from cadenza.request import ErrorKind
+from cadenza.events import ErrorKind
 
 RETRY_QUEUE_S = 1
 RETRY_LOADING_S = 5

@@ -13,9 +13,9 @@ from contextlib import closing
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.status import EngineMonitor
 from cadenza.errors import CadenzaError
+from cadenza.events import FinishReason
 from cadenza.frontend.output_processor import OutputProcessor, describe_fault
 from cadenza.outputs import RequestOutput
-from cadenza.request import FinishReason
 from cadenza.server.endpoints.generating import CallContext, GeneratingEndpoint, GenerationRequest
 from cadenza.server.errors import ApiError, error_of, error_of_end, server_error
 from cadenza.server.http_exchange import ClientLeftError, Exchange, Response

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from cadenza.engine.open_requests import RejectionReason, RequestStats
 from cadenza.engine.stats import Distribution, EngineStats, StepBoundStats, Tally
 from cadenza.engine.status import EngineMonitor, EngineStatus
-from cadenza.request import FinishReason
+from cadenza.events import FinishReason
 
 FIRST_TOKEN_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),

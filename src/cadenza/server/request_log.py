@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cadenza.events import FinishReason
 from cadenza.outputs import CompletionOutput
-from cadenza.request import FinishReason
 from cadenza.server.metrics import ServedCounts
 
 logger = logging.getLogger("cadenza.requests")

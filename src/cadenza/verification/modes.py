@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.request import Finished, PromptLogprobs, Started, Token, TokenLogprobs
+from cadenza.events import Finished, PromptLogprobs, Started, Token, TokenLogprobs
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.verification.workload import Arrival
 

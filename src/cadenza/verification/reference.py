@@ -23,7 +23,8 @@ from cadenza.config import MAX_SEED, EngineConfig, EngineLimits, is_integer
 from cadenza.core.draw_keys import derive_sample_seed, draw_keys
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import CheckpointError, ConfigError, InvalidRequestError, show
-from cadenza.request import FinishReason, Request, SamplingParams, as_token_ids
+from cadenza.events import FinishReason
+from cadenza.request import Request, SamplingParams, as_token_ids
 
 Logits = npt.NDArray[np.float32]
 

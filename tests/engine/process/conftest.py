@@ -17,7 +17,8 @@ from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.engine_process import EngineProcess, OnEngineFailure, ProcessOptions
 from cadenza.engine.process.supervision import Patience
-from cadenza.request import Event, Finished, Request, SamplingParams, Token
+from cadenza.events import Event, Finished, Token
+from cadenza.request import Request, SamplingParams
 
 SCRIPT = Path(__file__).with_name("scripted_child.py")
 TIMEOUT_S = 120.0

@@ -25,7 +25,7 @@ from cadenza.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from cadenza.request import Event, Finished, Token
+from cadenza.events import Event, Finished, Token
 from tests.engine.process.conftest import (
     IMPATIENT,
     QUICK,

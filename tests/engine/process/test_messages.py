@@ -30,17 +30,8 @@ from cadenza.engine.process.messages import (
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import STEP_SECONDS_BOUNDS, Distribution, EngineStats, StepBoundStats
-from cadenza.request import (
-    Attachment,
-    Event,
-    Finished,
-    PromptLogprobs,
-    Request,
-    SamplingParams,
-    Started,
-    Token,
-    TokenLogprobs,
-)
+from cadenza.events import Event, Finished, PromptLogprobs, Started, Token, TokenLogprobs
+from cadenza.request import Attachment, Request, SamplingParams
 from cadenza.structured import ConstraintSpec, StructuredOutput
 
 PARAMS = SamplingParams(

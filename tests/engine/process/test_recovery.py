@@ -18,7 +18,8 @@ from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
 from cadenza.engine.process.engine_process import CHANGED
 from cadenza.engine.process.recovery import ENGINE_FAILED, TRIAL_TOKENS, Recovery
 from cadenza.errors import EngineUnavailableError, QueueFullError
-from cadenza.request import Event, Finished, Request, SamplingParams, Started, Token
+from cadenza.events import Event, Finished, Started, Token
+from cadenza.request import Request, SamplingParams
 from tests.engine.process.conftest import (
     IMPATIENT,
     QUICK,

@@ -21,7 +21,8 @@ from cadenza.engine.process.messages import (
 )
 from cadenza.engine.process.worker import IDLE_BEAT_S, Worker
 from cadenza.errors import RunnerError
-from cadenza.request import Finished, Request, SamplingParams, Started
+from cadenza.events import Finished, Started
+from cadenza.request import Request, SamplingParams
 
 LIMITS = EngineLimits(
     max_num_seqs=2,

@@ -18,8 +18,8 @@ from cadenza.engine.batch_engine import Cancel, Resume, Submit
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.errors import CadenzaError
+from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
 from cadenza.fingerprint import Fingerprint
-from cadenza.request import Event, Finished, PromptLogprobs, Started, Token
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cadenza.engine.batch_engine import Cancel, Command, Resume
 from cadenza.engine.open_requests import OpenRequests
-from cadenza.request import Finished
+from cadenza.events import Finished
 
 MOST_CRASHES = 2
 """A request that ran in so many is not resumed together with others."""

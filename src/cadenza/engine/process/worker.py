@@ -22,7 +22,7 @@ from cadenza.engine.batch_engine import (
 from cadenza.engine.core import EngineCore
 from cadenza.engine.process.messages import EngineOutputs, FromEngine, ToEngine, WireError
 from cadenza.engine.stats import StepMeter
-from cadenza.request import Event, Finished, PromptLogprobs, Started, Token
+from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
 
 BEAT_EVERY_S = 0.25
 IDLE_BEAT_S = 1.0

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from cadenza.events import FinishReason
 from cadenza.outputs import CompletionOutput, RequestOutput
-from cadenza.request import FinishReason
 from cadenza.server.endpoints.blocks import Block, BlockEvent, BlockReader
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import Usage

@@ -1,0 +1,98 @@
+"""The engine's events: what came of a request (`Event`).
+
+One of them is made for each token, which is why they are msgspec structs. Knows no requests, text,
+rows or pages. Invariant: each sample that was not cancelled ends with one `Finished`.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+ErrorKind = Literal[
+    "not_finite",
+    "none_allowed",
+    "constraint_failed",
+    "step_failed",
+    "text_failed",
+    "engine_lost",
+    "engine_failed",
+    "engine_closed",
+    "queue_timeout",
+    "request_timeout",
+]
+"""Why a request ended with an error. In order: its logits were not finite; its own options ruled
+out every token; its structured output could not be followed; its step failed on the device; its
+tokens could not be decoded to text; the engine process died or hung; it did so each time that it
+computed this request, at last alone; the engine was shut down; the queue timeout; the total
+timeout."""
+
+
+class TokenLogprobs(Struct, frozen=True, kw_only=True):
+    """Log probabilities at one position (natural log, of the logits before sampling options).
+
+    `top_ids` and `top_logprobs` hold as many entries as requested, in descending order.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class Started(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request has left the queue: it got its first row. Sent once per request."""
+
+    request_id: int
+
+
+class Token(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A new token of a sample's stream; never an end-of-sequence or stop token.
+
+    `index` counts the stream's tokens from 0. `num_cached_tokens` comes with the first token,
+    because a stream that is cancelled, for example at a stop string, gets no `Finished`. A token
+    that was drafted `is_draft`; one that took the place of drafts counts these.
+    """
+
+    request_id: int
+    token_id: int
+    index: int
+    sample: int = 0
+    logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int | None = None
+    is_draft: bool = False
+    num_rejected_drafts: int = 0
+
+
+class PromptLogprobs(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Log probabilities of consecutive prompt tokens from position `start`, which is at least 1.
+
+    Sent in order as the prompt is computed, all before the first `Token` of sample 0.
+    """
+
+    request_id: int
+    start: int
+    entries: tuple[TokenLogprobs, ...]
+
+
+class Finished(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The last event of a sample that was not cancelled.
+
+    A request ends when all of its `n` samples have ended. `num_generated_tokens` includes the
+    stopping token; `stop_token_id` is that token if it is one of the request's `stop_token_ids`.
+    `error` and `error_kind` are set if and only if `finish_reason` is "error".
+    """
+
+    request_id: int
+    finish_reason: FinishReason
+    stop_token_id: int | None
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_cached_tokens: int
+    sample: int = 0
+    error: str | None = None
+    error_kind: ErrorKind | None = None
+
+
+Event = Started | Token | PromptLogprobs | Finished
