@@ -20,7 +20,7 @@ from cadenza.server.errors import invalid_value
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
 from cadenza.server.schemas.body import Body, ObjectOf, label, optional, required, unsupported
-from cadenza.server.schemas.content_blocks import BlockMessages, TextBlocks, system_text
+from cadenza.server.schemas.content_blocks import TEXT_BLOCKS, BlockMessages, system_text
 from cadenza.server.schemas.field_types import AnyJson, or_null
 from cadenza.server.schemas.generation import LABEL, sampling_type
 from cadenza.server.schemas.items import with_system
@@ -52,7 +52,7 @@ class MessagesBody(Body):
     """What a message and the count of its tokens have in common."""
 
     messages = required(BlockMessages(), "The conversation so far.")
-    system = optional(TextBlocks(), "A text in front of the conversation.")
+    system = optional(TEXT_BLOCKS, "A text in front of the conversation.")
     tools = optional(MessageTools(), "Functions that the answer may call.")
     tool_choice = optional(MessageToolChoice(), "Which of them.")
     thinking = optional(ObjectOf(ThinkingOptions), "Whether the model thinks; without it: no.")

@@ -20,15 +20,13 @@ from cadenza.server.schemas.field_types import (
     members_of,
     refuse,
 )
-from cadenza.server.schemas.items import checked_object
 from cadenza.server.schemas.messages import MAX_MESSAGES
+from cadenza.server.schemas.text_parts import PART_TEXT, TextParts, checked_object
 
-MAX_TEXT_CHARS = 1 << 26
 BILLING_LABEL = "x-anthropic-billing-header:"
 """What a coding agent's first system block begins with; it is a label that differs in each request,
 so that it would keep every prefix from being shared."""
 
-_TEXT = String(max_chars=MAX_TEXT_CHARS)
 _ID = String(min_chars=1, max_chars=256)
 _LABEL = AnyJson(max_chars=64 << 10)
 
@@ -37,23 +35,12 @@ Message = dict[str, Any]
 
 class _TextBlock(DeclaredObject):
     type = required(OneOf(("text",)))
-    text = required(_TEXT)
+    text = required(PART_TEXT)
     cache_control = label(_LABEL)
     citations = label(_LABEL)
 
 
-@dataclass(frozen=True, slots=True)
-class TextBlocks:
-    """A text, or text blocks; checked into the texts."""
-
-    def check(self, name: str, value: object) -> tuple[str, ...]:
-        if isinstance(value, str):
-            return (_TEXT.check(name, value),)
-        blocks = _blocks(name, value, {"text": _TextBlock})
-        return tuple(block.values["text"] for _, block in blocks)
-
-    def schema(self) -> Schema:
-        return {"anyOf": [_TEXT.schema(), _list_schema([_TextBlock])]}
+TEXT_BLOCKS = TextParts(("text",), _TextBlock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +59,7 @@ class _Input:
 class _ToolResult(DeclaredObject):
     type = required(OneOf(("tool_result",)))
     tool_use_id = required(_ID)
-    content = optional(TextBlocks(), default=())
+    content = optional(TEXT_BLOCKS, default=())
     is_error = optional(Boolean(), default=False)
     cache_control = label(_LABEL)
     toolset_name = label(_LABEL)
@@ -90,8 +77,8 @@ class _ToolUse(DeclaredObject):
 
 class _Thinking(DeclaredObject):
     type = required(OneOf(("thinking",)))
-    thinking = required(_TEXT)
-    signature = label(String(max_chars=MAX_TEXT_CHARS))
+    thinking = required(PART_TEXT)
+    signature = label(PART_TEXT)
 
 
 USER_BLOCKS: Mapping[str, type[DeclaredObject]] = {"text": _TextBlock, "tool_result": _ToolResult}
@@ -133,7 +120,7 @@ class BlockMessages:
 
 
 def _message_schema(role: str, kinds: list[type[DeclaredObject]]) -> Schema:
-    content: Schema = {"anyOf": [_TEXT.schema(), _list_schema(kinds)]}
+    content: Schema = {"anyOf": [PART_TEXT.schema(), _list_schema(kinds)]}
     return {
         "type": "object",
         "properties": {"role": {"enum": [role]}, "content": content},
@@ -151,7 +138,7 @@ def _blocks(
 ) -> list[tuple[str, DeclaredObject]]:
     """Content as checked blocks, each with its type; a text is one block of text."""
     if isinstance(value, str):
-        return [("text", _TextBlock({"text": _TEXT.check(name, value)}))]
+        return [("text", _TextBlock({"text": PART_TEXT.check(name, value)}))]
     if not isinstance(value, list):
         raise refuse(name, value, "a text, or a list of content blocks")
     found: list[tuple[str, DeclaredObject]] = []

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
-from cadenza.server.schemas.body import DeclaredObject, ObjectOf, label, optional, required
+from cadenza.server.schemas.body import DeclaredObject, label, optional, required
 from cadenza.server.schemas.field_types import (
     AnyJson,
     OneOf,
@@ -21,55 +21,29 @@ from cadenza.server.schemas.field_types import (
     refuse,
 )
 from cadenza.server.schemas.messages import MAX_MESSAGES
+from cadenza.server.schemas.text_parts import PART_TEXT, TextParts, checked_object
 
-MAX_TEXT_CHARS = 1 << 26
-
-_TEXT = String(max_chars=MAX_TEXT_CHARS)
 _ID = String(min_chars=1, max_chars=256)
 _LABEL = String(max_chars=256)
 _ANNOTATION = AnyJson(max_chars=16 << 10)
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_NOT_BUILT_PARTS = ("input_image", "input_file", "input_audio", "refusal", "computer_screenshot")
 
 
 class _Part(DeclaredObject):
     type = required(OneOf(_TEXT_PARTS))
-    text = required(_TEXT)
+    text = required(PART_TEXT)
     annotations = label(_ANNOTATION)
     logprobs = label(_ANNOTATION)
     prompt_cache_breakpoint = label(_ANNOTATION)
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """A text, or a list of text parts; checked into the texts."""
-
-    def check(self, name: str, value: object) -> tuple[str, ...]:
-        if isinstance(value, str):
-            return (_TEXT.check(name, value),)
-        if not isinstance(value, list):
-            raise refuse(name, value, "a text, or a list of text parts")
-        parts = cast(list[object], value)
-        if len(parts) > MAX_MESSAGES:
-            raise invalid_value(f"{name} has {len(parts)} parts; at most {MAX_MESSAGES}", name)
-        return tuple(_part_text(name, part) for part in parts)
-
-    def schema(self) -> Schema:
-        parts = {"type": "array", "items": _Part.object_schema(), "maxItems": MAX_MESSAGES}
-        return {"anyOf": [_TEXT.schema(), parts]}
-
-
-def _part_text(name: str, part: object) -> str:
-    kind = cast(dict[str, object], part).get("type") if isinstance(part, dict) else None
-    if kind in _NOT_BUILT_PARTS:
-        raise not_built(name, f"the content part {kind}")
-    return checked_object(name, cast(object, part), _Part).values["text"]
+_TEXTS = TextParts(_TEXT_PARTS, _Part)
 
 
 class _Message(DeclaredObject):
     type = optional(OneOf(("message",)))
     role = required(OneOf(("user", "assistant", "system", "developer")))
-    content = required(_Text())
+    content = required(_TEXTS)
     id = optional(_ID)
     status = label(_LABEL)
     phase = label(_LABEL)
@@ -79,7 +53,7 @@ class _FunctionCall(DeclaredObject):
     type = required(OneOf(("function_call",)))
     call_id = required(_ID)
     name = required(String(min_chars=1, max_chars=128))
-    arguments = required(_TEXT)
+    arguments = required(PART_TEXT)
     id = optional(_ID)
     status = label(_LABEL)
     caller = label(_ANNOTATION)
@@ -89,7 +63,7 @@ class _FunctionCall(DeclaredObject):
 class _FunctionResult(DeclaredObject):
     type = required(OneOf(("function_call_output",)))
     call_id = required(_ID)
-    output = required(_Text())
+    output = required(_TEXTS)
     id = optional(_ID)
     status = label(_LABEL)
     caller = label(_ANNOTATION)
@@ -97,8 +71,8 @@ class _FunctionResult(DeclaredObject):
 
 class _Reasoning(DeclaredObject):
     type = required(OneOf(("reasoning",)))
-    summary = optional(_Text())
-    content = optional(_Text())
+    summary = optional(_TEXTS)
+    content = optional(_TEXTS)
     encrypted_content = label(Unsupported("reasoning that another server encrypted", ("",)))
     id = optional(_ID)
     status = label(_LABEL)
@@ -118,7 +92,7 @@ class InputItems:
 
     def check(self, name: str, value: object) -> tuple[dict[str, Any], ...]:
         if isinstance(value, str):
-            text = _TEXT.check(name, value)
+            text = PART_TEXT.check(name, value)
             return (_message_item({"role": "user", "content": (text,)}),)
         if not isinstance(value, list):
             raise refuse(name, value, "a text, or a list of items")
@@ -132,16 +106,7 @@ class InputItems:
     def schema(self) -> Schema:
         kinds = [kind.object_schema() for kind in ITEMS.values()]
         items = {"type": "array", "items": {"anyOf": kinds}, "maxItems": MAX_MESSAGES}
-        return {"anyOf": [_TEXT.schema(), items]}
-
-
-def checked_object(name: str, value: object, declared: type[DeclaredObject]) -> DeclaredObject:
-    """An object with all that it needs. Raises ApiError (400)."""
-    found = ObjectOf(declared).check(name, value)
-    for needed in declared.required_names:
-        if needed not in found.values:
-            raise invalid_value(f"{name}.{needed} is missing; it is needed here", name)
-    return found
+        return {"anyOf": [PART_TEXT.schema(), items]}
 
 
 def _item(name: str, value: object) -> dict[str, Any]:
