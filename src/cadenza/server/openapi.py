@@ -23,6 +23,14 @@ COUNT: Schema = {"type": "integer", "minimum": 0}
 EVERYWHERE = (400, 401, 405)
 
 
+def one_of(*texts: str) -> Schema:
+    return {"type": "string", "enum": list(texts)}
+
+
+def list_of(item: Schema) -> Schema:
+    return {"type": "array", "items": item}
+
+
 def object_of(required: dict[str, Schema]) -> Schema:
     return {"type": "object", "properties": required, "required": list(required)}
 
@@ -63,7 +71,7 @@ _ERROR = object_of(
 )
 _MESSAGE_ERROR = object_of(
     {
-        "type": {"type": "string", "enum": ["error"]},
+        "type": one_of("error"),
         "error": object_of({"type": TEXT, "message": TEXT}),
         "request_id": TEXT,
     }

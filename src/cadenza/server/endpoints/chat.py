@@ -30,7 +30,7 @@ from cadenza.server.endpoints.generating import (
     token_name,
 )
 from cadenza.server.errors import invalid_value
-from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of, one_of
 from cadenza.server.schemas.body import optional, required, unsupported
 from cadenza.server.schemas.field_types import Boolean, or_null
 from cadenza.server.schemas.generation import LOGPROBS, sampling_type
@@ -282,7 +282,7 @@ def _described(token_id: int, found: Logprob, request: ChatRequest) -> dict[str,
     return {"token": token, "logprob": finite(found), "bytes": raw}
 
 
-_MESSAGE = object_of({"role": {"type": "string", "enum": ["assistant"]}, "content": or_null(TEXT)})
+_MESSAGE = object_of({"role": one_of("assistant"), "content": or_null(TEXT)})
 
 CHAT = GeneratingEndpoint(
     route=ApiRoute(

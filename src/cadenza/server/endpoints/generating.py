@@ -15,7 +15,7 @@ from cadenza.outputs import Logprob
 from cadenza.request import SamplingParams, show
 from cadenza.server.errors import invalid_value
 from cadenza.server.limits import ServerLimits
-from cadenza.server.openapi import COUNT, TEXT, ApiRoute, object_of
+from cadenza.server.openapi import COUNT, TEXT, ApiRoute, list_of, object_of, one_of
 from cadenza.server.response_store import ResponseStore
 from cadenza.server.schemas.body import Effect, UnknownFields
 from cadenza.server.schemas.field_types import Schema, or_null
@@ -257,21 +257,21 @@ def finite(found: Logprob) -> float:
     return max(found.logprob, LEAST_LOGPROB)
 
 
-_IDS: Schema = or_null({"type": "array", "items": COUNT})
+_IDS: Schema = or_null(list_of(COUNT))
 _USAGE = object_of({"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT})
 
 PROMPT_SCHEMA: dict[str, Schema] = {
     "prompt_token_ids": _IDS,
-    "prompt_logprobs": or_null({"type": "array", "items": or_null({"type": "object"})}),
+    "prompt_logprobs": or_null(list_of(or_null({"type": "object"}))),
 }
 """The fields of an answer that are about a prompt."""
 
 
 def choices_schema(content: dict[str, Schema]) -> Schema:
     """Of the choices of an answer; `content` is what they hold beside the tokens' ids."""
-    reasons: Schema = {"type": "string", "enum": ["stop", "length", "abort", "tool_calls"]}
+    reasons: Schema = one_of("stop", "length", "abort", "tool_calls")
     choice = {"index": COUNT, **content, "token_ids": _IDS, "finish_reason": reasons}
-    return {"type": "array", "items": object_of(choice), "minItems": 1}
+    return {**list_of(object_of(choice)), "minItems": 1}
 
 
 def answer_schema(object_name: str, choices: Schema, rest: dict[str, Schema]) -> Schema:
@@ -283,7 +283,7 @@ def answer_schema(object_name: str, choices: Schema, rest: dict[str, Schema]) ->
             "model": TEXT,
             "system_fingerprint": or_null(TEXT),
             "usage": _USAGE,
-            "object": {"type": "string", "enum": [object_name]},
+            "object": one_of(object_name),
             "choices": choices,
             **rest,
         }

@@ -18,7 +18,7 @@ from cadenza.server.endpoints.generating import (
 from cadenza.server.endpoints.message_answer import MessageEncoder, MessageOptions
 from cadenza.server.errors import invalid_value
 from cadenza.server.limits import ServerLimits
-from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
 from cadenza.server.schemas.body import Body, ObjectOf, label, optional, required, unsupported
 from cadenza.server.schemas.content_blocks import TEXT_BLOCKS, BlockMessages, system_text
 from cadenza.server.schemas.field_types import AnyJson, or_null
@@ -193,10 +193,10 @@ MESSAGES = GeneratingEndpoint(
             schema=object_of(
                 {
                     "id": TEXT,
-                    "type": {"type": "string", "enum": ["message"]},
-                    "role": {"type": "string", "enum": ["assistant"]},
+                    "type": one_of("message"),
+                    "role": one_of("assistant"),
                     "model": TEXT,
-                    "content": {"type": "array", "items": {"type": "object"}},
+                    "content": list_of({"type": "object"}),
                     "stop_reason": or_null(TEXT),
                     "stop_sequence": or_null(TEXT),
                     "usage": _USAGE,

@@ -22,7 +22,7 @@ from cadenza.server.endpoints.generating import (
 from cadenza.server.endpoints.response_answer import ResponseEncoder, ResponseFrame
 from cadenza.server.errors import invalid_value, response_not_found
 from cadenza.server.limits import ServerLimits
-from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
 from cadenza.server.response_store import StoredResponse
 from cadenza.server.schemas.body import ObjectOf, label, optional, required, unsupported
 from cadenza.server.schemas.field_types import AnyJson, Boolean, Schema, String, StringMap, or_null
@@ -247,7 +247,7 @@ def _shown_tool(tool: Tool) -> Mapping[str, Any]:
     }
 
 
-_STATUSES = ["in_progress", "completed", "incomplete", "cancelled", "failed"]
+_STATUSES = ("in_progress", "completed", "incomplete", "cancelled", "failed")
 _OBJECT: Schema = {"type": "object"}
 
 RESPONSE_ANSWER = AnswerSchema(
@@ -255,11 +255,11 @@ RESPONSE_ANSWER = AnswerSchema(
     schema=object_of(
         {
             "id": TEXT,
-            "object": {"type": "string", "enum": ["response"]},
+            "object": one_of("response"),
             "created_at": {"type": "integer"},
-            "status": {"type": "string", "enum": _STATUSES},
+            "status": one_of(*_STATUSES),
             "model": TEXT,
-            "output": {"type": "array", "items": _OBJECT},
+            "output": list_of(_OBJECT),
             "usage": or_null(_OBJECT),
             "error": or_null(_OBJECT),
             "incomplete_details": or_null(_OBJECT),

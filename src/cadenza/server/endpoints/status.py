@@ -14,7 +14,7 @@ from cadenza.errors import CadenzaError
 from cadenza.server.errors import UNAVAILABLE_CODES, error_of, unavailable
 from cadenza.server.http_exchange import Exchange, Handler, Response, send_object
 from cadenza.server.metrics import CONTENT_TYPE
-from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
 from cadenza.server.schemas.field_types import Schema, or_null
 from cadenza.server.service import Service
 
@@ -106,19 +106,19 @@ class StatusHandlers:
 _MODEL = object_of(
     {
         "id": TEXT,
-        "object": {"type": "string", "enum": ["model"]},
+        "object": one_of("model"),
         "created": COUNT,
         "owned_by": TEXT,
         "max_model_len": or_null(COUNT),
         "system_fingerprint": or_null(TEXT),
     }
 )
-_MODELS: Schema = {"type": "array", "items": _MODEL, "minItems": 1}
-_MODEL_LIST = object_of({"object": {"type": "string", "enum": ["list"]}, "data": _MODELS})
+_MODELS: Schema = {**list_of(_MODEL), "minItems": 1}
+_MODEL_LIST = object_of({"object": one_of("list"), "data": _MODELS})
 _CANCELLED = object_of(
     {
         "id": TEXT,
-        "object": {"type": "string", "enum": ["request"]},
+        "object": one_of("request"),
         "cancelled": {"type": "boolean"},
     }
 )

@@ -13,12 +13,13 @@ import msgspec
 from cadenza.server.endpoints.responses import RESPONSE_ANSWER, RESPONSE_PREFIX
 from cadenza.server.errors import invalid_value, not_built, response_not_found
 from cadenza.server.http_exchange import Exchange, Handler, Response, send_object
-from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
 from cadenza.server.response_store import StoredResponse
 from cadenza.server.schemas.field_types import OneOf, Schema, or_null
 from cadenza.server.service import Service
 
 MAX_LISTED, NUM_LISTED = 100, 20
+_ORDERS = ("asc", "desc")
 CANCEL_S = 5.0
 """How long an answer to a cancellation waits for the response to end."""
 
@@ -64,7 +65,7 @@ class StoredResponseHandlers:
     async def _input_items(self, exchange: Exchange) -> None:
         query = _query(exchange, _LIST_QUERY)
         limit = _limit(query.get("limit"))
-        order = OneOf(("asc", "desc")).check("order", query.get("order", "desc"))
+        order = OneOf(_ORDERS).check("order", query.get("order", "desc"))
         items: list[dict[str, Any]] = msgspec.json.decode(self._find(exchange).input)
         if order == "desc":
             items.reverse()
@@ -124,21 +125,21 @@ def _limit(text: str | None) -> int:
 _RESPONSE_QUERY: Mapping[str, Schema] = {"stream": {"type": "boolean", "enum": [False]}}
 _LIST_QUERY: Mapping[str, Schema] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": NUM_LISTED},
-    "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+    "order": {**one_of(*_ORDERS), "default": "desc"},
     "after": TEXT,
 }
 _PATH = "/v1/responses/{id}"
 _DELETED = object_of(
     {
         "id": TEXT,
-        "object": {"type": "string", "enum": ["response"]},
+        "object": one_of("response"),
         "deleted": {"type": "boolean"},
     }
 )
 _ITEM_LIST = object_of(
     {
-        "object": {"type": "string", "enum": ["list"]},
-        "data": {"type": "array", "items": {"type": "object"}},
+        "object": one_of("list"),
+        "data": list_of({"type": "object"}),
         "first_id": or_null(TEXT),
         "last_id": or_null(TEXT),
         "has_more": {"type": "boolean"},

@@ -15,7 +15,7 @@ from cadenza.server.endpoints.completions import MAX_PROMPT_CHARS, MAX_PROMPT_TO
 from cadenza.server.endpoints.messages import MessagesBody
 from cadenza.server.errors import beyond_context, error_of, invalid_value
 from cadenza.server.http_exchange import Exchange, Handler, Response
-from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of
 from cadenza.server.schemas.body import Body, optional, required
 from cadenza.server.schemas.field_types import Boolean, String, TokenIds, or_null
 from cadenza.server.schemas.messages import ConversationBody, Messages
@@ -200,7 +200,7 @@ TOKEN_ROUTES: tuple[ApiRoute, ...] = (
                 {
                     "count": COUNT,
                     "max_model_len": or_null(COUNT),
-                    "tokens": {"type": "array", "items": COUNT},
+                    "tokens": list_of(COUNT),
                 }
             ),
         ),
