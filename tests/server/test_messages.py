@@ -91,7 +91,7 @@ def test_a_message_is_that_of_a_chat(server: RunningServer, engine: ScriptedEngi
     first, second = engine.submitted
     assert first == second
     text = whole["choices"][0]["message"]["content"]
-    assert message["content"] == [{"type": "text", "text": text, "citations": None}]
+    assert message["content"] == [{"type": "text", "text": text}]
     assert (message["type"], message["role"], message["model"]) == (
         "message",
         "assistant",

@@ -144,7 +144,7 @@ def _started(block: Block) -> dict[str, Any]:
         case "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}
         case "content":
-            return {"type": "text", "text": "", "citations": None}
+            return {"type": "text", "text": ""}
 
 
 def _delta(block: Block, text: str) -> dict[str, Any]:
