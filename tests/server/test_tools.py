@@ -63,6 +63,20 @@ def test_a_named_function_is_the_one_that_is_called(bundled: RunningServer) -> N
     assert [call["function"] for call in calls] == [{"name": "now", "arguments": "{}"}]
 
 
+def test_a_required_call_may_come_with_a_form_which_only_texts_have(
+    bundled: RunningServer,
+) -> None:
+    """As clients send a loop of calls whose final answer is an object."""
+    form = {"type": "json_schema", "json_schema": {"schema": CITY}}
+    fields = {"response_format": form, "temperature": 0, "parallel_tool_calls": False}
+    called = choice_of(bundled, **fields, tool_choice="required")
+    assert called["message"]["content"] is None
+    assert len(called["message"]["tool_calls"]) == 1
+    told = choice_of(bundled, **fields, tool_choice="none")["message"]
+    assert "tool_calls" not in told
+    assert json.loads(told["content"]).keys() == {"city"}
+
+
 def test_streamed_calls_are_those_of_the_whole_answer(bundled: RunningServer) -> None:
     fields = {"tool_choice": "required", "temperature": 0}
     whole = choice_of(bundled, **fields)["message"]["tool_calls"]
@@ -136,9 +150,12 @@ def test_the_official_client_has_a_whole_tool_loop(bundled: RunningServer) -> No
             "uses not",
         ),
         (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
-            "tool_choice",
-            "another form",
+            {
+                "tool_choice": "required",
+                "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
+            },
+            "response_format",
+            "uses not",
         ),
     ],
     ids=str,

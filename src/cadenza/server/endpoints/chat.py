@@ -11,11 +11,7 @@ from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart, PartKind, RequestOutput
 from cadenza.request import SamplingParams
-from cadenza.server.endpoints.conversation import (
-    AskedConversation,
-    check_form_and_call,
-    new_call_id,
-)
+from cadenza.server.endpoints.conversation import AskedConversation, new_call_id
 from cadenza.server.endpoints.generating import (
     GENERATION_STATUSES,
     PROMPT_SCHEMA,
@@ -42,7 +38,6 @@ from cadenza.server.schemas.reasoning import (
     EFFORT_HELP,
     bound_of,
 )
-from cadenza.server.schemas.structured import form_field
 from cadenza.server.schemas.tools import ToolChoice, Tools, tool_use
 from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, PromptInfo, Usage
 
@@ -101,8 +96,7 @@ class ChatRequest(ConversationBody, ChoicesRequest):
                 "max_completion_tokens",
             )
         self.template_kwargs()
-        has_form = form_field(self.values.get) is not None
-        check_form_and_call(self.tool_use(), has_form=has_form)
+        self.tool_use()
 
     def tool_use(self) -> ToolUse | None:
         """Raises ApiError (400)."""

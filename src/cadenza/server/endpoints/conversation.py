@@ -12,7 +12,6 @@ from typing import Any
 from cadenza.frontend.answers import AskedAnswer, ToolUse
 from cadenza.frontend.text_frontend import Message, PreparedRequest, TextFrontend
 from cadenza.request import SamplingParams
-from cadenza.server.errors import invalid_value
 from cadenza.server.schemas.reasoning import EFFORTS
 
 
@@ -67,16 +66,6 @@ class AskedConversation:
             return self.max_thinking
         has_efforts = "reasoning_effort" in text.chat_template_options
         return None if has_efforts else EFFORTS[self.effort]
-
-
-def check_form_and_call(use: ToolUse | None, *, has_form: bool) -> None:
-    """Raises ApiError (400) where a call is required, so that the answer cannot have a form."""
-    if use is not None and use.choice == "required" and has_form:
-        raise invalid_value(
-            "tool_choice requires a call, so that the answer cannot have another form; leave "
-            "one of them out",
-            "tool_choice",
-        )
 
 
 def new_call_id() -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.request import SamplingParams
-from cadenza.server.endpoints.conversation import AskedConversation, check_form_and_call
+from cadenza.server.endpoints.conversation import AskedConversation
 from cadenza.server.endpoints.generating import (
     GENERATION_STATUSES,
     GeneratingEndpoint,
@@ -79,8 +79,7 @@ class MessagesBody(Body):
 
     def check_conversation(self) -> None:
         """Raises ApiError (400) where the fields do not go together."""
-        has_form = self.output_config is not None and self.output_config.format is not None
-        check_form_and_call(self.tool_use(), has_form=has_form)
+        self.tool_use()
         thinking = self.thinking
         if thinking is not None and thinking.type is None:
             raise invalid_value("thinking.type is missing; it is needed here", "thinking")

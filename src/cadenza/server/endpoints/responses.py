@@ -12,7 +12,7 @@ import msgspec
 from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.request import SamplingParams
-from cadenza.server.endpoints.conversation import AskedConversation, check_form_and_call
+from cadenza.server.endpoints.conversation import AskedConversation
 from cadenza.server.endpoints.generating import (
     GENERATION_STATUSES,
     CallContext,
@@ -118,7 +118,7 @@ class ResponseRequest(LabelledBody, GenerationRequest):
             raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
         if not self.input and self.previous_response_id is None:
             raise invalid_value("input has no items; give at least one", "input")
-        check_form_and_call(self.tool_use(), has_form=self._form is not None)
+        self.tool_use()
         for name, shown in self._shown().items():
             _check_unicode(name, shown)
 
