@@ -13,6 +13,7 @@ from cadenza.events import ErrorKind
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
 from cadenza.server.limits import ServerLimits
+from tests.server.bodies import GENERATING
 from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, options, raw_post, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_streams import wait_until
@@ -271,6 +272,50 @@ def test_a_504_says_which_bound_it_was_and_its_number(
     chat = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 4}
     for answer in (whole, streamed, server.post("/v1/chat/completions", chat).json()):
         check_error(answer, "server_error", "deadline_exceeded", words=words)
+
+
+FORM = {"type": "json_schema", "name": "f", "schema": {}}
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+SAID = [{"role": "user", "content": "the fox"}]
+FORMS: list[tuple[str, dict[str, Any], str]] = [
+    ("completions", {"prompt": "x", "guided_regex": "a*"}, "guided_regex"),
+    ("chat", {"messages": SAID, "response_format": {"type": "json_object"}}, "response_format"),
+    ("chat", {"messages": SAID, "tools": [{"type": "function", "function": FUNCTION}]}, "tools"),
+    ("responses", {"input": "x", "text": {"format": FORM}}, "text"),
+    ("responses", {"input": "x", "tools": [{"type": "function", **FUNCTION}]}, "tools"),
+    (
+        "messages",
+        {
+            "messages": SAID,
+            "max_tokens": 4,
+            "output_config": {"format": {"type": "json_schema", "schema": {}}},
+        },
+        "output_config",
+    ),
+    (
+        "messages",
+        {"messages": SAID, "max_tokens": 4, "tools": [{"name": "f", "input_schema": {}}]},
+        "tools",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "body", "param"), FORMS)
+def test_an_error_of_a_form_names_the_field_that_asked_for_it(
+    server: RunningServer, engine: ScriptedEngine, name: str, body: dict[str, Any], param: str
+) -> None:
+    """Of one that is given up, and of one that the engine cannot follow at all."""
+    endpoint = GENERATING[name]
+    if param == "tools":
+        engine.failing, choice = "constraint_failed", "none"
+        body = {**body, "tool_choice": {"type": choice} if name == "messages" else choice}
+    error = server.post(endpoint.route.path, body).json()["error"]
+    words = "too complex" if param == "tools" else "not supported by this engine"
+    assert words in error["message"]
+    if name == "messages":  # its errors have no member for it
+        assert error["message"].startswith(f"{param}: ")
+    else:
+        assert error["param"] == param
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,16 @@ def test_the_official_client_has_a_whole_tool_loop(bundled: RunningServer) -> No
         ),
         (
             {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"x-guidance": 1}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+            "x-guidance",
+        ),
+        (
+            {
                 "tool_choice": "required",
                 "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
             },

@@ -184,7 +184,10 @@ class AnswerPlanner:
         if form is None and not use.is_constrained:
             return None
         for tool in use.callable_tools:
-            problem = self._check(json_grammar(tool.schema))
+            try:
+                problem = self._check(json_grammar(tool.schema))
+            except InvalidRequestError as error:
+                problem = str(error)
             if problem is not None:
                 raise InvalidRequestError(
                     f"the parameters of the tool {tool.name} are refused: {problem}", param="tools"

@@ -53,8 +53,16 @@ def anthropic_status(error: ApiError) -> int:
 
 def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
     """The answer, or a stream's last event."""
-    described = {"type": _ANTHROPIC_TYPES[error.status], "message": error.message}
+    described = {"type": _ANTHROPIC_TYPES[error.status], "message": _with_field(error)}
     return {"type": "error", "error": described, "request_id": request_id}
+
+
+def _with_field(error: ApiError) -> str:
+    """The message, which names the field at fault: the API's errors have no member for it."""
+    param = error.param
+    if param is None or param in error.message:
+        return error.message
+    return f"{param}: {error.message}"
 
 
 def _check_anthropic_version(version: bytes) -> None:

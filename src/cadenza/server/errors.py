@@ -30,6 +30,9 @@ RETRY_LOADING_S = 5
 
 Headers = tuple[tuple[str, str], ...]
 
+ParamOf = Callable[[str | None], str | None]
+"""The name in an endpoint's body of what an error names."""
+
 UNAVAILABLE_CODES: dict[EngineState, str] = {
     "loading": "loading",
     "draining": "draining",
@@ -307,10 +310,14 @@ def request_timeout(seconds: float) -> ApiError:
     return ApiError(504, "deadline_exceeded", message)
 
 
+def same_param(param: str | None) -> str | None:
+    return param
+
+
 def error_of(
     error: CadenzaError,
     state: EngineState,
-    param_of: Callable[[str | None], str | None] = lambda param: param,
+    param_of: ParamOf = same_param,
 ) -> ApiError:
     """The answer to a request that was refused.
 
@@ -330,8 +337,10 @@ def error_of(
     return server_error()
 
 
-def error_of_end(kind: ErrorKind | None, monitor: EngineMonitor) -> ApiError:
-    """The answer to a request that was accepted and then failed."""
+def error_of_end(
+    kind: ErrorKind | None, monitor: EngineMonitor, param_of: ParamOf = same_param
+) -> ApiError:
+    """The answer to a request that was accepted and then failed; arguments as of `error_of`."""
     match kind:
         case "queue_timeout":
             return queue_timeout(monitor.timeouts.queue_s)
@@ -346,7 +355,7 @@ def error_of_end(kind: ErrorKind | None, monitor: EngineMonitor) -> ApiError:
         case "constraint_failed":
             return invalid_value(
                 "the structured output is too complex to be followed any further; simplify it",
-                "response_format",
+                param_of("structured"),
             )
         case "step_failed":
             return step_failed()

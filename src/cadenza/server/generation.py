@@ -8,12 +8,13 @@ ends once, its stream ends with the encoder's last events, and nothing of it is 
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 
 from cadenza.engine.request_check import RequestCheck
-from cadenza.engine.status import EngineMonitor
 from cadenza.errors import CadenzaError
-from cadenza.events import FinishReason
+from cadenza.events import ErrorKind, FinishReason
 from cadenza.frontend.output_processor import OutputProcessor, describe_fault
 from cadenza.outputs import RequestOutput
 from cadenza.server.endpoints.generating import CallContext, GeneratingEndpoint, GenerationRequest
@@ -29,6 +30,9 @@ logger = logging.getLogger("cadenza.server")
 INLINE_BYTES = 16 << 10
 """Larger bodies are decoded on a thread, where all prompts are tokenised, instead of on the event
 loop."""
+
+EndError = Callable[[ErrorKind | None], ApiError]
+"""The answer to a request that was accepted and then failed."""
 
 
 class Generation:
@@ -116,12 +120,13 @@ class Generation:
             system_fingerprint=service.system_fingerprint,
         )
         encoder = request.encoder(head, record.usage, service.text)
+        end_error = partial(error_of_end, monitor=service.monitor, param_of=request.param_of)
         with closing(encoder), service.opened(exchange.request_id, exchange.tenant, job):
             async with job:
                 if request.stream:
-                    await _stream(exchange, job, encoder, record, service.monitor)
+                    await _stream(exchange, job, encoder, record, end_error)
                 else:
-                    await _answer(exchange, job, encoder, record, service.monitor)
+                    await _answer(exchange, job, encoder, record, end_error)
 
 
 async def _answer(
@@ -129,14 +134,14 @@ async def _answer(
     job: Job,
     encoder: AnswerEncoder,
     record: RequestRecord,
-    monitor: EngineMonitor,
+    end_error: EndError,
 ) -> None:
     found: dict[int, OutputProcessor | RequestOutput] = {}
     while job.num_unfinished:
         for place, request, outputs in await job.news():
             failed = record.take(place, request.num_cached_tokens, outputs)
             if failed is not None:
-                raise error_of_end(failed.error_kind, monitor)
+                raise end_error(failed.error_kind)
             found[place] = request
     wholes = [found[place] for place in sorted(found)]
     outputs = [each.output() if isinstance(each, OutputProcessor) else each for each in wholes]
@@ -148,7 +153,7 @@ async def _stream(
     job: Job,
     encoder: AnswerEncoder,
     record: RequestRecord,
-    monitor: EngineMonitor,
+    end_error: EndError,
 ) -> None:
     await exchange.start_stream()
     opening = encoder.opening()
@@ -162,7 +167,7 @@ async def _stream(
             for place, request, outputs in news:
                 failed = record.take(place, request.num_cached_tokens, outputs)
                 if failed is not None:
-                    raise error_of_end(failed.error_kind, monitor)
+                    raise end_error(failed.error_kind)
                 made.append(encoder.take(place, request, outputs))
             events = b"".join(made)
             if events and job.num_unfinished:

@@ -125,7 +125,8 @@ class ChatRequest(ConversationBody, ChoicesRequest):
     def param_of(self, param: str | None) -> str | None:
         if param == "thinking_token_budget" and self.thinking_token_budget is None:
             return "reasoning_effort"
-        return super().param_of(param)
+        found = super().param_of(param)
+        return "tools" if found == "structured" else found
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         del text  # the answer does not contain the prompt's text

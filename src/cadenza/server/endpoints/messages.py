@@ -36,6 +36,7 @@ from cadenza.server.schemas.message_fields import (
 from cadenza.server.schemas.messages import Messages, TemplateSwitches
 from cadenza.server.schemas.tools import tool_use
 from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+from cadenza.structured import StructuredOutput
 
 _ANNOTATION = AnyJson(max_chars=16 << 10)
 _AUTO = AskedChoice("auto", is_parallel=True)
@@ -111,6 +112,10 @@ class MessagesBody(Body):
             },
         )
 
+    @property
+    def _form(self) -> StructuredOutput | None:
+        return None if self.output_config is None else self.output_config.format
+
     def _effort(self) -> str:
         asked = None if self.output_config is None else self.output_config.effort
         if self.thinking is None:
@@ -144,8 +149,8 @@ class MessageRequest(MessagesBody, GenerationRequest):
         changes = {**self.sampling_values(), "max_tokens": self.max_tokens}
         if self.stop_sequences:
             changes["stop"] = self.stop_sequences
-        if self.output_config is not None and self.output_config.format is not None:
-            changes["structured"] = self.output_config.format
+        if self._form is not None:
+            changes["structured"] = self._form
         return text.default_params(**changes)
 
     def prepare(
@@ -172,6 +177,8 @@ class MessageRequest(MessagesBody, GenerationRequest):
         return MessageEncoder(head, usage, options)
 
     def param_of(self, param: str | None) -> str | None:
+        if param == "structured" and self._form is None:
+            return "tools"
         return super().param_of(_PARAMS.get(param or "", param))
 
 

@@ -172,6 +172,8 @@ class ResponseRequest(LabelledBody, GenerationRequest):
     def param_of(self, param: str | None) -> str | None:
         if param == "thinking_token_budget" and self.thinking_token_budget is None:
             return "reasoning"
+        if param == "structured" and self._form is None:
+            return "tools"
         return super().param_of(_PARAMS.get(param or "", param))
 
     @property
