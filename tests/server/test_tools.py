@@ -14,7 +14,7 @@ from cadenza.outputs import OutputPart
 from cadenza.request import SamplingParams
 from cadenza.structured import StructuredOutput
 from cadenza.text.answer_grammar import Tool
-from cadenza.text.grammar import check_grammar
+from cadenza.text.grammar_check import check_grammar
 from tests.server.bodies import BODIES
 from tests.server.harness import RunningServer
 
@@ -27,6 +27,7 @@ CITY = {
     "additionalProperties": False,
     "$defs": {"city": {"type": "string", "maxLength": 12}},
 }
+CYCLE = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 NOW = {"type": "function", "function": {"name": "now", "description": "The time."}}
 TOOLS = [WEATHER, NOW]
@@ -166,6 +167,14 @@ def test_the_official_client_has_a_whole_tool_loop(bundled: RunningServer) -> No
             },
             "response_format",
             "uses not",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": CYCLE}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "tool f are refused: the JSON schema has a $ref that leads back to itself: #/$defs/a",
         ),
     ],
     ids=str,

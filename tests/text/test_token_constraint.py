@@ -9,7 +9,8 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.structured import ConstraintSpec, StructuredOutput
-from cadenza.text.grammar import check_grammar, grammar_of
+from cadenza.text.grammar import grammar_of
+from cadenza.text.grammar_check import check_grammar
 from cadenza.text.token_constraint import ConstraintCompiler, GrammarConstraint
 from cadenza.text.tokenizer import Tokenizer
 from tests.text.schemas import random_schema
@@ -105,6 +106,80 @@ def test_choices_and_grammars_are_followed(compiler: ConstraintCompiler, tokeniz
             walked = walk(constraint, vocab_size=VOCAB_SIZE, eos=EOS, rng=random.Random(seed))
             text = tokenizer.decode(walked.token_ids, skip_special_tokens=False)
             assert re.fullmatch(regex, text) or not walked.is_complete, text
+
+
+PREFIXES = (
+    "a",
+    "ab",
+    "a b",
+    "a  b",
+    "abc",
+    'a"',
+    "a\n",
+    "é",
+    "éa",
+    "a|b",
+    "(a",
+    "[a]",
+    "\\n",
+    "^a$",
+)
+
+
+def accepted(compiler: ConstraintCompiler, tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+    """Whether a text may be the whole answer, token by token."""
+    constraint = constraint_of(compiler, grammar)
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        if token_id not in allowed_ids(constraint, VOCAB_SIZE):
+            return False
+        constraint.accept(token_id)
+    return constraint.is_complete or EOS in allowed_ids(constraint, VOCAB_SIZE)
+
+
+def test_choices_that_begin_alike_are_each_allowed_and_nothing_else_is(
+    compiler: ConstraintCompiler, tokenizer: Tokenizer
+):
+    grammar = grammar_of(StructuredOutput(choice=PREFIXES))
+    for text in PREFIXES:
+        assert accepted(compiler, tokenizer, grammar, text), text
+    for text in ("b", "a ", "abcd", "A", "a.b", "\n", "n", "[a", "aa", " a"):
+        assert not accepted(compiler, tokenizer, grammar, text), text
+
+
+def test_as_many_choices_as_are_allowed_are_followed(
+    compiler: ConstraintCompiler, tokenizer: Tokenizer
+):
+    grammar = grammar_of(StructuredOutput(choice=[f"no. {i}" for i in range(4096)]))
+    assert accepted(compiler, tokenizer, grammar, "no. 4095")
+    assert not accepted(compiler, tokenizer, grammar, "no. 4096")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "is_one"),
+    [
+        ("time", "23:59:59Z", True),
+        ("time", "12:30:60Z", False),
+        ("date-time", "2024-02-29T12:30:05.5+01:00", True),
+        ("date-time", "2024-02-29T12:30:60Z", False),
+        ("date-time", "2023-02-29T12:30:05Z", False),
+        ("date", "2024-02-29", True),
+        ("date", "2000-02-29", True),
+        ("date", "1900-02-29", False),
+        ("date", "2023-02-29", False),
+        ("date", "2023-02-28", True),
+        ("date", "2023-12-31", True),
+    ],
+)
+def test_a_format_allows_no_text_that_a_validator_refuses(
+    compiler: ConstraintCompiler, tokenizer: Tokenizer, kind: str, text: str, is_one: bool
+):
+    for more in ({}, {"pattern": "[0-9]"}):
+        schema = {"type": "string", "format": kind, **more}
+        grammar = grammar_of(StructuredOutput(json=schema))
+        assert check_grammar(grammar) is None
+        assert accepted(compiler, tokenizer, grammar, json.dumps(text)) == is_one
+        checker = jsonschema_rs.validator_for(schema, validate_formats=True)
+        assert checker.is_valid(text) == is_one
 
 
 def test_a_constraint_is_a_function_of_the_tokens_that_it_accepted(compiler: ConstraintCompiler):

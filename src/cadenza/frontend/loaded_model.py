@@ -18,7 +18,8 @@ from cadenza.frontend.text_frontend import DEFAULT_PARSERS, TextFrontend
 from cadenza.loading.build import OnPhaseDone, build_core, open_planned
 from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
-from cadenza.text.grammar import GrammarCheck, check_grammar
+from cadenza.text.grammar import GrammarCheck
+from cadenza.text.grammar_check import check_grammar
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

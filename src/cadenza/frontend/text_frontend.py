@@ -29,7 +29,8 @@ from cadenza.text import (
     bad_word_token_ids,
     plan_decoder,
 )
-from cadenza.text.grammar import GrammarCheck, check_grammar, grammar_of, refused
+from cadenza.text.grammar import GrammarCheck, grammar_of, refused
+from cadenza.text.grammar_check import check_grammar
 from cadenza.text.output_parser import MakeParser
 
 logger = logging.getLogger(__name__)

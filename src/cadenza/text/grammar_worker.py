@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from threading import Lock
 
-from cadenza.text.grammar import check_grammar
+from cadenza.text.grammar_check import check_grammar
 
 TIMEOUT_S = 3.0
 MEMORY_BYTES = 1 << 30

@@ -1,0 +1,87 @@
+"""`check_grammar`: whether a grammar can be followed, and what is wrong with it.
+
+Owns the messages about grammars. Knows no tokenizer: a trial over single bytes shows whether
+compiling a grammar and following it for some way stays within `LIMITS`. Invariant: a grammar
+without a problem enforces everything that was asked for; a keyword that cannot be enforced is
+refused by its name, never left out.
+"""
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from cadenza.text.grammar import LIMITS
+
+MAX_ERROR_CHARS = 300
+
+TRIAL_BYTES = 64
+"""Of a trial, which takes one of the bytes that may follow at each place."""
+
+TRIAL_LIMITS: Mapping[str, Any] = {**LIMITS, "step_max_items": 2_000, "verbose_errors": True}
+"""A byte has fewer continuations than a token, of which one mask looks at all."""
+
+NO_TEXT = "no text can satisfy it; loosen what it asks for together"
+
+_STATES = "its expressions have too many states"
+_BOUNDS: Mapping[str, str] = {
+    "Current row has": "at one place of it over {max_items_in_row} parts of rules may follow",
+    "Too many items": "its rules can be read in too many ways at once",
+    "lexer error": _STATES,
+    "lexer precomputation": _STATES,
+    "fuel exhausted": _STATES,
+}
+"""Bounds that messages name, in words; the advice follows them."""
+
+_ADVICE = "use fewer alternatives, optional properties and counted repetitions"
+
+
+def check_grammar(grammar: str) -> str | None:
+    """A `GrammarCheck` in this process. Its time and memory are bounded only by `LIMITS`."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(
+        grammar, limits=LLParserLimits(**LIMITS)
+    )
+    if is_error:
+        return described(messages[0])
+    if any("no tokenizer" in each for each in messages):
+        return "it names special tokens, which are not supported here; write their text"
+    unenforced = [each for each in messages if "Unimplemented" in each]
+    return described(unenforced[0]) if unenforced else _try(grammar)
+
+
+def described(message: str) -> str:
+    """The library's message about the client's own text, in one line."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if not lines:
+        return "it cannot be read"
+    if lines[0].startswith("Unimplemented keys: "):
+        names = ", ".join(json.loads(lines[0].removeprefix("Unimplemented keys: ")))
+        return f"it uses {names}, which cannot be enforced; leave it out"
+    if lines[0].startswith("NoExtension"):
+        return NO_TEXT
+    for begin, words in _BOUNDS.items():
+        if begin in lines[0]:
+            return f"{words.format_map(LIMITS)}; {_ADVICE}"
+    causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (causes or lines)[0][:MAX_ERROR_CHARS]
+
+
+def _try(grammar: str) -> str | None:
+    """Follows a grammar over bytes for some way; what is wrong with it."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    matcher = LLMatcher(
+        LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**TRIAL_LIMITS)
+    )
+    rng = random.Random(0)  # noqa: S311  the same way each time, not a secret
+    for _ in range(TRIAL_BYTES):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = [byte for byte in range(256) if mask >> byte & 1]
+        if matcher.is_error() or not allowed:
+            break
+        matcher.consume_token(rng.choice(allowed))
+    return described(matcher.get_error()) if matcher.is_error() else None

@@ -1,0 +1,117 @@
+"""Bounds of structured outputs: what exceeds one is refused by its name, before it starts."""
+
+import json
+
+import pytest
+
+from cadenza.errors import InvalidRequestError
+from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
+from cadenza.text.grammar import grammar_of
+from cadenza.text.grammar_check import check_grammar
+from cadenza.text.grammar_worker import GrammarWorker
+from tests.text.hostile_forms import (
+    alternatives,
+    any_of_objects,
+    doubling,
+    nested,
+    optional,
+    optional_rules,
+    repeated,
+)
+
+CYCLE = {
+    "$defs": {"a": {"$ref": "#/$defs/b~1c"}, "b/c": {"$ref": "#/$defs/a"}},
+    "$ref": "#/$defs/a",
+}
+
+
+def problem(**members: object) -> str | None:
+    return check_grammar(grammar_of(StructuredOutput(**members)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("members", "named"),
+    [
+        ({"json": optional(300)}, "over 500 parts of rules"),
+        ({"json": any_of_objects(60)}, "over 500 parts of rules"),
+        ({"grammar": alternatives(600)}, "over 500 parts of rules"),
+        ({"grammar": optional_rules(600)}, "over 500 parts of rules"),
+        ({"grammar": f'{doubling(900)}\nr900: "b"\nstart: r0'}, "too many ways"),
+        ({"json": {"type": "string", "pattern": "^(a?){500}a{500}$"}}, "too many states"),
+        ({"json": {"allOf": repeated(7, 11, 13, 17, 19)}}, "too many states"),
+        ({"json": {"type": "integer", "minimum": 5, "multipleOf": 99_991}}, "too many states"),
+        ({"json": {"allOf": [{"enum": [1]}, {"enum": [2]}]}}, "Unsatisfiable"),
+        ({"json": nested(70)}, "more than 64 levels"),
+        ({"json": {"$ref": "#"}}, "back to itself: # -> #"),
+        ({"json": CYCLE}, "#/$defs/a -> #/$defs/b~1c -> #/$defs/a"),
+        ({"json": {"properties": {"x": CYCLE["$ref"]}, **CYCLE}}, "#/$defs/a -> #/$defs/b~1c"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_form_beyond_a_bound_is_refused_by_its_name_before_it_starts(
+    members: dict[str, object], named: str
+):
+    try:
+        found = problem(**members)
+    except InvalidRequestError as error:
+        found = str(error)
+    assert found is not None
+    assert named in found
+    assert len(found) <= 400
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"json": optional(100)},
+        {"json": any_of_objects(5)},
+        {"json": {"enum": [f"{i} {'x' * 50}" for i in range(1000)]}},
+        {"json": {"$defs": {"$ref": {"type": "null"}}, "$ref": "#/$defs/$ref"}},
+        {"json": {"properties": {"$ref": {"type": "string"}, "format": {"type": "integer"}}}},
+        {"json": {"const": {"$ref": "#/const"}}},
+        {"json": nested(60)},
+        {"choice": [str(i) for i in range(4096)]},
+        {"choice": ["a" * i for i in range(1, 300)]},
+        {"grammar": alternatives(400)},
+        {"regex": "(a|b)*a(a|b){20}"},
+    ],
+    ids=lambda members: str(members)[:40],
+)
+def test_a_large_form_within_the_bounds_is_not_refused(members: dict[str, object]):
+    assert problem(**members) is None
+
+
+def test_hostile_grammars_end_soon_in_the_worker():
+    enum = [f"{place:03} {'x' * 50}" for place in range(1100)]
+    assert MAX_STRUCTURED_BYTES * 0.9 < len(json.dumps(enum)) < MAX_STRUCTURED_BYTES
+    hostile = [
+        {"json": {"enum": enum}},
+        {"regex": "((((a{1,50}){1,50}){1,50}b){1,50}c){1,50}"},
+        {"regex": "(a|aa|aaa)*" * 2000},
+        {"regex": "(" * 20_000 + "a" + ")" * 20_000},
+        {"json": {"type": "string", "pattern": "^(a?){500}a{500}$"}},
+        {"json": {"allOf": [{"pattern": f"(a|b)*{c}(a|b){{12}}"} for c in "abab"]}},
+        {"grammar": "start: " + "(" * 10_000 + '"a"' + ")" * 10_000},
+        {"grammar": f'{doubling(900)}\nr900: "b"\nstart: r0'},
+    ]
+    worker = GrammarWorker(timeout_s=1)
+    try:
+        for members in hostile:
+            try:
+                grammar = grammar_of(StructuredOutput(**members))  # type: ignore[arg-type]
+            except InvalidRequestError:
+                continue
+            worker.check(grammar)
+        assert worker.check(grammar_of(StructuredOutput(regex="a"))) is None
+    finally:
+        worker.close()
+
+
+def test_a_form_that_takes_long_to_compile_is_refused_by_the_worker_and_not_by_the_engine():
+    grammar = grammar_of(StructuredOutput(json={"type": "integer", "multipleOf": 999_983}))
+    worker = GrammarWorker(timeout_s=0.5)
+    try:
+        found = worker.check(grammar)
+    finally:
+        worker.close()
+    assert found == "it takes longer than 0.5 seconds to compile; simplify it"
