@@ -135,6 +135,21 @@ def test_the_part_of_another_model_is_named(
     assert f": the {part} does not fit: " in lines[0]
 
 
+def test_a_model_of_a_shorter_context_is_told_beside_other_verdicts(
+    cadenza: Callable[..., Ran], model: Path, receipts: list[dict[str, Any]], tmp_path: Path
+):
+    longer = json.loads(json.dumps(receipts[1]))
+    longer["fingerprint"]["max_model_len"] = 1 << 20
+    file = written(tmp_path, longer, receipts[0])
+    ran = cadenza("replay", file, "--model", model, "--json")
+    assert ran.code == 1
+    refused, equal = ran.objects
+    assert "the receipt was changed: its system_fingerprint" in refused["differences"][0]
+    assert "the model cannot be opened as the receipt asks: " in refused["differences"][1]
+    assert longer["fingerprint"]["checkpoint"] in refused["differences"][1]
+    assert equal["is_equal"]
+
+
 def test_a_file_that_is_no_receipt_is_refused(cadenza: Callable[..., Ran], tmp_path: Path):
     for content in ("", "{}", "no", '{"receipt": 1}\n{"receipt": 1}', "[1]"):
         file = tmp_path / "none.json"

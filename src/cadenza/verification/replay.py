@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from cadenza.config import EngineConfig
-from cadenza.errors import CadenzaError, InvalidRequestError
+from cadenza.errors import CadenzaError, ConfigError, InvalidRequestError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.loaded_model import LoadedModel, PlannedModel, open_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
@@ -97,13 +97,17 @@ def _decode(text: bytes, where: str) -> Receipt:
 def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iterator[Replayed]:
     """The verdicts, in groups of receipts that ask for one engine.
 
-    Raises the errors of `open_model`, where there is no such model or it does not fit.
+    Raises CheckpointError, DeviceUnavailableError: as `open_model` does.
     """
     groups: dict[EngineConfig, list[NamedReceipt]] = {}
     for each in receipts:
         groups.setdefault(config_of(each.receipt.fingerprint), []).append(each)
     for config, group in groups.items():
-        planned = open_model(model, config)
+        try:
+            planned = open_model(model, config)
+        except ConfigError as error:
+            yield from (_verdict(each, _other_model(each.receipt, error)) for each in group)
+            continue
         here = make_fingerprint(planned.checkpoint, planned.plan, config)
         fitting = [each for each in group if not _unfit(each.receipt, here)]
         for each in group:
@@ -135,6 +139,15 @@ def config_of(fingerprint: Fingerprint) -> EngineConfig:
         )
     except CadenzaError as error:
         raise ReceiptError(f"the receipt's fingerprint has unknown parts: {error}") from error
+
+
+def _other_model(receipt: Receipt, error: ConfigError) -> Iterator[str]:
+    """Of a model that cannot be opened with the settings of a receipt, for example its context."""
+    yield from _changes(receipt)
+    yield (
+        f"the model cannot be opened as the receipt asks: {error}; --model names the receipt's own, "
+        f"whose checkpoint is {receipt.fingerprint.checkpoint}"
+    )
 
 
 def _verdict(each: NamedReceipt, differences: Iterable[str]) -> Replayed:
