@@ -1,4 +1,4 @@
-// Selects the kernels at run time: the best ISA that the CPU supports, or CADENZA_CPU_ISA.
+// Selects the kernels at run time: the fastest ISA that the CPU supports, or CADENZA_CPU_ISA.
 #pragma once
 
 #include <string>
@@ -8,10 +8,10 @@
 
 namespace cadenza {
 
-// Names of the ISAs that are compiled in and supported by this CPU, best first.
+// Names of the ISAs that are compiled in and supported by this CPU, fastest first.
 std::vector<std::string> available_isas();
 
-// Returns the kernels of one ISA; an empty name selects the best. Throws std::invalid_argument with
+// Returns the kernels of one ISA; an empty name selects the fastest. Throws std::invalid_argument with
 // the list of available ISAs for any other name.
 const KernelTable& kernels_for(const std::string& name);
 
