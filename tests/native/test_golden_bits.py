@@ -21,6 +21,8 @@ pytestmark = pytest.mark.native
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [Case(shape="tiny-gemma3", format="bfloat16"), Case(shape="tiny-qwen3-moe", format="int4")]
+BF16_PRODUCTS = ("bfloat16", "int8")
+"""Formats with products of bfloat16: int8 has them in attention, over KV in bfloat16."""
 PORTABLE_ISAS = ("avx512", "avx2", "neon", "scalar")
 
 
@@ -45,6 +47,10 @@ def test_the_corpus_is_of_this_revision_and_has_every_case():
     corpus = read_corpus()
     assert corpus.revision == ARITHMETIC_REVISION
     assert corpus.classes["portable"].keys() == {case.name for case in all_cases()}
+    own, portable = corpus.classes["avx512_bf16"], corpus.classes["portable"]
+    assert own.keys() == {case.name for case in all_cases() if case.format in BF16_PRODUCTS}
+    equal = {name for name, digest in own.items() if digest == portable[name]}
+    assert not any(name.endswith(" bfloat16") for name in equal), "the classes have other bits"
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
@@ -85,6 +91,16 @@ def test_bf16_instructions_take_the_portable_kernels_when_asked(library: NativeL
     assert compared(isa).returncode == 0
     for only in ("float32", "int4", "int8-kv"):
         assert compared(isa, "--only", only, "--arithmetic", "fast").returncode == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_threads", [1, 2, 7])
+def test_bf16_instructions_have_bits_of_their_own(library: NativeLibrary, num_threads: int):
+    need(library, "avx512_bf16")
+    for only in BF16_PRODUCTS:
+        arguments = ("--only", f" {only}", "--arithmetic", "fast")
+        ran = compared("avx512_bf16", *arguments, num_threads=num_threads)
+        assert ", 0 differ" in ran.stdout, ran.stdout + ran.stderr
 
 
 @pytest.mark.soak

@@ -15,8 +15,8 @@ from cadenza.loading.content_digest import content_digest
 from cadenza.loading.plan import EnginePlan
 
 ARITHMETIC_REVISION = 1
-"""Of the named classes of arithmetic. To be raised when any bit of a step changes: `make golden`
-then records the corpus anew, and refuses to do so without it."""
+"""Of the named classes of arithmetic. To be raised when any bit of a step changes:
+`python -m tools.golden_bits --record` then records the corpus anew, and refuses to without it."""
 
 _DIGEST_CHARS = 16
 

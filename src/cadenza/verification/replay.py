@@ -145,8 +145,8 @@ def _other_model(receipt: Receipt, error: ConfigError) -> Iterator[str]:
     """Of a model that cannot be opened with the settings of a receipt, for example its context."""
     yield from _changes(receipt)
     yield (
-        f"the model cannot be opened as the receipt asks: {error}; --model names the receipt's own, "
-        f"whose checkpoint is {receipt.fingerprint.checkpoint}"
+        f"the model cannot be opened as the receipt asks: {error}; --model names the "
+        f"receipt's own, whose checkpoint is {receipt.fingerprint.checkpoint}"
     )
 
 
