@@ -42,10 +42,17 @@ AttendTask shapes(const AttendBuffers& b, const AttendAttrs& attrs) {
   return task;
 }
 
+// The type of a pool's elements: that of the activations, where bf16 is u16, since XLA's own code
+// copies bf16 by way of f32 on a CPU; or bytes.
+ffi::DataType pool_type(const AttendTask& task, DType dtype) {
+  if (task.kv_format == KvFormat::kInt8) return ffi::U8;
+  return dtype == DType::kBf16 ? ffi::U16 : ffi::F32;
+}
+
 void check(const AttendBuffers& b, const AttendTask& task, DType dtype) {
-  require(b.k_pool.element_type() == b.v_pool.element_type() &&
-              (task.kv_format == KvFormat::kInt8 || element_type(b.k_pool) == dtype),
-          "k_pool and v_pool must have qkv's type, or be u8");
+  const ffi::DataType expected = pool_type(task, dtype);
+  require(b.k_pool.element_type() == expected && b.v_pool.element_type() == expected,
+          "k_pool and v_pool must be u8, u16 beside bf16, or f32 beside f32");
   require(b.k_pool.dimensions() == b.v_pool.dimensions(),
           "k_pool and v_pool must have the same shape");
   require(task.layer >= 0 && task.layer < task.num_layers, "layer is outside the pools' layers");
@@ -115,8 +122,9 @@ void attend(const AttendBuffers& b, const AttendAttrs& attrs) {
 // cadenza_rope_append_attend: qkv act [T, (Hq + 2 Hkv) D]; positions [T]; slot_mapping [T];
 // query_starts [R + 1]; kv_lens [R]; page_table [R, P]; rope f32 [positions, rotary size]; q_weight
 // f32 [D], [Hq D] or [0]; k_weight f32 [D], [Hkv D] or [0]; k_pool and v_pool act [pages, layers,
-// Hkv, S, D], or u8 [pages, layers, Hkv, S, D + 4] for KV in int8 (core/kv_codes.h). Results act [T, Hq D], and both pools, which must be donated and alias operands 9 and
-// 10. Attributes: layer i64; heads i64; scale f32; window i64, 0 none; soft_cap f32, 0 none;
+// Hkv, S, D], bf16 as its bits in u16, or u8 [pages, layers, Hkv, S, D + 4] for KV in int8
+// (core/kv_codes.h). Results act [T, Hq D], and both pools, which must be donated and alias operands
+// 9 and 10. Attributes: layer i64; heads i64; scale f32; window i64, 0 none; soft_cap f32, 0 none;
 // norm_eps f32.
 //
 // The number of tokens is query_starts[R]; padding rows repeat that value. Row r's queries are the

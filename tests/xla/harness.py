@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from cadenza.backends.base import Runner
@@ -338,7 +339,8 @@ def poison(runner: XlaRunner, owned: np.ndarray, value: float) -> None:
     def spoil(side: jax.Array) -> jax.Array:
         content = np.asarray(side).copy()
         spared = content[owned]
-        content[:] = value
+        is_bits = side.dtype == np.uint16  # of bfloat16, in the native table
+        content[:] = np.array(value, ml_dtypes.bfloat16).view(np.uint16) if is_bits else value
         content[owned] = spared
         return jax.device_put(content, side.sharding)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -116,17 +117,20 @@ def kv_of_page(runner: XlaRunner, page: int, variant: Variant) -> np.ndarray:
     for side in map(np.asarray, jax.tree.leaves(runner._state.pool)):
         # The native table has slots behind the heads: [pages, layers, Hkv, page_size, D].
         by_slot = side if side.ndim == 4 else side.transpose(0, 3, 1, 2, 4)
+        if side.dtype == np.uint16:
+            by_slot = np.ascontiguousarray(by_slot).view(ml_dtypes.bfloat16)
         sides.append(by_slot.reshape(variant.num_pages, variant.page_size, -1)[page])
     return np.concatenate(sides, axis=1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "ops", [ReferenceOps, pytest.param(NativeOps, marks=pytest.mark.native)], ids=lambda o: o.name
 )
 def test_a_fork_copies_the_blocks_with_its_tokens_and_nothing_behind_them(
-    lab: Lab, ops: type[ReferenceOps]
+    lab: Lab, ops: type[ReferenceOps], dtype: WeightDType
 ):
-    runner = lab.runner(replace(DENSE, ops=ops))
+    runner = lab.runner(replace(DENSE, ops=ops, dtype=dtype))
     geometry = replace(GEOMETRY, page_size=DENSE.page_size)
     source, num_tokens = Stream(row=0, pages=[2]), len(PROMPT) - 1
     for _ in range(4):
@@ -135,10 +139,20 @@ def test_a_fork_copies_the_blocks_with_its_tokens_and_nothing_behind_them(
     fork = Stream(row=1, pages=[5], num_computed=num_tokens, copies=copies)
     run_step(runner, [fork.chunk(PROMPT[-1:], samples=True)], geometry)
     original, copy = (kv_of_page(runner, page, DENSE) for page in (2, 5))
-    assert np.array_equal(copy[:num_tokens], original[:num_tokens])
+    kept = [page[:num_tokens].view(np.uint8) for page in (copy, original)]
+    assert np.array_equal(*kept)
     end = -(-num_tokens // PAGE_SIZE_UNIT) * PAGE_SIZE_UNIT
     assert not np.isnan(original[end : 3 * PAGE_SIZE_UNIT + end]).any()
     assert np.isnan(copy[end:]).all()
+
+
+@pytest.mark.native
+def test_copies_of_pages_in_bfloat16_convert_no_element(lab: Lab):
+    """Where a pool is bfloat16, XLA converts all of it to float32 and back on a CPU."""
+    for ops, has_floats in ((NativeOps, False), (ReferenceOps, True)):
+        runner = lab.runner(replace(BASE, ops=ops, dtype="bfloat16"))
+        text = runner.programs.copy_pages.as_text()  # type: ignore[attr-defined]
+        assert ("bf16[" in text) == has_floats
 
 
 def pool_pointers(runner: XlaRunner) -> list[int]:

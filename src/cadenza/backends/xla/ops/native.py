@@ -180,9 +180,10 @@ class NativeOps:
         shape = (num_pages, model.num_layers, *head)
         if self._spec.has_kv_codes:
             return KVPool(_filled_codes(shape, 255, fill), _filled_codes(shape, 127, fill))
-        return KVPool(
-            jnp.full(shape, fill, self._spec.dtype), jnp.full(shape, fill, self._spec.dtype)
-        )
+        element = np.full((), fill, self._spec.dtype)
+        if self._spec.dtype == jnp.bfloat16:  # XLA copies bfloat16 by way of float32 on a CPU
+            element = element.view(np.uint16)
+        return KVPool(jnp.full(shape, element), jnp.full(shape, element))
 
     def copy_slots(
         self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
