@@ -126,7 +126,7 @@ class ForgetsPins(PagePool):
 
     def _release_if_unused(self, page_id: int, page: object) -> None:
         if not self._pages[page_id].ref_count:
-            self._reusable[page_id] = None
+            self._add_free(page_id)
 
 
 class CountsOneHolder(PagePool):

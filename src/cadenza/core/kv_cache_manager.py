@@ -7,6 +7,7 @@ filled it has succeeded with finite logits.
 
 from dataclasses import dataclass
 
+from cadenza.core.eviction_order import PageClass
 from cadenza.core.page_pool import PagePool
 from cadenza.core.page_shares import PageShares
 from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
@@ -169,6 +170,8 @@ class KVCacheManager:
             return False
         if self.prefix_cache is not None:
             self.prefix_leaders.lead(sequence, sequence.page_keys[prefix.num_published :])
+        if not sequence.has_started and not any(each.has_started for each in sequence.siblings):
+            self.pool.mark_shared(prefix.page_ids[: prefix.num_published])
         if prefix.partial_page is not None:
             index = len(prefix.page_ids)
             sequence.page_copy = PageCopy(
@@ -227,7 +230,7 @@ class KVCacheManager:
         if self.slot_prefixes is not None:
             slot = sequence.page_table[0]
             if self.slot_prefixes.publish(sequence, _content_of(sequence), num_tokens):
-                if self.page_shares.try_cache(tenant, slot):
+                if self.page_shares.try_cache(tenant, slot, PageClass.PROMPT):
                     self.pool.mark_cached(slot)
                 else:
                     self.slot_prefixes.forget(slot)
@@ -242,14 +245,15 @@ class KVCacheManager:
                 break
             page_id, key = sequence.page_table[index], sequence.page_keys[index]
             is_known = self.prefix_cache.count_known((key,))
-            if not is_known and not self.page_shares.try_cache(tenant, page_id):
+            page_class = self._class_of(sequence, index)
+            if not is_known and not self.page_shares.try_cache(tenant, page_id, page_class):
                 sequence.published_serial = None
                 break
             sequence.published_serial, is_taken = self.prefix_cache.publish(
                 page_id, index, key, content, sequence.published_serial
             )
             if is_taken:
-                self.pool.mark_cached(page_id)
+                self.pool.mark_cached(page_id, page_class)
         sequence.num_published_pages = full
         self.prefix_leaders.leave(sequence)
 
@@ -282,6 +286,11 @@ class KVCacheManager:
             partial_page=source.page_table[full] if rest else None,
             num_cached_tokens=source.num_cached_tokens or 0,
         )
+
+    def _class_of(self, sequence: Sequence, index: int) -> PageClass:
+        """The class of page `index` of a sequence that has just computed it."""
+        is_prompt = (index + 1) * self.page_size <= sequence.num_prompt_tokens
+        return PageClass.PROMPT if is_prompt else PageClass.GENERATED
 
     def _forget(self, page_id: int) -> None:
         self.page_shares.forget(page_id)

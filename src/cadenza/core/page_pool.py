@@ -1,6 +1,7 @@
 """`PagePool`: allocation of the KV cache's pages.
 
-Owns reference counts, pins and the queue of reusable pages. Knows neither tokens nor devices.
+Owns reference counts, pins, free pages and the classes of cached ones. Knows neither tokens nor
+devices.
 Invariant: free + cached + live + pinned = total, where a page is *live* if its reference count is
 above 0, *pinned* if it is unreferenced but a launched step still writes it, *cached* if it is
 unreferenced, unpinned and in the prefix cache, and *free* otherwise.
@@ -10,14 +11,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from cadenza.core.eviction_order import EvictionOrder, PageClass
+
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """A page's reference count, pin count and whether it is in the prefix cache."""
+    """A page's reference count, pin count, whether it is in the prefix cache, and as what."""
 
     ref_count: int = 0
     pin_count: int = 0
     is_cached: bool = False
+    page_class: PageClass = PageClass.PROMPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +43,10 @@ class PagePool:
 
     def __init__(self, num_pages: int, on_evict: Callable[[int], None] = lambda _: None) -> None:
         self._pages = [Page() for _ in range(num_pages)]
-        self._reusable: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
+        self._cached = EvictionOrder(num_pages)  # the reusable ones
         self._on_evict = on_evict
         self._num_live = 0
-        self._num_cached = 0
 
     @property
     def num_pages(self) -> int:
@@ -51,18 +55,18 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Pages that can be allocated now: free and cached ones."""
-        return len(self._reusable)
+        return len(self._free) + len(self._cached)
 
     @property
     def num_pinned(self) -> int:
         """Unreferenced pages that a launched step still writes; available once it has been read."""
-        return len(self._pages) - len(self._reusable) - self._num_live
+        return len(self._pages) - self.num_available - self._num_live
 
     def counts(self) -> PageCounts:
         """Counts by state."""
         return PageCounts(
-            free=len(self._reusable) - self._num_cached,
-            cached=self._num_cached,
+            free=len(self._free),
+            cached=len(self._cached),
             live=self._num_live,
             pinned=self.num_pinned,
         )
@@ -70,19 +74,22 @@ class PagePool:
     def ref_count(self, page_id: int) -> int:
         return self._pages[page_id].ref_count
 
+    def class_of(self, page_id: int) -> PageClass:
+        """The class of a page in the prefix cache."""
+        return self._pages[page_id].page_class
+
     def try_allocate(self, count: int) -> list[int] | None:
         """`count` pages with reference count 1, free ones before cached ones; None if too few."""
-        if count > len(self._reusable):
+        if count > self.num_available:
             return None
         taken: list[int] = []
         for _ in range(count):
-            page_id, _none = self._reusable.popitem(last=False)
-            page = self._pages[page_id]
-            if page.is_cached:
-                page.is_cached = False
-                self._num_cached -= 1
-                self._on_evict(page_id)
-            page.ref_count = 1
+            if not self._free:
+                oldest = self._cached.first()
+                assert oldest is not None, "no page is free or cached"
+                self.evict(oldest)
+            page_id, _none = self._free.popitem(last=False)
+            self._pages[page_id].ref_count = 1
             taken.append(page_id)
         self._num_live += count
         return taken
@@ -93,9 +100,9 @@ class PagePool:
             page = self._pages[page_id]
             if not page.ref_count:
                 self._num_live += 1
-                if page_id in self._reusable:
-                    del self._reusable[page_id]
-                    self._num_cached -= page.is_cached
+                if page_id in self._cached:
+                    self._cached.take(page_id)
+                self._free.pop(page_id, None)
             page.ref_count += 1
 
     def take_over(self, page_id: int) -> None:
@@ -108,20 +115,21 @@ class PagePool:
 
     def is_reusable(self, page_id: int) -> bool:
         """Whether it is free or cached."""
-        return page_id in self._reusable
+        return page_id in self._free or page_id in self._cached
 
     def evict(self, page_id: int) -> None:
         """Makes a cached page free."""
         page = self._pages[page_id]
         assert page.is_cached, "only a cached page can be evicted"
-        assert page_id in self._reusable, "a page in use cannot be evicted"
+        assert page_id in self._cached, "a page in use cannot be evicted"
         page.is_cached = False
-        self._num_cached -= 1
-        self._reusable.move_to_end(page_id, last=False)
+        self._cached.evict(page_id)
+        self._add_free(page_id)
         self._on_evict(page_id)
 
     def free(self, page_ids: Iterable[int]) -> None:
-        """Removes a reference from each page; cached pages are evicted in the order given."""
+        """Removes a reference from each page; of a class, cached pages are evicted in the order
+        given."""
         for page_id in page_ids:
             if not 0 <= page_id < len(self._pages) or not self._pages[page_id].ref_count:
                 raise PageAccountingError(f"page {page_id} was freed and nobody holds it")
@@ -145,19 +153,30 @@ class PagePool:
             if not page.ref_count:
                 self._release_if_unused(page_id, page)
 
-    def mark_cached(self, page_id: int) -> None:
+    def mark_cached(self, page_id: int, page_class: PageClass = PageClass.PROMPT) -> None:
         """Records that the page is in the prefix cache, until `on_evict` is called for it."""
         page = self._pages[page_id]
         assert page.ref_count, "only a referenced page can be published"
         page.is_cached = True
+        page.page_class = page_class
+
+    def mark_shared(self, page_ids: Iterable[int]) -> None:
+        """Records that a second request has taken cached pages, which it holds now."""
+        for page_id in page_ids:
+            page = self._pages[page_id]
+            assert page.ref_count, "only a referenced page can be shared"
+            assert page.is_cached, "only a page from the cache can be shared"
+            page.page_class = PageClass.SHARED
 
     def forget_cached(self) -> None:
         """Evicts all cached pages, because the device's pages were lost."""
         for page_id, page in enumerate(self._pages):
             if page.is_cached:
                 page.is_cached = False
+                if page_id in self._cached:
+                    self._cached.take(page_id)
+                    self._add_free(page_id)
                 self._on_evict(page_id)
-        self._num_cached = 0
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the counters and the pages' states disagree."""
@@ -165,11 +184,12 @@ class PagePool:
             assert page.ref_count >= 0, f"page {page_id}: ref_count {page.ref_count}"
             assert page.pin_count >= 0, f"page {page_id}: pin_count {page.pin_count}"
             in_use = bool(page.ref_count or page.pin_count)
-            assert in_use != (page_id in self._reusable), f"page {page_id} is in two states"
+            assert in_use != self.is_reusable(page_id), f"page {page_id} is in two states"
+            is_listed = page.is_cached and not in_use
+            assert is_listed == (page_id in self._cached), f"page {page_id} is in the wrong list"
         live = sum(1 for page in self._pages if page.ref_count)
         assert live == self._num_live, f"{live} pages are live, counted {self._num_live}"
-        cached = sum(1 for page_id in self._reusable if self._pages[page_id].is_cached)
-        assert cached == self._num_cached, f"{cached} pages are cached, counted {self._num_cached}"
+        self._cached.check_invariants()
         counts = self.counts()
         total = counts.free + counts.cached + counts.live + counts.pinned
         assert total == self.num_pages, f"{counts} do not add up to {self.num_pages}"
@@ -177,7 +197,12 @@ class PagePool:
     def _release_if_unused(self, page_id: int, page: Page) -> None:
         if page.ref_count or page.pin_count:
             return
-        self._reusable[page_id] = None
-        self._num_cached += page.is_cached
-        if not page.is_cached:
-            self._reusable.move_to_end(page_id, last=False)
+        if page.is_cached:
+            self._cached.add(page_id, page.page_class)
+        else:
+            self._add_free(page_id)
+
+    def _add_free(self, page_id: int) -> None:
+        """The newest free page is used first: it may still be in the processor's caches."""
+        self._free[page_id] = None
+        self._free.move_to_end(page_id, last=False)

@@ -7,6 +7,7 @@ more in the prefix cache, in use or not, than its share of them and that of all 
 
 from collections.abc import Iterable
 
+from cadenza.core.eviction_order import EvictionOrder, PageClass
 from cadenza.core.page_pool import PagePool
 from cadenza.core.sequence import Sequence
 from cadenza.tenant import Tenant
@@ -19,8 +20,8 @@ class PageShares:
         self._pool = pool
         self.cache_share = 1.0
         self._held: dict[str, dict[int, int]] = {}
-        # By tenant, and of all tenants under None; in the order of eviction.
-        self._cached: dict[str | None, dict[int, None]] = {}
+        # By tenant, and of all tenants under None; in use or not.
+        self._cached: dict[str | None, EvictionOrder] = {}
         self._groups_of: dict[int, list[str | None]] = {}
 
     def take(self, sequence: Sequence, page_ids: Iterable[int]) -> None:
@@ -36,11 +37,10 @@ class PageShares:
         """A sequence frees its pages, last one first."""
         tenant = sequence.request.tenant
         for group, _ in self._limits_of(tenant):
-            cached = self._cached.get(group, {})
-            for page_id in reversed(sequence.page_table):
-                if page_id in cached:  # to the end of the order of eviction
-                    del cached[page_id]
-                    cached[page_id] = None
+            cached = self._cached.get(group)
+            for page_id in reversed(sequence.page_table if cached else ()):
+                if cached is not None and page_id in cached:
+                    cached.add(page_id, self._pool.class_of(page_id))
         if tenant.page_share == 1.0:
             return
         held = self._held.get(tenant.name, {})
@@ -61,22 +61,23 @@ class PageShares:
         held = self._held.get(tenant.name, {})
         return sum(1 for page_id in page_ids if page_id in held)
 
-    def try_cache(self, tenant: Tenant, page_id: int) -> bool:
-        """Counts a page that is about to enter the prefix cache. Where a share is full, the oldest
-        unreferenced page of it is evicted; False, with the page not counted, if all are in use.
+    def try_cache(self, tenant: Tenant, page_id: int, page_class: PageClass) -> bool:
+        """Counts a page that is about to enter the prefix cache. Where a share is full, the first
+        unreferenced page in its order of eviction is evicted; False, with the page not counted, if
+        all are in use.
         """
         limits = self._limits_of(tenant)
         if page_id in self._groups_of:
             return True
         for group, most in limits:
-            cached = self._cached.setdefault(group, {})
+            cached = self._cached.setdefault(group, EvictionOrder(most))
             if len(cached) >= most:
-                oldest = next((each for each in cached if self._pool.is_reusable(each)), None)
+                oldest = cached.first(self._pool.is_reusable)
                 if oldest is None:
                     return False
                 self._pool.evict(oldest)
         for group, _ in limits:
-            self._cached[group][page_id] = None
+            self._cached[group].add(page_id, page_class)
         if limits:
             self._groups_of[page_id] = [group for group, _ in limits]
         return True
@@ -84,7 +85,7 @@ class PageShares:
     def forget(self, page_id: int) -> None:
         """A page has left the prefix cache."""
         for group in self._groups_of.pop(page_id, ()):
-            del self._cached[group][page_id]
+            self._cached[group].evict(page_id)
 
     def _limits_of(self, tenant: Tenant) -> list[tuple[str | None, int]]:
         """The groups in which a tenant's cached pages count, and the most pages of each."""
@@ -111,5 +112,8 @@ class PageShares:
         assert expected == self._held, "pages held by tenants are counted wrongly"
         most = int(self.cache_share * self._pool.num_pages)
         assert len(self._cached.get(None, ())) <= most, "too many pages are in the prefix cache"
-        counted = {page for each in self._cached.values() for page in each}
-        assert set(self._groups_of) == counted, "cached pages are counted wrongly"
+        for group, cached in self._cached.items():
+            cached.check_invariants()
+            counted = {page for page, groups in self._groups_of.items() if group in groups}
+            is_same = len(cached) == len(counted) and all(page in cached for page in counted)
+            assert is_same, "cached pages are counted wrongly"
