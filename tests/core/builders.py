@@ -87,7 +87,7 @@ def shares_of(batch: Batch | None) -> dict[int, int]:
 
 def output_of(batch: Batch, token_id: int = 60, bad_rows: tuple[int, ...] = ()) -> StepOutput:
     """A step's output in which every row samples `token_id`; `bad_rows` are not finite."""
-    rows = [entry.row for entry in batch.entries for _ in entry.prompt_logprobs]
+    rows = [entry.row for entry in batch.entries for _ in entry.prompt_rows]
     rows += [entry.row for entry in batch.entries for _ in range(entry.num_choices)]
     count = len(rows)
     return StepOutput(

@@ -9,7 +9,7 @@ import pytest
 from cadenza.backends.fake import next_token
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
-from cadenza.core.prompt_logprobs import PromptLogprobsBudget, PromptLogprobsProgress
+from cadenza.core.prompt_rows import PromptRowsBudget, PromptRowsProgress
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.engine.core import EngineCore
@@ -215,9 +215,9 @@ def test_the_witness_gives_no_tokens_either() -> None:
 
 class UsesTheCacheAllTheSame(KVCacheManager):
     def find_prefix(self, sequence: Sequence) -> Prefix:
-        progress, sequence.prompt_logprobs_progress = sequence.prompt_logprobs_progress, None
+        progress, sequence.prompt_rows = sequence.prompt_rows, None
         prefix = super().find_prefix(sequence)
-        sequence.prompt_logprobs_progress = progress
+        sequence.prompt_rows = progress
         return prefix
 
 
@@ -230,19 +230,19 @@ def test_a_prefix_that_is_taken_from_the_cache_would_be_found_out() -> None:
 
 
 def test_a_step_computes_no_more_prompt_logprobs_than_it_has_rows() -> None:
-    budget = PromptLogprobsBudget(NUM_EXTRA_LOGIT_ROWS)
-    first = PromptLogprobsProgress(num_prompt_tokens=50)
+    budget = PromptRowsBudget(NUM_EXTRA_LOGIT_ROWS)
+    first = PromptRowsProgress(num_prompt_tokens=50)
     assert budget.take(first, 0, 50) == 50
     assert budget.num_rows == NUM_EXTRA_LOGIT_ROWS - 49
-    second = PromptLogprobsProgress(num_prompt_tokens=50)
+    second = PromptRowsProgress(num_prompt_tokens=50)
     assert budget.take(second, 0, 50) == 15
     assert budget.num_rows == 0
-    assert budget.take(PromptLogprobsProgress(num_prompt_tokens=50), 0, 50) == 0
+    assert budget.take(PromptRowsProgress(num_prompt_tokens=50), 0, 50) == 0
     assert budget.take(None, 0, 50) == 50
 
 
 def test_positions_that_were_read_before_a_preemption_are_not_launched_again() -> None:
-    progress = PromptLogprobsProgress(num_prompt_tokens=50)
+    progress = PromptRowsProgress(num_prompt_tokens=50)
     assert progress.launch(0, 20) == range(1, 21)
     assert progress.launch(20, 30) == range(21, 31)
     assert progress.read(range(1, 21)) == range(1, 21)

@@ -158,7 +158,7 @@ class KeysOfTheRow(Packer):
 
     def pack(self, batch: Batch, bucket: int) -> ModelInputs:
         inputs = super().pack(batch, bucket)
-        first = batch.num_prompt_logprobs
+        first = batch.num_prompt_rows
         for entry in batch.entries:
             stop = first + entry.num_choices
             seeds = np.full(entry.num_choices, entry.sequence.seed, np.uint64)
@@ -186,7 +186,7 @@ class AcceptsOneTooMany(DraftingScheduler):
     """Takes whatever was sampled behind a rejected draft."""
 
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
-        index = batch.num_prompt_logprobs
+        index = batch.num_prompt_rows
         for entry in batch.entries:
             sampled = output.token_ids[index : index + len(entry.drafts)]
             entry.drafts = tuple(sampled.tolist())

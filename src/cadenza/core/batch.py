@@ -18,12 +18,12 @@ NO_POSITIONS = range(0)
 class BatchEntry:
     """`num_new_tokens` tokens of `sequence`, starting at position `start`.
 
-    The last of them are `drafts`, behind the sequence's own. The step computes log probabilities of
-    the prompt tokens at the positions `prompt_logprobs` and samples `num_choices` tokens, each from
-    the logits of the previous position: one after the sequence's last token and one after each
-    draft; 0 if the entry ends before the sequence's last token. `num_preemptions` is the sequence's
-    value at launch: if it has increased by the time the step is read, the entry's KV has been
-    freed, but its token is still valid.
+    The last of them are `drafts`, behind the sequence's own. The step has a logit row for each of
+    the positions `prompt_rows` of the prompt and samples `num_choices` tokens, each from the logits
+    of the previous position: one after the sequence's last token and one after each draft; 0 if the
+    entry ends before the sequence's last token. `num_preemptions` is the sequence's value at
+    launch: if it has increased by the time the step is read, the entry's KV has been freed, but its
+    token is still valid.
     """
 
     sequence: Sequence
@@ -33,7 +33,7 @@ class BatchEntry:
     num_choices: int
     num_preemptions: int
     drafts: tuple[int, ...] = ()
-    prompt_logprobs: range = NO_POSITIONS
+    prompt_rows: range = NO_POSITIONS
 
     @property
     def end(self) -> int:
@@ -52,8 +52,7 @@ class PageUpdate(NamedTuple):
 class Batch:
     """One step, filled by the scheduler and not modified after launch.
 
-    Logit rows for prompt log probabilities come first, then those for sampling, both in entry
-    order.
+    Logit rows of prompts come first, then those for sampling, both in entry order.
 
     Args:
         entries: sorted by row.
@@ -75,7 +74,7 @@ class Batch:
     num_tokens: int = 0
     num_keys: int = 0
     num_choices: int = 0
-    num_prompt_logprobs: int = 0
+    num_prompt_rows: int = 0
     has_drafts: bool = False
     is_awaited: bool = False
 
@@ -83,6 +82,6 @@ class Batch:
     def load(self) -> StepLoad:
         return StepLoad(
             num_tokens=self.num_tokens,
-            num_logits=self.num_choices + self.num_prompt_logprobs,
+            num_logits=self.num_choices + self.num_prompt_rows,
             num_keys=self.num_keys,
         )

@@ -80,7 +80,7 @@ class KVCacheManager:
         source = sequence.fork_source
         if source is not None:
             return self._fork(source)
-        if sequence.needs_prompt_logprobs:
+        if sequence.needs_prompt_rows:
             return Prefix()
         content = _content_of(sequence)
         if self.slot_prefixes is not None:
@@ -103,7 +103,7 @@ class KVCacheManager:
         """Why the prompt of a sequence that is about to start is not all in `prefix`."""
         misses = no_misses()
         num_missing = sequence.num_prompt_tokens - prefix.num_cached_tokens
-        if sequence.needs_prompt_logprobs:
+        if sequence.needs_prompt_rows:
             misses["prompt_logprobs"] = num_missing
             return misses
         if self.prefix_cache is None:
@@ -139,7 +139,7 @@ class KVCacheManager:
     def is_prefix_coming(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence should wait for pages that a running one is computing."""
         leaders = self.prefix_leaders
-        if not len(leaders) or sequence.needs_prompt_logprobs:
+        if not len(leaders) or sequence.needs_prompt_rows:
             return False
         if leaders.is_led(sequence.awaited_key):
             return True

@@ -101,9 +101,9 @@ class Packer:
         self, inputs: ModelInputs, batch: Batch, rows: IndexArray, starts: Int32Array
     ) -> None:
         """Writes logit rows: prompt log probabilities, then sampling, both in entry order."""
-        logits, first = inputs.logits, batch.num_prompt_logprobs
+        logits, first = inputs.logits, batch.num_prompt_rows
         if first:
-            _write_prompt_logprobs(inputs, batch)
+            _write_prompt_rows(inputs, batch)
         num_choices = np.array([entry.num_choices for entry in batch.entries], np.int32)  # [B]
         choice_rows = np.repeat(rows, num_choices)
         count = first + len(choice_rows)
@@ -185,11 +185,11 @@ def _count_up(starts: Int32Array, lengths: Int32Array, total: int) -> Int32Array
     return np.arange(total, dtype=np.int32) + np.repeat(starts - firsts, lengths)
 
 
-def _write_prompt_logprobs(inputs: ModelInputs, batch: Batch) -> None:
+def _write_prompt_rows(inputs: ModelInputs, batch: Batch) -> None:
     """Writes the logit rows of prompt log probabilities: targets, no sampling settings."""
     logits, stop = inputs.logits, 0
     for entry in batch.entries:
-        positions = entry.prompt_logprobs
+        positions = entry.prompt_rows
         if not positions:
             continue
         sequence, places = entry.sequence, slice(stop, stop + len(positions))

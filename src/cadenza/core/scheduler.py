@@ -24,7 +24,7 @@ from cadenza.core.drafts import DraftCounts
 from cadenza.core.fair_share import fair_share_of
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.prefix_misses import PrefixMisses, no_misses
-from cadenza.core.prompt_logprobs import PromptLogprobsBudget
+from cadenza.core.prompt_rows import PromptRowsBudget
 from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.core.step_cost import (
@@ -153,17 +153,17 @@ class Scheduler:
         `now_s` is a reading of the clock by which sequences' `arrived_s` were set.
         """
         batch = Batch(self.num_steps)
-        logprobs_budget = PromptLogprobsBudget(NUM_EXTRA_LOGIT_ROWS)
-        shares = self._share_with_retried(batch, logprobs_budget)
+        rows_budget = PromptRowsBudget(NUM_EXTRA_LOGIT_ROWS)
+        shares = self._share_with_retried(batch, rows_budget)
         if shares is None:
-            shares = self._share_among_all(batch, now_s, logprobs_budget)
+            shares = self._share_among_all(batch, now_s, rows_budget)
         # A sequence with a share may have been preempted for another one's pages.
         shares = [share for share in shares if share[0].status is SequenceStatus.RUNNING]
         if not shares:
             return None
         # Entered after admission, which must not count tokens of this step as computed: a sample
         # can only fork a prompt that an earlier step has computed.
-        num_rows = logprobs_budget.num_rows
+        num_rows = rows_budget.num_rows
         drafts = self._drafts.propose(shares, num_rows, self.num_steps, self._cost)
         for sequence, count in shares:
             self._enter(batch, sequence, count, drafts.get(sequence, ()))
@@ -236,7 +236,7 @@ class Scheduler:
         self.kv_cache.check_invariants(self.running)
 
     def _share_with_retried(
-        self, batch: Batch, logprobs_budget: PromptLogprobsBudget
+        self, batch: Batch, rows_budget: PromptRowsBudget
     ) -> list[Share] | None:
         """The share of a sequence that is retried after a failed step, which has the step alone;
         None if there is no such sequence, or if the others must run before it can start.
@@ -250,16 +250,16 @@ class Scheduler:
         if not running:
             return None
         decodes, prompts = _split(running[:1])
-        shares = self._share_among_decodes(decodes, logprobs_budget)
-        return shares + self._share_among_prompts(prompts, shares, logprobs_budget)
+        shares = self._share_among_decodes(decodes, rows_budget)
+        return shares + self._share_among_prompts(prompts, shares, rows_budget)
 
     def _share_among_all(
-        self, batch: Batch, now_s: float, logprobs_budget: PromptLogprobsBudget
+        self, batch: Batch, now_s: float, rows_budget: PromptRowsBudget
     ) -> list[Share]:
         """Shares of running sequences, and of waiting ones that start in this step."""
         num_preemptions = self.num_preemptions
         decodes, prompts = _split(self.running)
-        shares = self._share_among_decodes(decodes, logprobs_budget)
+        shares = self._share_among_decodes(decodes, rows_budget)
         if self.num_preemptions == num_preemptions and self.waiting and self._free_rows:
             ordered = self._policy.ordered(self.waiting, now_s, self.kv_cache.num_uncached_tokens)
             waiting = self._fair_share.in_turns(ordered)
@@ -267,17 +267,17 @@ class Scheduler:
                 prompts += self._admit_batch(batch, waiting)
             else:
                 budget = self._prompt_budget(shares)
-                self._admit(batch, waiting, prompts, budget, logprobs_budget)
-        return shares + self._share_among_prompts(prompts, shares, logprobs_budget)
+                self._admit(batch, waiting, prompts, budget, rows_budget)
+        return shares + self._share_among_prompts(prompts, shares, rows_budget)
 
     def _share_among_decodes(
-        self, sequences: list[Sequence], logprobs_budget: PromptLogprobsBudget
+        self, sequences: list[Sequence], rows_budget: PromptRowsBudget
     ) -> list[Share]:
         """One token of each, oldest first, with its page allocated."""
         shares: list[Share] = []
         for sequence in sequences:
             is_running = sequence.status is SequenceStatus.RUNNING
-            if is_running and _fit(sequence, 1, logprobs_budget) and self._reach(sequence, 1):
+            if is_running and _fit(sequence, 1, rows_budget) and self._reach(sequence, 1):
                 shares.append((sequence, 1))
         return shares
 
@@ -285,7 +285,7 @@ class Scheduler:
         self,
         sequences: list[Sequence],
         decodes: list[Share],
-        logprobs_budget: PromptLogprobsBudget,
+        rows_budget: PromptRowsBudget,
     ) -> list[Share]:
         """What the step computes of sequences with several uncomputed tokens, beside `decodes`."""
         prompts = [each for each in sequences if each.status is SequenceStatus.RUNNING]
@@ -297,7 +297,7 @@ class Scheduler:
             self.step_bound.num_granted += 1
         shares: list[Share] = []
         for sequence, budgeted in zip(prompts, counts, strict=True):
-            count = _fit(sequence, budgeted, logprobs_budget) if budgeted else 0
+            count = _fit(sequence, budgeted, rows_budget) if budgeted else 0
             is_running = sequence.status is SequenceStatus.RUNNING
             if count and is_running and self._reach(sequence, count):
                 shares.append((sequence, count))
@@ -341,7 +341,7 @@ class Scheduler:
         waiting: Iterable[Sequence],
         prompts: list[Sequence],
         budget: PromptBudget,
-        logprobs_budget: PromptLogprobsBudget,
+        rows_budget: PromptRowsBudget,
     ) -> None:
         """Starts `waiting` sequences in order while rows and pages remain, and as long as the next
         one would compute something in this step; adds them to `prompts`.
@@ -360,7 +360,7 @@ class Scheduler:
                 continue
             if sequence.is_expecting_source or self.kv_cache.is_prefix_coming(sequence):
                 continue
-            if sequence.needs_prompt_logprobs and not logprobs_budget.num_rows:
+            if sequence.needs_prompt_rows and not rows_budget.num_rows:
                 break
             counts = share_among_prompts(parts, budget.copy())
             is_cut = [count < part.num_left for count, part in zip(counts, parts, strict=True)]
@@ -373,7 +373,7 @@ class Scheduler:
             part = PromptPart(
                 start=prefix.num_tokens,
                 num_left=sequence.num_tokens - prefix.num_tokens,
-                has_logits=sequence.needs_prompt_logprobs,
+                has_logits=sequence.needs_prompt_rows,
             )
             if not share_among_prompts([*parts, part], budget.copy())[-1]:
                 break
@@ -501,9 +501,9 @@ class Scheduler:
         if sequence.page_copy is not None:
             batch.page_copies.append(sequence.page_copy)
             sequence.page_copy = None
-        if sequence.prompt_logprobs_progress is not None:
-            entry.prompt_logprobs = sequence.prompt_logprobs_progress.launch(start, end)
-            batch.num_prompt_logprobs += len(entry.prompt_logprobs)
+        if sequence.prompt_rows is not None:
+            entry.prompt_rows = sequence.prompt_rows.launch(start, end)
+            batch.num_prompt_rows += len(entry.prompt_rows)
         return entry
 
     def _end(self, sequence: Sequence) -> None:
@@ -553,11 +553,11 @@ def _part_of(sequence: Sequence) -> PromptPart:
     return PromptPart(
         start=sequence.num_computed_tokens,
         num_left=sequence.num_uncomputed_tokens,
-        has_logits=sequence.needs_prompt_logprobs,
+        has_logits=sequence.needs_prompt_rows,
     )
 
 
-def _fit(sequence: Sequence, count: int, logprobs_budget: PromptLogprobsBudget) -> int:
+def _fit(sequence: Sequence, count: int, rows_budget: PromptRowsBudget) -> int:
     """`count`, reduced if the logit rows for prompt log probabilities do not suffice."""
-    progress = sequence.prompt_logprobs_progress
-    return logprobs_budget.take(progress, sequence.num_computed_tokens, count)
+    progress = sequence.prompt_rows
+    return rows_budget.take(progress, sequence.num_computed_tokens, count)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cadenza.core.constraint import Constraint
 from cadenza.core.drafts import Drafting
-from cadenza.core.prompt_logprobs import PromptLogprobsProgress
+from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.events import FinishReason
 from cadenza.request import Request, SamplingParams
 
@@ -54,7 +54,7 @@ class Sequence:
         published_serial: the prefix cache's serial of its last published page; None after a
             key collision, or where the tenant's share of the cache is in use: both end publication.
         awaited_key: the key of a page that another sequence computes, for which this one waits.
-        prompt_logprobs_progress: None if no prompt log probabilities were requested.
+        prompt_rows: None if no prompt log probabilities were requested.
         drafting: None if its steps verify no drafts.
         constraint: has accepted its generated tokens; None if every token is allowed.
     """
@@ -83,7 +83,7 @@ class Sequence:
     awaited_key: bytes | None = None
     num_sent_pages: int = 0
     num_preemptions: int = 0
-    prompt_logprobs_progress: PromptLogprobsProgress | None = None
+    prompt_rows: PromptRowsProgress | None = None
     drafting: Drafting | None = None
     constraint: Constraint | None = None
 
@@ -133,7 +133,7 @@ class Sequence:
 
         The last token is recomputed, because each stream samples its first token from its logits.
         """
-        if not self.is_fresh or self.needs_prompt_logprobs:
+        if not self.is_fresh or self.needs_prompt_rows:
             return None
         most = self.num_prompt_tokens - 1
         for sibling in self._running_siblings():
@@ -144,17 +144,14 @@ class Sequence:
     @property
     def is_expecting_source(self) -> bool:
         """True while a running sibling has not yet computed the prompt that this one will share."""
-        if not self.is_fresh or self.needs_prompt_logprobs:
+        if not self.is_fresh or self.needs_prompt_rows:
             return False
         return self._running_siblings() != [] and self.fork_source is None
 
     @property
-    def needs_prompt_logprobs(self) -> bool:
+    def needs_prompt_rows(self) -> bool:
         """True while prompt log probabilities are missing; the prompt must then be computed."""
-        return (
-            self.prompt_logprobs_progress is not None
-            and not self.prompt_logprobs_progress.is_complete
-        )
+        return self.prompt_rows is not None and not self.prompt_rows.is_complete
 
     def _running_siblings(self) -> list["Sequence"]:
         return [each for each in self.siblings if each.status is SequenceStatus.RUNNING]
@@ -190,5 +187,5 @@ class Sequence:
         self.num_published_pages = 0
         self.published_serial = 0
         self.num_sent_pages = 0
-        if self.prompt_logprobs_progress is not None:
-            self.prompt_logprobs_progress.rewind()
+        if self.prompt_rows is not None:
+            self.prompt_rows.rewind()

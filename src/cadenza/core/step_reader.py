@@ -45,10 +45,10 @@ class StepReader:
     def read(self, batch: Batch, output: StepOutput) -> list[Event]:
         """Applies a step; `output` has one entry per logit row of the batch."""
         events: list[Event] = []
-        if batch.num_prompt_logprobs:
-            self._take_prompt_logprobs(batch, output, events)
+        if batch.num_prompt_rows:
+            self._take_prompt_rows(batch, output, events)
         choices = StepChoices.of(output)
-        index = batch.num_prompt_logprobs
+        index = batch.num_prompt_rows
         for entry in batch.entries:
             if entry.drafts:
                 self._verify_drafts(entry, choices, index, events)
@@ -150,20 +150,20 @@ class StepReader:
         self._end(sequence)
         return finished_event(sequence, "length")
 
-    def _take_prompt_logprobs(self, batch: Batch, output: StepOutput, events: list[Event]) -> None:
+    def _take_prompt_rows(self, batch: Batch, output: StepOutput, events: list[Event]) -> None:
         """Adds an event for each entry with log probabilities not yet reported."""
         stop = 0
         for entry in batch.entries:
-            indices = range(stop, stop + len(entry.prompt_logprobs))
+            indices = range(stop, stop + len(entry.prompt_rows))
             stop = indices.stop
-            sequence, progress = entry.sequence, entry.sequence.prompt_logprobs_progress
+            sequence, progress = entry.sequence, entry.sequence.prompt_rows
             if not indices or sequence.is_finished:
                 continue
             if not output.is_finite[indices.start : indices.stop].all():
                 events.append(self.fail(sequence, NOT_FINITE, "not_finite"))
                 continue
             assert progress is not None
-            fresh = progress.read(entry.prompt_logprobs)
+            fresh = progress.read(entry.prompt_rows)
             if not fresh:
                 continue
             count = sequence.request.params.prompt_logprobs or 0

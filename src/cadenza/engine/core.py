@@ -21,7 +21,7 @@ from cadenza.core.drafts import Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.prefix_misses import PrefixMisses, log_text
-from cadenza.core.prompt_logprobs import PromptLogprobsProgress
+from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
@@ -212,8 +212,8 @@ class EngineCore:
             sequence = self._make_sequence(request_id, request, resumed.sample)
             sequence.token_ids += resumed.token_ids
             sequence.num_cached_tokens = resumed.num_cached_tokens
-            if sequence.prompt_logprobs_progress is not None:
-                sequence.prompt_logprobs_progress.skip(resumption.num_prompt_logprobs)
+            if sequence.prompt_rows is not None:
+                sequence.prompt_rows.skip(resumption.num_prompt_logprobs)
             sequences.append(sequence)
         self._add(sequences)
 
@@ -280,7 +280,7 @@ class EngineCore:
             stop_token_ids=stop if params.ignore_eos else stop | self.eos_token_ids,
             arrived_s=self._clock(),
             token_ids=list(request.prompt_token_ids),
-            prompt_logprobs_progress=_progress_of(request) if sample == 0 else None,
+            prompt_rows=_progress_of(request) if sample == 0 else None,
             drafting=self._drafting_of(request),
         )
 
@@ -346,7 +346,7 @@ def _log_prefix(sequence: Sequence, misses: PrefixMisses) -> None:
         )
 
 
-def _progress_of(request: Request) -> PromptLogprobsProgress | None:
+def _progress_of(request: Request) -> PromptRowsProgress | None:
     if request.params.prompt_logprobs is None:
         return None
-    return PromptLogprobsProgress(num_prompt_tokens=len(request.prompt_token_ids))
+    return PromptRowsProgress(num_prompt_tokens=len(request.prompt_token_ids))

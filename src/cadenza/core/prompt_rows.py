@@ -1,17 +1,18 @@
-"""`PromptLogprobsProgress`: which prompt tokens still need log probabilities.
+"""`PromptRowsProgress`: which positions of a prompt still need a logit row.
 
 A request with `prompt_logprobs` gets a log probability for every prompt token but the first, from
-the logits at the previous position. Knows positions only. Invariant: every position from 1 to the
-prompt's end is reported once and in order, regardless of preemptions and steps in flight.
+the logits at the previous position; one whose hidden states are averaged needs those of the same
+rows. Knows positions only. Invariant: every position from 1 to the prompt's end is reported once
+and in order, regardless of preemptions and steps in flight.
 """
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class PromptLogprobsProgress:
+class PromptRowsProgress:
     """Positions below `num_read` have been reported; those below `num_launched` are computed by
-    launched steps. Both start at 1: the first token has no log probability.
+    launched steps. Both start at 1: no row comes before the first token.
     """
 
     num_prompt_tokens: int
@@ -46,7 +47,7 @@ class PromptLogprobsProgress:
         return fresh
 
     def skip(self, count: int) -> None:
-        """The first `count` log probabilities have been reported elsewhere."""
+        """The first `count` positions have been reported elsewhere."""
         self.num_launched = self.num_read = 1 + count
 
     def rewind(self) -> None:
@@ -55,12 +56,12 @@ class PromptLogprobsProgress:
 
 
 @dataclass(slots=True, eq=False)
-class PromptLogprobsBudget:
-    """Remaining logit rows for prompt log probabilities in a step."""
+class PromptRowsBudget:
+    """Remaining logit rows for prompts in a step."""
 
     num_rows: int
 
-    def take(self, progress: PromptLogprobsProgress | None, start: int, count: int) -> int:
+    def take(self, progress: PromptRowsProgress | None, start: int, count: int) -> int:
         """Takes the rows for up to `count` tokens from `start`; returns how many tokens fit."""
         if progress is None:
             return count
