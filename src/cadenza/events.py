@@ -81,7 +81,8 @@ class Finished(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     A request ends when all of its `n` samples have ended. `num_generated_tokens` includes the
     stopping token; `stop_token_id` is that token if it is one of the request's `stop_token_ids`.
-    `error` and `error_kind` are set if and only if `finish_reason` is "error".
+    `error` and `error_kind` are set if and only if `finish_reason` is "error". `embedding` is that
+    of a pooled request: float32 numbers, little endian.
     """
 
     request_id: int
@@ -93,6 +94,7 @@ class Finished(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sample: int = 0
     error: str | None = None
     error_kind: ErrorKind | None = None
+    embedding: bytes | None = None
 
 
 Event = Started | Token | PromptLogprobs | Finished

@@ -1,4 +1,5 @@
-"""Requests: `Request`, and how its tokens are chosen (`SamplingParams`).
+"""Requests: `Request`, how its tokens are chosen (`SamplingParams`), or how its prompt becomes one
+vector (`PoolingParams`).
 
 Owns the bounds of every number that a client controls. Knows no text, rows or pages.
 Invariant: every `SamplingParams` instance is finite and within bounds.
@@ -10,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from numbers import Real
 from operator import index
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED, is_integer
 from cadenza.errors import InvalidRequestError, show
@@ -222,6 +223,47 @@ class SamplingParams:
             )
 
 
+Pooling = Literal["last", "mean"]
+"""The hidden state of a prompt's last token, or the mean of all its tokens'."""
+
+DIMENSIONS = NumberBound(1, 1 << 20, is_integer=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How the model's last hidden states, those after its final norm, become an embedding.
+
+    Args:
+        pooling: "last" or "mean"; `None` is as the checkpoint says, otherwise "last".
+        dimensions: keep only so many of the first values; `None` keeps all. What is kept is scaled
+            to unit length.
+
+    Raises:
+        InvalidRequestError: a value has the wrong type or is out of bounds.
+    """
+
+    pooling: Pooling | None = None
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pooling is not None and self.pooling not in get_args(Pooling):
+            raise InvalidRequestError(
+                f"pooling is {show(self.pooling)}; it must be one of "
+                f"{', '.join(get_args(Pooling))}",
+                param="pooling",
+            )
+        if self.dimensions is not None:
+            number = _as_number("dimensions", self.dimensions, DIMENSIONS)
+            object.__setattr__(self, "dimensions", number)
+
+
+def prompt_only(truncate_prompt_tokens: int | None = None) -> SamplingParams:
+    """Those of a request that samples nothing, as one that is pooled."""
+    return SamplingParams(
+        max_tokens=0, temperature=0.0, truncate_prompt_tokens=truncate_prompt_tokens
+    )
+
+
 MAX_DIGEST_BYTES = 64
 
 
@@ -271,7 +313,9 @@ class Request:
 
     Args:
         prompt_token_ids: the tokens of the prompt; `RequestCheck` requires at least one.
-        params: how to sample.
+        params: how to sample; of a pooled request those of `prompt_only`, which are also its
+            default.
+        pooling: how its prompt becomes an embedding; `None` samples.
         bad_word_token_ids: token sequences that are not generated, those of `params.bad_words`.
         attachments: ordered, non-overlapping spans within the prompt.
         constraint: that of `params.structured`.
@@ -295,12 +339,15 @@ class Request:
     constraint: ConstraintSpec | None = None
     prediction: tuple[int, ...] = ()
     tenant: Tenant = ONE_TENANT
+    pooling: PoolingParams | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
             raise InvalidRequestError(
                 f"params is {show(self.params)}; it must be SamplingParams", param="params"
             )
+        if self.pooling is not None:
+            object.__setattr__(self, "params", self._checked_pooled())
         ids = as_token_ids("prompt", self.prompt_token_ids)
         object.__setattr__(self, "prompt_token_ids", ids)
         if self.bad_word_token_ids is not _EMPTY:
@@ -347,6 +394,28 @@ class Request:
                 )
             last = each.end
         return tuple(cast(SequenceOf[Attachment], entries))
+
+    def _checked_pooled(self) -> SamplingParams:
+        """The parameters of a pooled request, which samples nothing."""
+        if not isinstance(self.pooling, PoolingParams):
+            raise InvalidRequestError(
+                f"pooling is {show(self.pooling)}; it must be PoolingParams", param="pooling"
+            )
+        params = prompt_only() if self.params == SamplingParams() else self.params
+        is_sampled = params != prompt_only(params.truncate_prompt_tokens)
+        if is_sampled or self.bad_word_token_ids or self.constraint or self.prediction:
+            raise InvalidRequestError(
+                "a request with pooling generates nothing, but it has options of generating; "
+                "leave out either",
+                param="pooling",
+            )
+        return params
+
+    @property
+    def needs_prompt_rows(self) -> bool:
+        """Whether all tokens of the prompt need a logit row, so that all of it is computed."""
+        is_mean = self.pooling is not None and self.pooling.pooling == "mean"
+        return is_mean or self.params.prompt_logprobs is not None
 
     def _checked_bad_words(self) -> tuple[tuple[int, ...], ...]:
         words: object = self.bad_word_token_ids

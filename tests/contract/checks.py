@@ -340,6 +340,37 @@ def check_the_mask_of_a_rows_rules_is_replaced_by_itself(bench: Bench) -> None:
     assert tokens(low, range(70, 72)) == narrowed
 
 
+def check_a_tokens_hidden_state_follows_from_its_prefix(bench: Bench) -> None:
+    """Those of a prompt, computed whole and alone, and in chunks beside rows that need none."""
+    size = bench.runner.hidden_size
+    if size is None:
+        return
+
+    def states(chunk: Chunk, *others: Chunk) -> np.ndarray:
+        inputs = bench.inputs(chunk, *others)
+        rows = np.flatnonzero(inputs.logits.rows[: inputs.num_logits] == chunk.stream.row)
+        inputs = replace(inputs, hidden_rows=rows.astype(np.int32))
+        found = bench.runner.launch(inputs).result().hidden
+        assert found.dtype == np.float32
+        assert found.shape == (len(rows), size)
+        return found
+
+    prompt = PROMPT[:12]
+    whole = states(stream_on(0, [0, 1]).chunk(prompt, samples=True, num_choices=12))
+    assert len(np.unique(whole, axis=0)) == 12, "different prefixes have the same state"
+    stream, before, after = stream_on(2, [4, 5]), stream_on(1, [8]), stream_on(3, [9])
+    parts = [
+        states(
+            stream.chunk(prompt[start:end], samples=True, num_choices=end - start),
+            before.chunk(OTHER[:2], samples=True, num_choices=2),
+            after.chunk(OTHER[:1], samples=True),
+        )
+        for start, end in pairwise([0, 1, 5, 12])
+    ]
+    assert np.array_equal(np.concatenate(parts), whole), "hidden states depend on the batch"
+    assert not len(bench.run(stream.next_token()).hidden), "states that were not asked for"
+
+
 def check_reset_forgets_everything(bench: Bench) -> None:
     expected = generate(bench, stream_on(0, [0, 1]))
     bench.runner.reset()

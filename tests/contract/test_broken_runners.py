@@ -153,6 +153,12 @@ class IgnoresMasks(FakeRunner):
         return FakeRunner.launch(self, replace(inputs, mask_updates=()))
 
 
+class StatesOfTheFirstRows(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        rows = np.arange(len(inputs.hidden_rows), dtype=np.int32)
+        return FakeRunner.launch(self, replace(inputs, hidden_rows=rows))
+
+
 class ForgetsNothing(FakeRunner):
     def reset(self) -> None:
         if not hasattr(self, "_slots"):
@@ -177,6 +183,7 @@ BROKEN: dict[str, type[FakeRunner]] = {
     "a_row_can_choose_several_tokens_in_a_step": RemembersTheFirstChoice,
     "asking_for_log_probabilities_changes_no_token": KeysFromTheLogprobs,
     "the_mask_of_a_rows_rules_is_replaced_by_itself": IgnoresMasks,
+    "a_tokens_hidden_state_follows_from_its_prefix": StatesOfTheFirstRows,
     "reset_forgets_everything": ForgetsNothing,
 }
 

@@ -79,7 +79,7 @@ def logprobs_of(
     @jax.jit
     def forward(weights: DecoderWeights, step: StepArrays) -> jax.Array:
         pool = ops.new_kv_pool(len(pages), float("nan"))
-        logits, _ = run_decoder(ops, spec.model, weights, pool, step)
+        logits, *_ = run_decoder(ops, spec.model, weights, pool, step)
         return jax.nn.log_softmax(logits)
 
     for text in texts:

@@ -32,6 +32,10 @@ class RunnerInFront:
         return self.runner.vocab_size
 
     @property
+    def hidden_size(self) -> int | None:
+        return self.runner.hidden_size
+
+    @property
     def token_buckets(self) -> tuple[int, ...]:
         return self.runner.token_buckets
 

@@ -65,7 +65,7 @@ def test_closing_waits_once_for_each_step_that_was_not_read() -> None:
 
 def test_a_read_waits_before_it_converts() -> None:
     owner, result = Owner(), Result()
-    read = in_flight_with(owner, result).read(id(result))
+    (read,) = in_flight_with(owner, result).read(id(result))
     assert read.tolist() == [0], "the array was made before the wait"
 
 
@@ -106,7 +106,7 @@ def test_results_are_dropped_while_the_lock_is_held_and_what_was_read_is_a_copy(
             return self.values
 
     keys = [in_flight.add(Watched()) for _ in range(3)]  # pyright: ignore[reportArgumentType]
-    read = in_flight.read(keys[1])
+    (read,) = in_flight.read(keys[1])
     assert was_held == [True]
     assert read.base is None
     in_flight.finish()
@@ -142,7 +142,7 @@ def test_nothing_is_launched_once_the_interpreter_exits() -> None:
 def launch_one(lab: Lab, result: Result) -> XlaRunner:
     """A runner on the CPU that has launched a step whose result is `result`."""
     runner = lab.runner_with(lab.weights(BASE.shape))
-    step = {BASE.bucket: lambda _weights, state, _wire: (state, result)}
+    step = {BASE.bucket: lambda _weights, state, _wire: (state, result, None)}
     runner._programs = replace(runner.programs, step=step)
     runner.launch(ModelInputs.empty(bucket=BASE.bucket, num_rows=BASE.num_rows))
     return runner

@@ -118,6 +118,12 @@ class Runner(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int | None:
+        """Of the last hidden states, which it gives for `ModelInputs.hidden_rows`; None if it gives
+        none, so that requests for embeddings are refused."""
+        ...
+
+    @property
     def token_buckets(self) -> tuple[int, ...]:
         """The padded step sizes it compiles, ascending; the last one caps the token budget."""
         ...

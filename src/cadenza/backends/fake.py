@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from cadenza.backends.base import Capability
-from cadenza.core.step_schema import LAST_SAMPLED, NO_TARGET, ModelInputs, StepOutput
+from cadenza.core.step_schema import LAST_SAMPLED, NO_HIDDEN, NO_TARGET, ModelInputs, StepOutput
 from cadenza.core.token_rules import MASK, RuleLayout
 from cadenza.errors import RunnerError
 
 _NEVER_WRITTEN = -7
 _MAX_LOGPROBS = 20
+HIDDEN_SIZE = 8
 
 
 def next_token(history: list[int], key: tuple[int, int], *, vocab_size: int) -> int:
@@ -29,6 +31,13 @@ def next_token(history: list[int], key: tuple[int, int], *, vocab_size: int) -> 
     text = np.array([*history, *key], np.int64).tobytes()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "little") % vocab_size
+
+
+def hidden_state(history: list[int]) -> npt.NDArray[np.float32]:
+    """The fake model: the last hidden state [E] of the last token of `history`, in [-1, 1)."""
+    text = np.array(history, np.int64).tobytes()
+    words = np.frombuffer(hashlib.blake2b(text, digest_size=4 * HIDDEN_SIZE).digest(), np.int32)
+    return (words / 2.0**31).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,10 @@ class FakeRunner:
     @property
     def capabilities(self) -> frozenset[Capability]:
         return frozenset({"logprobs", "drafts"})
+
+    @property
+    def hidden_size(self) -> int | None:
+        return HIDDEN_SIZE
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
@@ -115,7 +128,7 @@ class FakeRunner:
         self._last_sampled[rows[is_choice]] = drawn[is_choice]
         self.trace.append(("launch", inputs.step_id))
         step_id = inputs.step_id
-        output = _output(np.where(is_choice, drawn, targets), drawn)
+        output = _output(np.where(is_choice, drawn, targets), drawn, self._hidden(inputs))
         return FakeStepHandle(output, lambda: self.trace.append(("read", step_id)))
 
     def _store(self, inputs: ModelInputs, row: int) -> None:
@@ -126,10 +139,20 @@ class FakeRunner:
                 token = int(self._last_sampled[row])
             self._slots[tokens.slots[index]] = token
 
-    def _sample(self, inputs: ModelInputs, index: int, row: int) -> int:
+    def _hidden(self, inputs: ModelInputs) -> npt.NDArray[np.float32]:
+        """The last hidden states [H, E] that the step needs."""
+        rows = inputs.logits.rows
+        found = [
+            hidden_state(self._history(inputs, index, int(rows[index])))
+            for index in inputs.hidden_rows.tolist()
+        ]
+        return np.stack(found) if found else NO_HIDDEN
+
+    def _history(self, inputs: ModelInputs, index: int, row: int) -> list[int]:
+        """The tokens up to that of logit row `index`, read back through the page table."""
         logits = inputs.logits
         num_before = int(inputs.tokens.positions[logits.token_indices[index]]) + 1
-        history = [
+        return [
             int(
                 self._slots[
                     self._page_table[row, at // self.page_size] * self.page_size
@@ -138,6 +161,9 @@ class FakeRunner:
             )
             for at in range(num_before)
         ]
+
+    def _sample(self, inputs: ModelInputs, index: int, row: int) -> int:
+        logits, history = inputs.logits, self._history(inputs, index, row)
         if logits.has_rules[index]:
             history += self._rules[row].tolist()
         greedy = logits.temperature[index] == 0
@@ -145,7 +171,9 @@ class FakeRunner:
         return next_token(history, (key[0], key[1]), vocab_size=self.vocab_size)
 
 
-def _output(token_ids: np.ndarray, drawn: np.ndarray) -> StepOutput:
+def _output(
+    token_ids: np.ndarray, drawn: np.ndarray, hidden: npt.NDArray[np.float32]
+) -> StepOutput:
     """Log probabilities and top tokens are computed from the `drawn` tokens, also for targets."""
     count = len(token_ids)
     return StepOutput(
@@ -156,4 +184,5 @@ def _output(token_ids: np.ndarray, drawn: np.ndarray) -> StepOutput:
         ranks=np.ones(count, np.int32),
         top_ids=np.tile(drawn[:, None], (1, _MAX_LOGPROBS)).astype(np.int32),
         top_logprobs=np.tile(-drawn[:, None] / 8, (1, _MAX_LOGPROBS)).astype(np.float32),
+        hidden=hidden,
     )

@@ -111,6 +111,10 @@ class NoDevice:
         return VOCAB_SIZE
 
     @property
+    def hidden_size(self) -> None:
+        return None
+
+    @property
     def token_buckets(self) -> tuple[int, ...]:
         return (self._limits.max_num_batched_tokens,)
 

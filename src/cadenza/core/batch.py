@@ -63,6 +63,7 @@ class Batch:
         num_keys: that its tokens attend to (`StepLoad`).
         has_drafts: how far the sequences have got is known only when the step has been read.
         is_awaited: it samples a token of a constrained sequence, which the next step needs to know.
+        has_pooled: it has a logit row of a pooled sequence.
     """
 
     step_id: int
@@ -77,6 +78,24 @@ class Batch:
     num_prompt_rows: int = 0
     has_drafts: bool = False
     is_awaited: bool = False
+    has_pooled: bool = False
+
+    @property
+    def hidden_rows(self) -> list[int]:
+        """The logit rows of pooled sequences, ascending; the step gives their hidden states."""
+        if not self.has_pooled:
+            return []
+        found: list[int] = []
+        stop = 0
+        for num_rows in (
+            [len(entry.prompt_rows) for entry in self.entries],
+            [entry.num_choices for entry in self.entries],
+        ):
+            for entry, count in zip(self.entries, num_rows, strict=True):
+                start, stop = stop, stop + count
+                if entry.sequence.pool is not None:
+                    found += range(start, stop)
+        return found
 
     @property
     def load(self) -> StepLoad:

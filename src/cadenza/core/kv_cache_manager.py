@@ -75,7 +75,7 @@ class KVCacheManager:
         """The part of a sequence whose KV exists; excludes at least its last token.
 
         A sibling's computed prompt if there is one, otherwise the longest cached prefix; empty
-        while the sequence needs prompt log probabilities.
+        while the sequence needs logit rows of its prompt.
         """
         source = sequence.fork_source
         if source is not None:
@@ -104,7 +104,8 @@ class KVCacheManager:
         misses = no_misses()
         num_missing = sequence.num_prompt_tokens - prefix.num_cached_tokens
         if sequence.needs_prompt_rows:
-            misses["prompt_logprobs"] = num_missing
+            is_pooled = sequence.pool is not None
+            misses["pooling" if is_pooled else "prompt_logprobs"] = num_missing
             return misses
         if self.prefix_cache is None:
             misses["tail"] = min(1, num_missing)

@@ -69,6 +69,7 @@ class Packer:
             page_copies=np.array(batch.page_copies, np.int32).reshape(-1, 3),
             rule_updates=rule_updates,
             mask_updates=self._mask_updates(batch) if batch.is_awaited else (),
+            hidden_rows=np.array(batch.hidden_rows, np.int32),
         )
         for row, index, page_id in batch.page_updates:
             self._page_table[row, index] = page_id
@@ -100,7 +101,7 @@ class Packer:
     def _write_logits(
         self, inputs: ModelInputs, batch: Batch, rows: IndexArray, starts: Int32Array
     ) -> None:
-        """Writes logit rows: prompt log probabilities, then sampling, both in entry order."""
+        """Writes logit rows: those of prompts, then sampling, both in entry order."""
         logits, first = inputs.logits, batch.num_prompt_rows
         if first:
             _write_prompt_rows(inputs, batch)
@@ -159,8 +160,7 @@ class Packer:
 
 
 def _decode_start(sequence: Sequence) -> int:
-    has_prompt_logprobs = sequence.params.prompt_logprobs is not None
-    return 0 if has_prompt_logprobs else sequence.num_prompt_tokens - 1
+    return 0 if sequence.request.needs_prompt_rows else sequence.num_prompt_tokens - 1
 
 
 def _token_ids(batch: Batch) -> list[int]:
@@ -186,7 +186,8 @@ def _count_up(starts: Int32Array, lengths: Int32Array, total: int) -> Int32Array
 
 
 def _write_prompt_rows(inputs: ModelInputs, batch: Batch) -> None:
-    """Writes the logit rows of prompt log probabilities: targets, no sampling settings."""
+    """Writes the logit rows of prompts, without sampling settings: those for log probabilities have
+    targets, those of pooled sequences choose a token that nobody reads."""
     logits, stop = inputs.logits, 0
     for entry in batch.entries:
         positions = entry.prompt_rows
@@ -196,5 +197,7 @@ def _write_prompt_rows(inputs: ModelInputs, batch: Batch) -> None:
         stop = places.stop
         logits.rows[places] = entry.row
         logits.positions[places] = positions
+        if sequence.pool is not None:
+            continue
         logits.targets[places] = sequence.token_ids[positions.start : positions.stop]
         logits.num_logprobs[places] = sequence.params.prompt_logprobs

@@ -6,11 +6,11 @@ Owns the reasons. Knows no pages. Invariant: a prompt's hits and misses add up t
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-MissReason = Literal["cold", "evicted", "in_flight", "tail", "prompt_logprobs"]
+MissReason = Literal["cold", "evicted", "in_flight", "tail", "prompt_logprobs", "pooling"]
 """In order: never computed, or forgotten long ago; computed, but its page was needed for something
 else since; being computed by a running sequence that is too far behind to wait for; behind the last
 full page of the prompt, the last token among them, which is always computed; computed in any case,
-for its log probabilities.
+for its log probabilities; or for the mean of its hidden states.
 
 That another tenant has computed the same is no reason of its own: it is cold, so that no tenant can
 learn what others ask."""

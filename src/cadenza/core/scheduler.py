@@ -504,6 +504,8 @@ class Scheduler:
         if sequence.prompt_rows is not None:
             entry.prompt_rows = sequence.prompt_rows.launch(start, end)
             batch.num_prompt_rows += len(entry.prompt_rows)
+        if sequence.pool is not None:
+            batch.has_pooled = True
         return entry
 
     def _end(self, sequence: Sequence) -> None:

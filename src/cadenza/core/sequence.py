@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from cadenza.core.constraint import Constraint
 from cadenza.core.drafts import Drafting
+from cadenza.core.pooling import Pool
 from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.events import FinishReason
 from cadenza.request import Request, SamplingParams
@@ -54,7 +55,8 @@ class Sequence:
         published_serial: the prefix cache's serial of its last published page; None after a
             key collision, or where the tenant's share of the cache is in use: both end publication.
         awaited_key: the key of a page that another sequence computes, for which this one waits.
-        prompt_rows: None if no prompt log probabilities were requested.
+        prompt_rows: None if none are needed but that of the prompt's last token.
+        pool: of its hidden states; None if it is not pooled.
         drafting: None if its steps verify no drafts.
         constraint: has accepted its generated tokens; None if every token is allowed.
     """
@@ -84,6 +86,7 @@ class Sequence:
     num_sent_pages: int = 0
     num_preemptions: int = 0
     prompt_rows: PromptRowsProgress | None = None
+    pool: Pool | None = None
     drafting: Drafting | None = None
     constraint: Constraint | None = None
 
@@ -150,7 +153,7 @@ class Sequence:
 
     @property
     def needs_prompt_rows(self) -> bool:
-        """True while prompt log probabilities are missing; the prompt must then be computed."""
+        """True while logit rows of the prompt are missing; it must then be computed."""
         return self.prompt_rows is not None and not self.prompt_rows.is_complete
 
     def _running_siblings(self) -> list["Sequence"]:

@@ -3,7 +3,12 @@
 Pure functions of a sequence and a step's output.
 """
 
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import StepOutput
@@ -11,18 +16,31 @@ from cadenza.events import ErrorKind, Finished, FinishReason, TokenLogprobs
 
 
 class StepChoices(NamedTuple):
-    """A step's output, and of its logit rows what every row reads, as lists."""
+    """A step's output, and of its logit rows what every row reads, as lists.
+
+    `hidden_places` are the places in `StepOutput.hidden` by logit row.
+    """
 
     output: StepOutput
     token_ids: list[int]
     is_finite: list[bool]
     has_choice: list[bool]
+    hidden_places: Mapping[int, int]
 
     @classmethod
-    def of(cls, output: StepOutput) -> "StepChoices":
+    def of(cls, output: StepOutput, hidden_rows: SequenceOf[int] = ()) -> "StepChoices":
         return cls(
-            output, output.token_ids.tolist(), output.is_finite.tolist(), output.has_choice.tolist()
+            output,
+            output.token_ids.tolist(),
+            output.is_finite.tolist(),
+            output.has_choice.tolist(),
+            {row: place for place, row in enumerate(hidden_rows)},
         )
+
+    def hidden(self, indices: range) -> npt.NDArray[np.float32]:
+        """The hidden states [N, E] of consecutive logit rows of one pooled sequence."""
+        first = self.hidden_places[indices.start]
+        return self.output.hidden[first : first + len(indices)]
 
     def logprobs(self, index: int, count: int | None) -> TokenLogprobs | None:
         """Those of a logit row with its `count` most likely tokens; None if `count` is."""
@@ -58,4 +76,5 @@ def finished_event(
         sample=sequence.sample,
         error=error,
         error_kind=kind,
+        embedding=None if sequence.pool is None else sequence.pool.embedding,
     )

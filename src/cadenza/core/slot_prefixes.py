@@ -55,7 +55,7 @@ class SlotPrefixes:
         all generated ones if there are snapshots only."""
         most = len(content.token_ids) - 1
         if self._unit > 1:
-            if sequence.params.prompt_logprobs is not None:
+            if sequence.request.needs_prompt_rows:
                 return None
             most = min(most, sequence.num_prompt_tokens - 1)
         best, length = None, MIN_PREFIX - 1
@@ -72,7 +72,7 @@ class SlotPrefixes:
         """Records the first `num_tokens` tokens of a sequence's slot; False if it cannot be
         continued."""
         if self._unit > 1:
-            if sequence.params.prompt_logprobs is not None:
+            if sequence.request.needs_prompt_rows:
                 return False
             num_tokens = (sequence.num_prompt_tokens - 1) // self._unit * self._unit
         if num_tokens < MIN_PREFIX:

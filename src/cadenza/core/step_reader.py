@@ -45,9 +45,9 @@ class StepReader:
     def read(self, batch: Batch, output: StepOutput) -> list[Event]:
         """Applies a step; `output` has one entry per logit row of the batch."""
         events: list[Event] = []
+        choices = StepChoices.of(output, batch.hidden_rows)
         if batch.num_prompt_rows:
-            self._take_prompt_rows(batch, output, events)
-        choices = StepChoices.of(output)
+            self._take_prompt_rows(batch, choices, events)
         index = batch.num_prompt_rows
         for entry in batch.entries:
             if entry.drafts:
@@ -72,7 +72,7 @@ class StepReader:
         if not choices.is_finite[index]:
             events.append(self.fail(sequence, NOT_FINITE, "not_finite"))
         elif sequence.is_prompt_only:
-            events.append(self._end_prompt(entry))
+            events.append(self._end_prompt(entry, choices, index))
         elif not choices.has_choice[index]:
             events.append(self.fail(sequence, NONE_ALLOWED, "none_allowed"))
         else:
@@ -138,21 +138,26 @@ class StepReader:
             events.append(finished_event(sequence, reason, stop_token_id=token_id if own else None))
             self._end(sequence)
 
-    def _end_prompt(self, entry: BatchEntry) -> Finished:
+    def _end_prompt(self, entry: BatchEntry, choices: StepChoices, index: int) -> Finished:
         """Ends a sequence with `max_tokens` 0; the token that the step sampled is dropped.
 
         The step is still needed: pages are published only if its logits are finite.
         """
-        sequence = entry.sequence
+        sequence, pool = entry.sequence, entry.sequence.pool
         sequence.num_pending_tokens -= 1
+        if pool is not None:
+            pool.add(choices.hidden(range(index, index + 1)))
+            if not pool.finish():
+                return self.fail(sequence, NOT_FINITE, "not_finite")
         if entry.num_preemptions == sequence.num_preemptions:
             self._kv_cache.publish(sequence, entry.end)
         self._end(sequence)
-        return finished_event(sequence, "length")
+        return finished_event(sequence, "length" if pool is None else "stop")
 
-    def _take_prompt_rows(self, batch: Batch, output: StepOutput, events: list[Event]) -> None:
-        """Adds an event for each entry with log probabilities not yet reported."""
-        stop = 0
+    def _take_prompt_rows(self, batch: Batch, choices: StepChoices, events: list[Event]) -> None:
+        """Folds hidden states of pooled sequences; of the others, adds an event for each entry with
+        log probabilities not yet reported."""
+        output, stop = choices.output, 0
         for entry in batch.entries:
             indices = range(stop, stop + len(entry.prompt_rows))
             stop = indices.stop
@@ -166,8 +171,12 @@ class StepReader:
             fresh = progress.read(entry.prompt_rows)
             if not fresh:
                 continue
+            indices = indices[-len(fresh) :]
+            if sequence.pool is not None:
+                sequence.pool.add(choices.hidden(indices))
+                continue
             count = sequence.request.params.prompt_logprobs or 0
-            found = tuple(logprobs_of(output, index, count) for index in indices[-len(fresh) :])
+            found = tuple(logprobs_of(output, index, count) for index in indices)
             events.append(
                 PromptLogprobs(request_id=sequence.request_id, start=fresh.start, entries=found)
             )

@@ -27,6 +27,8 @@ from cadenza.core.token_rules import has_rules
 Int32Array = npt.NDArray[np.int32]
 HostArray = npt.NDArray[Any]
 
+NO_HIDDEN = np.zeros((0, 0), np.float32)
+
 LAST_SAMPLED = -1
 """In `TokenInputs.ids`: use the row's last sampled token, which is still on the device."""
 
@@ -35,7 +37,7 @@ PADDING = -1
 NO_TARGET = -1
 
 NUM_EXTRA_LOGIT_ROWS = 64
-"""Logit rows per step for `prompt_logprobs` and drafts, in addition to one per row."""
+"""Logit rows per step for prompts and drafts, in addition to one per row."""
 
 WORD = np.dtype(np.int32)
 
@@ -288,6 +290,8 @@ class ModelInputs:
     whose page is a slot of `max_model_len` tokens copies only the first `num_tokens`."""
     rule_updates: tuple[RuleUpdate, ...] = ()
     mask_updates: tuple[MaskUpdate, ...] = ()
+    hidden_rows: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[H] logit rows whose hidden states are needed, ascending."""
 
     @classmethod
     def empty(cls, *, bucket: int, num_rows: int) -> "ModelInputs":
@@ -343,7 +347,10 @@ class RowSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Results of a step, one entry per logit row in use (N)."""
+    """Results of a step, one entry per logit row in use (N).
+
+    `hidden` are the last hidden states, those after the final norm, of `ModelInputs.hidden_rows`.
+    """
 
     token_ids: Int32Array  # [N]
     is_finite: npt.NDArray[np.bool_]  # [N]; False if the logits hold a NaN or an infinity
@@ -352,3 +359,4 @@ class StepOutput:
     ranks: Int32Array  # [N]; 1 is the most likely
     top_ids: Int32Array  # [N, K]
     top_logprobs: npt.NDArray[np.float32]  # [N, K]
+    hidden: npt.NDArray[np.float32] = field(default_factory=lambda: NO_HIDDEN)  # [H, E]

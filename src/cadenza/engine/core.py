@@ -20,6 +20,7 @@ from cadenza.core.constraint import CompileConstraint
 from cadenza.core.drafts import Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
+from cadenza.core.pooling import Pool
 from cadenza.core.prefix_misses import PrefixMisses, log_text
 from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.core.queue_policy import FCFS, QueuePolicy
@@ -101,6 +102,7 @@ class EngineCore:
             capabilities=runner.capabilities,
             has_priorities=options.policy.name == "priority",
             has_constraints=options.compile_constraint is not None,
+            hidden_size=runner.hidden_size,
         )
         kv_cache = KVCacheManager(
             num_pages=limits.num_pages,
@@ -281,12 +283,16 @@ class EngineCore:
             arrived_s=self._clock(),
             token_ids=list(request.prompt_token_ids),
             prompt_rows=_progress_of(request) if sample == 0 else None,
+            pool=_pool_of(request),
             drafting=self._drafting_of(request),
         )
 
     def _drafting_of(self, request: Request) -> Drafting | None:
-        """A constrained sequence has none: its mask is that of one position."""
-        if "drafts" not in self.runner.capabilities or request.constraint is not None:
+        """A constrained sequence has none, because its mask is that of one position; nor has a
+        pooled one, which generates nothing."""
+        if "drafts" not in self.runner.capabilities:
+            return None
+        if request.constraint is not None or request.pooling is not None:
             return None
         shared = None if self._drafter is None else self._drafter.acceptance
         return drafting_of(request, self._speculation, shared)
@@ -347,6 +353,10 @@ def _log_prefix(sequence: Sequence, misses: PrefixMisses) -> None:
 
 
 def _progress_of(request: Request) -> PromptRowsProgress | None:
-    if request.params.prompt_logprobs is None:
+    if not request.needs_prompt_rows:
         return None
     return PromptRowsProgress(num_prompt_tokens=len(request.prompt_token_ids))
+
+
+def _pool_of(request: Request) -> Pool | None:
+    return None if request.pooling is None else Pool(dimensions=request.pooling.dimensions)

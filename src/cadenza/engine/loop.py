@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Announce = Callable[[Sequence[Started]], object]
 """Called before the launch of a step with the requests that start in it."""
 
-OUTPUT_FIELDS = tuple(field.name for field in fields(StepOutput))
+OUTPUT_FIELDS = tuple(field.name for field in fields(StepOutput) if field.name != "hidden")
 
 STEP_FAILED = "the step failed on the device; the engine's log has the cause"
 
@@ -39,6 +39,7 @@ class LaunchedStep:
     num_logits: int
     handle: StepHandle
     launched_s: float = 0.0
+    num_hidden: int = 0
 
 
 class Steps(Protocol):
@@ -67,7 +68,8 @@ class StepRunner:
         num_tokens = batch.num_tokens
         bucket = next(size for size in self._buckets if size >= num_tokens)
         inputs = self._packer.pack(batch, bucket)
-        return LaunchedStep(batch, inputs.num_logits, self._runner.launch(inputs), now_s)
+        handle, num_hidden = self._runner.launch(inputs), len(inputs.hidden_rows)
+        return LaunchedStep(batch, inputs.num_logits, handle, now_s, num_hidden)
 
     def read(self, step: LaunchedStep) -> StepOutput:
         """The step's output. Raises RunnerError if it violates the runner contract."""
@@ -81,6 +83,12 @@ class StepRunner:
                     f"step {step.batch.step_id} returned {len(rows)} {name} for "
                     f"{step.num_logits} rows"
                 )
+        shape = (step.num_hidden, self._runner.hidden_size)
+        if step.num_hidden and output.hidden.shape != shape:
+            raise RunnerError(
+                f"step {step.batch.step_id} returned hidden states of {output.hidden.shape} for "
+                f"{shape}"
+            )
         in_range = (output.token_ids >= 0) & (output.token_ids < self._runner.vocab_size)
         if not (in_range | ~output.is_finite).all():
             raise RunnerError(f"step {step.batch.step_id} returned a token id out of range")

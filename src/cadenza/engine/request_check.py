@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits
 from cadenza.errors import ContextLengthError, InvalidRequestError, show
-from cadenza.request import Request
+from cadenza.request import PoolingParams, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,8 @@ class RequestCheck:
     """The properties of an engine that bound its requests. `backend` is its name, for messages.
 
     `has_priorities`: requests start in the order of their priorities. `has_constraints`: it can
-    follow structured outputs.
+    follow structured outputs. `hidden_size` is that of the hidden states that it gives; None if it
+    gives none.
     """
 
     limits: EngineLimits
@@ -27,6 +28,7 @@ class RequestCheck:
     capabilities: frozenset[Capability]
     has_priorities: bool = False
     has_constraints: bool = False
+    hidden_size: int | None = None
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequestError if the engine can never serve the request."""
@@ -58,6 +60,8 @@ class RequestCheck:
                     f"drafts; leave it out",
                     param=name,
                 )
+        if request.pooling is not None:
+            self._check_pooling(request.pooling)
         if request.attachments and "attachments" not in self.capabilities:
             raise InvalidRequestError(
                 f"attachments are not supported by the {self.backend} backend; send text alone",
@@ -116,6 +120,24 @@ class RequestCheck:
             raise InvalidRequestError(
                 "structured output is not supported by this engine, which has no tokenizer.json",
                 param="structured",
+            )
+
+    def _check_pooling(self, params: PoolingParams) -> None:
+        if self.hidden_size is None:
+            raise InvalidRequestError(
+                f"embeddings are not supported by the {self.backend} backend", param="pooling"
+            )
+        if params.pooling is None:
+            raise InvalidRequestError(
+                "pooling was not resolved; name last or mean, or give the request to LLM or "
+                "AsyncEngine",
+                param="pooling",
+            )
+        if params.dimensions is not None and params.dimensions > self.hidden_size:
+            raise InvalidRequestError(
+                f"dimensions is {params.dimensions}; this model's embeddings have "
+                f"{self.hidden_size}",
+                param="dimensions",
             )
 
     def _check_prediction(self, token_ids: tuple[int, ...]) -> None:

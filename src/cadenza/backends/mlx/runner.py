@@ -94,6 +94,11 @@ class MlxRunner:
         return self._vocab_size
 
     @property
+    def hidden_size(self) -> None:
+        """A model of mlx-lm gives logits only."""
+        return None
+
+    @property
     def token_buckets(self) -> tuple[int, ...]:
         return (self._limits.max_num_batched_tokens,)
 

@@ -64,8 +64,9 @@ def run_decoder(
     weights: DecoderWeights,
     pool: KVPool,
     step: StepArrays,
-) -> tuple[jax.Array, KVPool]:
-    """One step: the int32 result [L, C] of the logit rows, and the pool with this step's KV."""
+) -> tuple[jax.Array, jax.Array, KVPool]:
+    """One step: the int32 result [L, C] of the logit rows, their last hidden states [L, E] as
+    activations, and the pool with this step's KV."""
     count = step.num_tokens
     qkv_size = model.query_size + 2 * model.kv_size
     x = ops.embed(weights.embedding, step)  # [T, E]
@@ -85,7 +86,7 @@ def run_decoder(
         x = _add_mlp(ops, layer, x, count)
     normed = ops.rms_norm(x, weights.final_norm, count)  # [L, E]
     head = weights.embedding if weights.head is None else weights.head
-    return ops.next_tokens(normed, head, step), pool
+    return ops.next_tokens(normed, head, step), normed, pool
 
 
 def _add_mlp(ops: OpTable, layer: LayerWeights, x: jax.Array, count: jax.Array) -> jax.Array:

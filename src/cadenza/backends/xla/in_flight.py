@@ -17,6 +17,7 @@ import os
 import threading
 import weakref
 from contextlib import suppress
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,25 +35,25 @@ class InFlight:
 
     def __init__(self, owner: object) -> None:
         self.lock = threading.RLock()
-        self._unread: dict[int, jax.Array] = {}
+        self._unread: dict[int, tuple[jax.Array, ...]] = {}
         self._process_id = os.getpid()
         self._has_exited = False
         # weakref's own exit hook may run after JAX has removed its backends.
         atexit.register(self.finish_at_exit)
         weakref.finalize(owner, self.close).atexit = False
 
-    def add(self, result: jax.Array) -> int:
-        """Stores the result of a step launched under `lock`; returns the key for `read`."""
-        self._unread[id(result)] = result
-        return id(result)
+    def add(self, *results: jax.Array) -> int:
+        """Stores the results of a step launched under `lock`; returns the key for `read`."""
+        self._unread[id(results[0])] = results
+        return id(results[0])
 
     def check_open(self) -> None:
         """Raises RunnerError if the interpreter is exiting."""
         if self._has_exited:
             raise RunnerError("the interpreter is exiting; launch steps before it does")
 
-    def read(self, key: int) -> npt.NDArray[np.int32]:
-        """Waits for a step and returns a host copy of its result. Each step can be read once.
+    def read(self, key: int) -> tuple[npt.NDArray[Any], ...]:
+        """Waits for a step and returns host copies of its results. Each step can be read once.
 
         Raises the device's own error if the step failed, and RunnerError if the runner was closed
         or reset since the launch. After an interrupted or failed wait, `finish` releases the step.
@@ -61,8 +62,8 @@ class InFlight:
             if key not in self._unread:
                 raise RunnerError("the step was dropped before it was read")
             # Converting only afterwards leaves no callback for an XLA thread to run.
-            self._unread[key].block_until_ready()
-            return np.array(self._unread.pop(key))
+            self._unread[key][0].block_until_ready()
+            return tuple([np.array(each) for each in self._unread.pop(key)])
 
     def finish(self) -> None:
         """Waits for every unread step and discards its result or error.
@@ -75,7 +76,7 @@ class InFlight:
             while self._unread:
                 key = next(iter(self._unread))
                 with suppress(RuntimeError):  # the step failed
-                    self._unread[key].block_until_ready()
+                    self._unread[key][0].block_until_ready()
                 self._unread.pop(key, None)
 
     def close(self) -> None:

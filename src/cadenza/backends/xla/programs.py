@@ -79,22 +79,23 @@ class Programs:
 
 
 def step_function(ops: OpTable, model: ModelConfig, shape: StepLayout) -> Callable[..., Any]:
-    """The step to compile or export: (weights, state, wire [·]) to (state, result [L, C])."""
+    """The step to compile or export: (weights, state, wire [·]) to (state, result [L, C], last
+    hidden states [L, E])."""
 
     def step(
         weights: DecoderWeights, state: DeviceState, wire: jax.Array
-    ) -> tuple[DeviceState, jax.Array]:
+    ) -> tuple[DeviceState, jax.Array, jax.Array]:
         arrays = unpack(shape, wire, state.last_sampled, state.page_table)
         slots = arrays.tokens.slots
         places = jnp.where(slots >= 0, slots, len(state.token_history))
         history = state.token_history.at[places].set(arrays.tokens.ids, mode="drop")
         arrays = arrays._replace(rules=RuleArrays(state.rule_records, history))
-        result, pool = ops.compute(
+        result, hidden, pool = ops.compute(
             lambda table: run_decoder(table, model, weights, state.pool, arrays)
         )
         last = _last_choices(state.last_sampled, arrays.logits, result[:, COLUMN_TOKEN])
         changed = state._replace(pool=pool, last_sampled=last, token_history=history)
-        return changed, result
+        return changed, result, hidden
 
     return step
 

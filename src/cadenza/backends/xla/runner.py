@@ -43,7 +43,7 @@ from cadenza.backends.xla.weights import load_decoder
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Quantization
-from cadenza.core.step_schema import Int32Array, MaskUpdate, ModelInputs, StepOutput
+from cadenza.core.step_schema import NO_HIDDEN, Int32Array, MaskUpdate, ModelInputs, StepOutput
 from cadenza.errors import RunnerError
 
 logger = logging.getLogger(__name__)
@@ -51,18 +51,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class XlaStepHandle:
-    """A launched step; `key` identifies its result [L, C] in `in_flight`."""
+    """A launched step; `key` identifies its result [L, C] in `in_flight`, beside which its last
+    hidden states [L, E] are kept if `hidden_rows` [H] of them are needed."""
 
     key: int
     num_logits: int
+    hidden_rows: Int32Array
     in_flight: InFlight
 
     def rows(self) -> Int32Array:
         """The raw result [L, C]. Call either this or `result`, once: reading releases the step."""
-        return self.in_flight.read(self.key)
+        return self.in_flight.read(self.key)[0]
 
     def result(self) -> StepOutput:
-        rows = self.rows()[: self.num_logits]  # [N, C]
+        found, *hidden = self.in_flight.read(self.key)
+        rows = found[: self.num_logits]  # [N, C]
         top_logprobs = rows[:, COLUMN_TOP + NUM_TOP : COLUMN_TOP + 2 * NUM_TOP]
         return StepOutput(
             token_ids=rows[:, COLUMN_TOKEN],
@@ -72,6 +75,7 @@ class XlaStepHandle:
             ranks=rows[:, COLUMN_RANK],
             top_ids=rows[:, COLUMN_TOP : COLUMN_TOP + NUM_TOP],
             top_logprobs=top_logprobs.view(np.float32),
+            hidden=hidden[0][self.hidden_rows].astype(np.float32) if hidden else NO_HIDDEN,
         )
 
 
@@ -152,6 +156,10 @@ class XlaRunner:
         return self._model.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        return self._model.hidden_size
+
+    @property
     def token_buckets(self) -> tuple[int, ...]:
         return self._buckets
 
@@ -199,13 +207,14 @@ class XlaRunner:
             raise RunnerError(f"no program for {bucket} tokens; the buckets are {self._buckets}")
         with self._in_flight.lock:
             self._in_flight.check_open()
-            result = self._start(programs, bucket, inputs)
-            key = self._in_flight.add(result)
-            del result
-        return XlaStepHandle(key, inputs.num_logits, self._in_flight)
+            results = self._start(programs, bucket, inputs)
+            key = self._in_flight.add(*results)
+            del results
+        return XlaStepHandle(key, inputs.num_logits, inputs.hidden_rows, self._in_flight)
 
-    def _start(self, programs: Programs, bucket: int, inputs: ModelInputs) -> jax.Array:
-        """Dispatches the step's programs; returns its result [L, C], still being computed."""
+    def _start(self, programs: Programs, bucket: int, inputs: ModelInputs) -> tuple[jax.Array, ...]:
+        """Dispatches the step's programs; returns its result [L, C], still being computed, and the
+        last hidden states [L, E] if any are needed."""
         state = self._take_state()
         for start in range(0, len(inputs.page_updates), PAGE_UPDATES):
             part = inputs.page_updates[start : start + PAGE_UPDATES]
@@ -220,12 +229,14 @@ class XlaRunner:
         for start in range(0, len(inputs.mask_updates), MASK_ROWS):
             part = inputs.mask_updates[start : start + MASK_ROWS]
             state = programs.write_masks(state, *self._padded_masks(part))
-        self._state, result = programs.step[bucket](self._weights, state, inputs.words)
+        self._state, result, hidden = programs.step[bucket](self._weights, state, inputs.words)
+        results = (result, hidden) if len(inputs.hidden_rows) else (result,)
         # On the CPU the result is in host memory already, and in jax 0.11 this call makes an XLA
         # thread acquire the GIL after the step.
         if self._device.platform != "cpu":
-            result.copy_to_host_async()
-        return result
+            for each in results:
+                each.copy_to_host_async()
+        return results
 
     def reset(self) -> None:
         self._in_flight.finish()
