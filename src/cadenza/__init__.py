@@ -13,8 +13,14 @@ if TYPE_CHECKING:
     from cadenza.events import Finished, Token
     from cadenza.frontend.async_engine import AsyncEngine
     from cadenza.frontend.llm import LLM
-    from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
-    from cadenza.request import Request, SamplingParams
+    from cadenza.outputs import (
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        RequestOutput,
+    )
+    from cadenza.request import PoolingParams, Request, SamplingParams
     from cadenza.structured import StructuredOutput
     from cadenza.verification.reference import ReferenceEngine
 
@@ -24,10 +30,13 @@ __all__ = [
     "LLM",
     "AsyncEngine",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "EngineCore",
     "Finished",
     "Logprob",
+    "PoolingParams",
     "ReferenceEngine",
     "Request",
     "RequestOutput",
@@ -40,11 +49,14 @@ __all__ = [
 _HOMES = {
     "AsyncEngine": "cadenza.frontend.async_engine",
     "CompletionOutput": "cadenza.outputs",
+    "EmbeddingOutput": "cadenza.outputs",
+    "EmbeddingRequestOutput": "cadenza.outputs",
     "EngineConfig": "cadenza.config",
     "EngineCore": "cadenza.engine.core",
     "Finished": "cadenza.events",
     "LLM": "cadenza.frontend.llm",
     "Logprob": "cadenza.outputs",
+    "PoolingParams": "cadenza.request",
     "ReferenceEngine": "cadenza.verification.reference",
     "Request": "cadenza.request",
     "RequestOutput": "cadenza.outputs",

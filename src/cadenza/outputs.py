@@ -47,6 +47,7 @@ class CompletionOutput:
     delta, `cumulative_logprob` and the numbers still cover all tokens so far. `parts` is the text
     split by the request's output parser, without the markers between the parts; None without a
     parser, where all of it is content. `receipt` is there at the end, where one was asked for.
+    `embedding` is that of a pooled request, as float32, little endian.
     """
 
     index: int
@@ -64,6 +65,7 @@ class CompletionOutput:
     error_kind: ErrorKind | None = None
     parts: tuple[OutputPart, ...] | None = None
     receipt: Receipt | None = None
+    embedding: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +84,24 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     system_fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    """A vector of unit length; empty if there is none because of an `error`, or of an abort."""
+
+    embedding: tuple[float, ...]
+    finish_reason: FinishReason | None
+    error: str | None = None
+    error_kind: ErrorKind | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    num_cached_tokens: int
+    outputs: EmbeddingOutput

@@ -7,7 +7,7 @@ and executes nothing from the folder.
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,7 @@ from cadenza.checkpoint.gguf.model import open_gguf_model
 from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_small_file
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.outline import ModelOutline, outline_of, read_outline
+from cadenza.checkpoint.pooling_files import DefaultPooling, read_default_pooling
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
 from cadenza.checkpoint.stored_weight import StoredScheme
 from cadenza.checkpoint.tokenizer_files import (
@@ -56,8 +57,9 @@ class Checkpoint:
     `outline` is there for every model. `known` are its arithmetic and tensors, or why they are not
     known, for models that only a backend reads.
     `eos_token_ids` is the union of those in config.json, generation_config.json and the tokenizer
-    files. `revision` is the commit of a hub model. `digest` is a hash of config.json and of the
-    headers of the weights' files, not of the weights themselves.
+    files. `pooling` is that of embeddings, unless a request names another. `revision` is the commit
+    of a hub model. `digest` is a hash of config.json and of the headers of the weights' files, not
+    of the weights themselves.
     """
 
     folder: Path
@@ -69,6 +71,7 @@ class Checkpoint:
     digest: str
     known: tuple[ModelConfig, Weights] | CheckpointError
     revision: str | None = None
+    pooling: DefaultPooling = field(default_factory=DefaultPooling)
 
     @property
     def tokenizer_source(self) -> Path | TokenizerSource | None:
@@ -174,6 +177,7 @@ def open_checkpoint(
         digest=hashlib.sha256(config_bytes + digest.encode()).hexdigest(),
         revision=revision,
         known=known,
+        pooling=read_default_pooling(folder),
     )
 
 
@@ -238,6 +242,7 @@ def _open_gguf(file: Path, revision: str | None, folder: Path | None) -> Checkpo
         digest=hashlib.sha256(model.weights.digest().encode()).hexdigest(),
         revision=revision,
         known=(model.config, model.weights),
+        pooling=model.pooling,
     )
 
 

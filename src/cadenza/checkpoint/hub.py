@@ -36,6 +36,7 @@ _GGUF_PATH = re.compile(r"(\w[\w .+-]*/)*\w[\w .+-]*\.gguf", re.ASCII | re.IGNOR
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./+-]{0,254}", re.ASCII)
 _SMALL_FILES = frozenset(
+    "1_Pooling/config.json modules.json "
     "chat_template.jinja chat_template.json config.json generation_config.json "
     "model.safetensors.index.json special_tokens_map.json tokenizer.json "
     "tokenizer_config.json".split()

@@ -20,11 +20,12 @@ from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.errors import InvalidRequestError, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.embeddings import embedding_of
 from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
 from cadenza.frontend.text_frontend import Params, PreparedRequest, Prompt, TextFrontend
-from cadenza.outputs import OutputKind, RequestOutput
-from cadenza.request import Request
+from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput
+from cadenza.request import PoolingParams, Request
 
 DEFAULT_TIMEOUTS = RequestTimeouts()
 JOIN_S = 60.0
@@ -114,6 +115,21 @@ class AsyncEngine:
         with self.submit(prepared, kind=kind) as stream:
             async for output in stream:
                 yield output
+
+    async def embed(
+        self, prompt: Prompt, params: PoolingParams | None = None
+    ) -> EmbeddingRequestOutput:
+        """The embedding of a prompt. Cancelling the task cancels the request.
+
+        Raises:
+            InvalidRequestError, QueueFullError, EngineClosedError: as `submit`.
+        """
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            prepared = await asyncio.to_thread(self._text.prepare_pooled, prompt, params)
+        else:
+            prepared = self._text.prepare_pooled(prompt, params)
+        with self.submit(prepared, kind="final") as stream:
+            return embedding_of(await stream.next())
 
     def submit(
         self,

@@ -14,11 +14,12 @@ from cadenza.engine.batch_engine import Submit, run_steps
 from cadenza.errors import InvalidRequestError, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.embeddings import embedding_of
 from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
 from cadenza.frontend.text_frontend import Message, Params, PreparedRequest, Prompt
-from cadenza.outputs import OutputKind, RequestOutput
-from cadenza.request import SamplingParams, sequence_of
+from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput
+from cadenza.request import PoolingParams, SamplingParams, prompt_only, sequence_of
 
 ParamsOfMany = Params | SequenceOf[Params]
 """One for all prompts, or one for each."""
@@ -103,6 +104,27 @@ class LLM:
                 for conversation, each in zip(conversations, chosen, strict=True)
             ]
         )
+
+    def embed(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: PoolingParams | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of every prompt, from the model's last hidden states; in their order.
+
+        Args:
+            prompts: as of `generate`.
+            params: for all of them; None is as the checkpoint recommends.
+            truncate_prompt_tokens: keep only the last tokens of each prompt.
+
+        Raises:
+            InvalidRequestError: a prompt or the params cannot be served; nothing was started.
+        """
+        given, text = prompt_only(truncate_prompt_tokens), self._loaded.text
+        prepared = [text.prepare_pooled(each, params, given) for each in _prompt_list(prompts)]
+        return [embedding_of(output) for output in self._run(prepared)]
 
     def stream(
         self,

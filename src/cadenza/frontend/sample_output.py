@@ -24,6 +24,7 @@ class Ending:
     num_generated_tokens: int
     error: str | None = None
     error_kind: ErrorKind | None = None
+    embedding: bytes | None = None
 
 
 class SampleOutput:
@@ -139,6 +140,7 @@ class SampleOutput:
                 num_generated_tokens=event.num_generated_tokens,
                 error=event.error,
                 error_kind=event.error_kind,
+                embedding=event.embedding,
             )
         )
 
@@ -245,4 +247,5 @@ class SampleOutput:
             error=None if ending is None else ending.error,
             error_kind=None if ending is None else ending.error_kind,
             parts=None if self._parser is None else tuple(self._parts[first_part:]),
+            embedding=None if ending is None else ending.embedding,
         )

@@ -18,7 +18,7 @@ from cadenza.errors import InvalidRequestError, TextTooLongError, show
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
-from cadenza.request import Request, SamplingParams, as_token_ids
+from cadenza.request import PoolingParams, Request, SamplingParams, as_token_ids, prompt_only
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from cadenza.text import (
     ChatTemplate,
@@ -91,6 +91,7 @@ class TextFrontend:
             source = self._template.source
             self._planner = AnswerPlanner(source, self._tokenizer, parsers, check_grammar)
         self._max_model_len = max_model_len
+        self._pooling = checkpoint.pooling
         is_followed = generation_config == "auto"
         recommended = checkpoint.generation_defaults
         self._defaults = SamplingDefaults(recommended if is_followed else None)
@@ -163,6 +164,28 @@ class TextFrontend:
         request = replace(prepared.request, params=params, constraint=plan.constraint)
         return replace(prepared, request=request, make_parser=plan.make_parser)
 
+    def prepare_pooled(
+        self,
+        prompt: Prompt,
+        pooling: PoolingParams | None = None,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        max_num_tokens: int | None = None,
+    ) -> PreparedRequest:
+        """Makes a request for the embedding of a prompt, as `prepare`. `params` may cut the prompt
+        (`request.prompt_only`)."""
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.encode(
+            prompt, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens
+        )
+        request = Request(
+            prompt_token_ids=ids,
+            params=prompt_only() if params is None else params,
+            pooling=PoolingParams() if pooling is None else pooling,
+        )
+        return PreparedRequest(text=text, request=self.resolve(request))
+
     def with_prediction(
         self, prepared: PreparedRequest, prediction: str, *, max_num_tokens: int | None = None
     ) -> PreparedRequest:
@@ -182,8 +205,8 @@ class TextFrontend:
 
     def resolve(self, request: Request) -> Request:
         """The request with its text options as tokens: the prompt is cut to
-        `truncate_prompt_tokens`, `bad_words` become token ids, `structured` a constraint. Resolving
-        twice changes nothing.
+        `truncate_prompt_tokens`, `bad_words` become token ids, `structured` a constraint, and
+        pooling that is not named is the checkpoint's. Resolving twice changes nothing.
 
         Raises:
             InvalidRequestError: it is no `Request`, or an option needs a tokenizer.json that is
@@ -209,7 +232,19 @@ class TextFrontend:
         count = params.truncate_prompt_tokens
         if count is not None and len(ids) > count:
             request = replace(request, prompt_token_ids=ids[-count:])
+        if request.pooling is not None and request.pooling.pooling is None:
+            request = replace(request, pooling=self._resolve_pooling(request.pooling))
         return request
+
+    def _resolve_pooling(self, params: PoolingParams) -> PoolingParams:
+        default = self._pooling
+        if default.pooling is None:
+            raise InvalidRequestError(
+                f"pooling has no default here, because {default.reason}, which is not built; name "
+                f"last or mean",
+                param="pooling",
+            )
+        return replace(params, pooling=default.pooling)
 
     def constraint_of(self, structured: StructuredOutput) -> ConstraintSpec:
         """Raises InvalidRequestError where it cannot be followed."""

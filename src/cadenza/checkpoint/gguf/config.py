@@ -53,7 +53,8 @@ _COMMON_KEYS = frozenset(
     "attention.layer_norm_rms_epsilon rope.freq_base rope.dimension_count rope.scaling.type "
     "rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned "
     "rope.scaling.attn_factor "
-    "rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow tensor_data_layout".split()
+    "rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow tensor_data_layout "
+    "pooling_type".split()
 )
 _EXPERT_KEYS = frozenset(
     "expert_count expert_used_count expert_feed_forward_length expert_weights_norm "

@@ -16,9 +16,11 @@ from cadenza.checkpoint.gguf.tensors import map_tensors
 from cadenza.checkpoint.gguf.tokenizer import Vocabulary, read_gguf_tokenizer, read_vocabulary
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.pooling_files import DefaultPooling
 from cadenza.checkpoint.tokenizer_files import MAX_TEMPLATES, TokenizerFiles, check_templates
 from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
+from cadenza.request import Pooling
 from cadenza.text.tokenizer import TokenizerSource
 
 _TEMPLATE = "tokenizer.chat_template"
@@ -43,6 +45,9 @@ _SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
+_POOLINGS: tuple[Pooling | None, ...] = ("last", "mean", None, "last", None)
+"""By `pooling_type`: none, mean, cls, last, rank."""
+
 _UNAPPLIED = {"xtc_probability": 0, "mirostat": 0}
 """Recommended settings that are not applied, with their neutral values."""
 
@@ -56,6 +61,7 @@ class GGUFModel:
     generation_defaults: GenerationDefaults
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
+    pooling: DefaultPooling
 
 
 def open_gguf_model(path: Path) -> GGUFModel:
@@ -79,6 +85,7 @@ def open_gguf_model(path: Path) -> GGUFModel:
         generation_defaults=_read_defaults(settings.metadata),
         eos_token_ids=() if vocabulary is None else _end_ids(vocabulary),
         tokenizer=_read_tokenizer(vocabulary, settings.metadata),
+        pooling=_default_pooling(settings),
     )
 
 
@@ -92,6 +99,13 @@ def _read_defaults(metadata: JsonObject) -> GenerationDefaults:
         if metadata.get(f"{prefix}{key}") not in (None, neutral)
     ]
     return replace(defaults, unapplied=tuple(unapplied))
+
+
+def _default_pooling(settings: Settings) -> DefaultPooling:
+    kind = settings.integer("pooling_type", 0, len(_POOLINGS) - 1, default=0)
+    pooling = _POOLINGS[kind]
+    reason = "" if pooling else f"the file has pooling_type {kind}"
+    return DefaultPooling(pooling=pooling, reason=reason)
 
 
 def _end_ids(vocabulary: Vocabulary) -> tuple[int, ...]:
