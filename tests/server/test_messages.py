@@ -156,8 +156,9 @@ def test_the_last_message_of_an_assistant_is_continued(bundled: RunningServer) -
 def test_the_answer_has_the_form_that_was_asked_for(bundled: RunningServer) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
-    (block,) = message_of(bundled, output_config={"format": form}, max_tokens=40)["content"]
-    assert json.loads(block["text"]).keys() == {"ok"}
+    for asked in ({"output_config": {"format": form}}, {"output_format": form}):
+        (block,) = message_of(bundled, **asked, max_tokens=40)["content"]
+        assert json.loads(block["text"]).keys() == {"ok"}
 
 
 def test_thinking_is_a_block_whose_text_can_be_left_out(script: tuple[int, ...]) -> None:
@@ -278,6 +279,18 @@ def test_a_prompt_beyond_the_context_is_still_counted(scripted: RunningServer) -
         ({"tools": [{"name": "f"}]}, "input_schema"),
         ({"tools": [{**NOW, "defer_loading": True}]}, "defer_loading"),
         ({"tools": [{**NOW, "odd": 1}]}, "'odd'"),
+        ({"tools": [{**NOW, "input_examples": ["x"]}]}, "input_examples"),
+        ({"tools": [{**NOW, "allowed_callers": ["code"]}]}, "allowed_callers"),
+        ({"fallbacks": [{"model": "x"}]}, "fallbacks"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
+        ({"billing_policy": {"type": "billing_policy", "bill_to": "user_profile"}}, "billing"),
+        (
+            {
+                "output_format": {"type": "json_schema", "schema": {}},
+                "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+            },
+            "output_format",
+        ),
         ({"tools": [NOW, NOW]}, "two tools"),
         ({"tool_choice": {"type": "any"}}, "no tools"),
         ({"tools": [NOW], "tool_choice": {"type": "tool"}}, "tool_choice"),
@@ -305,6 +318,31 @@ def test_what_cannot_be_answered_is_refused_by_name(
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     assert named in error["error"]["message"]
     assert error["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+def test_a_client_that_wants_a_conversation_held_is_told_to_send_the_whole(
+    scripted: RunningServer,
+) -> None:
+    answer = scripted.post(PATH, {**BODY, "thread": {"type": "create"}})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"].startswith("thread: ")
+    assert error["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+
+
+def test_examples_of_a_tool_are_shown_to_the_model(bundled: RunningServer) -> None:
+    def count(**members: Any) -> int:
+        body = {**ASKED, "max_tokens": None, "temperature": None}
+        return bundled.post(COUNT, {**body, "tools": [{**NOW, **members}]}).json()["input_tokens"]
+
+    plain = count()
+    assert count(input_examples=[]) == plain
+    assert count(input_examples=[{"zone": "Europe/Paris"}]) > plain
+    shown = {**ASKED, "tools": [{**NOW, "input_examples": [{}]}], "tool_choice": {"type": "any"}}
+    assert message_of(bundled, **shown)["stop_reason"] == "tool_use"
 
 
 def test_errors_have_the_shape_and_status_of_the_api(

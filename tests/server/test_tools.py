@@ -137,6 +137,8 @@ def test_the_official_client_has_a_whole_tool_loop(bundled: RunningServer) -> No
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed tools"),
         ({"tools": [{"type": "custom"}]}, "tools", "custom"),
         ({"tools": [{"type": "function"}]}, "tools", "a list of tools"),
+        ({"tools": [{**NOW, "odd": 1}]}, "tools", "'odd'"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "odd": 1}}]}, "tools", "'odd'"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "two tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "'a b'"),
         ({"tools": [NOW] * 129}, "tools", "at most 128"),

@@ -53,7 +53,12 @@ def anthropic_status(error: ApiError) -> int:
 
 def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
     """The answer, or a stream's last event."""
-    described = {"type": _ANTHROPIC_TYPES[error.status], "message": _with_field(error)}
+    described: dict[str, Any] = {
+        "type": _ANTHROPIC_TYPES[error.status],
+        "message": _with_field(error),
+    }
+    if error.details is not None:
+        described["details"] = error.details
     return {"type": "error", "error": described, "request_id": request_id}
 
 

@@ -8,7 +8,7 @@ it holds no path, and no exception's text except that of errors written for clie
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,8 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.headers = headers
+        self.details: Mapping[str, Any] | None = None
+        """For programs, in APIs whose errors have room for them."""
 
     @property
     def status(self) -> int:

@@ -27,9 +27,11 @@ from cadenza.server.schemas.items import with_system
 from cadenza.server.schemas.message_fields import (
     AskedChoice,
     ContextManagement,
+    JsonForm,
     MessageMetadata,
     MessageToolChoice,
     MessageTools,
+    NoThread,
     OutputConfig,
     ThinkingOptions,
 )
@@ -58,6 +60,7 @@ class MessagesBody(Body):
     tool_choice = optional(MessageToolChoice(), "Which of them.")
     thinking = optional(ObjectOf(ThinkingOptions), "Whether the model thinks; without it: no.")
     output_config = optional(ObjectOf(OutputConfig), "The form of the answer.")
+    output_format = optional(JsonForm(), "Older name of output_config.format.")
     chat_template_kwargs = optional(
         ObjectOf(TemplateSwitches), "Switches of the model's chat template."
     )
@@ -72,6 +75,10 @@ class MessagesBody(Body):
     container = unsupported("containers")
     speed = unsupported("a choice of speed", "standard")
     inference_geo = unsupported("a choice of place", "global")
+    compaction = unsupported("compaction")
+    billing_policy = unsupported(
+        "a choice of who is billed", {"type": "billing_policy", "bill_to": "self"}
+    )
 
     def tool_use(self) -> ToolUse | None:
         """Raises ApiError (400)."""
@@ -81,6 +88,11 @@ class MessagesBody(Body):
     def check_conversation(self) -> None:
         """Raises ApiError (400) where the fields do not go together."""
         self.tool_use()
+        if self.output_format is not None and self._form is not self.output_format:
+            raise invalid_value(
+                "output_format and output_config.format both ask for a form; give one",
+                "output_format",
+            )
         thinking = self.thinking
         if thinking is not None and thinking.type is None:
             raise invalid_value("thinking.type is missing; it is needed here", "thinking")
@@ -114,7 +126,8 @@ class MessagesBody(Body):
 
     @property
     def _form(self) -> StructuredOutput | None:
-        return None if self.output_config is None else self.output_config.format
+        asked = None if self.output_config is None else self.output_config.format
+        return asked or self.output_format
 
     def _effort(self) -> str:
         asked = None if self.output_config is None else self.output_config.effort
@@ -132,6 +145,9 @@ class MessageRequest(MessagesBody, GenerationRequest):
     stop_sequences = optional(sampling_type("stop"), "Texts that end the answer.", default=())
     metadata = optional(ObjectOf(MessageMetadata), "Labels of the request.")
     service_tier = unsupported("a choice of service tier", "auto", "standard_only")
+    fallbacks = unsupported("falling back to another model", [], "default")
+    fallback_credit_token = unsupported("falling back to another model")
+    thread = label(NoThread(), "Not built: a conversation that the server holds.")
 
     @property
     def num_prompts(self) -> int:
@@ -179,6 +195,8 @@ class MessageRequest(MessagesBody, GenerationRequest):
     def param_of(self, param: str | None) -> str | None:
         if param == "structured" and self._form is None:
             return "tools"
+        if param == "structured" and self.output_format is not None:
+            return "output_format"
         return super().param_of(_PARAMS.get(param or "", param))
 
 

@@ -25,7 +25,16 @@ from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
 from cadenza.server.response_store import StoredResponse
 from cadenza.server.schemas.body import ObjectOf, label, optional, required, unsupported
-from cadenza.server.schemas.field_types import AnyJson, Boolean, Schema, String, StringMap, or_null
+from cadenza.server.schemas.field_types import (
+    MAX_TOKEN_ID,
+    AnyJson,
+    Boolean,
+    Integer,
+    Schema,
+    String,
+    StringMap,
+    or_null,
+)
 from cadenza.server.schemas.generation import LabelledBody, SamplingField, sampling_type
 from cadenza.server.schemas.items import InputItems, messages_of, with_system
 from cadenza.server.schemas.messages import Messages, TemplateSwitches
@@ -89,7 +98,9 @@ class ResponseRequest(LabelledBody, GenerationRequest):
     )
 
     client_metadata = label(AnyJson(max_chars=16 << 10), "A label of the client.")
-    max_tool_calls = unsupported("a bound on calls")
+    max_tool_calls = label(
+        Integer(1, MAX_TOKEN_ID), "Of tools that the server runs, of which there are none."
+    )
     top_logprobs = unsupported("log probabilities", 0)
     background = unsupported("a response in the background", False)
     conversation = unsupported("conversations; use previous_response_id")

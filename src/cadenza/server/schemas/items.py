@@ -14,6 +14,7 @@ from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import DeclaredObject, label, optional, required
 from cadenza.server.schemas.field_types import (
     AnyJson,
+    Boolean,
     OneOf,
     Schema,
     String,
@@ -47,6 +48,7 @@ class _Message(DeclaredObject):
     id = optional(_ID)
     status = label(_LABEL)
     phase = label(_LABEL)
+    end_turn = label(Boolean())
 
 
 class _FunctionCall(DeclaredObject):

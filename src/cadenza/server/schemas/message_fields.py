@@ -5,11 +5,12 @@ Owns their members. Knows no engine. Invariant: what is not built is refused by 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import DeclaredObject, ObjectOf, optional, unsupported
 from cadenza.server.schemas.field_types import (
+    NULL,
     Boolean,
     Integer,
     OneOf,
@@ -20,7 +21,13 @@ from cadenza.server.schemas.field_types import (
 )
 from cadenza.server.schemas.reasoning import EFFORT, EFFORT_HELP
 from cadenza.server.schemas.structured import structured_of
-from cadenza.server.schemas.tools import MAX_TOOLS, check_tool_type, checked_tools, make_tool
+from cadenza.server.schemas.tools import (
+    MAX_TOOLS,
+    check_tool_members,
+    check_tool_type,
+    checked_tools,
+    make_tool,
+)
 from cadenza.structured import StructuredOutput
 from cadenza.text.answer_grammar import Tool
 
@@ -87,6 +94,7 @@ class MessageTools:
                 "name": {"type": "string", "minLength": 1},
                 "description": {"type": ["string", "null"]},
                 "input_schema": {"type": "object"},
+                "input_examples": {"type": ["array", "null"], "items": {"type": "object"}},
                 "strict": {"type": ["boolean", "null"]},
             },
             "required": ["name", "input_schema"],
@@ -94,28 +102,32 @@ class MessageTools:
         return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
 
 
-_TOOL_LABELS = ("cache_control", "eager_input_streaming", "defer_loading", "input_examples")
-_TOOL_MEMBERS = ("type", "name", "description", "input_schema", "strict", *_TOOL_LABELS)
+_TOOL_MEMBERS = ("type", "name", "description", "input_schema", "input_examples", "strict")
 
 
 def _tool(name: str, members: Mapping[str, Any]) -> Tool:
     check_tool_type(name, members, "custom")
-    if members.get("defer_loading"):
-        raise not_built(name, "a tool that is loaded later (defer_loading)", (False,))
-    if members.get("allowed_callers") not in (None, ["direct"]):
-        raise not_built(name, "a tool that code calls (allowed_callers)", (["direct"],))
-    odd = [key for key in members if key not in (*_TOOL_MEMBERS, "allowed_callers")]
-    if odd:
-        raise invalid_value(f"{name} has a tool with a member {odd[0][:64]!r}", name)
+    check_tool_members(name, members, *_TOOL_MEMBERS)
     if not isinstance(members.get("input_schema"), dict):
         raise invalid_value(f"{name} has a tool without input_schema; give a JSON Schema", name)
     return make_tool(
         name,
         name=members.get("name"),
         description=members.get("description"),
-        parameters=members["input_schema"],
+        parameters={**members["input_schema"], **_examples(name, members.get("input_examples"))},
         strict=members.get("strict"),
     )
+
+
+def _examples(name: str, value: object) -> dict[str, Any]:
+    """As the keyword of JSON Schema, which changes no form; templates show it with the schema."""
+    if value in (None, []):
+        return {}
+    if not isinstance(value, list) or not all(
+        isinstance(each, dict) for each in cast(list[object], value)
+    ):
+        raise invalid_value(f"{name} has input_examples that are no list of objects", name)
+    return {"examples": value}
 
 
 class _ChoiceMembers(DeclaredObject):
@@ -149,6 +161,21 @@ class MessageToolChoice:
 
     def schema(self) -> Schema:
         return _ChoiceMembers.object_schema()
+
+
+@dataclass(frozen=True, slots=True)
+class NoThread:
+    """`thread`: a conversation that the server holds; clients then send the whole of it instead,
+    which the error's details ask them to."""
+
+    def check(self, name: str, value: object) -> None:
+        del value
+        error = not_built(name, "a conversation that the server holds")
+        error.details = {"error_code": "thread_unsupported_request", "unsupported": [name]}
+        raise error
+
+    def schema(self) -> Schema:
+        return NULL
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,17 @@ from cadenza.structured import StructuredOutput
 
 _FORMATS = 'an object such as {"type": "json_schema", "name": …, "schema": {…}}'
 
-INCLUDABLE = ("reasoning.encrypted_content",)
-"""Reasoning is returned in plain text, so that this asks for nothing else."""
+INCLUDABLE = (
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""Reasoning is returned in plain text, and the other members are of items that no response has, so
+that these ask for nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

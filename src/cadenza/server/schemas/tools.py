@@ -194,17 +194,45 @@ def check_tool_type(name: str, members: Mapping[str, Any], *known: str) -> None:
         raise not_built(name, f"a tool of the type {show(kind)}")
 
 
+def check_tool_members(name: str, members: Mapping[str, Any], *known: str) -> None:
+    """Raises ApiError (400) naming a member with a value, of a tool, that is not known, or that
+    asks for what is not built."""
+    for member, (what, harmless) in _UNSUPPORTED_MEMBERS.items():
+        if members.get(member) not in (None, harmless):
+            raise not_built(name, f"{what} ({member})", (harmless,))
+    odd = [
+        key
+        for key, value in members.items()
+        if value is not None and key not in (*known, *_TOOL_LABELS, *_UNSUPPORTED_MEMBERS)
+    ]
+    if odd:
+        raise invalid_value(f"{name} has a tool with a member {show(odd[0])}", name)
+
+
+_TOOL_LABELS = ("cache_control", "eager_input_streaming")
+_UNSUPPORTED_MEMBERS: Mapping[str, tuple[str, object]] = {
+    "defer_loading": ("a tool that is loaded later", False),
+    "allowed_callers": ("a tool that code calls", ["direct"]),
+    "async": ("a tool whose result comes later", False),
+}
+"""What each asks for, and the value that does not."""
+
+
 def _nested_tool(name: str, members: dict[str, Any]) -> Tool:
     check_tool_type(name, members, "function")
     if not isinstance(members.get("function"), dict):
         raise refuse(name, members, _WANTED)
-    return _function(name, members["function"])
+    check_tool_members(name, members, "type", "function")
+    function = cast(dict[str, Any], members["function"])
+    check_tool_members(name, function, *MEMBERS_OF_TOOL)
+    return _function(name, function)
 
 
 def _flat_tool(name: str, members: dict[str, Any]) -> Tool:
     check_tool_type(name, members, "function")
     if members.get("type") != "function":
         raise refuse(name, members, 'tools such as {"type": "function", "name": …}')
+    check_tool_members(name, members, "type", *MEMBERS_OF_TOOL)
     return _function(name, members)
 
 
