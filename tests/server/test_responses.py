@@ -199,6 +199,36 @@ def test_a_stored_response_is_read_listed_and_deleted(
     assert gone.json()["error"]["code"] == "previous_response_not_found"
 
 
+def test_items_of_stored_responses_are_referred_to_by_their_ids(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    """As clients send a conversation whose items they know to be stored."""
+    first = respond(server)
+    url = f"{PATH}/{first['id']}/input_items"
+    asked = server.get(url).json()["data"][0]["id"]
+    said = first["output"][0]
+    items = [
+        {"type": "item_reference", "id": asked},
+        {"id": said["id"]},
+        {"role": "user", "content": "jumps"},
+    ]
+    second = respond(server, input=items)
+    messages = [
+        {"role": "user", "content": "the fox"},
+        {"role": "assistant", "content": said["content"][0]["text"]},
+        {"role": "user", "content": "jumps"},
+    ]
+    server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 6})
+    assert engine.submitted[1] == engine.submitted[2]
+    listed = server.get(f"{PATH}/{second['id']}/input_items?order=asc").json()["data"]
+    assert [item["type"] for item in listed] == ["message"] * 3
+    assert listed[1] == said
+    with server.client() as client:
+        assert client.delete(f"{PATH}/{first['id']}").status_code == 200
+    gone = server.post(PATH, {**BODY, "input": items})
+    assert (gone.status_code, gone.json()["error"]["param"]) == (400, "input")
+
+
 def test_a_response_is_stored_unless_that_is_not_wanted(scripted: RunningServer) -> None:
     answer = respond(scripted, store=False)
     assert answer["store"] is False
@@ -264,6 +294,9 @@ def test_a_tenant_reaches_only_its_own_responses(
         assert server.get(url).status_code == 401
         body = {**BODY, "previous_response_id": answer["id"]}
         assert server.post(PATH, body, headers=other).status_code == 400
+        referring = {**BODY, "input": [{"type": "item_reference", "id": answer["output"][0]["id"]}]}
+        assert server.post(PATH, referring, headers=other).status_code == 400
+        assert server.post(PATH, referring, headers=own).status_code == 200
         assert server.post(PATH, body, headers=own).status_code == 200
 
 
@@ -272,7 +305,8 @@ def test_a_tenant_reaches_only_its_own_responses(
     [
         ({"input": []}, "input", "no items"),
         ({"input": [{"type": "web_search_call"}]}, "input[0]", "web_search_call"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "msg_x_0"}]}, "input", "'msg_x_0'"),
+        ({"input": [{"type": "item_reference"}]}, "input[0]", "id is missing"),
         ({"input": [{"role": "user"}]}, "input[0]", "content is missing"),
         ({"input": [{"role": "user", "content": "x", "odd": 1}]}, "input[0]", "'odd'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "input_image"),

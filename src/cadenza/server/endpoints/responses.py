@@ -4,14 +4,14 @@ Owns its body, and what the conversation consists of. Knows no HTTP. Invariant: 
 from the whole of the conversation that `previous_response_id` names, or is refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
-from cadenza.request import SamplingParams
+from cadenza.request import SamplingParams, show
 from cadenza.server.endpoints.conversation import AskedConversation
 from cadenza.server.endpoints.generating import (
     GENERATION_STATUSES,
@@ -36,7 +36,7 @@ from cadenza.server.schemas.field_types import (
     or_null,
 )
 from cadenza.server.schemas.generation import LabelledBody, SamplingField, sampling_type
-from cadenza.server.schemas.items import InputItems, messages_of, with_system
+from cadenza.server.schemas.items import REFERENCE, InputItems, messages_of, with_system
 from cadenza.server.schemas.messages import Messages, TemplateSwitches
 from cadenza.server.schemas.reasoning import BUDGET, BUDGET_HELP, bound_of
 from cadenza.server.schemas.responses import (
@@ -53,6 +53,7 @@ from cadenza.structured import StructuredOutput
 from cadenza.text.answer_grammar import Tool
 
 RESPONSE_PREFIX = "resp_"
+
 
 _PARAMS = {
     "messages": "input",
@@ -114,6 +115,10 @@ class ResponseRequest(LabelledBody, GenerationRequest):
 
     _context: CallContext
     _turns: Sequence[StoredResponse] = ()
+    _referred: Mapping[str, StoredResponse | None] = {}
+    """Where the items are that `input` refers to, by their ids."""
+    _given: Sequence[dict[str, Any]] = ()
+    """`input`, with the items themselves in place of references."""
 
     @property
     def num_prompts(self) -> int:
@@ -144,6 +149,11 @@ class ResponseRequest(LabelledBody, GenerationRequest):
             if turns is None:
                 raise response_not_found(self.previous_response_id, "previous_response_id")
             self._turns = turns
+        self._referred = {
+            item["id"]: context.responses.find(context.tenant, _response_of(item["id"]))
+            for item in self.input
+            if item["type"] == REFERENCE
+        }
 
     def sampling(self, text: TextFrontend) -> SamplingParams:
         changes = {**self.sampling_values(), "max_tokens": self.max_output_tokens}
@@ -155,7 +165,8 @@ class ResponseRequest(LabelledBody, GenerationRequest):
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
         items = [item for turn in self._turns for item in _items_of(turn)]
-        messages = with_system(self.instructions, messages_of("input", [*items, *self.input]))
+        self._given = [*_without_references(self.input, self._referred)]
+        messages = with_system(self.instructions, messages_of("input", [*items, *self._given]))
         switches = self.chat_template_kwargs
         conversation = AskedConversation(
             messages=Messages().check("input", messages),
@@ -173,7 +184,7 @@ class ResponseRequest(LabelledBody, GenerationRequest):
             fields=self._response(head, self.sampling(text)),
             input=[
                 item if "id" in item else {**item, "id": f"item_{head.request_id}_{place}"}
-                for place, item in enumerate(self.input)
+                for place, item in enumerate(self._given)
             ],
             tenant=self._context.tenant,
             store=self._context.responses if is_stored else None,
@@ -237,6 +248,33 @@ def _check_unicode(name: str, value: object) -> None:
         raise invalid_value(
             f"{name} has half a surrogate pair; send whole characters", name
         ) from None
+
+
+def _response_of(item_id: str) -> str:
+    """The id of the response that an item of this id would be of: both have the request's."""
+    return RESPONSE_PREFIX + item_id.partition("_")[2].rpartition("_")[0]
+
+
+def _without_references(
+    items: Sequence[dict[str, Any]], referred: Mapping[str, StoredResponse | None]
+) -> Iterator[dict[str, Any]]:
+    """Raises ApiError (400) for an item that is not there."""
+    known: dict[str, dict[str, dict[str, Any]]] = {}
+    for place, item in enumerate(items):
+        if item["type"] != REFERENCE:
+            yield item
+            continue
+        response = referred.get(item["id"])
+        if response is not None and response.id not in known:
+            known[response.id] = {each["id"]: each for each in _items_of(response)}
+        found = None if response is None else known[response.id].get(item["id"])
+        if found is None:
+            raise invalid_value(
+                f"input[{place}] refers to the item {show(item['id'])}, which is in no stored "
+                f"response that has ended; send the item itself",
+                "input",
+            )
+        yield found
 
 
 def _items_of(turn: StoredResponse) -> list[dict[str, Any]]:

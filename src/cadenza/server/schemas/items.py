@@ -24,6 +24,9 @@ from cadenza.server.schemas.field_types import (
 from cadenza.server.schemas.messages import MAX_MESSAGES
 from cadenza.server.schemas.text_parts import PART_TEXT, TextParts, checked_object
 
+REFERENCE = "item_reference"
+"""The type of an item that stands for one of a stored response, by its id."""
+
 _ID = String(min_chars=1, max_chars=256)
 _LABEL = String(max_chars=256)
 _ANNOTATION = AnyJson(max_chars=16 << 10)
@@ -80,7 +83,13 @@ class _Reasoning(DeclaredObject):
     status = label(_LABEL)
 
 
+class _Reference(DeclaredObject):
+    type = optional(OneOf((REFERENCE,)))
+    id = required(_ID)
+
+
 ITEMS: Mapping[str, type[DeclaredObject]] = {
+    REFERENCE: _Reference,
     "message": _Message,
     "function_call": _FunctionCall,
     "function_call_output": _FunctionResult,
@@ -114,8 +123,10 @@ class InputItems:
 def _item(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refuse(name, value, "an item, which is an object")
-    kind = cast(dict[str, object], value).get("type")
-    kind = "message" if kind is None else kind
+    given = cast(dict[str, object], value)
+    kind = given.get("type")
+    if kind is None:
+        kind = REFERENCE if given.keys() == {"id"} else "message"
     declared = ITEMS.get(kind) if isinstance(kind, str) else None
     if declared is None:
         if isinstance(kind, str):
@@ -129,6 +140,8 @@ def _item(name: str, value: object) -> dict[str, Any]:
             return {**members, "output": "\n".join(members["output"]), "status": "completed"}
         case "reasoning":
             return _reasoning_item(members)
+        case "item_reference":
+            return {"type": REFERENCE, "id": members["id"]}
         case _:
             return {**members, "status": "completed"}
 
