@@ -33,7 +33,7 @@ _BOUNDS: Mapping[str, str] = {
 }
 """Bounds that messages name, in words; the advice follows them."""
 
-_ADVICE = "use fewer alternatives, optional properties and counted repetitions"
+ADVICE = "use fewer alternatives, optional properties and counted repetitions"
 
 
 def check_grammar(grammar: str) -> str | None:
@@ -63,7 +63,7 @@ def described(message: str) -> str:
         return NO_TEXT
     for begin, words in _BOUNDS.items():
         if begin in lines[0]:
-            return f"{words.format_map(LIMITS)}; {_ADVICE}"
+            return f"{words.format_map(LIMITS)}; {ADVICE}"
     causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (causes or lines)[0][:MAX_ERROR_CHARS]
 
