@@ -58,7 +58,8 @@ oracle: .venv-oracle/.has-torch ## compare with torch and transformers (in an en
 mutants: .venv/.has-tools ## run the tests against committed faults, which they must catch
 	$(BIN)/python tools/mutants.py $(ARGS)
 
-real: .venv/.has-tools ## fetch two trained models for the tests and the oracle (2 GB on disk)
+real: .venv/.has-tools ## fetch two trained models and a suite for the tests and the oracle (2 GB on disk)
+	$(BIN)/python -m tools.schema_suite
 	$(BIN)/python -m tools.real_models
 
 bench: .venv/.has-tools ## measure the import and run the benchmarks

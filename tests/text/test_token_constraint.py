@@ -14,7 +14,7 @@ from cadenza.text.grammar_check import check_grammar
 from cadenza.text.token_constraint import ConstraintCompiler, GrammarConstraint
 from cadenza.text.tokenizer import Tokenizer
 from tests.text.schemas import random_schema
-from tests.text.walks import allowed_ids, walk
+from tests.text.walks import accepts, allowed_ids, walk
 
 EOS = 0
 VOCAB_SIZE = 2560
@@ -128,12 +128,9 @@ PREFIXES = (
 
 def accepted(compiler: ConstraintCompiler, tokenizer: Tokenizer, grammar: str, text: str) -> bool:
     """Whether a text may be the whole answer, token by token."""
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
     constraint = constraint_of(compiler, grammar)
-    for token_id in tokenizer.encode(text, add_special_tokens=False):
-        if token_id not in allowed_ids(constraint, VOCAB_SIZE):
-            return False
-        constraint.accept(token_id)
-    return constraint.is_complete or EOS in allowed_ids(constraint, VOCAB_SIZE)
+    return accepts(constraint, token_ids, vocab_size=VOCAB_SIZE, eos=EOS)
 
 
 def test_choices_that_begin_alike_are_each_allowed_and_nothing_else_is(

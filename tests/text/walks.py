@@ -1,6 +1,7 @@
 """Random walks through a constraint: any allowed token, each as likely as the others."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cadenza.text.token_constraint import GrammarConstraint
@@ -17,6 +18,17 @@ class Walk:
 def allowed_ids(constraint: GrammarConstraint, vocab_size: int) -> list[int]:
     bits = int.from_bytes(constraint.allowed(), "little")
     return [token_id for token_id in range(vocab_size) if bits >> token_id & 1]
+
+
+def accepts(
+    constraint: GrammarConstraint, token_ids: Sequence[int], *, vocab_size: int, eos: int
+) -> bool:
+    """Whether tokens may be the whole answer, each of them and their end."""
+    for token_id in token_ids:
+        if token_id not in allowed_ids(constraint, vocab_size):
+            return False
+        constraint.accept(token_id)
+    return constraint.is_complete or eos in allowed_ids(constraint, vocab_size)
 
 
 def walk(
