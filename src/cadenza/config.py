@@ -80,6 +80,8 @@ class EngineConfig:
     admission: AdmissionMode = "balanced"
     seed: int = 0
     generation_config: GenerationConfig = "auto"
+    chat_template: str | None = None
+    """A file, or the text of a template; in place of the model's own."""
     speculative_config: SpeculativeConfig | str | None = None
     """None or "none": no drafts. Other text, and a mapping, is parsed."""
 
@@ -133,6 +135,8 @@ class EngineConfig:
                     f"--revision {show(self.revision)} must be a branch, a tag or a commit"
                 )
             object.__setattr__(self, "revision", str.__str__(self.revision))
+        if self.chat_template is not None:
+            object.__setattr__(self, "chat_template", _as_chat_template(self.chat_template))
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(
                 f"--enable-prefix-caching {show(self.enable_prefix_caching)} must be true or false"
@@ -147,6 +151,14 @@ class EngineConfig:
     def speculation(self) -> SpeculativeConfig | None:
         """`speculative_config`, parsed."""
         return cast(SpeculativeConfig | None, self.speculative_config)
+
+
+def _as_chat_template(value: object) -> str:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ConfigError(
+            f"--chat-template {show(value)} must be a file, or the text of a chat template"
+        )
+    return str.__str__(value)
 
 
 _DEVICE = re.compile(r"auto|metal|(cpu|cuda|tpu)(:[0-9]{1,4})?")

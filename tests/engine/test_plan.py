@@ -182,7 +182,7 @@ def test_a_token_budget_whose_steps_do_not_fit_is_refused_with_both_numbers():
 ELSEWHERE = {
     *("backend", "device", "ops", "revision", "scheduler", "seed", "generation_config"),
     *("max_itl_ms", "batching", "scheduling_policy", "starvation_guard", "admission"),
-    *("arithmetic", "speculative_config"),
+    *("arithmetic", "speculative_config", "chat_template"),
 }
 """Options that the plan has no number of; `tests/faces/test_options.py` has them."""
 

@@ -5,10 +5,13 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
+from msgspec.structs import replace
 
 from cadenza import LLM, EngineConfig, SamplingParams
-from cadenza.errors import ConfigError, DeviceUnavailableError
-from cadenza.loading.build import find_checkpoint, plan_model
+from cadenza.errors import CheckpointError, ConfigError, DeviceUnavailableError
+from cadenza.frontend.loaded_model import open_text
+from cadenza.loading.build import find_checkpoint, find_configured, plan_model
+from cadenza.loading.fingerprint import make_fingerprint
 
 DRAWN = SamplingParams(max_tokens=12, ignore_eos=True)
 SMALL = {"max_num_seqs": 2, "max_model_len": 64}
@@ -40,3 +43,50 @@ def test_the_seed_the_scheduler_and_the_recommended_sampling_reach_the_engine(
         assert other.default_sampling_params.temperature == 1.0
         assert other.core._loop._depth == 0
         assert other.generate([1, 2], DRAWN)[0].outputs != drawn
+
+
+SHOUT = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+
+
+@pytest.mark.parametrize("is_file", [True, False], ids=["file", "text"])
+def test_a_given_chat_template_is_used_in_place_of_the_models(
+    worded_folder: Path, tmp_path: Path, is_file: bool
+) -> None:
+    file = tmp_path / "shout.jinja"
+    file.write_text(SHOUT)
+    given = EngineConfig(chat_template=str(file) if is_file else SHOUT)
+    asked = [{"role": "user", "content": "the fox"}]
+    checkpoint = find_configured(worded_folder, given)
+    assert open_text(checkpoint, given).render_chat(asked)[0] == "THE FOX"
+    own = find_configured(worded_folder, EngineConfig())
+    assert open_text(own, EngineConfig()).render_chat(asked)[0] != "THE FOX"
+    plan = plan_model(own, EngineConfig())
+    fingerprints = [make_fingerprint(each, plan, given) for each in (checkpoint, own)]
+    assert fingerprints[0].template != fingerprints[1].template
+    assert replace(fingerprints[0], template="") == replace(fingerprints[1], template="")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("no-such-file.jinja", "neither a file nor the text of a template"),
+        ("x" * 5000, "neither a file nor the text of a template"),
+        ("{% for %}", "not valid Jinja"),
+        ("{{" + "x" * (1 << 20), "over 1048576 bytes"),
+        ("", "must be a file, or the text"),
+        (5, "must be a file, or the text"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_chat_template_that_cannot_be_used_is_refused(
+    worded_folder: Path, given: str, said: str
+) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=said):
+        LLM(worded_folder, chat_template=given)
+
+
+def test_a_file_without_braces_is_no_chat_template(worded_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    config = EngineConfig(chat_template=str(tmp_path / "notes.txt"))
+    with pytest.raises(CheckpointError, match=r"notes\.txt writes no message"):
+        find_configured(worded_folder, config)

@@ -4,6 +4,7 @@ Owns the names and size limits of tokenizer_config.json and related files. Encod
 renders no templates. Invariant: files beyond their size limit are refused, not read.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,30 @@ def check_templates(templates: Mapping[str, str]) -> None:
             raise CheckpointError(
                 f"the chat template {shorten(name)} has over {MAX_TEMPLATE_BYTES} bytes; shorten it"
             )
+
+
+def given_template(text: str) -> str:
+    """The Jinja source of a template that a user names: the text of one, or its file.
+
+    Raises:
+        CheckpointError: there is no such file, or it is no template.
+    """
+    if "{" in text:
+        source = text
+    elif os.path.isfile(text):
+        source = _read_template(Path(text))
+    else:
+        raise CheckpointError(
+            f"--chat-template {shorten(text)} is neither a file nor the text of a template, "
+            f"which has braces; name a file"
+        )
+    if "{" not in source:
+        raise CheckpointError(
+            f"{Path(text).name} writes no message, since it has no braces; check that it is a chat "
+            f"template"
+        )
+    check_templates({"--chat-template": source})
+    return source
 
 
 def _read_template(path: Path) -> str:

@@ -178,6 +178,10 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         '{"method": "ngram", "num_speculative_tokens": 5}, or none (default: none).',
         metavar="JSON|none",
     ),
+    "chat_template": _engine(
+        "The chat template, as a file or its text, in place of the model's own.",
+        metavar="FILE|TEXT",
+    ),
     "generation_config": _engine(
         "Whether generation_config.json sets the sampling parameters that are not given."
     ),

@@ -148,7 +148,6 @@ class UnbuiltFlags:
     """Flags that other servers have and Cadenza lacks; none is accepted and ignored."""
 
     gpu_memory_utilization: str | None = _unbuilt("a share of a GPU; use --kv-cache-memory-bytes")
-    chat_template: str | None = _unbuilt("another chat template than the model's")
     no_chat_template: bool = _unbuilt("serving without the model's template", kind=bool)
     enable_auto_tool_choice: bool = _unbuilt("calling tools", given=True, kind=bool)
 
@@ -257,8 +256,10 @@ def _make(
     checkpoint = find_configured(name, config)
     parsers = AnswerParsers(reasoning=flags.reasoning_parser, tool_calls=flags.tool_call_parser)
     text = open_text(checkpoint, config, check_grammar=GrammarWorker().check, parsers=parsers)
-    # The engine process opens the same commit now and at each restart, even if a branch moves.
-    config = replace(config, revision=checkpoint.revision)
+    # The engine process opens the same commit now and at each restart, even if a branch moves, and
+    # has the same template, even if its file changes.
+    template = None if config.chat_template is None else checkpoint.chat_template
+    config = replace(config, revision=checkpoint.revision, chat_template=template)
     timeouts = RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout)
     process = ProcessOptions(timeouts=timeouts, on_failure=flags.on_engine_failure)
     engine = EngineProcess(name, config, process)

@@ -14,6 +14,7 @@ from pathlib import Path
 from cadenza.backends import BACKENDS, Backends, brings_models, find_backend
 from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
 from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_checkpoint
+from cadenza.checkpoint.tokenizer_files import given_template
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
 from cadenza.core.admission import RESERVED_OUTPUT
 from cadenza.core.queue_policy import QueuePolicy
@@ -36,9 +37,16 @@ OnPhaseDone = Callable[[str], None]
 def find_configured(
     model: str | Path | None, config: EngineConfig, backends: Backends = BACKENDS
 ) -> Checkpoint:
-    """`find_checkpoint` for the configured backend. Raises also ConfigError if there is none."""
+    """`find_checkpoint` for the configured backend, with the configured chat template.
+
+    Raises also ConfigError if there is no such backend.
+    """
     any_family = brings_models(config.backend, backends)  # refuses a wrong name before a download
-    return find_checkpoint(model, revision=config.revision, any_family=any_family)
+    checkpoint = find_checkpoint(model, revision=config.revision, any_family=any_family)
+    if config.chat_template is None:
+        return checkpoint
+    templates = {"default": given_template(config.chat_template)}
+    return replace(checkpoint, tokenizer=replace(checkpoint.tokenizer, chat_templates=templates))
 
 
 def find_checkpoint(
