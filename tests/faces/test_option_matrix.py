@@ -15,12 +15,20 @@ from cadenza.backends.base import Runner
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.loading.build import build_runner, plan_model
+from cadenza.loading.build import build_runner, constraint_compiler, plan_model
 from cadenza.request import Request, SamplingParams
+from cadenza.verification.forms import (
+    JSON_FORMS,
+    MASK_FAULTS,
+    TEXT_FORMS,
+    Forms,
+    make_forms,
+)
 from cadenza.verification.gate import Gate, GateResult, ModeResult, Witness
 from cadenza.verification.modes import Counts
 from cadenza.verification.option_matrix import (
     BAD_WORD_FIELD,
+    FORM_FIELD,
     OPTIONS,
     OptionCoverage,
     OptionMatrix,
@@ -31,30 +39,39 @@ from cadenza.verification.reference import ReferenceEngine, build_reference, rul
 from cadenza.verification.workload import Arrival, WorkloadShape, make_workload
 
 CONFIG = EngineConfig(max_num_seqs=4, max_model_len=256)
+
 NAMES = tuple(option.name for option in OPTIONS)
 NUM_LEVELS = tuple(len(option.levels) for option in OPTIONS)
-SMALL = OptionMatrix(rows=covering_rows(NUM_LEVELS, times=1))
+WITH_FORMS = OptionMatrix(rows=covering_rows(NUM_LEVELS, times=1))
+SMALL = WITH_FORMS.without(FORM_FIELD)
+"""For a model without a tokenizer."""
+
 VOCAB_SIZE, EOS = 300, (0, 7)
 
 EVERY_FIFTH = [
     name if i % 5 == 0 else pytest.param(name, marks=pytest.mark.soak)
     for i, name in enumerate(NAMES)
+    if name != FORM_FIELD
 ]
 
 Wrap = Callable[[Runner, EngineLimits, CoreOptions], EngineCore]
 
 
-def workload(matrix: OptionMatrix, vocab_size: int, eos: tuple[int, ...]) -> tuple[Arrival, ...]:
+def workload(
+    matrix: OptionMatrix, vocab_size: int, eos: tuple[int, ...], forms: Forms | None = None
+) -> tuple[Arrival, ...]:
     shape = WorkloadShape(
         num_requests=len(matrix.rows), rows=4, max_tokens=24, context=96, vocab_size=vocab_size
     )
-    return matrix.apply(make_workload(shape), vocab_size=vocab_size, eos_token_ids=eos)
+    return matrix.apply(make_workload(shape), vocab_size=vocab_size, eos_token_ids=eos, forms=forms)
 
 
 def without(request: Request, name: str) -> Request:
     """The request as if its client had not named the option."""
     if name == BAD_WORD_FIELD:
         return replace(request, bad_word_token_ids=())
+    if name == FORM_FIELD:
+        return replace(request, constraint=None)
     default = getattr(SamplingParams(), name)
     return replace(request, params=replace(request.params, **{name: default}))
 
@@ -90,13 +107,20 @@ class Bench:
     reference: ReferenceEngine
     limits: EngineLimits
     checkpoint: Checkpoint
+    forms: Forms | None = None
 
-    def play(self, wrap: Wrap) -> GateResult:
+    def play(self, wrap: Wrap, fault: str | None = None) -> GateResult:
         eos = tuple(self.checkpoint.eos_token_ids)
-        arrivals = workload(SMALL, self.checkpoint.config.vocab_size, eos)
+        vocab_size, forms = self.checkpoint.config.vocab_size, self.forms
+        matrix = SMALL if forms is None else WITH_FORMS
+        arrivals = workload(matrix, vocab_size, eos, forms)
 
         def make_core(limits: EngineLimits, options: CoreOptions) -> EngineCore:
             self.runner.reset()
+            compile_constraint = None if forms is None else forms.compile
+            if fault is not None and compile_constraint is not None:
+                compile_constraint = MASK_FAULTS[fault](compile_constraint)
+            options = replace(options, compile_constraint=compile_constraint)
             return wrap(self.runner, limits, replace(options, eos_token_ids=frozenset(eos)))
 
         return Gate(
@@ -106,7 +130,7 @@ class Bench:
             witness=Witness(reference=self.reference, make_core=make_core),
             with_solo=True,
             clock=time.perf_counter,
-            coverage=SMALL.coverage(),
+            coverage=matrix.coverage(),
         ).run()
 
 
@@ -123,11 +147,51 @@ def bench(tiny_folder: Path) -> Iterator[Bench]:
         )
 
 
+@pytest.fixture(scope="module")
+def formed(worded_folder: Path) -> Iterator[Bench]:
+    """A model with a tokenizer, over whose tokens the matrix has structured outputs."""
+    checkpoint = open_checkpoint(worded_folder)
+    plan = plan_model(checkpoint, CONFIG)
+    forms = make_forms(constraint_compiler(checkpoint))
+    assert forms is not None
+    with closing(build_runner(checkpoint, plan, CONFIG, fill=float("nan"))) as runner:
+        yield Bench(
+            runner=runner,
+            reference=build_reference(
+                checkpoint, CONFIG, max_model_len=256, compile_constraint=forms.compile
+            ),
+            limits=replace(plan.limits, max_num_queued_reqs=100),
+            checkpoint=checkpoint,
+            forms=forms,
+        )
+
+
+def test_structured_outputs_of_every_kind_pass_beside_all_other_options(formed: Bench):
+    result = formed.play(EngineCore)
+    assert result.passed, result.last_line
+    assert f" pairs={len(all_pairs(NUM_LEVELS))} " in result.last_line
+    vocab_size = formed.checkpoint.config.vocab_size
+    requests = [each.request for each in workload(WITH_FORMS, vocab_size, EOS, formed.forms)]
+    assert len({each.constraint for each in requests}) == 1 + len(JSON_FORMS) + len(TEXT_FORMS)
+
+
+@pytest.mark.parametrize("fault", MASK_FAULTS)
+def test_a_fault_of_masks_is_caught(formed: Bench, fault: str):
+    assert formed.play(EngineCore, fault).mismatch is not None
+
+
+def test_an_engine_that_ignores_structured_outputs_fails(formed: Bench):
+    for make in (Forgetful, ForgetfulInCompany):
+        result = formed.play(lambda *parts, make=make: make(*parts, forgets=FORM_FIELD))
+        assert result.mismatch is not None
+
+
 def test_the_sound_engine_passes(bench: Bench):
     result = bench.play(EngineCore)
     assert result.passed, result.last_line
     assert result.last_line.endswith(
-        f" options={len(SMALL.rows)} pairs={len(all_pairs(NUM_LEVELS))} longest={result.longest}"
+        f" options={len(set(SMALL.rows))} pairs={len(all_pairs(SMALL.num_levels))}"
+        f" longest={result.longest}"
     )
 
 
@@ -155,8 +219,8 @@ def test_covering_rows_hold_every_pair_as_often_as_asked(num_levels: tuple[int, 
 
 
 def test_without_its_last_row_a_pair_is_missing():
-    assert missing_pairs(NUM_LEVELS, SMALL.rows[:-1])
-    coverage = replace(SMALL, rows=SMALL.rows[:-1]).coverage()
+    assert missing_pairs(NUM_LEVELS, WITH_FORMS.rows[:-1])
+    coverage = replace(WITH_FORMS, rows=WITH_FORMS.rows[:-1]).coverage()
     assert coverage.num_pairs + len(coverage.missing) == len(all_pairs(NUM_LEVELS))
     assert " with " in coverage.missing[0]
 
@@ -181,16 +245,16 @@ def test_the_matrix_is_about_150_different_combinations_and_always_the_same():
 
 def test_every_field_that_chooses_or_describes_tokens_is_in_the_matrix():
     elsewhere = {"max_tokens", "truncate_prompt_tokens", "bad_words"}
-    elsewhere |= {"structured"}  # needs a tokenizer: tests/faces/test_structured.py
+    elsewhere |= {"structured"}  # as `constraint`, which is what it is resolved to
     elsewhere |= {"speculative"}  # changes no token: tests/engine/test_speculation.py
     of_text = {"stop", "include_stop_str_in_output", "skip_special_tokens"}
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert fields - elsewhere - of_text == set(NAMES) - {BAD_WORD_FIELD}
+    assert fields - elsewhere - of_text == set(NAMES) - {BAD_WORD_FIELD, FORM_FIELD}
 
 
 def test_no_request_of_the_matrix_forbids_every_token():
     logits = np.zeros(VOCAB_SIZE, np.float32)
-    for arrival in workload(make_matrix(), VOCAB_SIZE, EOS):
+    for arrival in workload(make_matrix().without(FORM_FIELD), VOCAB_SIZE, EOS):
         request = arrival.request
         stop = {*request.params.stop_token_ids, *EOS}
         starts = [token for *start, _ in request.bad_word_token_ids for token in start]

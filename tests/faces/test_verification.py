@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -14,6 +15,7 @@ from cadenza.config import EngineConfig, EngineLimits, Quantization
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
+from cadenza.verification.forms import MASK_FAULTS
 from cadenza.verification.gate import (
     Gate,
     GateResult,
@@ -119,6 +121,17 @@ def test_the_self_test_catches_every_fault_of_the_reference_table() -> None:
     assert result.missed == ()
     assert result.last_line == "SELF-TEST PASS caught=3 ops=reference"
     assert result.note is None
+
+
+@pytest.mark.soak
+def test_the_self_test_catches_faults_of_masks_on_a_model_with_a_tokenizer(
+    worded_folder: Path,
+) -> None:
+    config = EngineConfig(ops="reference", max_num_seqs=2, max_model_len=64)
+    options = VerifyOptions(model=str(worded_folder), num_requests=8, max_tokens=16, config=config)
+    result = self_test(options, ignore)
+    assert result.sound_passed
+    assert set(MASK_FAULTS) <= {*result.caught}
 
 
 def test_the_self_test_says_so_where_it_cannot_test_the_kernels_that_serve() -> None:

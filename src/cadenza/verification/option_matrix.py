@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cadenza.request import Request
+from cadenza.structured import StructuredOutput
+from cadenza.verification.forms import JSON_FORMS, TEXT_FORMS, Forms, spec_of
 from cadenza.verification.pairwise import Row, all_pairs, covering_rows, missing_pairs
 from cadenza.verification.workload import Arrival
 
@@ -18,6 +20,7 @@ TIMES = 15
 """Requests per pair, so that a pair also occurs where no other option hides its effect."""
 
 BAD_WORD_FIELD = "bad_word_token_ids"
+FORM_FIELD = "constraint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,8 @@ class Palette:
     ends: tuple[int, ...]
     vocab_size: int
     seed: int
+    text_form: StructuredOutput
+    json_form: StructuredOutput
 
 
 Level = Callable[[Palette], object]
@@ -93,6 +98,10 @@ OPTIONS = (
     _fixed("n", 1, 2, 3),
     _fixed("logprobs", None, 0, 5),
     _fixed("prompt_logprobs", None, 0, 3),
+    Option(
+        FORM_FIELD,
+        (lambda _: None, lambda palette: palette.text_form, lambda palette: palette.json_form),
+    ),
 )
 
 
@@ -116,6 +125,14 @@ class OptionMatrix:
     def num_levels(self) -> tuple[int, ...]:
         return tuple(len(option.levels) for option in self.options)
 
+    def without(self, name: str) -> "OptionMatrix":
+        """The same rows without an option."""
+        kept = [i for i, option in enumerate(self.options) if option.name != name]
+        return OptionMatrix(
+            options=tuple(self.options[i] for i in kept),
+            rows=tuple(tuple(row[i] for i in kept) for row in self.rows),
+        )
+
     def coverage(self) -> OptionCoverage:
         """The coverage of `rows`, counted from the rows themselves."""
         missing = missing_pairs(self.num_levels, self.rows)
@@ -129,24 +146,42 @@ class OptionMatrix:
         )
 
     def apply(
-        self, arrivals: Sequence[Arrival], *, vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        arrivals: Sequence[Arrival],
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        forms: Forms | None = None,
     ) -> tuple[Arrival, ...]:
-        """The arrivals with the options of their rows; prompts, lengths and steps are kept."""
+        """The arrivals with the options of their rows; prompts, lengths and steps are kept.
+
+        `forms` are needed unless the matrix is without `FORM_FIELD`.
+        """
         played: list[Arrival] = []
+        going_on = frozenset[int]() if forms is None else forms.going_on
         for index, (arrival, row) in enumerate(zip(arrivals, self.rows, strict=True)):
-            palette = _palette(index, vocab_size, tuple(eos_token_ids))
-            played.append(replace(arrival, request=self._combine(arrival.request, row, palette)))
+            palette = _palette(index, range(vocab_size), tuple(eos_token_ids), going_on)
+            request = self._combine(arrival.request, row, palette, going_on)
+            played.append(replace(arrival, request=request))
         return tuple(played)
 
-    def _combine(self, request: Request, row: Row, palette: Palette) -> Request:
+    def _combine(
+        self, request: Request, row: Row, palette: Palette, going_on: frozenset[int]
+    ) -> Request:
         values: dict[str, Any] = {
             option.name: option.levels[level](palette)
             for option, level in zip(self.options, row, strict=True)
         }
-        bad_words = values.pop(BAD_WORD_FIELD)
+        bad_words, form = values.pop(BAD_WORD_FIELD), values.pop(FORM_FIELD, None)
+        if form is not None and values["min_tokens"] and form.json_object:
+            form = JSON_FORMS[0]  # an object may have fewer tokens
+        if form is not None and values["allowed_token_ids"] is not None:
+            allowed = {*values["allowed_token_ids"], *going_on}
+            values["allowed_token_ids"] = tuple(sorted(allowed))
         max_tokens = max(request.params.max_tokens or 0, values["min_tokens"])
         params = replace(request.params, **values, max_tokens=max_tokens)
-        return replace(request, params=params, bad_word_token_ids=bad_words)
+        constraint = None if form is None else spec_of(form)
+        return replace(request, params=params, bad_word_token_ids=bad_words, constraint=constraint)
 
 
 def make_matrix() -> OptionMatrix:
@@ -155,15 +190,19 @@ def make_matrix() -> OptionMatrix:
     return OptionMatrix(rows=covering_rows(num_levels, times=TIMES))
 
 
-def _palette(index: int, vocab_size: int, ends: tuple[int, ...]) -> Palette:
+def _palette(
+    index: int, vocabulary: range, ends: tuple[int, ...], going_on: frozenset[int]
+) -> Palette:
     """A different palette for each request, so that rows of a batch have different lists."""
     rng = random.Random(index)  # noqa: S311  a workload, not a secret
-    tokens = rng.sample(sorted(set(range(vocab_size)) - set(ends)), 10)
+    tokens = rng.sample(sorted(set(vocabulary) - set(ends) - going_on), 10)
     return Palette(
         free=tuple(tokens[:6]),
         stops=tuple(tokens[6:8]),
         bad=tuple(tokens[8:]),
         ends=ends,
-        vocab_size=vocab_size,
+        vocab_size=len(vocabulary),
         seed=rng.randrange(1 << 40),
+        text_form=TEXT_FORMS[index % len(TEXT_FORMS)],
+        json_form=JSON_FORMS[index % len(JSON_FORMS)],
     )

@@ -20,6 +20,7 @@ from cadenza.backends import BACKENDS, Backends, find_backend, resolve_backend
 from cadenza.backends.base import SequenceModel
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import MAX_SEED, EngineConfig, EngineLimits, is_integer
+from cadenza.core.constraint import CompileConstraint, Constraint
 from cadenza.core.draw_keys import derive_sample_seed, draw_keys
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import CheckpointError, ConfigError, InvalidRequestError, show
@@ -42,15 +43,22 @@ class ReferenceEngine:
     """Runs requests alone. `max_model_len` limits prompt and output together, in tokens."""
 
     def __init__(
-        self, model: SequenceModel, *, max_model_len: int, eos_token_ids: Iterable[int] = ()
+        self,
+        model: SequenceModel,
+        *,
+        max_model_len: int,
+        eos_token_ids: Iterable[int] = (),
+        compile_constraint: CompileConstraint | None = None,
     ) -> None:
         self._model = model
+        self._compile_constraint = compile_constraint
         self._max_model_len = max_model_len
         self._check = RequestCheck(
             limits=_limits_of(max_model_len),
             vocab_size=model.vocab_size,
             backend="reference",
             capabilities=frozenset({"logprobs"}),
+            has_constraints=compile_constraint is not None,
         )
         self._eos_token_ids = frozenset(eos_token_ids)
 
@@ -82,11 +90,14 @@ class ReferenceEngine:
         logprobs: list[float] = []
         if not limit:
             return _result(token_ids, logprobs, "length")
+        constraint = self._constraint_of(request)
         self._model.start()
         logits = self._model.append(list(request.prompt_token_ids))
         while True:
             position = len(request.prompt_token_ids) + len(token_ids)
             ruled = ruled_logits(logits, request, token_ids, stop)
+            if constraint is not None:
+                ruled[~_allowed(constraint, len(ruled))] = -np.inf
             if np.isneginf(ruled).all():
                 return _result(token_ids, logprobs, "error")
             token_id = choose_token(ruled, params, seed=used_seed, position=position)
@@ -94,11 +105,21 @@ class ReferenceEngine:
                 break
             token_ids.append(token_id)
             logprobs.append(float(log_softmax(logits)[token_id]))
+            if constraint is not None:
+                constraint.accept(token_id)
+                if constraint.is_complete:
+                    return _result(token_ids, logprobs, "stop")
             if len(token_ids) == limit:
                 break
             logits = self._model.append([token_id])
         reason: FinishReason = "length" if len(token_ids) == limit else "stop"
         return _result(token_ids, logprobs, reason)
+
+    def _constraint_of(self, request: Request) -> Constraint | None:
+        if request.constraint is None:
+            return None
+        assert self._compile_constraint is not None, "the check refuses such requests"
+        return self._compile_constraint(request.constraint).result()
 
     def score_output(
         self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
@@ -189,6 +210,12 @@ def ruled_logits(
     return ruled
 
 
+def _allowed(constraint: Constraint, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Which tokens [V] a constraint allows next."""
+    mask = np.frombuffer(constraint.allowed(), np.uint8)
+    return np.unpackbits(mask, bitorder="little")[:vocab_size].astype(np.bool_)
+
+
 def _bad_word_ends(request: Request, generated: list[int]) -> set[int]:
     """The last tokens of bad words whose other tokens were generated just before."""
     ends: set[int] = set()
@@ -246,6 +273,7 @@ def build_reference(
     *,
     max_model_len: int,
     backends: Backends = BACKENDS,
+    compile_constraint: CompileConstraint | None = None,
 ) -> ReferenceEngine:
     """A reference engine for a checkpoint, in float32.
 
@@ -266,5 +294,8 @@ def build_reference(
             f"reference model to compare with; use --reference solo"
         )
     return ReferenceEngine(
-        witness, max_model_len=max_model_len, eos_token_ids=checkpoint.eos_token_ids
+        witness,
+        max_model_len=max_model_len,
+        eos_token_ids=checkpoint.eos_token_ids,
+        compile_constraint=compile_constraint,
     )

@@ -20,20 +20,23 @@ from cadenza.checkpoint import (
     write_random_checkpoint,
 )
 from cadenza.config import EngineConfig, EngineLimits, KVCacheDType, Quantization
+from cadenza.core.constraint import CompileConstraint
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.errors import ConfigError
 from cadenza.loading.build import (
     build_runner,
+    constraint_compiler,
     describe_backend,
     find_configured,
     load_runners,
     plan_model,
 )
 from cadenza.loading.plan import EnginePlan, pages_at_once, with_pool
+from cadenza.verification.forms import MASK_FAULTS, Forms, make_forms
 from cadenza.verification.gate import Gate, GateResult, ReferenceKind, ReportProgress, Witness
 from cadenza.verification.modes import MakeCore
-from cadenza.verification.option_matrix import OptionMatrix
+from cadenza.verification.option_matrix import FORM_FIELD, OptionMatrix
 from cadenza.verification.reference import build_reference
 from cadenza.verification.self_test import SelfTestResult, run_self_test
 from cadenza.verification.workload import (
@@ -89,8 +92,9 @@ def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, 
         )
         with closing(runners):
             runners.warmup()
-            make_core = _maker(runners.target, checkpoint, plan, runners.draft)
-            with _witness(options, checkpoint, plan, make_core) as witness:
+            compile_constraint = None if workload.forms is None else workload.forms.compile
+            make_core = _maker(runners.target, checkpoint, plan, compile_constraint, runners.draft)
+            with _witness(options, checkpoint, plan, make_core, compile_constraint) as witness:
                 gate = _gate(options, plan, workload, make_core)
                 return replace(gate, witness=witness, report=report).run(), plan
 
@@ -123,17 +127,39 @@ def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
             fill=plan.traits.poison,
         )
 
+        forms = workload.forms or make_forms(constraint_compiler(checkpoint))
+        formed = workload
+        if forms is not None and workload.forms is None:
+            formed = replace(workload, arrivals=forms.constrain(workload.arrivals), forms=forms)
+
         def run_with(fault: str | None) -> GateResult:
             report(f"fault: {fault or 'none'}")
-            load = found.load_sound if fault is None else loads[fault]
+            load = loads.get(fault or "", found.load_sound)
+            played = workload if fault in loads else formed
             with closing(load(checkpoint.config, checkpoint.weights, setup)) as runner:
                 runner.warmup()
-                make_core = _maker(runner, checkpoint, plan)
-                return _gate(options, plan, workload, make_core).run()
+                make_core = _faulty_maker(runner, checkpoint, plan, played.forms, fault)
+                return _gate(options, plan, played, make_core).run()
 
-        result = run_self_test(run_with, list(loads), ops=found.ops)
+        faults = [*loads, *(MASK_FAULTS if forms is not None else ())]
+        result = run_self_test(run_with, faults, ops=found.ops)
         skipped = tuple(each.name for each in found.faults if each.name not in loads)
         return replace(result, skipped=skipped, note=found.note)
+
+
+def _faulty_maker(
+    runner: Runner, checkpoint: Checkpoint, plan: EnginePlan, forms: Forms | None, fault: str | None
+) -> MakeCore:
+    """Makes engines whose masks have the fault, if it is one of masks."""
+    spoil = MASK_FAULTS.get(fault or "")
+
+    def make_core(limits: EngineLimits, options: CoreOptions) -> EngineCore:
+        compile_constraint = None if forms is None else forms.compile
+        if compile_constraint is not None and spoil is not None:
+            compile_constraint = spoil(compile_constraint)
+        return _maker(runner, checkpoint, plan, compile_constraint)(limits, options)
+
+    return make_core
 
 
 def _find_faults(options: VerifyOptions, checkpoint: Checkpoint) -> FaultSet:
@@ -171,11 +197,15 @@ def _checkpoint(options: VerifyOptions) -> Generator[Checkpoint]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Workload:
-    """The workload; `wanted` is the length that its longest stream should have, in tokens."""
+    """The workload; `wanted` is the length that its longest stream should have, in tokens.
+
+    `forms` are those of the matrix, if the model has a tokenizer.
+    """
 
     arrivals: tuple[Arrival, ...]
     matrix: OptionMatrix | None
     wanted: int
+    forms: Forms | None
 
 
 def _prepare(options: VerifyOptions, checkpoint: Checkpoint) -> tuple[EnginePlan, _Workload]:
@@ -202,11 +232,17 @@ def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) 
         seed=options.seed,
     )
     arrivals = make_workload(shape)
+    forms = None
     if matrix is not None:
+        forms = make_forms(constraint_compiler(checkpoint))
+        matrix = matrix if forms is not None else matrix.without(FORM_FIELD)
         arrivals = matrix.apply(
-            arrivals, vocab_size=shape.vocab_size, eos_token_ids=checkpoint.eos_token_ids
+            arrivals,
+            vocab_size=shape.vocab_size,
+            eos_token_ids=checkpoint.eos_token_ids,
+            forms=forms,
         )
-    return _Workload(arrivals=arrivals, matrix=matrix, wanted=wanted)
+    return _Workload(arrivals=arrivals, matrix=matrix, wanted=wanted, forms=forms)
 
 
 def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
@@ -227,7 +263,11 @@ def _wanted_length(options: VerifyOptions, checkpoint: Checkpoint, traits: Backe
 
 @contextmanager
 def _witness(
-    options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan, make_core: MakeCore
+    options: VerifyOptions,
+    checkpoint: Checkpoint,
+    plan: EnginePlan,
+    make_core: MakeCore,
+    compile_constraint: CompileConstraint | None,
 ) -> Generator[Witness | None]:
     """The reference engine, and the float32 engines to compare with it; None for solo only."""
     if options.reference == "solo":
@@ -238,6 +278,7 @@ def _witness(
         options.config,
         max_model_len=plan.limits.max_model_len,
         backends=options.backends,
+        compile_constraint=compile_constraint,
     )
     tolerance = KV_TOLERANCE.get(plan.kv_cache_dtype, 0.0)
     if plan.is_quantised:
@@ -256,7 +297,9 @@ def _witness(
     wide = replace(wide, limits=replace(plan.limits, num_pages=num_pages))
     runner = _build_runner(checkpoint, wide, config, options.backends)
     with closing(runner):
-        yield Witness(reference=reference, make_core=_maker(runner, checkpoint, wide))
+        yield Witness(
+            reference=reference, make_core=_maker(runner, checkpoint, wide, compile_constraint)
+        )
 
 
 def _gate(
@@ -290,7 +333,11 @@ def _without_draft_model(config: EngineConfig) -> EngineConfig:
 
 
 def _maker(
-    runner: Runner, checkpoint: Checkpoint, plan: EnginePlan, draft: DraftModel | None = None
+    runner: Runner,
+    checkpoint: Checkpoint,
+    plan: EnginePlan,
+    compile_constraint: CompileConstraint | None,
+    draft: DraftModel | None = None,
 ) -> MakeCore:
     """Makes engines on `runner`, with at most the number of pages that it was loaded with.
 
@@ -305,6 +352,7 @@ def _maker(
             options = replace(options, draft_model=draft)
         num_pages = min(limits.num_pages, plan.limits.num_pages)
         limits = replace(limits, num_pages=num_pages)
-        return EngineCore(runner, limits, replace(options, eos_token_ids=eos))
+        options = replace(options, eos_token_ids=eos, compile_constraint=compile_constraint)
+        return EngineCore(runner, limits, options)
 
     return make_core

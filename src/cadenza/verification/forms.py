@@ -1,0 +1,170 @@
+"""Structured outputs that the gate plays, and faults of their masks that it must catch.
+
+Owns the forms, and which tokens each of them can always go on with. Knows no engine. Invariants: a
+request that allows `Forms.going_on` always has a token that may follow; no form is complete before
+four tokens.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from cadenza.core.constraint import CompileConstraint, Constraint, PendingConstraint
+from cadenza.structured import ConstraintSpec, StructuredOutput
+from cadenza.text.grammar import grammar_of
+from cadenza.text.token_constraint import ConstraintCompiler
+from cadenza.verification.workload import Arrival
+
+COMPILE_S = 60.0
+
+CHARACTERS = 'abcdefghijklmnopqrstuvwxyz0123456789 "{}:,'
+"""Each a token by itself, with which every form can be written."""
+
+_NAME = {"type": "string", "pattern": "^[a-z]{6,}$"}
+
+JSON_FORMS = (
+    StructuredOutput(
+        json={
+            "type": "object",
+            "properties": {"name": _NAME, "number": {"type": "integer"}},
+            "required": ["name", "number"],
+            "additionalProperties": False,
+        }
+    ),
+    StructuredOutput(json_object=True),
+)
+TEXT_FORMS = (
+    StructuredOutput(regex="[a-z0-9 ]{16,}"),
+    StructuredOutput(choice=["q7x2k9v4j1z8w3y5", "q7x2k8m1b6n3c5l0"]),
+    StructuredOutput(grammar='start: WORD ("," WORD)+ "," start\nWORD: /[a-z]{4,9}/'),
+    StructuredOutput(grammar='root ::= ("a" [0-9]+ " ")+ root'),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forms:
+    """The forms over a model's tokens.
+
+    Args:
+        compile: of constraints that were compiled before, so that each is there at once.
+        going_on: the tokens of `CHARACTERS`.
+    """
+
+    compile: CompileConstraint
+    going_on: frozenset[int]
+
+    def constrain(self, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+        """The arrivals, every second one with a form."""
+        forms = (*JSON_FORMS, *TEXT_FORMS)
+        return tuple(
+            replace(each, request=replace(each.request, constraint=spec_of(forms[i // 2 % 6])))
+            if i % 2
+            else each
+            for i, each in enumerate(arrivals)
+        )
+
+
+def make_forms(compiler: ConstraintCompiler | None) -> Forms | None:
+    """None for a model whose tokens are not known, or lack one of the characters."""
+    if compiler is None or not compiler.has_loaded():
+        return None
+    for form in (*JSON_FORMS, *TEXT_FORMS):
+        assert compiler.compile(spec_of(form)).result(COMPILE_S) is not None
+    single = "".join(rf"\{each}" if each in "{}" else each for each in CHARACTERS)
+    constraint = compiler.compile(spec_of(StructuredOutput(regex=f"[{single}]"))).result(COMPILE_S)
+    assert constraint is not None
+    mask = int.from_bytes(constraint.allowed(), "little")
+    going_on = frozenset(i for i in range(mask.bit_length()) if mask >> i & 1)
+    if len(going_on) < len(CHARACTERS):
+        return None
+    return Forms(compile=compiler.compile, going_on=going_on)
+
+
+def spec_of(form: StructuredOutput) -> ConstraintSpec:
+    return ConstraintSpec(grammar=grammar_of(form))
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """The newest mask of a run, and whose it is."""
+
+    mask: bytes | None = None
+    owner: object = None
+
+
+@dataclass(slots=True, eq=False)
+class _Faulty:
+    """A constraint with a fault; masks are those of `inner` otherwise."""
+
+    inner: Constraint
+
+    @property
+    def is_complete(self) -> bool:
+        return self.inner.is_complete
+
+    @property
+    def has_failed(self) -> bool:
+        return self.inner.has_failed
+
+    def accept(self, token_id: int) -> None:
+        self.inner.accept(token_id)
+
+    def allowed(self) -> bytes:
+        return self.inner.allowed()
+
+
+@dataclass(slots=True, eq=False)
+class _OneStepOld(_Faulty):
+    """Has the mask of the step before."""
+
+    last: bytes | None = None
+
+    def allowed(self) -> bytes:
+        mask = self.inner.allowed()
+        found, self.last = self.last or mask, mask
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class _OfAnotherRow(_Faulty):
+    """Has the mask of the row that was asked before."""
+
+    shared: _Shared = field(default_factory=_Shared)
+
+    def allowed(self) -> bytes:
+        mask, shared = self.inner.allowed(), self.shared
+        is_other = shared.owner is not self and shared.mask is not None
+        found = shared.mask if is_other else mask
+        shared.mask, shared.owner = mask, self
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A pending constraint that gets a fault."""
+
+    inner: PendingConstraint
+    spoil: Callable[[Constraint], Constraint]
+
+    def done(self) -> bool:
+        return self.inner.done()
+
+    def result(self, timeout: float | None = None) -> Constraint | None:
+        found = self.inner.result(timeout)
+        return None if found is None else self.spoil(found)
+
+
+def _old_masks(compile: CompileConstraint) -> CompileConstraint:
+    return lambda spec: _Pending(compile(spec), _OneStepOld)
+
+
+def _masks_of_others(compile: CompileConstraint) -> CompileConstraint:
+    shared = _Shared()
+    return lambda spec: _Pending(compile(spec), lambda inner: _OfAnotherRow(inner, shared))
+
+
+MASK_FAULTS: Mapping[str, Callable[[CompileConstraint], CompileConstraint]] = {
+    "a constraint's mask is one step old": _old_masks,
+    "a row has the mask of another constraint": _masks_of_others,
+}
+"""Faults by name: each makes the compiler of one engine faulty."""
