@@ -1,5 +1,7 @@
 """Servers over a scripted engine and over the bundled model, each started once."""
 
+import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from cadenza.checkpoint import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.server.log_output import JsonLines, TextLines
 from tests.cli.harness import write_model
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
@@ -65,3 +68,22 @@ def bundled(watched: WatchedService, loaded: LoadedModel) -> Iterator[RunningSer
     """A server of the bundled model, its engine in this process."""
     with running_server(watched, loaded.text) as running:
         yield running
+
+
+@pytest.fixture
+def lines() -> Iterator[list[dict]]:
+    """The lines of requests, as they are logged."""
+    found: list[dict] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(json.loads(JsonLines().format(record)))
+            assert "\n" not in TextLines().format(record)
+
+    logger, keep = logging.getLogger("cadenza.requests"), Keep()
+    logger.addHandler(keep)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.setLevel(level)
+    logger.removeHandler(keep)

@@ -5,6 +5,7 @@ request ends exactly once.
 """
 
 import queue
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from cadenza.request import Request
 
 WAIT_S = 30.0
 TIMEOUTS = RequestTimeouts(queue_s=61.5, total_s=602.0)
+HIDDEN_SIZE = 4
 CAPABILITIES: frozenset[Capability] = frozenset({"logprobs", "drafts"})
 
 
@@ -33,6 +35,14 @@ def scripted_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
         top_ids=tuple(token_id + place for place in range(num_top)),
         top_logprobs=tuple(-(token_id + place) / 8 for place in range(num_top)),
     )
+
+
+def scripted_embedding(request: Request) -> bytes:
+    """Of `HIDDEN_SIZE` numbers at most: its length, its first and last token, 1 for a mean."""
+    assert request.pooling is not None
+    ids, is_mean = request.prompt_token_ids, request.pooling.pooling == "mean"
+    values = (len(ids), ids[0], ids[-1], is_mean)[: request.pooling.dimensions]
+    return struct.pack(f"<{len(values)}f", *values)
 
 
 class ScriptedEngine:
@@ -49,6 +59,7 @@ class ScriptedEngine:
         max_model_len: int = 256,
         max_num_queued_reqs: int = 64,
         max_num_queued_tokens: int = 1 << 40,
+        hidden_size: int | None = HIDDEN_SIZE,
         step_s: float = 0.0,
         timeouts: RequestTimeouts = TIMEOUTS,
     ) -> None:
@@ -71,6 +82,7 @@ class ScriptedEngine:
             vocab_size=vocab_size,
             backend="scripted",
             capabilities=CAPABILITIES,
+            hidden_size=hidden_size,
         )
         self._requests = OpenRequests(timeouts, time.monotonic)
         self._inbox: queue.SimpleQueue[tuple[int, Request] | int | None] = queue.SimpleQueue()
@@ -200,12 +212,13 @@ class ScriptedEngine:
         return [
             Finished(
                 request_id=request_id,
-                finish_reason="length",
+                finish_reason="length" if request.pooling is None else "stop",
                 stop_token_id=None,
                 num_prompt_tokens=len(request.prompt_token_ids),
                 num_generated_tokens=count,
                 num_cached_tokens=0,
                 sample=sample,
+                embedding=None if request.pooling is None else scripted_embedding(request),
             )
             for sample in range(request.params.n)
         ]

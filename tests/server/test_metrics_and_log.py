@@ -1,16 +1,11 @@
 """Counts equal the client's, labels stay few, and each request is one line of the log."""
 
 import json
-import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
-
-import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.log_output import JsonLines, TextLines
 from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_streams import wait_until
@@ -62,25 +57,6 @@ def test_a_refused_request_counts_no_tokens(server: RunningServer) -> None:
     after = read_metrics(server)
     changed = {name for name in after if name.startswith("vllm:") and after[name] != before[name]}
     assert not changed
-
-
-@pytest.fixture
-def lines() -> Iterator[list[dict]]:
-    """The lines of requests, as they are logged."""
-    found: list[dict] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(json.loads(JsonLines().format(record)))
-            assert "\n" not in TextLines().format(record)
-
-    logger, keep = logging.getLogger("cadenza.requests"), Keep()
-    logger.addHandler(keep)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    yield found
-    logger.setLevel(level)
-    logger.removeHandler(keep)
 
 
 def wait_for_line(lines: list[dict]) -> dict:

@@ -18,7 +18,7 @@ from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, describe_api, o
 from cadenza.server.schemas.body import optional, required
 from cadenza.server.schemas.field_types import OneOf, String
 from cadenza.server.service import Service
-from cadenza.server.sse import AnswerEncoder, AnswerHead, PromptInfo, Usage
+from cadenza.server.sse import AnswerHead, PromptInfo, StreamEncoder, Usage
 from tests.server.harness import TIMEOUT_S, options
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -49,7 +49,7 @@ class InputRequest(ChoicesRequest):
     ) -> list[PreparedRequest]:
         return [text.prepare(self.input, params, max_num_tokens=max_num_tokens)]
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         return EventEncoder(usage, is_loud=self.tone == "loud")
 
 

@@ -34,6 +34,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 NEEDED_ELSEWHERE: dict[str, dict[str, Any]] = {
     "responses": {"input": "x"},
     "messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 6},
+    "embeddings": {"input": "x"},
     "count_tokens": {"messages": [{"role": "user", "content": "x"}]},
     "tokenize": {"prompt": "x"},
     "detokenize": {"tokens": [1]},

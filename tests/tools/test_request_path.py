@@ -164,7 +164,7 @@ def test_one_command_prints_every_figure():
     figures = json.loads(run.stdout)
     assert 100 < figures["request"]["calls"] < 1000
     assert figures["request"]["calls_across_files"] < figures["request"]["calls"]
-    assert "cadenza.request.Token" in figures["token"]["class_names"]
+    assert "cadenza.events.Token" in figures["token"]["class_names"]
     assert figures["source"]["folders"]["cadenza/core"]["num_files"] > 5
     names = figures["request"]["call_names"]
     assert names.count("engine/process/engine_process.py:EngineProcess.status") == 1

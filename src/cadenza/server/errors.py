@@ -281,6 +281,11 @@ def unavailable(
     return ApiError(503, code, message, headers=headers)
 
 
+def cancelled() -> ApiError:
+    """The end of a call whose answer is nothing if it is not whole."""
+    return ApiError(400, "cancelled", "the request was cancelled, so that it has no answer")
+
+
 def step_failed() -> ApiError:
     """The cause may be the machine, so the request may be retried."""
     message = "the computation failed; the server's log has the cause"

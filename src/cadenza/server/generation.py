@@ -1,8 +1,8 @@
-"""The handler of every endpoint that generates: from a request's body to its answer or stream.
+"""The handler of every endpoint that calls the engine: from a body to its answer or stream.
 
 Owns the order: readiness, body, model, tokenising, submitting, answering. A token's way through a
 stream is `Job.news` (what is new of the call's requests), `RequestRecord.take` (count, times, end),
-`AnswerEncoder.take` (SSE bytes), `Exchange.stream`. Invariant: however a request ends, its record
+`StreamEncoder.take` (SSE bytes), `Exchange.stream`. Invariant: however a request ends, its record
 ends once, its stream ends with the encoder's last events, and nothing of it is left in the engine.
 """
 
@@ -17,19 +17,22 @@ from cadenza.errors import CadenzaError
 from cadenza.events import ErrorKind, FinishReason
 from cadenza.frontend.output_processor import OutputProcessor, describe_fault
 from cadenza.outputs import RequestOutput
-from cadenza.server.endpoints.generating import CallContext, GeneratingEndpoint, GenerationRequest
+from cadenza.server.endpoints.generating import CallContext, CallRequest, GeneratingEndpoint
 from cadenza.server.errors import ApiError, error_of, error_of_end, server_error
 from cadenza.server.http_exchange import ClientLeftError, Exchange, Response
 from cadenza.server.job import Job
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.service import Service
-from cadenza.server.sse import KEEP_ALIVE, AnswerEncoder, AnswerHead
+from cadenza.server.sse import KEEP_ALIVE, AnswerEncoder, AnswerHead, StreamEncoder
 
 logger = logging.getLogger("cadenza.server")
 
 INLINE_BYTES = 16 << 10
 """Larger bodies are decoded on a thread, where all prompts are tokenised, instead of on the event
 loop."""
+
+MAX_INLINE_OUTPUTS = 16
+"""Answers to more prompts are encoded on a thread."""
 
 EndError = Callable[[ErrorKind | None], ApiError]
 """The answer to a request that was accepted and then failed."""
@@ -76,7 +79,7 @@ class Generation:
             record.end(num_choices, rest)
             service.take_answer(exchange.tenant, record.usage.completion_tokens)
 
-    async def _read(self, body: bytes) -> GenerationRequest:
+    async def _read(self, body: bytes) -> CallRequest:
         options, read = self._service.options, self._endpoint.read
         if len(body) <= INLINE_BYTES:
             return read(body, options.limits, options.unknown_fields)
@@ -85,7 +88,7 @@ class Generation:
         )
 
     def _take_identity(
-        self, exchange: Exchange, request: GenerationRequest, record: RequestRecord
+        self, exchange: Exchange, request: CallRequest, record: RequestRecord
     ) -> None:
         if request.request_id is not None:
             self._service.check_id(request.request_id)
@@ -95,7 +98,7 @@ class Generation:
     async def _serve(
         self,
         exchange: Exchange,
-        request: GenerationRequest,
+        request: CallRequest,
         check: RequestCheck,
         record: RequestRecord,
     ) -> None:
@@ -119,23 +122,29 @@ class Generation:
             model=model,
             system_fingerprint=service.system_fingerprint,
         )
-        encoder = request.encoder(head, record.usage, service.text)
+        streamed = request.stream_encoder(head, record.usage, service.text)
+        encoder = streamed or request.encoder(head, record.usage, service.text)
         end_error = partial(error_of_end, monitor=service.monitor, param_of=request.param_of)
         with closing(encoder), service.opened(exchange.request_id, exchange.tenant, job):
             async with job:
-                if request.stream:
-                    await _stream(exchange, job, encoder, record, end_error)
+                if streamed is None:
+                    outputs = await _finish(job, record, end_error)
+                    await exchange.answer(Response(body=await self._encode(encoder, outputs)))
                 else:
-                    await _answer(exchange, job, encoder, record, end_error)
+                    await _stream(exchange, job, streamed, record, end_error)
+
+    async def _encode(self, encoder: AnswerEncoder, outputs: list[RequestOutput]) -> bytes:
+        if len(outputs) <= MAX_INLINE_OUTPUTS:
+            return encoder.whole(outputs)
+        service = self._service
+        try:
+            return await service.work.do("generate", 0, lambda: encoder.whole(outputs))
+        except CadenzaError as error:  # the server is ending
+            raise error_of(error, service.engine_state) from error
 
 
-async def _answer(
-    exchange: Exchange,
-    job: Job,
-    encoder: AnswerEncoder,
-    record: RequestRecord,
-    end_error: EndError,
-) -> None:
+async def _finish(job: Job, record: RequestRecord, end_error: EndError) -> list[RequestOutput]:
+    """Waits for the end of a call whose answer is sent whole; the outputs in their order."""
     found: dict[int, OutputProcessor | RequestOutput] = {}
     while job.num_unfinished:
         for place, request, outputs in await job.news():
@@ -144,14 +153,13 @@ async def _answer(
                 raise end_error(failed.error_kind)
             found[place] = request
     wholes = [found[place] for place in sorted(found)]
-    outputs = [each.output() if isinstance(each, OutputProcessor) else each for each in wholes]
-    await exchange.answer(Response(body=encoder.whole(outputs)))
+    return [each.output() if isinstance(each, OutputProcessor) else each for each in wholes]
 
 
 async def _stream(
     exchange: Exchange,
     job: Job,
-    encoder: AnswerEncoder,
+    encoder: StreamEncoder,
     record: RequestRecord,
     end_error: EndError,
 ) -> None:

@@ -1,14 +1,15 @@
 """The table of all routes, and their handlers.
 
 The router, the policy on keys and the API's description are made from it. An endpoint that
-generates is added to `GENERATING`. Invariant: a path that is not in the table needs a key, and is
-then not found.
+calls the engine is added to `GENERATING`. Invariant: a path that is not in the table needs a key,
+and is then not found.
 """
 
 from collections.abc import Mapping
 
 from cadenza.server.endpoints.chat import CHAT
 from cadenza.server.endpoints.completions import COMPLETIONS
+from cadenza.server.endpoints.embeddings import EMBEDDINGS
 from cadenza.server.endpoints.generating import GeneratingEndpoint
 from cadenza.server.endpoints.messages import MESSAGES
 from cadenza.server.endpoints.responses import RESPONSES
@@ -23,7 +24,13 @@ from cadenza.server.http_exchange import Handler
 from cadenza.server.openapi import ApiRoute, describe_api
 from cadenza.server.service import Service
 
-GENERATING: tuple[GeneratingEndpoint, ...] = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+GENERATING: tuple[GeneratingEndpoint, ...] = (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    MESSAGES,
+    EMBEDDINGS,
+)
 
 ROUTES: tuple[ApiRoute, ...] = (
     *(endpoint.route for endpoint in GENERATING),

@@ -22,7 +22,7 @@ from cadenza.frontend.receipts import with_receipt
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.server.access import ApiKeys, Cors
 from cadenza.server.connections import Connections, most_connections
-from cadenza.server.endpoints.generating import GenerationRequest
+from cadenza.server.endpoints.generating import CallRequest
 from cadenza.server.errors import (
     UNAVAILABLE_CODES,
     ApiError,
@@ -220,9 +220,7 @@ class Service:
         finally:
             self._num_tokenizing -= 1
 
-    def prepare(
-        self, call: GenerationRequest, tenant: str, check: RequestCheck
-    ) -> list[PreparedRequest]:
+    def prepare(self, call: CallRequest, tenant: str, check: RequestCheck) -> list[PreparedRequest]:
         """Makes a checked request of each of the call's prompts. Slow; safe on any thread.
 
         Raises InvalidRequestError.

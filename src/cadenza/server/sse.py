@@ -56,12 +56,28 @@ class PromptInfo(Protocol):
 
 
 class AnswerEncoder(Protocol):
-    """Makes one answer's bytes, whole or as the events of a stream.
+    """Makes the bytes of one answer.
 
     `usage` already counts the outputs that it is given.
     """
 
     usage: Usage
+
+    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
+        """The whole answer, for a call that is not streamed. On any thread.
+
+        Raises:
+            ApiError: there is none, since the call was cancelled.
+        """
+        ...
+
+    def close(self) -> None:
+        """The call has ended, perhaps before its answer."""
+        ...
+
+
+class StreamEncoder(AnswerEncoder, Protocol):
+    """And the events of a stream."""
 
     def opening(self) -> bytes:
         """The events that a stream begins with, before there is any token."""
@@ -77,14 +93,6 @@ class AnswerEncoder(Protocol):
 
     def failure(self, error: ApiError) -> bytes:
         """The events that a failed stream ends with."""
-        ...
-
-    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        """The whole answer, for a call that is not streamed."""
-        ...
-
-    def close(self) -> None:
-        """The call has ended, perhaps before its answer."""
         ...
 
 
@@ -136,7 +144,7 @@ class ChunkOptions:
 
 
 class ChunkEncoder:
-    """An `AnswerEncoder` in the shapes of OpenAI's completions and chat completions."""
+    """A `StreamEncoder` in the shapes of OpenAI's completions and chat completions."""
 
     def __init__(
         self, head: AnswerHead, usage: Usage, choices: Choices, options: ChunkOptions

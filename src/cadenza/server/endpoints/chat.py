@@ -39,7 +39,7 @@ from cadenza.server.schemas.reasoning import (
     bound_of,
 )
 from cadenza.server.schemas.tools import ToolChoice, Tools, tool_use
-from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, PromptInfo, Usage
+from cadenza.server.sse import AnswerHead, ChoiceObject, PromptInfo, StreamEncoder, Usage
 
 
 class ChatRequest(ConversationBody, ChoicesRequest):
@@ -128,7 +128,7 @@ class ChatRequest(ConversationBody, ChoicesRequest):
         found = super().param_of(param)
         return "tools" if found == "structured" else found
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         del text  # the answer does not contain the prompt's text
         return self.chunk_encoder(head, usage, ChatChoices(self))
 

@@ -5,8 +5,8 @@ its own choices, and its fields are in the first part of each.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
@@ -25,56 +25,14 @@ from cadenza.server.endpoints.generating import (
     shown_token,
     token_name,
 )
-from cadenza.server.errors import invalid_value
 from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute
 from cadenza.server.schemas.body import optional, required, unsupported
-from cadenza.server.schemas.field_types import Boolean, Schema, String, TokenIds, refuse
-from cadenza.server.schemas.generation import LOGPROBS, MAX_CHOICES
-from cadenza.server.sse import AnswerEncoder, AnswerHead, ChoiceObject, PromptInfo, Usage
+from cadenza.server.schemas.field_types import Boolean
+from cadenza.server.schemas.generation import LOGPROBS
+from cadenza.server.schemas.prompts import PlainPrompt, PlainPrompts
+from cadenza.server.sse import AnswerHead, ChoiceObject, PromptInfo, StreamEncoder, Usage
 
 COMPLETION_MAX_TOKENS = 16
-MAX_PROMPT_TOKENS = 1 << 24
-MAX_PROMPT_CHARS = 1 << 26
-
-CompletionPrompt = str | tuple[int, ...]
-
-_TEXT = String(min_chars=1, max_chars=MAX_PROMPT_CHARS)
-_IDS = TokenIds(MAX_PROMPT_TOKENS, min_items=1)
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionPrompts:
-    """A text, token ids, or a list of either; checked into a tuple of prompts."""
-
-    def check(self, name: str, value: object) -> tuple[CompletionPrompt, ...]:
-        if not isinstance(value, list):
-            return (_TEXT.check(name, value),)
-        items = cast(list[object], value)
-        if items and isinstance(items[0], int | float):
-            return (_IDS.check(name, items),)
-        if not 1 <= len(items) <= MAX_CHOICES:
-            raise invalid_value(
-                f"{name} has {len(items)} prompts; from 1 to {MAX_CHOICES} are allowed", name
-            )
-        return tuple(self._one(name, item) for item in items)
-
-    @staticmethod
-    def _one(name: str, item: object) -> CompletionPrompt:
-        if isinstance(item, str):
-            return _TEXT.check(name, item)
-        if isinstance(item, list):
-            return _IDS.check(name, cast(object, item))
-        raise refuse(name, item, "a text, token ids, or a list of texts or of lists of token ids")
-
-    def schema(self) -> Schema:
-        text, ids = _TEXT.schema(), _IDS.schema()
-        many = {
-            "type": "array",
-            "items": {"anyOf": [text, ids]},
-            "minItems": 1,
-            "maxItems": MAX_CHOICES,
-        }
-        return {"anyOf": [text, ids, many]}
 
 
 class CompletionRequest(ChoicesRequest):
@@ -82,7 +40,7 @@ class CompletionRequest(ChoicesRequest):
 
     prompt_field = "prompt"
 
-    prompt = required(CompletionPrompts(), "A text, token ids, or a list of either.")
+    prompt = required(PlainPrompts(), "A text, token ids, or a list of either.")
     logprobs = optional(LOGPROBS, "Log probabilities of each token and the likeliest.")
     echo = optional(Boolean(), "Begin the answer with the prompt.", default=False)
     add_special_tokens = optional(
@@ -118,7 +76,7 @@ class CompletionRequest(ChoicesRequest):
     def _prepare(
         self,
         text: TextFrontend,
-        prompt: CompletionPrompt,
+        prompt: PlainPrompt,
         params: SamplingParams,
         max_num_tokens: int | None,
     ) -> PreparedRequest:
@@ -127,7 +85,7 @@ class CompletionRequest(ChoicesRequest):
         ids = text.encode(prompt, add_special_tokens=False, max_num_tokens=max_num_tokens)
         return replace(text.prepare(ids, params), text=prompt)
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         return self.chunk_encoder(head, usage, CompletionChoices(self, text))
 
 

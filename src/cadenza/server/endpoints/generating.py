@@ -1,8 +1,8 @@
-"""The interface of endpoints that generate: `GeneratingEndpoint` and `GenerationRequest`.
+"""The interface of endpoints that call the engine: `GeneratingEndpoint` and `CallRequest`.
 
 Owns the rules between fields that are shared (`ChoicesRequest`), and the forms of log probabilities
-that several endpoints answer with. Knows no HTTP and no engine. Invariant: a `GenerationRequest`
-that was read can be served, unless its prompt is too long or its tokens unknown.
+that several endpoints answer with. Knows no HTTP and no engine. Invariant: a `CallRequest` that
+was read can be served, unless its prompt is too long or its tokens unknown.
 """
 
 from abc import ABC, abstractmethod
@@ -21,6 +21,7 @@ from cadenza.server.schemas.body import Effect, UnknownFields
 from cadenza.server.schemas.field_types import Schema, or_null
 from cadenza.server.schemas.generation import (
     MAX_CHOICES,
+    CallBody,
     GenerationBody,
     SamplingBody,
     StreamOptions,
@@ -33,6 +34,7 @@ from cadenza.server.sse import (
     ChunkEncoder,
     ChunkOptions,
     PromptInfo,
+    StreamEncoder,
     Usage,
 )
 from cadenza.text.output_parser import MakeParser
@@ -58,8 +60,9 @@ class CallContext:
     responses: ResponseStore
 
 
-class GenerationRequest(SamplingBody, ABC):
-    """A checked body: its prompts, how they are sampled, and the form of the answer."""
+class CallRequest(CallBody, ABC):
+    """A checked body of a call of the engine: its prompts, what they are to become, and the form of
+    the answer."""
 
     prompt_field: ClassVar[str]
     """The name of the field with the prompt, for errors."""
@@ -116,9 +119,28 @@ class GenerationRequest(SamplingBody, ABC):
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         """Makes the encoder of the answer; `usage` has the answer's tokens."""
 
+    def stream_encoder(
+        self, head: AnswerHead, usage: Usage, text: TextFrontend
+    ) -> StreamEncoder | None:
+        """The encoder of an answer that is streamed; None if it is sent whole."""
+        del head, usage, text
+        return None
+
     def param_of(self, param: str | None) -> str | None:
         """The name in this body of what an error of a request names."""
         return self.prompt_field if param == "prompt" else param
+
+
+class GenerationRequest(SamplingBody, CallRequest):
+    """A call that generates, whose answer may be streamed."""
+
+    @abstractmethod
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder: ...
+
+    def stream_encoder(
+        self, head: AnswerHead, usage: Usage, text: TextFrontend
+    ) -> StreamEncoder | None:
+        return self.encoder(head, usage, text) if self.stream else None
 
     def sampling_values(self) -> dict[str, Any]:
         """The values that are `SamplingParams`' own."""
@@ -207,14 +229,14 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
 
 @dataclass(frozen=True, slots=True)
 class GeneratingEndpoint:
-    """One endpoint that generates: its route, and the type of its requests."""
+    """One endpoint that calls the engine: its route, and the type of its requests."""
 
     route: ApiRoute
-    request_type: type[GenerationRequest]
+    request_type: type[CallRequest]
 
     def read(
         self, body: bytes, limits: ServerLimits, unknown: UnknownFields = "refuse"
-    ) -> GenerationRequest:
+    ) -> CallRequest:
         """Raises ApiError (400) naming the field at fault."""
         request = self.request_type.read(body, unknown)
         request.check_together(limits)

@@ -38,7 +38,7 @@ class MessageOptions:
 
 
 class MessageEncoder:
-    """An `AnswerEncoder`."""
+    """A `StreamEncoder`."""
 
     def __init__(self, head: AnswerHead, usage: Usage, options: MessageOptions) -> None:
         self.usage = usage

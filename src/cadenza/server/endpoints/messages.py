@@ -37,7 +37,7 @@ from cadenza.server.schemas.message_fields import (
 )
 from cadenza.server.schemas.messages import Messages, TemplateSwitches
 from cadenza.server.schemas.tools import tool_use
-from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
 from cadenza.structured import StructuredOutput
 
 _ANNOTATION = AnyJson(max_chars=16 << 10)
@@ -182,7 +182,7 @@ class MessageRequest(MessagesBody, GenerationRequest):
             request = replace(request, params=replace(request.params, max_tokens=None))
         return [replace(prepared, request=request)]
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         del text  # the answer does not contain the prompt's text
         display = None if self.thinking is None else self.thinking.display
         options = MessageOptions(

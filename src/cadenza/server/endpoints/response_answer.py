@@ -52,7 +52,7 @@ class ResponseFrame:
 
 
 class ResponseEncoder:
-    """An `AnswerEncoder`."""
+    """A `StreamEncoder`."""
 
     def __init__(self, frame: ResponseFrame, usage: Usage) -> None:
         self.usage = usage

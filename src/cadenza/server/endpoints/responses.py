@@ -48,7 +48,7 @@ from cadenza.server.schemas.responses import (
     TextOptions,
 )
 from cadenza.server.schemas.tools import FlatToolChoice, FlatTools, tool_use
-from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
 from cadenza.structured import StructuredOutput
 from cadenza.text.answer_grammar import Tool
 
@@ -177,7 +177,7 @@ class ResponseRequest(LabelledBody, GenerationRequest):
         )
         return [conversation.prepare(text, params, max_num_tokens)]
 
-    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
         is_stored = self.store is not False
         frame = ResponseFrame(
             request_id=head.request_id,

@@ -11,7 +11,6 @@ import msgspec
 
 from cadenza.errors import CadenzaError, TextTooLongError
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.endpoints.completions import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS
 from cadenza.server.endpoints.messages import MessagesBody
 from cadenza.server.errors import beyond_context, error_of, invalid_value
 from cadenza.server.http_exchange import Exchange, Handler, Response
@@ -19,6 +18,7 @@ from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of,
 from cadenza.server.schemas.body import Body, optional, required
 from cadenza.server.schemas.field_types import Boolean, String, TokenIds, or_null
 from cadenza.server.schemas.messages import ConversationBody, Messages
+from cadenza.server.schemas.prompts import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS
 from cadenza.server.service import Service
 
 Result = TypeVar("Result")

@@ -1,4 +1,4 @@
-"""The fields that several endpoints that generate accept, in three bodies that extend each other.
+"""The fields that several endpoints that generate accept, in bodies that extend each other.
 
 Owns the names, bounds and defaults of those fields; sampling fields take their bounds from
 `request.BOUNDS`. `GenerationBody` has every field of OpenAI's and vLLM's schemas of completions.
@@ -146,8 +146,25 @@ class PromptCacheOptions(DeclaredObject):
     ttl = label(String(max_chars=16))
 
 
-class SamplingBody(Body):
-    """The fields that all endpoints that generate have in common."""
+class CallBody(Body):
+    """The fields of all calls of the engine."""
+
+    cache_salt = optional(
+        String(max_chars=256), "Share cached prefixes only with requests of an equal salt."
+    )
+    priority = optional(
+        Integer(-MAX_PRIORITY, MAX_PRIORITY),
+        "With --scheduling-policy priority, requests with a smaller one start first.",
+        default=0,
+    )
+    request_id = optional(
+        String(min_chars=1, max_chars=128, is_identifier=True),
+        "The answer's id, as in x-request-id.",
+    )
+
+
+class SamplingBody(CallBody):
+    """And those that all endpoints that generate have in common."""
 
     temperature = SamplingField("Below 1e-5 always takes the likeliest token.", 1.0)
     top_p = SamplingField("Keep the likeliest tokens of this mass.", 1.0)
@@ -178,18 +195,6 @@ class SamplingBody(Body):
     )
 
     stream = optional(Boolean(), "Send the answer as it comes.", default=False)
-    cache_salt = optional(
-        String(max_chars=256), "Share cached prefixes only with requests of an equal salt."
-    )
-    priority = optional(
-        Integer(-MAX_PRIORITY, MAX_PRIORITY),
-        "With --scheduling-policy priority, requests with a smaller one start first.",
-        default=0,
-    )
-    request_id = optional(
-        String(min_chars=1, max_chars=128, is_identifier=True),
-        "The answer's id, as in x-request-id.",
-    )
 
 
 class LabelledBody(SamplingBody):

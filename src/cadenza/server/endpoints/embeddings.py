@@ -1,0 +1,162 @@
+"""/v1/embeddings: the embedding of each input.
+
+Owns its body and the form of its answer. Knows no HTTP. Invariant: each input has its embedding, in
+the order of the inputs, or the call fails as a whole.
+"""
+
+from base64 import b64encode
+from collections.abc import Iterable
+from typing import Any, cast, get_args
+
+import msgspec
+
+from cadenza.frontend.embeddings import values_of
+from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
+from cadenza.outputs import RequestOutput
+from cadenza.request import DIMENSIONS, Pooling, PoolingParams, SamplingParams, prompt_only
+from cadenza.server.endpoints.generating import (
+    GENERATION_STATUSES,
+    CallRequest,
+    GeneratingEndpoint,
+)
+from cadenza.server.errors import cancelled
+from cadenza.server.limits import ServerLimits
+from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.schemas.body import optional, required, unsupported
+from cadenza.server.schemas.field_types import Boolean, Integer, OneOf, Schema, or_null
+from cadenza.server.schemas.generation import LABEL, SamplingField
+from cadenza.server.schemas.prompts import PlainPrompts
+from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+
+_encode = msgspec.json.encode
+
+
+class EmbeddingRequest(CallRequest):
+    """A body of /v1/embeddings."""
+
+    prompt_field = "input"
+
+    input = required(PlainPrompts(), "A text, token ids, or a list of either.")
+    encoding_format = optional(
+        OneOf(("float", "base64")),
+        "How numbers are written: a list, or their float32 in little endian as base64.",
+        default="float",
+    )
+    dimensions = optional(
+        Integer(int(DIMENSIONS.low), int(DIMENSIONS.high)),
+        "Keep only so many of the first values, at unit length.",
+    )
+    pooling = optional(
+        OneOf(get_args(Pooling)),
+        "The last token's state, or the mean of all tokens'; otherwise as the model asks for.",
+    )
+    truncate_prompt_tokens = SamplingField("Keep this many tokens of the input's end.", None)
+    add_special_tokens = optional(
+        Boolean(), "Put around a text what the tokenizer puts around texts.", default=True
+    )
+    user = optional(LABEL, "Who asks; it goes into the log's line.")
+
+    stream = unsupported("a stream of embeddings", False)
+    normalize = unsupported("embeddings of another length than 1", True)
+    use_activation = unsupported("embeddings of another length than 1", True)
+    embed_dtype = unsupported("embeddings in another type", "float32")
+    endianness = unsupported("embeddings in another order of bytes", "little", "native")
+    truncation_side = unsupported("cutting the input's end off", "left")
+    messages = unsupported("embeddings of conversations", [])
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.input)
+
+    @property
+    def user_label(self) -> str | None:
+        return self.user
+
+    def check_together(self, limits: ServerLimits) -> None:
+        """None of them excludes another."""
+
+    def sampling(self, text: TextFrontend) -> SamplingParams:
+        del text  # no checkpoint recommends anything for it
+        return prompt_only(self.truncate_prompt_tokens)
+
+    def prepare(
+        self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
+    ) -> list[PreparedRequest]:
+        pooling = PoolingParams(
+            pooling=cast(Pooling | None, self.pooling), dimensions=self.dimensions
+        )
+        return [
+            text.prepare_pooled(
+                prompt,
+                pooling,
+                params,
+                add_special_tokens=self.add_special_tokens,
+                max_num_tokens=max_num_tokens,
+            )
+            for prompt in self.input
+        ]
+
+    def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
+        del text  # an embedding has none
+        return EmbeddingEncoder(head, usage, is_base64=self.encoding_format == "base64")
+
+
+class EmbeddingEncoder:
+    """An `AnswerEncoder` in the shape of OpenAI's embeddings."""
+
+    def __init__(self, head: AnswerHead, usage: Usage, *, is_base64: bool) -> None:
+        self.usage = usage
+        self._head = head
+        self._is_base64 = is_base64
+
+    def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
+        # One after the other, so that other threads can run between them.
+        data = [self._encoded(index, each) for index, each in enumerate(outputs)]
+        num_tokens = self.usage.prompt_tokens
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        fields = {**self._head.fields("embd-", "list"), "usage": usage}
+        return _encode(fields)[:-1] + b',"data":[' + b",".join(data) + b"]}"
+
+    def close(self) -> None:
+        """Nothing is left of an answer."""
+
+    def _encoded(self, index: int, request: RequestOutput) -> bytes:
+        (output,) = request.outputs
+        if output.embedding is None:
+            raise cancelled()
+        shown: Any = values_of(output.embedding)
+        if self._is_base64:
+            shown = b64encode(output.embedding).decode()
+        return _encode({"object": "embedding", "index": index, "embedding": shown})
+
+
+def _answer_schema() -> Schema:
+    vector: Schema = {"anyOf": [{"type": "array", "items": {"type": "number"}}, TEXT]}
+    kind: Schema = {"type": "string", "enum": ["embedding"]}
+    item = object_of({"object": kind, "index": COUNT, "embedding": vector})
+    return object_of(
+        {
+            "id": TEXT,
+            "object": {"type": "string", "enum": ["list"]},
+            "created": COUNT,
+            "model": TEXT,
+            "system_fingerprint": or_null(TEXT),
+            "data": {"type": "array", "items": item, "minItems": 1},
+            "usage": object_of({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+        }
+    )
+
+
+EMBEDDINGS = GeneratingEndpoint(
+    route=ApiRoute(
+        name="embeddings",
+        method="POST",
+        path="/v1/embeddings",
+        policy="key",
+        summary="Turn inputs into vectors.",
+        answers=AnswerSchema(name="Embeddings", schema=_answer_schema()),
+        statuses=GENERATION_STATUSES,
+        body=EmbeddingRequest,
+    ),
+    request_type=EmbeddingRequest,
+)
