@@ -100,7 +100,9 @@ def test_an_exported_step_that_came_back_gives_the_same_bits(lab: Lab):
     weights, structure = jax.tree.leaves(runner._weights), jax.tree.structure(state)
     twin = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf).copy()), state)
     for wire in first_steps(variant):
-        *leaves, theirs = returned(wire, *weights, *jax.tree.leaves(twin))
+        *leaves, theirs, their_states = returned(wire, *weights, *jax.tree.leaves(twin))
         twin = jax.tree.unflatten(structure, leaves)
-        state, ours = runner.programs.step[variant.bucket](runner._weights, state, wire)
+        step = runner.programs.step[variant.bucket]
+        state, ours, our_states = step(runner._weights, state, wire)
         assert np.array_equal(np.asarray(ours)[:2], np.asarray(theirs)[:2])
+        assert np.array_equal(np.asarray(our_states)[:2], np.asarray(their_states)[:2])

@@ -240,7 +240,7 @@ def test_a_step_runs_under_a_guard_that_forbids_every_transfer(lab: Lab):
     wire = jax.device_put(build_inputs([stream.next_token()], GEOMETRY).words)
     program = runner.programs.step[BASE.bucket]
     with jax.transfer_guard("disallow"):
-        runner._state, result = program(runner._weights, runner._take_state(), wire)
+        runner._state, result, _ = program(runner._weights, runner._take_state(), wire)
         result.block_until_ready()
     assert result.shape[0] == BASE.num_rows + NUM_EXTRA_LOGIT_ROWS
 
