@@ -39,6 +39,15 @@ def compute_logits(folder: Path, token_ids: Sequence[int]) -> Float32Array:
         return model(torch.tensor([list(token_ids)])).logits[0].float().numpy()
 
 
+def compute_hidden_states(folder: Path, token_ids: Sequence[int]) -> Float32Array:
+    """Float32 hidden states [T, E] of one sequence after the final norm."""
+    import torch
+
+    model = load_model(folder).base_model
+    with torch.inference_mode():
+        return model(torch.tensor([list(token_ids)])).last_hidden_state[0].float().numpy()
+
+
 def decode_greedily(
     folder: Path, prompt: Sequence[int], num_tokens: int
 ) -> tuple[list[int], Float32Array]:
