@@ -47,7 +47,7 @@ def make_xla(limits: EngineLimits, folder: Path) -> Runner:
     checkpoint = folder / "hostile"
     if not checkpoint.exists():
         write_random_checkpoint(HOSTILE, checkpoint, seed=0, dtype="float32")
-    options = RunnerOptions(make_ops=ReferenceOps, fill=float("nan"))
+    options = RunnerOptions(make_ops=ReferenceOps, fill=float("nan"), copies_pages=True)
     return XlaRunner(HOSTILE, open_weights(checkpoint), limits, options)
 
 

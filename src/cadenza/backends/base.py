@@ -7,11 +7,11 @@ slots; it is independent of requests, scheduling and text. Every runner passes t
 tests (`tests/contract`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,7 @@ class BackendTraits:
         attention_span: after how many tokens of context attention may compute in another way;
             `verify` plays prompts of more than two spans.
         verifies_drafts: whether its runners have the capability `drafts`.
+        copies_pages: whether its runners can be `PageCopier`s.
     """
 
     name: str
@@ -91,6 +92,7 @@ class BackendTraits:
     memory: Mapping[WeightDType, ModelMemory] | None = None
     attention_span: int = 512
     verifies_drafts: bool = True
+    copies_pages: bool = False
 
 
 class StepHandle(Protocol):
@@ -145,6 +147,26 @@ class Runner(Protocol):
         ...
 
 
+@runtime_checkable
+class PageCopier(Protocol):
+    """A runner whose pages can be copied to the host and back (`RunnerSetup.copies_pages`).
+
+    A page's bytes are all that later steps read of it. They have the same meaning in every runner
+    with equal checkpoints, arithmetic, types and page size, and in no other.
+    """
+
+    def read_pages(self, page_ids: Sequence[int]) -> list[bytes]:
+        """The bytes of pages, once all launched steps have run."""
+        ...
+
+    def write_pages(self, page_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Writes what `read_pages` gave into pages, before any later step runs.
+
+        Raises RunnerError if a content has the wrong size.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSetup:
     """How to load a model onto a device.
@@ -161,6 +183,7 @@ class RunnerSetup:
         cache_folder: where to cache compiled programs; None disables the cache.
         kv_of: a warm runner of the same model, perhaps with other weights, on whose KV and rows
             this one computes; it has no pages of its own. `limits` may have a smaller token budget.
+        copies_pages: it must be a `PageCopier`; only where `BackendTraits.copies_pages`.
     """
 
     limits: EngineLimits
@@ -173,6 +196,7 @@ class RunnerSetup:
     fill: float = 0.0
     cache_folder: Path | None = None
     kv_of: "Runner | None" = None
+    copies_pages: bool = False
 
 
 LoadRunner = Callable[[ModelConfig, Weights, RunnerSetup], Runner]

@@ -7,7 +7,7 @@ belongs to another prefix, changes the result from `next_token(history)`, up to 
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,6 +100,17 @@ class FakeRunner:
     def stored(self, start: int, count: int) -> list[int]:
         """The tokens in `count` slots from `start`."""
         return self._slots[start : start + count].tolist()
+
+    def read_pages(self, page_ids: Sequence[int]) -> list[bytes]:
+        pages = self._slots.reshape(-1, self.page_size)
+        return [pages[page_id].tobytes() for page_id in page_ids]
+
+    def write_pages(self, page_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        pages = self._slots.reshape(-1, self.page_size)
+        for page_id, content in zip(page_ids, contents, strict=True):
+            if len(content) != pages[page_id].nbytes:
+                raise RunnerError(f"a page has {pages[page_id].nbytes} bytes, not {len(content)}")
+            pages[page_id] = np.frombuffer(content, np.int64)
 
     def close(self) -> None:
         self._slots = np.empty(0, np.int64)

@@ -57,6 +57,7 @@ class XlaBackend:
             max_num_batched_tokens=MAX_TOKENS if is_reference else _native_budget(),
             quantizations=QUANTIZATIONS,
             kv_cache_dtypes=KV_CACHE_DTYPES,
+            copies_pages=True,
             arithmetics=("fast",) if is_reference else ("fast", "portable"),
             device_memory_bytes=None if stats is None else stats.get("bytes_limit"),
         )

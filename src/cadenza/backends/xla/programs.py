@@ -35,6 +35,9 @@ PAGE_UPDATES = 256
 PAGE_COPIES = 64
 """Pages per call of `copy_pages`."""
 
+PAGE_IO = 16
+"""Pages per call of `read_pages` and `write_pages`."""
+
 MASK_ROWS = 16
 """Rows per call of `write_masks`."""
 
@@ -64,6 +67,16 @@ class ProgramShape:
     num_pages: int
     token_buckets: tuple[int, ...]
     fill: float
+    copies_pages: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagePrograms:
+    """Copies pages to the host and back; `parts` has the shapes and types of what is copied."""
+
+    read: Compiled
+    write: Compiled
+    parts: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +89,7 @@ class Programs:
     copy_pages: Compiled
     write_rules: Compiled
     write_masks: Compiled
+    pages: PagePrograms | None = None
 
 
 def step_function(ops: OpTable, model: ModelConfig, shape: StepLayout) -> Callable[..., Any]:
@@ -159,6 +173,66 @@ def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
     return copy_pages
 
 
+def page_arrays(state: DeviceState) -> tuple[KVPool, Any]:
+    """What a page consists of: its part of each of these arrays, along the first axis."""
+    return state.pool, state.token_history
+
+
+def read_function(num_pages: int) -> Callable[..., Any]:
+    """The program (state, pages [PAGE_IO]) to the pages' parts [PAGE_IO, elements] of each array.
+
+    It does not take the state over.
+    """
+
+    def read_pages(state: DeviceState, pages: jax.Array) -> Any:
+        def parts(array: jax.Array) -> jax.Array:
+            by_page = array.reshape(num_pages, -1)
+            taken = [jax.lax.dynamic_index_in_dim(by_page, pages[k]) for k in range(PAGE_IO)]
+            return jnp.concatenate(taken)
+
+        return jax.tree.map(parts, page_arrays(state))
+
+    return read_pages
+
+
+def write_function(num_pages: int) -> Callable[..., DeviceState]:
+    """The program (state, pages [PAGE_IO], parts as `read_function` gives them, count []) to the
+    state with the first `count` pages overwritten."""
+
+    def write_pages(
+        state: DeviceState, pages: jax.Array, parts: Any, count: jax.Array
+    ) -> DeviceState:
+        def write_page(index: jax.Array, state: DeviceState) -> DeviceState:
+            def write(array: jax.Array, new: jax.Array) -> jax.Array:
+                by_page = array.reshape(num_pages, -1)
+                part = jax.lax.dynamic_index_in_dim(new, index)
+                changed = jax.lax.dynamic_update_slice_in_dim(by_page, part, pages[index], 0)
+                return changed.reshape(array.shape)
+
+            pool, history = jax.tree.map(write, page_arrays(state), parts)
+            return state._replace(pool=pool, token_history=history)
+
+        return jax.lax.fori_loop(0, count, write_page, state)
+
+    return write_pages
+
+
+def _compile_page_programs(num_pages: int, state: Any, pages: Any, count: Any) -> PagePrograms:
+    """From abstract arguments."""
+    reading = jax.jit(read_function(num_pages)).lower(state, pages)
+    sharding = pages.sharding
+    parts = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        reading.out_info,
+    )
+    writing = jax.jit(write_function(num_pages), donate_argnums=0)
+    return PagePrograms(
+        read=reading.compile(),
+        write=writing.lower(state, pages, parts, count).compile(),
+        parts=parts,
+    )
+
+
 def state_function(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Callable[[], Any]:
     """The program () to a new `DeviceState` with every KV element set to `shape.fill`."""
 
@@ -217,6 +291,14 @@ def compile_programs(
         copy_pages=jax.jit(copy_function(ops, spec.page_size), donate_argnums=0)
         .lower(state, copies, count)
         .compile(),
+        pages=_compile_page_programs(
+            shape.num_pages,
+            state,
+            jax.ShapeDtypeStruct((PAGE_IO,), jnp.int32, sharding=sharding),
+            count,
+        )
+        if shape.copies_pages
+        else None,
         write_rules=jax.jit(write_rules, donate_argnums=0).lower(state, count, record).compile(),
         write_masks=jax.jit(write_masks, donate_argnums=0).lower(state, rows, masks).compile(),
     )

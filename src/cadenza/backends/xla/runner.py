@@ -7,8 +7,10 @@ nothing compiles after `warmup`, and nothing runs after `close`.
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +35,10 @@ from cadenza.backends.xla.ops.table import (
 from cadenza.backends.xla.programs import (
     MASK_ROWS,
     PAGE_COPIES,
+    PAGE_IO,
     PAGE_UPDATES,
     DeviceState,
+    PagePrograms,
     Programs,
     ProgramShape,
     compile_programs,
@@ -91,6 +95,7 @@ class RunnerOptions:
         kv_of: the runner whose device state it uses; None gives it its own.
         make_ops: constructs the op table; None selects the default one (`device.find_ops`).
         fill: the initial value of KV slots (tests and `verify` use NaN).
+        copies_pages: compiles what `read_pages` and `write_pages` need.
     """
 
     device: str = "auto"
@@ -101,6 +106,7 @@ class RunnerOptions:
     kv_of: "XlaRunner | None" = None
     make_ops: MakeOps | None = None
     fill: float = 0.0
+    copies_pages: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +142,7 @@ class XlaRunner:
         self._ops = (options.make_ops or find_ops("auto", self._device, model))(self._spec)
         self._buckets = self._ops.token_buckets(limits.max_num_batched_tokens)
         self._fill = options.fill
+        self._copies_pages = options.copies_pages
         loaded = load_decoder(self._ops, self._spec, weights, limits.max_model_len)
         self._weights: DecoderWeights | None = jax.device_put(loaded, self._device)
         self._programs: Programs | None = None
@@ -191,6 +198,7 @@ class XlaRunner:
             num_pages=self._limits.num_pages,
             token_buckets=self._buckets,
             fill=self._fill,
+            copies_pages=self._copies_pages,
         )
         if self._weights is None:
             raise RunnerError("the runner was closed; make a new one")
@@ -238,6 +246,39 @@ class XlaRunner:
                 each.copy_to_host_async()
         return results
 
+    def read_pages(self, page_ids: Sequence[int]) -> list[bytes]:
+        programs, contents = self._page_programs, list[bytes]()
+        for start in range(0, len(page_ids), PAGE_IO):
+            part = page_ids[start : start + PAGE_IO]
+            with self._in_flight.lock:
+                self._in_flight.check_open()
+                state = self._take_state()
+                self._state = state  # it is only read
+                arrays = programs.read(state, _padded_pages(part))
+                leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(arrays)]  # [PAGE_IO, ·]
+            contents += [b"".join([leaf[k].tobytes() for leaf in leaves]) for k in range(len(part))]
+        return contents
+
+    def write_pages(self, page_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        programs = self._page_programs
+        shapes, tree = jax.tree.flatten(programs.parts)
+        for start in range(0, len(page_ids), PAGE_IO):
+            part = page_ids[start : start + PAGE_IO]
+            leaves = _split_pages(shapes, contents[start : start + PAGE_IO])
+            parts = jax.tree.unflatten(tree, leaves)
+            with self._in_flight.lock:
+                self._in_flight.check_open()
+                state = self._take_state()
+                count = np.int32(len(part))
+                self._state = programs.write(state, _padded_pages(part), parts, count)
+
+    @property
+    def _page_programs(self) -> PagePrograms:
+        programs = self.programs.pages
+        if programs is None:
+            raise RunnerError("the runner copies no pages; load it with `copies_pages`")
+        return programs
+
     def reset(self) -> None:
         self._in_flight.finish()
         if not self._owns_state:
@@ -276,6 +317,27 @@ class XlaRunner:
         return rows, masks
 
 
+def _padded_pages(page_ids: Sequence[int]) -> Int32Array:
+    """Pages [PAGE_IO]; the last one is repeated."""
+    padded = np.full(PAGE_IO, page_ids[-1], np.int32)
+    padded[: len(page_ids)] = page_ids
+    return padded
+
+
+def _split_pages(shapes: list[Any], contents: Sequence[bytes]) -> list[np.ndarray[Any, Any]]:
+    """The parts [PAGE_IO, elements] of each array, from the bytes of at most PAGE_IO pages."""
+    sizes = [each.shape[1] * each.dtype.itemsize for each in shapes]
+    leaves = [np.zeros(each.shape, each.dtype) for each in shapes]
+    for index, content in enumerate(contents):
+        if len(content) != sum(sizes):
+            raise RunnerError(f"a page has {sum(sizes)} bytes, not {len(content)}")
+        start = 0
+        for leaf, size in zip(leaves, sizes, strict=True):
+            leaf[index] = np.frombuffer(content[start : start + size], leaf.dtype)
+            start += size
+    return leaves
+
+
 def load_with_ops(
     make_ops: MakeOps, model: ModelConfig, weights: Weights, setup: RunnerSetup
 ) -> XlaRunner:
@@ -290,6 +352,7 @@ def load_with_ops(
         kv_of=setup.kv_of,
         make_ops=make_ops,
         fill=setup.fill,
+        copies_pages=setup.copies_pages,
     )
     return XlaRunner(model, weights, setup.limits, options)
 
