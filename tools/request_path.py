@@ -276,7 +276,7 @@ class Bench:
         from cadenza.server.service import ServerOptions, Service
 
         self._loop = asyncio.get_running_loop()
-        options = ServerOptions(model_names=("m",), secret=b"", is_logging_requests=False)
+        options = ServerOptions(model_names=("m",), is_logging_requests=False)
         service = Service(self.engine, self.text, options)
         service.start()
         app = App(service)

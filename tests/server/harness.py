@@ -22,7 +22,7 @@ MODEL = "scripted"
 
 
 def options(**changes: Any) -> ServerOptions:
-    return ServerOptions(**{"model_names": (MODEL,), "secret": b"secret", **changes})
+    return ServerOptions(**{"model_names": (MODEL,), **changes})
 
 
 @dataclass(slots=True, eq=False)

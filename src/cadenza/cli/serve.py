@@ -8,7 +8,6 @@ loaded ends the command with exit code 3.
 import asyncio
 import logging
 import os
-import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -279,7 +278,6 @@ def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
     return ServerOptions(
         model_names=names,
         model_aliases=aliases,
-        secret=secrets.token_bytes(32),
         keys=ApiKeys(read_keys(flags.api_key or (), file), tenants.keys),
         tenants=tenants,
         cors=Cors(flags.allowed_origins or ()),

@@ -55,14 +55,12 @@ class ServerOptions:
     Args:
         model_names: the model's names; answers have the first one.
         model_aliases: further names that requests may use, which are not listed.
-        secret: the key of the hash that separates tenants in the prefix cache.
         num_dropped_log_lines: counts them, for the metrics.
         clock: seconds, monotonic.
         now: seconds since 1970.
     """
 
     model_names: tuple[str, ...]
-    secret: bytes
     model_aliases: tuple[str, ...] = ()
     limits: ServerLimits = field(default_factory=ServerLimits)
     keys: ApiKeys = field(default_factory=ApiKeys)
@@ -325,8 +323,11 @@ class Service:
         found.job.abort()
 
     def _salt(self, tenant: str, cache_salt: str) -> str:
-        """Tenants and salts share no cached prefix, and cannot guess each other's salt."""
+        """Tenants and salts share no cached prefix: no call can bring about another tenant's salt.
+
+        It is the same after a restart, as are pages that were stored.
+        """
         if not tenant and not cache_salt:
             return ""
         text = f"{tenant}\0{cache_salt}".encode()
-        return blake2b(text, key=self.options.secret, digest_size=16).hexdigest()
+        return blake2b(text, digest_size=16).hexdigest()
