@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from operator import index
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from cadenza.errors import ConfigError, show
@@ -37,6 +38,7 @@ MAX_SEED = (1 << 63) - 1
 MIN_MAX_ITL_MS, MAX_MAX_ITL_MS = 1.0, 600_000.0
 MIN_GUARD_S, MAX_GUARD_S = 0.001, 86_400.0
 MAX_HEADROOM_GB = 1_000_000.0
+MIN_DISK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class EngineConfig:
     page_size: int = PAGE_SIZE_UNIT
     enable_prefix_caching: bool = True
     prefix_cache_memory_share: float = 1.0
+    prefix_cache_disk: str | None = None
+    prefix_cache_disk_bytes: int = 8 << 30
     scheduler: SchedulerLoop = "overlap"
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
@@ -137,6 +141,8 @@ class EngineConfig:
             object.__setattr__(self, "revision", str.__str__(self.revision))
         if self.chat_template is not None:
             object.__setattr__(self, "chat_template", _as_chat_template(self.chat_template))
+        if self.prefix_cache_disk is not None:
+            object.__setattr__(self, "prefix_cache_disk", _as_folder(self.prefix_cache_disk))
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(
                 f"--enable-prefix-caching {show(self.enable_prefix_caching)} must be true or false"
@@ -188,6 +194,7 @@ _RANGES: Mapping[str, tuple[int, int]] = {
     "max_consecutive_step_errors": (1, 1 << 31),
     "seed": (0, MAX_SEED),
     "page_size": (PAGE_SIZE_UNIT, 1 << 16),
+    "prefix_cache_disk_bytes": (MIN_DISK_BYTES, 1 << 60),
 }
 """Integer options with their inclusive bounds."""
 
@@ -275,6 +282,14 @@ def _as_number(flag: str, value: object, low: float, high: float, kind: str) -> 
     if is_number and low <= cast(float, value) <= high:
         return float(cast(float, value))
     raise ConfigError(f"--{flag} {show(value)} must be {kind} from {low:g} to {high:g}")
+
+
+def _as_folder(value: object) -> str:
+    """A folder's path, without NUL. Raises ConfigError."""
+    text = str(value) if isinstance(value, Path) else value
+    if not isinstance(text, str) or not text.isprintable() or not text:
+        raise ConfigError(f"--prefix-cache-disk {show(text)} must be a folder's path")
+    return str.__str__(text)
 
 
 def _as_max_itl_ms(value: object) -> MaxItlMs:

@@ -63,6 +63,8 @@ VALUES = {
     "page_size": ("32", 32),
     "scheduler": ("plain", "plain"),
     "prefix_cache_memory_share": ("0.5", 0.5),
+    "prefix_cache_disk": ("pages", "pages"),
+    "prefix_cache_disk_bytes": ("2000000", 2000000),
     "generation_config": ("none", "none"),
     "chat_template": ("{{ messages }}", "{{ messages }}"),
     "max_num_queued_reqs": ("9", 9),
@@ -115,8 +117,8 @@ def test_the_environment_sets_a_field_and_a_flag_comes_before_it(name: str):
     of_none = "none" if name == "speculative_config" else "auto"
     given = of_none if default is None else str(default)
     flag = "--" + name.replace("_", "-")
-    # As a sampling flag, a seed of 0 is a seed; any word is the name of a revision, or of a file.
-    if name not in ("seed", "revision", "chat_template"):
+    # As a sampling flag, a seed of 0 is a seed; any word names a revision, a file or a folder.
+    if name not in ("seed", "revision", "chat_template", "prefix_cache_disk"):
         assert getattr(config_of(flag, given, env=env), name) == default
 
 

@@ -1,6 +1,7 @@
 """Bounds of the engine's options: a config that exists is within them, a refusal names the flag."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +116,20 @@ def test_a_share_of_the_cache_that_is_none_is_refused_by_its_flag(value: object)
     said = refusal_of(prefix_cache_memory_share=value)
     assert "--prefix-cache-memory-share" in said
     assert "must be a share from 0 to 1" in said
+
+
+@pytest.mark.parametrize("value", ["", "a\0b", "a\nb", b"folder", 5, True])
+def test_a_folder_that_is_none_is_refused_by_its_flag(value: object) -> None:
+    assert "--prefix-cache-disk" in refusal_of(prefix_cache_disk=value)
+
+
+def test_a_folder_may_be_a_path() -> None:
+    assert EngineConfig(prefix_cache_disk=Path("a/b")).prefix_cache_disk == str(Path("a/b"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1 << 19, 10**400, True, "1", None])
+def test_a_bound_on_a_folder_that_is_none_is_refused_by_its_flag(value: object) -> None:
+    assert "--prefix-cache-disk-bytes" in refusal_of(prefix_cache_disk_bytes=value)
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, 10**400, True, "1", None])

@@ -141,6 +141,12 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "prefix_cache_memory_share": _engine(
         "The most of the KV pages that may hold prefixes for reuse, in use or not.", metavar="SHARE"
     ),
+    "prefix_cache_disk": _engine(
+        "Store the KV of prompts in this folder too, from where later starts and other servers "
+        "take it.",
+        metavar="DIR",
+    ),
+    "prefix_cache_disk_bytes": _engine("Bytes that the folder may take.", metavar="N"),
     "scheduler": _engine("Whether a step is launched before the previous one is read."),
     "max_num_queued_reqs": _number("Requests that may wait."),
     "max_num_queued_tokens": _number(

@@ -121,7 +121,8 @@ def _refuse_idle_flags(context: typer.Context, gate: GateFlags) -> None:
     An environment variable applies to all commands, so one that this command does not read is fine.
     """
     engine = {field.name for field in fields(EngineConfig)} - {"seed"}
-    idle = {"api_key"} if gate.url is None else {*engine, "reference"}
+    stored = {"prefix_cache_disk", "prefix_cache_disk_bytes"}
+    idle = {"api_key", *stored} if gate.url is None else {*engine, "reference"}
     for name in sorted(idle):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

@@ -5,11 +5,13 @@ sequence's page table covers all its computed tokens; a page is published only a
 filled it has succeeded with finite logits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cadenza.core.eviction_order import PageClass
 from cadenza.core.page_pool import PagePool
 from cadenza.core.page_shares import PageShares
+from cadenza.core.page_store import PageStore
 from cadenza.core.prefix_cache import ROOT, Content, PrefixCache
 from cadenza.core.prefix_leaders import PrefixLeaders
 from cadenza.core.prefix_misses import PrefixMisses, no_misses
@@ -56,6 +58,7 @@ class KVCacheManager:
         self.prefix_cache: PrefixCache | None = None
         self.prefix_leaders = PrefixLeaders()
         self.num_prefix_waits = 0
+        self.page_store: PageStore | None = None
         self.slot_prefixes: SlotPrefixes | None = None
         if enable_prefix_caching and slot_unit is None:
             self.prefix_cache = PrefixCache(page_size=page_size, secret=secret)
@@ -153,6 +156,52 @@ class KVCacheManager:
         self.num_prefix_waits += is_waiting and is_first_wait
         return is_waiting
 
+    def is_being_read(self, sequence: Sequence, now_s: float) -> bool:
+        """Whether a waiting sequence should wait for pages that a store has."""
+        store = self.page_store
+        if store is None or self.prefix_cache is None or sequence.needs_prompt_rows:
+            return False
+        if sequence.fork_source is not None or sequence.is_expecting_source:
+            return False
+
+        def missing() -> tuple[int, list[bytes]]:
+            found = self.find_prefix(sequence).num_published
+            usable = (len(sequence.token_ids) - 1) // self.page_size
+            return found, sequence.page_keys[found:usable]
+
+        return store.is_reading(sequence, now_s, missing)
+
+    def install(
+        self, sequence: Sequence, first: int, count: int, write: Callable[[list[int], int], bool]
+    ) -> int:
+        """Adds pages of a waiting sequence from a store to the prefix cache; returns how many.
+
+        They are the `count` pages behind its first `first` pages. Pages that are cached by now are
+        left out; none is added if those before are not, or if too few pages are free or cached.
+
+        Args:
+            write: writes the contents into the pages given, starting from the content of the
+                sequence's page of the index given; False if they cannot be used.
+        """
+        assert self.prefix_cache is not None
+        prefix = self.find_prefix(sequence)
+        start, end = prefix.num_published, first + count
+        if not first <= start < end:
+            return 0
+        self.pool.share(prefix.page_ids)
+        page_ids = self.pool.try_allocate(end - start)
+        num_added = 0
+        if page_ids is not None:
+            serial: int | None = prefix.serial if write(page_ids, start) else None
+            for index, page_id in enumerate(page_ids, start):
+                if serial is None:
+                    break
+                serial = self._add_to_cache(sequence, index, page_id, serial, PageClass.PROMPT)
+                num_added += serial is not None
+            self.pool.free(reversed(page_ids))
+        self.pool.free(reversed(prefix.page_ids))
+        return num_added
+
     def num_unheld(self, prefix: Prefix) -> int:
         """Unreferenced pages of a prefix: sharing them reduces the available pages."""
         return sum(1 for page_id in prefix.page_ids if not self.pool.ref_count(page_id))
@@ -239,24 +288,36 @@ class KVCacheManager:
         full = num_tokens // self.page_size
         if self.prefix_cache is None or full <= sequence.num_published_pages:
             return
-        content = _content_of(sequence)
-        self.prefix_cache.extend_keys(sequence.page_keys, content)
+        self.prefix_cache.extend_keys(sequence.page_keys, _content_of(sequence))
         for index in range(sequence.num_published_pages, full):
             if sequence.published_serial is None:
                 break
-            page_id, key = sequence.page_table[index], sequence.page_keys[index]
-            is_known = self.prefix_cache.count_known((key,))
-            page_class = self._class_of(sequence, index)
-            if not is_known and not self.page_shares.try_cache(tenant, page_id, page_class):
-                sequence.published_serial = None
-                break
-            sequence.published_serial, is_taken = self.prefix_cache.publish(
-                page_id, index, key, content, sequence.published_serial
+            page_id, page_class = sequence.page_table[index], self._class_of(sequence, index)
+            sequence.published_serial = self._add_to_cache(
+                sequence, index, page_id, sequence.published_serial, page_class
             )
-            if is_taken:
-                self.pool.mark_cached(page_id, page_class)
+            if self.page_store is not None and page_class is not PageClass.GENERATED:
+                self.page_store.keep(sequence.page_keys[index], page_id)
         sequence.num_published_pages = full
         self.prefix_leaders.leave(sequence)
+
+    def _add_to_cache(
+        self, sequence: Sequence, index: int, page_id: int, serial: int, page_class: PageClass
+    ) -> int | None:
+        """Adds page `index` of a sequence, behind the page with `serial`, to the prefix cache.
+
+        Returns its serial; None after a key collision, or if the tenant's share is in use.
+        """
+        assert self.prefix_cache is not None
+        key, tenant = sequence.page_keys[index], sequence.request.tenant
+        is_known = self.prefix_cache.page_of(key) is not None
+        if not is_known and not self.page_shares.try_cache(tenant, page_id, page_class):
+            return None
+        content = _content_of(sequence)
+        own, is_taken = self.prefix_cache.publish(page_id, index, key, content, serial)
+        if is_taken:
+            self.pool.mark_cached(page_id, page_class)
+        return own
 
     def forget_all(self) -> None:
         """Empties the prefix cache, because the device's pages were lost."""

@@ -16,7 +16,8 @@ from itertools import takewhile
 
 from cadenza.request import Attachment
 
-KEY_BYTES = 16
+KEY_BYTES = 32
+"""Keys outlive the process where pages are stored (`core.page_store`)."""
 
 
 MAX_EVICTED_KEYS = 1 << 16
@@ -146,6 +147,14 @@ class PrefixCache:
             serial=parent,
             missing_key=missing_key,
         )
+
+    def page_of(self, key: bytes) -> int | None:
+        """The page of a key."""
+        return self._page_of_key.get(key)
+
+    def tokens_of(self, page_id: int) -> tuple[int, ...]:
+        """The tokens of a page in the index."""
+        return self._pages[page_id].content.token_ids
 
     def publish(
         self, page_id: int, index: int, key: bytes, content: Content, parent_serial: int

@@ -13,7 +13,7 @@ launch, tokens are appended in `update`, and results of sequences that have ende
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -264,11 +264,19 @@ class Scheduler:
             ordered = self._policy.ordered(self.waiting, now_s, self.kv_cache.num_uncached_tokens)
             waiting = self._fair_share.in_turns(ordered)
             if self._is_static:
-                prompts += self._admit_batch(batch, waiting)
+                in_order = list(waiting)
+                num_ready = sum(1 for _ in self._not_being_read(in_order, now_s))
+                if self.running or num_ready == len(in_order):
+                    prompts += self._admit_batch(batch, in_order)
             else:
                 budget = self._prompt_budget(shares)
-                self._admit(batch, waiting, prompts, budget, rows_budget)
+                ready = self._not_being_read(waiting, now_s)
+                self._admit(batch, ready, prompts, budget, rows_budget)
         return shares + self._share_among_prompts(prompts, shares, rows_budget)
+
+    def _not_being_read(self, waiting: Iterable[Sequence], now_s: float) -> Iterator[Sequence]:
+        """The sequences without those that wait for pages which a store has."""
+        return (each for each in waiting if not self.kv_cache.is_being_read(each, now_s))
 
     def _share_among_decodes(
         self, sequences: list[Sequence], rows_budget: PromptRowsBudget

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cadenza.backends.base import Runner
+from cadenza.backends.base import PageCopier, Runner
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
 from cadenza.core.constraint import CompileConstraint
@@ -32,9 +32,11 @@ from cadenza.engine.compiling import Compiling
 from cadenza.engine.drafting import drafting_of
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner, Steps
 from cadenza.engine.model_drafter import DraftModel, ModelDrafter
+from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
 from cadenza.engine.sample_seed import seed_of_sample
+from cadenza.engine.stored_pages import StoredPages
 from cadenza.errors import EngineClosedError, QueueFullError
 from cadenza.events import Event, Finished
 from cadenza.request import Request
@@ -61,6 +63,8 @@ class CoreOptions:
         draft_model: the second model of `speculation`, if that has one; closed with the engine.
         step_cost: what steps cost, where there is no bound; for drafts.
         compile_constraint: of requests with a constraint; None refuses them.
+        page_folder: where pages of prompts are stored, whose secret takes the place of `secret`;
+            the runner must then be a `PageCopier`.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -76,6 +80,7 @@ class CoreOptions:
     draft_model: DraftModel | None = None
     step_cost: StepCost | None = None
     compile_constraint: CompileConstraint | None = None
+    page_folder: PageFolder | None = None
 
 
 class EngineCore:
@@ -108,10 +113,11 @@ class EngineCore:
             num_pages=limits.num_pages,
             page_size=limits.page_size,
             enable_prefix_caching=limits.enable_prefix_caching,
-            secret=options.secret or secrets.token_bytes(32),
+            secret=_secret_of(options),
             slot_unit=limits.slot_unit,
         )
         kv_cache.limit_cache(limits.prefix_cache_memory_share)
+        self.stored_pages = _stored_pages(runner, kv_cache, options.page_folder)
         self._draft_model = options.draft_model
         self._drafter = None
         if options.draft_model is not None:
@@ -152,8 +158,10 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request is open and no step is in flight."""
-        return not (self.scheduler.has_work or self._loop.in_flight or self._compiling)
+        """True if no request is open, no step is in flight and no page waits to be stored."""
+        is_storing = self.stored_pages is not None and self.stored_pages.is_busy
+        is_at_work = self.scheduler.has_work or self._loop.in_flight
+        return not (is_at_work or self._compiling or is_storing)
 
     @property
     def num_steps(self) -> int:
@@ -244,11 +252,21 @@ class EngineCore:
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new one")
         refused = self._start_compiled() if self._compiling else []
-        events = self._loop.step(announce)
+        events = self._step(announce)
         for event in events:
             if isinstance(event, Finished):
                 self._forget(event.request_id, event.sample)
         return [*refused, *events] if refused else events
+
+    def _step(self, announce: Announce | None) -> list[Event]:
+        stored = self.stored_pages
+        if stored is None:
+            return self._loop.step(announce)
+        stored.advance()
+        events = self._loop.step(announce)
+        if not (events or self._loop.in_flight or self.scheduler.running) and stored.is_busy:
+            stored.wait()
+        return events
 
     def close(self) -> None:
         """Ends all requests without events and frees the device's memory. Idempotent."""
@@ -258,6 +276,8 @@ class EngineCore:
         for request_id in list(self._samples):
             self.cancel(request_id)
         self._loop.drop_in_flight()
+        if self.stored_pages is not None:
+            self.stored_pages.close()
         if self._draft_model is not None:
             self._draft_model.runner.close()
         self.runner.close()
@@ -339,6 +359,21 @@ class EngineCore:
         del samples[sample]
         if not samples:
             del self._samples[request_id]
+
+
+def _secret_of(options: CoreOptions) -> bytes:
+    if options.page_folder is not None:
+        return options.page_folder.key_secret
+    return options.secret or secrets.token_bytes(32)
+
+
+def _stored_pages(
+    runner: Runner, kv_cache: KVCacheManager, folder: PageFolder | None
+) -> StoredPages | None:
+    if folder is None:
+        return None
+    assert isinstance(runner, PageCopier), "the plan allows a folder only where pages can be copied"
+    return StoredPages(runner, kv_cache, folder)
 
 
 def _log_prefix(sequence: Sequence, misses: PrefixMisses) -> None:

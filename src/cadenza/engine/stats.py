@@ -15,6 +15,7 @@ from cadenza.core.prefix_misses import MissReason, no_misses
 from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import EngineCore
 from cadenza.engine.loop import Announce
+from cadenza.engine.stored_pages import StoredPageCounts
 from cadenza.events import Event
 
 STEP_SECONDS_BOUNDS = (
@@ -63,7 +64,7 @@ class EngineStats:
     waited for a prefix that another one computed.
     `num_drafts` counts steps of sequences with drafts, `num_accepted_per_pos` accepted drafts by
     their place behind the newest token. `pages_live` includes pinned pages. `step_tokens` is the
-    number of tokens per step.
+    number of tokens per step. `stored_pages` is None without `--prefix-cache-disk`.
     """
 
     num_running: int
@@ -85,6 +86,7 @@ class EngineStats:
     num_prefix_waits: int = 0
     num_prefix_misses: dict[MissReason, int] = field(default_factory=no_misses)
     step_bound: StepBoundStats | None = None
+    stored_pages: StoredPageCounts | None = None
 
     @property
     def kv_cache_usage(self) -> float:
@@ -149,6 +151,7 @@ class StepMeter:
         """A snapshot of the current values."""
         scheduler = self._core.scheduler
         pages, drafts = scheduler.kv_cache.pool.counts(), scheduler.draft_counts
+        stored = self._core.stored_pages
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -169,6 +172,7 @@ class StepMeter:
             step_seconds=self._seconds.snapshot(),
             step_tokens=self._tokens.snapshot(),
             step_bound=_bound_stats(scheduler.step_bound, self._core.limits),
+            stored_pages=None if stored is None else stored.counts,
         )
 
 

@@ -22,9 +22,11 @@ from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepLoad
 from cadenza.engine.calibration import make_step_bound, measure_step_cost, smallest_bound_ms
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
+from cadenza.engine.page_folder import PageFolder
 from cadenza.errors import CheckpointError, ConfigError, show
 from cadenza.loading.draft import load_draft, plan_copy, plan_draft_model
 from cadenza.loading.memory import available_memory_bytes
+from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import DraftPlan, EnginePlan, make_plan
 from cadenza.text.token_constraint import ConstraintCompiler
 
@@ -191,6 +193,7 @@ class Runners:
 
     target: Runner
     draft: DraftModel | None
+    pages: PageFolder | None = None
 
     def warmup(self) -> None:
         self.target.warmup()
@@ -214,7 +217,10 @@ def load_warm_runners(
     """Runners with their weights loaded and all programs compiled."""
     logger.info("%s", plan.summary)
     logger.debug("resolved configuration: %s", plan)
+    backend = find_backend(config.backend, backends)
+    pages = open_page_folder(checkpoint, plan, config, backend, make_setup(plan, config))
     runners = load_runners(checkpoint, plan, config, backends=backends)
+    runners = replace(runners, pages=pages)
     on_phase_done("load")
     runners.warmup()
     on_phase_done("compile")
@@ -248,6 +254,7 @@ def make_core(
         speculation=config.speculation,
         draft_model=None if runners.draft is None else _measured(runners.draft),
         compile_constraint=None if constraints is None else constraints.compile,
+        page_folder=runners.pages,
     )
     return EngineCore(runner, limits, options)
 
@@ -352,6 +359,7 @@ def make_setup(plan: EnginePlan, config: EngineConfig, *, fill: float = 0.0) -> 
         arithmetic=config.arithmetic,
         fill=fill,
         cache_folder=cache_folder(),
+        copies_pages=config.prefix_cache_disk is not None,
     )
 
 

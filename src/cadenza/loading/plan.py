@@ -173,6 +173,7 @@ def make_plan(
     pool_tokens = _pool_tokens(config, per_token, left)
     max_model_len = _max_model_len(config, checkpoint, traits, pool_tokens)
     limits = _limits(config, traits, max_model_len, pool_tokens)
+    _check_page_folder(config, traits, limits)
     if traits.memory is None:
         pool_bytes = limits.num_pages * limits.page_size * per_token
         _check_step_memory(config, checkpoint.config, dtype, left - pool_bytes)
@@ -273,6 +274,21 @@ def _check_arithmetic(config: EngineConfig, traits: BackendTraits) -> None:
         raise ConfigError(
             f"--arithmetic {config.arithmetic} is not one of {', '.join(traits.arithmetics)} on "
             f"{traits.name} with {traits.ops} ops; the native CPU kernels have it"
+        )
+
+
+def _check_page_folder(config: EngineConfig, traits: BackendTraits, limits: EngineLimits) -> None:
+    if config.prefix_cache_disk is None:
+        return
+    if not traits.copies_pages:
+        raise ConfigError(
+            f"--prefix-cache-disk needs pages that can be copied to the host; {traits.name} does "
+            f"not support that; leave the flag out"
+        )
+    if not limits.enable_prefix_caching or limits.slot_unit is not None:
+        raise ConfigError(
+            "--prefix-cache-disk stores what the prefix cache finds in pages; leave out "
+            "--no-enable-prefix-caching and --kv-layout dense"
         )
 
 

@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 from cadenza.engine.open_requests import RejectionReason, RequestStats
 from cadenza.engine.stats import Distribution, EngineStats, StepBoundStats, Tally
 from cadenza.engine.status import EngineMonitor, EngineStatus
+from cadenza.engine.stored_pages import StoredPageCounts
 from cadenza.events import FinishReason
 
 FIRST_TOKEN_BOUNDS = (
@@ -246,12 +247,29 @@ class _Families:
         yield self._histogram("step_seconds", "Time of a step.", stats.step_seconds)
         if stats.step_bound is not None:
             yield from self._of_bound(stats.step_bound)
+        if stats.stored_pages is not None:
+            yield from self._of_stored(stats.stored_pages)
         pages = {
             "live": stats.pages_live,
             "cached": stats.pages_cached,
             "free": stats.pages_free,
         }
         yield self._by("pages", "KV pages.", "state", pages.items(), kind=GaugeMetricFamily)
+
+    def _of_stored(self, counts: StoredPageCounts) -> Iterator[Metric]:
+        for name, help, value in (
+            ("pages_read", "KV pages that came from the disk.", counts.num_read),
+            ("page_bytes_read", "Their bytes.", counts.num_read_bytes),
+            ("pages_written", "KV pages that went to the disk.", counts.num_written),
+            ("page_bytes_written", "Their bytes.", counts.num_written_bytes),
+        ):
+            yield self._counter(f"prefix_cache_disk_{name}", help, value)
+        yield self._by(
+            "prefix_cache_disk_misses",
+            "KV pages looked for on the disk and not taken.",
+            "reason",
+            counts.misses.items(),
+        )
 
     def _of_bound(self, bound: StepBoundStats) -> Iterator[Metric]:
         yield self._gauge("max_itl_seconds", "The bound on a step's time.", bound.max_s)

@@ -1,0 +1,273 @@
+"""`PageFolder`: pages of KV as files, for engines that come later and others beside this one.
+
+`FOLDER/secret` keys everything. A page is `FOLDER/<fingerprint>/<2 digits>/<key>`: a header, the
+content, and a MAC of both. Files are written below `FOLDER/writing-*`, which the process locks, and
+renamed. Knows no devices and no sequences; is used by one thread, but for `in`. Invariants: what
+`read` returns was stored under that key by an engine with this secret and fingerprint; all engines
+on one folder together keep it below their bound on bytes.
+"""
+
+import fcntl
+import hmac
+import logging
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cadenza.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+StoredMiss = Literal["absent", "damaged", "late"]
+"""Why a page was not read: it is not there; its file is not what was written; the disk was slow."""
+
+SECRET_BYTES = 32
+MAGIC = b"cadenza page 1\0\0"
+_HEADER = struct.Struct("<16s32sQ")
+_MAC_BYTES = 32
+OVERHEAD_BYTES = _HEADER.size + _MAC_BYTES
+
+SCAN_SHARE = 32
+"""The folder is scanned again after writing one part in so many of its bound."""
+ROOM_SHARE = 8
+"""The part of the bound that is made free at once, for what others write before their next scan."""
+MIN_BYTES = 1 << 20
+
+_LOCK, _SECRET, _WRITING = "lock", "secret", "writing-"
+
+WriteFile = Callable[[Path, bytes], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A file as the scan found it."""
+
+    path: Path
+    used_ns: int
+    num_bytes: int
+
+
+class PageFolder:
+    """The pages of one fingerprint in `folder`, which has at most `max_bytes` of any.
+
+    Raises ConfigError if the folder or its secret cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        max_bytes: int,
+        write_file: WriteFile = Path.write_bytes,
+    ) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._write_file = write_file
+        self._known: set[bytes] = set()
+        self._num_unscanned_bytes = 0
+        self.error: str | None = None
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(folder / _LOCK):
+                secret = _find_secret(folder / _SECRET)
+                _remove_leftovers(folder)
+                self._writing = folder / f"{_WRITING}{os.getpid()}-{secrets.token_hex(4)}"
+                self._writing.mkdir(mode=0o700)
+                self._hold = _lock(self._writing / _LOCK)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise ConfigError(f"--prefix-cache-disk {folder} cannot be used: {reason}") from error
+        self.key_secret = _derived(secret, b"keys", fingerprint)
+        """For the keys: no two fingerprints or secrets have a key in common."""
+        self._mac_secret = _derived(secret, b"contents", fingerprint)
+        self._pages = folder / _derived(secret, b"folder", fingerprint).hex()[:32]
+        self._scan()
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether there was a page of `key` at the last scan, or it was written since."""
+        return key in self._known
+
+    def read(self, key: bytes) -> bytes | StoredMiss:
+        """The content of a page; a file that is not what was written is removed."""
+        path = self._path_of(key)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            self._known.discard(key)
+            return "absent"
+        content = self._checked(key, data)
+        if content is None:
+            self._known.discard(key)
+            _remove(path)
+            return "damaged"
+        with suppress(OSError):  # another engine may just have removed it
+            os.utime(path)
+        return content
+
+    def write(self, key: bytes, content: bytes) -> bool:
+        """Stores a page; False if it is there already, or if writing fails, which ends all writing
+        (`error` says why)."""
+        size = len(content) + OVERHEAD_BYTES
+        if self.error is not None or key in self._known:
+            return False
+        if size > self._max_bytes // SCAN_SHARE:
+            self._stop(f"a page has {size} bytes: --prefix-cache-disk-bytes is too small")
+            return False
+        path, partial = self._path_of(key), self._writing / key.hex()
+        try:
+            head = _HEADER.pack(MAGIC, key, len(content))
+            data = b"".join((head, content, self._mac(head, content)))
+            self._write_file(partial, data)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            partial.replace(path)
+        except OSError as error:
+            _remove(partial)
+            self._stop(error.strerror or type(error).__name__)
+            return False
+        self._known.add(key)
+        self._num_unscanned_bytes += size
+        if self._num_unscanned_bytes >= self._max_bytes // SCAN_SHARE:
+            self._scan()
+        return True
+
+    def close(self) -> None:
+        """Removes what belongs to this process only."""
+        shutil.rmtree(self._writing, ignore_errors=True)
+        os.close(self._hold)
+
+    def _stop(self, reason: str) -> None:
+        self.error = reason
+        logger.warning("the prefix cache on disk is off: %s", reason)
+
+    def _scan(self) -> None:
+        """Finds all files, and removes those that were not used for longest, if they are too
+        many."""
+        files = sorted(_files_of(self._folder), key=lambda each: each.used_ns)
+        num_bytes = sum(each.num_bytes for each in files)
+        most = self._max_bytes - self._max_bytes // ROOM_SHARE
+        num_removed = 0
+        if num_bytes > most:
+            for each in files:
+                if num_bytes <= most:
+                    break
+                _remove(each.path)
+                num_bytes -= each.num_bytes
+                num_removed += 1
+        own = self._pages
+        kept = (each.path for each in files[num_removed:] if each.path.parent.parent == own)
+        self._known = set(filter(None, map(_key_of, kept)))
+        self._num_unscanned_bytes = 0
+
+    def _path_of(self, key: bytes) -> Path:
+        name = key.hex()
+        return self._pages / name[:2] / name
+
+    def _mac(self, *parts: bytes) -> bytes:
+        state = hmac.new(self._mac_secret, digestmod="sha256")
+        for part in parts:
+            state.update(part)
+        return state.digest()
+
+    def _checked(self, key: bytes, data: bytes) -> bytes | None:
+        """The content of a file's data; None unless it was written under this key."""
+        if len(data) < OVERHEAD_BYTES:
+            return None
+        head, end = data[: _HEADER.size], len(data) - _MAC_BYTES
+        content = data[_HEADER.size : end]
+        is_own = head == _HEADER.pack(MAGIC, key, len(content))
+        if not is_own or not hmac.compare_digest(self._mac(head, content), data[end:]):
+            return None
+        return content
+
+
+def _derived(secret: bytes, purpose: bytes, fingerprint: str) -> bytes:
+    return hmac.digest(secret, purpose + b"\0" + fingerprint.encode(), "sha256")
+
+
+def _find_secret(path: Path) -> bytes:
+    """The folder's secret, made if there is none. Only one process at a time is here."""
+    if not path.exists():
+        partial = path.with_name(f"{_SECRET}-{os.getpid()}")
+        partial.unlink(missing_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    found = path.stat()
+    if found.st_mode & 0o077 or found.st_uid != os.getuid():
+        raise ConfigError(
+            f"{path} can be read by others, who could then write pages that are taken for this "
+            f"server's; remove it, or make it readable by its owner only (chmod 600)"
+        )
+    secret = path.read_bytes()
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(f"{path} has {len(secret)} bytes, not {SECRET_BYTES}; remove it")
+    return secret
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes the files of processes that are gone: their locks can be taken."""
+    for writing in folder.glob(f"{_WRITING}*"):
+        try:
+            descriptor = _lock(writing / _LOCK)
+        except BlockingIOError:
+            continue
+        except OSError:
+            descriptor = None
+        shutil.rmtree(writing, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _lock(path: Path) -> int:
+    """A descriptor that holds the lock of a file until it is closed. Raises BlockingIOError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Holds the lock of a file; waits for it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _files_of(folder: Path) -> Iterator[_Stored]:
+    """All pages in the folder, of any fingerprint."""
+    for path in folder.glob("*/??/*"):
+        try:
+            found = path.stat()
+        except OSError:
+            continue  # another engine has just removed it
+        yield _Stored(path, found.st_mtime_ns, found.st_size)
+
+
+def _key_of(path: Path) -> bytes | None:
+    try:
+        return bytes.fromhex(path.name)
+    except ValueError:
+        return None
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.debug("a page cannot be removed: %s", error.strerror)

@@ -1,0 +1,272 @@
+"""`PageFolder`: only what was written is read, whoever uses the folder and whenever one stops."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cadenza.engine.page_folder import MIN_BYTES, OVERHEAD_BYTES, SCAN_SHARE, PageFolder
+from cadenza.errors import ConfigError
+from tests.engine.stored import files_of
+
+KEY = bytes(range(32))
+CONTENT = b"the keys and values of a page" * 50
+
+
+def open_folder(folder: Path, fingerprint: str = "a model", most: int = MIN_BYTES) -> PageFolder:
+    return PageFolder(folder, fingerprint, most)
+
+
+def stored(folder: Path) -> Path:
+    """The file of one page."""
+    pages = open_folder(folder)
+    assert pages.write(KEY, CONTENT)
+    pages.close()
+    (path,) = files_of(folder)
+    return path
+
+
+def test_a_page_is_read_by_the_next_engine(tmp_path: Path) -> None:
+    stored(tmp_path)
+    pages = open_folder(tmp_path)
+    assert KEY in pages
+    assert pages.read(KEY) == CONTENT
+    assert not pages.write(KEY, CONTENT), "it is there already"
+    pages.close()
+
+
+def test_what_was_never_written_is_absent(tmp_path: Path) -> None:
+    pages = open_folder(tmp_path)
+    assert KEY not in pages
+    assert pages.read(KEY) == "absent"
+    pages.close()
+
+
+def flip(offset: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[offset] ^= 0x10
+        path.write_bytes(data)
+
+    return damage
+
+
+def cut(size: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:size])
+
+    return damage
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+DAMAGES = {
+    "flip in the magic": flip(0),
+    "flip in the key": flip(20),
+    "flip in the length": flip(50),
+    "flip in the content": flip(300),
+    "flip in the MAC": flip(-1),
+    "empty": cut(0),
+    "cut in the header": cut(30),
+    "cut in the content": cut(OVERHEAD_BYTES + 10),
+    "cut by a byte": cut(-1),
+    "a byte more": grow,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_a_miss_and_goes(tmp_path: Path, name: str) -> None:
+    path = stored(tmp_path)
+    DAMAGES[name](path)
+    pages = open_folder(tmp_path)
+    assert pages.read(KEY) == "damaged"
+    assert not path.exists()
+    assert KEY not in pages
+    assert pages.write(KEY, CONTENT), "it can be written anew"
+    assert pages.read(KEY) == CONTENT
+    pages.close()
+
+
+def test_a_page_under_another_name_is_damaged(tmp_path: Path) -> None:
+    path = stored(tmp_path)
+    other = bytes([*KEY[:-1], 255])
+    shutil.copy(path, path.with_name(other.hex()))
+    pages = open_folder(tmp_path)
+    assert pages.read(other) == "damaged"
+    assert pages.read(KEY) == CONTENT
+    pages.close()
+
+
+@pytest.mark.parametrize("differs", ["fingerprint", "secret"])
+def test_pages_of_another_model_or_secret_are_not_taken(tmp_path: Path, differs: str) -> None:
+    path = stored(tmp_path / "one")
+    other = open_folder(tmp_path / ("one" if differs == "fingerprint" else "two"), "another model")
+    if differs == "secret":
+        other.close()
+        other = open_folder(tmp_path / "two")
+    mine = open_folder(tmp_path / "one")
+    assert other.key_secret != mine.key_secret, "keys have nothing in common"
+    assert KEY not in other
+    assert other.read(KEY) == "absent"
+    other.write(KEY, b"something else")
+    (target,) = [
+        each for each in files_of(tmp_path / "one") + files_of(tmp_path / "two") if each != path
+    ]
+    shutil.copy(path, target)
+    assert other.read(KEY) == "damaged", "even if the file is put there"
+    other.close()
+    mine.close()
+
+
+def test_the_secret_is_its_owners_only(tmp_path: Path) -> None:
+    open_folder(tmp_path).close()
+    secret = tmp_path / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    before = secret.read_bytes()
+    open_folder(tmp_path).close()
+    assert secret.read_bytes() == before
+    secret.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        open_folder(tmp_path)
+
+
+def test_a_secret_of_another_size_is_refused(tmp_path: Path) -> None:
+    open_folder(tmp_path).close()
+    (tmp_path / "secret").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="5 bytes, not 32"):
+        open_folder(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--prefix-cache-disk .* cannot be used"):
+        open_folder(tmp_path / "file" / "folder")
+
+
+def full_disk(path: Path, data: bytes) -> None:
+    path.write_bytes(data[:100])
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_ends_writing_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = stored(tmp_path)
+    pages = PageFolder(tmp_path, "a model", MIN_BYTES, full_disk)
+    for index in range(3):
+        assert not pages.write(bytes([index]) * 32, CONTENT)
+    assert pages.error == "No space left on device"
+    assert [each.message for each in caplog.records] == [
+        "the prefix cache on disk is off: No space left on device"
+    ]
+    assert files_of(tmp_path) == [path]
+    assert pages.read(KEY) == CONTENT, "what is there can still be read"
+    pages.close()
+    assert not list(tmp_path.glob("writing-*"))
+
+
+def test_pages_too_large_for_the_bound_end_writing(tmp_path: Path) -> None:
+    pages = open_folder(tmp_path)
+    assert not pages.write(KEY, bytes(MIN_BYTES // SCAN_SHARE))
+    assert pages.error is not None
+    assert "--prefix-cache-disk-bytes is too small" in pages.error
+    pages.close()
+
+
+def num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files_of(folder))
+
+
+def test_two_engines_on_one_folder_keep_the_bound_together(tmp_path: Path) -> None:
+    pair = [open_folder(tmp_path), open_folder(tmp_path, "another model")]
+    content = bytes(20_000)
+    for index in range(80):
+        for pages in pair:
+            assert pages.write(bytes([index]) * 32, content)
+            assert num_bytes(tmp_path) <= MIN_BYTES
+    assert num_bytes(tmp_path) > MIN_BYTES // 2
+    for pages in pair:
+        assert pages.read(bytes([79]) * 32) == content
+        pages.close()
+
+
+def test_without_a_bound_they_would_exceed_it(tmp_path: Path) -> None:
+    pages = open_folder(tmp_path, most=1 << 30)
+    for index in range(80):
+        pages.write(bytes([index]) * 32, bytes(20_000))
+    assert num_bytes(tmp_path) > MIN_BYTES
+    pages.close()
+
+
+def test_what_is_read_outlives_what_is_not(tmp_path: Path) -> None:
+    pages = open_folder(tmp_path)
+    content = bytes(20_000)
+    for index in range(120):
+        pages.write(bytes([index]) * 32, content)
+        assert pages.read(bytes(32)) == content
+        os.utime(sorted(tmp_path.glob(f"*/{index:02x}/*"))[0], ns=(0, index * 10**9))
+        os.utime(sorted(tmp_path.glob("*/00/*"))[0], ns=(0, 10**15))
+    assert bytes([1]) * 32 not in pages
+    assert pages.read(bytes([1]) * 32) == "absent"
+    pages.close()
+
+
+def test_what_a_dead_process_left_is_removed_and_what_a_living_one_writes_stays(
+    tmp_path: Path,
+) -> None:
+    living = open_folder(tmp_path)
+    (mine,) = tmp_path.glob("writing-*")
+    dead = tmp_path / "writing-1-dead"
+    dead.mkdir()
+    (dead / KEY.hex()).write_bytes(CONTENT)
+    open_folder(tmp_path).close()
+    assert list(tmp_path.glob("writing-*")) == [mine]
+    assert living.write(KEY, CONTENT)
+    living.close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from cadenza.engine.page_folder import PageFolder
+
+def slowly(path, data):
+    with path.open("wb") as file:
+        for at in range(0, len(data), 100):
+            file.write(data[at : at + 100])
+            file.flush()
+            if at == 1000 and path.name.startswith("05"):
+                print("half", flush=True)
+                sys.stdin.read()
+
+pages = PageFolder(Path(sys.argv[1]), "a model", 1 << 20, slowly)
+for index in range(9):
+    pages.write(bytes([index]) * 32, bytes([index]) * 5000)
+"""
+
+
+def test_a_process_killed_while_writing_leaves_only_complete_pages(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "half\n"
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert list(tmp_path.glob("writing-*/05*")), "it was killed in the middle of a page"
+    pages = open_folder(tmp_path)
+    assert not list(tmp_path.glob("writing-*/05*"))
+    for index in range(9):
+        found = pages.read(bytes([index]) * 32)
+        assert found == (bytes([index]) * 5000 if index < 5 else "absent")
+    pages.close()
