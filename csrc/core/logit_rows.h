@@ -22,7 +22,7 @@ enum LogitColumn : int64_t {
   kTopP,
   kMinP,
   kTopNSigma,
-  kHasRules,
+  kRuleRecord,
   kNumLogitColumns
 };
 
@@ -30,7 +30,7 @@ enum LogitColumn : int64_t {
 // of another version.
 constexpr const char* kLogitColumnNames =
     "token_indices rows positions targets keys keys num_logprobs temperature top_k top_p min_p "
-    "top_n_sigma has_rules";
+    "top_n_sigma rule_record";
 
 struct LogitRows {
   const int32_t* words;  // [kNumLogitColumns, stride]

@@ -9,7 +9,7 @@ namespace cadenza::xla_ffi {
 
 namespace {
 
-// The rows' rule records and token history; empty if no row has rules.
+// Records of token rules and the token history; empty if no row has rules.
 struct RuleBuffers {
   Any records, page_table, history;
   int64_t page_size;
@@ -19,12 +19,14 @@ struct RuleBuffers {
 
 RowRules rules_of(const LogitRows& rows, const RuleBuffers& buffers, int64_t index) {
   const int64_t row = rows.int_at(kRow, index), length = rows.int_at(kPosition, index);
+  const int64_t record = rows.int_at(kRuleRecord, index);
   const int64_t words = dim(buffers.records, 1), pages = dim(buffers.page_table, 1);
-  require(row >= 0 && row < dim(buffers.records, 0),
-          "a logit row refers to a row outside the rules' records");
+  require(record < dim(buffers.records, 0), "a logit row refers to rules outside the records");
+  require(row >= 0 && row < dim(buffers.page_table, 0),
+          "a logit row refers to a row outside the page table");
   require(length >= 0 && length <= pages * buffers.page_size,
           "a logit row's position is beyond its row's pages");
-  RowRules rules{int32(buffers.records) + row * words, int32(buffers.page_table) + row * pages,
+  RowRules rules{int32(buffers.records) + record * words, int32(buffers.page_table) + row * pages,
                  int32(buffers.history), buffers.page_size, length};
   const int64_t num_pages = int64_t(buffers.history.element_count()) / buffers.page_size;
   for (int64_t page = 0; page * buffers.page_size < length; page++) {
@@ -37,7 +39,7 @@ RowRules rules_of(const LogitRows& rows, const RuleBuffers& buffers, int64_t ind
 SampleParams params_of(const LogitRows& rows, const RuleBuffers& buffers, int64_t index) {
   SampleParams params = params_of(rows, index);
   if (has_fault(Fault::kRowKey)) params.key[0] = uint32_t(index);
-  if (buffers.has_records() && rows.int_at(kHasRules, index) > 0) {
+  if (buffers.has_records() && rows.int_at(kRuleRecord, index) >= 0) {
     params.rules = rules_of(rows, buffers, index);
   }
   return params;
@@ -57,14 +59,13 @@ LogitRows checked_rows(const Any& columns, int64_t count, int64_t vocab) {
 void check(const RuleBuffers& buffers, int64_t vocab) {
   if (!buffers.has_records()) return;
   require(buffers.page_size > 0, "the page size must be above 0");
-  require(dim(buffers.records, 1) == rule_words(vocab), "rules must be int32 [R, W]");
-  require(dim(buffers.page_table, 0) == dim(buffers.records, 0), "page_table must be int32 [R, P]");
+  require(dim(buffers.records, 1) == rule_words(vocab), "rules must be int32 [L, W]");
 }
 
 }  // namespace
 
 // cadenza_next_token: x act [L, E]; head packed; count; logit rows [columns, L]
-// (core/logit_rows.h); records [R, W] or [0]; page_table [R, P]; history [slots]. Result int32 [L,
+// (core/logit_rows.h); records [L, W] or [0]; page_table [R, P]; history [slots]. Result int32 [L,
 // 44]. Attributes: vocab i64; divisor f32, 1 none; soft_cap f32, 0 none; page_size i64.
 //
 // Logits are divided by divisor, then capped: soft_cap · tanh(logit / soft_cap). Whether all are

@@ -325,10 +325,10 @@ def check_the_mask_of_a_rows_rules_is_replaced_by_itself(bench: Bench) -> None:
         for place in range(3):
             chunk = stream.next_token() if place else stream.chunk(prompt, samples=True)
             inputs = bench.inputs(chunk)
-            inputs.logits.has_rules[0] = 1
+            inputs.logits.rule_record[0] = row
             rules = () if place else (RuleUpdate(row, record),)
             is_replaced = then is not None and place == 1
-            masks = (MaskUpdate(row, layout.mask_of(np.array(then))),) if is_replaced else ()
+            masks = (MaskUpdate(row, row, layout.mask_of(np.array(then))),) if is_replaced else ()
             inputs = replace(inputs, rule_updates=rules, mask_updates=masks)
             chosen.append(int(bench.runner.launch(inputs).result().token_ids[0]))
         return chosen
@@ -369,6 +369,44 @@ def check_a_tokens_hidden_state_follows_from_its_prefix(bench: Bench) -> None:
     ]
     assert np.array_equal(np.concatenate(parts), whole), "hidden states depend on the batch"
     assert not len(bench.run(stream.next_token()).hidden), "states that were not asked for"
+
+
+def check_each_choice_is_made_from_the_record_that_it_names(bench: Bench) -> None:
+    """Three choices of a row with three masks, of which two are behind all rows' records, are those
+    of three steps in which the row's own record has the mask; so is the one of the step after."""
+    layout = RuleLayout(bench.runner.vocab_size)
+    params = SamplingParams(allowed_token_ids=range(90), presence_penalty=1.5, logit_bias={71: 2.0})
+    record = layout.encode(sequence_of(0, tuple(PROMPT[:9]), params=params))
+    assert record is not None
+    masks = [layout.mask_of(np.array(each)) for each in (range(20), range(30, 60), range(55, 90))]
+    row, extra = 2, bench.limits.max_num_seqs
+
+    def launch(chunk: Chunk, records: list[int], *updates: MaskUpdate) -> list[int]:
+        inputs = bench.inputs(chunk)
+        inputs.logits.rule_record[: len(records)] = records
+        inputs = replace(inputs, rule_updates=(RuleUpdate(row, record),), mask_updates=updates)
+        return bench.runner.launch(inputs).result().token_ids.tolist()
+
+    alone: list[int] = []
+    for end, mask in zip((18, 19, 20, 20), (*masks, masks[0]), strict=True):
+        short = stream_on(row, [0, 1])
+        bench.run(short.chunk(PROMPT[:9], samples=False))
+        bench.run(short.chunk(PROMPT[9 : end - 1], samples=False))
+        chunk = short.chunk(PROMPT[end - 1 : end], samples=True)
+        alone += launch(chunk, [row], MaskUpdate(row, row, mask))
+    stream = stream_on(row, [20, 21])
+    bench.run(stream.chunk(PROMPT[:9], samples=False))
+    bench.run(stream.chunk(PROMPT[9:16], samples=False))
+    updates = [MaskUpdate(row, row, masks[0])]
+    updates += [MaskUpdate(extra + 5 * place, row, masks[place]) for place in (2, 1)]
+    chunk = stream.chunk(PROMPT[16:], samples=True, num_choices=3)
+    several = launch(chunk, [row, extra + 5, extra + 10], *updates)
+    assert several == alone[:3], "a choice with a record of its own"
+    stream.num_computed = 19
+    inputs = bench.inputs(stream.chunk(PROMPT[19:], samples=True))
+    inputs.logits.rule_record[0] = row
+    after = bench.runner.launch(inputs).result().token_ids.tolist()
+    assert after == alone[3:], "the row's own record, after others were made of it"
 
 
 def check_reset_forgets_everything(bench: Bench) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeRunner
-from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, ModelInputs, StepOutput
+from cadenza.core.step_schema import NO_RULES, NUM_EXTRA_LOGIT_ROWS, ModelInputs, StepOutput
 from tests.contract.backends import LIMITS
 from tests.contract.checks import CHECKS, Bench
 from tests.contract.steps import copy_of
@@ -159,6 +159,14 @@ class StatesOfTheFirstRows(FakeRunner):
         return FakeRunner.launch(self, replace(inputs, hidden_rows=rows))
 
 
+class MasksOfTheRow(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        other = copy_of(inputs)
+        named = other.logits.rule_record
+        named[:] = np.where(named == NO_RULES, NO_RULES, other.logits.rows)
+        return FakeRunner.launch(self, other)
+
+
 class ForgetsNothing(FakeRunner):
     def reset(self) -> None:
         if not hasattr(self, "_slots"):
@@ -184,6 +192,7 @@ BROKEN: dict[str, type[FakeRunner]] = {
     "asking_for_log_probabilities_changes_no_token": KeysFromTheLogprobs,
     "the_mask_of_a_rows_rules_is_replaced_by_itself": IgnoresMasks,
     "a_tokens_hidden_state_follows_from_its_prefix": StatesOfTheFirstRows,
+    "each_choice_is_made_from_the_record_that_it_names": MasksOfTheRow,
     "reset_forgets_everything": ForgetsNothing,
 }
 

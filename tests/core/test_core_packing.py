@@ -6,7 +6,7 @@ from cadenza.core.batch import Batch
 from cadenza.core.draw_keys import draw_keys
 from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
-from cadenza.core.step_schema import LAST_SAMPLED, PADDING, ModelInputs
+from cadenza.core.step_schema import LAST_SAMPLED, NO_RULES, PADDING, ModelInputs
 from cadenza.request import SamplingParams
 from tests.core.builders import add, output_of, scheduler_of, sequence_of
 
@@ -159,14 +159,14 @@ def test_sampling_data_belongs_to_the_row_and_follows_its_occupant() -> None:
                 inputs.logits.top_p,
                 inputs.logits.min_p,
                 inputs.logits.num_logprobs,
-                inputs.logits.has_rules,
+                inputs.logits.rule_record,
             )
         ]
         for inputs in seen
     ]
     assert rows == [
-        [0.5, 2**31 - 1, 0.25, 0.125, 0.0, 1.0],
-        [0.0, 0.0, 1.0, 0.0, -1.0, 0.0],
+        [0.5, 2**31 - 1, 0.25, 0.125, 0.0, 0.0],
+        [0.0, 0.0, 1.0, 0.0, -1.0, NO_RULES],
     ]
 
 
@@ -255,7 +255,7 @@ def test_rules_go_up_when_a_row_changes_hands_and_again_to_a_device_that_lost_th
         assert batch is not None
         inputs = packer.pack(batch, 24)
         sent.append([update.row for update in inputs.rule_updates])
-        assert inputs.logits.has_rules[:2].tolist() == [1, 0]
+        assert inputs.logits.rule_record[:2].tolist() == [0, NO_RULES]
         scheduler.update(batch, output_of(batch))
         if step == 1:
             packer.forget_rows()

@@ -13,7 +13,7 @@ import numpy as np
 from cadenza.backends.xla.ops.table import RuleArrays, StepArrays
 from cadenza.core.draw_keys import draw_keys
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_schema import LogitInputs
+from cadenza.core.step_schema import NO_RULES, LogitInputs
 from cadenza.core.token_rules import RuleLayout
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ruled_logits
@@ -159,5 +159,8 @@ def logits_of(rows: list[RuledRow]) -> LogitInputs[Any]:
         num_logprobs=jnp.array(
             [-1 if p.logprobs is None else p.logprobs for p in params], jnp.int32
         ),
-        has_rules=jnp.array([row.record() is not None for row in rows], jnp.int32),
+        rule_record=jnp.array(
+            [NO_RULES if row.record() is None else place for place, row in enumerate(rows)],
+            jnp.int32,
+        ),
     )

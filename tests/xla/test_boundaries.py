@@ -148,7 +148,7 @@ def _tokens_after_copies(runner: XlaRunner, num_other_copies: int | None) -> lis
     for step in range(6):
         chunk = stream.chunk([7], samples=True) if step == 0 else stream.next_token()
         inputs = build_inputs([chunk], geometry)
-        inputs.logits.has_rules[0] = 1
+        inputs.logits.rule_record[0] = stream.row
         updates = (RuleUpdate(stream.row, record),) if step == 0 else ()
         output = runner.launch(replace(inputs, rule_updates=updates)).result()
         tokens.append(int(output.token_ids[0]))

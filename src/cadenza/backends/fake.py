@@ -14,7 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.base import Capability
-from cadenza.core.step_schema import LAST_SAMPLED, NO_HIDDEN, NO_TARGET, ModelInputs, StepOutput
+from cadenza.core.step_schema import (
+    LAST_SAMPLED,
+    NO_HIDDEN,
+    NO_RULES,
+    NO_TARGET,
+    NUM_EXTRA_LOGIT_ROWS,
+    ModelInputs,
+    StepOutput,
+)
 from cadenza.core.token_rules import MASK, RuleLayout
 from cadenza.errors import RunnerError
 
@@ -66,7 +74,7 @@ class FakeRunner:
     _slots: np.ndarray = field(init=False)  # [P * S]
     _page_table: np.ndarray = field(init=False)  # [R, pages]
     _last_sampled: np.ndarray = field(init=False)  # [R]
-    _rules: np.ndarray = field(init=False)  # [R, W]
+    _rules: np.ndarray = field(init=False)  # [L, W]
 
     def __post_init__(self) -> None:
         self.reset()
@@ -95,7 +103,8 @@ class FakeRunner:
         self._page_table = np.full((self.max_num_seqs, self.max_pages_per_seq), -1, np.int64)
         self._last_sampled = np.full(self.max_num_seqs, _NEVER_WRITTEN, np.int64)
         num_words = RuleLayout(self.vocab_size).num_words
-        self._rules = np.full((self.max_num_seqs, num_words), _NEVER_WRITTEN, np.int64)
+        num_records = self.max_num_seqs + NUM_EXTRA_LOGIT_ROWS
+        self._rules = np.full((num_records, num_words), _NEVER_WRITTEN, np.int64)
 
     def stored(self, start: int, count: int) -> list[int]:
         """The tokens in `count` slots from `start`."""
@@ -123,7 +132,8 @@ class FakeRunner:
         for update in inputs.rule_updates:
             self._rules[update.row] = update.record
         for update in inputs.mask_updates:
-            self._rules[update.row, MASK:] = update.mask
+            self._rules[update.record] = self._rules[update.row]
+            self._rules[update.record, MASK:] = update.mask
         pages = self._slots.reshape(-1, self.page_size)
         for source, destination, num_tokens in inputs.page_copies:
             pages[destination, :num_tokens] = pages[source, :num_tokens]
@@ -175,8 +185,9 @@ class FakeRunner:
 
     def _sample(self, inputs: ModelInputs, index: int, row: int) -> int:
         logits, history = inputs.logits, self._history(inputs, index, row)
-        if logits.has_rules[index]:
-            history += self._rules[row].tolist()
+        record = logits.rule_record[index]
+        if record != NO_RULES:
+            history += self._rules[record].tolist()
         greedy = logits.temperature[index] == 0
         key = (0, 0) if greedy else tuple(int(word) for word in logits.keys[index])
         return next_token(history, (key[0], key[1]), vocab_size=self.vocab_size)

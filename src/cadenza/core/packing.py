@@ -155,7 +155,7 @@ class Packer:
             own = entry.sequence.params.allowed_token_ids
             if own is not None:
                 mask &= self._rule_layout.mask_of(np.array(own))
-            updates.append(MaskUpdate(entry.row, mask))
+            updates.append(MaskUpdate(entry.row, entry.row, mask))
         return tuple(updates)
 
 

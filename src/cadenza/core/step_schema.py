@@ -6,7 +6,7 @@ between steps are all derived from the declaration.
 
 Legend: T tokens of the step padded to its bucket · R rows = `max_num_seqs` · L logit rows =
 R + `NUM_EXTRA_LOGIT_ROWS` · U changed page-table entries · C copied pages · W words of a rule
-record.
+record, of which the device has L: one for each row, then those of drafts' masks.
 
 Uses no array library but numpy: groups are generic, so that a backend can use them for its own
 arrays. Invariants: every entry is a 32-bit word; padding is identified by counts and by -1 in
@@ -35,6 +35,9 @@ LAST_SAMPLED = -1
 PADDING = -1
 
 NO_TARGET = -1
+
+NO_RULES = -1
+"""In `LogitInputs.rule_record`."""
 
 NUM_EXTRA_LOGIT_ROWS = 64
 """Logit rows per step for prompts and drafts, in addition to one per row."""
@@ -129,6 +132,14 @@ def _temperature(sequence: Sequence) -> float:
     return 0.0 if sequence.params.is_greedy else sequence.params.temperature
 
 
+def _rule_record(sequence: Sequence) -> int:
+    """The record of the sequence's row."""
+    if not has_rules(sequence):
+        return NO_RULES
+    assert sequence.row is not None
+    return sequence.row
+
+
 def _top_k(sequence: Sequence) -> int:
     return min(max(sequence.params.top_k, 0), np.iinfo(np.int32).max)
 
@@ -139,7 +150,8 @@ class LogitInputs(Generic[A]):
 
     A batch row may have several logit rows, in order of their positions, so that the last one
     samples the row's last token. `positions` is the position of the token that is sampled or
-    scored: it determines the draw's key, and the row's rules apply to the tokens before it. A logit
+    scored: it determines the draw's key, and the row's rules apply to the tokens before it. These
+    are in the record `rule_record`: the row's own, or one of its copies with another mask. A logit
     row with a target reports the log probability of that token and samples none.
     """
 
@@ -156,7 +168,7 @@ class LogitInputs(Generic[A]):
     top_n_sigma: A = field(
         metadata=_setting(np.float32, off=0.0, of=lambda s: max(0.0, s.params.top_n_sigma))
     )
-    has_rules: A = field(metadata=_setting(np.int32, off=0, of=has_rules))
+    rule_record: A = field(metadata=_setting(np.int32, off=NO_RULES, of=_rule_record))  # into L
 
 
 _Group = type[StepCounts[Any] | TokenInputs[Any] | RowInputs[Any] | LogitInputs[Any]]
@@ -266,8 +278,13 @@ class RuleUpdate:
 
 @dataclass(frozen=True, slots=True)
 class MaskUpdate:
-    """Replaces the mask of a row's rules, effective from this step on, after rule updates."""
+    """Makes `record` the rules of `row` with another mask, from this step on, after rule updates.
 
+    The record is the row's own, of which only the mask changes, or one behind all rows', for logit
+    rows of this step.
+    """
+
+    record: int
     row: int
     mask: Int32Array  # [W - MASK]
 

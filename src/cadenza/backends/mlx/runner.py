@@ -30,7 +30,15 @@ from cadenza.backends.mlx.slots import SlotSizes
 from cadenza.backends.mlx.step_split import DecodedToken, StepSplit
 from cadenza.backends.mlx.zoo import load_zoo_model, set_dtype
 from cadenza.config import PAGE_SIZE_UNIT
-from cadenza.core.step_schema import LAST_SAMPLED, NO_TARGET, LogitInputs, ModelInputs, StepOutput
+from cadenza.core.step_schema import (
+    LAST_SAMPLED,
+    NO_RULES,
+    NO_TARGET,
+    NUM_EXTRA_LOGIT_ROWS,
+    LogitInputs,
+    ModelInputs,
+    StepOutput,
+)
 from cadenza.core.token_rules import MASK, NONE, RuleLayout
 from cadenza.errors import RunnerError
 
@@ -227,7 +235,8 @@ class _Steps:
 
     def _allocate(self) -> None:
         self._slot_of_row = np.zeros(self._num_rows, np.intp)
-        self._records = np.zeros((self._num_rows, self._num_words), np.int32)
+        num_records = self._num_rows + NUM_EXTRA_LOGIT_ROWS
+        self._records = np.zeros((num_records, self._num_words), np.int32)
         self._last_sampled = mx.zeros(self._num_rows, mx.int32)
         shape = (self._sizes.num_slots, self._sizes.capacity)
         self._history = mx.full(shape, NONE, mx.int32)
@@ -243,7 +252,8 @@ class _Steps:
         for update in inputs.rule_updates:
             self._records[update.row] = update.record
         for update in inputs.mask_updates:
-            self._records[update.row, MASK:] = update.mask
+            self._records[update.record] = self._records[update.row]
+            self._records[update.record, MASK:] = update.mask
         for source, destination, num_tokens in inputs.page_copies.tolist():
             self._model.copy(source, destination, num_tokens)
             self._history[destination, :num_tokens] = self._history[source, :num_tokens]
@@ -315,14 +325,15 @@ class _Steps:
 
     def _ruled(self, logits: mx.array, rows: LogitInputs[Any]) -> mx.array | None:
         """The logits after token rules; None if no row has any."""
-        if not (rows.has_rules > 0).any():
+        has_rules = rows.rule_record != NO_RULES
+        if not has_rules.any():
             return None
-        records = np.where(rows.has_rules[:, None] > 0, self._records[rows.rows], NONE)
+        records = np.where(has_rules[:, None], self._records[rows.rule_record], NONE)
         slots = mx.array(self._slot_of_row[rows.rows].astype(np.int32))
         is_inside = np.arange(self._sizes.capacity) < rows.positions[:, None]
         context = mx.where(to_device(is_inside), self._history[slots], NONE)
         ruled = apply_token_rules(logits, records, context, rows.positions)
-        return mx.where(to_device(rows.has_rules > 0)[:, None], ruled, logits)
+        return mx.where(to_device(has_rules)[:, None], ruled, logits)
 
 
 def _first_rows(logits: LogitInputs[Any], count: int, size: int) -> LogitInputs[Any]:
@@ -335,7 +346,7 @@ def _first_rows(logits: LogitInputs[Any], count: int, size: int) -> LogitInputs[
         (rows.targets, NO_TARGET),
         (rows.temperature, 0),
         (rows.num_logprobs, -1),
-        (rows.has_rules, 0),
+        (rows.rule_record, NO_RULES),
     ):
         values[count:] = off
     return rows

@@ -12,7 +12,7 @@ import numpy as np
 
 from cadenza.backends.mlx.arrays import to_device
 from cadenza.config import MAX_LOGPROBS_BOUND
-from cadenza.core.step_schema import LogitInputs, StepOutput
+from cadenza.core.step_schema import NO_RULES, LogitInputs, StepOutput
 
 Rows = LogitInputs[Any]
 """The settings of the logit rows, as host arrays [L]."""
@@ -67,7 +67,7 @@ def sample_tokens(logits: mx.array, rows: Rows, ruled: mx.array | None = None) -
         tokens = mx.where(to_device(rows.temperature > 0), _draw(choices, rows), tokens)
     if (rows.targets >= 0).any():
         tokens = mx.where(to_device(rows.targets >= 0), to_device(rows.targets), tokens)
-    has_choice = mx.any(choices > -mx.inf, axis=-1) | to_device(rows.has_rules == 0)
+    has_choice = mx.any(choices > -mx.inf, axis=-1) | to_device(rows.rule_record == NO_RULES)
     is_finite = mx.all(mx.isfinite(logits), axis=-1)
     chosen = ChosenTokens(tokens=tokens, is_finite=is_finite, has_choice=has_choice)
     return _described(chosen, logits) if (rows.num_logprobs >= 0).any() else chosen

@@ -24,7 +24,12 @@ from cadenza.backends.xla.ops.table import (
 from cadenza.backends.xla.wire import unpack
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.config import PAGE_SIZE_UNIT
-from cadenza.core.step_schema import NO_TARGET, LogitInputs, StepLayout
+from cadenza.core.step_schema import (
+    NO_TARGET,
+    NUM_EXTRA_LOGIT_ROWS,
+    LogitInputs,
+    StepLayout,
+)
 from cadenza.core.token_rules import MASK, RuleLayout
 
 Compiled = Callable[..., Any]
@@ -39,7 +44,7 @@ PAGE_IO = 16
 """Pages per call of `read_pages` and `write_pages`."""
 
 MASK_ROWS = 16
-"""Rows per call of `write_masks`."""
+"""Records per call of `write_masks`."""
 
 _STEP_OPTIONS: dict[str, dict[str, str | bool]] = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -54,7 +59,7 @@ class DeviceState(NamedTuple):
     pool: KVPool
     last_sampled: Any  # [R]
     page_table: Any  # [R, P]
-    rule_records: Any  # [R, W]
+    rule_records: Any  # [L, W]
     token_history: Any  # [slots]
 
 
@@ -139,11 +144,13 @@ def write_rules(state: DeviceState, row: jax.Array, record: jax.Array) -> Device
     return state._replace(rule_records=state.rule_records.at[row].set(record))
 
 
-def write_masks(state: DeviceState, rows: jax.Array, masks: jax.Array) -> DeviceState:
-    """Sets the masks [MASK_ROWS, W - MASK] of the token rules of `rows` [MASK_ROWS]; rows out of
-    range are ignored."""
-    records = state.rule_records.at[rows, MASK:].set(masks, mode="drop")
-    return state._replace(rule_records=records)
+def write_masks(state: DeviceState, places: jax.Array, masks: jax.Array) -> DeviceState:
+    """Applies mask updates: `places` [MASK_ROWS, 2] of (record, row) and their masks [MASK_ROWS,
+    W - MASK]; records out of range are ignored."""
+    records, rows = places[:, 0], places[:, 1]
+    written = jnp.concatenate([state.rule_records[rows, :MASK], masks], axis=1)
+    changed = state.rule_records.at[records].set(written, mode="drop")
+    return state._replace(rule_records=changed)
 
 
 def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
@@ -243,7 +250,7 @@ def state_function(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Call
             ops.new_kv_pool(shape.num_pages, shape.fill),
             jnp.zeros(shape.num_rows, jnp.int32),
             jnp.zeros((shape.num_rows, shape.max_pages_per_seq), jnp.int32),
-            jnp.zeros((shape.num_rows, num_words), jnp.int32),
+            jnp.zeros((shape.num_rows + NUM_EXTRA_LOGIT_ROWS, num_words), jnp.int32),
             jnp.full(shape.num_pages * spec.page_size, -1, jnp.int32),
         )
 
@@ -280,7 +287,7 @@ def compile_programs(
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     num_words = RuleLayout(spec.model.vocab_size).num_words
     record = jax.ShapeDtypeStruct((num_words,), jnp.int32, sharding=sharding)
-    rows = jax.ShapeDtypeStruct((MASK_ROWS,), jnp.int32, sharding=sharding)
+    places = jax.ShapeDtypeStruct((MASK_ROWS, 2), jnp.int32, sharding=sharding)
     masks = jax.ShapeDtypeStruct((MASK_ROWS, num_words - MASK), jnp.int32, sharding=sharding)
     return Programs(
         step=steps,
@@ -300,5 +307,5 @@ def compile_programs(
         if shape.copies_pages
         else None,
         write_rules=jax.jit(write_rules, donate_argnums=0).lower(state, count, record).compile(),
-        write_masks=jax.jit(write_masks, donate_argnums=0).lower(state, rows, masks).compile(),
+        write_masks=jax.jit(write_masks, donate_argnums=0).lower(state, places, masks).compile(),
     )

@@ -47,7 +47,14 @@ from cadenza.backends.xla.weights import load_decoder
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Quantization
-from cadenza.core.step_schema import NO_HIDDEN, Int32Array, MaskUpdate, ModelInputs, StepOutput
+from cadenza.core.step_schema import (
+    NO_HIDDEN,
+    NUM_EXTRA_LOGIT_ROWS,
+    Int32Array,
+    MaskUpdate,
+    ModelInputs,
+    StepOutput,
+)
 from cadenza.errors import RunnerError
 
 logger = logging.getLogger(__name__)
@@ -309,12 +316,13 @@ class XlaRunner:
         return padded
 
     def _padded_masks(self, part: tuple[MaskUpdate, ...]) -> tuple[Int32Array, Int32Array]:
-        """The rows [MASK_ROWS] and their masks [MASK_ROWS, W - MASK]."""
-        rows = np.full(MASK_ROWS, self._limits.max_num_seqs, np.int32)  # out of range: ignored
+        """The places [MASK_ROWS, 2] of `write_masks` and their masks [MASK_ROWS, W - MASK]."""
+        dropped = self._limits.max_num_seqs + NUM_EXTRA_LOGIT_ROWS  # out of range: ignored
+        places = np.full((MASK_ROWS, 2), (dropped, 0), np.int32)
         masks = np.zeros((MASK_ROWS, len(part[0].mask)), np.int32)
         for place, update in enumerate(part):
-            rows[place], masks[place] = update.row, update.mask
-        return rows, masks
+            places[place], masks[place] = (update.record, update.row), update.mask
+        return places, masks
 
 
 def _padded_pages(page_ids: Sequence[int]) -> Int32Array:

@@ -396,7 +396,7 @@ def _columns(logits: LogitInputs[jax.Array]) -> jax.Array:
 
 
 def _memory(step: StepArrays) -> tuple[jax.Array | None, ...]:
-    """Rules [R, W], page table [R, P] and history [slots]; absent if no row has rules."""
+    """Rules [L, W], page table [R, P] and history [slots]; absent if no row has rules."""
     if step.rules is None:
         return (None,) * 3
     return step.rules.records, step.page_table, step.rules.history

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from cadenza.backends.xla.ops.table import StepArrays
 from cadenza.core import token_rules as words
+from cadenza.core.step_schema import NO_RULES
 from cadenza.request import MAX_BAD_WORD_TOKENS, MAX_BIASES
 
 
@@ -29,15 +30,15 @@ def apply_rules(logits: jax.Array, step: StepArrays, page_size: int) -> jax.Arra
         return logits
 
     def ruled() -> jax.Array:
-        changed = _ruled(logits, step, page_size)
-        return jnp.where(step.logits.has_rules[:, None] > 0, changed, logits)
+        return jnp.where(has_rules[:, None], _ruled(logits, step, page_size), logits)
 
-    return jax.lax.cond(jnp.any(step.logits.has_rules > 0), ruled, lambda: logits)
+    has_rules = step.logits.rule_record != NO_RULES
+    return jax.lax.cond(jnp.any(has_rules), ruled, lambda: logits)
 
 
 def _ruled(logits: jax.Array, step: StepArrays, page_size: int) -> jax.Array:
     assert step.rules is not None
-    records = step.rules.records[step.logits.rows]  # [L, W]
+    records = step.rules.records[step.logits.rule_record]  # [L, W]
     lengths = step.logits.positions  # [L], tokens before the one to choose
     context = _contexts(step, lengths, page_size)  # [L, N]
     num_prompt = records[:, words.NUM_PROMPT]

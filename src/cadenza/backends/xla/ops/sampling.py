@@ -17,7 +17,7 @@ from cadenza.backends.xla.ops.table import (
     STATE_NONE_ALLOWED,
     STATE_NOT_FINITE,
 )
-from cadenza.core.step_schema import LogitInputs
+from cadenza.core.step_schema import NO_RULES, LogitInputs
 
 _KEY_BITS = 32
 
@@ -49,7 +49,8 @@ def choose_tokens(
 
 def _state(logits: jax.Array, choices: jax.Array, rows: LogitInputs[jax.Array]) -> jax.Array:
     """The rows' states [L]."""
-    none_allowed = (rows.has_rules > 0) & ~jnp.any(choices > -jnp.inf, axis=-1)
+    has_choice = jnp.any(choices > -jnp.inf, axis=-1)
+    none_allowed = (rows.rule_record != NO_RULES) & ~has_choice
     state = jnp.where(none_allowed, STATE_NONE_ALLOWED, STATE_CHOSEN)
     is_finite = jnp.all(jnp.isfinite(logits), axis=-1)
     return jnp.where(is_finite, state, STATE_NOT_FINITE).astype(jnp.int32)

@@ -128,9 +128,9 @@ class KVPool(NamedTuple):
 
 
 class RuleArrays(NamedTuple):
-    """Each row's token rules (`core.token_rules`) and the token at each KV slot."""
+    """The records of token rules (`core.token_rules`) and the token at each KV slot."""
 
-    records: jax.Array  # [R, W]
+    records: jax.Array  # [L, W]
     history: jax.Array  # [slots]
 
 
