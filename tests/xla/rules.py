@@ -1,7 +1,7 @@
 """Random token rules on random rows, for the device's op tables and for the plain reference.
 
 Owns the making of requests, contexts and pages; judges nothing. Every context lies on pages of its
-own, the slots between hold other rows' tokens or garbage.
+own, the slots between hold other rows' tokens or garbage. Records are in the opposite order.
 """
 
 from dataclasses import dataclass
@@ -132,7 +132,7 @@ def step_of(rows: list[RuledRow], *, seed: int = 0) -> StepArrays:
         history[slots] = (*row.request.prompt_token_ids, *row.generated)
         record = row.record()
         if record is not None:
-            records[index] = record
+            records[count - 1 - index] = record
     nothing = dict.fromkeys(StepArrays._fields, np.int32(0))
     own = {
         "num_logits": np.int32(count),
@@ -160,7 +160,10 @@ def logits_of(rows: list[RuledRow]) -> LogitInputs[Any]:
             [-1 if p.logprobs is None else p.logprobs for p in params], jnp.int32
         ),
         rule_record=jnp.array(
-            [NO_RULES if row.record() is None else place for place, row in enumerate(rows)],
+            [
+                NO_RULES if row.record() is None else len(rows) - 1 - place
+                for place, row in enumerate(rows)
+            ],
             jnp.int32,
         ),
     )
