@@ -19,20 +19,24 @@ NEVER = "never"
 SHORT = "short"
 """The grammar that is complete after a token in 8."""
 
+STEADY = "b"
+"""The grammar whose mask stays for four tokens, or fewer."""
+
 FAILS_AFTER = "fails after "
 """Followed by the number of tokens that it accepts."""
 
 
 @dataclass(slots=True)
 class HashedConstraint:
-    """Complete after a token in 64, or in 8."""
+    """Complete after a token in 64, or in 8; allows seven tokens in 8."""
 
     grammar: str
     accepted: list[int] = field(default_factory=list[int])
 
     @property
     def is_complete(self) -> bool:
-        return bool(self.accepted) and self._digest()[0] < (32 if self.grammar == SHORT else 4)
+        first = self._digest(len(self.accepted))[0]
+        return bool(self.accepted) and first < (32 if self.grammar == SHORT else 4)
 
     @property
     def has_failed(self) -> bool:
@@ -43,10 +47,18 @@ class HashedConstraint:
         self.accepted.append(token_id)
 
     def allowed(self) -> bytes:
-        return self._digest()[16:]
+        count = len(self.accepted)
+        digest = self._digest(count // 4 * 4 if self.grammar == STEADY else count)
+        parts = (digest[start : start + 16] for start in (16, 32, 48))
+        return bytes(first | second | third for first, second, third in zip(*parts, strict=True))
 
-    def _digest(self) -> bytes:
-        return hashlib.blake2b(f"{self.grammar} {self.accepted}".encode(), digest_size=32).digest()
+    def fork(self) -> "HashedConstraint":
+        return HashedConstraint(self.grammar, [*self.accepted])
+
+    def _digest(self, count: int) -> bytes:
+        """Of the first `count` tokens."""
+        text = f"{self.grammar} {self.accepted[:count]}"
+        return hashlib.blake2b(text.encode(), digest_size=64).digest()
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,15 @@ from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import ConstraintSpec
-from tests.engine.simulation import MAX_STEPS_TO_DRAIN, VOCAB_SIZE, Record, make_engine, replayable
+from tests.engine.simulation import (
+    MAX_STEPS_TO_DRAIN,
+    REAL_PARTS,
+    VOCAB_SIZE,
+    Parts,
+    Record,
+    make_engine,
+    replayable,
+)
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
 HERE = "tests/engine/test_resume.py"
@@ -57,10 +65,12 @@ def requests_of(seed: int, count: int) -> list[Request]:
 class Relay:
     """One front end's requests, and the engines that serve them one after the other."""
 
-    def __init__(self, limits: EngineLimits, loop: SchedulerLoop) -> None:
-        self._limits, self._loop = limits, loop
+    def __init__(
+        self, limits: EngineLimits, loop: SchedulerLoop, parts: Parts = REAL_PARTS
+    ) -> None:
+        self._limits, self._loop, self._parts = limits, loop, parts
         self.books = OpenRequests(RequestTimeouts(), lambda: 0.0)
-        self.engine = make_engine(limits, loop=loop)
+        self.engine = make_engine(limits, loop=loop, parts=parts)
         self.record = Record(seed=0, engine=self.engine)
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.num_engines = 1
@@ -91,7 +101,8 @@ class Relay:
         """What the engine does in its last step is never told."""
         self.engine.step()
         self.books.lose_engine(0.0)
-        self.engine = self.record.engine = make_engine(self._limits, loop=self._loop)
+        self.engine = make_engine(self._limits, loop=self._loop, parts=self._parts)
+        self.record.engine = self.engine
         for request_id in self.books.open_ids():
             resumed = self.books.resume(request_id)
             assert resumed is not None

@@ -21,9 +21,10 @@ class BatchEntry:
     The last of them are `drafts`, behind the sequence's own. The step has a logit row for each of
     the positions `prompt_rows` of the prompt and samples `num_choices` tokens, each from the logits
     of the previous position: one after the sequence's last token and one after each draft; 0 if the
-    entry ends before the sequence's last token. `num_preemptions` is the sequence's value at
-    launch: if it has increased by the time the step is read, the entry's KV has been freed, but its
-    token is still valid.
+    entry ends before the sequence's last token. Of a constrained sequence `masks` are what each
+    choice is made from; without drafts they may be left out. `num_preemptions` is the sequence's
+    value at launch: if it has increased by the time the step is read, the entry's KV has been
+    freed, but its token is still valid.
     """
 
     sequence: Sequence
@@ -33,6 +34,7 @@ class BatchEntry:
     num_choices: int
     num_preemptions: int
     drafts: tuple[int, ...] = ()
+    masks: tuple[bytes, ...] = ()
     prompt_rows: range = NO_POSITIONS
 
     @property

@@ -1,12 +1,15 @@
-"""`Constraint`: which tokens may follow in one stream, as the text so far decides it.
+"""`Constraint`: which tokens may follow in one stream, as the text so far decides it; `Lookahead`:
+which may follow behind drafts.
 
 The protocol only: core knows no grammar and no library. A constraint is data of its own sequence.
 Its state is a function of the tokens that it accepted, so that it is rebuilt from them wherever the
 stream goes on. The token that decides it must be known, so a step that samples a token of a
-constrained sequence is read before the next one is scheduled (`engine.loop`).
+constrained sequence is read before the next one is scheduled (`engine.loop`). Invariant: a
+constraint accepts tokens of its stream only; drafts are tried on a fork.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import Protocol
 
 from cadenza.structured import ConstraintSpec
@@ -33,6 +36,49 @@ class Constraint(Protocol):
         """One bit for each token of the vocabulary, the least significant first; bits beyond the
         vocabulary have no meaning."""
         ...
+
+    def fork(self) -> "Constraint":
+        """A copy; what one of the two accepts changes nothing in the other."""
+        ...
+
+
+class Lookahead:
+    """What a constraint allows behind drafts, of which it accepts none.
+
+    `masks` are what may follow: at first, and after each draft that was taken.
+    """
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._ahead = constraint
+        self._is_fork = False
+        self.masks = [constraint.allowed()]
+        self.is_over = constraint.has_failed
+        """No draft may follow."""
+
+    def take(self, token_id: int) -> bool:
+        """Takes the next draft; False if it is not allowed, or what may follow it is not known."""
+        if self.is_over or not _is_allowed(self.masks[-1], token_id):
+            return False
+        if not self._is_fork:
+            self._ahead, self._is_fork = self._ahead.fork(), True
+        self._ahead.accept(token_id)
+        self.is_over = self._ahead.is_complete
+        # Behind the end no token is looked at, whatever its mask.
+        mask = self.masks[-1] if self.is_over else self._ahead.allowed()
+        if self._ahead.has_failed:
+            self.is_over = True
+            return False
+        self.masks.append(mask)
+        return True
+
+    def take_all(self, drafts: Iterable[int]) -> int:
+        """Takes drafts up to the first that is not allowed; returns how many."""
+        return sum(1 for _ in takewhile(self.take, drafts))
+
+
+def _is_allowed(mask: bytes, token_id: int) -> bool:
+    place, bit = divmod(token_id, 8)
+    return 0 <= place < len(mask) and bool(mask[place] >> bit & 1)
 
 
 class PendingConstraint(Protocol):

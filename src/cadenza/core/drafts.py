@@ -86,8 +86,12 @@ class Drafting:
             return ()
         drafts = tuple(self.source.propose(token_ids, min(most, num_worth)))
         if not drafts:
-            self._gain(len(token_ids), 0)
+            self.note_none(len(token_ids))
         return drafts
+
+    def note_none(self, num_tokens: int) -> None:
+        """There were no drafts for a sequence with `num_tokens` tokens, or none was allowed."""
+        self._gain(num_tokens, 0)
 
     def learn(self, num_tokens: int, num_drafts: int, num_accepted: int) -> None:
         """A step verified `num_drafts`, and `num_accepted` stayed; there are now `num_tokens`."""

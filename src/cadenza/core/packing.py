@@ -7,6 +7,8 @@ the step's tokens and new pages, not with `max_model_len`.
 Legend as in `core.step_schema`; B entries of a batch.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -68,7 +70,6 @@ class Packer:
             page_updates=np.array(batch.page_updates, np.int32).reshape(-1, 3),
             page_copies=np.array(batch.page_copies, np.int32).reshape(-1, 3),
             rule_updates=rule_updates,
-            mask_updates=self._mask_updates(batch) if batch.is_awaited else (),
             hidden_rows=np.array(batch.hidden_rows, np.int32),
         )
         for row, index, page_id in batch.page_updates:
@@ -77,6 +78,8 @@ class Packer:
         starts = np.array([entry.start for entry in batch.entries], np.int32)  # [B]
         self._write_tokens(inputs, batch, rows, starts)
         self._write_logits(inputs, batch, rows, starts)
+        if batch.is_awaited:
+            return replace(inputs, mask_updates=self._write_masks(inputs, batch))
         return inputs
 
     def _write_tokens(
@@ -140,23 +143,39 @@ class Packer:
                 updates.append(RuleUpdate(row, record))
         return tuple(updates)
 
-    def _mask_updates(self, batch: Batch) -> tuple[MaskUpdate, ...]:
-        """The masks of constrained rows that sample a token, where they differ from the last."""
+    def _write_masks(self, inputs: ModelInputs, batch: Batch) -> tuple[MaskUpdate, ...]:
+        """The masks of constrained rows that sample tokens, where they differ from the last.
+
+        The first is put into the row's own record. Others are of this step only: each has a record
+        behind the rows', which the logit rows that it is for are written to name.
+        """
         updates: list[MaskUpdate] = []
+        index, num_records = batch.num_prompt_rows, self._num_rows
         for entry in batch.entries:
-            constraint = entry.sequence.constraint
-            if constraint is None or not entry.num_choices:
+            row, sequence = entry.row, entry.sequence
+            first, index = index, index + entry.num_choices
+            if sequence.constraint is None or not entry.num_choices:
                 continue
-            allowed = constraint.allowed()
-            if allowed == self._masks[entry.row]:
-                continue
-            self._masks[entry.row] = allowed
-            mask = self._rule_layout.read_mask(allowed)
-            own = entry.sequence.params.allowed_token_ids
-            if own is not None:
-                mask &= self._rule_layout.mask_of(np.array(own))
-            updates.append(MaskUpdate(entry.row, entry.row, mask))
+            masks = entry.masks or (sequence.constraint.allowed(),)
+            # A draft model with the same device state writes masks into the row's record, too.
+            if sequence.drafting is not None or masks[0] != self._masks[row]:
+                self._masks[row] = masks[0]
+                updates.append(MaskUpdate(row, row, self._mask_of(sequence, masks[0])))
+            records = {masks[0]: row}
+            for place, allowed in enumerate(masks[1:], first + 1):
+                if allowed not in records:
+                    records[allowed] = num_records
+                    mask = self._mask_of(sequence, allowed)
+                    updates.append(MaskUpdate(num_records, row, mask))
+                    num_records += 1
+                inputs.logits.rule_record[place] = records[allowed]
         return tuple(updates)
+
+    def _mask_of(self, sequence: Sequence, allowed: bytes) -> Int32Array:
+        """What a constraint allows, among the sequence's own allowed tokens."""
+        mask = self._rule_layout.read_mask(allowed)
+        own = sequence.params.allowed_token_ids
+        return mask if own is None else mask & self._rule_layout.mask_of(np.array(own))
 
 
 def _decode_start(sequence: Sequence) -> int:

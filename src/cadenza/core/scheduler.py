@@ -36,7 +36,7 @@ from cadenza.core.step_cost import (
     num_keys,
     share_among_prompts,
 )
-from cadenza.core.step_drafts import Drafter, Share, StepDrafts
+from cadenza.core.step_drafts import NO_DRAFTS, Drafter, Proposal, Share, StepDrafts
 from cadenza.core.step_reader import StepReader
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepOutput
 from cadenza.events import Event, Started
@@ -166,7 +166,7 @@ class Scheduler:
         num_rows = rows_budget.num_rows
         drafts = self._drafts.propose(shares, num_rows, self.num_steps, self._cost)
         for sequence, count in shares:
-            self._enter(batch, sequence, count, drafts.get(sequence, ()))
+            self._enter(batch, sequence, count, drafts.get(sequence, NO_DRAFTS))
         self._fair_share.charge_outputs(batch.entries)
         batch.entries.sort(key=_row_of)
         self.kv_cache.pool.pin(batch.written_pages)
@@ -476,13 +476,14 @@ class Scheduler:
             self._on_prefix(sequence, misses)
 
     def _enter(
-        self, batch: Batch, sequence: Sequence, count: int, drafts: tuple[int, ...]
+        self, batch: Batch, sequence: Sequence, count: int, proposal: Proposal
     ) -> BatchEntry:
         """Adds the next `count` tokens of a sequence and its drafts to the batch and counts them as
         launched.
         """
         row, start = sequence.row, sequence.num_computed_tokens
         assert row is not None
+        drafts, masks = proposal
         end = start + count
         num_choices = 1 if end == sequence.num_tokens else 0
         if drafts:
@@ -493,7 +494,7 @@ class Scheduler:
         sequence.num_computed_tokens = end
         # Positional: keyword arguments take three times as long, and this runs per row and step.
         preemptions = sequence.num_preemptions
-        entry = BatchEntry(sequence, row, start, count, num_choices, preemptions, drafts)
+        entry = BatchEntry(sequence, row, start, count, num_choices, preemptions, drafts, masks)
         batch.entries.append(entry)
         batch.num_tokens += count
         batch.num_keys += num_keys(start, count)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch
+from cadenza.core.constraint import Lookahead
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost, StepLoad
@@ -17,7 +18,19 @@ from cadenza.core.step_cost import StepCost, StepLoad
 Share = tuple[Sequence, int]
 """A sequence and the number of its tokens that a step computes."""
 
-Drafts = dict[Sequence, tuple[int, ...]]
+
+class Proposal(NamedTuple):
+    """Drafts of a sequence. Of a constrained one `masks` are what may follow: at first, and behind
+    each draft.
+    """
+
+    tokens: tuple[int, ...] = ()
+    masks: tuple[bytes, ...] = ()
+
+
+NO_DRAFTS = Proposal()
+
+Drafts = dict[Sequence, Proposal]
 
 FIRST_PRICE, PRICE_OF_NEWEST, PRICE_OF_OLD = 1.25, 0.3, 0.002
 MIN_PRICE, MAX_PRICE = 0.8, 4.0
@@ -94,7 +107,7 @@ class StepDrafts:
         is_together = self._drafter is not None and self._drafter.is_due(number)
         for sequence in running:
             drafting = sequence.drafting
-            if drafting is None or sequence.constraint is not None:
+            if drafting is None:
                 continue
             is_waited_for = sequence.num_pending_tokens > 0
             if drafting.source is None:
@@ -119,11 +132,8 @@ class StepDrafts:
         room = min(room, num_rows)
         for sequence, count in shares:
             drafting, end = sequence.drafting, sequence.num_computed_tokens + count
-            # At its end, all its tokens are known: none is still on the device. What a constraint
-            # allows behind a draft is not known before the draft is accepted.
+            # At its end, all its tokens are known: none is still on the device.
             if drafting is None or end != len(sequence.token_ids) or sequence.is_retried:
-                continue
-            if sequence.constraint is not None:
                 continue
             most = min(room, sequence.max_num_tokens - end - 1)
             if most <= 0:
@@ -135,10 +145,9 @@ class StepDrafts:
                 continue
             odds = 0.0 if cost is None else cost.draft_odds(load, end) * self._price
             drafts = drafting.propose(sequence.token_ids, most, odds)
-            drafts = drafts[: self._reach(sequence, end, len(drafts))]
             if drafts:
-                found[sequence] = drafts
-                room -= len(drafts)
+                found[sequence] = self._fitting(sequence, end, drafts)
+                room -= len(found[sequence].tokens)
         if not together or self._drafter is None or not self._drafter.is_due(number):
             return found
         wishes = self._wishes(together, room)
@@ -158,6 +167,17 @@ class StepDrafts:
             if count > 0:
                 wishes.append(DraftWish(sequence, count))
         return wishes
+
+    def _fitting(self, sequence: Sequence, end: int, drafts: tuple[int, ...]) -> Proposal:
+        """As many of `drafts` as the sequence's constraint allows and as there are pages for."""
+        if sequence.constraint is None:
+            return Proposal(drafts[: self._reach(sequence, end, len(drafts))])
+        ahead = Lookahead(sequence.constraint)
+        count = ahead.take_all(drafts)
+        if not count and sequence.drafting is not None:
+            sequence.drafting.note_none(end)
+        count = self._reach(sequence, end, count)
+        return Proposal(drafts[:count], tuple(ahead.masks[: count + 1]))
 
     def _reach(self, sequence: Sequence, end: int, count: int) -> int:
         """As many of `count` drafts behind `end` tokens as there are pages for."""

@@ -96,6 +96,9 @@ class StepReader:
             if sequence.is_finished or not is_draft:
                 break
             num_accepted += 1
+            if sequence.constraint is not None:
+                # Its limits count the masks that it made: as many as without drafts.
+                sequence.constraint.allowed()
         else:
             self._take_choice(entry, choices, first + len(entry.drafts), events)
         self.draft_counts.add(len(entry.drafts), num_accepted)

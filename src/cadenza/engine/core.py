@@ -308,11 +308,8 @@ class EngineCore:
         )
 
     def _drafting_of(self, request: Request) -> Drafting | None:
-        """A constrained sequence has none, because its mask is that of one position; nor has a
-        pooled one, which generates nothing."""
-        if "drafts" not in self.runner.capabilities:
-            return None
-        if request.constraint is not None or request.pooling is not None:
+        """A pooled sequence has none: it generates nothing."""
+        if "drafts" not in self.runner.capabilities or request.pooling is not None:
             return None
         shared = None if self._drafter is None else self._drafter.acceptance
         return drafting_of(request, self._speculation, shared)

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from cadenza.backends.base import Runner, StepHandle
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch, BatchEntry, PageUpdate
+from cadenza.core.constraint import Lookahead
 from cadenza.core.draft_plan import DraftChance, DraftNumbers, plan_drafts
 from cadenza.core.drafts import SharedAcceptance
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost, StepLoad, num_keys
-from cadenza.core.step_drafts import Drafts, DraftStep, DraftWish
+from cadenza.core.step_drafts import Drafts, DraftStep, DraftWish, Proposal
 from cadenza.core.step_schema import StepOutput
 
 logger = logging.getLogger(__name__)
@@ -79,13 +80,17 @@ class _Progress:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A sequence of one call: its next token to compute, and its drafts so far."""
+    """A sequence of one call: its next token to compute, and its drafts so far.
+
+    `ahead` is what its constraint allows behind these, from the first draw on.
+    """
 
     sequence: Sequence
     progress: _Progress
     start: int
     count: int
     drafts: list[int] = field(default_factory=list[int])
+    ahead: Lookahead | None = None
 
     @property
     def num_missing(self) -> int:
@@ -201,7 +206,11 @@ class ModelDrafter:
         return min(budget, max(LEAST_CATCH_UP, in_time))
 
     def _draft(self, rows: list[_Row], catch_up: int) -> Drafts:
-        """Computes what rows lack, those that lack least first, then draws."""
+        """Computes what rows lack, those that lack least first, then draws.
+
+        Steps are launched before earlier ones are read, unless a row is constrained: what it may
+        draw depends on what it drew.
+        """
         start_s, loads = self._clock(), list[StepLoad]()
         batch = Batch(0)
         drawing: list[_Row] = []
@@ -216,24 +225,39 @@ class ModelDrafter:
                 drawing.append(row)
         drawn = [(drawing, self._launch(batch, loads))]
         depth = 1
-        while drawing := [row for row in drawing if row.count > depth]:
+        while True:
+            if any(row.ahead is not None for row in drawing):
+                self._read(drawn)
+            drawing = [row for row in drawing if row.count > depth]
+            if not drawing:
+                break
             batch = Batch(depth)
             for row in drawing:
                 self._enter(batch, row, 1, samples=True)
             drawn.append((drawing, self._launch(batch, loads)))
             depth += 1
-        for drew, handle in drawn:
-            _take(drew, handle.result(), self._model.runner.vocab_size)
+        self._read(drawn)
         self._note_pages(rows)
         self._observe(loads, 1000 * (self._clock() - start_s))
-        return {row.sequence: tuple(row.drafts) for row in rows if row.drafts}
+        return {row.sequence: _proposal_of(row) for row in rows if row.drafts}
+
+    def _read(self, drawn: list[tuple[list[_Row], StepHandle]]) -> None:
+        """Reads the launched steps, and empties their list."""
+        for rows, handle in drawn:
+            _take(rows, handle.result(), self._model.runner.vocab_size)
+        drawn.clear()
 
     def _enter(self, batch: Batch, row: _Row, count: int, *, samples: bool) -> None:
         sequence, start = row.sequence, row.start
         assert sequence.row is not None
-        batch.entries.append(
-            BatchEntry(sequence, sequence.row, start, count, int(samples), sequence.num_preemptions)
+        entry = BatchEntry(
+            sequence, sequence.row, start, count, int(samples), sequence.num_preemptions
         )
+        if samples and sequence.constraint is not None:
+            row.ahead = row.ahead or Lookahead(sequence.constraint)
+            entry.masks = (row.ahead.masks[-1],)
+            batch.is_awaited = True
+        batch.entries.append(entry)
         batch.num_tokens += count
         batch.num_keys += num_keys(start, count)
         batch.num_choices += samples
@@ -316,5 +340,16 @@ def _take(rows: list[_Row], output: StepOutput, vocab_size: int) -> None:
         has_ended = bool(row.drafts) and row.drafts[-1] in row.sequence.stop_token_ids
         if not is_sound or has_ended or not 0 <= token_id < vocab_size:
             row.count = len(row.drafts)
-        if len(row.drafts) < row.count:
-            row.drafts.append(token_id)
+        if len(row.drafts) == row.count:
+            continue
+        if row.ahead is not None and not row.ahead.take(token_id):
+            row.count = len(row.drafts)
+            continue
+        row.drafts.append(token_id)
+        if row.ahead is not None and row.ahead.is_over:
+            row.count = len(row.drafts)
+
+
+def _proposal_of(row: _Row) -> Proposal:
+    masks = () if row.ahead is None else tuple(row.ahead.masks)
+    return Proposal(tuple(row.drafts), masks)

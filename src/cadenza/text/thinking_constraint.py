@@ -4,12 +4,20 @@ Knows tokens only, no text. Invariant: its state is a function of the tokens tha
 token is forced only where the constraint below allows it.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cadenza.structured import ThinkingBound
 
 if TYPE_CHECKING:
     from cadenza.text.token_constraint import GrammarConstraint
+
+
+class Thought(NamedTuple):
+    """How far the thinking of a stream has come."""
+
+    has_begun: bool
+    is_over: bool = False
+    num_tokens: int = 0
 
 
 class ThinkingConstraint:
@@ -18,21 +26,22 @@ class ThinkingConstraint:
     Args:
         vocab_size: of the model.
         inner: what else is required; None: nothing.
+        thought: what has been accepted so far; None: nothing.
     """
 
-    __slots__ = ("_all", "_bound", "_end", "_has_begun", "_inner", "_is_over", "_num_thought")
+    __slots__ = ("_bound", "_inner", "_thought", "_vocab_size")
 
     def __init__(
-        self, bound: ThinkingBound, vocab_size: int, inner: "GrammarConstraint | None"
+        self,
+        bound: ThinkingBound,
+        vocab_size: int,
+        inner: "GrammarConstraint | None",
+        thought: Thought | None = None,
     ) -> None:
-        num_bytes = -(-vocab_size // 32) * 4
         self._bound = bound
+        self._vocab_size = vocab_size
         self._inner = inner
-        self._all = b"\xff" * num_bytes
-        self._end = (1 << bound.end).to_bytes(num_bytes, "little")
-        self._has_begun = bound.begin is None
-        self._is_over = False
-        self._num_thought = 0
+        self._thought = thought or Thought(has_begun=bound.begin is None)
 
     @property
     def is_complete(self) -> bool:
@@ -45,21 +54,29 @@ class ThinkingConstraint:
     def accept(self, token_id: int) -> None:
         if self._inner is not None:
             self._inner.accept(token_id)
-        if self._is_over:
+        thought = self._thought
+        if thought.is_over:
             return
-        if not self._has_begun:
-            self._has_begun = token_id == self._bound.begin
+        if not thought.has_begun:
+            self._thought = thought._replace(has_begun=token_id == self._bound.begin)
         elif token_id == self._bound.end:
-            self._is_over = True
+            self._thought = thought._replace(is_over=True)
         else:
-            self._num_thought += 1
+            self._thought = thought._replace(num_tokens=thought.num_tokens + 1)
 
     def allowed(self) -> bytes:
-        allowed = self._all if self._inner is None else self._inner.allowed()
-        is_thinking = self._has_begun and not self._is_over
-        if is_thinking and self._num_thought >= self._bound.max_tokens and self._may_end(allowed):
-            return self._end
+        num_bytes = -(-self._vocab_size // 32) * 4
+        allowed = b"\xff" * num_bytes if self._inner is None else self._inner.allowed()
+        thought = self._thought
+        is_thinking = thought.has_begun and not thought.is_over
+        is_spent = is_thinking and thought.num_tokens >= self._bound.max_tokens
+        if is_spent and self._may_end(allowed):
+            return (1 << self._bound.end).to_bytes(num_bytes, "little")
         return allowed
+
+    def fork(self) -> "ThinkingConstraint":
+        inner = None if self._inner is None else self._inner.fork()
+        return ThinkingConstraint(self._bound, self._vocab_size, inner, self._thought)
 
     def _may_end(self, allowed: bytes) -> bool:
         """Within a character that is not complete a grammar may not allow it yet."""

@@ -50,6 +50,9 @@ class GrammarConstraint:
     def allowed(self) -> bytes:
         return self._matcher.compute_bitmask()
 
+    def fork(self) -> "GrammarConstraint":
+        return GrammarConstraint(self._matcher.deep_copy())
+
 
 StreamConstraint = GrammarConstraint | ThinkingConstraint
 

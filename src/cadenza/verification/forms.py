@@ -111,6 +111,9 @@ class _Faulty:
     def allowed(self) -> bytes:
         return self.inner.allowed()
 
+    def fork(self) -> Constraint:
+        return replace(self, inner=self.inner.fork())
+
 
 @dataclass(slots=True, eq=False)
 class _OneStepOld(_Faulty):

@@ -1,0 +1,309 @@
+"""Drafts of constrained sequences: only allowed tokens, each with its own mask, the same streams.
+
+The traffic, the drive and the oracle are those of `tests.engine.simulation`, in which some requests
+have a constraint; the sources of drafts are those of `tests.engine.test_speculation`.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cadenza.config import EngineLimits, SchedulerLoop
+from cadenza.core.batch import Batch, BatchEntry
+from cadenza.core.constraint import Constraint, Lookahead
+from cadenza.core.drafts import Drafting
+from cadenza.core.packing import Packer
+from cadenza.core.scheduler import Scheduler
+from cadenza.core.sequence import Sequence
+from cadenza.core.step_schema import NO_RULES, ModelInputs
+from cadenza.request import Request, SamplingParams
+from cadenza.structured import ConstraintSpec
+from tests.engine.hashed_constraint import SHORT, STEADY, HashedConstraint
+from tests.engine.simulation import (
+    Client,
+    Parts,
+    Scenario,
+    Simulation,
+    make_engine,
+    replayable,
+    run_requests,
+)
+from tests.engine.test_draft_models import parts_with
+from tests.engine.test_resume import LOOPS, Relay, requests_of
+from tests.engine.test_speculation import DRAFTING, AlwaysDrafts, DraftingScheduler, Foresight
+
+SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 200))]
+HERE = "tests/engine/test_constrained_drafts.py"
+LIMITS = EngineLimits(
+    max_num_seqs=4,
+    max_num_batched_tokens=40,
+    max_model_len=100,
+    page_size=16,
+    num_pages=28,
+    max_num_queued_reqs=8,
+)
+
+
+class Constrained(Scenario):
+    """Most requests have a constraint."""
+
+    def client(self, index: int) -> Client:
+        client = super().client(index)
+        grammar = random.Random(f"{self.seed} {index}").choice([None, "a", STEADY, STEADY, SHORT])
+        if grammar is None:
+            return client
+        spec = ConstraintSpec(grammar=grammar)
+        return replace(client, request=replace(client.request, constraint=spec))
+
+
+def check_masks(entry: BatchEntry, modes: Counter[str]) -> None:
+    """Each draft is allowed, and each choice has the mask of the tokens before it."""
+    sequence = entry.sequence
+    assert isinstance(sequence.constraint, HashedConstraint)
+    ahead = sequence.constraint.fork()
+    generated = sequence.token_ids[sequence.num_prompt_tokens :]
+    assert ahead.accepted == generated, "the constraint has accepted other tokens"
+    assert len(entry.masks) == 1 + len(entry.drafts)
+    modes["several masks"] += len(set(entry.masks)) > 1
+    for draft, mask in zip((*entry.drafts, None), entry.masks, strict=True):
+        modes["complete"] += ahead.is_complete
+        assert ahead.is_complete or mask == ahead.allowed(), "the mask of other tokens"
+        if draft is not None:
+            assert not ahead.is_complete, "a draft behind the end"
+            assert mask[draft // 8] >> draft % 8 & 1, "a draft that is not allowed"
+            ahead.accept(draft)
+
+
+def observed(modes: Counter[str]) -> Parts:
+    """Checks each step, and counts what it held."""
+
+    class Observed(DraftingScheduler):
+        def schedule(self, now_s: float = 0.0) -> Batch | None:
+            batch = super().schedule(now_s)
+            for entry in batch.entries if batch else ():
+                if entry.sequence.constraint is not None and entry.masks:
+                    check_masks(entry, modes)
+                    modes["drafts" if entry.drafts else "none allowed"] += 1
+            return batch
+
+    return Parts(scheduler=Observed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drafts_of_constrained_rows_are_allowed_and_have_their_masks(seed: int) -> None:
+    with replayable(f"seed {seed}", f"python -m pytest '{HERE}' -k '{seed}'"):
+        scenario = Constrained(seed=seed, num_steps=60)
+        for loop in LOOPS:
+            Simulation(scenario, loop=loop, parts=observed(Counter())).run().verify()
+
+
+def test_the_traffic_holds_what_it_claims_to_test() -> None:
+    modes: Counter[str] = Counter()
+    for seed in range(8):
+        scenario = Constrained(seed=seed, num_steps=60)
+        record = Simulation(scenario, loop="overlap", parts=observed(modes)).run()
+        for (request_id, _), tokens in record.streams.items():
+            if record.requests[request_id].constraint is not None:
+                modes["accepted"] += sum(token.is_draft for token in tokens)
+                modes["rejected"] += sum(token.num_rejected_drafts for token in tokens)
+    wanted = ("several masks", "complete", "drafts", "none allowed", "accepted", "rejected")
+    assert all(modes[mode] for mode in wanted), modes
+
+
+@pytest.mark.parametrize("shares_kv", [False, True], ids=["own pages", "shared pages"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_second_model_draws_what_constraints_allow(seed: int, *, shares_kv: bool) -> None:
+    """One that is right is always accepted: it draws from the masks that the model draws from."""
+    with replayable(f"seed {seed}", f"python -m pytest '{HERE}' -k '{seed}'"):
+        for error in (0.0, 0.4):
+            scenario = Constrained(seed=seed, num_steps=40, hang_up=0.0)
+            parts = parts_with(shares_kv=shares_kv, error=error)
+            record = Simulation(scenario, loop="overlap", parts=parts).run()
+            record.verify()
+            ends = sum(end.finish_reason == "stop" for end in record.finished.values())
+            counts = record.engine.scheduler.draft_counts
+            num_rejected = counts.num_draft_tokens - counts.num_accepted_tokens
+            assert error or num_rejected <= ends
+
+
+class MasksOfTheRow(Packer):
+    """All choices of a row have its first mask."""
+
+    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
+        inputs = super().pack(batch, bucket)
+        named = inputs.logits.rule_record
+        named[named != NO_RULES] = inputs.logits.rows[named != NO_RULES]
+        return inputs
+
+
+class FirstMaskBehindAll(Packer):
+    """The masks of a row's choices are one choice off."""
+
+    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
+        for entry in batch.entries:
+            if entry.masks:
+                entry.masks = (*entry.masks[1:], entry.masks[0])
+        return super().pack(batch, bucket)
+
+
+class NeverForked(HashedConstraint):
+    def fork(self) -> HashedConstraint:
+        return self
+
+
+class WithoutForks(DraftingScheduler):
+    """Constraints accept their drafts."""
+
+    def add(self, sequence: Sequence) -> None:
+        if isinstance(sequence.constraint, HashedConstraint):
+            sequence.constraint = NeverForked(sequence.constraint.grammar)
+        super().add(sequence)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        Parts(packer=MasksOfTheRow, scheduler=DraftingScheduler),
+        Parts(packer=FirstMaskBehindAll, scheduler=DraftingScheduler),
+        Parts(scheduler=WithoutForks),
+    ],
+    ids=["masks of the row", "masks one off", "drafts accepted"],
+)
+def test_a_wrong_mask_is_noticed(parts: Parts) -> None:
+    def play() -> None:
+        for seed in range(8):
+            scenario = Constrained(seed=seed, num_steps=60)
+            Simulation(scenario, loop="overlap", parts=parts).run().verify()
+
+    with pytest.raises(AssertionError):
+        play()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_engine_goes_on_with_constrained_streams_whose_drafts_were_accepted(
+    loop: SchedulerLoop,
+) -> None:
+    limits = replace(LIMITS, max_num_seqs=3, max_model_len=64, max_num_queued_reqs=100)
+    relay = Relay(limits, loop, DRAFTING)
+    for request in requests_of(3, 8):
+        relay.submit(replace(request, constraint=ConstraintSpec(grammar="a")))
+    record = relay.run(kills=range(1, 40, 3))
+    record.verify()
+    assert relay.num_engines > 5
+    accepted = [sum(token.is_draft for token in tokens) for tokens in record.streams.values()]
+    assert sum(map(bool, accepted)) > 3
+
+
+@dataclass(eq=False)
+class Allowing:
+    """A constraint that allows everything, and what was asked of it."""
+
+    asked: list[str]
+    accepted: int = 0
+    ends_after: int = 1000
+    fails_after: int = 1000
+
+    @property
+    def is_complete(self) -> bool:
+        return self.accepted >= self.ends_after
+
+    @property
+    def has_failed(self) -> bool:
+        return self.accepted > self.fails_after
+
+    def accept(self, token_id: int) -> None:
+        self.asked.append(f"accept {token_id}")
+        self.accepted += 1
+
+    def allowed(self) -> bytes:
+        self.asked.append("allowed")
+        return bytes([0b0111_1111, self.accepted])
+
+    def fork(self) -> "Allowing":
+        return Allowing([], self.accepted, self.ends_after, self.fails_after)
+
+
+def test_looking_ahead_leaves_the_constraint_as_it_was_but_for_its_mask() -> None:
+    asked: list[str] = []
+    ahead = Lookahead(Allowing(asked))
+    assert ahead.take_all((1, 2, 3)) == 3
+    assert [mask[1] for mask in ahead.masks] == [0, 1, 2, 3]
+    assert asked == ["allowed"]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "drafts", "count"),
+    [
+        (Allowing([]), (1, 7, 2), 1),
+        (Allowing([]), (1, -1), 1),
+        (Allowing([]), (16,), 0),
+        (Allowing([], ends_after=2), (1, 2, 3), 2),
+        (Allowing([], fails_after=1), (1, 2, 3), 1),
+        (Allowing([], accepted=2, fails_after=1), (1,), 0),
+    ],
+    ids=["a bit not set", "negative", "beyond the mask", "complete", "failing", "failed"],
+)
+def test_looking_ahead_stops_where_no_draft_may_follow(
+    constraint: Constraint, drafts: tuple[int, ...], count: int
+) -> None:
+    ahead = Lookahead(constraint)
+    assert ahead.take_all(drafts) == count
+    assert len(ahead.masks) == 1 + count
+
+
+@dataclass(eq=False)
+class Listening:
+    """A constraint that notes what is asked of it; its forks note nothing."""
+
+    inner: HashedConstraint
+    asked: list[str]
+
+    @property
+    def is_complete(self) -> bool:
+        return self.inner.is_complete
+
+    @property
+    def has_failed(self) -> bool:
+        return self.inner.has_failed
+
+    def accept(self, token_id: int) -> None:
+        self.asked.append(f"accept {token_id}")
+        self.inner.accept(token_id)
+
+    def allowed(self) -> bytes:
+        self.asked.append("allowed")
+        return self.inner.allowed()
+
+    def fork(self) -> HashedConstraint:
+        return self.inner.fork()
+
+
+def asked_of(request: Request, kind: type[Drafting] | None) -> list[str]:
+    """What the constraint of a request's only sequence is asked, in order."""
+    asked: list[str] = []
+
+    class Listened(Scheduler):
+        def add(self, sequence: Sequence) -> None:
+            assert isinstance(sequence.constraint, HashedConstraint)
+            sequence.constraint = Listening(sequence.constraint, asked)
+            source = Foresight(sequence, random.Random(1), error=0.1)
+            sequence.drafting = None if kind is None else kind(source=source, most=5)
+            super().add(sequence)
+
+    engine = make_engine(LIMITS, parts=Parts(scheduler=Listened))
+    run_requests(engine, [request]).verify()
+    num_accepted = engine.scheduler.draft_counts.num_accepted_tokens
+    assert num_accepted > 10 if kind is not None else num_accepted == 0
+    return asked
+
+
+def test_a_constraint_is_asked_the_same_with_drafts_as_without() -> None:
+    """A library that bounds the work of a stream so ends it at the same token."""
+    params = SamplingParams(max_tokens=80, ignore_eos=True, seed=5)
+    spec = ConstraintSpec(grammar="asked")
+    request = Request(prompt_token_ids=(1, 2, 3), params=params, constraint=spec)
+    asked = asked_of(request, None)
+    assert asked == asked_of(request, AlwaysDrafts)
+    assert asked.count("allowed") > 40
