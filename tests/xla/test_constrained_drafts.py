@@ -1,0 +1,179 @@
+"""Drafts of streams with grammars, on the XLA runner: the same tokens and log probabilities."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from cadenza.checkpoint import open_checkpoint
+from cadenza.config import EngineConfig
+from cadenza.core.drafts import DraftCounts
+from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.events import Event, Finished, Token
+from cadenza.loading.build import load_runners, plan_model
+from cadenza.request import Request, SamplingParams
+from cadenza.speculative_config import SpeculativeConfig
+from cadenza.structured import ConstraintSpec, StructuredOutput, ThinkingBound
+from cadenza.text.grammar import grammar_of
+from cadenza.text.token_constraint import ConstraintCompiler
+from cadenza.text.tokenizer import Tokenizer
+
+VOCAB_SIZE = 2560
+COPY = SpeculativeConfig(method="quantised", num_speculative_tokens=4)
+LOOKUP = SpeculativeConfig(method="ngram", prompt_lookup_min=1, num_speculative_tokens=4)
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+    },
+    "required": ["name", "age", "colours"],
+    "additionalProperties": False,
+}
+EXAMPLE = '{"name": "Anna", "age": 31, "colours": ["red", "green", "red"]}'
+Streams = dict[tuple[int, int], list[object]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    source = open_checkpoint(None).tokenizer_source
+    assert source is not None
+    return Tokenizer(source)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[ConstraintCompiler]:
+    source = open_checkpoint(None).tokenizer_source
+    assert source is not None
+    made = ConstraintCompiler(source, vocab_size=VOCAB_SIZE, eos_token_ids=[0])
+    yield made
+    made.close()
+
+
+def requests_of(tokenizer: Tokenizer) -> list[Request]:
+    """Each kind of grammar, greedy and sampled, with rules, samples, a prediction, and free ones
+    among them."""
+    person = grammar_of(StructuredOutput(json=PERSON))
+    end = tokenizer.encode("x")[-1]
+    cases: list[tuple[ConstraintSpec | None, dict[str, Any]]] = [
+        (ConstraintSpec(grammar=person), {"temperature": 0.0}),
+        (ConstraintSpec(grammar=person), {"temperature": 1.0, "n": 2, "repetition_penalty": 1.2}),
+        (ConstraintSpec(grammar=person), {"temperature": 0.8, "frequency_penalty": 0.4}),
+        (None, {"temperature": 0.0}),
+        (
+            ConstraintSpec(grammar=grammar_of(StructuredOutput(regex="[a-z ]{20,30}x?"))),
+            {"temperature": 1.0, "min_tokens": 8, "stop_token_ids": (end,)},
+        ),
+        (
+            ConstraintSpec(grammar=grammar_of(StructuredOutput(choice=["red red red", "blue"]))),
+            {"temperature": 1.0, "logit_bias": {end: -5.0}},
+        ),
+        (
+            ConstraintSpec(grammar=None, thinking=ThinkingBound(begin=None, end=end, max_tokens=9)),
+            {"temperature": 0.7, "presence_penalty": 0.5},
+        ),
+        (None, {"temperature": 1.0, "n": 2, "repetition_penalty": 1.3}),
+    ]
+    prompt = tuple(tokenizer.encode(f"Write it again: {EXAMPLE} {EXAMPLE} red red red\n"))
+    return [
+        Request(
+            prompt_token_ids=(*prompt, *tokenizer.encode(str(place))),
+            params=SamplingParams(
+                **{"max_tokens": 40, "seed": place, "logprobs": 2, "ignore_eos": True, **options}
+            ),
+            constraint=spec,
+            prediction=tuple(tokenizer.encode(EXAMPLE)) if place == 2 else (),
+        )
+        for place, (spec, options) in enumerate(cases)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Everything that was told of each stream, how many constrained tokens had been drafts, and
+    the engine's counts."""
+
+    streams: Streams
+    num_constrained_drafts: int
+    counts: DraftCounts
+    num_preemptions: int
+
+
+def play(
+    compiler: ConstraintCompiler,
+    requests: list[Request],
+    speculation: SpeculativeConfig | None,
+    **options: object,
+) -> Played:
+    """Drafts are made whatever they cost; without `speculation` there are none at all."""
+    sizes = {"max_num_seqs": 4, "max_model_len": 192, "max_num_batched_tokens": 32, **options}
+    config = EngineConfig(speculative_config=speculation, **sizes)  # type: ignore[arg-type]
+    if speculation is None:
+        requests = [
+            replace(each, prediction=(), params=replace(each.params, speculative=False))
+            for each in requests
+        ]
+    checkpoint = open_checkpoint(None)
+    plan = plan_model(checkpoint, config)
+    with closing(load_runners(checkpoint, plan, config, fill=float("nan"))) as runners:
+        runners.warmup()
+        core = EngineCore(
+            runners.target,
+            replace(plan.limits, max_num_queued_reqs=64),
+            CoreOptions(
+                speculation=speculation,
+                draft_model=runners.draft,
+                reserved_output=0.0,
+                compile_constraint=compiler.compile,
+            ),
+        )
+        for request in requests:
+            core.submit(request)
+        return drain(core, requests)
+
+
+def drain(core: EngineCore, requests: list[Request]) -> Played:
+    events: list[Event] = []
+    while not core.is_idle:
+        events += core.step()
+        core.check_invariants()
+    tokens = [event for event in events if isinstance(event, Token)]
+    streams: Streams = {}
+    for token in tokens:
+        told = streams.setdefault((token.request_id, token.sample), [])
+        told.append((token.token_id, token.logprobs))
+    for end in events:
+        if isinstance(end, Finished):
+            told = streams.setdefault((end.request_id, end.sample), [])
+            told.append((end.finish_reason, end.error, end.num_generated_tokens))
+    constrained = {place for place, each in enumerate(requests) if each.constraint is not None}
+    num_drafts = sum(token.is_draft for token in tokens if token.request_id in constrained)
+    scheduler = core.scheduler
+    return Played(streams, num_drafts, scheduler.draft_counts, scheduler.num_preemptions)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_pages": 14, "enable_prefix_caching": False},
+        pytest.param({"ops": "reference"}, marks=pytest.mark.soak),
+    ],
+    ids=["plain", "preemption", "reference ops"],
+)
+def test_drafts_of_constrained_streams_change_no_bit(
+    compiler: ConstraintCompiler, tokenizer: Tokenizer, options: dict[str, object]
+) -> None:
+    requests = requests_of(tokenizer)
+    plain = play(compiler, requests, None, **options)
+    assert plain.counts.num_drafts == 0
+    assert all(stream[-1][1] is None for stream in plain.streams.values())  # type: ignore[index]
+    for speculation in (LOOKUP, COPY):
+        drafted = play(compiler, requests, speculation, **options)
+        assert drafted.streams == plain.streams
+        assert drafted.num_constrained_drafts > 30
+    assert (plain.num_preemptions > 0) == ("num_pages" in options)
