@@ -8,7 +8,8 @@ import jsonschema_rs
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.structured import ConstraintSpec, StructuredOutput
+from cadenza.core.constraint import Lookahead
+from cadenza.structured import ConstraintSpec, StructuredOutput, ThinkingBound
 from cadenza.text.grammar import grammar_of
 from cadenza.text.grammar_check import check_grammar
 from cadenza.text.token_constraint import ConstraintCompiler, GrammarConstraint
@@ -195,6 +196,48 @@ def test_a_constraint_is_a_function_of_the_tokens_that_it_accepted(compiler: Con
             rebuilt.accept(token_id)
         assert rebuilt.allowed() == masks[place]
     assert other.allowed() == masks[0]
+
+
+@pytest.mark.parametrize("is_thinking", [False, True])
+def test_a_fork_goes_on_alone_from_where_it_was_made(
+    compiler: ConstraintCompiler, *, is_thinking: bool
+):
+    grammar = grammar_of(StructuredOutput(regex="[a-z0-9]{4,30}!?"))
+    bound = ThinkingBound(begin=None, end=0, max_tokens=6) if is_thinking else None
+    spec = ConstraintSpec(grammar=None if is_thinking else grammar, thinking=bound)
+    first = compiler.compile(spec).result(30)
+    assert first is not None
+    rng = random.Random(3)
+    masks, token_ids = [], []
+    for _ in range(8):
+        masks.append(first.allowed())
+        token_ids.append(rng.choice(allowed_ids(first, VOCAB_SIZE)))
+        fork = first.fork()
+        fork.accept(token_ids[-1])
+        twin = fork.fork()
+        for token_id in rng.choices(allowed_ids(fork, VOCAB_SIZE), k=3):
+            twin.accept(token_id)
+        assert first.allowed() == masks[-1]
+        first.accept(token_ids[-1])
+        assert fork.allowed() == first.allowed()
+    assert len(set(masks)) > 1
+    assert not first.has_failed
+
+
+def test_drafts_are_cut_at_the_first_token_that_a_grammar_does_not_allow(
+    compiler: ConstraintCompiler, tokenizer: Tokenizer
+):
+    constraint = constraint_of(compiler, grammar_of(StructuredOutput(regex="[0-9]{3}")))
+    digits, letter = tokenizer.encode("1 2 3 4")[::2], tokenizer.encode("x")[-1]
+    assert all(token_id in allowed_ids(constraint, VOCAB_SIZE) for token_id in digits[:1])
+    ahead = Lookahead(constraint)
+    assert ahead.take_all([digits[0], digits[0], letter, digits[0]]) == 2
+    assert len(ahead.masks) == 3
+    assert not constraint.has_failed
+    ahead = Lookahead(constraint)
+    assert ahead.take_all([digits[0]] * 5) == 3
+    assert ahead.is_over
+    assert not constraint.is_complete
 
 
 def test_a_token_that_is_not_allowed_fails_its_constraint_only(compiler: ConstraintCompiler):

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cadenza.core.constraint import Constraint
 from cadenza.text.token_constraint import GrammarConstraint
 
 
@@ -15,7 +16,7 @@ class Walk:
     is_complete: bool
 
 
-def allowed_ids(constraint: GrammarConstraint, vocab_size: int) -> list[int]:
+def allowed_ids(constraint: Constraint, vocab_size: int) -> list[int]:
     bits = int.from_bytes(constraint.allowed(), "little")
     return [token_id for token_id in range(vocab_size) if bits >> token_id & 1]
 
