@@ -1,6 +1,7 @@
 """Prefixes that come from a folder: the same streams, and every fault is a miss."""
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -267,6 +268,20 @@ def test_a_cancelled_request_leaves_its_read(tmp_path: Path) -> None:
     assert engine.cancel(request_id)
     assert run(engine, []).tokens == {}
     engine.close()
+
+
+def test_what_is_used_from_memory_counts_as_used_on_the_disk(tmp_path: Path) -> None:
+    engine = engine_of(folder_of(tmp_path))
+    run(engine, [request_of()])
+    while len(files_of(tmp_path)) < 6:
+        assert engine.stored_pages is not None
+        engine.stored_pages.wait()
+    used = files_of(tmp_path)
+    for path in used:
+        os.utime(path, ns=(0, 0))
+    run(engine, [request_of(), request_of(prompt_of(40, seed=4))])
+    engine.close()
+    assert all(path.stat().st_mtime_ns > 0 for path in used)
 
 
 def test_two_engines_share_one_folder(tmp_path: Path) -> None:

@@ -222,6 +222,10 @@ class KVCacheManager:
             self.prefix_leaders.lead(sequence, sequence.page_keys[prefix.num_published :])
         if not sequence.has_started and not any(each.has_started for each in sequence.siblings):
             self.pool.mark_shared(prefix.page_ids[: prefix.num_published])
+            if self.page_store is not None:
+                found = prefix.page_ids[: prefix.num_published]
+                for key, page_id in zip(sequence.page_keys, found, strict=False):
+                    self.page_store.keep(key, page_id)
         if prefix.partial_page is not None:
             index = len(prefix.page_ids)
             sequence.page_copy = PageCopy(

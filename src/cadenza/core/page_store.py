@@ -28,5 +28,5 @@ class PageStore(Protocol):
         ...
 
     def keep(self, key: bytes, page_id: int) -> None:
-        """A page of prompt tokens has been published; it may be stored as long as it is cached."""
+        """A page of prompt tokens was published or found; it may be stored while it is cached."""
         ...

@@ -70,6 +70,7 @@ class PageFolder:
         self._max_bytes = max_bytes
         self._write_file = write_file
         self._known: set[bytes] = set()
+        self._touched: set[bytes] = set()
         self._num_unscanned_bytes = 0
         self.error: str | None = None
         try:
@@ -106,9 +107,16 @@ class PageFolder:
             self._known.discard(key)
             _remove(path)
             return "damaged"
-        with suppress(OSError):  # another engine may just have removed it
-            os.utime(path)
+        self.touch(key)
         return content
+
+    def touch(self, key: bytes) -> None:
+        """Records that a page was used; once between two scans."""
+        if key in self._touched:
+            return
+        self._touched.add(key)
+        with suppress(OSError):  # another engine may just have removed it
+            os.utime(self._path_of(key))
 
     def write(self, key: bytes, content: bytes) -> bool:
         """Stores a page; False if it is there already, or if writing fails, which ends all writing
@@ -163,6 +171,7 @@ class PageFolder:
         kept = (each.path for each in files[num_removed:] if each.path.parent.parent == own)
         self._known = set(filter(None, map(_key_of, kept)))
         self._num_unscanned_bytes = 0
+        self._touched.clear()
 
     def _path_of(self, key: bytes) -> Path:
         name = key.hex()

@@ -93,6 +93,7 @@ class StoredPages:
         self._change = threading.Condition()
         self._to_read: deque[_Read] = deque()
         self._to_write: deque[tuple[bytes, bytes]] = deque()
+        self._to_touch: deque[bytes] = deque(maxlen=MAX_BACKLOG)
         self._num_bytes_to_write = 0
         self._num_bytes_read = 0
         self._is_closing = False
@@ -132,7 +133,10 @@ class StoredPages:
         return read.is_open
 
     def keep(self, key: bytes, page_id: int) -> None:
-        if self._is_off or key in self._folder:
+        if self._is_off:
+            return
+        if key in self._folder:
+            self._to_touch.append(key)  # the thread need not be woken for it
             return
         self._backlog[key] = page_id
         if len(self._backlog) > MAX_BACKLOG:
@@ -302,6 +306,8 @@ class StoredPages:
             self._change.notify_all()
 
     def _write(self, key: bytes, content: bytes) -> None:
+        while self._to_touch:  # before a scan may remove what was not used for longest
+            self._folder.touch(self._to_touch.popleft())
         is_written = self._folder.write(key, content)
         with self._change:
             self._num_bytes_to_write -= len(content)
