@@ -1,6 +1,7 @@
 """The matrix of options: every pair is in it, and a gate over it sees any one option ignored."""
 
 import dataclasses
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -17,12 +18,14 @@ from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.loading.build import build_runner, constraint_compiler, plan_model
 from cadenza.request import Request, SamplingParams
+from cadenza.structured import StructuredOutput
 from cadenza.verification.forms import (
     JSON_FORMS,
     MASK_FAULTS,
     TEXT_FORMS,
     Forms,
     make_forms,
+    spec_of,
 )
 from cadenza.verification.gate import Gate, GateResult, ModeResult, Witness
 from cadenza.verification.modes import Counts
@@ -164,6 +167,25 @@ def formed(worded_folder: Path) -> Iterator[Bench]:
             checkpoint=checkpoint,
             forms=forms,
         )
+
+
+@pytest.mark.parametrize("form", [*JSON_FORMS, *TEXT_FORMS], ids=lambda form: form.kind)
+def test_every_form_can_go_on_with_tokens_of_single_characters(form: StructuredOutput):
+    """Whatever else a request bans, it allows those; the bundled tokenizer has longer ones, too."""
+    compiler = constraint_compiler(open_checkpoint(None))
+    forms = make_forms(compiler)
+    assert forms is not None
+    rng = random.Random(3)
+    for _ in range(4):
+        constraint = forms.compile(spec_of(form)).result(60)
+        assert constraint is not None
+        for _ in range(40):
+            mask = int.from_bytes(constraint.allowed(), "little")
+            allowed = [token for token in sorted(forms.going_on) if mask >> token & 1]
+            assert allowed, f"of {form} only {mask.bit_count()} longer tokens may follow"
+            constraint.accept(rng.choice(allowed))
+            if constraint.is_complete:
+                break
 
 
 def test_structured_outputs_of_every_kind_pass_beside_all_other_options(formed: Bench):

@@ -19,14 +19,16 @@ COMPILE_S = 60.0
 CHARACTERS = 'abcdefghijklmnopqrstuvwxyz0123456789 "{}:,'
 """Each a token by itself, with which every form can be written."""
 
-_NAME = {"type": "string", "pattern": "^[a-z]{6,}$"}
+# Text that must follow is allowed in the tokens that the tokenizer makes of it, and no others. So
+# names of members are single letters, and letters and digits take turns in the choices.
+_WORD = {"type": "string", "pattern": "^[a-z]{6,}$"}
 
 JSON_FORMS = (
     StructuredOutput(
         json={
             "type": "object",
-            "properties": {"name": _NAME, "number": {"type": "integer"}},
-            "required": ["name", "number"],
+            "properties": {"w": _WORD, "i": {"type": "integer"}},
+            "required": ["w", "i"],
             "additionalProperties": False,
         }
     ),

@@ -103,7 +103,7 @@ class GateResult:
 
     @property
     def batched_tokens_per_s(self) -> float:
-        return max(mode.tokens_per_s for mode in self.modes)
+        return max((mode.tokens_per_s for mode in self.modes), default=0.0)
 
     @property
     def last_line(self) -> str:
