@@ -18,9 +18,10 @@ from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import NO_RULES, ModelInputs
+from cadenza.engine.compiling import Compiling
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import ConstraintSpec
-from tests.engine.hashed_constraint import SHORT, STEADY, HashedConstraint
+from tests.engine.hashed_constraint import SHORT, STEADY, Compiled, HashedConstraint
 from tests.engine.simulation import (
     Client,
     Parts,
@@ -307,3 +308,21 @@ def test_a_constraint_is_asked_the_same_with_drafts_as_without() -> None:
     asked = asked_of(request, None)
     assert asked == asked_of(request, AlwaysDrafts)
     assert asked.count("allowed") > 40
+
+
+def test_a_constraint_is_asked_the_same_where_another_engine_goes_on() -> None:
+    asked: list[str] = []
+    request = Request(prompt_token_ids=(1, 2), constraint=ConstraintSpec(grammar="asked"))
+    resumed = Sequence(
+        request_id=0,
+        request=request,
+        seed=0,
+        max_num_tokens=20,
+        stop_token_ids=frozenset(),
+        token_ids=[1, 2, 7, 8],
+    )
+    compiling = Compiling(lambda spec: Compiled(Listening(HashedConstraint(spec.grammar), asked)))
+    compiling.add([resumed])
+    ((_, is_constrained),) = next(filter(None, iter(lambda: [*compiling.take()], None)))
+    assert is_constrained
+    assert asked == ["allowed", "accept 7", "allowed", "accept 8"]

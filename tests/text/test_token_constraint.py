@@ -224,6 +224,33 @@ def test_a_fork_goes_on_alone_from_where_it_was_made(
     assert not first.has_failed
 
 
+LIMITED = grammar_of(StructuredOutput(regex=r"(\w+\s?){1,1000}"))
+"""Each word needs more states of the lexer, up to the limit."""
+
+
+def words(constraint: GrammarConstraint, num_rejected: int = 0) -> list[int]:
+    """What a stream takes until its limit; before each token, drafts are tried and rejected."""
+    rng, taken = random.Random(7), list[int]()
+    while True:
+        constraint.allowed()
+        if constraint.has_failed or len(taken) == 400:
+            return taken
+        allowed = allowed_ids(constraint, VOCAB_SIZE)
+        ahead = Lookahead(constraint)
+        ahead.take_all(rng.choices(allowed, k=16)[:num_rejected])
+        taken.append(rng.choice(allowed))
+        constraint.accept(taken[-1])
+
+
+def test_a_stream_reaches_a_limit_at_the_same_token_whatever_others_and_drafts_do(
+    compiler: ConstraintCompiler,
+):
+    alone = words(constraint_of(compiler, LIMITED))
+    assert 0 < len(alone) < 400, "the form must reach a limit"
+    assert words(constraint_of(compiler, LIMITED)) == alone
+    assert words(constraint_of(compiler, LIMITED), num_rejected=4) == alone
+
+
 def test_drafts_are_cut_at_the_first_token_that_a_grammar_does_not_allow(
     compiler: ConstraintCompiler, tokenizer: Tokenizer
 ):

@@ -38,7 +38,10 @@ class Constraint(Protocol):
         ...
 
     def fork(self) -> "Constraint":
-        """A copy; what one of the two accepts changes nothing in the other."""
+        """A constraint of the same state, to try drafts on, until the next fork is made.
+
+        Nothing that it accepts, and no limit that it reaches, changes this one.
+        """
         ...
 
 

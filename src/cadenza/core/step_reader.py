@@ -73,6 +73,8 @@ class StepReader:
             events.append(self.fail(sequence, NOT_FINITE, "not_finite"))
         elif sequence.is_prompt_only:
             events.append(self._end_prompt(entry, choices, index))
+        elif sequence.constraint is not None and sequence.constraint.has_failed:
+            events.append(self.fail(sequence, CONSTRAINT_FAILED, "constraint_failed"))
         elif not choices.has_choice[index]:
             events.append(self.fail(sequence, NONE_ALLOWED, "none_allowed"))
         else:

@@ -80,11 +80,15 @@ class Compiling:
 
 
 def _constrain(sequence: Sequence, pending: PendingConstraint) -> bool:
-    """Gives a sequence its constraint, which takes the tokens that another engine sampled."""
+    """Gives a sequence its constraint, which takes the tokens that another engine sampled.
+
+    Its limits count the masks that it made, so it makes those that the other engine had.
+    """
     constraint: Constraint | None = pending.result()
     if constraint is None:
         return False
     for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
+        constraint.allowed()
         constraint.accept(token_id)
     sequence.constraint = constraint
     return not constraint.has_failed

@@ -1,17 +1,18 @@
 """`ConstraintCompiler`: grammars become constraints over the tokens of one tokenizer.
 
-Owns the token table, the compiled grammars (cached by their text) and the thread that compiles
-them. Knows no requests. Invariant: a constraint shares no state with another one, so that what a
-stream may continue with depends on its own tokens alone.
+Owns the token table and the thread that compiles grammars. Knows no requests. Invariant: a
+constraint shares no state with another one, so that what a stream may continue with, and at which
+token it reaches a limit, depends on its own tokens alone. Copies of a matcher would share their
+lexer, whose states count against the limits; so every constraint has a matcher of its own, and
+another one for drafts.
 """
 
 import json
 import logging
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 from cadenza.structured import ConstraintSpec
@@ -24,17 +25,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_CACHED = 64
-"""Compiled grammars that are kept."""
-
 
 class GrammarConstraint:
-    """The constraint of one stream (`core.constraint.Constraint`)."""
+    """The constraint of one stream (`core.constraint.Constraint`).
 
-    __slots__ = ("_matcher",)
+    Args:
+        make_matcher: compiles the grammar.
+    """
 
-    def __init__(self, matcher: "LLMatcher") -> None:
-        self._matcher = matcher
+    __slots__ = ("_fork", "_make_matcher", "_matcher", "_num_common", "_token_ids")
+
+    def __init__(self, make_matcher: "Callable[[], LLMatcher]") -> None:
+        self._make_matcher = make_matcher
+        self._matcher = make_matcher()
+        self._token_ids: list[int] = []
+        self._num_common = 0  # of a fork: tokens that the stream has for certain
+        self._fork: GrammarConstraint | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -46,12 +52,32 @@ class GrammarConstraint:
 
     def accept(self, token_id: int) -> None:
         self._matcher.consume_token(token_id)
+        self._token_ids.append(token_id)
 
     def allowed(self) -> bytes:
         return self._matcher.compute_bitmask()
 
     def fork(self) -> "GrammarConstraint":
-        return GrammarConstraint(self._matcher.deep_copy())
+        """Always the same one. It makes more masks than the stream does, so it may reach a limit
+        before it; the stream then has no drafts any more."""
+        if self._fork is None:
+            self._fork = GrammarConstraint(self._make_matcher)
+        self._fork.return_to(self._token_ids)
+        return self._fork
+
+    def return_to(self, token_ids: list[int]) -> None:
+        """Takes back what the stream did not accept, and accepts what it did."""
+        count, own = self._num_common, self._token_ids
+        newer = islice(own, count, None), islice(token_ids, count, None)
+        for mine, theirs in zip(*newer, strict=False):
+            if mine != theirs:
+                break
+            count += 1
+        self._matcher.rollback(len(own) - count)
+        del own[count:]
+        for token_id in token_ids[count:]:
+            self.accept(token_id)
+        self._num_common = count
 
 
 StreamConstraint = GrammarConstraint | ThinkingConstraint
@@ -73,8 +99,6 @@ class ConstraintCompiler:
         self._eos_token_ids = list(eos_token_ids)
         self._tokens: LLTokenizer | None = None
         self._has_failed = False
-        self._lock = Lock()
-        self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cadenza-grammar")
 
     def start_loading(self) -> None:
@@ -90,20 +114,14 @@ class ConstraintCompiler:
 
     def compile(self, spec: ConstraintSpec) -> "Future[StreamConstraint | None]":
         """Compiles on the thread; None if the grammar cannot be followed."""
-        cached = None if spec.grammar is None else self._find(spec.grammar)
-        if cached is None and spec.grammar is not None:
-            return self._thread.submit(self._compile_bound, spec)
+        if spec.grammar is not None:
+            return self._thread.submit(self._compile, spec, spec.grammar)
         done: Future[StreamConstraint | None] = Future()
-        done.set_result(self._bounded(spec, cached))
+        done.set_result(self._bounded(spec, None))
         return done
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _compile_bound(self, spec: ConstraintSpec) -> StreamConstraint | None:
-        assert spec.grammar is not None
-        compiled = self._compile(spec.grammar)
-        return None if compiled is None else self._bounded(spec, compiled)
 
     def _bounded(
         self, spec: ConstraintSpec, inner: GrammarConstraint | None
@@ -113,31 +131,15 @@ class ConstraintCompiler:
             return inner
         return ThinkingConstraint(spec.thinking, self._vocab_size, inner)
 
-    def _find(self, grammar: str) -> GrammarConstraint | None:
-        with self._lock:
-            found = self._cache.get(grammar)
-            if found is None:
-                return None
-            self._cache.move_to_end(grammar)
-            return GrammarConstraint(found.deep_copy())
-
-    def _compile(self, grammar: str) -> GrammarConstraint | None:
+    def _compile(self, spec: ConstraintSpec, grammar: str) -> StreamConstraint | None:
         from llguidance import LLMatcher, LLParserLimits
 
-        cached = self._find(grammar)
-        if cached is not None:
-            return cached
         tokens = self._load()
         if tokens is None:
             return None
-        matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        if matcher.is_error():
-            return None
-        with self._lock:
-            self._cache[grammar] = matcher
-            if len(self._cache) > MAX_CACHED:
-                self._cache.popitem(last=False)
-        return GrammarConstraint(matcher.deep_copy())
+        limits = LLParserLimits(**LIMITS)
+        made = GrammarConstraint(lambda: LLMatcher(tokens, grammar, log_level=0, limits=limits))
+        return None if made.has_failed else self._bounded(spec, made)
 
     def _load(self) -> "LLTokenizer | None":
         """The token table; None if the library cannot use the tokenizer. On the thread only."""
