@@ -16,7 +16,9 @@ from uvicorn.server import ServerState
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.connections import Connections
-from cadenza.server.limits import ServerLimits
+from cadenza.server.http_exchange import SLICE_BYTES, Exchange
+from cadenza.server.http_exchange import Response as Answer
+from cadenza.server.limits import BodyBudget, ServerLimits
 from cadenza.server.metrics import ServedCounts
 from cadenza.server.protocol import BoundedProtocol, bounded_protocol
 from tests.server.harness import RunningServer, options, running_server
@@ -330,3 +332,40 @@ def test_an_absolute_target_is_its_path(scripted: RunningServer) -> None:
         request(BODY, line="POST http://other.example/v1/completions HTTP/1.1") + LAST
     )
     assert answers(raw) == [200, 200]
+
+
+@pytest.mark.parametrize("way", ["whole", "stream"])
+@pytest.mark.parametrize("num_bytes", [0, SLICE_BYTES, 3 * SLICE_BYTES + 7])
+def test_an_answer_is_sent_in_slices_one_after_the_other(way: str, num_bytes: int) -> None:
+    """Each begins the time for a slow reader anew."""
+    body = bytes(place % 251 for place in range(num_bytes))
+    sent: list[Any] = []
+    busy = 0
+
+    async def send(message: Any) -> None:
+        nonlocal busy
+        busy += 1
+        assert busy == 1
+        await asyncio.sleep(0)
+        sent.append(message)
+        busy -= 1
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is read")
+
+    exchange = Exchange(
+        scope={},
+        receive=receive,
+        send=send,
+        limits=ServerLimits(),
+        bodies=BodyBudget(1, lambda: None),
+        request_id="x",
+        tenant="",
+    )
+    is_whole = way == "whole"
+    asyncio.run(exchange.answer(Answer(body=body)) if is_whole else exchange.stream(body))
+    bodies = [each for each in sent if each["type"] == "http.response.body"]
+    assert b"".join(each["body"] for each in bodies) == body
+    assert max(len(each["body"]) for each in bodies) <= SLICE_BYTES
+    assert len(bodies) == max(1, -(-num_bytes // SLICE_BYTES))
+    assert [each["more_body"] for each in bodies] == [True] * (len(bodies) - 1) + [not is_whole]

@@ -38,6 +38,11 @@ STREAM_HEADERS: Headers = (
 )
 
 
+SLICE_BYTES = 64 << 10
+"""What is sent at once of an answer: a client that reads slowly is dropped only where it does not
+read so much within `write_stall_s`."""
+
+
 class ClientLeftError(Exception):
     """The client has disconnected."""
 
@@ -173,14 +178,23 @@ class Exchange:
 
     async def stream(self, frames: bytes) -> None:
         """Sends events; waits while the client leaves too much unread."""
-        await self.send({"type": "http.response.body", "body": frames, "more_body": True})
+        await self._send_body(frames, is_last=False)
 
     async def end_stream(self, frames: bytes) -> None:
         await self._finish(frames)
 
     async def _finish(self, body: bytes) -> None:
         self.is_complete = True
-        await self.send({"type": "http.response.body", "body": body})
+        await self._send_body(body, is_last=True)
+
+    async def _send_body(self, body: bytes, *, is_last: bool) -> None:
+        """Sends slices, each when the client has read those before it."""
+        message = {"type": "http.response.body", "more_body": True}
+        start = 0
+        while len(body) - start > SLICE_BYTES:
+            await self.send({**message, "body": body[start : start + SLICE_BYTES]})
+            start += SLICE_BYTES
+        await self.send({**message, "body": body[start:], "more_body": not is_last})
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.has_answered = True
