@@ -11,7 +11,9 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
+from cadenza.server.endpoints.generating import CallContext
 from cadenza.server.endpoints.responses import ResponseRequest
+from cadenza.server.limits import ServerLimits
 from cadenza.server.response_store import ResponseStore, StoreBounds, StoredResponse
 from cadenza.server.schemas.items import InputItems, messages_of, with_system
 from tests.server.harness import RunningServer, options, running_server
@@ -227,6 +229,43 @@ def test_items_of_stored_responses_are_referred_to_by_their_ids(
         assert client.delete(f"{PATH}/{first['id']}").status_code == 200
     gone = server.post(PATH, {**BODY, "input": items})
     assert (gone.status_code, gone.json()["error"]["param"]) == (400, "input")
+
+
+def test_items_that_are_referred_to_have_together_the_bytes_of_a_body(
+    script: tuple[int, ...], text: TextFrontend
+) -> None:
+    limits = ServerLimits(max_body_bytes=4096)
+    engine = ScriptedEngine(script, max_model_len=1 << 14)
+    with running_server(engine, text, options(limits=limits)) as server:
+        long = respond(server, input="x" * 1500)
+        listed = server.get(f"{PATH}/{long['id']}/input_items").json()["data"]
+        reference = {"id": listed[0]["id"]}
+        twice = respond(server, input=[reference] * 2)
+        assert server.get(f"{PATH}/{twice['id']}/input_items").json()["data"] == listed * 2
+        num_bytes = server.service.responses.num_bytes
+        refused = server.post(PATH, {**BODY, "input": [reference] * 3})
+        assert server.service.responses.num_bytes == num_bytes
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "input")
+    assert "input[2]" in error["message"]
+    assert "over 4096 bytes" in error["message"]
+
+
+def test_what_a_call_takes_from_the_store_counts_as_its_text() -> None:
+    """It decides about the lane, so that no short prompt waits for a long conversation."""
+    store = ResponseStore(StoreBounds(), lambda: 0.0)
+    body = b'{"output": []}'
+    for name in ("a", "b"):
+        old = StoredResponse(id=f"resp_{name}", previous_id=None, input=b"[]", body=body)
+        store.put("me", old)
+    given = {
+        "input": [{"id": "msg_a_0"}, {"id": "msg_a_1"}, {"id": "msg_b_0"}],
+        "previous_response_id": "resp_a",
+    }
+    request = ResponseRequest.read(json.dumps(given).encode())
+    before = request.num_bytes
+    request.enter(CallContext(tenant="me", request_id="c", responses=store))
+    assert request.num_bytes - before == store.num_bytes
 
 
 def test_a_response_is_stored_unless_that_is_not_wanted(scripted: RunningServer) -> None:

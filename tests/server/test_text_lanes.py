@@ -12,6 +12,7 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.server.generation import MAX_INLINE_OUTPUTS
 from cadenza.server.limits import LONG_BYTES, ServerLimits
 from tests.cli.harness import write_model
 from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server
@@ -54,10 +55,15 @@ def long_text(start: str) -> str:
 
 @contextmanager
 def held_server(
-    script: tuple[int, ...], folder: Path, *held: str, drain_s: float = 30.0, **bounds: int
+    script: tuple[int, ...],
+    folder: Path,
+    *held: str,
+    drain_s: float = 30.0,
+    engine: ScriptedEngine | None = None,
+    **bounds: int,
 ) -> Generator[tuple[RunningServer, HeldFace, ThreadPoolExecutor]]:
     face = HeldFace(write_model(folder / "tiny"), held)
-    engine = ScriptedEngine(script, max_model_len=MAX_MODEL_LEN, **bounds)
+    engine = engine or ScriptedEngine(script, max_model_len=MAX_MODEL_LEN, **bounds)
     limits = ServerLimits(drain_s=drain_s)
     with (
         running_server(engine, face, options(limits=limits)) as server,
@@ -113,6 +119,27 @@ def test_no_prompt_waits_for_tokenize(
         assert face.most_waiting == 1
         face.let_go.set()
         assert statuses(waiting) == [400 if is_long else 200] * NUM_LONG
+
+
+def test_no_prompt_waits_for_an_answer_that_is_encoded_nor_the_other_way_round(
+    script: tuple[int, ...], tmp_path: Path
+) -> None:
+    engine = ScriptedEngine(script)
+    with held_server(script, tmp_path, "held", engine=engine) as (server, face, clients):
+        engine.pause()
+        inputs = [[5]] * (MAX_INLINE_OUTPUTS + 1)
+        encoded = clients.submit(server.post, "/v1/embeddings", {"input": inputs})
+        wait_until(lambda: engine.num_open)
+        waiting = [
+            clients.submit(server.post, "/v1/completions", {"prompt": "held", "max_tokens": 1})
+            for _ in range(3)
+        ]
+        wait_until(lambda: face.num_waiting == 2)
+        engine.resume()
+        assert len(encoded.result(TIMEOUT_S).json()["data"]) == len(inputs)
+        assert not any(call.done() for call in waiting)
+        face.let_go.set()
+        assert statuses(waiting) == [200] * len(waiting)
 
 
 def test_calls_of_tokenize_are_bounded_and_take_no_room_of_completions(

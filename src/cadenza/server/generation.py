@@ -104,7 +104,13 @@ class Generation:
     ) -> None:
         service = self._service
         model = service.check_model(request.model)
-        request.enter(CallContext(tenant=exchange.tenant, responses=service.responses))
+        request.enter(
+            CallContext(
+                tenant=exchange.tenant,
+                request_id=exchange.request_id,
+                responses=service.responses,
+            )
+        )
         with service.preparing(check.limits):
             try:
                 prepared = await service.work.do(
@@ -138,7 +144,7 @@ class Generation:
             return encoder.whole(outputs)
         service = self._service
         try:
-            return await service.work.do("generate", 0, lambda: encoder.whole(outputs))
+            return await service.work.do("encode", 0, lambda: encoder.whole(outputs))
         except CadenzaError as error:  # the server is ending
             raise error_of(error, service.engine_state) from error
 

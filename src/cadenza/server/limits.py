@@ -1,10 +1,11 @@
 """The server's limits, and two resources kept within them: bytes of bodies, threads for text.
 
 Owns the table `ServerLimits`, the total of all bodies' bytes (`BodyBudget`), and the threads that
-tokenise and render (`TextWork`): the tokenizer releases the GIL, and templates have limits on time
-and steps. Knows no HTTP. Invariants: every number that a client controls is here, unless it is a
-field of a body; bodies hold at most `max_bodies_bytes`; a short prompt never waits for a long text,
-and no prompt for /tokenize or /detokenize; work that was cancelled before it began is not done.
+tokenise, render and encode many outputs (`TextWork`): the tokenizer releases the GIL, and templates
+have limits on time and steps. Knows no HTTP. Invariants: every number that a client controls is
+here, unless it is a field of a body; bodies hold at most `max_bodies_bytes`; a short prompt never
+waits for a long text, and no prompt for /tokenize, /detokenize or an answer that is encoded; work
+that was cancelled before it began is not done.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from typing import Literal, TypeVar
 from cadenza.errors import ConfigError, EngineClosedError
 
 Result = TypeVar("Result")
-Purpose = Literal["generate", "tokenize"]
+Purpose = Literal["generate", "tokenize", "encode"]
 
 CLOSED = "the server is ending"
 LONG_BYTES = 64 << 10
@@ -27,6 +28,7 @@ NUM_THREADS: dict[tuple[Purpose, bool], int] = {
     ("generate", True): 1,
     ("tokenize", False): 1,
     ("tokenize", True): 1,
+    ("encode", False): 1,
 }
 """For each lane: its purpose, and whether its bodies are long."""
 

@@ -57,6 +57,7 @@ class CallContext:
     """
 
     tenant: str
+    request_id: str
     responses: ResponseStore
 
 
@@ -94,7 +95,12 @@ class CallRequest(CallBody, ABC):
         """Raises ApiError (400) where the fields do not go together, or beyond the limits."""
 
     def enter(self, context: CallContext) -> None:
-        """Takes what the call depends on beside its body. Raises ApiError (400)."""
+        """Takes what the call depends on beside its body, whose bytes then count in `num_bytes`.
+        Raises ApiError (400)."""
+
+    def check_size(self, hidden_size: int | None) -> None:
+        """Raises ApiError (400) where the answer would be too large; `hidden_size` is that of an
+        embedding, if the engine gives some."""
 
     @abstractmethod
     def sampling(self, text: TextFrontend) -> SamplingParams:

@@ -40,13 +40,13 @@ class ResponseFrame:
 
     Args:
         fields: the object without status, output and usage.
-        input: the input items, with their ids.
+        input: the input items, with their ids, as JSON; only what is stored needs them.
         store: where it is stored; None: nowhere.
     """
 
     request_id: str
     fields: dict[str, Any]
-    input: Sequence[dict[str, Any]]
+    input: bytes
     tenant: str
     store: ResponseStore | None
 
@@ -60,7 +60,6 @@ class ResponseEncoder:
         self._reader = BlockReader()
         self._status: Status = "in_progress"
         self._num_events = 0
-        self._encoded_input = b"" if frame.store is None else _encode(frame.input)
         self._put(self._object())
 
     def opening(self) -> bytes:
@@ -114,7 +113,7 @@ class ResponseEncoder:
         stored = StoredResponse(
             id=frame.fields["id"],
             previous_id=frame.fields["previous_response_id"],
-            input=self._encoded_input,
+            input=frame.input,
             body=_encode(response),
             is_open=self._status == "in_progress",
         )

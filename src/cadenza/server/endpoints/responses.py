@@ -117,8 +117,10 @@ class ResponseRequest(LabelledBody, GenerationRequest):
     _turns: Sequence[StoredResponse] = ()
     _referred: Mapping[str, StoredResponse | None] = {}
     """Where the items are that `input` refers to, by their ids."""
-    _given: Sequence[dict[str, Any]] = ()
-    """`input`, with the items themselves in place of references."""
+    _max_referred_bytes = 0
+    """Of all items that `input` refers to."""
+    _given: bytes = b""
+    """`input` as JSON, with the items themselves in place of references, each with an id."""
 
     @property
     def num_prompts(self) -> int:
@@ -129,7 +131,7 @@ class ResponseRequest(LabelledBody, GenerationRequest):
         return self.user
 
     def check_together(self, limits: ServerLimits) -> None:
-        del limits  # there are no log probabilities
+        self._max_referred_bytes = limits.max_body_bytes
         if self.stream_options is not None and not self.stream:
             raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
         if not self.input and self.previous_response_id is None:
@@ -154,6 +156,8 @@ class ResponseRequest(LabelledBody, GenerationRequest):
             for item in self.input
             if item["type"] == REFERENCE
         }
+        stored = {turn.id: turn for turn in (*self._turns, *self._referred.values()) if turn}
+        self.num_bytes += sum(turn.num_bytes for turn in stored.values())
 
     def sampling(self, text: TextFrontend) -> SamplingParams:
         changes = {**self.sampling_values(), "max_tokens": self.max_output_tokens}
@@ -165,8 +169,8 @@ class ResponseRequest(LabelledBody, GenerationRequest):
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
         items = [item for turn in self._turns for item in _items_of(turn)]
-        self._given = [*_without_references(self.input, self._referred)]
-        messages = with_system(self.instructions, messages_of("input", [*items, *self._given]))
+        given = [*_without_references(self.input, self._referred, self._max_referred_bytes)]
+        messages = with_system(self.instructions, messages_of("input", [*items, *given]))
         switches = self.chat_template_kwargs
         conversation = AskedConversation(
             messages=Messages().check("input", messages),
@@ -175,19 +179,18 @@ class ResponseRequest(LabelledBody, GenerationRequest):
             max_thinking=bound_of(self.thinking_token_budget),
             template_kwargs={} if switches is None else switches.values,
         )
-        return [conversation.prepare(text, params, max_num_tokens)]
+        prepared = conversation.prepare(text, params, max_num_tokens)
+        if self._is_stored:
+            self._given = _encode_items(given, self._context.request_id)
+        return [prepared]
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> StreamEncoder:
-        is_stored = self.store is not False
         frame = ResponseFrame(
             request_id=head.request_id,
             fields=self._response(head, self.sampling(text)),
-            input=[
-                item if "id" in item else {**item, "id": f"item_{head.request_id}_{place}"}
-                for place, item in enumerate(self._given)
-            ],
+            input=self._given,
             tenant=self._context.tenant,
-            store=self._context.responses if is_stored else None,
+            store=self._context.responses if self._is_stored else None,
         )
         return ResponseEncoder(frame, usage)
 
@@ -197,6 +200,10 @@ class ResponseRequest(LabelledBody, GenerationRequest):
         if param == "structured" and self._form is None:
             return "tools"
         return super().param_of(_PARAMS.get(param or "", param))
+
+    @property
+    def _is_stored(self) -> bool:
+        return self.store is not False
 
     @property
     def _form(self) -> StructuredOutput | None:
@@ -222,7 +229,7 @@ class ResponseRequest(LabelledBody, GenerationRequest):
             "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": effort, "summary": None},
-            "store": self.store is not False,
+            "store": self._is_stored,
             "temperature": params.temperature,
             "tool_choice": _shown_choice(self.tool_choice),
             "top_p": params.top_p,
@@ -255,10 +262,23 @@ def _response_of(item_id: str) -> str:
     return RESPONSE_PREFIX + item_id.partition("_")[2].rpartition("_")[0]
 
 
+def _encode_items(items: Sequence[dict[str, Any]], request_id: str) -> bytes:
+    """With an id for those without one."""
+    named = [
+        item if "id" in item else {**item, "id": f"item_{request_id}_{place}"}
+        for place, item in enumerate(items)
+    ]
+    return msgspec.json.encode(named)
+
+
 def _without_references(
-    items: Sequence[dict[str, Any]], referred: Mapping[str, StoredResponse | None]
+    items: Sequence[dict[str, Any]],
+    referred: Mapping[str, StoredResponse | None],
+    max_num_bytes: int,
 ) -> Iterator[dict[str, Any]]:
-    """Raises ApiError (400) for an item that is not there."""
+    """Raises ApiError (400) for an item that is not there, and for items that have together more
+    than `max_num_bytes`: a short body may refer to a long item many times."""
+    num_bytes = 0
     known: dict[str, dict[str, dict[str, Any]]] = {}
     for place, item in enumerate(items):
         if item["type"] != REFERENCE:
@@ -272,6 +292,13 @@ def _without_references(
             raise invalid_value(
                 f"input[{place}] refers to the item {show(item['id'])}, which is in no stored "
                 f"response that has ended; send the item itself",
+                "input",
+            )
+        num_bytes += len(msgspec.json.encode(found))
+        if num_bytes > max_num_bytes:
+            raise invalid_value(
+                f"up to input[{place}] the items that input refers to have over {max_num_bytes} "
+                f"bytes, the most that a body may have; refer to fewer items",
                 "input",
             )
         yield found
