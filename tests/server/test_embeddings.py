@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, processors
 from cadenza.checkpoint import open_checkpoint
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import PoolingParams
+from cadenza.server.endpoints.embeddings import EmbeddingRequest
+from cadenza.server.errors import ApiError
 from tests.cli.harness import write_model
 from tests.server.harness import TIMEOUT_S, RunningServer, raw_post, running_server
 from tests.server.scripted_engine import HIDDEN_SIZE, ScriptedEngine
@@ -155,6 +157,35 @@ def test_a_checkpoint_of_another_pooling_needs_one_to_be_named(
     with running_server(ScriptedEngine(script), TextFrontend(open_checkpoint(folder))) as server:
         assert error(ask(server, "x")) == (400, "invalid_value", "pooling")
         assert vectors(ask(server, "x", pooling="mean"))[0][3] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_inputs", "advice"),
+    [
+        ({}, 745, "use encoding_format base64, dimensions or fewer inputs"),
+        ({"dimensions": 4096}, 745, "use encoding_format base64, dimensions or fewer inputs"),
+        ({"encoding_format": "base64", "dimensions": 9000}, 1399, "use dimensions or fewer inputs"),
+    ],
+)
+def test_an_answer_has_at_most_64_mib(fields: dict[str, Any], num_inputs: int, advice: str) -> None:
+    hidden_size = 4096 if "encoding_format" not in fields else 9000
+    largest = EmbeddingRequest({"input": ((5,),) * (num_inputs - 1), **fields})
+    largest.check_size(hidden_size)
+    larger = EmbeddingRequest({"input": ((5,),) * num_inputs, **fields})
+    with pytest.raises(ApiError, match=advice) as refused:
+        larger.check_size(hidden_size)
+    assert (refused.value.status, refused.value.param) == (400, "input")
+    larger.check_size(None)  # which the engine refuses
+
+
+def test_an_answer_that_is_too_large_is_refused_before_the_work(
+    script: tuple[int, ...], text: TextFrontend
+) -> None:
+    engine = ScriptedEngine(script, hidden_size=1 << 20)
+    with running_server(engine, text) as server:
+        assert error(ask(server, TEXTS)) == (400, "invalid_value", "input")
+        assert not engine.submitted
+        assert vectors(ask(server, TEXTS, dimensions=2))[0][0] > 0
 
 
 def test_more_inputs_than_the_queue_holds_come_in_their_order(scripted: RunningServer) -> None:

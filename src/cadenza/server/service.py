@@ -225,6 +225,7 @@ class Service:
         """
         if call.wants_receipt and self.fingerprint() is None:
             raise invalid_value("receipt needs an engine whose fingerprint is known", "receipt")
+        call.check_size(check.hidden_size)
         params = call.sampling(self.text)
         most = None
         if params.truncate_prompt_tokens is None:

@@ -4,6 +4,7 @@ Owns its body and the form of its answer. Knows no HTTP. Invariant: each input h
 the order of the inputs, or the call fails as a whole.
 """
 
+import sys
 from base64 import b64encode
 from collections.abc import Iterable
 from typing import Any, cast, get_args
@@ -19,7 +20,7 @@ from cadenza.server.endpoints.generating import (
     CallRequest,
     GeneratingEndpoint,
 )
-from cadenza.server.errors import cancelled
+from cadenza.server.errors import cancelled, invalid_value
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, object_of
 from cadenza.server.schemas.body import optional, required, unsupported
@@ -27,6 +28,10 @@ from cadenza.server.schemas.field_types import Boolean, Integer, OneOf, Schema, 
 from cadenza.server.schemas.generation import LABEL, SamplingField
 from cadenza.server.schemas.prompts import PlainPrompts
 from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
+
+MAX_ANSWER_BYTES = 64 << 20
+_FLOAT_BYTES, _BASE64_BYTES = 22, 16 / 3
+"""Of a number in an answer: a usual float32 as a double's shortest text, with its comma."""
 
 _encode = msgspec.json.encode
 
@@ -74,6 +79,18 @@ class EmbeddingRequest(CallRequest):
 
     def check_together(self, limits: ServerLimits) -> None:
         """None of them excludes another."""
+
+    def check_size(self, hidden_size: int | None) -> None:
+        num_values = min(self.dimensions or sys.maxsize, hidden_size or 0)
+        is_base64 = self.encoding_format == "base64"
+        value_bytes = _BASE64_BYTES if is_base64 else _FLOAT_BYTES
+        if self.num_prompts * num_values * value_bytes > MAX_ANSWER_BYTES:
+            base64 = "" if is_base64 else "encoding_format base64, "
+            raise invalid_value(
+                f"{self.num_prompts} embeddings of {num_values} numbers are an answer of over "
+                f"{MAX_ANSWER_BYTES >> 20} MiB; use {base64}dimensions or fewer inputs",
+                "input",
+            )
 
     def sampling(self, text: TextFrontend) -> SamplingParams:
         del text  # no checkpoint recommends anything for it
