@@ -373,7 +373,6 @@ def test_a_tenant_reaches_only_its_own_responses(
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tools": [{**NOW, "odd": 1}]}, "tools", "'odd'"),
         ({"tools": [{**NOW, "defer_loading": True}]}, "tools", "defer_loading"),
-        ({"tools": [{**NOW, "output_schema": {}}]}, "tools", "'output_schema'"),
         ({"max_tool_calls": 0}, "max_tool_calls", "from 1"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         ({"n": 2}, "n", "no field"),

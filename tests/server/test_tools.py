@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import jsonschema_rs
 import openai
 import pytest
 
@@ -12,6 +13,12 @@ from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputPart
 from cadenza.request import SamplingParams
+from cadenza.server.endpoints.chat import ChatRequest
+from cadenza.server.endpoints.messages import MessageRequest
+from cadenza.server.endpoints.responses import ResponseRequest
+from cadenza.server.errors import ApiError
+from cadenza.server.schemas.message_fields import MessageTools
+from cadenza.server.schemas.tools import FlatTools, Tools
 from cadenza.structured import StructuredOutput
 from cadenza.text.answer_grammar import Tool
 from cadenza.text.grammar_check import check_grammar
@@ -249,3 +256,58 @@ def test_the_parsers_can_be_chosen(thoughtful: TextFrontend) -> None:
     for wrong in ({"reasoning": "x"}, {"tool_calls": "none"}):
         with pytest.raises(ConfigError, match="is not one of auto"):
             AnswerParsers(**wrong)
+
+
+_F = {"name": "f", "parameters": CITY}
+_CUSTOM = {"name": "f", "input_schema": CITY}
+_NESTED = {"type": "function", "function": _F}
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain", "labels"),
+    [
+        (Tools(), _NESTED, {"function": {**_F, "return": {"type": "string"}}}),
+        (Tools(), _NESTED, {"strict": True, "name": "f", "cache_control": {}}),
+        (FlatTools(), {"type": "function", **_F}, {"output_schema": {}, "defer_loading": False}),
+        (MessageTools(), _CUSTOM, {"allowed_callers": ["direct"], "return": {}}),
+    ],
+)
+def test_labels_of_tools_change_nothing_and_odd_members_are_refused_unless_ignored(
+    kind: Any, plain: dict[str, Any], labels: dict[str, Any]
+) -> None:
+    odd = [{**plain, "odd": 1}]
+    if "function" in plain:
+        odd.append({**plain, "function": {**_F, "odd": 1}})
+    harmless: list[dict[str, Any]] = [{}, labels, dict.fromkeys(("defer_loading", "odd"))]
+    tools = kind.check("tools", [plain])
+    for types, is_taken in ((kind, False), (kind.ignoring(), True)):
+        schema = types.schema()
+        for labelled in harmless:
+            assert types.check("tools", [{**plain, **labelled}]) == tools
+            assert jsonschema_rs.is_valid(schema, [{**plain, **labelled}])
+        for tool in odd:
+            assert jsonschema_rs.is_valid(schema, [tool]) is is_taken
+            if is_taken:
+                assert types.check("tools", [tool]) == tools
+            else:
+                with pytest.raises(ApiError, match="'odd'"):
+                    types.check("tools", [tool])
+        built_not = [{**plain, "defer_loading": True}]
+        assert not jsonschema_rs.is_valid(schema, built_not)
+        with pytest.raises(ApiError, match="defer_loading"):
+            types.check("tools", built_not)
+
+
+@pytest.mark.parametrize("body", [ChatRequest, ResponseRequest, MessageRequest])
+def test_a_server_that_ignores_fields_ignores_members_of_tools(body: Any) -> None:
+    plain = _CUSTOM if body is MessageRequest else {"type": "function", **_F}
+    tool = {**(_NESTED if body is ChatRequest else plain), "odd": 1}
+    given = {"messages": MESSAGES, "input": "x", "max_tokens": 5, "tools": [tool]}
+    known = {name: value for name, value in given.items() if name in body.effective_names}
+    (found,) = body.check(known, "ignore")["tools"]
+    assert found.name == "f"
+    with pytest.raises(ApiError, match="'odd'"):
+        body.check(known)
+    for unknown in ("refuse", "ignore"):
+        schema = body.object_schema(unknown)
+        assert jsonschema_rs.is_valid(schema, known) is (unknown == "ignore")

@@ -9,7 +9,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, cast, overload
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    Protocol,
+    Self,
+    TypeVar,
+    cast,
+    overload,
+    runtime_checkable,
+)
 
 import msgspec
 
@@ -33,6 +44,14 @@ ObjectT = TypeVar("ObjectT", bound="DeclaredObject")
 
 UnknownFields = Literal["refuse", "ignore"]
 """How undeclared fields that have a value are treated."""
+
+
+@runtime_checkable
+class HasMembers(Protocol):
+    """A type of values in which unknown members can be ignored."""
+
+    def ignoring(self) -> FieldType[Any]: ...
+
 
 MAX_JSON_DEPTH = 64
 MAX_LENIENT_BYTES = 1 << 16
@@ -83,8 +102,15 @@ class Field(Generic[T_co]):
     def __get__(self, instance: "DeclaredObject | None", owner: type) -> Any:
         return self if instance is None else self.default
 
-    def schema(self) -> Schema:
-        schema = self.type.schema() if self.is_required else or_null(self.type.schema())
+    def type_with(self, unknown: UnknownFields) -> FieldType[Any]:
+        found: object = self.type
+        if unknown == "ignore" and isinstance(found, HasMembers):
+            return found.ignoring()
+        return self.type
+
+    def schema(self, unknown: UnknownFields = "refuse") -> Schema:
+        described = self.type_with(unknown).schema()
+        schema = described if self.is_required else or_null(described)
         shown: Schema = {} if self.default is None else {"default": self.default}
         return {**schema, **shown, **({"description": self.help} if self.help else {})}
 
@@ -145,7 +171,7 @@ class DeclaredObject:
         fields = cls.fields.values()
         return {
             "type": "object",
-            "properties": {field.name: field.schema() for field in fields},
+            "properties": {field.name: field.schema(unknown) for field in fields},
             "required": list(cls.required_names),
             "additionalProperties": NULL if unknown == "refuse" else True,
         }
@@ -205,7 +231,7 @@ class Body(DeclaredObject):
                 continue
             field = fields.get(name)
             if field is not None:
-                checked = field.type.check(name, value)
+                checked = field.type_with(unknown).check(name, value)
                 if field.effect is not Effect.NONE:
                     values[name] = checked
             elif unknown == "refuse":

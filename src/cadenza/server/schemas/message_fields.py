@@ -5,10 +5,17 @@ Owns their members. Knows no engine. Invariant: what is not built is refused by 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from cadenza.server.errors import invalid_value, not_built
-from cadenza.server.schemas.body import DeclaredObject, ObjectOf, optional, unsupported
+from cadenza.server.schemas.body import (
+    DeclaredObject,
+    ObjectOf,
+    UnknownFields,
+    optional,
+    unsupported,
+)
 from cadenza.server.schemas.field_types import (
     NULL,
     Boolean,
@@ -22,11 +29,12 @@ from cadenza.server.schemas.field_types import (
 from cadenza.server.schemas.reasoning import EFFORT, EFFORT_HELP
 from cadenza.server.schemas.structured import structured_of
 from cadenza.server.schemas.tools import (
-    MAX_TOOLS,
     check_tool_members,
     check_tool_type,
     checked_tools,
     make_tool,
+    tool_schema,
+    tools_schema,
 )
 from cadenza.structured import StructuredOutput
 from cadenza.text.answer_grammar import Tool
@@ -83,31 +91,31 @@ class OutputConfig(DeclaredObject):
 class MessageTools:
     """Tools of the client."""
 
+    unknown: UnknownFields = "refuse"
+
+    def ignoring(self) -> "MessageTools":
+        return MessageTools("ignore")
+
     def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        return checked_tools(name, value, _tool)
+        return checked_tools(name, value, partial(_tool, self.unknown))
 
     def schema(self) -> Schema:
-        tool: Schema = {
-            "type": "object",
-            "properties": {
-                "type": {"enum": ["custom", None]},
-                "name": {"type": "string", "minLength": 1},
-                "description": {"type": ["string", "null"]},
-                "input_schema": {"type": "object"},
-                "input_examples": {"type": ["array", "null"], "items": {"type": "object"}},
-                "strict": {"type": ["boolean", "null"]},
-            },
-            "required": ["name", "input_schema"],
-        }
-        return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
+        return tools_schema(tool_schema(_TOOL_MEMBERS, ("name", "input_schema"), self.unknown))
 
 
-_TOOL_MEMBERS = ("type", "name", "description", "input_schema", "input_examples", "strict")
+_TOOL_MEMBERS: Mapping[str, Schema] = {
+    "type": {"enum": ["custom", None]},
+    "name": {"type": "string", "minLength": 1},
+    "description": {"type": ["string", "null"]},
+    "input_schema": {"type": "object"},
+    "input_examples": {"type": ["array", "null"], "items": {"type": "object"}},
+    "strict": {"type": ["boolean", "null"]},
+}
 
 
-def _tool(name: str, members: Mapping[str, Any]) -> Tool:
+def _tool(unknown: UnknownFields, name: str, members: Mapping[str, Any]) -> Tool:
     check_tool_type(name, members, "custom")
-    check_tool_members(name, members, *_TOOL_MEMBERS)
+    check_tool_members(name, members, *_TOOL_MEMBERS, unknown=unknown)
     if not isinstance(members.get("input_schema"), dict):
         raise invalid_value(f"{name} has a tool without input_schema; give a JSON Schema", name)
     return make_tool(

@@ -7,12 +7,14 @@ Invariant: a tool that is chosen is one of the tools.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from cadenza.frontend.answers import ToolUse
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
-from cadenza.server.schemas.field_types import Schema, members_of, refuse
+from cadenza.server.schemas.body import UnknownFields
+from cadenza.server.schemas.field_types import NULL, Schema, members_of, refuse
 from cadenza.structured import MAX_STRUCTURED_BYTES
 from cadenza.text.answer_grammar import Tool
 
@@ -38,33 +40,39 @@ _WANTED = 'a list of tools such as {"type": "function", "function": {"name": …
 class Tools:
     """A list of functions."""
 
+    unknown: UnknownFields = "refuse"
+
+    def ignoring(self) -> "Tools":
+        return Tools("ignore")
+
     def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        return checked_tools(name, value, _nested_tool)
+        return checked_tools(name, value, partial(_nested_tool, self.unknown))
 
     def schema(self) -> Schema:
-        function: Schema = {"type": "object", "properties": MEMBERS_OF_TOOL, "required": ["name"]}
-        tool: Schema = {
-            "type": "object",
-            "properties": {"type": {"enum": ["function"]}, "function": function},
-            "required": ["type", "function"],
+        function = tool_schema(MEMBERS_OF_TOOL, ("name",), self.unknown)
+        members = {
+            "type": {"enum": ["function"]},
+            "function": function,
+            **{label: {} for label in _LABELS_BESIDE_FUNCTION},
         }
-        return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
+        return tools_schema(tool_schema(members, ("type", "function"), self.unknown))
 
 
 @dataclass(frozen=True, slots=True)
 class FlatTools:
     """A list of functions whose members lie beside their type, as in Responses."""
 
+    unknown: UnknownFields = "refuse"
+
+    def ignoring(self) -> "FlatTools":
+        return FlatTools("ignore")
+
     def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        return checked_tools(name, value, _flat_tool)
+        return checked_tools(name, value, partial(_flat_tool, self.unknown))
 
     def schema(self) -> Schema:
-        tool: Schema = {
-            "type": "object",
-            "properties": {"type": {"enum": ["function"]}, **MEMBERS_OF_TOOL},
-            "required": ["type", "name"],
-        }
-        return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
+        members = {"type": {"enum": ["function"]}, **MEMBERS_OF_TOOL}
+        return tools_schema(tool_schema(members, ("type", "name"), self.unknown))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +202,11 @@ def check_tool_type(name: str, members: Mapping[str, Any], *known: str) -> None:
         raise not_built(name, f"a tool of the type {show(kind)}")
 
 
-def check_tool_members(name: str, members: Mapping[str, Any], *known: str) -> None:
-    """Raises ApiError (400) naming a member with a value, of a tool, that is not known, or that
-    asks for what is not built."""
+def check_tool_members(
+    name: str, members: Mapping[str, Any], *known: str, unknown: UnknownFields
+) -> None:
+    """Raises ApiError (400) naming a member with a value, of a tool, that is not known, unless
+    those are ignored, or that asks for what is not built."""
     for member, (what, harmless) in _UNSUPPORTED_MEMBERS.items():
         if members.get(member) not in (None, harmless):
             raise not_built(name, f"{what} ({member})", (harmless,))
@@ -205,11 +215,30 @@ def check_tool_members(name: str, members: Mapping[str, Any], *known: str) -> No
         for key, value in members.items()
         if value is not None and key not in (*known, *_TOOL_LABELS, *_UNSUPPORTED_MEMBERS)
     ]
-    if odd:
+    if odd and unknown == "refuse":
         raise invalid_value(f"{name} has a tool with a member {show(odd[0])}", name)
 
 
-_TOOL_LABELS = ("cache_control", "eager_input_streaming")
+def tool_schema(
+    members: Mapping[str, Schema], required: tuple[str, ...], unknown: UnknownFields
+) -> Schema:
+    """The JSON Schema of an object that `check_tool_members` checks."""
+    off = {name: {"enum": [harmless, None]} for name, (_, harmless) in _UNSUPPORTED_MEMBERS.items()}
+    return {
+        "type": "object",
+        "properties": {**{label: {} for label in _TOOL_LABELS}, **off, **members},
+        "required": list(required),
+        "additionalProperties": NULL if unknown == "refuse" else True,
+    }
+
+
+def tools_schema(tool: Schema) -> Schema:
+    return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
+
+
+_TOOL_LABELS = ("cache_control", "eager_input_streaming", "output_schema", "return")
+"""`return` is what transformers writes of a Python function."""
+_LABELS_BESIDE_FUNCTION = ("name", "strict")
 _UNSUPPORTED_MEMBERS: Mapping[str, tuple[str, object]] = {
     "defer_loading": ("a tool that is loaded later", False),
     "allowed_callers": ("a tool that code calls", ["direct"]),
@@ -218,21 +247,22 @@ _UNSUPPORTED_MEMBERS: Mapping[str, tuple[str, object]] = {
 """What each asks for, and the value that does not."""
 
 
-def _nested_tool(name: str, members: dict[str, Any]) -> Tool:
+def _nested_tool(unknown: UnknownFields, name: str, members: dict[str, Any]) -> Tool:
     check_tool_type(name, members, "function")
     if not isinstance(members.get("function"), dict):
         raise refuse(name, members, _WANTED)
-    check_tool_members(name, members, "type", "function")
+    known = ("type", "function", *_LABELS_BESIDE_FUNCTION)
+    check_tool_members(name, members, *known, unknown=unknown)
     function = cast(dict[str, Any], members["function"])
-    check_tool_members(name, function, *MEMBERS_OF_TOOL)
+    check_tool_members(name, function, *MEMBERS_OF_TOOL, unknown=unknown)
     return _function(name, function)
 
 
-def _flat_tool(name: str, members: dict[str, Any]) -> Tool:
+def _flat_tool(unknown: UnknownFields, name: str, members: dict[str, Any]) -> Tool:
     check_tool_type(name, members, "function")
     if members.get("type") != "function":
         raise refuse(name, members, 'tools such as {"type": "function", "name": …}')
-    check_tool_members(name, members, "type", *MEMBERS_OF_TOOL)
+    check_tool_members(name, members, "type", *MEMBERS_OF_TOOL, unknown=unknown)
     return _function(name, members)
 
 
