@@ -5,15 +5,22 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from cadenza.engine.page_folder import MIN_BYTES, OVERHEAD_BYTES, SCAN_SHARE, PageFolder
+from cadenza.engine.page_folder import (
+    OVERHEAD_BYTES,
+    SCAN_SHARE,
+    PageFolder,
+    StoredFile,
+    find_files,
+)
 from cadenza.errors import ConfigError
 from tests.engine.stored import files_of
 
+MIN_BYTES = 1 << 20
 KEY = bytes(range(32))
 CONTENT = b"the keys and values of a page" * 50
 
@@ -230,6 +237,79 @@ def test_what_a_dead_process_left_is_removed_and_what_a_living_one_writes_stays(
     assert list(tmp_path.glob("writing-*")) == [mine]
     assert living.write(KEY, CONTENT)
     living.close()
+
+
+NOT_PAGES = (
+    "photographs/ab/large.raw",
+    "objects/ab/" + 38 * "c",
+    f"{32 * 'a'}/ab/notes",
+    f"{32 * 'a'}/zz/{64 * 'b'}",
+    f"{32 * 'a'}/abc/{64 * 'b'}",
+    f"{31 * 'a'}/ab/{64 * 'b'}",
+    f"writing-1-2/ab/{64 * 'b'}",
+)
+
+
+def test_files_that_are_no_pages_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    open_folder(tmp_path).close()
+    for name in NOT_PAGES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(2 * MIN_BYTES))
+    assert list(find_files(tmp_path)) == []
+    open_folder(tmp_path).close()
+    # The folder of a process that is gone is removed as a whole.
+    assert [name for name in NOT_PAGES if not (tmp_path / name).exists()] == [NOT_PAGES[-1]]
+
+
+@pytest.mark.parametrize("level", range(3))
+def test_links_are_not_followed(tmp_path: Path, level: int) -> None:
+    parts = [32 * "a", "bb", 64 * "b"]
+    elsewhere = tmp_path / "elsewhere"
+    target = elsewhere.joinpath(*parts[level:])
+    target.parent.mkdir(parents=True)
+    target.write_bytes(bytes(2 * MIN_BYTES))
+    link = (tmp_path / "folder").joinpath(*parts[: level + 1])
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere / parts[level])
+    assert list(find_files(tmp_path / "folder")) == []
+    open_folder(tmp_path / "folder").close()
+    assert target.exists()
+
+
+def test_a_page_beyond_the_bound_is_removed_without_links(tmp_path: Path) -> None:
+    """The control of those above."""
+    path = tmp_path / (32 * "a") / "bb" / (64 * "b")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(2 * MIN_BYTES))
+    open_folder(tmp_path).close()
+    assert not path.exists()
+
+
+def test_a_folder_that_cannot_be_listed_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    def failing(folder: Path) -> Iterator[StoredFile]:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(ConfigError, match=r"cannot be used: Input/output error"):
+        PageFolder(tmp_path, "a model", MIN_BYTES, find=failing)
+    assert not list(tmp_path.glob("writing-*"))
+
+
+def test_a_folder_that_can_no_longer_be_listed_ends_writing(tmp_path: Path) -> None:
+    is_broken = False
+
+    def failing(folder: Path) -> Iterator[StoredFile]:
+        if is_broken:
+            raise OSError(5, "Input/output error")
+        return find_files(folder)
+
+    pages = PageFolder(tmp_path, "a model", MIN_BYTES, find=failing)
+    is_broken = True
+    assert pages.write(KEY, bytes(20_000))
+    assert pages.error is None
+    assert pages.write(KEY[::-1], bytes(20_000))
+    assert pages.error == "Input/output error"
+    assert pages.read(KEY) == bytes(20_000)
+    pages.close()
 
 
 WRITER = """

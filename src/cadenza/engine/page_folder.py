@@ -11,10 +11,12 @@ import fcntl
 import hmac
 import logging
 import os
+import re
 import secrets
 import shutil
+import stat
 import struct
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,20 +39,46 @@ SCAN_SHARE = 32
 """The folder is scanned again after writing one part in so many of its bound."""
 ROOM_SHARE = 8
 """The part of the bound that is made free at once, for what others write before their next scan."""
-MIN_BYTES = 1 << 20
 
 _LOCK, _SECRET, _WRITING = "lock", "secret", "writing-"
-
-WriteFile = Callable[[Path, bytes], object]
+_LEVELS = tuple(map(re.compile, ("[0-9a-f]{32}", "[0-9a-f]{2}", "[0-9a-f]{64}")))
+"""Names of the folders of fingerprints, of those in them, and of pages. No other file is a page."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class StoredFile:
     """A file as the scan found it."""
 
     path: Path
     used_ns: int
     num_bytes: int
+
+
+WriteFile = Callable[[Path, bytes], object]
+FindFiles = Callable[[Path], Iterable[StoredFile]]
+
+
+def find_files(folder: Path) -> Iterator[StoredFile]:
+    """All pages in the folder, of any fingerprint. Follows no links; raises OSError."""
+    for path in _find(folder, *_LEVELS):
+        with suppress(FileNotFoundError):  # another engine has just removed it
+            found = path.lstat()
+            if stat.S_ISREG(found.st_mode):
+                yield StoredFile(path, found.st_mtime_ns, found.st_size)
+
+
+def _find(folder: Path, name: re.Pattern[str], *deeper: re.Pattern[str]) -> Iterator[Path]:
+    """The paths below a folder whose parts match, through folders that are not links."""
+    try:
+        with os.scandir(folder) as entries:
+            matching = [each for each in entries if name.fullmatch(each.name)]
+    except FileNotFoundError:  # another engine has just removed it
+        return
+    for entry in matching:
+        if not deeper:
+            yield Path(entry.path)
+        elif entry.is_dir(follow_symlinks=False):
+            yield from _find(Path(entry.path), *deeper)
 
 
 class PageFolder:
@@ -65,10 +93,11 @@ class PageFolder:
         fingerprint: str,
         max_bytes: int,
         write_file: WriteFile = Path.write_bytes,
+        find: FindFiles = find_files,
     ) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
-        self._write_file = write_file
+        self._write_file, self._find_files = write_file, find
         self._known: set[bytes] = set()
         self._touched: set[bytes] = set()
         self._num_unscanned_bytes = 0
@@ -82,13 +111,16 @@ class PageFolder:
                 self._writing.mkdir(mode=0o700)
                 self._hold = _lock(self._writing / _LOCK)
         except OSError as error:
-            reason = error.strerror or type(error).__name__
-            raise ConfigError(f"--prefix-cache-disk {folder} cannot be used: {reason}") from error
+            raise _unusable(folder, error) from error
         self.key_secret = _derived(secret, b"keys", fingerprint)
         """For the keys: no two fingerprints or secrets have a key in common."""
         self._mac_secret = _derived(secret, b"contents", fingerprint)
         self._pages = folder / _derived(secret, b"folder", fingerprint).hex()[:32]
-        self._scan()
+        try:
+            self._scan()
+        except OSError as error:
+            self.close()
+            raise _unusable(folder, error) from error
 
     def __contains__(self, key: bytes) -> bool:
         """Whether there was a page of `key` at the last scan, or it was written since."""
@@ -141,7 +173,10 @@ class PageFolder:
         self._known.add(key)
         self._num_unscanned_bytes += size
         if self._num_unscanned_bytes >= self._max_bytes // SCAN_SHARE:
-            self._scan()
+            try:
+                self._scan()
+            except OSError as error:
+                self._stop(error.strerror or type(error).__name__)
         return True
 
     def close(self) -> None:
@@ -156,7 +191,7 @@ class PageFolder:
     def _scan(self) -> None:
         """Finds all files, and removes those that were not used for longest, if they are too
         many."""
-        files = sorted(_files_of(self._folder), key=lambda each: each.used_ns)
+        files = sorted(self._find_files(self._folder), key=lambda each: each.used_ns)
         num_bytes = sum(each.num_bytes for each in files)
         most = self._max_bytes - self._max_bytes // ROOM_SHARE
         num_removed = 0
@@ -169,7 +204,7 @@ class PageFolder:
                 num_removed += 1
         own = self._pages
         kept = (each.path for each in files[num_removed:] if each.path.parent.parent == own)
-        self._known = set(filter(None, map(_key_of, kept)))
+        self._known = {bytes.fromhex(path.name) for path in kept}
         self._num_unscanned_bytes = 0
         self._touched.clear()
 
@@ -193,6 +228,11 @@ class PageFolder:
         if not is_own or not hmac.compare_digest(self._mac(head, content), data[end:]):
             return None
         return content
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    reason = error.strerror or type(error).__name__
+    return ConfigError(f"--prefix-cache-disk {folder} cannot be used: {reason}")
 
 
 def _derived(secret: bytes, purpose: bytes, fingerprint: str) -> bytes:
@@ -256,23 +296,6 @@ def _locked(path: Path) -> Generator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _files_of(folder: Path) -> Iterator[_Stored]:
-    """All pages in the folder, of any fingerprint."""
-    for path in folder.glob("*/??/*"):
-        try:
-            found = path.stat()
-        except OSError:
-            continue  # another engine has just removed it
-        yield _Stored(path, found.st_mtime_ns, found.st_size)
-
-
-def _key_of(path: Path) -> bytes | None:
-    try:
-        return bytes.fromhex(path.name)
-    except ValueError:
-        return None
 
 
 def _remove(path: Path) -> None:
