@@ -1,8 +1,10 @@
 """Prefixes that come from a folder: the same streams, and every fault is a miss."""
 
+import gc
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 from cadenza.backends.fake import FakeRunner
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.page_folder import PageFolder, StoredMiss
-from cadenza.engine.stored_pages import PATIENCE_S, StoredPages
+from cadenza.engine.process.supervision import Patience
+from cadenza.engine.stored_pages import MAX_STALLS, PATIENCE_S, StoredPages
 from cadenza.errors import RunnerError
 from cadenza.request import Request
 from tests.core.builders import manager_of, prompt_of, sequence_of
@@ -220,15 +223,36 @@ def test_pages_with_other_tokens_are_not_taken(tmp_path: Path) -> None:
     stored.close()
 
 
+def test_an_engine_that_waits_for_pages_has_requests_and_one_that_stores_them_has_not(
+    tmp_path: Path,
+) -> None:
+    pages = Never(tmp_path)
+    engine = engine_of(pages)
+    engine.submit(request_of())
+    engine.step()
+    assert engine.has_requests
+    pages.release.set()
+    while engine.has_requests:
+        engine.step()
+    stored = engine.stored_pages
+    assert stored is not None
+    pages.is_answering = False
+    stored.keep(bytes(32), 0)
+    assert not engine.is_idle
+    assert not engine.has_requests
+    engine.close()
+
+
 class Never(PageFolder):
     """A disk that does not answer."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, FINGERPRINT, MAX_BYTES)
         self.release = threading.Event()
+        self.is_answering = True
 
     def __contains__(self, key: object) -> bool:
-        return True
+        return self.is_answering
 
     def read(self, key: bytes) -> bytes | StoredMiss:
         self.release.wait()
@@ -243,11 +267,108 @@ def test_a_sequence_waits_for_a_bounded_time(tmp_path: Path) -> None:
     for now_s in (0.0, PATIENCE_S):
         assert manager.is_being_read(sequence, now_s)
         assert manager.is_being_read(follower, now_s)
-    assert not manager.is_being_read(sequence, PATIENCE_S + 0.1)
-    assert not manager.is_being_read(sequence, PATIENCE_S + 0.2)
+    for now_s in (PATIENCE_S + 0.1, PATIENCE_S + 0.2):
+        assert not manager.is_being_read(sequence, now_s)
+        assert not manager.is_being_read(follower, now_s), "it has waited as long itself"
     assert stored.counts.misses["late"] == 1
     pages.release.set()
     stored.close()
+
+
+def test_a_sequence_that_came_later_waits_for_its_own_time(tmp_path: Path) -> None:
+    pages = Never(tmp_path)
+    manager = manager_of(16)
+    stored = StoredPages(runner_of(LIMITS), manager, pages)
+    sequence, follower = sequence_of(0, prompt_of(40)), sequence_of(1, prompt_of(40))
+    late_s = PATIENCE_S + 0.1
+    assert manager.is_being_read(sequence, 0.0)
+    assert manager.is_being_read(follower, 0.5)
+    assert not manager.is_being_read(sequence, late_s)
+    assert manager.is_being_read(follower, late_s), "in a read of its own"
+    assert not manager.is_being_read(follower, 0.5 + late_s)
+    pages.release.set()
+    stored.close()
+
+
+def test_the_patience_is_well_below_that_of_the_supervisor() -> None:
+    assert Patience().hung_after_s / 2 > MAX_STALLS * PATIENCE_S
+
+
+def test_a_disk_that_does_not_answer_is_not_read_any_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = Never(tmp_path)
+    manager = manager_of(16)
+    stored = StoredPages(runner_of(LIMITS), manager, pages)
+    for index in range(MAX_STALLS):
+        sequence = sequence_of(index, prompt_of(40, seed=index))
+        assert manager.is_being_read(sequence, 0.0), "it is still read"
+        assert not manager.is_being_read(sequence, PATIENCE_S + 0.1)
+    assert not manager.is_being_read(sequence_of(7, prompt_of(40, seed=7)), 9.0)
+    assert [each.message for each in caplog.records] == [
+        "nothing is read from the prefix cache on disk any more: 2 times in a row there was no "
+        "page within 1 s"
+    ]
+    pages.release.set()
+    stored.close()
+
+
+class Broken(PageFolder):
+    """Its code has an error."""
+
+    def __init__(self, folder: Path, failing: str) -> None:
+        super().__init__(folder, FINGERPRINT, MAX_BYTES)
+        self.failing = failing
+
+    def read(self, key: bytes) -> bytes | StoredMiss:
+        if self.failing == "read":
+            raise RuntimeError("an error of the code")
+        return super().read(key)
+
+    def write(self, key: bytes, content: bytes) -> bool:
+        if self.failing == "write":
+            raise RuntimeError("an error of the code")
+        return super().write(key, content)
+
+
+@pytest.mark.parametrize("failing", ["read", "write"])
+def test_an_error_of_the_thread_switches_storing_off_and_streams_go_on(
+    tmp_path: Path, failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran_once(tmp_path, [request_of()])
+    requests = [request_of(), request_of(prompt_of(50, seed=2))]
+    engine = engine_of(Broken(tmp_path, failing))
+    assert run(engine, requests).tokens == cold(requests).tokens
+    stored = engine.stored_pages
+    assert stored is not None
+    if failing == "read":
+        assert stored.counts.misses["late"] == 0, "nothing waits for a thread that has ended"
+    engine.close()
+    assert [each.message for each in caplog.records] == ["the prefix cache on disk is off"]
+    manager = manager_of(16)
+    manager.page_store = stored
+    assert not manager.is_being_read(sequence_of(0, PROMPT), 0.0)
+    stored.keep(bytes(32), 0)
+    assert not stored.is_busy
+    assert not list(tmp_path.glob("writing-*"))
+
+
+def test_a_dropped_engine_is_freed_and_its_thread_ends(tmp_path: Path) -> None:
+    class Runner(FakeRunner):
+        """With weak references."""
+
+    options = CoreOptions(page_folder=folder_of(tmp_path))
+    engine = EngineCore(runner_of(LIMITS, Runner), LIMITS, options)
+    run(engine, [request_of()])
+    runner = weakref.ref(engine.runner)
+    thread = [each for each in threading.enumerate() if each.name == "stored-pages"][-1]
+    del engine
+    gc.collect()
+    assert runner() is None
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(files_of(tmp_path)) == 6
+    assert not list(tmp_path.glob("writing-*"))
 
 
 def test_an_engine_stores_what_a_request_left_before_it_ends(tmp_path: Path) -> None:
@@ -270,7 +391,11 @@ def test_a_cancelled_request_leaves_its_read(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_what_is_used_from_memory_counts_as_used_on_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [[], [request_of(prompt_of(40, seed=4))]], ids=len)
+def test_what_is_used_from_memory_counts_as_used_on_the_disk(
+    tmp_path: Path, others: list[Request]
+) -> None:
+    """Even if nothing is written any more."""
     engine = engine_of(folder_of(tmp_path))
     run(engine, [request_of()])
     while len(files_of(tmp_path)) < 6:
@@ -279,9 +404,44 @@ def test_what_is_used_from_memory_counts_as_used_on_the_disk(tmp_path: Path) -> 
     used = files_of(tmp_path)
     for path in used:
         os.utime(path, ns=(0, 0))
-    run(engine, [request_of(), request_of(prompt_of(40, seed=4))])
+    run(engine, [request_of(), *others])
     engine.close()
     assert all(path.stat().st_mtime_ns > 0 for path in used)
+
+
+def test_equal_prompts_side_by_side_are_stored(tmp_path: Path) -> None:
+    """Of two that compute a page at the same time, one's is cached."""
+    pages = folder_of(tmp_path)
+    manager = manager_of(16)
+    stored = StoredPages(runner_of(LIMITS), manager, pages)
+    pair = [sequence_of(index, prompt_of(40)) for index in range(2)]
+    prefixes = [manager.find_prefix(sequence) for sequence in pair]
+    for sequence, prefix in zip(pair, prefixes, strict=True):
+        assert manager.try_adopt(sequence, prefix)
+    for sequence in pair:
+        manager.publish(sequence, 40)
+    assert pair[0].page_table != pair[1].page_table
+    stored.close()
+    assert len(files_of(tmp_path)) == 40 // 16
+
+
+def test_an_ended_read_does_not_keep_the_engine_awake(tmp_path: Path) -> None:
+    """It may go on waiting for a row, while another sequence's pages are read."""
+
+    class Slow(Never):
+        def __contains__(self, key: object) -> bool:
+            return key != absent.page_keys[0]
+
+    absent, pending = sequence_of(0, prompt_of(40)), sequence_of(1, prompt_of(40, seed=1))
+    pages = Slow(tmp_path)
+    manager = manager_of(16)
+    manager.page_keys(absent)
+    stored = StoredPages(runner_of(LIMITS), manager, pages)
+    assert not manager.is_being_read(absent, 0.0)
+    assert manager.is_being_read(pending, 0.0)
+    assert stored.wait()
+    pages.release.set()
+    stored.close()
 
 
 def test_two_engines_share_one_folder(tmp_path: Path) -> None:

@@ -300,10 +300,17 @@ class KVCacheManager:
             sequence.published_serial = self._add_to_cache(
                 sequence, index, page_id, sequence.published_serial, page_class
             )
-            if self.page_store is not None and page_class is not PageClass.GENERATED:
-                self.page_store.keep(sequence.page_keys[index], page_id)
+            if page_class is not PageClass.GENERATED:
+                self._keep(sequence.page_keys[index])
         sequence.num_published_pages = full
         self.prefix_leaders.leave(sequence)
+
+    def _keep(self, key: bytes) -> None:
+        """Leaves the cached page of a key to the store; another sequence's may have come first."""
+        assert self.prefix_cache is not None
+        page_id = self.prefix_cache.page_of(key)
+        if self.page_store is not None and page_id is not None:
+            self.page_store.keep(key, page_id)
 
     def _add_to_cache(
         self, sequence: Sequence, index: int, page_id: int, serial: int, page_class: PageClass

@@ -160,8 +160,12 @@ class EngineCore:
     def is_idle(self) -> bool:
         """True if no request is open, no step is in flight and no page waits to be stored."""
         is_storing = self.stored_pages is not None and self.stored_pages.is_busy
-        is_at_work = self.scheduler.has_work or self._loop.in_flight
-        return not (is_at_work or self._compiling or is_storing)
+        return not (self.has_requests or is_storing)
+
+    @property
+    def has_requests(self) -> bool:
+        """True if a request is open or a step is in flight."""
+        return bool(self.scheduler.has_work or self._loop.in_flight or self._compiling)
 
     @property
     def num_steps(self) -> int:

@@ -1,16 +1,16 @@
 """`StoredPages`: `core.page_store.PageStore` over a folder: pages go to it, and come back.
 
-Owns the thread that reads and writes files, and which waiting sequence waits for what. Pages are
-copied from and to the device on the engine's thread, between two steps. Knows no file names.
-Invariants: memory for pages on their way is bounded; a sequence waits at most `PATIENCE_S`; a page
-enters the cache only if its tokens are those of the sequence.
+Owns which waiting sequence waits for what. Pages are copied from and to the device on the engine's
+thread, between two steps. Knows no files and no thread but `PageTraffic`. Invariants: a sequence
+waits at most `PATIENCE_S` in all; a page enters the cache only if its tokens are those of the
+sequence.
 """
 
 import logging
-import threading
 import time
+import weakref
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,11 +18,16 @@ from cadenza.backends.base import PageCopier
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.engine.page_folder import PageFolder, StoredMiss
+from cadenza.engine.page_traffic import PageRead, PageTraffic
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 5.0
-"""Longest wait of a sequence for pages."""
+PATIENCE_S = 1.0
+"""Longest wait of a sequence for pages. Steps are not made meanwhile, so that it has to be well
+below the time after which an engine counts as hung."""
+
+MAX_STALLS = 2
+"""After so many late reads in a row that brought no page, nothing is read any more."""
 
 MAX_BACKLOG = 1 << 14
 """Published pages that may wait for being copied; the oldest of more are not stored."""
@@ -30,13 +35,11 @@ MAX_BACKLOG = 1 << 14
 PAGES_PER_STEP = 16
 """Pages copied from the device between two steps."""
 
-MAX_BYTES_ON_THE_WAY = 64 << 20
-"""Of pages that were read and not taken yet, and of those that wait for being written, each."""
-
 WAIT_S = 0.01
 """Longest wait of an engine that has nothing else to do."""
 
 CLOSE_WITHIN_S = 5.0
+"""Longest time for writing what is left when an engine is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,27 +56,18 @@ class StoredPageCounts:
 
 
 @dataclass(slots=True, eq=False)
-class _Read:
-    """The pages of `keys` for a sequence, whose first `num_before` pages were in the cache.
+class _Wait:
+    """A waiting sequence, since when it waits, and the read that it waits for.
 
-    `contents` are those that have come and were not taken yet.
+    If the read is its own, it brings the pages behind the first `num_before`.
     """
 
-    sequence: Sequence
+    since_s: float
+    read: PageRead
+    is_own: bool
     num_before: int
-    keys: list[bytes]
-    started_s: float
-    contents: deque[bytes] = field(default_factory=deque[bytes])
-    num_started: int = 0
     num_taken: int = 0
-    is_ended: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        return not self.is_ended or bool(self.contents)
-
-    def brings(self, key: bytes) -> bool:
-        return self.is_open and key in self.keys
+    has_seen_end: bool = False
 
 
 class StoredPages:
@@ -83,60 +77,61 @@ class StoredPages:
         self._runner = runner
         self._kv_cache = kv_cache
         self._folder = folder
-        self._reads: dict[Sequence, _Read] = {}
+        self._waits: dict[Sequence, _Wait] = {}
         self._backlog: OrderedDict[bytes, int] = OrderedDict()
         self._is_off = False
-        self._misses: dict[StoredMiss, int] = {"absent": 0, "damaged": 0, "late": 0}
+        self._num_stalls = 0
         self._num_read = self._num_read_bytes = 0
-        self._num_written = self._num_written_bytes = 0
-        # Of both threads, under the lock:
-        self._change = threading.Condition()
-        self._to_read: deque[_Read] = deque()
-        self._to_write: deque[tuple[bytes, bytes]] = deque()
-        self._to_touch: deque[bytes] = deque(maxlen=MAX_BACKLOG)
-        self._num_bytes_to_write = 0
-        self._num_bytes_read = 0
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._serve, name="stored-pages", daemon=True)
-        self._thread.start()
+        self._traffic = PageTraffic(folder)
+        # Of an engine that is dropped and not closed.
+        weakref.finalize(self, self._traffic.stop).atexit = False
         kv_cache.page_store = self
 
     @property
     def is_busy(self) -> bool:
         """Whether pages wait for being copied from or to the device."""
-        return not self._is_off and bool(self._backlog or self._reads)
+        return not self._has_ended and bool(self._backlog or self._waits)
 
     @property
     def counts(self) -> StoredPageCounts:
-        with self._change:
-            return StoredPageCounts(
-                num_read=self._num_read,
-                num_read_bytes=self._num_read_bytes,
-                num_written=self._num_written,
-                num_written_bytes=self._num_written_bytes,
-                misses=dict(self._misses),
-            )
+        traffic = self._traffic
+        return StoredPageCounts(
+            num_read=self._num_read,
+            num_read_bytes=self._num_read_bytes,
+            num_written=traffic.num_written,
+            num_written_bytes=traffic.num_written_bytes,
+            misses=dict(traffic.misses),
+        )
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._is_off or self._traffic.is_off
 
     def is_reading(
         self, sequence: Sequence, now_s: float, missing: Callable[[], tuple[int, list[bytes]]]
     ) -> bool:
-        if self._is_off:
+        if self._has_ended or self._num_stalls >= MAX_STALLS:
             return False
-        read = self._reads.get(sequence)
-        if read is None:
-            num_before, keys = missing()
-            if not keys:
-                return False
-            read = self._read_of(keys[0]) or self._start(sequence, num_before, keys, now_s)
-        if read.is_open and now_s - read.started_s > PATIENCE_S:
-            self._end(read, "late")
-        return read.is_open
+        wait = self._waits.get(sequence)
+        if wait is None:
+            wait = self._start(sequence, now_s, missing)
+        elif not (wait.is_own or wait.read.is_open):  # what it lacks by now
+            wait.has_seen_end = True
+            if now_s - wait.since_s <= PATIENCE_S:
+                wait = self._start(sequence, wait.since_s, missing)
+        if wait is None:
+            return False
+        if wait.read.is_open and now_s - wait.since_s > PATIENCE_S:
+            self._give_up(wait)
+            return False
+        wait.has_seen_end = not wait.read.is_open
+        return wait.read.is_open
 
     def keep(self, key: bytes, page_id: int) -> None:
-        if self._is_off:
+        if self._has_ended:
             return
         if key in self._folder:
-            self._to_touch.append(key)  # the thread need not be woken for it
+            self._traffic.touch(key)
             return
         self._backlog[key] = page_id
         if len(self._backlog) > MAX_BACKLOG:
@@ -147,82 +142,80 @@ class StoredPages:
         if self._is_off:
             return
         try:
-            for read in list(self._reads.values()):
-                self._take(read)
-            if self._backlog and self._has_room():
+            for sequence, wait in list(self._waits.items()):
+                self._take(sequence, wait)
+            if self._backlog and self._traffic.has_room:
                 self._copy_published()
         except Exception:
             logger.exception("the prefix cache on disk is off: pages could not be copied")
             self._turn_off()
-        if self._is_off or self._folder.error is not None:
+        if self._has_ended:
             self._turn_off()
 
-    def wait(self) -> None:
-        """Waits a moment for the thread, if there is anything that it must do first."""
-        with self._change:
-            has_come = any(read.contents or read.is_ended for read in self._reads.values())
-            if has_come or (self._backlog and self._has_room()):
-                return
-            self._change.wait(WAIT_S)
+    def wait(self) -> bool:
+        """Waits a moment for the thread; returns False at once if there is something to do."""
+        if self._backlog and self._traffic.has_room:
+            return False
+        unseen = [each.read for each in self._waits.values() if not each.has_seen_end]
+        return self._traffic.wait(WAIT_S, *unseen)
 
     def close(self) -> None:
         """Writes what is left, within a bounded time, and ends the thread."""
         self._kv_cache.page_store = None
         end_s = time.monotonic() + CLOSE_WITHIN_S
-        while self._backlog and not self._is_off and time.monotonic() < end_s:
+        while self._backlog and not self._has_ended and time.monotonic() < end_s:
             self.advance()
             self.wait()
-        with self._change:
-            self._is_closing = True
-            self._to_read.clear()
-            self._change.notify_all()
-        self._thread.join(max(0.0, end_s - time.monotonic()))
+        self._traffic.stop()
+        self._traffic.join(max(0.0, end_s - time.monotonic()))
 
-    def _read_of(self, key: bytes) -> _Read | None:
-        """The read that brings a page, if one does."""
-        return next((each for each in self._reads.values() if each.brings(key)), None)
+    def _start(
+        self, sequence: Sequence, since_s: float, missing: Callable[[], tuple[int, list[bytes]]]
+    ) -> _Wait | None:
+        """Waits for a read that brings the first missing page: of another sequence, if there is
+        one. None if nothing is missing."""
+        num_before, keys = missing()
+        if not keys:
+            return None
+        others = (each.read for each in self._waits.values() if each.is_own)
+        found = next((each for each in others if each.brings(keys[0])), None)
+        read = found or self._traffic.read(keys)
+        wait = _Wait(since_s, read, is_own=found is None, num_before=num_before)
+        self._waits[sequence] = wait
+        return wait
 
-    def _start(self, sequence: Sequence, num_before: int, keys: list[bytes], now_s: float) -> _Read:
-        """The read of what a sequence lacks; it has ended already if there is nothing of it."""
-        read = _Read(sequence, num_before, keys, now_s)
-        self._reads[sequence] = read
-        with self._change:
-            if keys[0] not in self._folder:
-                read.is_ended = True
-                self._misses["absent"] += 1
-            else:
-                self._to_read.append(read)
-                self._change.notify_all()
-        return read
-
-    def _end(self, read: _Read, reason: StoredMiss | None = None) -> None:
-        with self._change:
-            read.is_ended = True
-            self._num_bytes_read -= sum(map(len, read.contents))
-            read.contents.clear()
-            if reason is not None:
-                self._misses[reason] += 1
-            self._change.notify_all()
-
-    def _take(self, read: _Read) -> None:
-        """Puts the pages that have come into the cache."""
-        if read.sequence.status is not SequenceStatus.WAITING:
-            self._end(read)
-            del self._reads[read.sequence]
+    def _give_up(self, wait: _Wait) -> None:
+        """Of a read that is late; others that wait for it may start one of their own."""
+        if not wait.is_own:
             return
-        with self._change:
-            contents = list(read.contents)
-            read.contents.clear()
-            self._num_bytes_read -= sum(map(len, contents))
-            self._change.notify_all()
+        self._traffic.end(wait.read, "late")
+        wait.has_seen_end = True
+        self._num_stalls = 0 if wait.read.num_read else self._num_stalls + 1
+        if self._num_stalls == MAX_STALLS:
+            logger.warning(
+                "nothing is read from the prefix cache on disk any more: %d times in a row there "
+                "was no page within %g s",
+                MAX_STALLS,
+                PATIENCE_S,
+            )
+
+    def _take(self, sequence: Sequence, wait: _Wait) -> None:
+        """Puts the pages that have come into the cache."""
+        if sequence.status is not SequenceStatus.WAITING:
+            if wait.is_own:
+                self._traffic.end(wait.read)
+            del self._waits[sequence]
+            return
+        contents = self._traffic.take(wait.read) if wait.is_own else []
         if not contents:
             return
-        first = read.num_before + read.num_taken
+        self._num_stalls = 0
+        first = wait.num_before + wait.num_taken
 
         def write(page_ids: list[int], start: int) -> bool:
             own = contents[start - first :]
             size = self._kv_cache.page_size
-            tokens = read.sequence.token_ids
+            tokens = sequence.token_ids
             for index, content in enumerate(own, start):
                 if not content.startswith(_bytes_of(tokens[index * size : (index + 1) * size])):
                     return False
@@ -233,13 +226,10 @@ class StoredPages:
                 self._is_off = True
             return not self._is_off
 
-        num_added = self._kv_cache.install(read.sequence, first, len(contents), write)
-        read.num_taken += len(contents)
+        num_added = self._kv_cache.install(sequence, first, len(contents), write)
+        wait.num_taken += len(contents)
         self._num_read += num_added
         self._num_read_bytes += sum(map(len, contents[len(contents) - num_added :]))
-
-    def _has_room(self) -> bool:
-        return self._num_bytes_to_write < MAX_BYTES_ON_THE_WAY
 
     def _copy_published(self) -> None:
         """Copies pages from the device that are still in the cache."""
@@ -254,66 +244,14 @@ class StoredPages:
             return
         contents = self._runner.read_pages(list(pages))
         for (page_id, key), content in zip(pages.items(), contents, strict=True):
-            whole = _bytes_of(cache.tokens_of(page_id)) + content
-            with self._change:
-                self._to_write.append((key, whole))
-                self._num_bytes_to_write += len(whole)
-                self._change.notify_all()
+            self._traffic.write(key, _bytes_of(cache.tokens_of(page_id)) + content)
 
     def _turn_off(self) -> None:
         self._is_off = True
         self._backlog.clear()
-        for read in self._reads.values():
-            self._end(read)
-        self._reads.clear()
-
-    def _serve(self) -> None:
-        """The thread: reads come before writes; ends when all is written after `close`."""
-        try:
-            while True:
-                with self._change:
-                    while not (self._can_read() or self._to_write or self._is_closing):
-                        self._change.wait()
-                    read = self._to_read[0] if self._can_read() else None
-                    if read is None and not self._to_write:
-                        return
-                    written = None if read is not None else self._to_write.popleft()
-                if read is not None:
-                    self._read_next(read)
-                elif written is not None:
-                    self._write(*written)
-        finally:
-            self._folder.close()
-
-    def _can_read(self) -> bool:
-        return bool(self._to_read) and self._num_bytes_read < MAX_BYTES_ON_THE_WAY
-
-    def _read_next(self, read: _Read) -> None:
-        at = read.num_started
-        content = self._folder.read(read.keys[at])
-        with self._change:
-            read.num_started += 1
-            is_page = isinstance(content, bytes)
-            if not read.is_ended and is_page:
-                read.contents.append(content)
-                self._num_bytes_read += len(content)
-            if not is_page:
-                self._misses[content] += 1
-            if read.is_ended or not is_page or read.num_started == len(read.keys):
-                read.is_ended = True
-                if read in self._to_read:  # `close` empties it
-                    self._to_read.remove(read)
-            self._change.notify_all()
-
-    def _write(self, key: bytes, content: bytes) -> None:
-        while self._to_touch:  # before a scan may remove what was not used for longest
-            self._folder.touch(self._to_touch.popleft())
-        is_written = self._folder.write(key, content)
-        with self._change:
-            self._num_bytes_to_write -= len(content)
-            self._num_written += is_written
-            self._num_written_bytes += len(content) * is_written
-            self._change.notify_all()
+        for wait in self._waits.values():
+            self._traffic.end(wait.read)
+        self._waits.clear()
 
 
 def _bytes_of(token_ids: list[int] | tuple[int, ...]) -> bytes:

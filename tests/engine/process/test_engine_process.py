@@ -441,6 +441,18 @@ def test_a_second_call_while_draining_ends_at_once_even_a_hung_engine(open_front
     assert not children()
 
 
+@pytest.mark.parametrize(("disk", "code"), [("folder", 0), (None, -signal.SIGKILL)])
+def test_an_engine_with_a_disk_gets_time_to_write_what_is_left(
+    open_front: OpenFront, disk: str | None, code: int, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, "cadenza")
+    config = EngineConfig(max_num_seqs=8, prefix_cache_disk=disk)
+    front = open_front(config, Patience(hung_after_s=TIMEOUT_S, stop_s=0.0))
+    front.engine.wait_ready(TIMEOUT_S)
+    front.stop()
+    assert f"stopped (exit status {code})" in caplog.text
+
+
 def test_a_stalled_engine_blocks_neither_submit_nor_cancel(open_front: OpenFront):
     front = open_front(EngineConfig(max_num_seqs=8, max_num_queued_reqs=5000), QUICK)
     front.engine.wait_ready(TIMEOUT_S)

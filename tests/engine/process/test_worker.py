@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineConfig, EngineLimits
+from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import EngineCore
+from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.process.messages import (
     Cancel,
     EngineOutputs,
@@ -19,7 +22,9 @@ from cadenza.engine.process.messages import (
     ToEngine,
     WireError,
 )
+from cadenza.engine.process.supervision import Patience, Supervision
 from cadenza.engine.process.worker import IDLE_BEAT_S, Worker
+from cadenza.engine.stored_pages import WAIT_S, StoredPages
 from cadenza.errors import RunnerError
 from cadenza.events import Finished, Started
 from cadenza.request import Request, SamplingParams
@@ -108,6 +113,51 @@ def test_an_idle_engine_beats_once_for_each_wait():
     reports = bench.play()
     assert [at_s for at_s, _ in bench.sent] == [IDLE_BEAT_S, 2 * IDLE_BEAT_S, 3 * IDLE_BEAT_S]
     assert all(report.is_idle and report.predicted_s == 0 for report in reports)
+
+
+class Storing(StoredPages):
+    """Is busy with pages during so many waits."""
+
+    def __init__(self, bench: Bench, folder: Path, num_waits: int) -> None:
+        super().__init__(
+            FakeRunner(
+                max_num_seqs=1,
+                max_num_batched_tokens=16,
+                max_pages_per_seq=1,
+                num_pages=1,
+                page_size=16,
+            ),
+            KVCacheManager(num_pages=1, page_size=16, enable_prefix_caching=True, secret=b""),
+            PageFolder(folder, "a model", 1 << 20),
+        )
+        self._bench, self._num_left = bench, num_waits
+
+    @property
+    def is_busy(self) -> bool:
+        return self._num_left > 0
+
+    def wait(self) -> bool:
+        self._num_left -= 1
+        self._bench.now_s += WAIT_S
+        return True
+
+
+def test_an_engine_that_only_stores_pages_is_idle_and_counts_as_progress(tmp_path: Path):
+    bench = Bench(lambda _: 0.01, [submit(0, 3, 1)])
+    bench.core.stored_pages = Storing(bench, tmp_path, 1000)
+    bench.play()
+    bench.core.close()
+    assert bench.now_s > 2 * Patience().hung_after_s
+    supervision = Supervision(Patience(), 0.0)
+    supervision.started(0.0)
+    supervision.loaded(0.0, {})
+    for at_s, report in bench.sent:
+        assert not supervision.is_hung(at_s)
+        supervision.beat(at_s, report.num_steps, report.predicted_s, is_idle=report.is_idle)
+    assert not supervision.is_hung(bench.now_s)
+    finished_s = next(at_s for at_s, report in bench.sent if report.finished)
+    assert all(report.is_idle for at_s, report in bench.sent if at_s > finished_s)
+    assert not bench.sent[0][1].is_idle, "the request is open"
 
 
 def test_a_step_that_may_be_slow_is_announced_before_it_runs():

@@ -49,6 +49,7 @@ from cadenza.engine.process.supervision import (
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineStatus
+from cadenza.engine.stored_pages import CLOSE_WITHIN_S
 from cadenza.errors import (
     CadenzaError,
     ConfigError,
@@ -497,8 +498,14 @@ class EngineProcess:
             emit([*ended])
         if child is not None:
             child.send(encode(Stop()))
-            code = child.close(within_s=self._options.patience.stop_s)
+            code = child.close(within_s=self._stop_s)
             logger.info("engine process %d stopped (exit status %d)", child.pid, code)
+
+    @property
+    def _stop_s(self) -> float:
+        """Time to exit; with a disk the process writes the newest pages first."""
+        is_storing = self._config.prefix_cache_disk is not None and self._check is not None
+        return self._options.patience.stop_s + (CLOSE_WITHIN_S if is_storing else 0.0)
 
     def _is_done(self) -> bool:
         if self._is_shut_down:

@@ -159,7 +159,8 @@ class Worker:
         return self._forecast.predict_s(min(budget, wanted) + self._last_launched)
 
     def _send(self, events: Sequence[Event]) -> None:
-        now_s, is_idle = self._clock(), self._is_idle
+        # An engine that only stores pages makes no steps, and does not hang.
+        now_s, is_idle = self._clock(), not self._core.has_requests
         has_stats = (is_idle and self._has_changed) or now_s - self._stats_at_s >= STATS_EVERY_S
         self._announced_s = 0.0 if is_idle else self._predicted_s()
         self._link.send(
