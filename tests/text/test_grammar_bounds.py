@@ -6,6 +6,7 @@ import pytest
 
 from cadenza.errors import InvalidRequestError
 from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
+from cadenza.text import json_schema
 from cadenza.text.grammar import grammar_of
 from cadenza.text.grammar_check import check_grammar
 from cadenza.text.grammar_worker import GrammarWorker
@@ -79,6 +80,29 @@ def test_a_form_beyond_a_bound_is_refused_by_its_name_before_it_starts(
 )
 def test_a_large_form_within_the_bounds_is_not_refused(members: dict[str, object]):
     assert problem(**members) is None
+
+
+def test_every_reference_of_a_schema_is_resolved_once(monkeypatch: pytest.MonkeyPatch):
+    """A chain of them was followed to its end from each of its links; that grew with its square."""
+    links = 200
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(links)}
+    shared = {"anyOf": [{"$ref": "#/$defs/d0"}] * links}
+    schema = {"$defs": {**chain, f"d{links}": {"type": "null"}}, **shared}
+    names: list[str] = []
+    resolved = json_schema._resolved
+
+    def counted(root: dict[str, object], name: str) -> object:
+        names.append(name)
+        return resolved(root, name)
+
+    monkeypatch.setattr(json_schema, "_resolved", counted)
+    text = json.dumps(schema)
+    assert json_schema.exact_schema(text) == text
+    assert sorted(names) == sorted({f"#/$defs/d{i}" for i in range(links + 1)})
+
+    schema["$defs"][f"d{links}"] = {"$ref": "#/$defs/d7"}
+    with pytest.raises(InvalidRequestError, match="leads back to itself: #/"):
+        json_schema.exact_schema(json.dumps(schema))
 
 
 def test_hostile_grammars_end_soon_in_the_worker():

@@ -53,8 +53,9 @@ def exact_schema(text: str) -> str:
     if _is_deeper_than(MAX_DEPTH, schema):
         raise _refused(f"is nested more than {MAX_DEPTH} levels deep, the most that is allowed")
     has_changed = False
+    ending: set[str] = set()
     for each in _subschemas(schema):
-        _check_references(schema, each)
+        _check_references(schema, each, ending)
         has_changed |= _narrow_format(each)
     return json.dumps(schema, ensure_ascii=False) if has_changed else text
 
@@ -97,19 +98,25 @@ def _subschemas(schema: _Schema) -> Iterator[_Schema]:
                 waiting += found[name].values()
 
 
-def _check_references(root: _Schema, schema: _Schema) -> None:
-    """Raises for a reference that leads back to itself with nothing between."""
-    names: list[str] = []
-    while isinstance(schema.get("$ref"), str):
-        name = cast(str, schema["$ref"])
+def _check_references(root: _Schema, schema: _Schema, ending: set[str]) -> None:
+    """Raises for a reference that leads back to itself with nothing between.
+
+    Args:
+        ending: the references that are known to end; those found here are added, so that each of
+            a schema is resolved once.
+    """
+    names: dict[str, None] = {}
+    while isinstance(name := schema.get("$ref"), str) and name not in ending:
         if name in names:
-            cycle = " -> ".join([*names[names.index(name) :], name])
+            followed = list(names)
+            cycle = " -> ".join([*followed[followed.index(name) :], name])
             raise _refused(f"has a $ref that leads back to itself: {cycle[:300]}")
-        names.append(name)
+        names[name] = None
         found = _resolved(root, name)
         if not isinstance(found, dict):
-            return
+            break
         schema = cast(_Schema, found)
+    ending.update(names)
 
 
 def _resolved(root: _Schema, name: str) -> object:
