@@ -8,7 +8,7 @@ from cadenza.errors import InvalidRequestError
 from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
 from cadenza.text import json_schema
 from cadenza.text.grammar import grammar_of
-from cadenza.text.grammar_check import check_grammar
+from cadenza.text.grammar_check import ADVICE, NO_TEXT, check_grammar, described
 from cadenza.text.grammar_worker import GrammarWorker
 from tests.text.hostile_forms import (
     alternatives,
@@ -24,6 +24,7 @@ CYCLE = {
     "$defs": {"a": {"$ref": "#/$defs/b~1c"}, "b/c": {"$ref": "#/$defs/a"}},
     "$ref": "#/$defs/a",
 }
+UNSATISFIABLE = {"type": "string", "minLength": 5, "maxLength": 3}
 
 
 def problem(**members: object) -> str | None:
@@ -41,7 +42,8 @@ def problem(**members: object) -> str | None:
         ({"json": {"type": "string", "pattern": "^(a?){500}a{500}$"}}, "too many states"),
         ({"json": {"allOf": repeated(7, 11, 13, 17, 19)}}, "too many states"),
         ({"json": {"type": "integer", "minimum": 5, "multipleOf": 99_991}}, "too many states"),
-        ({"json": {"allOf": [{"enum": [1]}, {"enum": [2]}]}}, "Unsatisfiable"),
+        ({"json": UNSATISFIABLE}, "no text can satisfy it: minLength (5) is greater than max"),
+        ({"json": {"format": "date", "enum": ["x"]}}, NO_TEXT),
         ({"json": nested(70)}, "more than 64 levels"),
         ({"json": {"$ref": "#"}}, "back to itself: # -> #"),
         ({"json": CYCLE}, "#/$defs/a -> #/$defs/b~1c -> #/$defs/a"),
@@ -80,6 +82,13 @@ def test_a_form_beyond_a_bound_is_refused_by_its_name_before_it_starts(
 )
 def test_a_large_form_within_the_bounds_is_not_refused(members: dict[str, object]):
     assert problem(**members) is None
+
+
+def test_no_message_shows_the_librarys_own_notation():
+    date = problem(json={"type": "string", "format": "date", "pattern": "^q+$"})
+    assert date == NO_TEXT
+    size = "panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 10\n<backtrace>"
+    assert described(size) == f"its rules have too many parts; {ADVICE}"
 
 
 def test_every_reference_of_a_schema_is_resolved_once(monkeypatch: pytest.MonkeyPatch):

@@ -21,15 +21,21 @@ TRIAL_BYTES = 64
 TRIAL_LIMITS: Mapping[str, Any] = {**LIMITS, "step_max_items": 2_000, "verbose_errors": True}
 """A byte has fewer continuations than a token, of which one mask looks at all."""
 
-NO_TEXT = "no text can satisfy it; loosen what it asks for together"
+_IMPOSSIBLE = "no text can satisfy it"
+NO_TEXT = f"{_IMPOSSIBLE}; loosen what it asks for together"
 
+_UNSATISFIABLE = "Unsatisfiable schema: "
+_NO_MATCH = "Regex is empty"
 _STATES = "its expressions have too many states"
+_SIZE = "its rules have too many parts"
 _BOUNDS: Mapping[str, str] = {
     "Current row has": "at one place of it over {max_items_in_row} parts of rules may follow",
     "Too many items": "its rules can be read in too many ways at once",
     "lexer error": _STATES,
     "lexer precomputation": _STATES,
     "fuel exhausted": _STATES,
+    "grammar size": _SIZE,
+    "grammar.symbols.len": _SIZE,
 }
 """Bounds that messages name, in words; the advice follows them."""
 
@@ -61,6 +67,13 @@ def described(message: str) -> str:
         return f"it uses {names}, which cannot be enforced; leave it out"
     if lines[0].startswith("NoExtension"):
         return NO_TEXT
+    if lines[0].startswith(_UNSATISFIABLE):
+        reason = lines[0].removeprefix(_UNSATISFIABLE)
+        return (
+            NO_TEXT
+            if reason.startswith(_NO_MATCH)
+            else f"{_IMPOSSIBLE}: {reason}"[:MAX_ERROR_CHARS]
+        )
     for begin, words in _BOUNDS.items():
         if begin in lines[0]:
             return f"{words.format_map(LIMITS)}; {ADVICE}"
