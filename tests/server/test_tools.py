@@ -1,6 +1,7 @@
 """Tools and reasoning over HTTP, on the bundled model, whose template renders tools."""
 
 import json
+from functools import cache
 from typing import Any
 
 import jsonschema_rs
@@ -8,8 +9,8 @@ import openai
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.errors import ConfigError
-from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
+from cadenza.errors import ConfigError, InvalidRequestError
+from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer, ToolUse
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputPart
 from cadenza.request import SamplingParams
@@ -22,6 +23,7 @@ from cadenza.server.schemas.tools import FlatTools, Tools
 from cadenza.structured import StructuredOutput
 from cadenza.text.answer_grammar import Tool
 from cadenza.text.grammar_check import check_grammar
+from cadenza.text.json_schema import exact_schema
 from tests.server.bodies import BODIES
 from tests.server.harness import RunningServer
 
@@ -244,6 +246,60 @@ def test_reasoning_is_split_off_and_the_form_begins_behind_it(thoughtful: TextFr
     assert grammar is not None
     assert check_grammar(grammar) is None
     assert "THOUGHT" in grammar
+
+
+def test_a_tools_parameters_become_a_grammar_once(
+    thoughtful: TextFrontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    def counted(schema: str) -> str:
+        given.append(schema)
+        return exact_schema(schema)
+
+    monkeypatch.setattr("cadenza.text.grammar.exact_schema", counted)
+    tools = (Tool(name="f", parameters=CITY), Tool(name="g"))
+    use = ToolUse(tools=tools, choice="required")
+    thoughtful.prepare_answer(
+        [{"role": "user", "content": "x"}], SamplingParams(), asked=AskedAnswer(use=use)
+    )
+    assert given == [tool.schema for tool in tools]
+
+
+def test_tools_that_fit_only_by_themselves_are_refused_before_they_reach_the_engine(
+    thoughtful: TextFrontend,
+) -> None:
+    """The library cannot hold the grammar of all together; its message was a panic's."""
+    assert thoughtful.tokenizer is not None
+    item = {"type": "object", "properties": {"a": {"type": "boolean"}}}
+    large = {"type": "array", "prefixItems": [item] * 200}
+    planner = AnswerPlanner("", thoughtful.tokenizer, AnswerParsers(), cache(check_grammar))
+    tools = tuple(Tool(name=f"f{i}", parameters=large) for i in range(30))
+    for fitting in (tools[:1], tools[:4]):
+        use = ToolUse(tools=fitting, choice="required")
+        plan = planner.plan("", None, AskedAnswer(use=use))
+        assert plan.constraint is not None
+    too_many = ToolUse(tools=tools, choice="required")
+    with pytest.raises(InvalidRequestError, match=r"tools together .* too many parts") as refused:
+        planner.plan("", None, AskedAnswer(use=too_many))
+    assert refused.value.param == "tools"
+
+
+def test_tools_beside_a_form_and_reasoning_are_checked_as_one_grammar() -> None:
+    checked: list[str] = []
+
+    def check(grammar: str) -> str | None:
+        checked.append(grammar)
+        return check_grammar(grammar)
+
+    parsers = AnswerParsers(reasoning="qwen3", tool_calls="hermes")
+    text = TextFrontend(open_checkpoint(None), check_grammar=check, parsers=parsers)
+    params = SamplingParams(structured=StructuredOutput(regex="[0-9]+"))
+    use = ToolUse(tools=(Tool(name="f"),))
+    text.prepare_answer([{"role": "user", "content": "x"}], params, asked=AskedAnswer(use=use))
+    _form, _arguments, whole = checked
+    for part in ("THOUGHT", "[0-9]+", "args_0", "call_0"):
+        assert part in whole
 
 
 def test_the_parsers_can_be_chosen(thoughtful: TextFrontend) -> None:

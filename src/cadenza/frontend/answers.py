@@ -15,6 +15,7 @@ from cadenza.structured import ConstraintSpec, ThinkingBound
 from cadenza.text import Tokenizer
 from cadenza.text.answer_grammar import (
     MAX_CALLS,
+    Arguments,
     Marks,
     Tool,
     after_reasoning,
@@ -144,15 +145,25 @@ class AnswerPlanner:
         tools = None if use is None else self._tools
         if use is not None and use.is_constrained and not self._tools.is_json:
             tools = FORCED
-        grammar = None if form is None else form.grammar
         marks = self._marks(tools)
-        if use is not None and tools is not None:
-            grammar = self._with_calls(grammar, use, tools, marks)
         reasoning, ended = self._reasoning, prompt.rstrip()
         has_begun = reasoning is not None and ended.endswith(reasoning.begin)
         is_over = reasoning is not None and ended.endswith(reasoning.end)
-        if grammar is not None and reasoning is not None and not is_over:
-            grammar = after_reasoning(grammar, reasoning, marks, has_begun=has_begun)
+
+        def behind_reasoning(grammar: str, marks: Marks) -> str:
+            if reasoning is None or is_over:
+                return grammar
+            return after_reasoning(grammar, reasoning, marks, has_begun=has_begun)
+
+        grammar = None if form is None else form.grammar
+        if use is not None and tools is not None and (grammar is not None or use.is_constrained):
+            arguments = {tool.name: self._arguments(tool) for tool in use.callable_tools}
+            with_calls = partial(_with_calls, grammar, use, tools, arguments)
+            # The check has no tokens: the marks are texts there.
+            self._refuse_unfit(behind_reasoning(with_calls({}), {}))
+            grammar = with_calls(marks)
+        if grammar is not None:
+            grammar = behind_reasoning(grammar, marks)
         bound = None
         if max_thinking is not None and reasoning is not None and not is_over:
             bound = self._thinking_bound(reasoning, max_thinking, has_begun=has_begun)
@@ -177,28 +188,26 @@ class AnswerPlanner:
             )
         return ThinkingBound(begin=None if has_begun else begin, end=end, max_tokens=max_tokens)
 
-    def _with_calls(
-        self, form: str | None, use: ToolUse, tools: ToolFormat, marks: Marks
-    ) -> str | None:
-        """The grammar of an answer that may, or must, call tools."""
-        if form is None and not use.is_constrained:
-            return None
-        for tool in use.callable_tools:
-            try:
-                problem = self._check(json_grammar(tool.schema))
-            except InvalidRequestError as error:
-                problem = str(error)
-            if problem is not None:
-                raise InvalidRequestError(
-                    f"the parameters of the tool {tool.name} are refused: {problem}", param="tools"
-                )
-        most = MAX_CALLS if use.is_parallel else 1
-        calls = calls_grammar(use.callable_tools, tools, marks, max_calls=most)
-        if use.choice == "required":
-            return calls
-        if form is not None:
-            return either_grammar(form, calls)
-        return text_or_calls_grammar(use.callable_tools, tools, marks)
+    def _arguments(self, tool: Tool) -> str:
+        """The grammar of a tool's arguments. Raises InvalidRequestError."""
+        try:
+            grammar = json_grammar(tool.schema)
+            problem = self._check(grammar)
+        except InvalidRequestError as error:
+            grammar, problem = "", str(error)
+        if problem is not None:
+            raise InvalidRequestError(
+                f"the parameters of the tool {tool.name} are refused: {problem}", param="tools"
+            )
+        return grammar
+
+    def _refuse_unfit(self, grammar: str) -> None:
+        """Raises for tools of which each can be followed, but not all of them together."""
+        problem = self._check(grammar)
+        if problem is not None:
+            raise InvalidRequestError(
+                f"the tools together are refused: {problem}; or send fewer of them", param="tools"
+            )
 
     def _marks(self, tools: ToolFormat | None) -> Marks:
         texts: list[str] = []
@@ -208,6 +217,17 @@ class AnswerPlanner:
             texts += [tools.begin, tools.end]
         added = self._tokenizer.added_tokens
         return {text: added[text] for text in texts if text in added}
+
+
+def _with_calls(
+    form: str | None, use: ToolUse, tools: ToolFormat, arguments: Arguments, marks: Marks
+) -> str:
+    """The grammar of an answer that may, or must, call tools."""
+    if use.choice != "required" and form is None:
+        return text_or_calls_grammar(arguments, tools, marks)
+    most = MAX_CALLS if use.is_parallel else 1
+    calls = calls_grammar(arguments, tools, marks, max_calls=most)
+    return calls if use.choice == "required" or form is None else either_grammar(form, calls)
 
 
 def _described(tool: Tool) -> dict[str, Any]:

@@ -6,11 +6,10 @@ Invariant: an answer of a grammar made here is read by the parser of the same fo
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cadenza.text.grammar import json_grammar
 from cadenza.text.part_parser import ReasoningFormat
 from cadenza.text.tool_calls import ToolFormat
 
@@ -42,27 +41,26 @@ class Tool:
         return json.dumps(self.parameters or _NO_ARGUMENTS)
 
 
-def calls_grammar(
-    tools: Sequence[Tool], format: ToolFormat, marks: Marks, *, max_calls: int
-) -> str:
-    """At least one call of the tools and at most `max_calls`. Raises InvalidRequestError."""
-    lark = f"start: calls\n{_calls(tools, format, marks, max_calls)}"
-    return _joined(lark, [_named(f"args_{i}", tool.schema) for i, tool in enumerate(tools)])
+Arguments = Mapping[str, str]
+"""What may be called: the grammars of the functions' arguments, by the functions' names."""
 
 
-def text_or_calls_grammar(tools: Sequence[Tool], format: ToolFormat, marks: Marks) -> str:
-    """Any text, in which whatever begins a call is one. Raises InvalidRequestError."""
-    calls = _calls(tools, format, marks, MAX_CALLS)
+def calls_grammar(arguments: Arguments, format: ToolFormat, marks: Marks, *, max_calls: int) -> str:
+    """At least one call and at most `max_calls`."""
+    lark = f"start: calls\n{_calls(arguments, format, marks, max_calls)}"
+    return _joined(lark, _named(arguments))
+
+
+def text_or_calls_grammar(arguments: Arguments, format: ToolFormat, marks: Marks) -> str:
+    """Any text, in which whatever begins a call is one."""
+    calls = _calls(arguments, format, marks, MAX_CALLS)
     if format.begin:
         start, text = "start: TEXT | TEXT calls", _text_without("TEXT", format.begin)
     else:
         openers = "".join(map(re.escape, format.openers))
         start = "start: TEXT | calls"
         text = rf"TEXT: /[^\s{openers}](.|\n)*/"
-    return _joined(
-        f"{start}\n{text}\n{calls}",
-        [_named(f"args_{i}", tool.schema) for i, tool in enumerate(tools)],
-    )
+    return _joined(f"{start}\n{text}\n{calls}", _named(arguments))
 
 
 def either_grammar(first: str, second: str) -> str:
@@ -82,10 +80,10 @@ def after_reasoning(
     return _joined(lark, _parts("inner", grammar))
 
 
-def _calls(tools: Sequence[Tool], format: ToolFormat, marks: Marks, max_calls: int) -> str:
-    lines = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
-    for i, tool in enumerate(tools):
-        head = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": '
+def _calls(names: Collection[str], format: ToolFormat, marks: Marks, max_calls: int) -> str:
+    lines = [f"call: {' | '.join(f'call_{i}' for i in range(len(names)))}"]
+    for i, name in enumerate(names):
+        head = f'{{"name": {json.dumps(name)}, "{format.arguments}": '
         lines.append(f'call_{i}: {json.dumps(head)} @args_{i} "}}"')
     opening, between, closing = (
         _literal(each, marks) for each in (format.opening, format.between, format.closing)
@@ -111,9 +109,9 @@ def _literal(text: str, marks: Marks) -> str:
     )
 
 
-def _named(name: str, schema: str) -> dict[str, Any]:
-    (inner,) = json.loads(json_grammar(schema))["grammars"]
-    return {**inner, "name": name}
+def _named(arguments: Arguments) -> list[dict[str, Any]]:
+    read = [json.loads(grammar)["grammars"] for grammar in arguments.values()]
+    return [{**inner, "name": f"args_{i}"} for i, (inner,) in enumerate(read)]
 
 
 def _parts(name: str, grammar: str) -> list[dict[str, Any]]:
