@@ -1,6 +1,9 @@
 """Structured outputs as grammars: what is accepted, what is refused by name, what is bounded."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
 
 import pytest
 
@@ -152,3 +155,53 @@ def test_a_worker_that_dies_is_replaced():
         assert worker.check(good) is None
     finally:
         worker.close()
+
+
+def test_a_known_grammar_does_not_wait_for_the_check_of_another(monkeypatch: pytest.MonkeyPatch):
+    worker = GrammarWorker()
+    has_begun, may_end = Event(), Event()
+
+    def ask(grammar: str) -> str | None:
+        if grammar == "slow":
+            has_begun.set()
+            may_end.wait()
+        return f"not {grammar}"
+
+    monkeypatch.setattr(worker, "_ask", ask)
+    assert worker.check("known") == "not known"
+    with ThreadPoolExecutor() as threads:
+        try:
+            slow = threads.submit(worker.check, "slow")
+            assert has_begun.wait(timeout=60)
+            assert threads.submit(worker.check, "known").result(timeout=60) == "not known"
+            assert not slow.done()
+        finally:
+            may_end.set()
+        assert slow.result(timeout=60) == "not slow"
+
+
+def test_what_another_thread_has_asked_meanwhile_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    worker = GrammarWorker()
+    asked: list[str] = []
+    monkeypatch.setattr(worker, "_ask", asked.append)
+
+    @contextmanager
+    def held_by_another():
+        worker._keep("same", "known by now")
+        yield
+
+    monkeypatch.setattr(worker, "_asking", held_by_another())
+    assert worker.check("same") == "known by now"
+    assert asked == []
+
+
+def test_the_grammar_used_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch):
+    worker = GrammarWorker()
+    asked: list[str] = []
+    monkeypatch.setattr(worker, "_ask", asked.append)
+    monkeypatch.setattr("cadenza.text.grammar_worker.MAX_CACHED", 2)
+    for grammar in ("a", "b", "a", "c", "a", "b"):
+        assert worker.check(grammar) is None
+    assert asked == ["a", "b", "c", "b"]

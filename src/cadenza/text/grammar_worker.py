@@ -30,18 +30,33 @@ class GrammarWorker:
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._asking = Lock()
+        """Held while the process checks; what is cached is found without it."""
         self._lock = Lock()
-        self._found: OrderedDict[str, str | None] = OrderedDict()
+        self._found: OrderedDict[str, tuple[str | None]] = OrderedDict()
 
     def check(self, grammar: str) -> str | None:
         """A `text.grammar.GrammarCheck`."""
+        found = self._cached(grammar)
+        if found is None:
+            with self._asking:
+                found = self._cached(grammar)  # another thread may have asked meanwhile
+                if found is None:
+                    found = self._keep(grammar, self._ask(grammar))
+        return found[0]
+
+    def _cached(self, grammar: str) -> tuple[str | None] | None:
         with self._lock:
-            if grammar not in self._found:
-                self._found[grammar] = self._ask(grammar)
-                if len(self._found) > MAX_CACHED:
-                    self._found.popitem(last=False)
-            self._found.move_to_end(grammar)
-            return self._found[grammar]
+            if grammar in self._found:
+                self._found.move_to_end(grammar)
+            return self._found.get(grammar)
+
+    def _keep(self, grammar: str, problem: str | None) -> tuple[str | None]:
+        with self._lock:
+            found = self._found[grammar] = (problem,)
+            if len(self._found) > MAX_CACHED:
+                self._found.popitem(last=False)
+        return found
 
     def close(self) -> None:
         """Ends the process."""
