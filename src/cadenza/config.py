@@ -160,11 +160,12 @@ class EngineConfig:
 
 
 def _as_chat_template(value: object) -> str:
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
+    text = str(value) if isinstance(value, Path) else value
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise ConfigError(
             f"--chat-template {show(value)} must be a file, or the text of a chat template"
         )
-    return str.__str__(value)
+    return str.__str__(text)
 
 
 _DEVICE = re.compile(r"auto|metal|(cpu|cuda|tpu)(:[0-9]{1,4})?")

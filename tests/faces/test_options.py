@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -48,13 +49,14 @@ def test_the_seed_the_scheduler_and_the_recommended_sampling_reach_the_engine(
 SHOUT = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
 
 
-@pytest.mark.parametrize("is_file", [True, False], ids=["file", "text"])
+@pytest.mark.parametrize("kind", ["file", "path", "text"])
 def test_a_given_chat_template_is_used_in_place_of_the_models(
-    worded_folder: Path, tmp_path: Path, is_file: bool
+    worded_folder: Path, tmp_path: Path, kind: str
 ) -> None:
-    file = tmp_path / "shout.jinja"
+    file = tmp_path / "{{shout}}.jinja"
     file.write_text(SHOUT)
-    given = EngineConfig(chat_template=str(file) if is_file else SHOUT)
+    forms: dict[str, Any] = {"file": str(file), "path": file, "text": SHOUT}
+    given = EngineConfig(chat_template=forms[kind])
     asked = [{"role": "user", "content": "the fox"}]
     checkpoint = find_configured(worded_folder, given)
     assert open_text(checkpoint, given).render_chat(asked)[0] == "THE FOX"
@@ -69,8 +71,11 @@ def test_a_given_chat_template_is_used_in_place_of_the_models(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("no-such-file.jinja", "neither a file nor the text of a template"),
-        ("x" * 5000, "neither a file nor the text of a template"),
+        ("no-such-file.jinja", "there is no such file, and it is not the text of a template"),
+        (Path("no-such-file.jinja"), "there is no such file"),
+        ("{no}/such-file.jinja", "there is no such file"),
+        ('{"a": 1}', r"a template, which has \{\{ or \{%; name a file"),
+        ("x" * 5000, "there is no such file"),
         ("{% for %}", "not valid Jinja"),
         ("{{" + "x" * (1 << 20), "over 1048576 bytes"),
         ("", "must be a file, or the text"),
@@ -79,14 +84,14 @@ def test_a_given_chat_template_is_used_in_place_of_the_models(
     ids=lambda value: str(value)[:12],
 )
 def test_a_chat_template_that_cannot_be_used_is_refused(
-    worded_folder: Path, given: str, said: str
+    worded_folder: Path, given: str | Path, said: str
 ) -> None:
     with pytest.raises((CheckpointError, ConfigError), match=said):
         LLM(worded_folder, chat_template=given)
 
 
-def test_a_file_without_braces_is_no_chat_template(worded_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("hello")
+def test_a_file_without_jinja_is_no_chat_template(worded_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text('{"a": "hello"}')
     config = EngineConfig(chat_template=str(tmp_path / "notes.txt"))
     with pytest.raises(CheckpointError, match=r"notes\.txt writes no message"):
         find_configured(worded_folder, config)

@@ -16,7 +16,7 @@ from cadenza.checkpoint.json_object import (
     regular_file_size,
     shorten,
 )
-from cadenza.errors import CheckpointError
+from cadenza.errors import CheckpointError, ConfigError, show
 from cadenza.text.tokenizer import MAX_TOKENIZER_BYTES, TokenizerSource
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -25,6 +25,8 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES_FOLDER = "additional_chat_templates"
 OLD_TEMPLATE_FILE = "chat_template.json"
+_TEMPLATE_MARKS = ("{{", "{%")
+"""Without either Jinja writes the same text for all messages."""
 
 MAX_TOKENIZER_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -113,24 +115,24 @@ def check_templates(templates: Mapping[str, str]) -> None:
 
 
 def given_template(text: str) -> str:
-    """The Jinja source of a template that a user names: the text of one, or its file.
+    """The Jinja source of a template that a user names: its file, or else the text of one.
 
     Raises:
-        CheckpointError: there is no such file, or it is no template.
+        CheckpointError: the file cannot be read, or is no template.
+        ConfigError: there is no such file, and the text is no template.
     """
-    if "{" in text:
-        source = text
-    elif os.path.isfile(text):
-        source = _read_template(Path(text))
-    else:
-        raise CheckpointError(
-            f"--chat-template {shorten(text)} is neither a file nor the text of a template, "
-            f"which has braces; name a file"
-        )
-    if "{" not in source:
-        raise CheckpointError(
-            f"{Path(text).name} writes no message, since it has no braces; check that it is a chat "
-            f"template"
+    is_file = os.path.isfile(text)
+    source = _read_template(Path(text)) if is_file else text
+    if not any(mark in source for mark in _TEMPLATE_MARKS):
+        marks = " or ".join(_TEMPLATE_MARKS)
+        if is_file:
+            raise CheckpointError(
+                f"{Path(text).name} writes no message, since it has no {marks}; check that it is a "
+                f"chat template"
+            )
+        raise ConfigError(
+            f"--chat-template {show(text)}: there is no such file, and it is not the text of a "
+            f"template, which has {marks}; name a file"
         )
     check_templates({"--chat-template": source})
     return source
