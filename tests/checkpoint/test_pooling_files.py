@@ -8,7 +8,6 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.pooling_files import DefaultPooling
-from cadenza.errors import CheckpointError
 from tests.checkpoint.files import write_folder
 from tests.checkpoint.gguf_models import convert
 
@@ -73,18 +72,23 @@ def test_a_module_that_is_not_built_leaves_no_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("modules", [7, ["Pooling"], [{"type": 5}], {"idx": 0}])
-def test_modules_that_are_none_are_refused(tmp_path: Path, modules: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"modules\.json"):
-        open_checkpoint(folder_with(tmp_path, None, modules))
+def test_modules_that_are_none_leave_no_default(tmp_path: Path, modules: Any) -> None:
+    check_none(open_checkpoint(folder_with(tmp_path, None, modules)).pooling, "modules.json")
 
 
-def test_broken_files_are_refused(tmp_path: Path) -> None:
+def check_none(found: DefaultPooling, named: str) -> None:
+    assert found.pooling is None
+    assert named in found.reason
+
+
+def test_broken_files_leave_no_default(tmp_path: Path) -> None:
+    """The model can be opened: generation needs none of them."""
     folder = folder_with(tmp_path, {"pooling_mode_mean_tokens": 3})
-    with pytest.raises(CheckpointError, match="pooling_mode_mean_tokens"):
-        open_checkpoint(folder)
-    (folder / "modules.json").write_text("[" * 100_000)
-    with pytest.raises(CheckpointError, match=r"modules\.json"):
-        open_checkpoint(folder)
+    check_none(open_checkpoint(folder).pooling, "pooling_mode_mean_tokens")
+    (folder / "1_Pooling" / "config.json").write_text("{")
+    check_none(open_checkpoint(folder).pooling, "config.json")
+    (folder / "modules.json").write_text("[" * 60_000)
+    check_none(open_checkpoint(folder).pooling, "modules.json is not valid JSON")
 
 
 @pytest.mark.parametrize(
@@ -101,3 +105,11 @@ def test_a_gguf_file_says_it_in_its_metadata(
     found = open_checkpoint(path).pooling
     assert found.pooling == expected
     assert bool(found.reason) is (expected is None)
+
+
+def test_a_gguf_file_with_another_number_leaves_no_default(tmp_path: Path) -> None:
+    model = convert("llama", tmp_path / "folder")
+    model.metadata["pooling_type"] = 9
+    path = tmp_path / "model.gguf"
+    model.write(path)
+    check_none(open_checkpoint(path).pooling, "pooling_type")

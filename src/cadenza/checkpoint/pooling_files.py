@@ -1,7 +1,8 @@
 """How a checkpoint's embeddings are pooled, where it says so: `DefaultPooling`.
 
 Owns the names and keys of a folder's sentence-transformers files. Invariant: a checkpoint whose
-embeddings are made in a way that is not known has no default.
+embeddings are made in a way that is not known has no default; no file here keeps a model from
+being opened.
 """
 
 import json
@@ -39,10 +40,19 @@ class DefaultPooling:
 
 
 def read_default_pooling(folder: Path) -> DefaultPooling:
-    """That of a folder's sentence-transformers files, if it has some. Raises CheckpointError."""
+    """That of a folder's sentence-transformers files, if it has some."""
+    try:
+        return _read(folder)
+    except CheckpointError as error:  # generation needs none of them
+        return DefaultPooling(pooling=None, reason=str(error))
+
+
+def _read(folder: Path) -> DefaultPooling:
+    """Raises CheckpointError."""
     odd = _odd_module(folder / MODULES_FILE)
     if odd is not None:
-        return DefaultPooling(pooling=None, reason=f"{MODULES_FILE} has the module {shorten(odd)}")
+        reason = f"{MODULES_FILE} has the module {shorten(odd)}, which is not built"
+        return DefaultPooling(pooling=None, reason=reason)
     path = folder / POOLING_FILE
     return _pooling_of(read_json_object(path)) if path.exists() else DefaultPooling()
 
@@ -58,7 +68,9 @@ def _pooling_of(config: JsonObject) -> DefaultPooling:
     if pooling is not None:
         return DefaultPooling(pooling=pooling)
     shown = " and ".join(map(shorten, modes)) or "no pooling"
-    return DefaultPooling(pooling=None, reason=f"{POOLING_FILE} asks for {shown}")
+    return DefaultPooling(
+        pooling=None, reason=f"{POOLING_FILE} asks for {shown}, which is not built"
+    )
 
 
 def _odd_module(path: Path) -> str | None:

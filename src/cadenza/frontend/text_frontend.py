@@ -240,8 +240,7 @@ class TextFrontend:
         default = self._pooling
         if default.pooling is None:
             raise InvalidRequestError(
-                f"pooling has no default here, because {default.reason}, which is not built; name "
-                f"last or mean",
+                f"pooling has no default here: {default.reason}; name last or mean",
                 param="pooling",
             )
         return replace(params, pooling=default.pooling)

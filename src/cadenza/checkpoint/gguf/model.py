@@ -102,9 +102,12 @@ def _read_defaults(metadata: JsonObject) -> GenerationDefaults:
 
 
 def _default_pooling(settings: Settings) -> DefaultPooling:
-    kind = settings.integer("pooling_type", 0, len(_POOLINGS) - 1, default=0)
+    try:
+        kind = settings.integer("pooling_type", 0, len(_POOLINGS) - 1, default=0)
+    except CheckpointError as error:  # generation does not need it
+        return DefaultPooling(pooling=None, reason=str(error))
     pooling = _POOLINGS[kind]
-    reason = "" if pooling else f"the file has pooling_type {kind}"
+    reason = "" if pooling else f"the file has pooling_type {kind}, which is not built"
     return DefaultPooling(pooling=pooling, reason=reason)
 
 
