@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from cadenza.config import EngineLimits
 from cadenza.engine.open_requests import OpenRequests, RequestTimeouts
@@ -166,6 +167,22 @@ def test_the_times_of_a_request_are_split_at_its_start_and_its_first_token(
     stats = books.stats()
     times = (stats.queue_seconds, stats.prefill_seconds, stats.decode_seconds)
     assert [(each.count, each.total) for each in times] == [(1, 1.0), (1, 2.0), (1, 4.0)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_prompt_alone_has_a_time_until_it_is_read_and_none_after_it(
+    books: OpenRequests, clock: Clock, n: int
+):
+    books.accept(request(n=n), LIMITS)
+    books.accept(request(), LIMITS)
+    clock.now_s += 1.0
+    books.pass_on([Started(request_id=0), Started(request_id=1)])
+    clock.now_s += 2.0
+    failed = structs.replace(finished(1), finish_reason="error")
+    books.pass_on([*(finished(0, sample) for sample in range(n)), failed])
+    stats = books.stats()
+    times = (stats.queue_seconds, stats.prefill_seconds, stats.decode_seconds)
+    assert [(each.count, each.total) for each in times] == [(2, 2.0), (1, 2.0), (0, 0.0)]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -235,6 +235,8 @@ def test_a_call_is_one_line_and_its_tokens_are_counted(
     assert found == {"endpoint": "embeddings", "status": 200, "finish_reason": "stop", "user": "me"}
     assert line["prompt_tokens"] == line["total_tokens"] == usage["total_tokens"]
     assert line["completion_tokens"] == 0
+    assert line["prompt_tps"] >= line["total_tps"] > 0
+    assert line["ttft_ms"] is None
     label = '{model_name="scripted"}'
     metrics = read_metrics(server)
     assert metrics[f"vllm:prompt_tokens_total{label}"] == usage["prompt_tokens"]

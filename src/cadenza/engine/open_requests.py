@@ -362,6 +362,9 @@ class OpenRequests:
         if isinstance(event, Finished):
             if event.sample not in entry.token_ids:
                 return None
+            is_read = event.finish_reason in ("stop", "length") and len(entry.token_ids) == 1
+            if is_read and entry.first_token_s is None:  # a prompt alone
+                self._take_prefill(entry, now_s)
             self._end(entry, event.sample, event.finish_reason, now_s)
             return event
         return _new_logprobs(entry, event)
@@ -381,8 +384,11 @@ class OpenRequests:
         return True
 
     def _take_first_token(self, entry: _OpenRequest, now_s: float) -> None:
-        self._start(entry, now_s)
         entry.first_token_s = now_s
+        self._take_prefill(entry, now_s)
+
+    def _take_prefill(self, entry: _OpenRequest, now_s: float) -> None:
+        self._start(entry, now_s)
         assert entry.started_s is not None
         self._times.prefill.add(now_s - entry.started_s)
 

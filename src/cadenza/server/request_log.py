@@ -61,10 +61,12 @@ class Usage:
 
 @dataclass(slots=True, eq=False)
 class PromptTimes:
-    """The times of a prompt's first and newest output tokens; seconds of the clock."""
+    """The times of a prompt's first and newest output tokens, and of its end where it has none;
+    seconds of the clock."""
 
     first_s: float | None = None
     last_s: float = 0.0
+    read_s: float | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -116,8 +118,11 @@ class RequestRecord:
             if output.finish_reason is not None and failed is None:
                 self.end_choice(index, output.finish_reason)
                 failed = output if output.finish_reason == "error" else None
+        times = self.prompts[prompt]
         if num_new:
-            self._measure(self.prompts[prompt], num_new)
+            self._measure(times, num_new)
+        elif times.first_s is None and self.ends.get(prompt * self.n) in ("stop", "length"):
+            times.read_s = self.clock()
         return failed
 
     def _measure(self, times: PromptTimes, num_new_tokens: int) -> None:
@@ -166,6 +171,8 @@ class RequestRecord:
         last_s = max((times.last_s for times in begun), default=0.0)
         latency_s = now_s - self.arrived_s
         ttft_s = None if first_s is None else first_s - self.arrived_s
+        read_s = max((times.read_s or 0.0 for times in self.prompts), default=0.0)
+        prompt_s = read_s - self.arrived_s if ttft_s is None else ttft_s
         decode_s = 0.0 if first_s is None else last_s - first_s
         reasons = sorted(set(self.ends.values())) or [rest]
         line = {
@@ -175,7 +182,7 @@ class RequestRecord:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tps": _rate(prompt_tokens, ttft_s or 0.0),
+            "prompt_tps": _rate(prompt_tokens, prompt_s),
             "generation_tps": _rate(completion_tokens - len(begun), decode_s),
             "total_tps": _rate(prompt_tokens + completion_tokens, latency_s),
             "latency_ms": round(latency_s * 1e3, 3),
