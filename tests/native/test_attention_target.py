@@ -65,7 +65,8 @@ class Row:
         self._call, self._variant, self._page_size = call, variant, page_size
         num_pages = LENGTH // page_size + 3
         shape = (num_pages, LAYERS, KV_HEADS, page_size, SIZE)
-        self.pools = [jnp.full(shape, jnp.nan, dtype) for _ in range(2)]
+        bits = np.uint16 if dtype == ml_dtypes.bfloat16 else dtype  # as the runner keeps them
+        self.pools = [jnp.asarray(np.full(shape, np.nan, dtype).view(bits)) for _ in range(2)]
         if variant.has_codes:
             self.pools = [jnp.full((*shape[:-1], SIZE + 4), 255, jnp.uint8) for _ in range(2)]
         self._pages = np.random.default_rng(page_size).permutation(num_pages).astype(np.int32)
