@@ -161,11 +161,16 @@ class EngineConfig:
 
 def _as_chat_template(value: object) -> str:
     text = str(value) if isinstance(value, Path) else value
-    if not isinstance(text, str) or not text.strip() or "\0" in text:
+    if not isinstance(text, str) or not text.strip() or not _is_encodable(text):
         raise ConfigError(
             f"--chat-template {show(value)} must be a file, or the text of a chat template"
         )
     return str.__str__(text)
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether a text can go to a file's name, and to another process."""
+    return "\0" not in text and not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 _DEVICE = re.compile(r"auto|metal|(cpu|cuda|tpu)(:[0-9]{1,4})?")
