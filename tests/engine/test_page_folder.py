@@ -1,5 +1,7 @@
 """`PageFolder`: only what was written is read, whoever uses the folder and whenever one stops."""
 
+import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -13,6 +15,7 @@ import pytest
 from cadenza.engine.page_folder import (
     OVERHEAD_BYTES,
     SCAN_SHARE,
+    FolderAccess,
     PageFolder,
     StoredFile,
     find_files,
@@ -157,6 +160,57 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         open_folder(tmp_path / "file" / "folder")
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o720])
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match=r"can be written by others.*chmod go-w"):
+        open_folder(folder)
+    folder.chmod(0o755)
+    open_folder(folder).close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("name", ["", "secret"])
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path, name: str) -> None:
+    open_folder(tmp_path).close()
+    os.chown(tmp_path / name, 12345, -1)
+    with pytest.raises(ConfigError, match=r"belongs to another user \(uid 12345, not 0\)"):
+        open_folder(tmp_path)
+
+
+def test_folders_of_pages_are_their_owners_only(tmp_path: Path) -> None:
+    path = stored(tmp_path)
+    assert [each.stat().st_mode & 0o777 for each in (path.parent, path.parent.parent)] == [
+        0o700
+    ] * 2
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    path = stored(tmp_path)
+    moved = path.rename(tmp_path / "moved")
+    if kind == "link":
+        path.symlink_to(moved)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    pages = open_folder(tmp_path)
+    assert pages.read(KEY) == "absent"
+    pages.close()
+
+
+def test_a_folder_whose_lock_is_held_is_refused_in_the_end(tmp_path: Path) -> None:
+    open_folder(tmp_path).close()
+    with (tmp_path / "lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="has been locked by another process"):
+            PageFolder(tmp_path, "a model", MIN_BYTES, FolderAccess(lock_within_s=0.0))
+    open_folder(tmp_path).close()
+
+
 def full_disk(path: Path, data: bytes) -> None:
     path.write_bytes(data[:100])
     raise OSError(28, "No space left on device")
@@ -166,7 +220,7 @@ def test_a_full_disk_ends_writing_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = stored(tmp_path)
-    pages = PageFolder(tmp_path, "a model", MIN_BYTES, full_disk)
+    pages = PageFolder(tmp_path, "a model", MIN_BYTES, FolderAccess(write_file=full_disk))
     for index in range(3):
         assert not pages.write(bytes([index]) * 32, CONTENT)
     assert pages.error == "No space left on device"
@@ -290,7 +344,7 @@ def test_a_folder_that_cannot_be_listed_is_refused_and_left_as_it_was(tmp_path: 
         raise OSError(5, "Input/output error")
 
     with pytest.raises(ConfigError, match=r"cannot be used: Input/output error"):
-        PageFolder(tmp_path, "a model", MIN_BYTES, find=failing)
+        PageFolder(tmp_path, "a model", MIN_BYTES, FolderAccess(find_files=failing))
     assert not list(tmp_path.glob("writing-*"))
 
 
@@ -302,7 +356,7 @@ def test_a_folder_that_can_no_longer_be_listed_ends_writing(tmp_path: Path) -> N
             raise OSError(5, "Input/output error")
         return find_files(folder)
 
-    pages = PageFolder(tmp_path, "a model", MIN_BYTES, find=failing)
+    pages = PageFolder(tmp_path, "a model", MIN_BYTES, FolderAccess(find_files=failing))
     is_broken = True
     assert pages.write(KEY, bytes(20_000))
     assert pages.error is None
@@ -312,10 +366,21 @@ def test_a_folder_that_can_no_longer_be_listed_ends_writing(tmp_path: Path) -> N
     pages.close()
 
 
+def test_a_folder_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
+    pages = open_folder(tmp_path)
+    assert list(tmp_path.glob("writing-*"))
+    pages.close()
+    pages.close()
+    pages = open_folder(tmp_path)
+    del pages
+    gc.collect()
+    assert not list(tmp_path.glob("writing-*"))
+
+
 WRITER = """
 import sys
 from pathlib import Path
-from cadenza.engine.page_folder import PageFolder
+from cadenza.engine.page_folder import FolderAccess, PageFolder
 
 def slowly(path, data):
     with path.open("wb") as file:
@@ -326,7 +391,7 @@ def slowly(path, data):
                 print("half", flush=True)
                 sys.stdin.read()
 
-pages = PageFolder(Path(sys.argv[1]), "a model", 1 << 20, slowly)
+pages = PageFolder(Path(sys.argv[1]), "a model", 1 << 20, FolderAccess(write_file=slowly))
 for index in range(9):
     pages.write(bytes([index]) * 32, bytes([index]) * 5000)
 """

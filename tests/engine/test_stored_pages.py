@@ -13,7 +13,7 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.page_folder import PageFolder, StoredMiss
+from cadenza.engine.page_folder import FolderAccess, PageFolder, StoredMiss
 from cadenza.engine.process.supervision import Patience
 from cadenza.engine.stored_pages import MAX_STALLS, PATIENCE_S, StoredPages
 from cadenza.errors import RunnerError
@@ -164,7 +164,7 @@ def test_a_full_disk_switches_storing_off_and_streams_go_on(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    engine = engine_of(PageFolder(tmp_path, FINGERPRINT, MAX_BYTES, full))
+    engine = engine_of(PageFolder(tmp_path, FINGERPRINT, MAX_BYTES, FolderAccess(write_file=full)))
     requests = [request_of(), request_of(prompt_of(50, seed=2))]
     assert run(engine, requests).tokens == cold(requests).tokens
     engine.close()

@@ -7,6 +7,7 @@ renamed. Knows no devices and no sequences; is used by one thread, but for `in`.
 on one folder together keep it below their bound on bytes.
 """
 
+import errno
 import fcntl
 import hmac
 import logging
@@ -16,6 +17,8 @@ import secrets
 import shutil
 import stat
 import struct
+import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -39,6 +42,8 @@ SCAN_SHARE = 32
 """The folder is scanned again after writing one part in so many of its bound."""
 ROOM_SHARE = 8
 """The part of the bound that is made free at once, for what others write before their next scan."""
+
+_LOCK_EVERY_S = 0.02
 
 _LOCK, _SECRET, _WRITING = "lock", "secret", "writing-"
 _LEVELS = tuple(map(re.compile, ("[0-9a-f]{32}", "[0-9a-f]{2}", "[0-9a-f]{64}")))
@@ -81,6 +86,16 @@ def _find(folder: Path, name: re.Pattern[str], *deeper: re.Pattern[str]) -> Iter
             yield from _find(Path(entry.path), *deeper)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderAccess:
+    """How files are written and found, and how long another process is waited for that opens the
+    folder, which takes milliseconds."""
+
+    write_file: WriteFile = Path.write_bytes
+    find_files: FindFiles = find_files
+    lock_within_s: float = 10.0
+
+
 class PageFolder:
     """The pages of one fingerprint in `folder`, which has at most `max_bytes` of any.
 
@@ -92,31 +107,35 @@ class PageFolder:
         folder: Path,
         fingerprint: str,
         max_bytes: int,
-        write_file: WriteFile = Path.write_bytes,
-        find: FindFiles = find_files,
+        access: FolderAccess | None = None,
     ) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
-        self._write_file, self._find_files = write_file, find
+        self._access = access or FolderAccess()
         self._known: set[bytes] = set()
         self._touched: set[bytes] = set()
         self._num_unscanned_bytes = 0
         self.error: str | None = None
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _locked(folder / _LOCK):
+            _check_private(folder)
+            with _locked(folder / _LOCK, self._access.lock_within_s):
                 secret = _find_secret(folder / _SECRET)
                 _remove_leftovers(folder)
                 self._writing = folder / f"{_WRITING}{os.getpid()}-{secrets.token_hex(4)}"
                 self._writing.mkdir(mode=0o700)
-                self._hold = _lock(self._writing / _LOCK)
+                hold = _lock(self._writing / _LOCK)
         except OSError as error:
             raise _unusable(folder, error) from error
+        # Of a folder that is dropped, say because the weights cannot be loaded.
+        self._release = weakref.finalize(self, _release, self._writing, hold, os.getpid())
+        self._release.atexit = False
         self.key_secret = _derived(secret, b"keys", fingerprint)
         """For the keys: no two fingerprints or secrets have a key in common."""
         self._mac_secret = _derived(secret, b"contents", fingerprint)
         self._pages = folder / _derived(secret, b"folder", fingerprint).hex()[:32]
         try:
+            self._pages.mkdir(mode=0o700, exist_ok=True)
             self._scan()
         except OSError as error:
             self.close()
@@ -130,7 +149,7 @@ class PageFolder:
         """The content of a page; a file that is not what was written is removed."""
         path = self._path_of(key)
         try:
-            data = path.read_bytes()
+            data = _read_regular(path)
         except OSError:
             self._known.discard(key)
             return "absent"
@@ -163,7 +182,7 @@ class PageFolder:
         try:
             head = _HEADER.pack(MAGIC, key, len(content))
             data = b"".join((head, content, self._mac(head, content)))
-            self._write_file(partial, data)
+            self._access.write_file(partial, data)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             partial.replace(path)
         except OSError as error:
@@ -180,9 +199,8 @@ class PageFolder:
         return True
 
     def close(self) -> None:
-        """Removes what belongs to this process only."""
-        shutil.rmtree(self._writing, ignore_errors=True)
-        os.close(self._hold)
+        """Removes what belongs to this process only. Idempotent."""
+        self._release()
 
     def _stop(self, reason: str) -> None:
         self.error = reason
@@ -191,7 +209,7 @@ class PageFolder:
     def _scan(self) -> None:
         """Finds all files, and removes those that were not used for longest, if they are too
         many."""
-        files = sorted(self._find_files(self._folder), key=lambda each: each.used_ns)
+        files = sorted(self._access.find_files(self._folder), key=lambda each: each.used_ns)
         num_bytes = sum(each.num_bytes for each in files)
         most = self._max_bytes - self._max_bytes // ROOM_SHARE
         num_removed = 0
@@ -235,6 +253,33 @@ def _unusable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--prefix-cache-disk {folder} cannot be used: {reason}")
 
 
+def _check_private(folder: Path) -> None:
+    found = folder.stat()
+    _check_owner(folder, found)
+    if found.st_mode & 0o022:
+        raise ConfigError(
+            f"--prefix-cache-disk {folder} can be written by others, who could then replace its "
+            f"secret and its pages; take that from them (chmod go-w), or name another folder"
+        )
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.getuid():
+        raise ConfigError(
+            f"{path} belongs to another user (uid {found.st_uid}, not {os.getuid()}); give "
+            f"--prefix-cache-disk a folder of this user's own"
+        )
+
+
+def _read_regular(path: Path) -> bytes:
+    """The content of a file that is neither a link nor a pipe. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return file.read()
+
+
 def _derived(secret: bytes, purpose: bytes, fingerprint: str) -> bytes:
     return hmac.digest(secret, purpose + b"\0" + fingerprint.encode(), "sha256")
 
@@ -251,7 +296,8 @@ def _find_secret(path: Path) -> bytes:
             os.fsync(file.fileno())
         partial.replace(path)
     found = path.stat()
-    if found.st_mode & 0o077 or found.st_uid != os.getuid():
+    _check_owner(path, found)
+    if found.st_mode & 0o077:
         raise ConfigError(
             f"{path} can be read by others, who could then write pages that are taken for this "
             f"server's; remove it, or make it readable by its owner only (chmod 600)"
@@ -260,6 +306,12 @@ def _find_secret(path: Path) -> bytes:
     if len(secret) != SECRET_BYTES:
         raise ConfigError(f"{path} has {len(secret)} bytes, not {SECRET_BYTES}; remove it")
     return secret
+
+
+def _release(writing: Path, hold: int, process_id: int) -> None:
+    if os.getpid() == process_id:  # not in a forked child
+        shutil.rmtree(writing, ignore_errors=True)
+    os.close(hold)
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -288,11 +340,21 @@ def _lock(path: Path) -> int:
 
 
 @contextmanager
-def _locked(path: Path) -> Generator[None]:
-    """Holds the lock of a file; waits for it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def _locked(path: Path, within_s: float) -> Generator[None]:
+    """Holds the lock of a file; waits for it. Raises ConfigError after `within_s`."""
+    end_s = time.monotonic() + within_s
+    while True:
+        try:
+            descriptor = _lock(path)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= end_s:
+                raise ConfigError(
+                    f"{path} has been locked by another process for {within_s:g} seconds; end the "
+                    f"one that hangs (fuser {path} names it), or name another folder"
+                ) from None
+            time.sleep(_LOCK_EVERY_S)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
