@@ -263,7 +263,10 @@ class XlaRunner:
                 self._state = state  # it is only read
                 arrays = programs.read(state, _padded_pages(part))
                 leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(arrays)]  # [PAGE_IO, ·]
-            contents += [b"".join([leaf[k].tobytes() for leaf in leaves]) for k in range(len(part))]
+                contents += [
+                    b"".join([leaf[k].tobytes() for leaf in leaves]) for k in range(len(part))
+                ]
+                del arrays, leaves  # as all of the device's arrays, under the lock
         return contents
 
     def write_pages(self, page_ids: Sequence[int], contents: Sequence[bytes]) -> None:
