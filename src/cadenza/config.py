@@ -72,7 +72,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     prefix_cache_memory_share: float = 1.0
     prefix_cache_disk: str | None = None
-    prefix_cache_disk_bytes: int = 8 << 30
+    prefix_cache_disk_bytes: int | None = None
     scheduler: SchedulerLoop = "overlap"
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
@@ -206,7 +206,7 @@ _RANGES: Mapping[str, tuple[int, int]] = {
 
 _OPTIONAL = frozenset(
     "max_model_len max_num_batched_tokens kv_cache_memory_bytes num_pages max_num_queued_reqs "
-    "max_num_queued_tokens".split()
+    "max_num_queued_tokens prefix_cache_disk_bytes".split()
 )
 """Integer options that may be None."""
 

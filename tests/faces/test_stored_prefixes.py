@@ -54,9 +54,11 @@ def test_a_later_start_takes_the_prompt_and_gives_the_same_bits(kind: str, tmp_p
 
 
 def test_the_reference_operations_store_pages_too(tmp_path: Path) -> None:
-    cold, stored = ask(tmp_path, ops="reference"), ask(tmp_path, ops="reference")
+    cold = ask(tmp_path, ops="reference")
+    stored = ask(tmp_path, ops="reference", max_num_queued_reqs=7)
     assert stream_of(stored) == stream_of(cold)
     assert (stored.num_cached_tokens or 0) > 0
+    assert ask(tmp_path, ops="reference", num_pages=200).num_cached_tokens == 0
 
 
 @pytest.mark.native
@@ -115,11 +117,13 @@ BACKEND = replace(TRAITS, copies_pages=True)
     [
         ({"enable_prefix_caching": False}, "leave out --no-enable-prefix-caching"),
         ({"kv_layout": "dense"}, "--kv-layout dense"),
+        ({"prefix_cache_memory_share": 0}, "holds nothing with --prefix-cache-memory-share 0"),
+        ({"prefix_cache_disk": None, "prefix_cache_disk_bytes": 1 << 20}, "without --prefix"),
     ],
     ids=str,
 )
 def test_a_folder_without_what_it_stores_is_refused(options: dict[str, Any], said: str) -> None:
-    config = EngineConfig(prefix_cache_disk="folder", **options)
+    config = EngineConfig(**{"prefix_cache_disk": "folder", **options})
     with pytest.raises(ConfigError, match=said):
         make_plan(config, open_checkpoint(None), BACKEND, 1 << 34)
 

@@ -146,7 +146,7 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         "take it.",
         metavar="DIR",
     ),
-    "prefix_cache_disk_bytes": _engine("Bytes that the folder may take.", metavar="N"),
+    "prefix_cache_disk_bytes": _number("Bytes that the folder may take; auto: 8 GiB."),
     "scheduler": _engine("Whether a step is launched before the previous one is read."),
     "max_num_queued_reqs": _number("Requests that may wait."),
     "max_num_queued_tokens": _number(

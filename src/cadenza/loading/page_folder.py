@@ -5,15 +5,21 @@ equal fingerprints compute equal bits for a page of equal tokens.
 """
 
 import hashlib
+import os
+import platform
+from dataclasses import replace
 from pathlib import Path
 
 from cadenza import __version__
 from cadenza.backends.base import Backend, RunnerSetup
 from cadenza.checkpoint import Checkpoint
-from cadenza.config import EngineConfig
+from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.page_folder import PageFolder
 from cadenza.loading.content_digest import content_digest
 from cadenza.loading.plan import EnginePlan
+
+DEFAULT_BYTES = 8 << 30
+"""Of a folder without `--prefix-cache-disk-bytes`."""
 
 
 def open_page_folder(
@@ -30,14 +36,12 @@ def open_page_folder(
     if config.prefix_cache_disk is None:
         return None
     assert setup.cache_folder is not None
-    # Where the class of the arithmetic has no name, the step's shape decides about bits too.
     is_named = backend.name_arithmetic(checkpoint, setup) is not None
-    shape = "" if is_named else repr(plan.limits)
     parts = (
         __version__,  # the layout of a page, which is that of the kernels
         content_digest(checkpoint, setup.cache_folder),
         *backend.describe_arithmetic(config.device, config.ops, checkpoint),
-        shape,
+        *(() if is_named else _describe_machine(plan.limits)),
         plan.traits.name,
         plan.traits.ops,
         config.arithmetic,
@@ -49,4 +53,23 @@ def open_page_folder(
     )
     framed = "".join(f"{len(part)}:{part}" for part in parts)
     fingerprint = hashlib.sha256(framed.encode()).hexdigest()
-    return PageFolder(Path(config.prefix_cache_disk), fingerprint, config.prefix_cache_disk_bytes)
+    max_bytes = config.prefix_cache_disk_bytes or DEFAULT_BYTES
+    return PageFolder(Path(config.prefix_cache_disk), fingerprint, max_bytes)
+
+
+def _describe_machine(limits: EngineLimits) -> tuple[str, ...]:
+    """What may decide bits where the class of the arithmetic has no name: the processor and the
+    shapes of a step. Queues do not."""
+    shapes = replace(
+        limits, max_num_queued_reqs=0, max_num_queued_tokens=0, max_consecutive_step_errors=0
+    )
+    return (platform.machine(), str(os.cpu_count()), _cpu_flags(), repr(shapes))
+
+
+def _cpu_flags() -> str:
+    """As the kernel lists them; empty where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")

@@ -279,6 +279,11 @@ def _check_arithmetic(config: EngineConfig, traits: BackendTraits) -> None:
 
 def _check_page_folder(config: EngineConfig, traits: BackendTraits, limits: EngineLimits) -> None:
     if config.prefix_cache_disk is None:
+        if config.prefix_cache_disk_bytes is not None:
+            raise ConfigError(
+                "--prefix-cache-disk-bytes changes nothing without --prefix-cache-disk; name a "
+                "folder, or leave it out"
+            )
         return
     if not traits.copies_pages:
         raise ConfigError(
@@ -289,6 +294,11 @@ def _check_page_folder(config: EngineConfig, traits: BackendTraits, limits: Engi
         raise ConfigError(
             "--prefix-cache-disk stores what the prefix cache finds in pages; leave out "
             "--no-enable-prefix-caching and --kv-layout dense"
+        )
+    if limits.prefix_cache_memory_share == 0.0:
+        raise ConfigError(
+            "--prefix-cache-disk stores what the prefix cache holds; it holds nothing with "
+            "--prefix-cache-memory-share 0"
         )
 
 
