@@ -88,6 +88,27 @@ def test_a_changed_receipt_is_told_apart(
     assert any(words in each for each in found["differences"]), found
 
 
+@pytest.mark.parametrize(
+    ("arithmetic", "is_told"),
+    [("scalar-{}", True), ("scalar-0", False), ("other-{}", False), ("portable-{}", False)],
+)
+def test_the_arithmetic_of_a_receipt_is_told_where_this_machine_has_it(
+    cadenza: Callable[..., Ran],
+    model: Path,
+    receipts: list[dict[str, Any]],
+    tmp_path: Path,
+    arithmetic: str,
+    is_told: bool,
+):
+    changed = json.loads(json.dumps(receipts[0]))
+    revision = changed["fingerprint"]["arithmetic"].rpartition("-")[2]
+    changed["fingerprint"]["arithmetic"] = arithmetic.format(revision)
+    ran = cadenza("replay", written(tmp_path, changed), "--model", model, "--json")
+    (found,) = ran.objects
+    told = [each for each in found["differences"] if "CADENZA_CPU_ISA=scalar" in each]
+    assert bool(told) is is_told, found
+
+
 def change_weights(folder: Path) -> None:
     write_model(folder, seed=4)
 

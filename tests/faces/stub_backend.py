@@ -44,6 +44,9 @@ class StubBackend:
     def name_arithmetic(self, checkpoint: Checkpoint, setup: RunnerSetup) -> str | None:
         return None
 
+    def find_setting(self, arithmetic: str) -> str | None:
+        return None
+
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         limits = setup.limits
         return FakeRunner(

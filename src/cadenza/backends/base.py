@@ -313,6 +313,11 @@ class Backend(Protocol):
         what `describe_arithmetic` names. Raises the errors of `describe`."""
         ...
 
+    def find_setting(self, arithmetic: str) -> str | None:
+        """What to set in the environment so that this machine computes in a class that
+        `name_arithmetic` names; None if nothing does."""
+        ...
+
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         """A runner with its weights loaded, before `warmup`. Raises the errors of `describe`."""
         ...

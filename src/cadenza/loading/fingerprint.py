@@ -60,6 +60,15 @@ def name_arithmetic(
     return f"{plan.traits.name}-{_digest(*described, repr(plan.limits))}"
 
 
+def find_setting(theirs: str, ours: str, backend: str, backends: Backends = BACKENDS) -> str | None:
+    """What to set in the environment so that this machine computes in the arithmetic `theirs` of a
+    fingerprint in place of `ours`; None if nothing does, or it does so already."""
+    (name, _, revision), (_, _, our_revision) = theirs.rpartition("-"), ours.rpartition("-")
+    if theirs == ours or revision != our_revision:
+        return None
+    return find_backend(backend, backends).find_setting(name)
+
+
 def _tokenizer_digest(checkpoint: Checkpoint) -> str:
     source = checkpoint.tokenizer_source
     if source is None:

@@ -19,7 +19,7 @@ from cadenza.frontend.loaded_model import LoadedModel, PlannedModel, open_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
 from cadenza.frontend.receipts import with_receipt
 from cadenza.frontend.text_frontend import PreparedRequest
-from cadenza.loading.fingerprint import make_fingerprint
+from cadenza.loading.fingerprint import find_setting, make_fingerprint
 from cadenza.loading.plan import pages_for_batch, with_pool
 from cadenza.receipt import RECEIPT_VERSION, Receipt, digest_of_logprobs
 from cadenza.request import Request
@@ -112,7 +112,8 @@ def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iter
         fitting = [each for each in group if not _unfit(each.receipt, here)]
         for each in group:
             if each not in fitting:
-                unfit = (*_changes(each.receipt), *_unfit(each.receipt, here))
+                advice = _advice(each.receipt, here, config)
+                unfit = (*_changes(each.receipt), *_unfit(each.receipt, here), *advice)
                 yield _verdict(each, unfit)
         if fitting:
             with closing(_load(planned, fitting)) as loaded:
@@ -186,6 +187,13 @@ def _other_parts(receipt: Receipt, here: Fingerprint) -> list[tuple[str, str]]:
         for name in theirs
         if theirs[name] != ours[name]
     ]
+
+
+def _advice(receipt: Receipt, here: Fingerprint, config: EngineConfig) -> Iterator[str]:
+    theirs, ours = receipt.fingerprint.arithmetic, here.arithmetic
+    setting = find_setting(theirs, ours, config.backend)
+    if setting is not None:
+        yield f"this machine can compute in {theirs}, too: set {setting} and replay again"
 
 
 def _changes(receipt: Receipt) -> Iterator[str]:

@@ -98,6 +98,9 @@ class MlxBackend:
     ) -> str | None:
         return None
 
+    def find_setting(self, arithmetic: str) -> str | None:  # noqa: ARG002 (no class has a name)
+        return None
+
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         self._check_installed()
         from cadenza.backends.mlx.runner import MlxRunner

@@ -83,6 +83,10 @@ class XlaBackend:
             dtype=setup.dtype,
         )
 
+    def find_setting(self, arithmetic: str) -> str | None:
+        isas = load_native_library().available_isas if has_native_library() else ()
+        return f"CADENZA_CPU_ISA={arithmetic}" if arithmetic in isas else None
+
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         from cadenza.backends.xla.runner import enable_compilation_cache, load_with_ops
 
