@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from itertools import islice, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -247,6 +248,14 @@ def test_traffic_out_of_bounds_is_refused(fields: dict[str, object], words: str)
 def test_a_cost_and_a_model_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "simulate", "somewhere", "--step-cost", "5,1,1,1"]) == 2
     assert "give one" in capsys.readouterr().err
+
+
+def test_a_folder_for_pages_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "pages"
+    given = ["--step-cost", "5,1,1,1", "--prefix-cache-disk", str(folder)]
+    assert main(["bench", "simulate", *given]) == 2
+    assert "a simulation stores no pages" in capsys.readouterr().err
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(("max_itl_ms", "expected"), [("none", None), (70, 70.0), ("auto", 50.0)])

@@ -235,6 +235,8 @@ def bench_simulate(
 
     if options.step_cost is not None and (model is not None or shape is not None):
         raise ConfigError("both --step-cost and a model were given; give one")
+    if config.prefix_cache_disk is not None:
+        raise ConfigError("--prefix-cache-disk: a simulation stores no pages; leave it out")
     chosen = _model_or_shape(model, shape)
     with status_line("starting", elsewhere=_on_stderr) as report:
         if options.step_cost is None:
