@@ -445,11 +445,19 @@ def test_a_second_call_while_draining_ends_at_once_even_a_hung_engine(open_front
 def test_an_engine_with_a_disk_gets_time_to_write_what_is_left(
     open_front: OpenFront, disk: str | None, code: int, caplog: pytest.LogCaptureFixture
 ):
+    """The process is stopped by a signal, so that it cannot exit before the front end waits."""
     caplog.set_level(logging.INFO, "cadenza")
     config = EngineConfig(max_num_seqs=8, prefix_cache_disk=disk)
     front = open_front(config, Patience(hung_after_s=TIMEOUT_S, stop_s=0.0))
     front.engine.wait_ready(TIMEOUT_S)
-    front.stop()
+    pid = front.engine.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    front.engine.shutdown()
+    if disk is not None:
+        front.thread.join(0.2)
+        os.kill(pid, signal.SIGCONT)
+    front.thread.join(TIMEOUT_S)
     assert f"stopped (exit status {code})" in caplog.text
 
 
