@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.checkpoint import ModelConfig, declare, parse_model_config
+from cadenza.checkpoint import ModelConfig, declare, open_weights, parse_model_config
+from cadenza.checkpoint.declaration import HEAD
 from cadenza.checkpoint.dtypes import FORMAT_OF_CODE
 
 Header = dict[str, Any]
@@ -78,4 +79,19 @@ def write_folder(folder: Path, files: Mapping[str, object] | None = None) -> Pat
             (folder / name).write_text(content)
         else:
             (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def write_base_model(folder: Path, source: Path) -> Path:
+    """The model in `source` as transformers writes its base model: no prefix, and no head."""
+    folder.mkdir()
+    weights = open_weights(source)
+    write_tensors(
+        folder / "model.safetensors",
+        {name.removeprefix("model."): weights[name] for name in weights if name != HEAD},
+    )
+    config = json.loads((source / "config.json").read_text())
+    (name,) = config["architectures"]
+    config["architectures"] = [name.replace("ForCausalLM", "Model")]
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -11,6 +11,7 @@ import pytest
 from cadenza import LLM, AsyncEngine, EmbeddingRequestOutput, PoolingParams, SamplingParams
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.text_frontend import TextFrontend
+from tests.checkpoint.files import write_base_model
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 50, [9], [11] * 200, [12, 13]]
 MEAN = PoolingParams(pooling="mean")
@@ -97,3 +98,13 @@ def test_the_pooling_is_that_of_the_checkpoint(tiny_folder: Path, tmp_path: Path
             odd.embed([1])
         assert refusal.value.param == "pooling"
         assert vectors(odd.embed(PROMPTS, MEAN)) == vectors(llm.embed(PROMPTS, MEAN))
+
+
+def test_a_model_without_a_head_embeds_and_does_not_generate(
+    tiny_folder: Path, tmp_path: Path, llm: LLM
+) -> None:
+    folder = write_base_model(tmp_path / "base", tiny_folder)
+    with LLM(folder, max_num_seqs=4, max_model_len=256) as base:
+        assert vectors(base.embed(PROMPTS, MEAN)) == vectors(llm.embed(PROMPTS, MEAN))
+        with pytest.raises(InvalidRequestError, match="cannot generate; ask for embeddings"):
+            base.generate([1, 2])

@@ -184,7 +184,7 @@ def _find_family(raw: JsonObject) -> Family:
         raise raw.wrong("architectures", "a list with one name")
     if architectures:
         name = architectures[0]
-        family = next((each for each in FAMILIES.values() if each.architecture == name), None)
+        family = next((each for each in FAMILIES.values() if name in _names_of(each)), None)
         if family is None:
             raise CheckpointError(
                 f"{raw.where}: architecture {shorten(name)} is not supported; {_SUPPORTED}"
@@ -202,6 +202,11 @@ def _find_family(raw: JsonObject) -> Family:
             f"{raw.where}: model_type {shorten(model_type)} is not supported; {_SUPPORTED}"
         )
     return FAMILIES[model_type]
+
+
+def _names_of(family: Family) -> tuple[str, str]:
+    """Of the class that generates and of its base model, which has no head."""
+    return family.architecture, family.architecture.removesuffix("ForCausalLM") + "Model"
 
 
 def _refuse_unsupported(raw: JsonObject, family: Family) -> None:

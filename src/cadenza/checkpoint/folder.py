@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
+from cadenza.checkpoint.base_model import as_decoder
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config, read_token_ids
 from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, check_weights, declare
 from cadenza.checkpoint.dtypes import WeightDType, as_weight_dtype
@@ -57,9 +58,9 @@ class Checkpoint:
     `outline` is there for every model. `known` are its arithmetic and tensors, or why they are not
     known, for models that only a backend reads.
     `eos_token_ids` is the union of those in config.json, generation_config.json and the tokenizer
-    files. `pooling` is that of embeddings, unless a request names another. `revision` is the commit
-    of a hub model. `digest` is a hash of config.json and of the headers of the weights' files, not
-    of the weights themselves.
+    files. `pooling` is that of embeddings, unless a request names another. A model without a head
+    has embeddings only: it cannot generate. `revision` is the commit of a hub model. `digest` is a
+    hash of config.json and of the headers of the weights' files, not of the weights themselves.
     """
 
     folder: Path
@@ -72,6 +73,7 @@ class Checkpoint:
     known: tuple[ModelConfig, Weights] | CheckpointError
     revision: str | None = None
     pooling: DefaultPooling = field(default_factory=DefaultPooling)
+    can_generate: bool = True
 
     @property
     def tokenizer_source(self) -> Path | TokenizerSource | None:
@@ -159,12 +161,13 @@ def open_checkpoint(
     config_bytes = read_small_file(folder / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
     raw_config = parse_json_object(config_bytes, CONFIG_FILE)
     try:
-        config, weights = known = _read_known(raw_config, folder)
+        config, weights, can_generate = _read_known(raw_config, folder)
+        known = config, weights
         outline, digest = outline_of(config), weights.digest()
     except CheckpointError as error:
         if not any_family:
             raise
-        known, outline = error, read_outline(raw_config.values)
+        known, outline, can_generate = error, read_outline(raw_config.values), True
         digest = _digest_of_unread(folder)
     generation = read_generation_config(folder)
     tokenizer = read_tokenizer_files(folder)
@@ -178,20 +181,25 @@ def open_checkpoint(
         revision=revision,
         known=known,
         pooling=read_default_pooling(folder),
+        can_generate=can_generate,
     )
 
 
-def _read_known(raw_config: JsonObject, folder: Path) -> tuple[ModelConfig, Weights]:
-    """The arithmetic of a model and its weights, which match. Raises `CheckpointError`."""
+def _read_known(raw_config: JsonObject, folder: Path) -> tuple[ModelConfig, Weights, bool]:
+    """The arithmetic of a model, its weights, which match, and whether it can generate.
+
+    Raises CheckpointError.
+    """
     config = parse_model_config(_without_quantisation(raw_config))
     scheme = read_scheme(raw_config)
-    weights = split_stacked_experts(config, open_weights(folder))
+    config, weights, can_generate = as_decoder(config, open_weights(folder))
+    weights = split_stacked_experts(config, weights)
     if scheme is not None:
         weights = apply_scheme(scheme, config, weights)
     check_weights(config, weights)
     if not raw_config.has("dtype") and not raw_config.has("torch_dtype"):
         config = replace(config, dtype=_float_type(weights))
-    return config, weights
+    return config, weights, can_generate
 
 
 def _without_quantisation(raw: JsonObject) -> dict[str, object]:

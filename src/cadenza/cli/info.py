@@ -221,6 +221,7 @@ def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.max_position_embeddings,
         "tie_word_embeddings": shape.tie_word_embeddings,
+        "can_generate": checkpoint.can_generate,
         "eos_token_ids": checkpoint.eos_token_ids,
     }
 

@@ -92,6 +92,7 @@ class TextFrontend:
             self._planner = AnswerPlanner(source, self._tokenizer, parsers, check_grammar)
         self._max_model_len = max_model_len
         self._pooling = checkpoint.pooling
+        self._can_generate = checkpoint.can_generate
         is_followed = generation_config == "auto"
         recommended = checkpoint.generation_defaults
         self._defaults = SamplingDefaults(recommended if is_followed else None)
@@ -209,12 +210,18 @@ class TextFrontend:
         pooling that is not named is the checkpoint's. Resolving twice changes nothing.
 
         Raises:
-            InvalidRequestError: it is no `Request`, or an option needs a tokenizer.json that is
-                not there.
+            InvalidRequestError: it is no `Request`, an option needs a tokenizer.json that is not
+                there, or the model has embeddings only.
         """
         if not isinstance(request, Request):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidRequestError(
                 f"what was submitted is {show(request)}; it must be a Request", param="request"
+            )
+        if request.pooling is None and not self._can_generate:
+            raise InvalidRequestError(
+                "this model has no head and cannot generate; ask for embeddings "
+                "(/v1/embeddings, LLM.embed), or serve a checkpoint that has lm_head.weight",
+                param="model",
             )
         params, ids = request.params, request.prompt_token_ids
         for name in ("stop", "bad_words", "structured"):
