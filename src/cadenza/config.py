@@ -85,7 +85,7 @@ class EngineConfig:
     seed: int = 0
     generation_config: GenerationConfig = "auto"
     chat_template: str | None = None
-    """A file, or the text of a template; in place of the model's own."""
+    """A file, or the text of a template, in place of the model's own; "none" has none."""
     speculative_config: SpeculativeConfig | str | None = None
     """None or "none": no drafts. Other text, and a mapping, is parsed."""
 

@@ -9,7 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from cadenza import LLM, EngineConfig, SamplingParams
-from cadenza.errors import CheckpointError, ConfigError, DeviceUnavailableError
+from cadenza.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceUnavailableError,
+    InvalidRequestError,
+)
 from cadenza.frontend.loaded_model import open_text
 from cadenza.loading.build import find_checkpoint, find_configured, plan_model
 from cadenza.loading.fingerprint import make_fingerprint
@@ -66,6 +71,16 @@ def test_a_given_chat_template_is_used_in_place_of_the_models(
     fingerprints = [make_fingerprint(each, plan, given) for each in (checkpoint, own)]
     assert fingerprints[0].template != fingerprints[1].template
     assert replace(fingerprints[0], template="") == replace(fingerprints[1], template="")
+
+
+def test_without_its_chat_template_a_model_takes_plain_prompts_only(worded_folder: Path) -> None:
+    config = EngineConfig(chat_template="none")
+    checkpoint = find_configured(worded_folder, config)
+    text = open_text(checkpoint, config)
+    assert not text.has_chat_template
+    assert text.encode("the fox")
+    with pytest.raises(InvalidRequestError, match="no chat template; give a plain prompt"):
+        text.render_chat([{"role": "user", "content": "the fox"}])
 
 
 @pytest.mark.parametrize(

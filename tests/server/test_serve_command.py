@@ -368,6 +368,7 @@ def test_another_tenants_cancel_is_that_of_an_unknown_request(keyed: ServeProces
         (["--request-timeout", "nan"], 2, "--request-timeout"),
         (["/nowhere/at/all"], 3, "nowhere"),
         (["--frobnicate"], 2, "--frobnicate"),
+        (["--no-chat-template", "--chat-template", "{{ 1 }}"], 2, "both given; give one"),
         (["--generation-config", "vllm"], 2, "--generation-config 'vllm' is not one of auto, none"),
     ],
 )
@@ -398,11 +399,18 @@ def test_both_processes_open_the_one_commit_that_the_revision_was(tmp_path: Path
     assert set(looked_up[1:]) == {commit}
 
 
-def test_that_unknown_fields_are_ignored_is_logged() -> None:
-    with serve_process(*FLAGS, CADENZA_IGNORE_UNKNOWN_FIELDS="1") as serving:
+def test_ignoring_unknown_fields_is_logged_and_chat_needs_a_template() -> None:
+    flags = (*FLAGS, "--no-chat-template")
+    with serve_process(*flags, CADENZA_IGNORE_UNKNOWN_FIELDS="1") as serving:
         answer = serving.post("/tokenize", {"prompt": "x", "frob": 1})
         assert answer.status_code == 200, answer.text
         assert "--ignore-unknown-fields" in serving.log
+        serving.wait_ready()
+        chat = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 2}
+        refused = serving.post("/v1/chat/completions", chat)
+        assert refused.status_code == 400
+        assert "no chat template" in refused.json()["error"]["message"]
+        assert serving.post("/v1/completions", PLAIN).status_code == 200
 
 
 def test_a_port_in_use_is_said(serving: ServeProcess) -> None:

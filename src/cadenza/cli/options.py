@@ -185,8 +185,8 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         metavar="JSON|none",
     ),
     "chat_template": _engine(
-        "The chat template, as a file or its text, in place of the model's own.",
-        metavar="FILE|TEXT",
+        "The chat template, as a file or its text, in place of the model's own, or none.",
+        metavar="FILE|TEXT|none",
     ),
     "generation_config": _engine(
         "Whether generation_config.json sets the sampling parameters that are not given."

@@ -113,6 +113,9 @@ class ServeFlags:
     sse_keep_alive_interval: float = _flag(
         15.0, "Seconds without an event after which a stream sends a comment."
     )
+    no_chat_template: bool = _flag(
+        False, "Use no chat template: chat is refused, completions are served."
+    )
     max_logprobs: int = _flag(20, "Most logprobs for each token that a request may ask for.")
     max_bodies_bytes: int = _flag(256 << 20, "Bytes of all bodies that are being read at once.")
     max_stored_responses: int = _flag(
@@ -147,7 +150,6 @@ class UnbuiltFlags:
     """Flags that other servers have and Cadenza lacks; none is accepted and ignored."""
 
     gpu_memory_utilization: str | None = _unbuilt("a share of a GPU; use --kv-cache-memory-bytes")
-    no_chat_template: bool = _unbuilt("serving without the model's template", kind=bool)
     enable_auto_tool_choice: bool = _unbuilt("calling tools", given=True, kind=bool)
 
 
@@ -172,6 +174,8 @@ def serve(
     raise_descriptor_limit()
     name = only_model(folder, flags.model)
     options, address = _options(name, flags), _address(flags)
+    if flags.no_chat_template:
+        config = _without_template(config)
     level = logging.getLevelNamesMapping()[flags.log_level.upper()]
     lines = set_up_logging(flags.log_format, level)
     options = replace(options, num_dropped_log_lines=lambda: lines.num_dropped)
@@ -191,6 +195,12 @@ def serve(
             pid, version = predecessor.pid, predecessor.version
             logger.info("takes over from process %d, cadenza %s, once loaded", pid, version)
         asyncio.run(_run(engine, service, opening))
+
+
+def _without_template(config: EngineConfig) -> EngineConfig:
+    if config.chat_template not in (None, "none"):
+        raise typer.BadParameter("--chat-template and --no-chat-template are both given; give one")
+    return replace(config, chat_template="none")
 
 
 @dataclass(slots=True, eq=False)
@@ -257,7 +267,7 @@ def _make(
     text = open_text(checkpoint, config, check_grammar=GrammarWorker().check, parsers=parsers)
     # The engine process opens the same commit now and at each restart, even if a branch moves, and
     # has the same template, even if its file changes.
-    template = None if config.chat_template is None else checkpoint.chat_template
+    template = config.chat_template and (checkpoint.chat_template or "none")
     config = replace(config, revision=checkpoint.revision, chat_template=template)
     timeouts = RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout)
     process = ProcessOptions(timeouts=timeouts, on_failure=flags.on_engine_failure)

@@ -47,7 +47,9 @@ def find_configured(
     checkpoint = find_checkpoint(model, revision=config.revision, any_family=any_family)
     if config.chat_template is None:
         return checkpoint
-    templates = {"default": given_template(config.chat_template)}
+    templates: dict[str, str] = {}
+    if config.chat_template != "none":
+        templates["default"] = given_template(config.chat_template)
     return replace(checkpoint, tokenizer=replace(checkpoint.tokenizer, chat_templates=templates))
 
 
