@@ -11,11 +11,12 @@ from typing import get_args
 
 import numpy as np
 
-from cadenza.backends.base import Capability, Runner
+from cadenza.backends.base import Capability, LateStepHandle, Runner, StepHandle
 from cadenza.config import MAX_LOGPROBS_BOUND, EngineLimits
 from cadenza.core.sequence import PageCopy
 from cadenza.core.step_schema import LAST_SAMPLED, MaskUpdate, ModelInputs, RuleUpdate, StepOutput
 from cadenza.core.token_rules import RuleLayout
+from cadenza.errors import RunnerError
 from cadenza.request import SamplingParams
 from tests.contract.backends import LIMITS
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs, padding_of, run_step
@@ -407,6 +408,70 @@ def check_each_choice_is_made_from_the_record_that_it_names(bench: Bench) -> Non
     inputs.logits.rule_record[0] = row
     after = bench.runner.launch(inputs).result().token_ids.tolist()
     assert after == alone[3:], "the row's own record, after others were made of it"
+
+
+def check_masks_may_follow_a_launch(bench: Bench) -> None:
+    """Steps that are launched while the one before is unread, and get the masks of a row when it is
+    read, are those of steps that are launched with them; so is the row beside it."""
+    if "late_masks" not in bench.runner.capabilities:
+        return
+    row, layout = 1, RuleLayout(bench.runner.vocab_size)
+    params = SamplingParams(allowed_token_ids=range(90), presence_penalty=1.5)
+    record = layout.encode(sequence_of(0, tuple(OTHER), params=params))
+    assert record is not None
+    masks = [layout.mask_of(np.arange(16 * place, 16 * place + 16)) for place in range(5)]
+
+    def run(place: int, chunks: list[Chunk], unread: list[StepHandle], *, follow: bool) -> None:
+        inputs = bench.inputs(*chunks)
+        inputs.logits.rule_record[0] = row
+        rules = () if place else (RuleUpdate(row, record),)
+        updates = (MaskUpdate(row, row, masks[place]),)
+        inputs = replace(inputs, rule_updates=rules, masks_follow=follow)
+        handle = bench.runner.launch(inputs if follow else replace(inputs, mask_updates=updates))
+        outputs.extend(each.result() for each in unread)
+        if follow:
+            assert isinstance(handle, LateStepHandle)
+            handle.choose(updates)
+        unread[:] = [handle]
+
+    found: list[list[StepOutput]] = []
+    for follows in (False, True):
+        streams, unread = [stream_on(row, [2, 3]), stream_on(2, [6, 7])], list[StepHandle]()
+        outputs = list[StepOutput]()
+        for place in range(len(masks)):
+            chunks = [s.next_token() if place else s.chunk(OTHER, samples=True) for s in streams]
+            run(place, chunks, unread, follow=follows and place > 0)
+        found.append(outputs + [each.result() for each in unread])
+    bench.assert_same(found[1], found[0], "masks that follow")
+
+
+def check_a_step_without_its_masks_cannot_be_read(bench: Bench) -> None:
+    """It gets them once, and a reset drops it."""
+    if "late_masks" not in bench.runner.capabilities:
+        return
+
+    def launch() -> LateStepHandle:
+        inputs = bench.inputs(stream_on(1, [2]).chunk(OTHER, samples=True))
+        handle = bench.runner.launch(replace(inputs, masks_follow=True))
+        assert isinstance(handle, LateStepHandle)
+        return handle
+
+    handle = launch()
+    assert raises_runner_error(handle.result), "read without its masks"
+    handle.choose(())
+    assert raises_runner_error(lambda: handle.choose(())), "chosen twice"
+    check_output(handle.result(), 1, bench.runner.vocab_size)
+    dropped = launch()
+    bench.runner.reset()
+    assert raises_runner_error(lambda: dropped.choose(())), "chosen after a reset"
+
+
+def raises_runner_error(act: Callable[[], object]) -> bool:
+    try:
+        act()
+    except RunnerError:
+        return True
+    return False
 
 
 def check_reset_forgets_everything(bench: Bench) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.backends.fake import FakeRunner
+from cadenza.backends.fake import FakeLateStepHandle, FakeRunner, FakeStepHandle
 from cadenza.core.step_schema import NO_RULES, NUM_EXTRA_LOGIT_ROWS, ModelInputs, StepOutput
 from tests.contract.backends import LIMITS
 from tests.contract.checks import CHECKS, Bench
@@ -167,6 +167,20 @@ class MasksOfTheRow(FakeRunner):
         return FakeRunner.launch(self, other)
 
 
+class IgnoresMasksThatFollow(FakeRunner):
+    def _choose(self, inputs: ModelInputs, generation: int, masks: Any) -> Any:
+        return FakeRunner._choose(self, inputs, generation, ())
+
+
+class ChoosesAtOnce(FakeRunner):
+    def launch(self, inputs: ModelInputs) -> Any:
+        handle = FakeRunner.launch(self, inputs)
+        if isinstance(handle, FakeLateStepHandle):
+            assert handle.sample is not None
+            return FakeStepHandle(handle.sample(()), handle.on_read)
+        return handle
+
+
 class ForgetsNothing(FakeRunner):
     def reset(self) -> None:
         if not hasattr(self, "_slots"):
@@ -193,6 +207,8 @@ BROKEN: dict[str, type[FakeRunner]] = {
     "the_mask_of_a_rows_rules_is_replaced_by_itself": IgnoresMasks,
     "a_tokens_hidden_state_follows_from_its_prefix": StatesOfTheFirstRows,
     "each_choice_is_made_from_the_record_that_it_names": MasksOfTheRow,
+    "masks_may_follow_a_launch": IgnoresMasksThatFollow,
+    "a_step_without_its_masks_cannot_be_read": ChoosesAtOnce,
     "reset_forgets_everything": ForgetsNothing,
 }
 

@@ -132,8 +132,8 @@ def test_a_second_model_draws_what_constraints_allow(seed: int, *, shares_kv: bo
 class MasksOfTheRow(Packer):
     """All choices of a row have its first mask."""
 
-    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
-        inputs = super().pack(batch, bucket)
+    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
+        inputs = super().pack(batch, bucket, masks_follow=masks_follow)
         named = inputs.logits.rule_record
         named[named != NO_RULES] = inputs.logits.rows[named != NO_RULES]
         return inputs
@@ -142,11 +142,11 @@ class MasksOfTheRow(Packer):
 class FirstMaskBehindAll(Packer):
     """The masks of a row's choices are one choice off."""
 
-    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
+    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
         for entry in batch.entries:
             if entry.masks:
                 entry.masks = (*entry.masks[1:], entry.masks[0])
-        return super().pack(batch, bucket)
+        return super().pack(batch, bucket, masks_follow=masks_follow)
 
 
 class NeverForked(HashedConstraint):

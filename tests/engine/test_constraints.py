@@ -2,19 +2,23 @@
 constrained stream ends, and what happens before its constraint is compiled.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 
+from cadenza.backends.base import Capability
+from cadenza.backends.fake import FakeLateStepHandle, FakeStepHandle
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.step_reader import CONSTRAINT_FAILED
+from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import ConstraintSpec, StructuredOutput
-from tests.engine.hashed_constraint import FAILS_AFTER, NEVER, SHORT
-from tests.engine.simulation import ObservedRunner, make_engine
+from tests.engine.hashed_constraint import FAILS_AFTER, NEVER, SHORT, STEADY
+from tests.engine.simulation import ObservedRunner, Parts, make_engine
 
 LIMITS = EngineLimits(
     max_num_seqs=4,
@@ -78,18 +82,116 @@ def drain_one(engine: EngineCore, request: Request) -> list[Event]:
     return drain(engine)
 
 
-def test_a_step_with_a_constrained_token_is_read_before_the_next_launch():
+@dataclass(kw_only=True, eq=False)
+class WithMasksOnly(ObservedRunner):
+    """A runner that needs a step's masks at its launch."""
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return super().capabilities - {"late_masks"}
+
+    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        assert not inputs.masks_follow
+        return super().launch(inputs)
+
+
+def test_a_step_is_launched_before_the_tokens_that_decide_its_masks_are_read():
     engine = make_engine(LIMITS, loop="overlap")
     engine.submit(constrained(1))
     engine.submit(free(2))
+    for _ in range(8):
+        engine.step()
+    assert isinstance(engine.runner, ObservedRunner)
+    trace = engine.runner.trace
+    _, first = trace[next(i for i, (kind, _) in enumerate(trace) if kind == "choose")]
+    assert first < 6
+    expected: list[tuple[str, int]] = []
+    for step in range(first, 8):
+        expected += [("launch", step), ("read", step - 1), ("choose", step)]
+    assert trace[trace.index(("launch", first)) :] == expected
+
+
+def test_tokens_that_decide_masks_are_read_before_the_next_launch_where_a_runner_needs_these():
+    engine = make_engine(LIMITS, loop="overlap", parts=Parts(runner=WithMasksOnly))
+    ids = [engine.submit(constrained(1)), engine.submit(free(2))]
+    events = drain(engine)
+    assert trace_of(engine)[-30:] == ["launch", "read"] * 15
+    late = make_engine(LIMITS, loop="overlap")
+    assert [late.submit(constrained(1)), late.submit(free(2))] == ids
+    others = drain(late)
+    assert [tokens(events, each) for each in ids] == [tokens(others, each) for each in ids]
+
+
+@pytest.mark.parametrize("runner", [ObservedRunner, WithMasksOnly])
+def test_steps_of_free_rows_do_not_wait(runner: type[ObservedRunner]):
+    engine = make_engine(LIMITS, loop="overlap", parts=Parts(runner=runner))
+    engine.submit(free(2))
     drain(engine)
-    trace = trace_of(engine)
-    first = trace.index("read")
-    assert trace[first - 1 : first + 3] == ["launch", "read", "launch", "read"]
-    only_free = make_engine(LIMITS, loop="overlap")
-    only_free.submit(free(2))
-    drain(only_free)
-    assert trace_of(only_free)[:3] == ["launch", "launch", "read"]
+    assert trace_of(engine)[:5] == ["launch", "launch", "read", "launch", "read"]
+    assert "choose" not in trace_of(engine)
+
+
+@dataclass(kw_only=True, eq=False)
+class LosesSteps(ObservedRunner):
+    """Its `at`-th step that gets its masks late is lost: when it chooses, or the step before it,
+    which is read while it waits."""
+
+    at: int
+    when: str
+    num_late: int = 0
+    last: FakeStepHandle | None = None
+
+    def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        handle = super().launch(inputs)
+        before, self.last = self.last, handle
+        self.num_late += inputs.masks_follow
+        if inputs.masks_follow and self.num_late == self.at:
+            if self.when == "choose":
+                assert isinstance(handle, FakeLateStepHandle)
+                handle.sample = lose_choice
+            else:
+                assert before is not None
+                before.on_read = lose_result
+        return handle
+
+
+def lose_choice(_: object) -> StepOutput:
+    raise RuntimeError("the device lost the step")
+
+
+def lose_result() -> None:
+    raise RuntimeError("the device lost the step")
+
+
+@pytest.mark.parametrize("when", ["choose", "read"])
+@pytest.mark.parametrize("at", range(1, 18, 2))
+def test_a_step_that_is_lost_around_its_choice_changes_no_stream(at: int, when: str):
+    requests = [free(1), constrained(2), constrained(3, STEADY), constrained(4, SHORT), free(5)]
+    limits = replace(LIMITS, max_num_queued_reqs=5)
+    sound = make_engine(limits)
+    faulty = make_engine(limits, parts=Parts(runner=partial(LosesSteps, at=at, when=when)))
+    results: list[list[list[int]]] = []
+    for engine in (sound, faulty):
+        ids = [engine.submit(each) for each in requests[:3]]
+        events = engine.step()
+        ids += [engine.submit(each) for each in requests[3:]]
+        events += drain(engine)
+        assert all(end.finish_reason in {"length", "stop"} for end in ends(events).values())
+        results.append([tokens(events, each) for each in ids])
+    assert results[0] == results[1]
+    assert (sound.num_failed_steps, faulty.num_failed_steps) == (0, 1)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 6))
+def test_cancelled_rows_leave_those_beside_them_as_they_were(num_steps: int):
+    engine = make_engine(LIMITS)
+    cancelled, kept = engine.submit(constrained(1)), engine.submit(constrained(2))
+    events = [event for _ in range(num_steps) for event in engine.step()]
+    engine.cancel(cancelled)
+    events += drain(engine)
+    alone = make_engine(LIMITS)
+    alone.new_request_id()
+    assert tokens(drain_one(alone, constrained(2)), kept) == tokens(events, kept)
 
 
 def test_a_free_row_advances_in_every_step_beside_a_constrained_one():

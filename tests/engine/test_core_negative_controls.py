@@ -54,8 +54,8 @@ class ForgetsTheLastSampledToken(FakeRunner):
 class SwapsTwoRowsPages(Packer):
     """Tells the device that the first two new pages of a step belong to each other's rows."""
 
-    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
-        inputs = super().pack(batch, bucket)
+    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
+        inputs = super().pack(batch, bucket, masks_follow=masks_follow)
         if len(inputs.page_updates) > 1:
             inputs.page_updates[[0, 1], 2] = inputs.page_updates[[1, 0], 2]
         return inputs
@@ -64,17 +64,17 @@ class SwapsTwoRowsPages(Packer):
 class SendsPagesOnce(Packer):
     """Leaves out the pages a row got after its first step."""
 
-    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
+    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
         first = {update.row for update in batch.page_updates if not update.table_index}
         batch.page_updates = [update for update in batch.page_updates if update.row in first]
-        return super().pack(batch, bucket)
+        return super().pack(batch, bucket, masks_follow=masks_follow)
 
 
 class KeysFromRows(Packer):
     """Takes the randomness of a draw from the row it happens in."""
 
-    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
-        inputs = super().pack(batch, bucket)
+    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
+        inputs = super().pack(batch, bucket, masks_follow=masks_follow)
         inputs.logits.keys[:, 0] += inputs.logits.rows.astype(np.uint32)
         return inputs
 
@@ -82,11 +82,11 @@ class KeysFromRows(Packer):
 class KeepsTheLastOccupantsSampling(Packer):
     """Does not notice that a row changed hands."""
 
-    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
+    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
         for entry in batch.entries:
             if self._occupant[entry.row] is not None:
                 self._occupant[entry.row] = entry.sequence
-        return super().pack(batch, bucket)
+        return super().pack(batch, bucket, masks_follow=masks_follow)
 
 
 class FreesEarly(PagePool):
@@ -177,8 +177,8 @@ class SharesThePartialPage(KVCacheManager):
 class CopiesNothing(Packer):
     """Forks start on an empty page."""
 
-    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
-        inputs = super().pack(batch, bucket)
+    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
+        inputs = super().pack(batch, bucket, masks_follow=masks_follow)
         return replace(inputs, page_copies=inputs.page_copies[:0])
 
 

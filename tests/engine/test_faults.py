@@ -100,11 +100,11 @@ class RecordingPacker(Packer):
         super().__init__(**options)
         self.batches: list[tuple[list[StreamId], list[StreamId]]] = []
 
-    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
+    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
         everybody = [stream_of(entry.sequence) for entry in batch.entries]
         sampled = [stream_of(entry.sequence) for entry in batch.entries if entry.num_choices]
         self.batches.append((everybody, sampled))
-        return super().pack(batch, bucket)
+        return super().pack(batch, bucket, masks_follow=masks_follow)
 
 
 @dataclass(frozen=True, slots=True)

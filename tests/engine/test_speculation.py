@@ -156,8 +156,8 @@ def test_the_traffic_holds_what_it_claims_to_test() -> None:
 class KeysOfTheRow(Packer):
     """Draws all tokens of a row with the key of its last position."""
 
-    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
-        inputs = super().pack(batch, bucket)
+    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
+        inputs = super().pack(batch, bucket, masks_follow=masks_follow)
         first = batch.num_prompt_rows
         for entry in batch.entries:
             stop = first + entry.num_choices

@@ -1,15 +1,18 @@
-"""Drafts of streams with grammars, on the XLA runner: the same tokens and log probabilities."""
+"""Streams with grammars, on the XLA runner: drafts, and masks that follow the launch of a step,
+give the same tokens and log probabilities."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
+from cadenza.backends.xla.runner import XlaLateStepHandle
 from cadenza.checkpoint import open_checkpoint
-from cadenza.config import EngineConfig
+from cadenza.config import EngineConfig, SchedulerLoop
 from cadenza.core.drafts import DraftCounts
+from cadenza.core.step_schema import MaskUpdate
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Event, Finished, Token
 from cadenza.loading.build import load_runners, plan_model
@@ -106,6 +109,8 @@ def play(
     compiler: ConstraintCompiler,
     requests: list[Request],
     speculation: SpeculativeConfig | None,
+    *,
+    loop: SchedulerLoop = "overlap",
     **options: object,
 ) -> Played:
     """Drafts are made whatever they cost; without `speculation` there are none at all."""
@@ -128,6 +133,7 @@ def play(
                 draft_model=runners.draft,
                 reserved_output=0.0,
                 compile_constraint=compiler.compile,
+                loop=loop,
             ),
         )
         for request in requests:
@@ -176,3 +182,36 @@ def test_drafts_of_constrained_streams_change_no_bit(
         assert drafted.streams == plain.streams
         assert drafted.num_constrained_drafts > 30
     assert (plain.num_preemptions > 0) == ("num_pages" in options)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "float32", "num_pages": 14, "enable_prefix_caching": False},
+        {"quantization": "int4", "kv_cache_dtype": "int8"},
+    ],
+    ids=["bf16", "preemption", "codes"],
+)
+def test_masks_that_follow_a_launch_change_no_bit(
+    compiler: ConstraintCompiler,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, object],
+) -> None:
+    num_masks: list[int] = []
+    finish = XlaLateStepHandle.choose
+
+    def choose(handle: XlaLateStepHandle, masks: Sequence[MaskUpdate]) -> None:
+        num_masks.append(len(masks))
+        finish(handle, masks)
+
+    monkeypatch.setattr(XlaLateStepHandle, "choose", choose)
+    requests = requests_of(tokenizer)
+    plain = play(compiler, requests, None, loop="plain", **options)
+    assert not any(num_masks), "the plain loop reads each step before the next"
+    overlapped = play(compiler, requests, None, loop="overlap", **options)
+    assert sum(map(bool, num_masks)) > 30
+    assert overlapped.streams == plain.streams
+    assert (overlapped.num_preemptions > 0) == ("num_pages" in options)

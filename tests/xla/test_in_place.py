@@ -19,7 +19,7 @@ from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import ReferenceOps
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.programs import step_function
-from cadenza.backends.xla.runner import XlaRunner
+from cadenza.backends.xla.runner import XlaLateStepHandle, XlaRunner
 from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.config import PAGE_SIZE_UNIT, KVCacheDType
 from cadenza.core.sequence import PageCopy
@@ -68,6 +68,33 @@ def test_every_pool_of_every_step_program_is_aliased_in_place(lab: Lab):
 def test_no_step_program_copies_a_pool(lab: Lab):
     for text in step_texts(lab.runner()):
         assert not pool_sized_results(text, BASE, "copy")
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("part", ["step", "begin", "choose"])
+def test_a_native_step_copies_nothing_of_its_state_whole_or_in_two_parts(lab: Lab, part: str):
+    """Every buffer of the state stays where it is."""
+    runner = lab.runner(replace(BASE, ops=NativeOps))  # type: ignore[arg-type]
+    stream, addresses = Stream(row=1, pages=[2, 8, 0, 11]), list[list[int]]()
+    for place in range(3):
+        chunk = stream.next_token() if place else stream.chunk(PROMPT, samples=True)
+        inputs = build_inputs([chunk], GEOMETRY)
+        handle = runner.launch(replace(inputs, masks_follow=part != "step"))
+        if part == "choose":
+            addresses.append(addresses_of(runner))
+        if isinstance(handle, XlaLateStepHandle):
+            handle.choose(())
+        handle.result()
+        addresses.append(addresses_of(runner))
+    assert len(set(map(tuple, addresses))) == 1, "a program moved a buffer of the state"
+
+
+def addresses_of(runner: XlaRunner) -> list[int]:
+    """Of the pool and of what else is kept for each slot and row."""
+    state = runner._state
+    assert state is not None
+    leaves = jax.tree.leaves((state.pool, state.token_history, state.rule_records))
+    return [leaf.unsafe_buffer_pointer() for leaf in leaves]
 
 
 def test_a_step_whose_state_is_not_donated_copies_every_pool(lab: Lab):

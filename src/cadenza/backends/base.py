@@ -21,13 +21,14 @@ from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Ops, Quantization
-from cadenza.core.step_schema import ModelInputs, StepOutput
+from cadenza.core.step_schema import MaskUpdate, ModelInputs, StepOutput
 
 ProductDType = WeightDType | Literal["int8"]
 Exactness = Literal["bitwise", "token"]
-Capability = Literal["logprobs", "attachments", "drafts"]
+Capability = Literal["logprobs", "attachments", "drafts", "late_masks"]
 """`drafts`: a row samples several tokens in a step, each with the bits of a step of its own, and
-a token computed after a rejected one replaces it."""
+a token computed after a rejected one replaces it. `late_masks`: a step may be launched before its
+masks are known (`ModelInputs.masks_follow`), and its handle is then a `LateStepHandle`."""
 KVArrangement = Literal["paged", "dense"]
 
 
@@ -100,6 +101,19 @@ class StepHandle(Protocol):
 
     def result(self) -> StepOutput:
         """Waits for the step. Raises RunnerError, or the device's own error, if it failed."""
+        ...
+
+
+@runtime_checkable
+class LateStepHandle(StepHandle, Protocol):
+    """A launched step that chooses its tokens when it is given its masks.
+
+    Only its layers run before; with the masks its bits are those of a step launched with them.
+    """
+
+    def choose(self, masks: Sequence[MaskUpdate]) -> None:
+        """Chooses the step's tokens without waiting for them. Once, before `result` and before the
+        next launch. Raises RunnerError if the runner was closed or reset since the launch."""
         ...
 
 

@@ -9,6 +9,7 @@ belongs to another prefix, changes the result from `next_token(history)`, up to 
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from cadenza.core.step_schema import (
     NO_RULES,
     NO_TARGET,
     NUM_EXTRA_LOGIT_ROWS,
+    MaskUpdate,
     ModelInputs,
     StepOutput,
 )
@@ -48,7 +50,10 @@ def hidden_state(history: list[int]) -> npt.NDArray[np.float32]:
     return (words / 2.0**31).astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True)
+Sample = Callable[[Sequence[MaskUpdate]], StepOutput]
+
+
+@dataclass(slots=True)
 class FakeStepHandle:
     """A step computed at launch; `on_read` records that its result was read."""
 
@@ -60,9 +65,28 @@ class FakeStepHandle:
         return self.output
 
 
+@dataclass(slots=True)
+class FakeLateStepHandle(FakeStepHandle):
+    """A step whose tokens `sample` chooses when its masks are known; None behind that."""
+
+    sample: Sample | None
+
+    def choose(self, masks: Sequence[MaskUpdate]) -> None:
+        if self.sample is None:
+            raise RunnerError("the tokens of the step were chosen")
+        self.output = self.sample(masks)
+        self.sample = None
+
+    def result(self) -> StepOutput:
+        if self.sample is not None:
+            raise RunnerError("the step waits for its masks; call choose first")
+        return FakeStepHandle.result(self)
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class FakeRunner:
-    """`trace` lists ("launch" | "read", step id) in the order of the calls."""
+    """`trace` lists ("launch" | "choose" | "read", step id) in the order of the calls; a step
+    launched with its masks has no "choose"."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -75,8 +99,10 @@ class FakeRunner:
     _page_table: np.ndarray = field(init=False)  # [R, pages]
     _last_sampled: np.ndarray = field(init=False)  # [R]
     _rules: np.ndarray = field(init=False)  # [L, W]
+    _generation: int = field(init=False)  # of KV: increased by a reset
 
     def __post_init__(self) -> None:
+        self._generation = 0
         self.reset()
 
     @property
@@ -85,7 +111,7 @@ class FakeRunner:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        return frozenset({"logprobs", "drafts"})
+        return frozenset({"logprobs", "drafts", "late_masks"})
 
     @property
     def hidden_size(self) -> int | None:
@@ -99,6 +125,7 @@ class FakeRunner:
         """Does nothing: there are no programs to compile."""
 
     def reset(self) -> None:
+        self._generation += 1
         self._slots = np.full(self.num_pages * self.page_size, _NEVER_WRITTEN, np.int64)
         self._page_table = np.full((self.max_num_seqs, self.max_pages_per_seq), -1, np.int64)
         self._last_sampled = np.full(self.max_num_seqs, _NEVER_WRITTEN, np.int64)
@@ -131,14 +158,32 @@ class FakeRunner:
             self._page_table[row, index] = page
         for update in inputs.rule_updates:
             self._rules[update.row] = update.record
-        for update in inputs.mask_updates:
-            self._rules[update.record] = self._rules[update.row]
-            self._rules[update.record, MASK:] = update.mask
         pages = self._slots.reshape(-1, self.page_size)
         for source, destination, num_tokens in inputs.page_copies:
             pages[destination, :num_tokens] = pages[source, :num_tokens]
         for row in range(self.max_num_seqs):
             self._store(inputs, row)
+        step_id = inputs.step_id
+        self.trace.append(("launch", step_id))
+        on_read = partial(self.trace.append, ("read", step_id))
+        if inputs.masks_follow:
+            choose = partial(self._choose, inputs, self._generation)
+            return FakeLateStepHandle(NO_OUTPUT, on_read, choose)
+        return FakeStepHandle(self._choose_tokens(inputs, inputs.mask_updates), on_read)
+
+    def _choose(
+        self, inputs: ModelInputs, generation: int, masks: Sequence[MaskUpdate]
+    ) -> StepOutput:
+        """The choice of a step whose masks followed, in the same generation of KV."""
+        if generation != self._generation:
+            raise RunnerError("the step was dropped before its tokens were chosen")
+        self.trace.append(("choose", inputs.step_id))
+        return self._choose_tokens(inputs, masks)
+
+    def _choose_tokens(self, inputs: ModelInputs, masks: Sequence[MaskUpdate]) -> StepOutput:
+        for update in masks:
+            self._rules[update.record] = self._rules[update.row]
+            self._rules[update.record, MASK:] = update.mask
         count = inputs.num_logits
         rows = inputs.logits.rows[:count]
         drawn = np.array(
@@ -147,10 +192,7 @@ class FakeRunner:
         targets = inputs.logits.targets[:count]
         is_choice = targets == NO_TARGET
         self._last_sampled[rows[is_choice]] = drawn[is_choice]
-        self.trace.append(("launch", inputs.step_id))
-        step_id = inputs.step_id
-        output = _output(np.where(is_choice, drawn, targets), drawn, self._hidden(inputs))
-        return FakeStepHandle(output, lambda: self.trace.append(("read", step_id)))
+        return _output(np.where(is_choice, drawn, targets), drawn, self._hidden(inputs))
 
     def _store(self, inputs: ModelInputs, row: int) -> None:
         tokens, starts = inputs.tokens, inputs.rows.query_starts
@@ -208,3 +250,6 @@ def _output(
         top_logprobs=np.tile(-drawn[:, None] / 8, (1, _MAX_LOGPROBS)).astype(np.float32),
         hidden=hidden,
     )
+
+
+NO_OUTPUT = _output(np.zeros(0, np.int32), np.zeros(0, np.int32), NO_HIDDEN)

@@ -75,11 +75,19 @@ class SimulatedSteps:
         self._free_s = 0.0
         self._outputs = [_constant_output(count) for count in range(limits.max_num_seqs + 1)]
 
-    def launch(self, batch: Batch, now_s: float) -> LaunchedStep:
+    @property
+    def has_late_masks(self) -> bool:
+        return False
+
+    def launch(self, batch: Batch, now_s: float, *, masks_follow: bool) -> LaunchedStep:
+        assert not masks_follow, "a simulated request has no constraint"
         load = batch.load
         self._free_s = max(now_s, self._free_s) + self._cost.predict_ms(load) / 1000
         step = SimulatedStep(self._clock, self._free_s, self.output(batch))
         return LaunchedStep(batch, load.num_logits, step, now_s)
+
+    def choose(self, step: LaunchedStep) -> None:
+        raise RunnerError(f"step {step.batch.step_id} has no constraint: it is simulated")
 
     def read(self, step: LaunchedStep) -> StepOutput:
         return step.handle.result()

@@ -64,7 +64,7 @@ class Batch:
         page_copies: copies made before the step.
         num_keys: that its tokens attend to (`StepLoad`).
         has_drafts: how far the sequences have got is known only when the step has been read.
-        is_awaited: it samples a token of a constrained sequence, which the next step needs to know.
+        needs_masks: it samples tokens of constrained sequences, which their tokens so far decide.
         has_pooled: it has a logit row of a pooled sequence.
     """
 
@@ -79,7 +79,7 @@ class Batch:
     num_choices: int = 0
     num_prompt_rows: int = 0
     has_drafts: bool = False
-    is_awaited: bool = False
+    needs_masks: bool = False
     has_pooled: bool = False
 
     @property

@@ -3,9 +3,9 @@ which may follow behind drafts.
 
 The protocol only: core knows no grammar and no library. A constraint is data of its own sequence.
 Its state is a function of the tokens that it accepted, so that it is rebuilt from them wherever the
-stream goes on. The token that decides it must be known, so a step that samples a token of a
-constrained sequence is read before the next one is scheduled (`engine.loop`). Invariant: a
-constraint accepts tokens of its stream only; drafts are tried on a fork.
+stream goes on. The tokens that decide a mask must be known, so a step gets its masks when the step
+before it has been read (`engine.loop`). Invariant: a constraint accepts tokens of its stream only;
+drafts are tried on a fork.
 """
 
 from collections.abc import Callable, Iterable

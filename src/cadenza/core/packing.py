@@ -55,8 +55,8 @@ class Packer:
         """The same for one row."""
         self._occupant[row] = None
 
-    def pack(self, batch: Batch, bucket: int) -> ModelInputs:
-        """Inputs of `batch`, padded to `bucket` tokens."""
+    def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
+        """Inputs of `batch`, padded to `bucket` tokens; `masks_follow` leaves its masks out."""
         assert batch.num_tokens <= bucket, f"{batch.num_tokens} tokens exceed the bucket {bucket}"
         rule_updates = self._seat(batch)
         layout = StepLayout(bucket, self._num_rows)
@@ -71,6 +71,7 @@ class Packer:
             page_copies=np.array(batch.page_copies, np.int32).reshape(-1, 3),
             rule_updates=rule_updates,
             hidden_rows=np.array(batch.hidden_rows, np.int32),
+            masks_follow=masks_follow,
         )
         for row, index, page_id in batch.page_updates:
             self._page_table[row, index] = page_id
@@ -78,9 +79,23 @@ class Packer:
         starts = np.array([entry.start for entry in batch.entries], np.int32)  # [B]
         self._write_tokens(inputs, batch, rows, starts)
         self._write_logits(inputs, batch, rows, starts)
-        if batch.is_awaited:
+        if batch.needs_masks and not masks_follow:
             return replace(inputs, mask_updates=self._write_masks(inputs, batch))
         return inputs
+
+    def late_masks(self, batch: Batch) -> tuple[MaskUpdate, ...]:
+        """The masks of a batch that was packed without them, once the steps before it are read.
+
+        Sequences that these have ended get none: nobody looks at their tokens.
+        """
+        assert not batch.has_drafts, "drafts are tried on masks that are known"
+        updates: list[MaskUpdate] = []
+        for entry in batch.entries:
+            sequence = entry.sequence
+            if sequence.constraint is None or not entry.num_choices or sequence.is_finished:
+                continue
+            updates += self._replace_mask(entry.row, sequence, sequence.constraint.allowed())
+        return tuple(updates)
 
     def _write_tokens(
         self, inputs: ModelInputs, batch: Batch, rows: IndexArray, starts: Int32Array
@@ -157,10 +172,7 @@ class Packer:
             if sequence.constraint is None or not entry.num_choices:
                 continue
             masks = entry.masks or (sequence.constraint.allowed(),)
-            # A draft model with the same device state writes masks into the row's record, too.
-            if sequence.drafting is not None or masks[0] != self._masks[row]:
-                self._masks[row] = masks[0]
-                updates.append(MaskUpdate(row, row, self._mask_of(sequence, masks[0])))
+            updates += self._replace_mask(row, sequence, masks[0])
             records = {masks[0]: row}
             for place, allowed in enumerate(masks[1:], first + 1):
                 if allowed not in records:
@@ -170,6 +182,14 @@ class Packer:
                     num_records += 1
                 inputs.logits.rule_record[place] = records[allowed]
         return tuple(updates)
+
+    def _replace_mask(self, row: int, sequence: Sequence, allowed: bytes) -> list[MaskUpdate]:
+        """The update of the row's own record, if its mask is another one."""
+        # A draft model with the same device state writes masks into the row's record, too.
+        if sequence.drafting is None and allowed == self._masks[row]:
+            return []
+        self._masks[row] = allowed
+        return [MaskUpdate(row, row, self._mask_of(sequence, allowed))]
 
     def _mask_of(self, sequence: Sequence, allowed: bytes) -> Int32Array:
         """What a constraint allows, among the sequence's own allowed tokens."""

@@ -500,7 +500,7 @@ class Scheduler:
         batch.num_keys += num_keys(start, count)
         batch.num_choices += num_choices
         if num_choices and sequence.constraint is not None:
-            batch.is_awaited = True
+            batch.needs_masks = True
         size, table = self.limits.page_size, sequence.page_table
         batch.written_pages += table[start // size : (end - 1) // size + 1]
         if sequence.num_sent_pages < len(table):

@@ -307,6 +307,9 @@ class ModelInputs:
     whose page is a slot of `max_model_len` tokens copies only the first `num_tokens`."""
     rule_updates: tuple[RuleUpdate, ...] = ()
     mask_updates: tuple[MaskUpdate, ...] = ()
+    masks_follow: bool = False
+    """The masks of this step are known only later: its tokens are chosen when they are given, by
+    `backends.base.LateStepHandle`."""
     hidden_rows: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     """[H] logit rows whose hidden states are needed, ascending."""
 

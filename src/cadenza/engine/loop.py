@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-from cadenza.backends.base import Runner, StepHandle
+from cadenza.backends.base import LateStepHandle, Runner, StepHandle
 from cadenza.config import SchedulerLoop
 from cadenza.core.batch import Batch
 from cadenza.core.packing import Packer
@@ -45,7 +45,18 @@ class LaunchedStep:
 class Steps(Protocol):
     """Computes batches, in the order of their launches; see `StepRunner`."""
 
-    def launch(self, batch: Batch, now_s: float) -> LaunchedStep: ...
+    @property
+    def has_late_masks(self) -> bool:
+        """Whether a step can be launched before its masks are known."""
+        ...
+
+    def launch(self, batch: Batch, now_s: float, *, masks_follow: bool) -> LaunchedStep:
+        """`masks_follow`: the masks depend on steps that are not read; see `choose`."""
+        ...
+
+    def choose(self, step: LaunchedStep) -> None:
+        """Gives the step, launched last, its masks: all steps before it are read."""
+        ...
 
     def read(self, step: LaunchedStep) -> StepOutput:
         """Waits for a launched step; it has an entry for each of the batch's logit rows."""
@@ -64,12 +75,20 @@ class StepRunner:
         self._packer = packer
         self._buckets = runner.token_buckets
 
-    def launch(self, batch: Batch, now_s: float) -> LaunchedStep:
+    @property
+    def has_late_masks(self) -> bool:
+        return "late_masks" in self._runner.capabilities
+
+    def launch(self, batch: Batch, now_s: float, *, masks_follow: bool) -> LaunchedStep:
         num_tokens = batch.num_tokens
         bucket = next(size for size in self._buckets if size >= num_tokens)
-        inputs = self._packer.pack(batch, bucket)
+        inputs = self._packer.pack(batch, bucket, masks_follow=masks_follow)
         handle, num_hidden = self._runner.launch(inputs), len(inputs.hidden_rows)
         return LaunchedStep(batch, inputs.num_logits, handle, now_s, num_hidden)
+
+    def choose(self, step: LaunchedStep) -> None:
+        assert isinstance(step.handle, LateStepHandle), "the runner has the capability late_masks"
+        step.handle.choose(self._packer.late_masks(step.batch))
 
     def read(self, step: LaunchedStep) -> StepOutput:
         """The step's output. Raises RunnerError if it violates the runner contract."""
@@ -104,7 +123,9 @@ class StepLoop:
 
     Depth 0 is the plain loop (launch, read, launch, …), the reference for depth 1. Depth 1
     overlaps: step n + 1 is launched before step n is read, so that the device does not wait for
-    the host.
+    the host. A step whose masks depend on a token that is not read yet is launched without them:
+    its layers run while the host reads that token and computes the masks, then it chooses its own.
+    Where the runner cannot do this, the token is read before the next step is scheduled.
 
     Args:
         clock: seconds, monotonic; passed to the scheduler, and measures steps for its bound.
@@ -130,8 +151,7 @@ class StepLoop:
     def step(self, announce: Announce | None = None) -> list[Event]:
         """Launches the next step if there is one, and reads the oldest if it is due.
 
-        A request's `Started` comes with the launch of its first step, before its other events. A
-        step that samples a constrained sequence's token is read before the next one is scheduled.
+        A request's `Started` comes with the launch of its first step, before its other events.
         """
         events: list[Event] = []
         while self.in_flight and self._must_read_first():
@@ -152,24 +172,45 @@ class StepLoop:
 
     def _must_read_first(self) -> bool:
         """True if the next step depends on what the steps in flight have sampled."""
-        batches = [step.batch for step in self.in_flight]
         return (
-            batches[-1].has_drafts
-            or any(batch.is_awaited for batch in batches)
+            self.in_flight[-1].batch.has_drafts
+            or (self._decides_masks and not self._step_runner.has_late_masks)
             or self._scheduler.needs_newest_tokens
         )
 
+    @property
+    def _decides_masks(self) -> bool:
+        """Whether the next step's masks may depend on a token of the steps in flight."""
+        return any(step.batch.needs_masks for step in self.in_flight)
+
     def _launch(self, batch: Batch) -> list[Event]:
-        """Launches a batch; returns events only if that fails."""
+        """Launches a batch; returns the events of the steps read on the way, and of a failure."""
+        masks_follow = batch.needs_masks and self._decides_masks
         try:
-            self.in_flight.append(self._step_runner.launch(batch, self._clock()))
+            step = self._step_runner.launch(batch, self._clock(), masks_follow=masks_follow)
+            self.in_flight.append(step)
         except Exception:
             logger.exception("launching step %d failed", batch.step_id)
             events: list[Event] = []
             while self.in_flight:
                 events += self._read_oldest()
             return events + self._recover(batch)
-        return []
+        return self._choose_newest() if masks_follow else []
+
+    def _choose_newest(self) -> list[Event]:
+        """Reads the steps before the newest, then gives that one its masks."""
+        events: list[Event] = []
+        while len(self.in_flight) > 1:
+            events += self._read_oldest()
+        if not self.in_flight:  # one of them has failed
+            return events
+        try:
+            self._step_runner.choose(self.in_flight[-1])
+        except Exception:
+            step = self.in_flight.pop()
+            logger.exception("choosing the tokens of step %d failed", step.batch.step_id)
+            events += self._recover(step.batch)
+        return events
 
     def _read_oldest(self) -> list[Event]:
         step = self.in_flight.popleft()

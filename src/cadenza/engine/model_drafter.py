@@ -256,7 +256,7 @@ class ModelDrafter:
         if samples and sequence.constraint is not None:
             row.ahead = row.ahead or Lookahead(sequence.constraint)
             entry.masks = (row.ahead.masks[-1],)
-            batch.is_awaited = True
+            batch.needs_masks = True
         batch.entries.append(entry)
         batch.num_tokens += count
         batch.num_keys += num_keys(start, count)

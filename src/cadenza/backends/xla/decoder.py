@@ -67,6 +67,27 @@ def run_decoder(
 ) -> tuple[jax.Array, jax.Array, KVPool]:
     """One step: the int32 result [L, C] of the logit rows, their last hidden states [L, E] as
     activations, and the pool with this step's KV."""
+    hidden, pool = run_layers(ops, model, weights, pool, step)
+    return run_head(ops, weights, hidden, step), hidden, pool
+
+
+def run_head(
+    ops: OpTable, weights: DecoderWeights, hidden: jax.Array, step: StepArrays
+) -> jax.Array:
+    """The int32 result [L, C] of the logit rows, from their last hidden states [L, E]."""
+    head = weights.embedding if weights.head is None else weights.head
+    return ops.next_tokens(hidden, head, step)
+
+
+def run_layers(
+    ops: OpTable,
+    model: ModelConfig,
+    weights: DecoderWeights,
+    pool: KVPool,
+    step: StepArrays,
+) -> tuple[jax.Array, KVPool]:
+    """The last hidden states [L, E] of the logit rows, as activations, and the pool with this
+    step's KV."""
     count = step.num_tokens
     qkv_size = model.query_size + 2 * model.kv_size
     x = ops.embed(weights.embedding, step)  # [T, E]
@@ -84,9 +105,7 @@ def run_decoder(
             count = step.num_logits
         x = _add_output(ops, attended, layer.attention_out, layer.attention_post_norm, (x, count))
         x = _add_mlp(ops, layer, x, count)
-    normed = ops.rms_norm(x, weights.final_norm, count)  # [L, E]
-    head = weights.embedding if weights.head is None else weights.head
-    return ops.next_tokens(normed, head, step), normed, pool
+    return ops.rms_norm(x, weights.final_norm, count), pool
 
 
 def _add_mlp(ops: OpTable, layer: LayerWeights, x: jax.Array, count: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ destructor releases and reacquires the GIL. Results are therefore released here,
 """
 
 import atexit
+import itertools
 import os
 import threading
 import weakref
@@ -36,6 +37,7 @@ class InFlight:
     def __init__(self, owner: object) -> None:
         self.lock = threading.RLock()
         self._unread: dict[int, tuple[jax.Array, ...]] = {}
+        self._keys = itertools.count()
         self._process_id = os.getpid()
         self._has_exited = False
         # weakref's own exit hook may run after JAX has removed its backends.
@@ -44,8 +46,20 @@ class InFlight:
 
     def add(self, *results: jax.Array) -> int:
         """Stores the results of a step launched under `lock`; returns the key for `read`."""
-        self._unread[id(results[0])] = results
-        return id(results[0])
+        key = next(self._keys)
+        self._unread[key] = results
+        return key
+
+    def results(self, key: int) -> tuple[jax.Array, ...]:
+        """What the device computes of a step; to be used under `lock`. Raises RunnerError as
+        `read` does."""
+        if key not in self._unread:
+            raise RunnerError("the step was dropped before it was read")
+        return self._unread[key]
+
+    def replace(self, key: int, *results: jax.Array) -> None:
+        """Stores what the device computes of a step after what is stored, under `lock`."""
+        self._unread[key] = results
 
     def check_open(self) -> None:
         """Raises RunnerError if the interpreter is exiting."""
@@ -59,10 +73,8 @@ class InFlight:
         or reset since the launch. After an interrupted or failed wait, `finish` releases the step.
         """
         with self.lock:
-            if key not in self._unread:
-                raise RunnerError("the step was dropped before it was read")
             # Converting only afterwards leaves no callback for an XLA thread to run.
-            self._unread[key][0].block_until_ready()
+            self.results(key)[0].block_until_ready()
             return tuple([np.array(each) for each in self._unread.pop(key)])
 
     def finish(self) -> None:

@@ -13,13 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from cadenza.backends.xla.decoder import DecoderWeights, run_decoder
+from cadenza.backends.xla.decoder import (
+    DecoderWeights,
+    run_decoder,
+    run_head,
+    run_layers,
+)
 from cadenza.backends.xla.ops.table import (
     COLUMN_TOKEN,
     DecoderSpec,
     KVPool,
     OpTable,
     RuleArrays,
+    StepArrays,
 )
 from cadenza.backends.xla.wire import unpack
 from cadenza.checkpoint.model_config import ModelConfig
@@ -86,9 +92,15 @@ class PagePrograms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """The compiled programs; `step` maps a bucket (padded tokens) to its step."""
+    """The compiled programs; `step` maps a bucket (padded tokens) to its step.
+
+    `begin` and `choose` are its two parts, for steps whose masks follow; none if the op table
+    cannot split a step.
+    """
 
     step: dict[int, Compiled]
+    begin: dict[int, Compiled]
+    choose: dict[int, Compiled]
     new_state: Compiled
     write_page_table: Compiled
     copy_pages: Compiled
@@ -104,19 +116,65 @@ def step_function(ops: OpTable, model: ModelConfig, shape: StepLayout) -> Callab
     def step(
         weights: DecoderWeights, state: DeviceState, wire: jax.Array
     ) -> tuple[DeviceState, jax.Array, jax.Array]:
-        arrays = unpack(shape, wire, state.last_sampled, state.page_table)
-        slots = arrays.tokens.slots
-        places = jnp.where(slots >= 0, slots, len(state.token_history))
-        history = state.token_history.at[places].set(arrays.tokens.ids, mode="drop")
-        arrays = arrays._replace(rules=RuleArrays(state.rule_records, history))
+        arrays, state = _enter_tokens(shape, wire, state)
         result, hidden, pool = ops.compute(
             lambda table: run_decoder(table, model, weights, state.pool, arrays)
         )
-        last = _last_choices(state.last_sampled, arrays.logits, result[:, COLUMN_TOKEN])
-        changed = state._replace(pool=pool, last_sampled=last, token_history=history)
-        return changed, result, hidden
+        return _note_choices(state._replace(pool=pool), arrays, result), result, hidden
 
     return step
+
+
+def begin_function(ops: OpTable, model: ModelConfig, shape: StepLayout) -> Callable[..., Any]:
+    """The step before its logits: (weights, state, wire [·]) to (state, hidden states [L, E])."""
+
+    def begin(
+        weights: DecoderWeights, state: DeviceState, wire: jax.Array
+    ) -> tuple[DeviceState, jax.Array]:
+        arrays, state = _enter_tokens(shape, wire, state)
+        hidden, pool = ops.compute(
+            lambda table: run_layers(table, model, weights, state.pool, arrays)
+        )
+        return state._replace(pool=pool), hidden
+
+    return begin
+
+
+def choose_function(ops: OpTable, shape: StepLayout) -> Callable[..., Any]:
+    """The rest of the step: (weights, state, wire [·], last hidden states [L, E]) to (state, result
+    [L, C])."""
+
+    def choose(
+        weights: DecoderWeights, state: DeviceState, wire: jax.Array, hidden: jax.Array
+    ) -> tuple[DeviceState, jax.Array]:
+        arrays = _step_arrays(shape, wire, state)
+        result = ops.compute(lambda table: run_head(table, weights, hidden, arrays))
+        return _note_choices(state, arrays, result), result
+
+    return choose
+
+
+def _step_arrays(shape: StepLayout, wire: jax.Array, state: DeviceState) -> StepArrays:
+    arrays = unpack(shape, wire, state.last_sampled, state.page_table)
+    return arrays._replace(rules=RuleArrays(state.rule_records, state.token_history))
+
+
+def _enter_tokens(
+    shape: StepLayout, wire: jax.Array, state: DeviceState
+) -> tuple[StepArrays, DeviceState]:
+    """The step's arrays, and the state with the step's tokens at their slots."""
+    arrays = _step_arrays(shape, wire, state)
+    slots = arrays.tokens.slots
+    places = jnp.where(slots >= 0, slots, len(state.token_history))
+    history = state.token_history.at[places].set(arrays.tokens.ids, mode="drop")
+    rules = RuleArrays(state.rule_records, history)
+    return arrays._replace(rules=rules), state._replace(token_history=history)
+
+
+def _note_choices(state: DeviceState, arrays: StepArrays, result: jax.Array) -> DeviceState:
+    """The state with the step's last choices of each row."""
+    last = _last_choices(state.last_sampled, arrays.logits, result[:, COLUMN_TOKEN])
+    return state._replace(last_sampled=last)
 
 
 def _last_choices(
@@ -276,12 +334,22 @@ def compile_programs(
     state = abstract(jax.eval_shape(new_state))
     abstract_weights = abstract(weights)
     steps: dict[int, Compiled] = {}
+    begins: dict[int, Compiled] = {}
+    chooses: dict[int, Compiled] = {}
+
+    def compile_part(function: Callable[..., Any], *inputs: Any) -> Any:
+        """The compiled function of (weights, state, *inputs), and its abstract results."""
+        lowered = jax.jit(function, donate_argnums=1).lower(abstract_weights, state, *inputs)
+        return lowered.compile(_STEP_OPTIONS.get(device.platform)), abstract(lowered.out_info)
+
     for bucket in shape.token_buckets:
         layout = StepLayout(bucket, shape.num_rows)
         wire = jax.ShapeDtypeStruct((layout.num_words,), jnp.int32, sharding=sharding)
-        jitted = jax.jit(step_function(ops, spec.model, layout), donate_argnums=1)
-        lowered = jitted.lower(abstract_weights, state, wire)
-        steps[bucket] = lowered.compile(_STEP_OPTIONS.get(device.platform))
+        steps[bucket], _ = compile_part(step_function(ops, spec.model, layout), wire)
+        if ops.can_split_steps:
+            begin = begin_function(ops, spec.model, layout)
+            begins[bucket], (_, hidden) = compile_part(begin, wire)
+            chooses[bucket], _ = compile_part(choose_function(ops, layout), wire, hidden)
     updates = jax.ShapeDtypeStruct((PAGE_UPDATES, 3), jnp.int32, sharding=sharding)
     copies = jax.ShapeDtypeStruct((PAGE_COPIES, 3), jnp.int32, sharding=sharding)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
@@ -291,6 +359,8 @@ def compile_programs(
     masks = jax.ShapeDtypeStruct((MASK_ROWS, num_words - MASK), jnp.int32, sharding=sharding)
     return Programs(
         step=steps,
+        begin=begins,
+        choose=chooses,
         new_state=jax.jit(new_state, out_shardings=sharding).lower().compile(),
         write_page_table=jax.jit(write_page_table, donate_argnums=0)
         .lower(state, updates)

@@ -7,8 +7,9 @@ nothing compiles after `warmup`, and nothing runs after `close`.
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ from cadenza.errors import RunnerError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class XlaStepHandle:
     """A launched step; `key` identifies its result [L, C] in `in_flight`, beside which its last
     hidden states [L, E] are kept if `hidden_rows` [H] of them are needed."""
@@ -88,6 +89,32 @@ class XlaStepHandle:
             top_logprobs=top_logprobs.view(np.float32),
             hidden=hidden[0][self.hidden_rows].astype(np.float32) if hidden else NO_HIDDEN,
         )
+
+
+@dataclass(slots=True)
+class XlaLateStepHandle(XlaStepHandle):
+    """A launched step whose layers run; `finish` dispatches the rest of it."""
+
+    finish: Callable[[Sequence[MaskUpdate]], None]
+    is_chosen: bool = False
+
+    def choose(self, masks: Sequence[MaskUpdate]) -> None:
+        if self.is_chosen:
+            raise RunnerError("the tokens of the step were chosen")
+        self.finish(masks)
+        self.is_chosen = True
+
+    def rows(self) -> Int32Array:
+        self._check_chosen()
+        return XlaStepHandle.rows(self)
+
+    def result(self) -> StepOutput:
+        self._check_chosen()
+        return XlaStepHandle.result(self)
+
+    def _check_chosen(self) -> None:
+        if not self.is_chosen:
+            raise RunnerError("the step waits for its masks; call choose first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +190,8 @@ class XlaRunner:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
+        if self._ops.can_split_steps:
+            return frozenset({"logprobs", "drafts", "late_masks"})
         return frozenset({"logprobs", "drafts"})
 
     @property
@@ -214,22 +243,54 @@ class XlaRunner:
         for bucket in self._buckets:
             inputs = ModelInputs.empty(bucket=bucket, num_rows=self._limits.max_num_seqs)
             self.launch(inputs).result()
+            if self._ops.can_split_steps:
+                late = self.launch(replace(inputs, masks_follow=True))
+                assert isinstance(late, XlaLateStepHandle)
+                late.choose(())
+                late.result()
 
     def launch(self, inputs: ModelInputs) -> XlaStepHandle:
         programs = self.programs
         bucket = len(inputs.tokens.ids)
         if bucket not in programs.step:
             raise RunnerError(f"no program for {bucket} tokens; the buckets are {self._buckets}")
+        if inputs.masks_follow and bucket not in programs.begin:
+            raise RunnerError("the op table cannot choose a step's tokens after its launch")
         with self._in_flight.lock:
             self._in_flight.check_open()
             results = self._start(programs, bucket, inputs)
             key = self._in_flight.add(*results)
             del results
-        return XlaStepHandle(key, inputs.num_logits, inputs.hidden_rows, self._in_flight)
+        step = key, inputs.num_logits, inputs.hidden_rows, self._in_flight
+        if inputs.masks_follow:
+            return XlaLateStepHandle(*step, partial(self._finish, key, inputs))
+        return XlaStepHandle(*step)
 
     def _start(self, programs: Programs, bucket: int, inputs: ModelInputs) -> tuple[jax.Array, ...]:
         """Dispatches the step's programs; returns its result [L, C], still being computed, and the
-        last hidden states [L, E] if any are needed."""
+        last hidden states [L, E] if any are needed, or these alone if its masks follow."""
+        state = self._update_state(programs, inputs)
+        if inputs.masks_follow:
+            self._state, hidden = programs.begin[bucket](self._weights, state, inputs.words)
+            return (hidden,)
+        state = self._write_masks(programs, state, inputs.mask_updates)
+        self._state, result, hidden = programs.step[bucket](self._weights, state, inputs.words)
+        return self._sent(inputs, result, hidden)
+
+    def _finish(self, key: int, inputs: ModelInputs, masks: Sequence[MaskUpdate]) -> None:
+        """Dispatches the choice of tokens of a step whose masks followed."""
+        programs = self.programs
+        choose = programs.choose[len(inputs.tokens.ids)]
+        with self._in_flight.lock:
+            self._in_flight.check_open()
+            (hidden,) = self._in_flight.results(key)
+            state = self._write_masks(programs, self._take_state(), masks)
+            self._state, result = choose(self._weights, state, inputs.words, hidden)
+            self._in_flight.replace(key, *self._sent(inputs, result, hidden))
+            del hidden, result
+
+    def _update_state(self, programs: Programs, inputs: ModelInputs) -> DeviceState:
+        """Takes the state, with the step's pages and rules written."""
         state = self._take_state()
         for start in range(0, len(inputs.page_updates), PAGE_UPDATES):
             part = inputs.page_updates[start : start + PAGE_UPDATES]
@@ -241,10 +302,21 @@ class XlaRunner:
             state = programs.copy_pages(state, padded, np.int32(len(part)))
         for update in inputs.rule_updates:
             state = programs.write_rules(state, np.int32(update.row), update.record)
-        for start in range(0, len(inputs.mask_updates), MASK_ROWS):
-            part = inputs.mask_updates[start : start + MASK_ROWS]
+        return state
+
+    def _write_masks(
+        self, programs: Programs, state: DeviceState, masks: Sequence[MaskUpdate]
+    ) -> DeviceState:
+        for start in range(0, len(masks), MASK_ROWS):
+            part = masks[start : start + MASK_ROWS]
             state = programs.write_masks(state, *self._padded_masks(part))
-        self._state, result, hidden = programs.step[bucket](self._weights, state, inputs.words)
+        return state
+
+    def _sent(
+        self, inputs: ModelInputs, result: jax.Array, hidden: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """What is read of the step, on its way to the host: its result [L, C], and the last hidden
+        states [L, E] if any are needed."""
         results = (result, hidden) if len(inputs.hidden_rows) else (result,)
         # On the CPU the result is in host memory already, and in jax 0.11 this call makes an XLA
         # thread acquire the GIL after the step.
@@ -318,7 +390,7 @@ class XlaRunner:
         padded[: len(part)] = part
         return padded
 
-    def _padded_masks(self, part: tuple[MaskUpdate, ...]) -> tuple[Int32Array, Int32Array]:
+    def _padded_masks(self, part: Sequence[MaskUpdate]) -> tuple[Int32Array, Int32Array]:
         """The places [MASK_ROWS, 2] of `write_masks` and their masks [MASK_ROWS, W - MASK]."""
         dropped = self._limits.max_num_seqs + NUM_EXTRA_LOGIT_ROWS  # out of range: ignored
         places = np.full((MASK_ROWS, 2), (dropped, 0), np.int32)

@@ -161,6 +161,11 @@ class OpTable(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def can_split_steps(self) -> bool:
+        """Whether a step has the same bits when its tokens are chosen in a `compute` of its own."""
+        ...
+
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
         """Sizes T (tokens per step) to compile programs for, ascending."""
         ...
