@@ -3,9 +3,14 @@
 import json
 import random
 import re
+from dataclasses import dataclass
+from typing import Any, cast
 
 import jsonschema_rs
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.core.constraint import Lookahead
@@ -265,6 +270,71 @@ def test_drafts_are_cut_at_the_first_token_that_a_grammar_does_not_allow(
     assert ahead.take_all([digits[0]] * 5) == 3
     assert ahead.is_over
     assert not constraint.is_complete
+
+
+@dataclass(slots=True, eq=False)
+class Counted:
+    """A matcher that counts how often it tokenises what must follow."""
+
+    inner: LLMatcher
+    num_calls: int = 0
+
+    def compute_bitmask(self) -> bytes:
+        self.num_calls += 1
+        return self.inner.compute_bitmask()
+
+    def compute_ff_tokens(self) -> list[int]:
+        self.num_calls += 1
+        return self.inner.compute_ff_tokens()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"choice": ["a b c " * 500 + "x", "a b c " * 500 + "y"]}, {"json": {"const": "d e " * 700}}],
+    ids=lambda form: next(iter(form)),
+)
+def test_a_long_text_that_must_follow_is_tokenised_once(
+    compiler: ConstraintCompiler, form: dict[str, Any]
+):
+    grammar = grammar_of(StructuredOutput(**form))
+    matchers: list[Counted] = []
+
+    def make_matcher() -> LLMatcher:
+        matchers.append(Counted(constraint_of(compiler, grammar)._make_matcher()))
+        return cast(LLMatcher, matchers[-1])
+
+    constraint, rng = GrammarConstraint(make_matcher), random.Random(1)
+    walked = walk(constraint, vocab_size=VOCAB_SIZE, eos=EOS, rng=rng, max_tokens=4000)
+    assert walked.is_complete
+    assert len(walked.token_ids) > 500
+    assert sum(each.num_calls for each in matchers) < 20
+
+
+@given(
+    text=st.text(alphabet="'stmd .🎉\n", min_size=2, max_size=40),
+    seed=st.integers(min_value=0, max_value=1000),
+)
+@example(text="🎉'se🎉'ma🎉'd", seed=1)
+@settings(deadline=None)
+def test_drafts_behind_a_part_of_a_text_that_must_follow_have_the_masks_of_the_stream(
+    compiler: ConstraintCompiler, text: str, seed: int
+):
+    """Its rest, by itself, may be other tokens: half an emoji in front of it is no text."""
+    grammar = grammar_of(StructuredOutput(choice=[text, text + "x"]))
+    alone, drafting = (constraint_of(compiler, grammar) for _ in range(2))
+    rng, masks = random.Random(seed), [alone.allowed()]
+    while not alone.is_complete and EOS not in (ids := allowed_ids(alone, VOCAB_SIZE)):
+        alone.accept(rng.choice(ids))
+        masks.append(alone.allowed())
+    taken = [*alone._token_ids]
+    for place, token_id in enumerate(taken):
+        ahead = Lookahead(drafting)
+        count = ahead.take_all(taken[place : place + rng.randrange(4)])
+        assert ahead.masks == masks[place : place + count + 1]
+        drafting.accept(token_id)
 
 
 def test_a_token_that_is_not_allowed_fails_its_constraint_only(compiler: ConstraintCompiler):

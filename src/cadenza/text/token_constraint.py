@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cadenza.structured import ConstraintSpec
 from cadenza.text.grammar import LIMITS
@@ -26,6 +26,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class ForcedText(NamedTuple):
+    """The tokens of a text that must follow, of which the first `num_taken` have.
+
+    The library tokenises all of such a text for each mask (10 ms for 30 KB), so its tokens are
+    asked for once, and the masks follow from them.
+
+    Args:
+        num_bytes: of a mask.
+    """
+
+    token_ids: Sequence[int] = ()
+    num_taken: int = 0
+    num_bytes: int = 0
+
+    @property
+    def next_mask(self) -> bytes | None:
+        """The mask that allows the next token only; None behind the last one."""
+        if self.num_taken == len(self.token_ids):
+            return None
+        return (1 << self.token_ids[self.num_taken]).to_bytes(self.num_bytes, "little")
+
+    def behind(self, token_id: int) -> "ForcedText":
+        """What must follow a token; nothing is known behind another one than the next."""
+        if self.num_taken < len(self.token_ids) and self.token_ids[self.num_taken] == token_id:
+            return self._replace(num_taken=self.num_taken + 1)
+        return NOT_FORCED
+
+
+NOT_FORCED = ForcedText()
+
+
 class GrammarConstraint:
     """The constraint of one stream (`core.constraint.Constraint`).
 
@@ -33,12 +64,22 @@ class GrammarConstraint:
         make_matcher: compiles the grammar.
     """
 
-    __slots__ = ("_fork", "_make_matcher", "_matcher", "_num_common", "_token_ids")
+    __slots__ = (
+        "_forced",
+        "_fork",
+        "_make_matcher",
+        "_mask",
+        "_matcher",
+        "_num_common",
+        "_token_ids",
+    )
 
     def __init__(self, make_matcher: "Callable[[], LLMatcher]") -> None:
         self._make_matcher = make_matcher
         self._matcher = make_matcher()
         self._token_ids: list[int] = []
+        self._mask: bytes | None = None  # what may follow, once that was asked
+        self._forced = NOT_FORCED
         self._num_common = 0  # of a fork: tokens that the stream has for certain
         self._fork: GrammarConstraint | None = None
 
@@ -53,19 +94,32 @@ class GrammarConstraint:
     def accept(self, token_id: int) -> None:
         self._matcher.consume_token(token_id)
         self._token_ids.append(token_id)
+        self._mask = None
+        self._forced = self._forced.behind(token_id)
 
     def allowed(self) -> bytes:
-        return self._matcher.compute_bitmask()
+        if self._mask is None:
+            self._mask = self._forced.next_mask or self._make_mask()
+        return self._mask
+
+    def _make_mask(self) -> bytes:
+        mask = self._matcher.compute_bitmask()
+        allows_several = mask.count(0) < len(mask) - 1
+        if not allows_several and not self._matcher.is_error():
+            forced = ForcedText(self._matcher.compute_ff_tokens(), num_bytes=len(mask))
+            if forced.next_mask == mask:
+                self._forced = forced
+        return mask
 
     def fork(self) -> "GrammarConstraint":
         """Always the same one. It makes more masks than the stream does, so it may reach a limit
         before it; the stream then has no drafts any more."""
         if self._fork is None:
             self._fork = GrammarConstraint(self._make_matcher)
-        self._fork.return_to(self._token_ids)
+        self._fork.return_to(self._token_ids, self._forced)
         return self._fork
 
-    def return_to(self, token_ids: list[int]) -> None:
+    def return_to(self, token_ids: list[int], forced: ForcedText) -> None:
         """Takes back what the stream did not accept, and accepts what it did."""
         count, own = self._num_common, self._token_ids
         newer = islice(own, count, None), islice(token_ids, count, None)
@@ -78,6 +132,7 @@ class GrammarConstraint:
         for token_id in token_ids[count:]:
             self.accept(token_id)
         self._num_common = count
+        self._mask, self._forced = None, forced
 
 
 StreamConstraint = GrammarConstraint | ThinkingConstraint
@@ -139,6 +194,7 @@ class ConstraintCompiler:
             return None
         limits = LLParserLimits(**LIMITS)
         made = GrammarConstraint(lambda: LLMatcher(tokens, grammar, log_level=0, limits=limits))
+        made.allowed()  # the first mask is often the slowest
         return None if made.has_failed else self._bounded(spec, made)
 
     def _load(self) -> "LLTokenizer | None":
