@@ -6,7 +6,7 @@ have a constraint; the sources of drafts are those of `tests.engine.test_specula
 
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -17,9 +17,11 @@ from cadenza.core.drafts import Drafting
 from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
+from cadenza.core.step_drafts import MAX_ROW_MASKS, MAX_STEP_MASKS
 from cadenza.core.step_schema import NO_RULES, ModelInputs
 from cadenza.engine.compiling import Compiling
 from cadenza.request import Request, SamplingParams
+from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
 from cadenza.structured import ConstraintSpec
 from tests.engine.hashed_constraint import SHORT, STEADY, Compiled, HashedConstraint
 from tests.engine.simulation import (
@@ -326,3 +328,63 @@ def test_a_constraint_is_asked_the_same_where_another_engine_goes_on() -> None:
     ((_, is_constrained),) = next(filter(None, iter(lambda: [*compiling.take()], None)))
     assert is_constrained
     assert asked == ["allowed", "accept 7", "allowed", "accept 8"]
+
+
+@dataclass(eq=False)
+class Counting(HashedConstraint):
+    """Notes each mask that is made for a draft."""
+
+    made: list[int] = field(default_factory=list[int])
+    is_fork: bool = False
+
+    def allowed(self) -> bytes:
+        if self.is_fork:
+            self.made.append(len(self.accepted))
+        return HashedConstraint.allowed(self)
+
+    def fork(self) -> HashedConstraint:
+        return Counting(self.grammar, [*self.accepted], made=self.made, is_fork=True)
+
+
+def masks_of_steps(num_requests: int, num_pages: int) -> list[tuple[int, int]]:
+    """Of each step of constrained sequences, which draft as much as they may: the masks that it
+    made for drafts, and its drafts."""
+    made: list[int] = []
+    found: list[tuple[int, int]] = []
+
+    class Counted(Scheduler):
+        def add(self, sequence: Sequence) -> None:
+            assert sequence.constraint is not None
+            sequence.constraint = Counting("b", made=made)
+            source = Foresight(sequence, random.Random(1), error=0.0)
+            sequence.drafting = AlwaysDrafts(source=source, most=MAX_SPECULATIVE_TOKENS)
+            super().add(sequence)
+
+        def schedule(self, now_s: float = 0.0) -> Batch | None:
+            made.clear()
+            batch = super().schedule(now_s)
+            if batch is not None:
+                found.append((len(made), sum(len(entry.drafts) for entry in batch.entries)))
+            return batch
+
+    limits = replace(LIMITS, max_num_batched_tokens=100, num_pages=num_pages)
+    engine = make_engine(limits, parts=Parts(scheduler=Counted))
+    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=2)
+    spec = ConstraintSpec(grammar="b")
+    requests = [
+        Request(prompt_token_ids=(first, 2, 3), params=params, constraint=spec)
+        for first in range(num_requests)
+    ]
+    run_requests(engine, requests).verify()
+    return found
+
+
+def test_the_masks_that_a_step_makes_for_drafts_are_bounded():
+    assert max(made for made, _ in masks_of_steps(1, 28)) == MAX_ROW_MASKS
+    assert MAX_ROW_MASKS < max(made for made, _ in masks_of_steps(4, 28)) <= MAX_STEP_MASKS
+
+
+def test_no_mask_is_made_for_a_draft_that_has_no_page():
+    steps = masks_of_steps(4, 7)
+    assert sum(drafts for _, drafts in steps) > 100
+    assert all(made <= drafts for made, drafts in steps)

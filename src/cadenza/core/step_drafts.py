@@ -38,6 +38,10 @@ MIN_PRICE, MAX_PRICE = 0.8, 4.0
 a cheaper one hardly counts as cheaper, so that a step that was fast for another reason does not
 bring too many."""
 
+MAX_STEP_MASKS, MAX_ROW_MASKS = 16, 8
+"""Masks that a step makes for drafts of all constrained sequences, and of one. Each waits for the
+one before it, and a grammar can be such that one takes 5 ms."""
+
 
 class DraftWish(NamedTuple):
     """A sequence that computes its newest token in the step, and how many drafts it may have
@@ -130,12 +134,15 @@ class StepDrafts:
         load = _load_of(shares)
         room = self._limits.max_num_batched_tokens - sum(count for _, count in shares)
         room = min(room, num_rows)
+        num_masks = _num_masks([sequence for sequence, _ in shares])
         for sequence, count in shares:
             drafting, end = sequence.drafting, sequence.num_computed_tokens + count
             # At its end, all its tokens are known: none is still on the device.
             if drafting is None or end != len(sequence.token_ids) or sequence.is_retried:
                 continue
             most = min(room, sequence.max_num_tokens - end - 1)
+            if sequence.constraint is not None:
+                most = min(most, num_masks)
             if most <= 0:
                 continue
             if drafting.source is None:
@@ -150,40 +157,51 @@ class StepDrafts:
                 room -= len(found[sequence].tokens)
         if not together or self._drafter is None or not self._drafter.is_due(number):
             return found
-        wishes = self._wishes(together, room)
+        wishes = self._wishes(together, room, num_masks)
         if not wishes:
             return found
         return found | self._drafter.propose(wishes, DraftStep(number, load, cost, self._price))
 
-    def _wishes(self, sequences: list[Sequence], room: int) -> list[DraftWish]:
-        """Each has an equal share of the room, and pages for as many drafts."""
+    def _wishes(self, sequences: list[Sequence], room: int, num_masks: int) -> list[DraftWish]:
+        """Each has an equal share of the room, and pages for as many drafts; of a constrained one
+        there are at most `num_masks`."""
         most = max(1, room // len(sequences))
         wishes: list[DraftWish] = []
         for sequence in sequences[: max(0, room)]:
             assert sequence.drafting is not None
             end = len(sequence.token_ids)
             count = min(most, sequence.drafting.most, sequence.max_num_tokens - end - 1)
+            if sequence.constraint is not None:
+                count = min(count, num_masks)
             count = self._reach(sequence, end, count)
             if count > 0:
                 wishes.append(DraftWish(sequence, count))
         return wishes
 
     def _fitting(self, sequence: Sequence, end: int, drafts: tuple[int, ...]) -> Proposal:
-        """As many of `drafts` as the sequence's constraint allows and as there are pages for."""
-        if sequence.constraint is None:
-            return Proposal(drafts[: self._reach(sequence, end, len(drafts))])
+        """As many of `drafts` as there are pages for and as the sequence's constraint allows."""
+        drafts = drafts[: self._reach(sequence, end, len(drafts))]
+        if sequence.constraint is None or not drafts:
+            return Proposal(drafts)
         ahead = Lookahead(sequence.constraint)
         count = ahead.take_all(drafts)
         if not count and sequence.drafting is not None:
             sequence.drafting.note_none(end)
-        count = self._reach(sequence, end, count)
-        return Proposal(drafts[:count], tuple(ahead.masks[: count + 1]))
+        return Proposal(drafts[:count], tuple(ahead.masks))
 
     def _reach(self, sequence: Sequence, end: int, count: int) -> int:
         """As many of `count` drafts behind `end` tokens as there are pages for."""
         if not count or self._kv_cache.try_grow(sequence, end + count):
             return count
         return len(sequence.page_table) * self._limits.page_size - end
+
+
+def _num_masks(sequences: list[Sequence]) -> int:
+    """How many masks each of a step's constrained sequences may have for its drafts."""
+    num_drafting = sum(
+        each.drafting is not None and each.constraint is not None for each in sequences
+    )
+    return min(MAX_ROW_MASKS, MAX_STEP_MASKS // max(1, num_drafting))
 
 
 def _load_of(shares: list[Share]) -> StepLoad:
