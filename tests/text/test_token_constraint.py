@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from cadenza.core.constraint import Lookahead
 from cadenza.structured import ConstraintSpec, StructuredOutput, ThinkingBound
 from cadenza.text.grammar import grammar_of
 from cadenza.text.grammar_check import check_grammar
+from cadenza.text.thinking_constraint import ThinkingConstraint
 from cadenza.text.token_constraint import ConstraintCompiler, GrammarConstraint
 from cadenza.text.tokenizer import Tokenizer
 from tests.text.schemas import random_schema
@@ -43,8 +45,12 @@ def tokenizer() -> Tokenizer:
 
 
 def constraint_of(compiler: ConstraintCompiler, grammar: str) -> GrammarConstraint:
+    """With a fork, as soon as one is asked for."""
     found = compiler.compile(ConstraintSpec(grammar=grammar)).result(30)
     assert isinstance(found, GrammarConstraint)
+    found.fork()
+    assert found._another is not None
+    found._another.result(30)
     return found
 
 
@@ -208,22 +214,25 @@ def test_a_fork_goes_on_alone_from_where_it_was_made(
     compiler: ConstraintCompiler, *, is_thinking: bool
 ):
     grammar = grammar_of(StructuredOutput(regex="[a-z0-9]{4,30}!?"))
-    bound = ThinkingBound(begin=None, end=0, max_tokens=6) if is_thinking else None
-    spec = ConstraintSpec(grammar=None if is_thinking else grammar, thinking=bound)
-    first = compiler.compile(spec).result(30)
-    assert first is not None
+    bound = ThinkingBound(begin=None, end=0, max_tokens=6)
+    first = constraint_of(compiler, grammar)
+    if is_thinking:
+        first = ThinkingConstraint(bound, VOCAB_SIZE, None)
     rng = random.Random(3)
     masks, token_ids = [], []
     for _ in range(8):
         masks.append(first.allowed())
         token_ids.append(rng.choice(allowed_ids(first, VOCAB_SIZE)))
         fork = first.fork()
+        assert fork is not None
         fork.accept(token_ids[-1])
-        twin = fork.fork()
-        for token_id in rng.choices(allowed_ids(fork, VOCAB_SIZE), k=3):
-            twin.accept(token_id)
+        for _ in range(3):
+            if not fork.is_complete:
+                fork.accept(rng.choice(allowed_ids(fork, VOCAB_SIZE)))
         assert first.allowed() == masks[-1]
         first.accept(token_ids[-1])
+        fork = first.fork()
+        assert fork is not None
         assert fork.allowed() == first.allowed()
     assert len(set(masks)) > 1
     assert not first.has_failed
@@ -300,17 +309,12 @@ def test_a_long_text_that_must_follow_is_tokenised_once(
     compiler: ConstraintCompiler, form: dict[str, Any]
 ):
     grammar = grammar_of(StructuredOutput(**form))
-    matchers: list[Counted] = []
-
-    def make_matcher() -> LLMatcher:
-        matchers.append(Counted(constraint_of(compiler, grammar)._make_matcher()))
-        return cast(LLMatcher, matchers[-1])
-
-    constraint, rng = GrammarConstraint(make_matcher), random.Random(1)
+    matcher = Counted(constraint_of(compiler, grammar)._matcher)
+    constraint, rng = GrammarConstraint(cast(LLMatcher, matcher), Future), random.Random(1)
     walked = walk(constraint, vocab_size=VOCAB_SIZE, eos=EOS, rng=rng, max_tokens=4000)
     assert walked.is_complete
     assert len(walked.token_ids) > 500
-    assert sum(each.num_calls for each in matchers) < 20
+    assert matcher.num_calls < 20
 
 
 @given(
@@ -335,6 +339,21 @@ def test_drafts_behind_a_part_of_a_text_that_must_follow_have_the_masks_of_the_s
         count = ahead.take_all(taken[place : place + rng.randrange(4)])
         assert ahead.masks == masks[place : place + count + 1]
         drafting.accept(token_id)
+
+
+def test_there_are_no_drafts_while_the_matcher_for_them_is_compiled(compiler: ConstraintCompiler):
+    """A grammar may take seconds to compile, for which no step waits."""
+    grammar, coming = grammar_of(StructuredOutput(regex="[0-9]{3}")), Future[LLMatcher]()
+    first, second = (constraint_of(compiler, grammar)._matcher for _ in range(2))
+    inner = GrammarConstraint(first, lambda: coming)
+    bound = ThinkingBound(begin=None, end=0, max_tokens=600)
+    for constraint in (inner, ThinkingConstraint(bound, VOCAB_SIZE, inner)):
+        allowed = allowed_ids(constraint, VOCAB_SIZE)
+        assert constraint.fork() is None
+        assert Lookahead(constraint).take_all(allowed[:1]) == 0
+    coming.set_result(second)
+    for constraint in (inner, ThinkingConstraint(bound, VOCAB_SIZE, inner)):
+        assert Lookahead(constraint).take_all(allowed[:1]) == 1
 
 
 def test_a_token_that_is_not_allowed_fails_its_constraint_only(compiler: ConstraintCompiler):

@@ -37,8 +37,9 @@ class Constraint(Protocol):
         vocabulary have no meaning."""
         ...
 
-    def fork(self) -> "Constraint":
-        """A constraint of the same state, to try drafts on, until the next fork is made.
+    def fork(self) -> "Constraint | None":
+        """A constraint of the same state, to try drafts on, until the next fork is made; None as
+        long as it is being compiled.
 
         Nothing that it accepts, and no limit that it reaches, changes this one.
         """
@@ -63,7 +64,10 @@ class Lookahead:
         if self.is_over or not _is_allowed(self.masks[-1], token_id):
             return False
         if not self._is_fork:
-            self._ahead, self._is_fork = self._ahead.fork(), True
+            fork = self._ahead.fork()
+            if fork is None:
+                return False
+            self._ahead, self._is_fork = fork, True
         self._ahead.accept(token_id)
         self.is_over = self._ahead.is_complete
         # Behind the end no token is looked at, whatever its mask.

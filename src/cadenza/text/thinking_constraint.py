@@ -74,8 +74,10 @@ class ThinkingConstraint:
             return (1 << self._bound.end).to_bytes(num_bytes, "little")
         return allowed
 
-    def fork(self) -> "ThinkingConstraint":
+    def fork(self) -> "ThinkingConstraint | None":
         inner = None if self._inner is None else self._inner.fork()
+        if inner is None and self._inner is not None:
+            return None
         return ThinkingConstraint(self._bound, self._vocab_size, inner, self._thought)
 
     def _may_end(self, allowed: bytes) -> bool:

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -61,22 +62,27 @@ class GrammarConstraint:
     """The constraint of one stream (`core.constraint.Constraint`).
 
     Args:
-        make_matcher: compiles the grammar.
+        matcher: of the grammar; it has accepted nothing.
+        start_another: starts to compile the grammar once more, on another thread.
     """
 
     __slots__ = (
+        "_another",
         "_forced",
         "_fork",
-        "_make_matcher",
         "_mask",
         "_matcher",
         "_num_common",
+        "_start_another",
         "_token_ids",
     )
 
-    def __init__(self, make_matcher: "Callable[[], LLMatcher]") -> None:
-        self._make_matcher = make_matcher
-        self._matcher = make_matcher()
+    def __init__(
+        self, matcher: "LLMatcher", start_another: "Callable[[], Future[LLMatcher]]"
+    ) -> None:
+        self._matcher = matcher
+        self._start_another = start_another
+        self._another: Future[LLMatcher] | None = None
         self._token_ids: list[int] = []
         self._mask: bytes | None = None  # what may follow, once that was asked
         self._forced = NOT_FORCED
@@ -111,11 +117,15 @@ class GrammarConstraint:
                 self._forced = forced
         return mask
 
-    def fork(self) -> "GrammarConstraint":
+    def fork(self) -> "GrammarConstraint | None":
         """Always the same one. It makes more masks than the stream does, so it may reach a limit
         before it; the stream then has no drafts any more."""
+        if self._another is None:
+            self._another = self._start_another()
+        if not self._another.done() or self._another.cancelled():
+            return None
         if self._fork is None:
-            self._fork = GrammarConstraint(self._make_matcher)
+            self._fork = GrammarConstraint(self._another.result(), self._start_another)
         self._fork.return_to(self._token_ids, self._forced)
         return self._fork
 
@@ -193,7 +203,8 @@ class ConstraintCompiler:
         if tokens is None:
             return None
         limits = LLParserLimits(**LIMITS)
-        made = GrammarConstraint(lambda: LLMatcher(tokens, grammar, log_level=0, limits=limits))
+        make = partial(LLMatcher, tokens, grammar, log_level=0, limits=limits)
+        made = GrammarConstraint(make(), partial(self._thread.submit, make))
         made.allowed()  # the first mask is often the slowest
         return None if made.has_failed else self._bounded(spec, made)
 

@@ -113,8 +113,9 @@ class _Faulty:
     def allowed(self) -> bytes:
         return self.inner.allowed()
 
-    def fork(self) -> Constraint:
-        return replace(self, inner=self.inner.fork())
+    def fork(self) -> Constraint | None:
+        inner = self.inner.fork()
+        return None if inner is None else replace(self, inner=inner)
 
 
 @dataclass(slots=True, eq=False)
