@@ -22,6 +22,7 @@ from cadenza.server.schemas.message_fields import MessageTools
 from cadenza.server.schemas.tools import FlatTools, Tools
 from cadenza.structured import StructuredOutput
 from cadenza.text.answer_grammar import Tool
+from cadenza.text.grammar import GrammarCheck
 from cadenza.text.grammar_check import check_grammar
 from cadenza.text.json_schema import exact_schema
 from tests.server.bodies import BODIES
@@ -273,30 +274,38 @@ def test_tools_that_fit_only_by_themselves_are_refused_before_they_reach_the_eng
     assert thoughtful.tokenizer is not None
     item = {"type": "object", "properties": {"a": {"type": "boolean"}}}
     large = {"type": "array", "prefixItems": [item] * 200}
-    planner = AnswerPlanner("", thoughtful.tokenizer, AnswerParsers(), cache(check_grammar))
+    planner = AnswerPlanner("", thoughtful.tokenizer, AnswerParsers())
+    check = cache(check_grammar)
     tools = tuple(Tool(name=f"f{i}", parameters=large) for i in range(30))
     for fitting in (tools[:1], tools[:4]):
         use = ToolUse(tools=fitting, choice="required")
-        plan = planner.plan("", None, AskedAnswer(use=use))
+        plan = planner.plan("", None, AskedAnswer(use=use), check)
         assert plan.constraint is not None
     too_many = ToolUse(tools=tools, choice="required")
     with pytest.raises(InvalidRequestError, match=r"tools together .* too many parts") as refused:
-        planner.plan("", None, AskedAnswer(use=too_many))
+        planner.plan("", None, AskedAnswer(use=too_many), check)
     assert refused.value.param == "tools"
 
 
 def test_tools_beside_a_form_and_reasoning_are_checked_as_one_grammar() -> None:
     checked: list[str] = []
+    num_requests = 0
+
+    def start_checks() -> GrammarCheck:
+        nonlocal num_requests
+        num_requests += 1
+        return check
 
     def check(grammar: str) -> str | None:
         checked.append(grammar)
         return check_grammar(grammar)
 
     parsers = AnswerParsers(reasoning="qwen3", tool_calls="hermes")
-    text = TextFrontend(open_checkpoint(None), check_grammar=check, parsers=parsers)
+    text = TextFrontend(open_checkpoint(None), start_checks=start_checks, parsers=parsers)
     params = SamplingParams(structured=StructuredOutput(regex="[0-9]+"))
     use = ToolUse(tools=(Tool(name="f"),))
     text.prepare_answer([{"role": "user", "content": "x"}], params, asked=AskedAnswer(use=use))
+    assert num_requests == 1, "all of a request's grammars have one bound on their time"
     _form, _arguments, whole = checked
     for part in ("THOUGHT", "[0-9]+", "args_0", "call_0"):
         assert part in whole

@@ -11,7 +11,7 @@ from cadenza.errors import InvalidRequestError
 from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
 from cadenza.text.grammar import grammar_of
 from cadenza.text.grammar_check import check_grammar
-from cadenza.text.grammar_worker import GrammarWorker
+from cadenza.text.grammar_worker import CheckResult, GrammarWorker
 
 NESTED = {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "$ref": "#/$defs/t"}
 
@@ -161,11 +161,11 @@ def test_a_known_grammar_does_not_wait_for_the_check_of_another(monkeypatch: pyt
     worker = GrammarWorker()
     has_begun, may_end = Event(), Event()
 
-    def ask(grammar: str) -> str | None:
+    def ask(grammar: str, seconds: float) -> CheckResult:
         if grammar == "slow":
             has_begun.set()
             may_end.wait()
-        return f"not {grammar}"
+        return CheckResult(f"not {grammar}", 0.0)
 
     monkeypatch.setattr(worker, "_ask", ask)
     assert worker.check("known") == "not known"
@@ -185,7 +185,7 @@ def test_what_another_thread_has_asked_meanwhile_is_not_asked_again(
 ):
     worker = GrammarWorker()
     asked: list[str] = []
-    monkeypatch.setattr(worker, "_ask", asked.append)
+    monkeypatch.setattr(worker, "_ask", lambda grammar, seconds: asked.append(grammar))
 
     @contextmanager
     def held_by_another():
@@ -200,8 +200,45 @@ def test_what_another_thread_has_asked_meanwhile_is_not_asked_again(
 def test_the_grammar_used_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch):
     worker = GrammarWorker()
     asked: list[str] = []
-    monkeypatch.setattr(worker, "_ask", asked.append)
+
+    def ask(grammar: str, seconds: float) -> CheckResult:
+        asked.append(grammar)
+        return CheckResult(None, 0.0)
+
+    monkeypatch.setattr(worker, "_ask", ask)
     monkeypatch.setattr("cadenza.text.grammar_worker.MAX_CACHED", 2)
     for grammar in ("a", "b", "a", "c", "a", "b"):
         assert worker.check(grammar) is None
     assert asked == ["a", "b", "c", "b"]
+
+
+def test_the_grammars_of_a_request_have_their_time_together(monkeypatch: pytest.MonkeyPatch):
+    worker = GrammarWorker(timeout_s=3.0)
+    allowed_s: list[float] = []
+
+    def ask(grammar: str, seconds: float) -> CheckResult:
+        allowed_s.append(seconds)
+        return CheckResult(None, 1.25)
+
+    monkeypatch.setattr(worker, "_ask", ask)
+    check = worker.start_checks()
+    assert [check(name) for name in ("a", "b", "a", "c")] == [None] * 4
+    assert allowed_s == [3.0, 1.75, 0.5]
+    together = "with the request's other forms it takes longer than 3 seconds"
+    assert together in (check("d") or "")
+    assert len(allowed_s) == 3
+    assert check("a") is None, "what is known takes no time"
+    assert worker.start_checks()("d") is None, "another request has time of its own"
+    assert allowed_s[3:] == [3.0]
+
+
+def test_what_had_less_than_the_whole_time_is_checked_again_for_another_request():
+    worker = GrammarWorker(timeout_s=60.0)
+    good = grammar_of(StructuredOutput(regex="a"))
+    try:
+        answer = worker._ask(good, 0.0)
+        assert "with the request's other forms" in (answer.problem or "")
+        assert not answer.is_final
+        assert worker.check(good) is None
+    finally:
+        worker.close()

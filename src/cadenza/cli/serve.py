@@ -264,7 +264,8 @@ def _make(
 
     checkpoint = find_configured(name, config)
     parsers = AnswerParsers(reasoning=flags.reasoning_parser, tool_calls=flags.tool_call_parser)
-    text = open_text(checkpoint, config, check_grammar=GrammarWorker().check, parsers=parsers)
+    checks = GrammarWorker().start_checks
+    text = open_text(checkpoint, config, start_checks=checks, parsers=parsers)
     # The engine process opens the same commit now and at each restart, even if a branch moves, and
     # has the same template, even if its file changes.
     template = config.chat_template and (checkpoint.chat_template or "none")

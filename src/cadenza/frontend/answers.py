@@ -121,11 +121,8 @@ class AnswerPlanner:
         template: the source of its chat template.
     """
 
-    def __init__(
-        self, template: str, tokenizer: Tokenizer, parsers: AnswerParsers, check: GrammarCheck
-    ) -> None:
+    def __init__(self, template: str, tokenizer: Tokenizer, parsers: AnswerParsers) -> None:
         self._tokenizer = tokenizer
-        self._check = check
         self._reasoning = _reasoning_format(parsers.reasoning, template)
         name = parsers.tool_calls
         self._tools = TOOL_FORMATS[format_shown_by(template) if name == AUTO else _tool_name(name)]
@@ -139,8 +136,10 @@ class AnswerPlanner:
         prompt: str,
         form: ConstraintSpec | None,
         asked: AskedAnswer,
+        check: GrammarCheck,
     ) -> AnswerPlan:
-        """The plan of an answer to a rendered prompt. Raises InvalidRequestError."""
+        """The plan of an answer to a rendered prompt; `check` is the request's. Raises
+        InvalidRequestError."""
         use, max_thinking = asked.use, asked.max_thinking
         tools = None if use is None else self._tools
         if use is not None and use.is_constrained and not self._tools.is_json:
@@ -157,10 +156,10 @@ class AnswerPlanner:
 
         grammar = None if form is None else form.grammar
         if use is not None and tools is not None and (grammar is not None or use.is_constrained):
-            arguments = {tool.name: self._arguments(tool) for tool in use.callable_tools}
+            arguments = {tool.name: _arguments(tool, check) for tool in use.callable_tools}
             with_calls = partial(_with_calls, grammar, use, tools, arguments)
             # The check has no tokens: the marks are texts there.
-            self._refuse_unfit(behind_reasoning(with_calls({}), {}))
+            _refuse_unfit(behind_reasoning(with_calls({}), {}), check)
             grammar = with_calls(marks)
         if grammar is not None:
             grammar = behind_reasoning(grammar, marks)
@@ -188,27 +187,6 @@ class AnswerPlanner:
             )
         return ThinkingBound(begin=None if has_begun else begin, end=end, max_tokens=max_tokens)
 
-    def _arguments(self, tool: Tool) -> str:
-        """The grammar of a tool's arguments. Raises InvalidRequestError."""
-        try:
-            grammar = json_grammar(tool.schema)
-            problem = self._check(grammar)
-        except InvalidRequestError as error:
-            grammar, problem = "", str(error)
-        if problem is not None:
-            raise InvalidRequestError(
-                f"the parameters of the tool {tool.name} are refused: {problem}", param="tools"
-            )
-        return grammar
-
-    def _refuse_unfit(self, grammar: str) -> None:
-        """Raises for tools of which each can be followed, but not all of them together."""
-        problem = self._check(grammar)
-        if problem is not None:
-            raise InvalidRequestError(
-                f"the tools together are refused: {problem}; or send fewer of them", param="tools"
-            )
-
     def _marks(self, tools: ToolFormat | None) -> Marks:
         texts: list[str] = []
         if self._reasoning is not None:
@@ -217,6 +195,29 @@ class AnswerPlanner:
             texts += [tools.begin, tools.end]
         added = self._tokenizer.added_tokens
         return {text: added[text] for text in texts if text in added}
+
+
+def _arguments(tool: Tool, check: GrammarCheck) -> str:
+    """The grammar of a tool's arguments. Raises InvalidRequestError."""
+    try:
+        grammar = json_grammar(tool.schema)
+        problem = check(grammar)
+    except InvalidRequestError as error:
+        grammar, problem = "", str(error)
+    if problem is not None:
+        raise InvalidRequestError(
+            f"the parameters of the tool {tool.name} are refused: {problem}", param="tools"
+        )
+    return grammar
+
+
+def _refuse_unfit(grammar: str, check: GrammarCheck) -> None:
+    """Raises for tools of which each can be followed, but not all of them together."""
+    problem = check(grammar)
+    if problem is not None:
+        raise InvalidRequestError(
+            f"the tools together are refused: {problem}; or send fewer of them", param="tools"
+        )
 
 
 def _with_calls(

@@ -18,8 +18,8 @@ from cadenza.frontend.text_frontend import DEFAULT_PARSERS, TextFrontend
 from cadenza.loading.build import OnPhaseDone, build_core, open_planned
 from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
-from cadenza.text.grammar import GrammarCheck
-from cadenza.text.grammar_check import check_grammar
+from cadenza.text.grammar import StartChecks
+from cadenza.text.grammar_check import start_checks
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -108,7 +108,7 @@ def open_text(
     checkpoint: Checkpoint,
     config: EngineConfig,
     max_model_len: int | None = None,
-    check_grammar: GrammarCheck = check_grammar,
+    start_checks: StartChecks = start_checks,
     parsers: AnswerParsers = DEFAULT_PARSERS,
 ) -> TextFrontend:
     """The text front end of a checkpoint, configured by `config`. Raises CheckpointError."""
@@ -116,6 +116,6 @@ def open_text(
         checkpoint,
         generation_config=config.generation_config,
         max_model_len=max_model_len,
-        check_grammar=check_grammar,
+        start_checks=start_checks,
         parsers=parsers,
     )

@@ -29,8 +29,8 @@ from cadenza.text import (
     bad_word_token_ids,
     plan_decoder,
 )
-from cadenza.text.grammar import GrammarCheck, grammar_of, refused
-from cadenza.text.grammar_check import check_grammar
+from cadenza.text.grammar import GrammarCheck, StartChecks, grammar_of, refused
+from cadenza.text.grammar_check import start_checks
 from cadenza.text.output_parser import MakeParser
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class TextFrontend:
     Args:
         generation_config: "none" ignores the checkpoint's recommended sampling.
         max_model_len: the context length, where it is known; bounds a recommended length.
-        check_grammar: what checks grammars of structured outputs.
+        start_checks: makes what checks the grammars of a request.
         parsers: of reasoning and tool calls in answers.
     """
 
@@ -78,10 +78,10 @@ class TextFrontend:
         *,
         generation_config: GenerationConfig = "auto",
         max_model_len: int | None = None,
-        check_grammar: GrammarCheck = check_grammar,
+        start_checks: StartChecks = start_checks,
         parsers: AnswerParsers = DEFAULT_PARSERS,
     ) -> None:
-        self._check_grammar = check_grammar
+        self._start_checks = start_checks
         source = checkpoint.tokenizer_source
         self._files = checkpoint.tokenizer
         self._tokenizer = None if source is None else Tokenizer(source)
@@ -89,7 +89,7 @@ class TextFrontend:
         self._planner = None
         if self._template is not None and self._tokenizer is not None:
             source = self._template.source
-            self._planner = AnswerPlanner(source, self._tokenizer, parsers, check_grammar)
+            self._planner = AnswerPlanner(source, self._tokenizer, parsers)
         self._max_model_len = max_model_len
         self._pooling = checkpoint.pooling
         self._can_generate = checkpoint.can_generate
@@ -157,13 +157,14 @@ class TextFrontend:
         constrained as it is asked for."""
         use = asked.use
         text = self._render(messages, None if use is None else use.rendered(), template_kwargs)
-        prepared = self._prepare(text, self._encode_rendered(text, max_num_tokens), params)
+        ids, check = self._encode_rendered(text, max_num_tokens), self._start_checks()
+        request = self._resolved(Request(prompt_token_ids=ids, params=params), check)
         assert self._planner is not None, "what was rendered and encoded has a planner"
-        plan = self._planner.plan(text, prepared.request.constraint, asked)
+        plan = self._planner.plan(text, request.constraint, asked, check)
         if plan.shows_special_tokens:
             params = replace(params, skip_special_tokens=False)
-        request = replace(prepared.request, params=params, constraint=plan.constraint)
-        return replace(prepared, request=request, make_parser=plan.make_parser)
+        request = replace(request, params=params, constraint=plan.constraint)
+        return PreparedRequest(text=text, request=request, make_parser=plan.make_parser)
 
     def prepare_pooled(
         self,
@@ -213,6 +214,10 @@ class TextFrontend:
             InvalidRequestError: it is no `Request`, an option needs a tokenizer.json that is not
                 there, or the model has embeddings only.
         """
+        return self._resolved(request, self._start_checks())
+
+    def _resolved(self, request: Request, check: GrammarCheck) -> Request:
+        """As `resolve`; `check` is that of the request's grammars."""
         if not isinstance(request, Request):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidRequestError(
                 f"what was submitted is {show(request)}; it must be a Request", param="request"
@@ -235,7 +240,7 @@ class TextFrontend:
             banned = bad_word_token_ids(self._need_tokenizer(), params.bad_words)
             request = replace(request, bad_word_token_ids=banned)
         if params.structured is not None and request.constraint is None:
-            request = replace(request, constraint=self.constraint_of(params.structured))
+            request = replace(request, constraint=_constraint_of(params.structured, check))
         count = params.truncate_prompt_tokens
         if count is not None and len(ids) > count:
             request = replace(request, prompt_token_ids=ids[-count:])
@@ -251,14 +256,6 @@ class TextFrontend:
                 param="pooling",
             )
         return replace(params, pooling=default.pooling)
-
-    def constraint_of(self, structured: StructuredOutput) -> ConstraintSpec:
-        """Raises InvalidRequestError where it cannot be followed."""
-        grammar = grammar_of(structured)
-        problem = self._check_grammar(grammar)
-        if problem is not None:
-            raise refused(f"the structured output's {structured.kind} is refused: {problem}")
-        return ConstraintSpec(grammar=grammar)
 
     def _prepare(self, text: str | None, ids: tuple[int, ...], params: Params) -> PreparedRequest:
         if not isinstance(params, SamplingParams | Mapping | None):
@@ -401,6 +398,15 @@ class TextFrontend:
                 "this model has no tokenizer.json; give token ids instead of text", param="prompt"
             )
         return self._tokenizer
+
+
+def _constraint_of(structured: StructuredOutput, check: GrammarCheck) -> ConstraintSpec:
+    """Raises InvalidRequestError where it cannot be followed."""
+    grammar = grammar_of(structured)
+    problem = check(grammar)
+    if problem is not None:
+        raise refused(f"the structured output's {structured.kind} is refused: {problem}")
+    return ConstraintSpec(grammar=grammar)
 
 
 def _whole(value: object, otherwise: int) -> int:

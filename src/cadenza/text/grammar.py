@@ -15,6 +15,9 @@ from cadenza.text.json_schema import exact_schema
 GrammarCheck = Callable[[str], str | None]
 """What is wrong with a grammar; None if it can be followed."""
 
+StartChecks = Callable[[], GrammarCheck]
+"""Makes the check of one request's grammars, which may have a bound on their time together."""
+
 _MAX_ERROR_CHARS = 300
 
 WHITESPACE = r"[ \n\t]{1,16}"

@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from cadenza.text.grammar import LIMITS
+from cadenza.text.grammar import LIMITS, GrammarCheck
 
 MAX_ERROR_CHARS = 300
 
@@ -55,6 +55,11 @@ def check_grammar(grammar: str) -> str | None:
         return "it names special tokens, which are not supported here; write their text"
     unenforced = [each for each in messages if "Unimplemented" in each]
     return described(unenforced[0]) if unenforced else _try(grammar)
+
+
+def start_checks() -> GrammarCheck:
+    """A `StartChecks` in this process."""
+    return check_grammar
 
 
 def described(message: str) -> str:

@@ -1,8 +1,8 @@
 """`GrammarWorker`: checks grammars in a process of its own, which can be killed.
 
 Owns that process, the bounds on its time and memory, and the results, cached by the grammar's
-bytes. A hostile grammar costs this process, not the server. Invariant: `check` returns within
-`timeout_s`, plus the start of a process.
+bytes. A hostile grammar costs this process, not the server. Invariant: the grammars of one request
+take at most `timeout_s` of its time together, plus the start of a process for each that was killed.
 """
 
 import json
@@ -13,15 +13,28 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict
+from importlib import import_module
 from threading import Lock
+from typing import NamedTuple
 
+from cadenza.text.grammar import GrammarCheck
 from cadenza.text.grammar_check import check_grammar
 
 TIMEOUT_S = 3.0
+START_S = 60.0
 MEMORY_BYTES = 1 << 30
 MAX_CACHED = 1024
 
 _LENGTH = struct.Struct("<I")
+
+
+class CheckResult(NamedTuple):
+    """Of the process: what is wrong with a grammar, and the seconds that it took. A final one holds
+    for other requests, too."""
+
+    problem: str | None
+    taken_s: float
+    is_final: bool = True
 
 
 class GrammarWorker:
@@ -35,15 +48,43 @@ class GrammarWorker:
         self._lock = Lock()
         self._found: OrderedDict[str, tuple[str | None]] = OrderedDict()
 
+    def start_checks(self) -> GrammarCheck:
+        """The check of one request's grammars, which have `timeout_s` together."""
+        left_s = self._timeout_s
+
+        def check(grammar: str) -> str | None:
+            nonlocal left_s
+            problem, taken_s = self._check_within(left_s, grammar)
+            left_s -= taken_s
+            return problem
+
+        return check
+
     def check(self, grammar: str) -> str | None:
-        """A `text.grammar.GrammarCheck`."""
+        """Of a request with one grammar."""
+        return self.start_checks()(grammar)
+
+    def _check_within(self, seconds: float, grammar: str) -> tuple[str | None, float]:
+        """What is wrong with a grammar, and the seconds that the process took to find it."""
         found = self._cached(grammar)
-        if found is None:
-            with self._asking:
-                found = self._cached(grammar)  # another thread may have asked meanwhile
-                if found is None:
-                    found = self._keep(grammar, self._ask(grammar))
-        return found[0]
+        if found is not None:
+            return found[0], 0.0
+        with self._asking:
+            found = self._cached(grammar)  # another thread may have asked meanwhile
+            if found is not None:
+                return found[0], 0.0
+            if seconds <= 0 < self._timeout_s:
+                return self._too_slow(seconds), 0.0
+            answer = self._ask(grammar, seconds)
+        if answer.is_final:
+            self._keep(grammar, answer.problem)
+        return answer.problem, answer.taken_s
+
+    def _too_slow(self, seconds: float) -> str:
+        bound = f"longer than {self._timeout_s:g} seconds to compile"
+        if seconds < self._timeout_s:
+            return f"with the request's other forms it takes {bound}; simplify them"
+        return f"it takes {bound}; simplify it"
 
     def _cached(self, grammar: str) -> tuple[str | None] | None:
         with self._lock:
@@ -51,12 +92,11 @@ class GrammarWorker:
                 self._found.move_to_end(grammar)
             return self._found.get(grammar)
 
-    def _keep(self, grammar: str, problem: str | None) -> tuple[str | None]:
+    def _keep(self, grammar: str, problem: str | None) -> None:
         with self._lock:
-            found = self._found[grammar] = (problem,)
+            self._found[grammar] = (problem,)
             if len(self._found) > MAX_CACHED:
                 self._found.popitem(last=False)
-        return found
 
     def close(self) -> None:
         """Ends the process."""
@@ -65,33 +105,45 @@ class GrammarWorker:
             process.kill()
             process.communicate()
 
-    def _ask(self, grammar: str) -> str | None:
-        process = self._process = self._process or _start()
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def _ask(self, grammar: str, seconds: float) -> CheckResult:
+        """Asks the process, which is ended if it takes longer than `seconds`."""
         payload = grammar.encode()
+        since_s = time.monotonic()
         try:
+            process = self._process = self._process or _start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            since_s = time.monotonic()
             process.stdin.write(_LENGTH.pack(len(payload)) + payload)
             process.stdin.flush()
-            answer = _read_frame(process.stdout.fileno(), time.monotonic() + self._timeout_s)
+            answer = _read_frame(process.stdout.fileno(), since_s + seconds)
         except (OSError, EOFError):
             self.close()
-            return "it takes too much memory; simplify it"
-        if answer is None:
-            self.close()
-            return f"it takes longer than {self._timeout_s:g} seconds to compile; simplify it"
-        found: str | None = json.loads(answer)
-        return found
+            taken_s = time.monotonic() - since_s
+            return CheckResult("it takes too much memory; simplify it", taken_s)
+        taken_s = time.monotonic() - since_s
+        if answer is not None:
+            return CheckResult(json.loads(answer), taken_s)
+        self.close()
+        # What did not fit into the rest of a request's time may fit into all of another's.
+        return CheckResult(self._too_slow(seconds), taken_s, is_final=seconds >= self._timeout_s)
 
 
 def _start() -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
+    """A process that has begun to read. Raises EOFError if it does not."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "cadenza.text.grammar_worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # signals of a terminal are for the server
     )
+    assert process.stdout is not None
+    if _read_frame(process.stdout.fileno(), time.monotonic() + START_S) is None:
+        process.kill()
+        process.communicate()
+        raise EOFError
+    return process
 
 
 def _read_frame(descriptor: int, until_s: float) -> bytes | None:
@@ -114,11 +166,15 @@ def _read(descriptor: int, count: int, until_s: float) -> bytes | None:
 
 
 def _serve() -> None:
-    """The process's program: a frame with a grammar in, a frame with the result out."""
+    """The process's program: an empty frame out; then a frame with a grammar in, a frame with the
+    result out."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    import_module("llguidance")  # its time is not the first grammar's
     received, sent = sys.stdin.buffer, sys.stdout.buffer
+    sent.write(_LENGTH.pack(0))
+    sent.flush()
     while length := received.read(_LENGTH.size):
         grammar = received.read(_LENGTH.unpack(length)[0]).decode()
         answer = json.dumps(check_grammar(grammar)).encode()
