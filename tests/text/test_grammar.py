@@ -7,7 +7,10 @@ from threading import Event
 
 import pytest
 
+from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import InvalidRequestError
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.request import SamplingParams
 from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
 from cadenza.text.grammar import grammar_of
 from cadenza.text.grammar_check import check_grammar
@@ -242,3 +245,19 @@ def test_what_had_less_than_the_whole_time_is_checked_again_for_another_request(
         assert worker.check(good) is None
     finally:
         worker.close()
+
+
+def test_a_form_of_many_prompts_is_checked_once_and_refused_each_time():
+    text = TextFrontend(open_checkpoint(None))
+    odd = {"not": {}}
+    for name, found in (("good", None), ("odd", "uses not")):
+        schema = {"title": "of many prompts", **(odd if found else {})}
+        params = SamplingParams(structured=StructuredOutput(json=schema))
+        before = check_grammar.cache_info().misses
+        for _ in range(8):
+            if found is None:
+                text.prepare("x", params)
+                continue
+            with pytest.raises(InvalidRequestError, match=found):
+                text.prepare("x", params)
+        assert check_grammar.cache_info().misses == before + 1, name

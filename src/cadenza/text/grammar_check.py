@@ -9,11 +9,15 @@ refused by its name, never left out.
 import json
 import random
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from cadenza.text.grammar import LIMITS, GrammarCheck
 
 MAX_ERROR_CHARS = 300
+
+MAX_CACHED = 64
+"""Results of this process; a grammar has some 100 KB."""
 
 TRIAL_BYTES = 64
 """Of a trial, which takes one of the bytes that may follow at each place."""
@@ -42,8 +46,12 @@ _BOUNDS: Mapping[str, str] = {
 ADVICE = "use fewer alternatives, optional properties and counted repetitions"
 
 
+@lru_cache(maxsize=MAX_CACHED)
 def check_grammar(grammar: str) -> str | None:
-    """A `GrammarCheck` in this process. Its time and memory are bounded only by `LIMITS`."""
+    """A `GrammarCheck` in this process. Its time and memory are bounded only by `LIMITS`.
+
+    The newest results are kept, which follow from the grammar alone.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     is_error, messages = LLMatcher.validate_grammar_with_warnings(
