@@ -360,9 +360,10 @@ def error_of_end(
                 "allowed_token_ids",
             )
         case "constraint_failed":
+            param = param_of("structured")
             return invalid_value(
-                "the structured output is too complex to be followed any further; simplify it",
-                param_of("structured"),
+                f"{param}: what it asks for is too complex to be followed any further; simplify it",
+                param,
             )
         case "step_failed":
             return step_failed()
