@@ -123,10 +123,13 @@ def unknown_field(name: str, known: list[str]) -> ApiError:
     return ApiError(400, "unknown_field", message, param=whole)
 
 
-def not_built(name: str, what: str, harmless: Sequence[object] = ()) -> ApiError:
+def not_built(
+    name: str, what: str, harmless: Sequence[object] = (), advice: str = "leave the field out"
+) -> ApiError:
     """`harmless` are the JSON values that are accepted, because they do not use the feature."""
-    shown = " or ".join(msgspec.json.encode(value).decode() for value in harmless)
-    advice = f"leave the field out or send {shown}" if harmless else "leave the field out"
+    if harmless:
+        shown = " or ".join(msgspec.json.encode(value).decode() for value in harmless)
+        advice = f"{advice} or send {shown}"
     message = f"{name}: {what} is not built yet in this server; {advice}"
     return ApiError(400, "unsupported_field", message, param=name)
 

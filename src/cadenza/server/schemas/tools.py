@@ -199,7 +199,8 @@ def check_tool_type(name: str, members: Mapping[str, Any], *known: str) -> None:
     """Raises ApiError (400) naming a type of tool that is not known."""
     kind = members.get("type")
     if isinstance(kind, str) and kind not in known:
-        raise not_built(name, f"a tool of the type {show(kind)}")
+        advice = f"leave this tool out; those of the type {' or '.join(known)} are served"
+        raise not_built(name, f"a tool of the type {show(kind)}", advice=advice)
 
 
 def check_tool_members(
