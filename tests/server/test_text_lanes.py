@@ -1,5 +1,6 @@
 """Who waits for whose text: short prompts for no long one, and nobody for /tokenize."""
 
+import json
 import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ from cadenza.server.limits import LONG_BYTES, ServerLimits
 from tests.cli.harness import write_model
 from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_errors import check_error
+from tests.server.test_errors import GENERATING, check_error
 from tests.server.test_streams import wait_until
 
 MAX_MODEL_LEN = 256
@@ -119,6 +120,66 @@ def test_no_prompt_waits_for_tokenize(
         assert face.most_waiting == 1
         face.let_go.set()
         assert statuses(waiting) == [400 if is_long else 200] * NUM_LONG
+
+
+def test_no_prompt_waits_for_a_form(script: tuple[int, ...], tmp_path: Path) -> None:
+    """Checking one may take seconds."""
+    with held_server(script, tmp_path, "held") as (server, face, clients):
+        body = {"prompt": "held", "max_tokens": 1, "guided_regex": "[a-z]"}
+        waiting = [clients.submit(server.post, "/v1/completions", body) for _ in range(NUM_LONG)]
+        wait_until(lambda: face.num_waiting == 2)
+        assert server.post("/v1/completions", SHORT).status_code == 200
+        assert server.post("/v1/chat/completions", CHAT).status_code == 200
+        assert not any(call.done() for call in waiting)
+        face.let_go.set()
+        statuses(waiting)
+
+
+TOOL: dict[str, Any] = {"name": "f", "parameters": {}}
+NESTED_TOOL = {"type": "function", "function": TOOL}
+SAID = {"messages": [{"role": "user", "content": "x"}]}
+MESSAGE = {**SAID, "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "has_form"),
+    [
+        ("completions", {"prompt": "x"}, False),
+        ("completions", {"prompt": "x", "structured_outputs": {"regex": "a"}}, True),
+        ("chat", {**SAID, "response_format": {"type": "text"}, "tools": [NESTED_TOOL]}, False),
+        ("chat", {**SAID, "response_format": {"type": "json_object"}}, True),
+        ("chat", {**SAID, "tools": [NESTED_TOOL], "tool_choice": "required"}, True),
+        ("chat", {**SAID, "tools": [{**NESTED_TOOL, "function": {**TOOL, "strict": True}}]}, True),
+        ("responses", {"input": "x", "tools": [{"type": "function", **TOOL}]}, False),
+        (
+            "responses",
+            {"input": "x", "tools": [{"type": "function", **TOOL, "strict": True}]},
+            True,
+        ),
+        ("responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, True),
+        ("messages", {**MESSAGE, "tools": [{"name": "f", "input_schema": {}}]}, False),
+        (
+            "messages",
+            {
+                **MESSAGE,
+                "tools": [{"name": "f", "input_schema": {}}],
+                "tool_choice": {"type": "any"},
+            },
+            True,
+        ),
+        (
+            "messages",
+            {**MESSAGE, "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            True,
+        ),
+        ("embeddings", {"input": "x"}, False),
+    ],
+)
+def test_what_has_a_form_is_known_before_it_is_prepared(
+    name: str, body: dict[str, Any], *, has_form: bool
+) -> None:
+    request = GENERATING[name].read(json.dumps(body).encode(), ServerLimits())
+    assert request.has_form is has_form
 
 
 def test_no_prompt_waits_for_an_answer_that_is_encoded_nor_the_other_way_round(

@@ -114,7 +114,7 @@ class Generation:
         with service.preparing(check.limits):
             try:
                 prepared = await service.work.do(
-                    "generate",
+                    "form" if request.has_form else "generate",
                     request.num_bytes,
                     lambda: service.prepare(request, exchange.tenant, check),
                 )

@@ -4,8 +4,8 @@ Owns the table `ServerLimits`, the total of all bodies' bytes (`BodyBudget`), an
 tokenise, render and encode many outputs (`TextWork`): the tokenizer releases the GIL, and templates
 have limits on time and steps. Knows no HTTP. Invariants: every number that a client controls is
 here, unless it is a field of a body; bodies hold at most `max_bodies_bytes`; a short prompt never
-waits for a long text, and no prompt for /tokenize, /detokenize or an answer that is encoded; work
-that was cancelled before it began is not done.
+waits for a long text, and no prompt for /tokenize, /detokenize, an answer that is encoded or a form
+that is checked, which may take seconds; work that was cancelled before it began is not done.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Literal, TypeVar
 from cadenza.errors import ConfigError, EngineClosedError
 
 Result = TypeVar("Result")
-Purpose = Literal["generate", "tokenize", "encode"]
+Purpose = Literal["generate", "form", "tokenize", "encode"]
 
 CLOSED = "the server is ending"
 LONG_BYTES = 64 << 10
@@ -26,6 +26,8 @@ LONG_BYTES = 64 << 10
 NUM_THREADS: dict[tuple[Purpose, bool], int] = {
     ("generate", False): 2,
     ("generate", True): 1,
+    ("form", False): 2,
+    ("form", True): 1,
     ("tokenize", False): 1,
     ("tokenize", True): 1,
     ("encode", False): 1,

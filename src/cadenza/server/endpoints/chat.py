@@ -38,7 +38,7 @@ from cadenza.server.schemas.reasoning import (
     EFFORT_HELP,
     bound_of,
 )
-from cadenza.server.schemas.tools import ToolChoice, Tools, tool_use
+from cadenza.server.schemas.tools import ToolChoice, Tools, has_constrained_calls, tool_use
 from cadenza.server.sse import AnswerHead, ChoiceObject, PromptInfo, StreamEncoder, Usage
 
 
@@ -85,6 +85,10 @@ class ChatRequest(ConversationBody, ChoicesRequest):
     @property
     def num_top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def has_form(self) -> bool:
+        return super().has_form or has_constrained_calls(self.tool_use())
 
     def check_fields(self) -> None:
         if self.top_logprobs and not self.logprobs:

@@ -86,6 +86,11 @@ class CallRequest(CallBody, ABC):
         return False
 
     @property
+    def has_form(self) -> bool:
+        """Whether `prepare` checks a form of the answer, or of calls in it, which may take long."""
+        return False
+
+    @property
     def make_parser(self) -> MakeParser | None:
         """Makes the parser of each sample's text, in place of that of the prompt, if any."""
         return None
@@ -181,6 +186,10 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
     @property
     def wants_receipt(self) -> bool:
         return bool(self.receipt)
+
+    @property
+    def has_form(self) -> bool:
+        return form_field(self.values.get) is not None
 
     def check_together(self, limits: ServerLimits) -> None:
         if self.stream_options is not None and not self.stream:

@@ -36,7 +36,7 @@ from cadenza.server.schemas.message_fields import (
     ThinkingOptions,
 )
 from cadenza.server.schemas.messages import Messages, TemplateSwitches
-from cadenza.server.schemas.tools import tool_use
+from cadenza.server.schemas.tools import has_constrained_calls, tool_use
 from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
 from cadenza.structured import StructuredOutput
 
@@ -152,6 +152,10 @@ class MessageRequest(MessagesBody, GenerationRequest):
     @property
     def num_prompts(self) -> int:
         return 1
+
+    @property
+    def has_form(self) -> bool:
+        return self._form is not None or has_constrained_calls(self.tool_use())
 
     @property
     def user_label(self) -> str | None:

@@ -47,7 +47,7 @@ from cadenza.server.schemas.responses import (
     ResponseStreamOptions,
     TextOptions,
 )
-from cadenza.server.schemas.tools import FlatToolChoice, FlatTools, tool_use
+from cadenza.server.schemas.tools import FlatToolChoice, FlatTools, has_constrained_calls, tool_use
 from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
 from cadenza.structured import StructuredOutput
 from cadenza.text.answer_grammar import Tool
@@ -125,6 +125,10 @@ class ResponseRequest(LabelledBody, GenerationRequest):
     @property
     def num_prompts(self) -> int:
         return 1
+
+    @property
+    def has_form(self) -> bool:
+        return self._form is not None or has_constrained_calls(self.tool_use())
 
     @property
     def user_label(self) -> str | None:

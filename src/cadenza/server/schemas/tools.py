@@ -142,6 +142,11 @@ def tool_use(
     return ToolUse(tools=tools, choice="required", named=named, is_parallel=is_parallel)
 
 
+def has_constrained_calls(use: ToolUse | None) -> bool:
+    """Whether an answer's calls have grammars."""
+    return use is not None and use.is_constrained
+
+
 def make_tool(
     field: str, *, name: object, description: object, parameters: object, strict: object
 ) -> Tool:
