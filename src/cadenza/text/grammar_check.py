@@ -102,12 +102,21 @@ def _try(grammar: str) -> str | None:
         LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**TRIAL_LIMITS)
     )
     rng = random.Random(0)  # noqa: S311  the same way each time, not a secret
+    forced: list[int] = []  # bytes that must follow, found once: each mask would find them anew
     for _ in range(TRIAL_BYTES):
         if matcher.is_error() or matcher.is_stopped():
             break
-        mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        allowed = [byte for byte in range(256) if mask >> byte & 1]
+        allowed = forced[:1] or _allowed_bytes(matcher.compute_bitmask())
         if matcher.is_error() or not allowed:
             break
-        matcher.consume_token(rng.choice(allowed))
+        if len(allowed) == 1 and not forced:
+            forced = matcher.compute_ff_tokens()
+        byte = rng.choice(allowed)
+        matcher.consume_token(byte)
+        forced = forced[1:] if forced[:1] == [byte] else []
     return described(matcher.get_error()) if matcher.is_error() else None
+
+
+def _allowed_bytes(mask: bytes) -> list[int]:
+    bits = int.from_bytes(mask, "little")
+    return [byte for byte in range(256) if bits >> byte & 1]
