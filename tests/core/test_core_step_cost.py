@@ -39,6 +39,7 @@ prompt_parts = st.builds(
     start=st.integers(0, 10_000),
     num_left=st.integers(1, 10_000),
     has_logits=st.booleans(),
+    is_first=st.booleans(),
 )
 
 
@@ -158,6 +159,20 @@ def test_the_shortest_gets_up_to_half_and_the_oldest_the_rest() -> None:
     assert counts(1000, 80, 70) == [50, 0, 50]
     assert counts(20, 500, 10) == [20, 70, 10]
     assert counts(5, 5, num_tokens=4) == [4, 0]
+
+
+@given(costs, st.lists(prompt_parts, min_size=1, max_size=5), st.data())
+def test_prompts_that_are_first_get_what_they_would_without_the_others(
+    cost: StepCost, parts: list[PromptPart], data: st.DataObject
+) -> None:
+    num_tokens, left_ms = data.draw(st.integers(1, 512)), data.draw(st.floats(-50, 500))
+    first = [part for part in parts if part.is_first]
+    among_all, alone = (
+        share_among_prompts(each, PromptBudget(num_tokens=num_tokens, left_ms=left_ms, cost=cost))
+        for each in (parts, first)
+    )
+    found = [count for count, part in zip(among_all, parts, strict=True) if part.is_first]
+    assert found == alone
 
 
 def test_without_time_a_prompt_gets_the_grant_and_no_more() -> None:

@@ -5,7 +5,7 @@ its request starts, and each token.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,12 +56,27 @@ def request_of(rng: random.Random, tenant: Tenant, *, longest: int = 64) -> Requ
     return Request(prompt_token_ids=prompt, params=params, tenant=tenant)
 
 
+Asks = Callable[[int, int, int], int]
+"""How many requests the tenant at a place sends of which so many wait and so many are open."""
+
+
+def floods(at: int, num_waiting: int, _num_open: int) -> int:
+    """The first tenant has always many more requests in the queue."""
+    return (4 if at else 20) - num_waiting
+
+
 @dataclass(slots=True, kw_only=True)
 class Backlog:
-    """An engine in which every tenant always has several requests waiting."""
+    """An engine in which every tenant always has several requests waiting, or as `asks` says.
+
+    `longest`: the longest prompt of the first tenant and of the others; of what is left of the
+    context answers have up to all.
+    """
 
     seed: int
     tenants: list[Tenant]
+    asks: Asks = floods
+    longest: tuple[int, int] = (64, 24)
     policy: SchedulingPolicy = "fcfs"
     parts: Parts = REAL_PARTS
     services: dict[str, float] = field(default_factory=dict)
@@ -73,12 +88,13 @@ class Backlog:
         engine = make_engine(LIMITS, loop="plain", parts=self.parts, order=order)
         record = Record(seed=self.seed, engine=engine)
         self.services = dict.fromkeys((each.name for each in self.tenants), 0.0)
-        # The first one has always many more requests in the queue, and the longest ones.
         for step in range(NUM_STEPS):
             waiting = [each.request.tenant.name for each in engine.scheduler.waiting]
+            opened = [each.request.tenant.name for each in engine.scheduler.sequences]
             for at, tenant in enumerate(self.tenants):
-                for _ in range((4 if at else 20) - waiting.count(tenant.name)):
-                    request = request_of(rng, tenant, longest=24 if at else 64)
+                count = self.asks(at, waiting.count(tenant.name), opened.count(tenant.name))
+                for _ in range(count):
+                    request = request_of(rng, tenant, longest=self.longest[at > 0])
                     record.accept(engine.submit(request), request)
             for event in engine.step():
                 record.take(event)
@@ -209,6 +225,21 @@ def test_a_tenant_that_joins_gets_the_smallest_counter_of_those_that_wait() -> N
     share.charge_prompt(b, 300)
     joined(share, [c])
     assert share.counter_of(c) == 500
+
+
+def test_a_tenant_that_joins_keeps_its_credit_and_no_more() -> None:
+    share = FairShare(credit=100.0)
+    a, b = waiting_of("a", "b")
+    joined(share, [a, b])
+    share.charge_prompt(a, 1000)
+    share.charge_prompt(b, 30)
+    share.leave(b.request.tenant)
+    joined(share, [b])
+    assert share.counter_of(b) == 900
+    share.leave(b.request.tenant)
+    share.charge_prompt(b, 50)
+    joined(share, [b])
+    assert share.counter_of(b) == 950
 
 
 def test_a_tenant_that_joins_an_empty_queue_gets_the_counter_of_the_last_that_left() -> None:

@@ -4,8 +4,9 @@ The algorithm is VTC (Sheng et al., "Fairness in Serving Large Language Models",
 Owns each tenant's counter: the service that it has had, divided by its weight. A prompt is charged
 when its sequence first starts, an output token when the step that samples it is launched. Knows
 neither pages nor time. Invariants: with one tenant no order changes; while two tenants both have
-waiting sequences, their services differ by at most 2 max(w_p L, w_q M), where w_p and w_q are the
-costs of a prompt token and an output token, L the tokens of a prompt and M those of the pool.
+waiting sequences, their services differ by at most 2 max(w_p L, w_q M) + C, and as long as one has
+some, no other gets so much more. w_p and w_q are the costs of a prompt token and an output token, L
+the tokens of a prompt, M those of the pool, and C the credit of a tenant that joins.
 """
 
 import heapq
@@ -14,10 +15,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from cadenza.config import EngineLimits
 from cadenza.core.batch import BatchEntry
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad
 from cadenza.request import Tenant
+
+CREDIT_STEPS = 4
+"""A tenant may save up the cost of so many steps full of prompt tokens while it asks for less than
+its share: prompts that come close after one another then need not wait for other tenants' turns."""
 
 MAX_COUNTERS = 1024
 """Above so many counters, those that a tenant would get anyway when it comes back are dropped."""
@@ -40,26 +46,37 @@ def measured_service_cost(cost: StepCost, full_decode: StepLoad) -> ServiceCost:
     return ServiceCost(prompt=max(cost.token_ms, LEAST_PROMPT_COST * output_ms), output=output_ms)
 
 
-def fair_share_of(bound: StepBound | None, max_num_seqs: int) -> "FairShare":
+def fair_share_of(bound: StepBound | None, limits: EngineLimits) -> "FairShare":
     """With the costs measured so far as weights of tokens, if there are any."""
-    if bound is None:
-        return FairShare()
-    rows = StepLoad(num_tokens=max_num_seqs, num_logits=max_num_seqs, num_keys=max_num_seqs)
-    return FairShare(measured_service_cost(bound.cost, rows))
+    cost, count = ServiceCost(), limits.max_num_seqs
+    if bound is not None:
+        rows = StepLoad(num_tokens=count, num_logits=count, num_keys=count)
+        cost = measured_service_cost(bound.cost, rows)
+    return FairShare(cost, cost.prompt * CREDIT_STEPS * limits.max_num_batched_tokens)
 
 
 class FairShare:
-    """The counters of one scheduler, which says what waits, starts and is launched."""
+    """The counters of one scheduler, which says what waits, starts and is launched.
 
-    def __init__(self, cost: ServiceCost | None = None) -> None:
+    `credit`: how far a tenant's counter may be below the others' when it joins.
+    """
+
+    def __init__(self, cost: ServiceCost | None = None, credit: float = 0.0) -> None:
         self._cost = cost or ServiceCost()
+        self._credit = credit
         self._counters: dict[str, float] = {}
         self._num_waiting: dict[str, int] = {}
         self._last_left = ""
 
+    @property
+    def waiting_names(self) -> Iterable[str]:
+        """The tenants of which sequences wait."""
+        return self._num_waiting
+
     def join(self, tenant: Tenant) -> None:
         """One more sequence of the tenant waits. If it is the only one, the counter is lifted to
-        the smallest of those that wait: nobody saves up service while asking for none.
+        the smallest of those that wait, less the credit: nobody saves up more while asking for
+        nothing.
         """
         name = tenant.name
         count = self._num_waiting.get(name, 0)
@@ -135,7 +152,7 @@ class FairShare:
     def _floor(self) -> float:
         """What the counter of a tenant that joins is lifted to."""
         names = self._num_waiting or (self._last_left,)
-        return min(self._counters.get(name, 0.0) for name in names)
+        return min(self._counters.get(name, 0.0) for name in names) - self._credit
 
     def _drop_idle(self, floor: float) -> None:
         self._counters = {

@@ -23,6 +23,7 @@ from cadenza.core.batch import Batch, BatchEntry, PageUpdate
 from cadenza.core.drafts import DraftCounts
 from cadenza.core.fair_share import fair_share_of
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
+from cadenza.core.light_tenants import LightTenants
 from cadenza.core.prefix_misses import PrefixMisses, no_misses
 from cadenza.core.prompt_rows import PromptRowsBudget
 from cadenza.core.queue_policy import FCFS, QueuePolicy
@@ -45,7 +46,8 @@ from cadenza.tenant import Tenant
 _row_of = attrgetter("row")
 
 MAX_CUT_PROMPTS = 2
-"""Prompts that may be partially computed at the same time, unless preemption adds some."""
+"""Prompts that may be partially computed at the same time, unless preemption adds some; of light
+tenants as many, whatever the others have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,8 @@ class Scheduler:
         self.num_prefix_hits = 0
         self.num_prefix_misses = no_misses()
         self._on_prefix = options.on_prefix
-        self._fair_share = fair_share_of(options.step_bound, limits.max_num_seqs)
+        self._fair_share = fair_share_of(options.step_bound, limits)
+        self._light_tenants = LightTenants(limits)
         self._reader = StepReader(kv_cache, self._end)
         self._drafts = StepDrafts(limits, kv_cache, options.drafter)
         self._step_cost = options.step_cost
@@ -146,6 +149,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
         self._fair_share.join(sequence.request.tenant)
+        self._light_tenants.open(sequence.request.tenant)
 
     def schedule(self, now_s: float = 0.0) -> Batch | None:
         """The next step, with its pages allocated; None if nothing can be computed.
@@ -227,12 +231,14 @@ class Scheduler:
             assert sequence.num_computed_tokens <= sequence.num_tokens
             most = len(sequence.page_table) * self.limits.page_size
             assert sequence.num_computed_tokens <= most, "computed tokens without pages"
+            assert sequence.page_copy is None, "a page's copy was put off, its source may be gone"
         for sequence in self.waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.page_table, "a waiting sequence holds pages"
         num_found = self.num_prefix_hits + sum(self.num_prefix_misses.values())
         assert num_found == self.num_prefix_queries, "prompt tokens looked up are counted wrongly"
         self._fair_share.check_invariants(self.waiting)
+        self._light_tenants.check_invariants(self.sequences)
         self.kv_cache.check_invariants(self.running)
 
     def _share_with_retried(
@@ -260,7 +266,8 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         decodes, prompts = _split(self.running)
         shares = self._share_among_decodes(decodes, rows_budget)
-        if self.num_preemptions == num_preemptions and self.waiting and self._free_rows:
+        may_start = self._free_rows or self._light_tenants.has_any(self._fair_share.waiting_names)
+        if self.num_preemptions == num_preemptions and self.waiting and may_start:
             ordered = self._policy.ordered(self.waiting, now_s, self.kv_cache.num_uncached_tokens)
             waiting = self._fair_share.in_turns(ordered)
             if self._is_static:
@@ -300,7 +307,7 @@ class Scheduler:
         if not prompts:
             return []
         budget = self._prompt_budget(decodes)
-        counts = share_among_prompts([_part_of(sequence) for sequence in prompts], budget)
+        counts = share_among_prompts([self._part_of(sequence) for sequence in prompts], budget)
         if self.step_bound is not None and budget.left_ms < 0:
             self.step_bound.num_granted += 1
         shares: list[Share] = []
@@ -354,15 +361,17 @@ class Scheduler:
         """Starts `waiting` sequences in order while rows and pages remain, and as long as the next
         one would compute something in this step; adds them to `prompts`.
 
-        At most two prompts stay incomplete. Sequences that wait for a prefix, which another one is
-        computing, are passed, and so are all of a tenant whose next one does not fit its share.
+        At most two prompts stay incomplete, and two more of light tenants. Sequences that wait for
+        a prefix, which another one is computing, are passed, and so are all of a tenant whose next
+        one does not fit its share.
         """
         full: set[str] = set()
-        parts = [_part_of(sequence) for sequence in prompts]
+        parts, num_begun = [self._part_of(sequence) for sequence in prompts], len(prompts)
         for sequence in waiting:
-            if not self._free_rows or budget.num_tokens <= 0 or sequence.is_retried:
+            is_first = self._light_tenants.is_light(sequence.request.tenant.name)
+            if not (self._free_rows or is_first) or budget.num_tokens <= 0:
                 break
-            if sequence.num_pending_tokens:
+            if sequence.num_pending_tokens or sequence.is_retried:
                 break
             if sequence.request.tenant.name in full:
                 continue
@@ -371,7 +380,10 @@ class Scheduler:
             if sequence.needs_prompt_rows and not rows_budget.num_rows:
                 break
             counts = share_among_prompts(parts, budget.copy())
-            is_cut = [count < part.num_left for count, part in zip(counts, parts, strict=True)]
+            is_cut = [
+                count < part.num_left and part.is_first >= is_first
+                for count, part in zip(counts, parts, strict=True)
+            ]
             if sum(is_cut) >= MAX_CUT_PROMPTS:
                 break
             prefix = self.kv_cache.find_prefix(sequence)
@@ -382,13 +394,34 @@ class Scheduler:
                 start=prefix.num_tokens,
                 num_left=sequence.num_tokens - prefix.num_tokens,
                 has_logits=sequence.needs_prompt_rows,
+                is_first=is_first,
             )
-            if not share_among_prompts([*parts, part], budget.copy())[-1]:
+            # Those that start must be in this step: their page copies are made in it.
+            if not all(share_among_prompts([*parts, part], budget.copy())[num_begun:]):
                 break
-            if not self._try_start(batch, sequence):
+            if not self._start_or_displace(batch, sequence):
                 break
             parts.append(part)
             prompts.append(sequence)
+
+    def _start_or_displace(self, batch: Batch, sequence: Sequence) -> bool:
+        """Starts a waiting sequence, in place of running ones of heavier tenants if need be."""
+        while not (self._free_rows and self._try_start(batch, sequence)):
+            has_row = bool(self._free_rows)
+            rivals = self._light_tenants.rivals(sequence, self.running, lacks_row=not has_row)
+            # Pages of a preempted one are free once the steps in flight have been read.
+            if not rivals or (has_row and self.kv_cache.pool.num_pinned):
+                return False
+            self._preempt(self._policy.victim(rivals, self._fair_share.counter_of))
+        return True
+
+    def _part_of(self, sequence: Sequence) -> PromptPart:
+        return PromptPart(
+            start=sequence.num_computed_tokens,
+            num_left=sequence.num_uncomputed_tokens,
+            has_logits=sequence.needs_prompt_rows,
+            is_first=self._light_tenants.is_light(sequence.request.tenant.name),
+        )
 
     def _admit_batch(self, batch: Batch, waiting: Iterable[Sequence]) -> list[Sequence]:
         """Starts `waiting` sequences in order while rows and pages remain, if none is running.
@@ -523,6 +556,7 @@ class Scheduler:
         else:
             self._leave_queue(sequence)
         sequence.status = SequenceStatus.FINISHED
+        self._light_tenants.close(sequence.request.tenant)
 
     def _leave_queue(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
@@ -558,14 +592,6 @@ def _split(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         elif num_uncomputed:
             prompts.append(sequence)
     return decodes, prompts
-
-
-def _part_of(sequence: Sequence) -> PromptPart:
-    return PromptPart(
-        start=sequence.num_computed_tokens,
-        num_left=sequence.num_uncomputed_tokens,
-        has_logits=sequence.needs_prompt_rows,
-    )
 
 
 def _fit(sequence: Sequence, count: int, rows_budget: PromptRowsBudget) -> int:

@@ -198,12 +198,14 @@ class StepBound:
 class PromptPart:
     """The uncomputed tokens of a prompt: `num_left` from position `start`.
 
-    `has_logits`: each of them has a row of logits (prompt log probabilities).
+    `has_logits`: each of them has a row of logits (prompt log probabilities). `is_first`: it comes
+    before all prompts of which this is not said.
     """
 
     start: int
     num_left: int
     has_logits: bool = False
+    is_first: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -240,16 +242,19 @@ class PromptBudget:
 def share_among_prompts(parts: SequenceOf[PromptPart], budget: PromptBudget) -> list[int]:
     """Takes from `budget` for each prompt, oldest first; returns their numbers of tokens.
 
-    The prompt with the fewest tokens left gets up to half, so that a short prompt need not wait
-    for a long one; the oldest gets the rest, and what it leaves goes to the others in order.
+    Those that are first take what they can. Among them, and among the others, the prompt with the
+    fewest tokens left gets up to half, so that a short prompt need not wait for a long one; the
+    oldest gets the rest, and what it leaves goes to the others in order.
     """
     counts = [0] * len(parts)
-    if len(parts) > 1:
-        shortest = min(range(len(parts)), key=lambda index: parts[index].num_left)
-        if shortest:
-            counts[shortest] = budget.take(parts[shortest], 0.5)
-    for index, part in enumerate(parts):
-        taken = counts[index]
-        rest = replace(part, start=part.start + taken, num_left=part.num_left - taken)
-        counts[index] += budget.take(rest)
+    for is_first in (True, False):
+        group = [index for index, part in enumerate(parts) if part.is_first is is_first]
+        if len(group) > 1:
+            shortest = min(group, key=lambda index: parts[index].num_left)
+            if shortest != group[0]:
+                counts[shortest] = budget.take(parts[shortest], 0.5)
+        for index in group:
+            part, taken = parts[index], counts[index]
+            rest = replace(part, start=part.start + taken, num_left=part.num_left - taken)
+            counts[index] += budget.take(rest)
     return counts

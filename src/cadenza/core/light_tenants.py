@@ -1,0 +1,97 @@
+"""`LightTenants`: the tenants that ask for no more than their share, and who makes room for them.
+
+Owns the number of each tenant's open sequences, waiting or running. Knows no pages and no time.
+A tenant is *light* while others have open sequences, too, and its own fit its share of the rows by
+weight. Invariants: no sequence of a light tenant is a rival; with one tenant there are none.
+`FairShare` says whose turn it is, so that being light brings nobody more service.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from cadenza.config import EngineLimits
+from cadenza.core.sequence import Sequence
+from cadenza.tenant import Tenant
+
+MAX_DISPLACEMENTS = 2
+"""A sequence that was preempted as often is no rival; below `WHOLE_AFTER_PREEMPTIONS`, so that
+displacement alone never makes it wait for pages for complete outputs."""
+
+
+class LightTenants:
+    """Of one scheduler, with the rows and pages of `limits`."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self._limits = limits
+        self._num_open: Counter[str] = Counter()
+        self._weights: dict[str, float] = {}
+        self._total_weight = 0.0
+
+    def open(self, tenant: Tenant) -> None:
+        """One more sequence of the tenant is open."""
+        self._num_open[tenant.name] += 1
+        if self._weights.get(tenant.name) != tenant.weight:
+            self._weights[tenant.name] = tenant.weight
+            self._total_weight = sum(self._weights.values())
+
+    def close(self, tenant: Tenant) -> None:
+        """A sequence of the tenant has ended."""
+        name = tenant.name
+        self._num_open[name] -= 1
+        if not self._num_open[name]:
+            del self._num_open[name], self._weights[name]
+            self._total_weight = sum(self._weights.values())
+
+    def is_light(self, name: str) -> bool:
+        """Whether the tenant's open sequences fit its share of the rows, beside other tenants."""
+        if len(self._num_open) < 2 or name not in self._num_open:
+            return False
+        return self._num_open[name] <= self._share_of(name, self._limits.max_num_seqs)
+
+    def has_any(self, names: Iterable[str]) -> bool:
+        """Whether one of the tenants is light."""
+        return len(self._num_open) > 1 and any(map(self.is_light, names))
+
+    def rivals(
+        self, sequence: Sequence, running: list[Sequence], *, lacks_row: bool
+    ) -> list[Sequence]:
+        """Running sequences that a waiting one may displace, which lacks a row, or else pages.
+
+        They are of tenants that have more than their share of what it lacks. There are none unless
+        its tenant is light and, with the sequence, within its own share.
+        """
+        name = sequence.request.tenant.name
+        if not self.is_light(name):
+            return []
+        if lacks_row:
+            return self._above_share(running, lambda _: 1, self._limits.max_num_seqs)
+        held = sum(len(each.page_table) for each in running if each.request.tenant.name == name)
+        wanted = held + -(-sequence.num_tokens // self._limits.page_size)
+        num_pages = self._limits.num_pages
+        if wanted > self._share_of(name, num_pages):
+            return []
+        return self._above_share(running, lambda each: len(each.page_table), num_pages)
+
+    def check_invariants(self, sequences: list[Sequence]) -> None:
+        """Raises AssertionError if other sequences are open than were told."""
+        found = Counter(each.request.tenant.name for each in sequences)
+        assert found == self._num_open, f"{found} are open, counted {self._num_open}"
+
+    def _above_share(
+        self, running: list[Sequence], size_of: Callable[[Sequence], int], total: int
+    ) -> list[Sequence]:
+        sizes: Counter[str] = Counter()
+        for each in running:
+            sizes[each.request.tenant.name] += size_of(each)
+        above = {name for name, size in sizes.items() if size > self._share_of(name, total)}
+        return [
+            each
+            for each in running
+            if each.request.tenant.name in above
+            and not self.is_light(each.request.tenant.name)
+            and each.num_preemptions < MAX_DISPLACEMENTS
+        ]
+
+    def _share_of(self, name: str, total: int) -> float:
+        """Of `total` rows or pages, at least one."""
+        return max(1.0, total * self._weights[name] / self._total_weight)
