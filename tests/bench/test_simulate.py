@@ -162,6 +162,43 @@ def test_a_flood_delays_its_own_tenant_more_than_others() -> None:
     assert polite_ttft_s(alone) < polite_ttft_s(found)
 
 
+def slowdown(policy: SchedulingPolicy, num_polite: int, seed: int, **limits: int) -> float:
+    """How many times as long as alone the slowest first tokens of a tenant take while another one
+    sends 20 times as many requests, more than the server can answer."""
+    config = EngineConfig(max_num_queued_reqs=1 << 20, **limits)  # type: ignore[arg-type]
+    server = given_server((5.4, 0.25, 0.1, 0.00002), config)
+    options = TrafficOptions(num_tenants=2, request_rate=0.7, seed=seed)
+    alone = simulate(server, replace(options, flood=0.0, num_requests=num_polite), policy)
+    options = replace(options, flood=20.0, num_requests=21 * num_polite)
+    found = simulate(server, options, policy)
+    flood, polite = found.tenants
+    (own,) = alone.tenants
+    assert flood.ttft is not None
+    assert polite.ttft is not None
+    assert own.ttft is not None
+    assert flood.ttft.p50_s > 10 * polite.ttft.p99_s, "the server was not flooded"
+    return polite.ttft.p99_s / own.ttft.p99_s
+
+
+FEW_PAGES = {"num_pages": 300}
+
+
+@pytest.mark.parametrize("limits", [{}, FEW_PAGES], ids=["rows", "pages"])
+def test_a_flood_of_another_tenant_doubles_the_first_tokens_time_at_most(
+    limits: dict[str, int],
+) -> None:
+    assert slowdown("fcfs", 40, 0, **limits) <= 2.0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", ["fcfs", "shortest_first", "priority"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_flood_doubles_the_first_tokens_time_at_most_over_many_requests(
+    policy: SchedulingPolicy, seed: int
+) -> None:
+    assert slowdown(policy, 300, seed) <= 2.0
+
+
 @pytest.mark.parametrize("arrivals", ["poisson", "bursty"])
 def test_arrivals_are_in_order_at_their_rate(arrivals: str) -> None:
     options = replace(TRAFFIC, arrivals=arrivals, num_tenants=1, flood=1.0, num_requests=20_000)
