@@ -68,6 +68,17 @@ def test_a_tenant_is_light_while_its_sequences_fit_its_share_of_the_rows(
     assert light.is_light("few")
 
 
+def test_with_free_rows_a_tenant_is_light_while_it_has_no_more_than_its_part_of_what_is_open() -> (
+    None
+):
+    light = light_of([*sequences_of(MANY, 2), *sequences_of(FEW, 1)])
+    assert light.is_light("few")
+    assert not light.is_light("many")
+    light.open(FEW)
+    assert light.is_light("few")
+    assert light.is_light("many")
+
+
 def test_nobody_is_light_alone() -> None:
     light = light_of(sequences_of(MANY, 1))
     assert not light.is_light("many")

@@ -1,9 +1,10 @@
 """`LightTenants`: the tenants that ask for no more than their share, and who makes room for them.
 
 Owns the number of each tenant's open sequences, waiting or running. Knows no pages and no time.
-A tenant is *light* while others have open sequences, too, and its own fit its share of the rows by
-weight. Invariants: no sequence of a light tenant is a rival; with one tenant there are none.
-`FairShare` says whose turn it is, so that being light brings nobody more service.
+A tenant is *light* while others have open sequences, too, and its own fit its share, by weight, of
+the rows, or of all open sequences if these are fewer. Invariants: no sequence of a light tenant is
+a rival; with one tenant there are none. `FairShare` says whose turn it is, so that being light
+brings nobody more service.
 """
 
 from collections import Counter
@@ -24,12 +25,14 @@ class LightTenants:
     def __init__(self, limits: EngineLimits) -> None:
         self._limits = limits
         self._num_open: Counter[str] = Counter()
+        self._total_open = 0
         self._weights: dict[str, float] = {}
         self._total_weight = 0.0
 
     def open(self, tenant: Tenant) -> None:
         """One more sequence of the tenant is open."""
         self._num_open[tenant.name] += 1
+        self._total_open += 1
         if self._weights.get(tenant.name) != tenant.weight:
             self._weights[tenant.name] = tenant.weight
             self._total_weight = sum(self._weights.values())
@@ -38,15 +41,17 @@ class LightTenants:
         """A sequence of the tenant has ended."""
         name = tenant.name
         self._num_open[name] -= 1
+        self._total_open -= 1
         if not self._num_open[name]:
             del self._num_open[name], self._weights[name]
             self._total_weight = sum(self._weights.values())
 
     def is_light(self, name: str) -> bool:
-        """Whether the tenant's open sequences fit its share of the rows, beside other tenants."""
+        """Whether the tenant's open sequences fit its share of the rows in use, beside others."""
         if len(self._num_open) < 2 or name not in self._num_open:
             return False
-        return self._num_open[name] <= self._share_of(name, self._limits.max_num_seqs)
+        num_rows = min(self._limits.max_num_seqs, self._total_open)
+        return self._num_open[name] <= self._share_of(name, num_rows)
 
     def has_any(self, names: Iterable[str]) -> bool:
         """Whether one of the tenants is light."""
