@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import ExitStack
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -219,6 +220,25 @@ def test_tenants_have_buckets_and_places_of_their_own() -> None:
             pass
     with places.calling("one", 8, 0.0):
         pass
+
+
+def test_one_tenant_alone_may_fill_all_places() -> None:
+    tenants = tenants_of()
+    with ExitStack() as calls:
+        for _ in range(8):
+            calls.enter_context(tenants.calling("one", 8, 0.0))
+
+
+def test_the_last_places_are_kept_from_a_tenant_that_has_more_than_its_part() -> None:
+    tenants = tenants_of()
+    tenants.check_rates("other", 0, 0.0)
+    with ExitStack() as calls:
+        for _ in range(14):
+            calls.enter_context(tenants.calling("one", 16, 0.0))
+        with pytest.raises(ApiError, match="kept for others"), tenants.calling("one", 16, 0.0):
+            pass
+        for _ in range(2):
+            calls.enter_context(tenants.calling("other", 16, 0.0))
 
 
 def test_rates_over_http(script: tuple[int, ...], text: TextFrontend, tmp_path: Path) -> None:

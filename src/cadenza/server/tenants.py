@@ -24,6 +24,10 @@ MAX_FILE_BYTES = 1 << 20
 MAX_KEYS = 1000
 MINUTE_S = 60.0
 
+KEPT_SHARE = 0.125
+"""Of the places for open requests: kept from a tenant that has more than its part of all places,
+once several tenants have called, so that a flood refuses nobody else's calls."""
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
 _KEY = re.compile(r"[!-~]{8,}")
 _HASHED = re.compile(r"sha256:([0-9a-f]{64})")
@@ -228,12 +232,25 @@ class Tenants:
                 f"{most} of your requests are open, as many as the queue_share of your key allows; "
                 f"try again when some have finished"
             )
+        if self._is_crowding(use, num_places):
+            self._counts.reject("tenant_queue_full")
+            raise queue_full(
+                f"{use.num_calls} of your requests are open, and the places that are left are kept "
+                f"for others; try again when some have finished"
+            )
         self.check_rates(name, 0, now_s)
         use.num_calls += 1
         try:
             yield
         finally:
             use.num_calls -= 1
+
+    def _is_crowding(self, use: _Use, num_places: int) -> bool:
+        """Whether only kept places are left, and the tenant has more calls than its part."""
+        opened = [each.num_calls for each in self._uses.values() if each.num_calls]
+        num_left = num_places - sum(opened)
+        has_more = use.num_calls > num_places / max(2, len(opened))
+        return len(self._uses) > 1 and has_more and num_left <= KEPT_SHARE * num_places
 
     def take(self, name: str, num_prompt_tokens: int, now_s: float) -> None:
         """A call is served, with prompts that have passed `check_rates`."""
