@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.rope_config import RopeConfig, RopeRules, read_rope
+from cadenza.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,3 +44,15 @@ class Family:
     activation_key: str = "hidden_act"
     default_activation: str = "silu"
     ties_by_default: bool = False
+
+
+def refuse_other_code(raw: JsonObject, name: str, published: frozenset[str]) -> None:
+    """Raises CheckpointError if `auto_map` names code other than that `published` with the models
+    `name`, which is not needed and never run.
+    """
+    auto_map = raw.child("auto_map")
+    if auto_map is not None and not published.issuperset(map(str, auto_map.values.values())):
+        raise CheckpointError(
+            f"{raw.where}: auto_map names code other than {name}'s own; code from a checkpoint is "
+            f"never run; use a checkpoint that needs none"
+        )

@@ -6,7 +6,7 @@ Published files have an `auto_map` to the original code, which is not needed and
 
 from dataclasses import replace
 
-from cadenza.checkpoint.families.family import Family
+from cadenza.checkpoint.families.family import Family, refuse_other_code
 from cadenza.checkpoint.families.layer_types import read_window, window_of
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import LayerKind, ModelConfig
@@ -18,12 +18,7 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def _read(raw: JsonObject, model: ModelConfig) -> ModelConfig:
-    auto_map = raw.child("auto_map")
-    if auto_map is not None and not _PUBLISHED_CODE.issuperset(map(str, auto_map.values.values())):
-        raise CheckpointError(
-            f"{raw.where}: auto_map names code other than Phi-3's own; code from a checkpoint is "
-            f"never run; use a checkpoint that needs none"
-        )
+    refuse_other_code(raw, "Phi-3", _PUBLISHED_CODE)
     if not isinstance(model.rope.scaling, LongRopeScaling | None):
         raise CheckpointError(
             f"{raw.where}: the rope of models of type phi3 is either default or longrope; "
