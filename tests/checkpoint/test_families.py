@@ -6,6 +6,7 @@ follows is right is the fixtures' to show (`tests/xla/test_fixtures.py`).
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cadenza.checkpoint import (
     YarnRopeScaling,
     check_weights,
     declare,
+    format_model_config,
     named_shape,
     open_weights,
     parse_model_config,
@@ -203,6 +205,31 @@ def test_phi3s_published_code_is_ignored_and_other_code_is_refused():
             read("phi3", auto_map=other)
 
 
+def test_mimo_is_a_qwen2_whose_mtp_layers_are_no_part_of_the_decoder():
+    config = read("mimo", num_nextn_predict_layers=2)
+    assert config.num_mtp_layers == 2
+    assert read("mimo").num_mtp_layers == 0
+    assert declare(config) == declare(read("qwen2"))
+    assert parse_model_config(format_model_config(config)) == config
+
+
+def test_mimos_published_code_is_ignored_and_other_code_is_refused():
+    published = {"AutoConfig": "configuration_mimo.MiMoConfig"}
+    assert read("mimo", auto_map=published) == read("mimo")
+    with pytest.raises(CheckpointError, match="never run"):
+        read("mimo", auto_map={**published, "AutoModel": "modeling_phi3.Phi3ForCausalLM"})
+
+
+def test_tensors_of_mtp_layers_are_ignored_up_to_the_number_of_these_layers():
+    folder = FIXTURES / "mimo-untied-bias"
+    config, weights = named_shape(str(folder)), open_weights(folder)
+    assert any(name.startswith("model.mtp_layers.0.") for name in weights)
+    check_weights(config, weights)
+    with pytest.raises(CheckpointError, match="mtp_layers"):
+        check_weights(replace(config, num_mtp_layers=0), weights)
+    check_weights(config, weights.with_parts({name: [] for name in weights if "mtp_" in name}))
+
+
 def test_olmo2_norms_outputs_and_all_heads_together():
     shapes = {spec.name: spec.shape for spec in declare(read("olmo2"))}
     assert shapes["model.layers.0.self_attn.q_norm.weight"] == (24,)
@@ -256,7 +283,8 @@ def test_yarns_attention_factor_follows_from_the_file(rope: dict[str, Any], expe
     assert config.rope.attention_factor == pytest.approx(expected)
 
 
-USES_ITS_WINDOW_WHEN_TOLD = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
+USES_ITS_WINDOW_WHEN_TOLD = ("qwen2", "qwen3", "qwen3_moe", "smollm3", "mimo")
+HAS_BIASES_WHATEVER_IT_SAYS = "mimo"
 OF_ONE_FAMILY: dict[str, Any] = {
     "attention_bias": True,
     "mlp_bias": True,
@@ -305,6 +333,7 @@ def test_a_setting_of_another_family_is_refused_by_its_name(family: str, key: st
     if is_own or (key == "partial_rotary_factor" and FAMILIES[family].may_be_partly_rotated):
         needs_use = key == "sliding_window" and family in USES_ITS_WINDOW_WHEN_TOLD
         config = parse_model_config(values)
+        needs_use |= key == "attention_bias" and family == HAS_BIASES_WHATEVER_IT_SAYS
         if not needs_use and OF_ONE_FAMILY[key] not in (50.0, 30.0, 256):
             assert config != read(family)
         return

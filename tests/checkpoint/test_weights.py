@@ -212,11 +212,13 @@ def test_a_flag_that_calls_for_tensors_which_are_not_there_is_refused(
     without = replace(
         named_shape(name), has_attention_out_bias=False, has_mlp_bias=False, num_layers=2
     )
-    if without.family != "qwen2":
+    if without.family not in ("qwen2", "mimo"):
         without = replace(without, has_qkv_bias=False)
     write_random_checkpoint(without, tmp_path, seed=1, dtype=without.dtype)
     open_checkpoint(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, flag: True}))
+    if (without.family, flag) == ("mimo", "attention_bias"):  # as it is without the flag
+        return
     with pytest.raises(CheckpointError, match=rf"lack .*\.bias|{flag} is True"):
         open_checkpoint(tmp_path)

@@ -5,6 +5,7 @@ attention, experts one after another). Knows nothing of Cadenza. torch and trans
 inside the functions, so that tests that need neither can be collected without them.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,18 @@ import numpy.typing as npt
 Float32Array = npt.NDArray[np.float32]
 
 
+def load_config(folder: Path) -> Any:
+    """transformers' config of a folder. It has no MiMo, whose decoder is a Qwen2."""
+    from transformers import AutoConfig
+
+    values = json.loads((folder / "config.json").read_text())
+    if values["model_type"] != "mimo":
+        return AutoConfig.from_pretrained(folder)
+    own = ("model_type", "architectures", "auto_map")
+    shared = {key: value for key, value in values.items() if key not in own}
+    return AutoConfig.for_model("qwen2", **shared)
+
+
 def load_model(folder: Path, dtype: str = "float32") -> Any:
     """transformers' model of a folder, in evaluation mode, with its weights in `dtype`."""
     import torch
@@ -22,6 +35,7 @@ def load_model(folder: Path, dtype: str = "float32") -> Any:
 
     model = AutoModelForCausalLM.from_pretrained(
         folder,
+        config=load_config(folder),
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
         experts_implementation="eager",

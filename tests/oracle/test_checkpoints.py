@@ -14,7 +14,7 @@ from cadenza.checkpoint import (
     write_random_checkpoint,
 )
 from cadenza.checkpoint.random_checkpoint import shape_names
-from tests.oracle.hf import compute_logits, load_model
+from tests.oracle.hf import compute_logits, load_config, load_model
 
 pytestmark = pytest.mark.oracle
 
@@ -31,9 +31,7 @@ def random_folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def assert_configs_agree(folder: Path) -> None:
-    from transformers import AutoConfig
-
-    ours, theirs = open_checkpoint(folder).config, AutoConfig.from_pretrained(folder)
+    ours, theirs = open_checkpoint(folder).config, load_config(folder)
     assert ours.vocab_size == theirs.vocab_size
     assert ours.hidden_size == theirs.hidden_size
     assert ours.intermediate_size == theirs.intermediate_size

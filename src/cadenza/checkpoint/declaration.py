@@ -28,6 +28,9 @@ HEAD = "lm_head.weight"
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Rotary frequencies stored by old Llama checkpoints; ignored, because the config implies them."""
 
+_MTP_LAYER = re.compile(r"model\.mtp_layers\.(\d{1,4})\..+")
+"""Tensors of MTP layers, which are no part of the decoder."""
+
 _COMPARED_BYTES = 1 << 22
 
 
@@ -278,7 +281,7 @@ def count_parameters(config: ModelConfig) -> int:
 def check_weights(config: ModelConfig, weights: Weights) -> None:
     """Compares the stored tensors with the declaration.
 
-    A tied model may store its head as well, if it equals the embedding.
+    A tied model may store its head as well, if it equals the embedding. MTP layers may be there.
 
     Raises:
         CheckpointError: a tensor is missing, not part of the model, or of another shape or type.
@@ -290,7 +293,7 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
             f"the weights lack {_name_some(missing)}, which config.json requires; "
             f"fetch the checkpoint again or correct config.json"
         )
-    extra = [name for name in weights if name not in specs and not _IGNORED.fullmatch(name)]
+    extra = [name for name in weights if name not in specs and not _is_ignored(config, name)]
     if config.tie_word_embeddings and HEAD in extra:
         _check_tied_head(weights)
         extra.remove(HEAD)
@@ -301,6 +304,13 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
         )
     for spec in specs.values():
         _check_tensor(spec, weights)
+
+
+def _is_ignored(config: ModelConfig, name: str) -> bool:
+    layer = _MTP_LAYER.fullmatch(name)
+    if layer is not None:
+        return int(layer[1]) < config.num_mtp_layers
+    return _IGNORED.fullmatch(name) is not None
 
 
 def _check_tensor(spec: TensorSpec, weights: Weights) -> None:

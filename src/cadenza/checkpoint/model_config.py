@@ -83,6 +83,8 @@ class ModelConfig:
         logit_soft_cap: the same for logits, after the division by `logit_divisor`.
         embedding_scale: factor of the token embeddings.
         residual_scale: factor of the outputs of attention and MLP before the residual sum.
+        num_mtp_layers: layers that predict further tokens, stored beside the decoder's; they are no
+            part of its arithmetic.
         max_position_embeddings: longest context in tokens.
         dtype: data type of the stored weights.
     """
@@ -116,6 +118,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     tie_word_embeddings: bool = False
+    num_mtp_layers: int = 0
     max_position_embeddings: int
     dtype: WeightDType
     eos_token_ids: tuple[int, ...] = ()

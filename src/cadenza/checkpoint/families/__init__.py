@@ -9,6 +9,7 @@ from cadenza.checkpoint.families.family import Family
 from cadenza.checkpoint.families.gemma import GEMMA2, GEMMA3
 from cadenza.checkpoint.families.granite import GRANITE
 from cadenza.checkpoint.families.llama import LLAMA
+from cadenza.checkpoint.families.mimo import MIMO
 from cadenza.checkpoint.families.mistral import MINISTRAL, MISTRAL
 from cadenza.checkpoint.families.olmo2 import OLMO2
 from cadenza.checkpoint.families.phi3 import PHI3
@@ -32,6 +33,7 @@ FAMILIES: dict[str, Family] = {
         MIXTRAL,
         QWEN3_MOE,
         OLMOE,
+        MIMO,
     )
 }
 
