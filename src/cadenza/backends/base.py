@@ -74,6 +74,7 @@ class BackendTraits:
             `verify` plays prompts of more than two spans.
         verifies_drafts: whether its runners have the capability `drafts`.
         copies_pages: whether its runners can be `PageCopier`s.
+        keeps_hidden: whether its runners can keep and read hidden states (`RunnerSetup`).
     """
 
     name: str
@@ -94,6 +95,7 @@ class BackendTraits:
     attention_span: int = 512
     verifies_drafts: bool = True
     copies_pages: bool = False
+    keeps_hidden: bool = False
 
 
 class StepHandle(Protocol):
@@ -197,6 +199,12 @@ class RunnerSetup:
         cache_folder: where to cache compiled programs; None disables the cache.
         kv_of: a warm runner of the same model, perhaps with other weights, on whose KV and rows
             this one computes; it has no pages of its own. `limits` may have a smaller token budget.
+        keeps_hidden: it keeps the hidden state of each token, for `hidden_of`; only where
+            `BackendTraits.keeps_hidden`.
+        hidden_of: a warm runner with `keeps_hidden` and equal numbers of rows and pages, whose
+            hidden states this one reads; for a model with `ModelConfig.reads_hidden`, which shares
+            embedding and head. A step computes no sequence's first token, and a token that was
+            known when a step was packed from the hidden state kept for the one before it.
         copies_pages: it must be a `PageCopier`; only where `BackendTraits.copies_pages`.
     """
 
@@ -210,6 +218,8 @@ class RunnerSetup:
     fill: float = 0.0
     cache_folder: Path | None = None
     kv_of: "Runner | None" = None
+    keeps_hidden: bool = False
+    hidden_of: "Runner | None" = None
     copies_pages: bool = False
 
 

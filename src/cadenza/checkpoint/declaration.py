@@ -24,6 +24,8 @@ TensorKind = Literal["embedding", "head", "linear", "router", "norm", "bias"]
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+HIDDEN_NORM = "model.hidden_layernorm.weight"
+EMBEDDING_NORM = "model.token_layernorm.weight"
 
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Rotary frequencies stored by old Llama checkpoints; ignored, because the config implies them."""
@@ -139,6 +141,9 @@ class OperandSpec:
 def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
     """Every tensor of the model in order of use; a tied head is not listed."""
     specs = [declare_embedding(config)]
+    if config.reads_hidden:
+        specs += [_norm(name, config.hidden_size) for name in (HIDDEN_NORM, EMBEDDING_NORM)]
+        specs += declare_input_proj(config).tensors()
     for index in range(config.num_layers):
         specs += declare_layer(config, index).tensors()
     specs.append(_norm(FINAL_NORM, config.hidden_size))
@@ -173,6 +178,12 @@ def declare_head(config: ModelConfig) -> TensorSpec:
     """The weight of a head that is not tied."""
     shape = (config.vocab_size, config.hidden_size)
     return TensorSpec(name=HEAD, shape=shape, kind="head")
+
+
+def declare_input_proj(config: ModelConfig) -> LinearSpec:
+    """The linear of hidden states and embeddings, in this order: [E, 2 E]."""
+    embed = config.hidden_size
+    return LinearSpec(name="model.input_proj", num_out=embed, num_in=2 * embed)
 
 
 def declare_layer(config: ModelConfig, index: int) -> LayerSpec:

@@ -85,6 +85,8 @@ class ModelConfig:
         residual_scale: factor of the outputs of attention and MLP before the residual sum.
         num_mtp_layers: layers that predict further tokens, stored beside the decoder's; they are no
             part of its arithmetic.
+        reads_hidden: its first input is a linear of another model's hidden states and of the
+            embeddings, each of which is normed (`checkpoint.mtp_head`).
         max_position_embeddings: longest context in tokens.
         dtype: data type of the stored weights.
     """
@@ -119,6 +121,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     tie_word_embeddings: bool = False
     num_mtp_layers: int = 0
+    reads_hidden: bool = False
     max_position_embeddings: int
     dtype: WeightDType
     eos_token_ids: tuple[int, ...] = ()

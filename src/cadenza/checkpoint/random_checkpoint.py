@@ -23,6 +23,7 @@ from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, TensorSp
 from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WeightDType
 from cadenza.checkpoint.json_object import parse_json_object, read_json_object
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.mtp_head import declare_mtp_layers
 from cadenza.checkpoint.safetensors_writer import (
     DEFAULT_SHARD_BYTES,
     NewTensor,
@@ -115,7 +116,8 @@ def write_drawn_checkpoint(
             raise CheckpointError(
                 f"the folder {folder.name} is not empty; a random checkpoint needs a new one"
             )
-        parts = [_part(spec, config, source, dtype) for spec in declare(config)]
+        specs = (*declare(config), *declare_mtp_layers(config))
+        parts = [_part(spec, config, source, dtype) for spec in specs]
         write_shards(folder, parts, max_shard_bytes=max_shard_bytes)
         text = json.dumps(format_model_config(replace(config, dtype=dtype)), indent=2)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")

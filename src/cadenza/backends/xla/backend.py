@@ -58,6 +58,7 @@ class XlaBackend:
             quantizations=QUANTIZATIONS,
             kv_cache_dtypes=KV_CACHE_DTYPES,
             copies_pages=True,
+            keeps_hidden=True,
             arithmetics=("fast",) if is_reference else ("fast", "portable"),
             device_memory_bytes=None if stats is None else stats.get("bytes_limit"),
         )

@@ -48,14 +48,25 @@ class LayerWeights(NamedTuple):
     mlp_post_norm: Any | None  # [E]
 
 
+class HiddenInputWeights(NamedTuple):
+    """of_hidden(norm(hidden state)) + of_embedding(norm(embedding)): a head's first input."""
+
+    hidden_norm: Any  # [E]
+    embedding_norm: Any  # [E]
+    of_hidden: Linear  # [E, E]
+    of_embedding: Linear  # [E, E]
+
+
 class DecoderWeights(NamedTuple):
-    """`head` is None if it is tied to the embedding."""
+    """`head` is None if it is tied to the embedding; `inputs` are there if the model reads hidden
+    states."""
 
     embedding: Linear  # [V, E]
     layers: tuple[LayerWeights, ...]
     final_norm: Any  # [E]
     head: Linear | None  # [V, E]
     ropes: tuple[Any, ...]  # [positions, rotary_dim] of each of `ModelConfig.ropes`
+    inputs: HiddenInputWeights | None = None
 
 
 def run_decoder(
@@ -88,24 +99,97 @@ def run_layers(
 ) -> tuple[jax.Array, KVPool]:
     """The last hidden states [L, E] of the logit rows, as activations, and the pool with this
     step's KV."""
+    x = ops.embed(weights.embedding, step)  # [T, E]
+    return _run_stream(ops, model, weights, (x, pool), step)
+
+
+def run_reading_layers(
+    ops: OpTable,
+    model: ModelConfig,
+    weights: DecoderWeights,
+    inputs: tuple[jax.Array, KVPool],
+    step: StepArrays,
+) -> tuple[jax.Array, KVPool]:
+    """As `run_layers`, of a model that reads hidden states (`ModelConfig.reads_hidden`).
+
+    `inputs` are a hidden state [T, E], float32, for each token, and the pool.
+    """
+    own, count = weights.inputs, step.num_tokens
+    assert own is not None, "the model reads no hidden states"
+    hidden, pool = inputs
+    embedded = ops.rms_norm(ops.embed(weights.embedding, step), own.embedding_norm, count)
+    x = ops.project(
+        ops.rms_norm(hidden, own.hidden_norm, count), own.of_hidden, model.hidden_size, count
+    )
+    x = ops.linear(embedded, own.of_embedding, model.hidden_size, count, residual=x)
+    return _run_stream(ops, model, weights, (x, pool), step)
+
+
+def run_keeping_layers(
+    ops: OpTable,
+    model: ModelConfig,
+    weights: DecoderWeights,
+    pool: KVPool,
+    step: StepArrays,
+) -> tuple[jax.Array, KVPool, jax.Array]:
+    """As `run_layers`, with the last layer computed for all tokens, which changes no bit of a row;
+    and the hidden states of all tokens before the final norm, float32 [T, E]."""
+    x = ops.embed(weights.embedding, step)
+    attended, x, pool = _run_to_last(ops, model, weights, (x, pool), step)
+    x = _add_outputs(ops, weights.layers[-1], attended, (x, step.num_tokens))
+    rows = ops.take_logit_rows(x, step)
+    return ops.rms_norm(rows, weights.final_norm, step.num_logits), pool, x
+
+
+def _run_stream(
+    ops: OpTable,
+    model: ModelConfig,
+    weights: DecoderWeights,
+    inputs: tuple[jax.Array, KVPool],
+    step: StepArrays,
+) -> tuple[jax.Array, KVPool]:
+    """From the residual stream [T, E] and the pool to what `run_layers` gives."""
+    attended, x, pool = _run_to_last(ops, model, weights, inputs, step)
+    # The last layer's KV is written; after it only the logit rows are needed.
+    attended, x = (ops.take_logit_rows(each, step) for each in (attended, x))
+    x = _add_outputs(ops, weights.layers[-1], attended, (x, step.num_logits))
+    return ops.rms_norm(x, weights.final_norm, step.num_logits), pool
+
+
+def _run_to_last(
+    ops: OpTable,
+    model: ModelConfig,
+    weights: DecoderWeights,
+    inputs: tuple[jax.Array, KVPool],
+    step: StepArrays,
+) -> tuple[jax.Array, jax.Array, KVPool]:
+    """What the last layer's attention gives, [T, Hq D], the stream before it [T, E], and the pool
+    with this step's KV."""
+    x, pool = inputs
     count = step.num_tokens
     qkv_size = model.query_size + 2 * model.kv_size
-    x = ops.embed(weights.embedding, step)  # [T, E]
+    attended = None
     kinds = zip(weights.layers, model.layer_kinds, strict=True)
     for index, (layer, kind) in enumerate(kinds):
+        if attended is not None:
+            x = _add_outputs(ops, weights.layers[index - 1], attended, (x, count))
         rope = weights.ropes[model.ropes.index(model.rope_of(kind))]
         normed = _norm_input(ops, x, layer.attention_norm, count)
         qkv = ops.linear(normed, layer.qkv, qkv_size, count)
         factors = HeadFactors(layer.qk_norms, rope)
         place = AttendingLayer(index, kind.window)
         attended, pool = ops.rope_append_attend(qkv, pool, factors, step, place)
-        if index + 1 == model.num_layers:
-            # The last layer's KV is written; after it only the logit rows are needed.
-            attended, x = (ops.take_logit_rows(each, step) for each in (attended, x))
-            count = step.num_logits
-        x = _add_output(ops, attended, layer.attention_out, layer.attention_post_norm, (x, count))
-        x = _add_mlp(ops, layer, x, count)
-    return ops.rms_norm(x, weights.final_norm, count), pool
+    assert attended is not None, "a decoder has layers"
+    return attended, x, pool
+
+
+def _add_outputs(
+    ops: OpTable, layer: LayerWeights, attended: jax.Array, stream: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """Adds a layer's attention and its MLP to the stream; `stream` is (x, count)."""
+    count = stream[1]
+    x = _add_output(ops, attended, layer.attention_out, layer.attention_post_norm, stream)
+    return _add_mlp(ops, layer, x, count)
 
 
 def _add_mlp(ops: OpTable, layer: LayerWeights, x: jax.Array, count: jax.Array) -> jax.Array:

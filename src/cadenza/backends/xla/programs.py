@@ -7,6 +7,7 @@ device between steps.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,16 @@ from cadenza.backends.xla.decoder import (
     DecoderWeights,
     run_decoder,
     run_head,
+    run_keeping_layers,
     run_layers,
+    run_reading_layers,
+)
+from cadenza.backends.xla.hidden_states import (
+    as_head_step,
+    keep_newest,
+    keep_states,
+    new_states,
+    read_states,
 )
 from cadenza.backends.xla.ops.table import (
     COLUMN_TOKEN,
@@ -27,7 +37,7 @@ from cadenza.backends.xla.ops.table import (
     RuleArrays,
     StepArrays,
 )
-from cadenza.backends.xla.wire import unpack
+from cadenza.backends.xla.wire import are_last_sampled, unpack
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.core.step_schema import (
@@ -67,6 +77,8 @@ class DeviceState(NamedTuple):
     page_table: Any  # [R, P]
     rule_records: Any  # [L, W]
     token_history: Any  # [slots]
+    kept_hidden: Any = None  # [slots, E], of a runner that keeps hidden states
+    own_hidden: Any = None  # [R, E], of a runner that reads them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +91,7 @@ class ProgramShape:
     token_buckets: tuple[int, ...]
     fill: float
     copies_pages: bool = False
+    keeps_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +108,7 @@ class Programs:
     """The compiled programs; `step` maps a bucket (padded tokens) to its step.
 
     `begin` and `choose` are its two parts, for steps whose masks follow; none if the op table
-    cannot split a step.
+    cannot split a step, or the model reads hidden states.
     """
 
     step: dict[int, Compiled]
@@ -138,6 +151,73 @@ def begin_function(ops: OpTable, model: ModelConfig, shape: StepLayout) -> Calla
         return state._replace(pool=pool), hidden
 
     return begin
+
+
+def keeping_step_function(ops: OpTable, spec: DecoderSpec, shape: StepLayout) -> Callable[..., Any]:
+    """As `step_function`, of a runner that keeps the hidden states of all tokens."""
+
+    def step(
+        weights: DecoderWeights, state: DeviceState, wire: jax.Array
+    ) -> tuple[DeviceState, jax.Array, jax.Array]:
+        arrays, state = _enter_tokens(shape, wire, state)
+
+        def decode(table: OpTable) -> Any:
+            made = run_keeping_layers(table, spec.model, weights, state.pool, arrays)
+            return run_head(table, weights, made[0], arrays), *made
+
+        result, hidden, pool, stream = ops.compute(decode)
+        state = _keep_states(state._replace(pool=pool), arrays, stream, spec)
+        return _note_choices(state, arrays, result), result, hidden
+
+    return step
+
+
+def keeping_begin_function(
+    ops: OpTable, spec: DecoderSpec, shape: StepLayout
+) -> Callable[..., Any]:
+    """As `begin_function`, of a runner that keeps the hidden states of all tokens."""
+
+    def begin(
+        weights: DecoderWeights, state: DeviceState, wire: jax.Array
+    ) -> tuple[DeviceState, jax.Array]:
+        arrays, state = _enter_tokens(shape, wire, state)
+        hidden, pool, stream = ops.compute(
+            lambda table: run_keeping_layers(table, spec.model, weights, state.pool, arrays)
+        )
+        return _keep_states(state._replace(pool=pool), arrays, stream, spec), hidden
+
+    return begin
+
+
+def _keep_states(
+    state: DeviceState, arrays: StepArrays, stream: jax.Array, spec: DecoderSpec
+) -> DeviceState:
+    kept = keep_states(state.kept_hidden, stream, arrays.tokens.slots, spec.dtype)
+    return state._replace(kept_hidden=kept)
+
+
+def reading_step_function(ops: OpTable, spec: DecoderSpec, shape: StepLayout) -> Callable[..., Any]:
+    """As `step_function`, of a model that reads hidden states, which are a fourth argument: those
+    that another runner keeps. No token of the step may be the first of its sequence."""
+
+    def step(
+        weights: DecoderWeights, state: DeviceState, wire: jax.Array, kept: jax.Array
+    ) -> tuple[DeviceState, jax.Array, jax.Array]:
+        arrays, state = _enter_tokens(shape, wire, state)
+        arrays = as_head_step(arrays, spec.page_size)
+        is_drawn = are_last_sampled(shape, wire)
+        inputs = read_states(kept, state.own_hidden, arrays, is_drawn, spec.dtype)
+
+        def decode(table: OpTable) -> Any:
+            made = run_reading_layers(table, spec.model, weights, (inputs, state.pool), arrays)
+            return run_head(table, weights, made[0], arrays), *made
+
+        result, hidden, pool = ops.compute(decode)
+        own = keep_newest(state.own_hidden, hidden, arrays.logits, spec.dtype)
+        state = state._replace(pool=pool, own_hidden=own)
+        return _note_choices(state, arrays, result), result, hidden
+
+    return step
 
 
 def choose_function(ops: OpTable, shape: StepLayout) -> Callable[..., Any]:
@@ -229,7 +309,11 @@ def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
                     state.token_history, tokens, slots[1], 0
                 )
                 pool = ops.copy_slots(state.pool, *slots, size)
-                return state._replace(pool=pool, token_history=history)
+                kept = state.kept_hidden
+                if kept is not None:
+                    states = jax.lax.dynamic_slice_in_dim(kept, slots[0], size)
+                    kept = jax.lax.dynamic_update_slice_in_dim(kept, states, slots[1], 0)
+                return state._replace(pool=pool, token_history=history, kept_hidden=kept)
 
             return jax.lax.fori_loop(0, (num_tokens + size - 1) // size, copy_block, state)
 
@@ -238,9 +322,9 @@ def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
     return copy_pages
 
 
-def page_arrays(state: DeviceState) -> tuple[KVPool, Any]:
+def page_arrays(state: DeviceState) -> tuple[KVPool, Any, Any | None]:
     """What a page consists of: its part of each of these arrays, along the first axis."""
-    return state.pool, state.token_history
+    return state.pool, state.token_history, state.kept_hidden
 
 
 def read_function(num_pages: int) -> Callable[..., Any]:
@@ -274,8 +358,8 @@ def write_function(num_pages: int) -> Callable[..., DeviceState]:
                 changed = jax.lax.dynamic_update_slice_in_dim(by_page, part, pages[index], 0)
                 return changed.reshape(array.shape)
 
-            pool, history = jax.tree.map(write, page_arrays(state), parts)
-            return state._replace(pool=pool, token_history=history)
+            pool, history, kept = jax.tree.map(write, page_arrays(state), parts)
+            return state._replace(pool=pool, token_history=history, kept_hidden=kept)
 
         return jax.lax.fori_loop(0, count, write_page, state)
 
@@ -302,6 +386,10 @@ def state_function(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Call
     """The program () to a new `DeviceState` with every KV element set to `shape.fill`."""
 
     num_words = RuleLayout(spec.model.vocab_size).num_words
+    num_slots = shape.num_pages * spec.page_size
+
+    def states(count: int) -> jax.Array:
+        return new_states(count, spec.model.hidden_size, spec.dtype)
 
     def new_state() -> DeviceState:
         return DeviceState(
@@ -309,10 +397,36 @@ def state_function(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Call
             jnp.zeros(shape.num_rows, jnp.int32),
             jnp.zeros((shape.num_rows, shape.max_pages_per_seq), jnp.int32),
             jnp.zeros((shape.num_rows + NUM_EXTRA_LOGIT_ROWS, num_words), jnp.int32),
-            jnp.full(shape.num_pages * spec.page_size, -1, jnp.int32),
+            jnp.full(num_slots, -1, jnp.int32),
+            states(num_slots) if shape.keeps_hidden else None,
+            states(shape.num_rows) if spec.model.reads_hidden else None,
         )
 
     return new_state
+
+
+MakeFunction = Callable[[StepLayout], Callable[..., Any]]
+
+
+class StepFunctions(NamedTuple):
+    """What a runner's steps compile: the whole step, its first part if it can be split, and the
+    abstract hidden states of another runner that a step takes, if any."""
+
+    step: MakeFunction
+    begin: MakeFunction | None
+    kept: tuple[Any, ...] = ()
+
+
+def _step_functions(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> StepFunctions:
+    if spec.model.reads_hidden:
+        num_slots, width = shape.num_pages * spec.page_size, spec.model.hidden_size
+        kept = jax.eval_shape(lambda: new_states(num_slots, width, spec.dtype))
+        return StepFunctions(partial(reading_step_function, ops, spec), None, (kept,))
+    step, begin = partial(step_function, ops, spec.model), partial(begin_function, ops, spec.model)
+    if shape.keeps_hidden:
+        step = partial(keeping_step_function, ops, spec)
+        begin = partial(keeping_begin_function, ops, spec)
+    return StepFunctions(step, begin if ops.can_split_steps else None)
 
 
 def compile_programs(
@@ -333,6 +447,7 @@ def compile_programs(
     new_state = state_function(ops, spec, shape)
     state = abstract(jax.eval_shape(new_state))
     abstract_weights = abstract(weights)
+    functions = _step_functions(ops, spec, shape)
     steps: dict[int, Compiled] = {}
     begins: dict[int, Compiled] = {}
     chooses: dict[int, Compiled] = {}
@@ -345,10 +460,9 @@ def compile_programs(
     for bucket in shape.token_buckets:
         layout = StepLayout(bucket, shape.num_rows)
         wire = jax.ShapeDtypeStruct((layout.num_words,), jnp.int32, sharding=sharding)
-        steps[bucket], _ = compile_part(step_function(ops, spec.model, layout), wire)
-        if ops.can_split_steps:
-            begin = begin_function(ops, spec.model, layout)
-            begins[bucket], (_, hidden) = compile_part(begin, wire)
+        steps[bucket], _ = compile_part(functions.step(layout), wire, *abstract(functions.kept))
+        if functions.begin is not None:
+            begins[bucket], (_, hidden) = compile_part(functions.begin(layout), wire)
             chooses[bucket], _ = compile_part(choose_function(ops, layout), wire, hidden)
     updates = jax.ShapeDtypeStruct((PAGE_UPDATES, 3), jnp.int32, sharding=sharding)
     copies = jax.ShapeDtypeStruct((PAGE_COPIES, 3), jnp.int32, sharding=sharding)

@@ -44,7 +44,7 @@ from cadenza.backends.xla.programs import (
     ProgramShape,
     compile_programs,
 )
-from cadenza.backends.xla.weights import load_decoder
+from cadenza.backends.xla.weights import load_decoder, load_head
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.weights import Weights
 from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Quantization
@@ -127,6 +127,9 @@ class RunnerOptions:
         kv_cache_dtype: the type of KV; auto is `dtype`.
         arithmetic: portable has the same bits on every CPU.
         kv_of: the runner whose device state it uses; None gives it its own.
+        keeps_hidden: keeps the hidden state of each token for a runner that reads it.
+        hidden_of: the runner whose hidden states it reads, and whose embedding and head it shares,
+            if the model reads hidden states.
         make_ops: constructs the op table; None selects the default one (`device.find_ops`).
         fill: the initial value of KV slots (tests and `verify` use NaN).
         copies_pages: compiles what `read_pages` and `write_pages` need.
@@ -138,6 +141,8 @@ class RunnerOptions:
     kv_cache_dtype: KVCacheDType = "auto"
     arithmetic: Arithmetic = "fast"
     kv_of: "XlaRunner | None" = None
+    keeps_hidden: bool = False
+    hidden_of: "XlaRunner | None" = None
     make_ops: MakeOps | None = None
     fill: float = 0.0
     copies_pages: bool = False
@@ -177,12 +182,21 @@ class XlaRunner:
         self._buckets = self._ops.token_buckets(limits.max_num_batched_tokens)
         self._fill = options.fill
         self._copies_pages = options.copies_pages
-        loaded = load_decoder(self._ops, self._spec, weights, limits.max_model_len)
+        self._keeps_hidden = options.keeps_hidden
+        self._hidden_of = options.hidden_of
+        loaded = self._load(weights)
         self._weights: DecoderWeights | None = jax.device_put(loaded, self._device)
         self._programs: Programs | None = None
         self._owns_state = options.kv_of is None
         self._holder = StateHolder() if options.kv_of is None else options.kv_of.state_holder
         self._in_flight = InFlight(self)
+
+    def _load(self, weights: Weights) -> DecoderWeights:
+        parts = self._ops, self._spec, weights, self._limits.max_model_len
+        if not self._model.reads_hidden:
+            return load_decoder(*parts)
+        assert self._hidden_of is not None, "it reads the states of another runner"
+        return load_head(*parts, self._hidden_of.weights)
 
     @property
     def name(self) -> str:
@@ -190,9 +204,13 @@ class XlaRunner:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        if self._ops.can_split_steps:
+        if self._can_split_steps:
             return frozenset({"logprobs", "drafts", "late_masks"})
         return frozenset({"logprobs", "drafts"})
+
+    @property
+    def _can_split_steps(self) -> bool:
+        return self._ops.can_split_steps and not self._model.reads_hidden
 
     @property
     def vocab_size(self) -> int:
@@ -212,12 +230,27 @@ class XlaRunner:
         return self._holder
 
     @property
+    def kept_hidden(self) -> jax.Array:
+        """[slots, E]. Raises RunnerError if the state was lost."""
+        if self._state is None:
+            raise RunnerError("the device lost its state; call reset() first")
+        assert self._state.kept_hidden is not None, "the runner keeps hidden states"
+        return self._state.kept_hidden
+
+    @property
     def _state(self) -> DeviceState | None:
         return self._holder.state
 
     @_state.setter
     def _state(self, state: DeviceState | None) -> None:
         self._holder.state = state
+
+    @property
+    def weights(self) -> DecoderWeights:
+        """The loaded weights. Raises RunnerError after `close`."""
+        if self._weights is None:
+            raise RunnerError("the runner was closed; make a new one")
+        return self._weights
 
     @property
     def programs(self) -> Programs:
@@ -235,15 +268,14 @@ class XlaRunner:
             token_buckets=self._buckets,
             fill=self._fill,
             copies_pages=self._copies_pages,
+            keeps_hidden=self._keeps_hidden,
         )
-        if self._weights is None:
-            raise RunnerError("the runner was closed; make a new one")
-        self._programs = compile_programs(self._ops, self._spec, shape, self._weights, self._device)
+        self._programs = compile_programs(self._ops, self._spec, shape, self.weights, self._device)
         self.reset()
         for bucket in self._buckets:
             inputs = ModelInputs.empty(bucket=bucket, num_rows=self._limits.max_num_seqs)
             self.launch(inputs).result()
-            if self._ops.can_split_steps:
+            if self._can_split_steps:
                 late = self.launch(replace(inputs, masks_follow=True))
                 assert isinstance(late, XlaLateStepHandle)
                 late.choose(())
@@ -274,7 +306,9 @@ class XlaRunner:
             self._state, hidden = programs.begin[bucket](self._weights, state, inputs.words)
             return (hidden,)
         state = self._write_masks(programs, state, inputs.mask_updates)
-        self._state, result, hidden = programs.step[bucket](self._weights, state, inputs.words)
+        kept = () if self._hidden_of is None else (self._hidden_of.kept_hidden,)
+        step = programs.step[bucket]
+        self._state, result, hidden = step(self._weights, state, inputs.words, *kept)
         return self._sent(inputs, result, hidden)
 
     def _finish(self, key: int, inputs: ModelInputs, masks: Sequence[MaskUpdate]) -> None:
@@ -426,6 +460,7 @@ def load_with_ops(
 ) -> XlaRunner:
     """A runner that uses the op table of `make_ops`; `setup.ops` is ignored."""
     assert isinstance(setup.kv_of, XlaRunner | None), "KV is shared within one backend"
+    assert isinstance(setup.hidden_of, XlaRunner | None), "states are read within one backend"
     options = RunnerOptions(
         device=setup.device,
         dtype=setup.dtype,
@@ -433,6 +468,8 @@ def load_with_ops(
         kv_cache_dtype=setup.kv_cache_dtype,
         arithmetic=setup.arithmetic,
         kv_of=setup.kv_of,
+        keeps_hidden=setup.keeps_hidden,
+        hidden_of=setup.hidden_of,
         make_ops=make_ops,
         fill=setup.fill,
         copies_pages=setup.copies_pages,

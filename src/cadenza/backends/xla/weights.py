@@ -16,19 +16,23 @@ from cadenza.backends.xla.decoder import (
     DecoderWeights,
     ExpertMLPWeights,
     GatedMLPWeights,
+    HiddenInputWeights,
     LayerWeights,
 )
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear, OpTable
 from cadenza.checkpoint.declaration import (
     EMBEDDING,
+    EMBEDDING_NORM,
     FINAL_NORM,
     HEAD,
+    HIDDEN_NORM,
     ExpertMLPSpec,
     GatedMLPSpec,
     LinearSpec,
     TensorSpec,
     declare_embedding,
     declare_head,
+    declare_input_proj,
     declare_layer,
 )
 from cadenza.checkpoint.float8_weight import Float8Weight
@@ -45,16 +49,37 @@ def load_decoder(
 ) -> DecoderWeights:
     """Host arrays in the op table's layouts, ready for `jax.device_put`."""
     model = spec.model
-    source = _Source(ops, spec, weights)
     embedding, head = declare_embedding(model), declare_head(model)
-    return DecoderWeights(
+    return _load_rest(
+        _Source(ops, spec, weights),
+        max_model_len,
         embedding=ops.load_embedding(weights[EMBEDDING], spec.format_of(embedding)),
-        layers=tuple(_load_layers(source)),
-        final_norm=_norm(model, weights, FINAL_NORM),
         head=None
         if model.tie_word_embeddings
         else ops.load_linear([weights[HEAD]], [], spec.format_of(head)),
+    )
+
+
+def load_head(
+    ops: OpTable, spec: DecoderSpec, weights: Weights, max_model_len: int, target: DecoderWeights
+) -> DecoderWeights:
+    """As `load_decoder`, of a model that reads the hidden states of `target`, whose embedding and
+    head it shares."""
+    source = _Source(ops, spec, weights)
+    return _load_rest(source, max_model_len, embedding=target.embedding, head=target.head)
+
+
+def _load_rest(
+    source: "_Source", max_model_len: int, *, embedding: Linear, head: Linear | None
+) -> DecoderWeights:
+    model = source.spec.model
+    return DecoderWeights(
+        embedding=embedding,
+        layers=tuple(_load_layers(source)),
+        final_norm=_norm(model, source.weights, FINAL_NORM),
+        head=head,
         ropes=tuple(rope_factors(rope, max_model_len) for rope in model.ropes),
+        inputs=_load_inputs(source) if model.reads_hidden else None,
     )
 
 
@@ -84,6 +109,24 @@ class _Source:
                 f"linears are computed as one; use a checkpoint with desc_act false"
             )
         return parts
+
+
+def _load_inputs(source: _Source) -> HiddenInputWeights:
+    """The two halves of the input's linear apart: each has a norm of its own."""
+    model, weights = source.spec.model, source.weights
+    linear, embed = declare_input_proj(model), model.hidden_size
+    both, format = weights[linear.weight], source.format_of((linear,))
+
+    def half(start: int) -> Linear:
+        part = np.ascontiguousarray(both[:, start : start + embed])
+        return source.ops.load_linear([part], [], format)
+
+    return HiddenInputWeights(
+        hidden_norm=_norm(model, weights, HIDDEN_NORM),
+        embedding_norm=_norm(model, weights, EMBEDDING_NORM),
+        of_hidden=half(0),
+        of_embedding=half(embed),
+    )
 
 
 def _load_layers(source: _Source) -> Iterator[LayerWeights]:

@@ -36,5 +36,10 @@ def unpack(
     )
 
 
+def are_last_sampled(layout: StepLayout, words: jax.Array) -> jax.Array:
+    """Which of the step's tokens [T] were still on the device."""
+    return layout.split(words, _bits_as).tokens.ids == LAST_SAMPLED
+
+
 def _bits_as(words: jax.Array, dtype: np.dtype) -> jax.Array:
     return jax.lax.bitcast_convert_type(words, dtype)

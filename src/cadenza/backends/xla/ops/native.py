@@ -241,11 +241,14 @@ class NativeOps:
         scale = np.float32(self._model.residual_scale)
         return call(x, weight.weight, count, weight.bias, residual, scale=scale)
 
+    def project(self, x: jax.Array, weight: Linear, num_out: int, count: jax.Array) -> jax.Array:
+        call = self._call("linear", _array((len(x), num_out), jnp.float32))
+        return call(x, weight.weight, count, weight.bias, None, scale=np.float32(1.0))
+
     def linear_norm_add(
         self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
     ) -> jax.Array:
-        product = self._call("linear", _array(residual.shape, jnp.float32))
-        y = product(x, weight.weight, count, weight.bias, None, scale=np.float32(1.0))
+        y = self.project(x, weight, residual.shape[1], count)
         call = self._call("rms_norm_add", _array(residual.shape, jnp.float32), {3: 0})
         eps = np.float32(self._model.rms_norm_eps)
         return call(y, norm, count, residual, eps=eps)

@@ -210,6 +210,10 @@ class ReferenceOps:
             return y.astype(self._spec.dtype)
         return residual + y * np.float32(self._model.residual_scale)
 
+    def project(self, x: jax.Array, weight: Linear, num_out: int, count: jax.Array) -> jax.Array:
+        del num_out, count
+        return _matmul(x, weight)
+
     def linear_norm_add(
         self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
     ) -> jax.Array:

@@ -260,6 +260,10 @@ class OpTable(Protocol):
         """
         ...
 
+    def project(self, x: jax.Array, weight: Linear, num_out: int, count: jax.Array) -> jax.Array:
+        """x W, [·, K] to float32 [·, N]: a residual stream."""
+        ...
+
     def linear_norm_add(
         self, x: jax.Array, weight: Linear, norm: jax.Array, residual: jax.Array, count: jax.Array
     ) -> jax.Array:

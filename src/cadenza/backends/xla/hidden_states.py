@@ -1,0 +1,70 @@
+"""Hidden states between steps: those that a target's steps keep, and that a head's steps read.
+
+A runner that keeps them has one for each KV slot, [slots, E]: the residual stream of the token in
+the slot, before the final norm, in the type of the activations. A head (`ModelConfig.reads_hidden`)
+computes a token at position p from the hidden state of the token before it; in the head's own
+sequence, which has nothing for the first token, it is at position p - 1, whose slot is that of the
+hidden state. For a token that was drawn by the head and is still on the device, it takes its own
+output for the token before, of which it keeps the newest of each row, [R, E].
+
+bfloat16 is stored as uint16, since XLA updates bfloat16 by way of float32 on a CPU.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cadenza.backends.xla.ops.table import StepArrays
+from cadenza.core.step_schema import LogitInputs
+
+
+def new_states(count: int, width: int, dtype: Any) -> jax.Array:
+    """Zeros [count, width], as they are stored for activations of `dtype`."""
+    stored = jnp.uint16 if dtype == jnp.bfloat16 else dtype
+    return jnp.zeros((count, width), stored)
+
+
+def keep_states(stored: jax.Array, stream: jax.Array, slots: jax.Array, dtype: Any) -> jax.Array:
+    """`stored` with the stream [T, E] written to the slots [T]; negative ones are ignored."""
+    places = jnp.where(slots >= 0, slots, len(stored))
+    return stored.at[places].set(_to_stored(stream, dtype), mode="drop")
+
+
+def read_states(
+    stored: jax.Array, own: jax.Array, step: StepArrays, is_drawn: jax.Array, dtype: Any
+) -> jax.Array:
+    """Float32 [T, E] for the tokens of a head's step (`as_head_step`): those of their slots, and
+    for tokens that `is_drawn` [T] marks those of `own` [R, E].
+    """
+    of_target = stored[jnp.maximum(step.tokens.slots, 0)]
+    chosen = jnp.where(is_drawn[:, None], own[step.token_rows], of_target)
+    if dtype == jnp.bfloat16:
+        chosen = jax.lax.bitcast_convert_type(chosen, jnp.bfloat16)
+    return chosen.astype(jnp.float32)
+
+
+def keep_newest(
+    own: jax.Array, hidden: jax.Array, logits: LogitInputs[jax.Array], dtype: Any
+) -> jax.Array:
+    """`own` [R, E] with the last hidden states [L, E] of the logit rows, one for a row at most."""
+    rows = jnp.where(logits.token_indices >= 0, logits.rows, len(own))
+    return own.at[rows].set(_to_stored(hidden, dtype), mode="drop")
+
+
+def as_head_step(step: StepArrays, page_size: int) -> StepArrays:
+    """The step with its tokens at the positions and slots that they have in a head's sequence."""
+    positions = jnp.maximum(step.tokens.positions - 1, 0)
+    pages = step.page_table[step.token_rows, positions // page_size]
+    slots = jnp.where(step.tokens.slots >= 0, pages * page_size + positions % page_size, -1)
+    lengths = step.rows.kv_lens
+    return step._replace(
+        tokens=replace(step.tokens, positions=positions, slots=slots),
+        rows=replace(step.rows, kv_lens=jnp.maximum(lengths - 1, jnp.minimum(lengths, 1))),
+    )
+
+
+def _to_stored(states: jax.Array, dtype: Any) -> jax.Array:
+    cast = states.astype(dtype)
+    return jax.lax.bitcast_convert_type(cast, jnp.uint16) if dtype == jnp.bfloat16 else cast

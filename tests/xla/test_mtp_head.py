@@ -1,0 +1,236 @@
+"""An MTP layer over the hidden states that a target's steps keep, against its numpy definition.
+
+The target computes the fixture's tokens and keeps their hidden states; the head computes each token
+from the hidden state before it. Its log probabilities are held to `mtp_logits` of the fixture, and
+its drafts to `NumpyDecoder.mtp_drafts`, over both op tables. Unwritten KV is NaN.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from cadenza.backends.base import LateStepHandle
+from cadenza.backends.xla.device import MakeOps
+from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.ops.table import NUM_TOP
+from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.mtp_head import mtp_head_of
+from cadenza.config import EngineLimits
+from cadenza.core.sequence import PageCopy
+from cadenza.core.step_schema import StepOutput
+from tests.contract.steps import Draw, Geometry, Stream, build_inputs, run_step
+from tests.oracle.numpy_decoder import NumpyDecoder
+from tests.xla.harness import NAN
+
+FOLDER = Path(__file__).parent.parent / "fixtures" / "mimo-untied-bias"
+LIMITS = EngineLimits(
+    max_num_seqs=4,
+    max_num_batched_tokens=32,
+    max_model_len=112,
+    page_size=16,
+    num_pages=30,
+    max_num_queued_reqs=4,
+)
+GEOMETRY = Geometry(bucket=32, num_rows=4, page_size=16)
+PAGES, OTHER_PAGES = [9, 3, 4, 8, 1, 20, 21], [2, 5, 6, 7, 10, 11, 12]
+DRAW = Draw(num_logprobs=NUM_TOP)
+TOLERANCE = 1e-4
+
+with np.load(FOLDER / "expected.npz", allow_pickle=False) as _expected:
+    TOKEN_IDS: list[int] = _expected["token_ids"].tolist()
+    MTP_LOGITS: np.ndarray = _expected["mtp_logits"]
+
+
+@pytest.fixture(scope="module")
+def numpy_decoder() -> NumpyDecoder:
+    return NumpyDecoder.open(FOLDER)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((NativeOps, "float32"), id="native", marks=pytest.mark.native),
+        pytest.param((ReferenceOps, "float32"), id="reference"),
+    ],
+)
+def warm_pair(request: Any) -> Iterator[tuple[XlaRunner, XlaRunner]]:
+    pair = make_pair(*request.param)
+    yield pair
+    for runner in reversed(pair):
+        runner.close()
+
+
+def make_pair(make_ops: MakeOps, dtype: str) -> tuple[XlaRunner, XlaRunner]:
+    """A warm runner that keeps hidden states, and one of the head that reads them."""
+    checkpoint = open_checkpoint(FOLDER)
+    head = mtp_head_of(checkpoint)
+    options = RunnerOptions(dtype=dtype, make_ops=make_ops, fill=NAN, keeps_hidden=True)
+    target = XlaRunner(checkpoint.config, checkpoint.weights, LIMITS, options)
+    options = RunnerOptions(dtype=dtype, make_ops=make_ops, fill=NAN, hidden_of=target)
+    drafter = XlaRunner(head.config, head.weights, LIMITS, options)
+    target.warmup()
+    drafter.warmup()
+    return target, drafter
+
+
+@pytest.fixture
+def pair(warm_pair: tuple[XlaRunner, XlaRunner]) -> tuple[XlaRunner, XlaRunner]:
+    for runner in warm_pair:
+        runner.reset()
+    return warm_pair
+
+
+def compute_target(target: XlaRunner, token_ids: list[int], chunk: int, pages: list[int]) -> None:
+    stream = Stream(row=1, pages=pages)
+    for start in range(0, len(token_ids), chunk):
+        run_step(target, [stream.chunk(token_ids[start : start + chunk], samples=True)], GEOMETRY)
+
+
+def head_stream(row: int, pages: list[int]) -> Stream:
+    """A stream of the head, whose first token is the second one of the target's."""
+    return Stream(row=row, pages=pages, draw=DRAW, num_computed=1)
+
+
+def error_of(output: StepOutput, logits: np.ndarray) -> float:
+    """Of the best log probabilities, as a share of the range of the logits."""
+    exact = log_softmax(logits.astype(np.float64))
+    errors = np.abs(output.top_logprobs[0] - exact[output.top_ids[0]])
+    return float(errors.max() / np.ptp(logits))
+
+
+def head_errors(head: XlaRunner, chunk: int, logits: np.ndarray = MTP_LOGITS) -> list[float]:
+    """Errors at the end of each chunk, where the step samples."""
+    stream, errors = head_stream(2, PAGES), list[float]()
+    for start in range(1, len(TOKEN_IDS), chunk):
+        tokens = TOKEN_IDS[start : start + chunk]
+        output = run_step(head, [stream.chunk(tokens, samples=True)], GEOMETRY)
+        errors.append(error_of(output, logits[start + len(tokens) - 2]))
+    return errors
+
+
+@pytest.mark.parametrize(("of_target", "of_head"), [(32, 1), (7, 7), (1, 32)])
+def test_the_heads_log_probabilities_are_those_of_its_definition(
+    pair: tuple[XlaRunner, XlaRunner], of_target: int, of_head: int
+):
+    target, head = pair
+    compute_target(target, TOKEN_IDS, of_target, PAGES)
+    assert max(head_errors(head, of_head)) <= TOLERANCE
+
+
+def test_another_hidden_state_would_be_noticed(
+    pair: tuple[XlaRunner, XlaRunner], numpy_decoder: NumpyDecoder
+):
+    """That after the final norm, or that of the token itself, as far as it is known."""
+    target, head = pair
+    compute_target(target, TOKEN_IDS, 32, PAGES)
+    hidden = numpy_decoder.hidden_states(TOKEN_IDS)
+    normed = numpy_decoder._norm("model.norm", hidden)
+    for wrong in (normed[:-1], hidden[1:]):
+        logits = numpy_decoder._head(numpy_decoder.mtp_states(wrong, TOKEN_IDS[1:]))
+        assert max(head_errors(head, 32, logits)) > 10 * TOLERANCE
+        head.reset()
+
+
+def test_drafts_behind_the_first_follow_from_the_heads_own_output(
+    pair: tuple[XlaRunner, XlaRunner], numpy_decoder: NumpyDecoder
+):
+    """With the rows of other streams beside it, from which nothing follows."""
+    target, head = pair
+    known = TOKEN_IDS[:50]
+    compute_target(target, known[:-1], 32, PAGES)
+    other = TOKEN_IDS[40:71]
+    compute_target(target, other, 32, OTHER_PAGES)
+    stream, beside = head_stream(3, PAGES), head_stream(0, OTHER_PAGES)
+    run_step(head, [stream.chunk(known[1:30], samples=False)], GEOMETRY)
+    run_step(head, [beside.chunk(other[1:21], samples=True)], GEOMETRY)
+    drafts: list[int] = []
+    for count in (None, 2, 5):
+        chunk = stream.chunk(known[30:], samples=True) if count is None else stream.next_token()
+        neighbours = [] if count is None else [beside.chunk(other[21:][:count], samples=count > 2)]
+        output = run_step(head, [chunk, *neighbours], GEOMETRY)
+        drafts.append(int(output.token_ids[-1]))
+    assert drafts == numpy_decoder.mtp_drafts(known, 3)
+
+
+def test_hidden_states_are_copied_with_their_pages(pair: tuple[XlaRunner, XlaRunner]):
+    target, head = pair
+    compute_target(target, TOKEN_IDS[:30], 32, PAGES)
+    copied = Stream(row=2, pages=[PAGES[0], OTHER_PAGES[0]], num_computed=29)
+    copied.copies.append(PageCopy(PAGES[1], OTHER_PAGES[0], 14))
+    run_step(target, [copied.chunk(TOKEN_IDS[29:30], samples=True)], GEOMETRY)
+    stream = head_stream(2, copied.pages)
+    output = run_step(head, [stream.chunk(TOKEN_IDS[1:30], samples=True)], GEOMETRY)
+    assert error_of(output, MTP_LOGITS[28]) <= TOLERANCE
+
+
+@pytest.mark.native
+def test_hidden_states_are_kept_by_steps_whose_masks_follow():
+    target, head = make_pair(NativeOps, "float32")
+    assert "late_masks" in target.capabilities
+    assert "late_masks" not in head.capabilities
+    stream = Stream(row=1, pages=PAGES)
+    for start in range(0, len(TOKEN_IDS), 32):
+        chunk = stream.chunk(TOKEN_IDS[start : start + 32], samples=True)
+        handle = target.launch(replace(build_inputs([chunk], GEOMETRY), masks_follow=True))
+        assert isinstance(handle, LateStepHandle)
+        handle.choose(())
+        handle.result()
+    assert max(head_errors(head, 32)) <= TOLERANCE
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keeping_hidden_states_changes_no_bit_of_the_target(dtype: str):
+    checkpoint = open_checkpoint(FOLDER)
+    found: list[list[StepOutput]] = []
+    for keeps_hidden in (False, True):
+        options = RunnerOptions(
+            dtype=dtype, make_ops=NativeOps, fill=NAN, keeps_hidden=keeps_hidden
+        )
+        runner = XlaRunner(checkpoint.config, checkpoint.weights, LIMITS, options)
+        runner.warmup()
+        stream, outputs = Stream(row=1, pages=PAGES, draw=DRAW), list[StepOutput]()
+        for start, count in ((0, 32), (32, 9), (41, 1), (42, 20)):
+            chunk = stream.chunk(TOKEN_IDS[start : start + count], samples=True)
+            outputs.append(run_step(runner, [chunk], GEOMETRY))
+        found.append(outputs)
+    for plain, keeping in zip(*found, strict=True):
+        assert np.array_equal(plain.top_logprobs, keeping.top_logprobs)
+        assert np.array_equal(plain.token_ids, keeping.token_ids)
+
+
+@pytest.mark.native
+def test_a_head_in_bfloat16_is_close_to_the_definition():
+    """Its hidden states are stored in 16 bits."""
+    target, head = make_pair(NativeOps, "bfloat16")
+    assert target.kept_hidden.dtype == np.uint16
+    compute_target(target, TOKEN_IDS, 32, PAGES)
+    assert max(head_errors(head, 16)) < 0.01
+
+
+def stored_states(runner: XlaRunner, operations: str) -> list[str]:
+    """The lines of step programs that make all stored hidden states anew by such an operation."""
+    num_slots, width = LIMITS.num_pages * LIMITS.page_size, runner.hidden_size
+    pattern = re.compile(rf"= \w+\[{num_slots},{width}\]\S* ({operations})\(")
+    texts = [program.as_text() for program in runner.programs.step.values()]
+    return [line.strip() for text in texts for line in text.splitlines() if pattern.search(line)]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hidden_states_are_written_in_place(dtype: str):
+    target, head = make_pair(NativeOps, dtype)
+    for runner in (target, head):
+        assert stored_states(runner, "parameter")
+        assert not stored_states(runner, "copy|convert")
+    place = target.kept_hidden.unsafe_buffer_pointer()
+    compute_target(target, TOKEN_IDS, 32, PAGES)
+    assert target.kept_hidden.unsafe_buffer_pointer() == place
