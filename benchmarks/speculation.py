@@ -1,6 +1,7 @@
 """Tokens a second with drafts and without, in one engine, in alternating rounds.
 
-    python benchmarks/speculation.py [MODEL] [--method ngram|quantised|draft_model] [--draft MODEL]
+    python benchmarks/speculation.py [MODEL] [--method ngram|mtp|quantised|draft_model]
+        [--draft MODEL]
 
 Each round answers the same greedy requests with `speculative` unset and with `speculative: false`;
 the table has the medians, and the answers must be equal. Two tasks: a copying one, which repeats a

@@ -13,7 +13,10 @@ from typing import Any, Literal, cast, get_args
 
 from cadenza.errors import ConfigError, InvalidRequestError, show
 
-SpeculativeMethod = Literal["ngram", "draft_model", "quantised"]
+SpeculativeMethod = Literal["ngram", "draft_model", "quantised", "mtp"]
+_OLD_METHODS = {"mimo_mtp": "mtp"}
+"""Older names in vLLM of methods."""
+
 DraftQuantization = Literal["none", "int8", "int4"]
 
 Speculative = bool | int | None
@@ -38,7 +41,8 @@ class SpeculativeConfig:
     Args:
         method: "ngram": what followed a stream's newest tokens where they occurred before in it;
             "draft_model": tokens of another, smaller model of the same vocabulary; "quantised":
-            tokens of a copy of the model with coarser weights.
+            tokens of a copy of the model with coarser weights; "mtp": tokens of the model's own MTP
+            layer.
         num_speculative_tokens: drafts of a stream in a step, at most.
         model: the draft model, as models are named; only for "draft_model".
         quantization: how the draft model's weights are quantised while they are loaded; None is
@@ -91,7 +95,7 @@ class SpeculativeConfig:
         if chosen is None:
             default = "int4" if self.method == "quantised" else "none"
             object.__setattr__(self, "quantization", default)
-        elif chosen not in get_args(DraftQuantization) or self.method == "ngram":
+        elif chosen not in get_args(DraftQuantization) or self.method in ("ngram", "mtp"):
             raise ConfigError(
                 f"{_FLAG}: the quantization {show(chosen)} must be none, int8 or int4, and is that "
                 f"of a draft model"
@@ -104,7 +108,7 @@ class SpeculativeConfig:
 
     @property
     def has_model(self) -> bool:
-        """Whether drafts are a second model's."""
+        """Whether drafts are a second model's; an MTP layer is one."""
         return self.method != "ngram"
 
 
@@ -128,7 +132,10 @@ def parse_speculative_config(value: object) -> SpeculativeConfig:
         )
     if "method" not in options:
         raise ConfigError(f"{_FLAG} names no method; {_EXAMPLE}")
-    return SpeculativeConfig(**options)
+    method = options["method"]
+    old = _OLD_METHODS.get(method) if isinstance(method, str) else None
+    chosen: dict[str, Any] = {**options, "method": old or method}
+    return SpeculativeConfig(**chosen)
 
 
 def as_speculative(value: object) -> Speculative:

@@ -72,7 +72,9 @@ def make_pair(make_ops: MakeOps, dtype: str) -> tuple[XlaRunner, XlaRunner]:
     """A warm runner that keeps hidden states, and one of the head that reads them."""
     checkpoint = open_checkpoint(FOLDER)
     head = mtp_head_of(checkpoint)
-    options = RunnerOptions(dtype=dtype, make_ops=make_ops, fill=NAN, keeps_hidden=True)
+    options = RunnerOptions(
+        dtype=dtype, make_ops=make_ops, fill=NAN, keeps_hidden=True, copies_pages=True
+    )
     target = XlaRunner(checkpoint.config, checkpoint.weights, LIMITS, options)
     options = RunnerOptions(dtype=dtype, make_ops=make_ops, fill=NAN, hidden_of=target)
     drafter = XlaRunner(head.config, head.weights, LIMITS, options)
@@ -184,6 +186,17 @@ def test_hidden_states_are_kept_by_steps_whose_masks_follow():
         handle.choose(())
         handle.result()
     assert max(head_errors(head, 32)) <= TOLERANCE
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pages_that_were_copied_to_the_host_have_their_hidden_states(dtype: str):
+    target, head = make_pair(NativeOps, dtype)
+    compute_target(target, TOKEN_IDS, 32, PAGES)
+    contents = target.read_pages(PAGES)
+    target.reset()
+    target.write_pages(PAGES, contents)
+    assert max(head_errors(head, 32)) <= (TOLERANCE if dtype == "float32" else 0.01)
 
 
 @pytest.mark.native

@@ -74,7 +74,8 @@ class BackendTraits:
             `verify` plays prompts of more than two spans.
         verifies_drafts: whether its runners have the capability `drafts`.
         copies_pages: whether its runners can be `PageCopier`s.
-        keeps_hidden: whether its runners can keep and read hidden states (`RunnerSetup`).
+        keeps_hidden: whether its runners can keep and read hidden states (`RunnerSetup`), with the
+            bits of runners that do not.
     """
 
     name: str

@@ -47,12 +47,16 @@ class DraftModel:
     Args:
         limits: those of its runner: the target's, but for the context and the token budget.
         shares_kv: it computes on the target's own KV, in which its tokens are written over.
+        reads_hidden: it computes a token from the hidden state that the target's runner kept for
+            the token before it, and a token that it drew itself from its own output. So it has
+            nothing for the first token, and tokens of accepted drafts are computed again.
         cost: of its steps; None to draft whatever they cost.
     """
 
     runner: Runner
     limits: EngineLimits
     shares_kv: bool
+    reads_hidden: bool = False
     cost: StepCost | None = None
 
 
@@ -131,6 +135,10 @@ class ModelDrafter:
         return number >= self._rests_until and self._num_failures < MAX_FAILURES
 
     def propose(self, wishes: SequenceOf[DraftWish], step: DraftStep) -> Drafts:
+        first = self._first_position
+        wishes = [wish for wish in wishes if len(wish.sequence.token_ids) > first]
+        if not wishes:
+            return {}
         rows = [self._row_of(wish) for wish in wishes if self._has_room(wish)]
         catch_up = self._plan(rows, step)
         rows = [row for row in rows if row.count]
@@ -149,15 +157,23 @@ class ModelDrafter:
         """Whether the second model's context holds the sequence and a draft."""
         return len(wish.sequence.token_ids) < self._model.limits.max_model_len
 
+    @property
+    def _first_position(self) -> int:
+        """Of the tokens that the second model computes; a hidden state is of the token before."""
+        return int(self._model.reads_hidden)
+
     def _row_of(self, wish: DraftWish) -> _Row:
         sequence, most = wish
         progress = self._progress_of(sequence)
         num_tokens = len(sequence.token_ids)
         most = min(most, self._model.limits.max_model_len - num_tokens)
         progress.num_computed = progress.num_right(sequence.token_ids)
-        start = num_tokens - 1 if self._model.shares_kv else progress.num_computed
+        start = max(progress.num_computed, self._first_position)
+        if self._model.shares_kv:
+            start = num_tokens - 1
         row = _Row(sequence, progress, start, most)
-        progress.num_known, progress.drafts = num_tokens, row.drafts
+        progress.num_known = num_tokens
+        progress.drafts = [] if self._model.reads_hidden else row.drafts
         return row
 
     def _progress_of(self, sequence: Sequence) -> _Progress:

@@ -24,7 +24,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
 from cadenza.errors import CheckpointError, ConfigError, show
-from cadenza.loading.draft import load_draft, plan_copy, plan_draft_model
+from cadenza.loading.draft import load_draft, plan_copy, plan_draft_model, plan_mtp_head
 from cadenza.loading.memory import available_memory_bytes
 from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import DraftPlan, EnginePlan, make_plan
@@ -137,6 +137,8 @@ def _plan_draft(
         return None
     if speculation.method == "quantised":
         return plan_copy(checkpoint, config, traits)
+    if speculation.method == "mtp":
+        return plan_mtp_head(checkpoint, config, traits)
     try:
         draft = find_checkpoint(speculation.model)
     except CheckpointError as error:
@@ -362,6 +364,7 @@ def make_setup(plan: EnginePlan, config: EngineConfig, *, fill: float = 0.0) -> 
         fill=fill,
         cache_folder=cache_folder(),
         copies_pages=config.prefix_cache_disk is not None,
+        keeps_hidden=plan.keeps_hidden,
     )
 
 

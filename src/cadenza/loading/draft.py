@@ -9,10 +9,14 @@ from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
-from cadenza.checkpoint import Checkpoint
+from cadenza.checkpoint import Checkpoint, declare
+from cadenza.checkpoint.declaration import EMBEDDING, HEAD
+from cadenza.checkpoint.dtypes import item_bytes
+from cadenza.checkpoint.mtp_head import mtp_head_of
+from cadenza.checkpoint.tensor_formats import stored_bytes
 from cadenza.config import EngineConfig
 from cadenza.engine.model_drafter import DraftModel
-from cadenza.errors import ConfigError
+from cadenza.errors import CheckpointError, ConfigError
 from cadenza.loading.plan import (
     DraftPlan,
     EnginePlan,
@@ -63,6 +67,39 @@ def plan_draft_model(
     return _plan(draft, config, traits, name=f"the model {name}", shares_kv=False)
 
 
+def plan_mtp_head(checkpoint: Checkpoint, config: EngineConfig, traits: BackendTraits) -> DraftPlan:
+    """The plan of the model's own MTP layer.
+
+    Raises:
+        CheckpointError: it has none.
+        ConfigError: the backend keeps no hidden states.
+    """
+    if not traits.keeps_hidden:
+        raise ConfigError(
+            f"{_FLAG}: the method mtp needs hidden states, which {traits.name} with {traits.ops} "
+            f"ops does not keep; choose another method"
+        )
+    try:
+        head = mtp_head_of(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"the method mtp of {_FLAG}: {error}") from error
+    own = [spec for spec in declare(head.config) if spec.name not in (EMBEDDING, HEAD)]
+    dtype = choose_dtype(config, head, traits)
+    model = head.config
+    return DraftPlan(
+        name="its MTP layer",
+        checkpoint=head,
+        dtype=dtype,
+        quantization=config.quantization,
+        context=head.outline.max_position_embeddings,
+        shares_kv=False,
+        reads_hidden=True,
+        weight_bytes=stored_bytes(own, dtype, config.quantization),
+        kv_bytes_per_token=model.kv_bytes_per_token(dtype, config.kv_cache_dtype)
+        + model.hidden_size * item_bytes(dtype),
+    )
+
+
 def load_draft(
     runner: Runner,
     plan: EnginePlan,
@@ -88,9 +125,15 @@ def load_draft(
         arithmetic=config.arithmetic,
         fill=fill,
         kv_of=runner if draft.shares_kv else None,
+        hidden_of=runner if draft.reads_hidden else None,
     )
     own = find_backend(config.backend, backends).load_runner(draft.checkpoint, setup)
-    return DraftModel(runner=own, limits=plan.draft_limits, shares_kv=draft.shares_kv)
+    return DraftModel(
+        runner=own,
+        limits=plan.draft_limits,
+        shares_kv=draft.shares_kv,
+        reads_hidden=draft.reads_hidden,
+    )
 
 
 def _plan(

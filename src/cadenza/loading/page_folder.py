@@ -50,6 +50,7 @@ def open_page_folder(
         plan.kv_name,
         str(plan.limits.page_size),
         str(plan.limits.max_model_len),  # LongRoPE's factors follow it
+        *(("hidden states",) if plan.keeps_hidden else ()),  # pages have them, too
     )
     framed = "".join(f"{len(part)}:{part}" for part in parts)
     fingerprint = hashlib.sha256(framed.encode()).hexdigest()

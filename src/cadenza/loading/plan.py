@@ -41,7 +41,8 @@ class DraftPlan:
         name: for people.
         context: tokens of a stream, at most.
         shares_kv: it computes on the KV of the model that it drafts for.
-        kv_bytes_per_token: 0 if it has none of its own.
+        reads_hidden: it reads the hidden states of that model, and shares its embedding and head.
+        kv_bytes_per_token: with the hidden states that are kept for it; 0 if it has no KV.
     """
 
     name: str
@@ -50,6 +51,7 @@ class DraftPlan:
     quantization: Quantization
     context: int
     shares_kv: bool
+    reads_hidden: bool = False
     weight_bytes: int
     kv_bytes_per_token: int
 
@@ -89,6 +91,11 @@ class EnginePlan:
             return 0
         num_slots = self.limits.num_pages * self.limits.page_size
         return self.draft.weight_bytes + num_slots * self.draft.kv_bytes_per_token
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether the model's runner keeps hidden states, for the one that drafts."""
+        return self.draft is not None and self.draft.reads_hidden
 
     @property
     def kv_bytes(self) -> int:
