@@ -77,6 +77,21 @@ def test_every_engine_flag_shows_in_the_plan(
     assert ran.objects[0][section][key] == value
 
 
+def test_the_folder_of_stored_prefixes_is_told_with_its_bound_and_is_not_made(
+    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+):
+    folder = tmp_path / "pages"
+    told = cadenza("info", model, "--json", "--prefix-cache-disk", folder).objects[0]
+    assert told["stored_prefixes"] == {
+        "prefix_cache_disk": str(folder),
+        "prefix_cache_disk_bytes": 8 << 30,
+    }
+    bounded = ("--prefix-cache-disk", folder, "--prefix-cache-disk-bytes", 1 << 30)
+    assert "1.0 GiB" in cadenza("info", model, *bounded).out
+    assert not folder.exists()
+    assert "stored_prefixes" not in cadenza("info", model, "--json").objects[0]
+
+
 def test_a_model_without_tokenizer_is_described_too(cadenza: Callable[..., Ran], bare_model: Path):
     ran = cadenza("info", "--model", bare_model)
     assert "tokenizer                 –" in ran.out

@@ -152,7 +152,22 @@ def describe(
             "prefix_cache_share": limits.prefix_cache_memory_share,
             "seed": config.seed,
         },
+        **_page_folder(config),
         **_speculation(plan, config),
+    }
+
+
+def _page_folder(config: EngineConfig) -> Facts:
+    """The folder of stored prefixes, where the options name one, and the bytes that it may take."""
+    if config.prefix_cache_disk is None:
+        return {}
+    from cadenza.loading.page_folder import max_folder_bytes
+
+    return {
+        "stored_prefixes": {
+            "prefix_cache_disk": config.prefix_cache_disk,
+            "prefix_cache_disk_bytes": max_folder_bytes(config),
+        }
     }
 
 

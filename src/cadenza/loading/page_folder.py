@@ -54,8 +54,12 @@ def open_page_folder(
     )
     framed = "".join(f"{len(part)}:{part}" for part in parts)
     fingerprint = hashlib.sha256(framed.encode()).hexdigest()
-    max_bytes = config.prefix_cache_disk_bytes or DEFAULT_BYTES
-    return PageFolder(Path(config.prefix_cache_disk), fingerprint, max_bytes)
+    return PageFolder(Path(config.prefix_cache_disk), fingerprint, max_folder_bytes(config))
+
+
+def max_folder_bytes(config: EngineConfig) -> int:
+    """The most that the folder's pages may take."""
+    return config.prefix_cache_disk_bytes or DEFAULT_BYTES
 
 
 def _describe_machine(limits: EngineLimits) -> tuple[str, ...]:
