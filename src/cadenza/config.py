@@ -205,8 +205,8 @@ _RANGES: Mapping[str, tuple[int, int]] = {
 """Integer options with their inclusive bounds."""
 
 _OPTIONAL = frozenset(
-    "max_model_len max_num_batched_tokens kv_cache_memory_bytes num_pages max_num_queued_reqs "
-    "max_num_queued_tokens prefix_cache_disk_bytes".split()
+    "max_model_len max_num_batched_tokens kv_cache_memory_bytes num_pages "
+    "max_num_queued_reqs max_num_queued_tokens prefix_cache_disk_bytes".split()
 )
 """Integer options that may be None."""
 
@@ -255,7 +255,7 @@ class EngineLimits:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below "
                 f"--max-num-seqs {self.max_num_seqs}: a full batch could not advance each row; "
-                f"raise the first or lower the second"
+                f"set --max-num-seqs {self.max_num_batched_tokens}, or raise the first"
             )
 
     @property

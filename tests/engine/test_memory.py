@@ -1,10 +1,11 @@
 """Free memory as the system and its control groups tell it, in a made-up system."""
 
+import resource
 from pathlib import Path
 
 import pytest
 
-from cadenza.loading.memory import available_memory_bytes
+from cadenza.loading.memory import HostMemory, available_memory_bytes
 
 GIB = 1 << 30
 
@@ -63,3 +64,27 @@ def test_the_older_control_groups_are_read_too(tmp_path: Path):
 def test_what_cannot_be_read_limits_nothing(tmp_path: Path, content: str):
     files = {"proc/self/cgroup": content, **group("a", "", 0)}
     assert available_memory_bytes(system(tmp_path, files)) == 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("which", "used"), [(resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")]
+)
+def test_the_limits_of_the_process_are_honoured(tmp_path: Path, which: int, used: str):
+    """And what is reserved without being touched is left."""
+
+    def left(limit: int) -> int:
+        def get_limit(asked: int) -> tuple[int, int]:
+            return (limit if asked == which else resource.RLIM_INFINITY), resource.RLIM_INFINITY
+
+        return available_memory_bytes(root, get_limit)
+
+    root = system(tmp_path, {"proc/self/status": f"{used}:\t 1048576 kB\nRssAnon:\t 3 kB\n"})
+    assert left(1 << 50) == left(resource.RLIM_INFINITY) == 8 * GIB
+    assert 0 < left(6 * GIB) < 5 * GIB
+    assert left(6 * GIB) - left(5 * GIB) == GIB
+    assert left(GIB) == 0
+
+
+def test_a_process_holds_what_its_status_tells(tmp_path: Path):
+    assert HostMemory(tmp_path).held_bytes == 0
+    assert HostMemory(system(tmp_path, {"proc/self/status": "RssAnon: 3 kB\n"})).held_bytes == 3072

@@ -1,9 +1,12 @@
 """`make_plan`: options, a checkpoint and the memory become numbers, or an error with both."""
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import open_checkpoint
@@ -51,10 +54,12 @@ def test_a_token_budget_that_was_asked_for_is_kept_and_refused_below_the_rows():
 
 
 def test_the_pool_takes_half_of_what_is_left_beside_the_weights_at_most():
-    tight = plan(64 << 20, max_num_seqs=64)
-    left = tight.available_bytes - tight.weight_bytes
-    page_bytes = tight.kv_bytes_per_token * tight.limits.page_size
-    assert left // 2 - page_bytes < tight.kv_bytes <= left // 2
+    tight = plan(256 << 20, max_num_seqs=64)
+    slots = tight.limits.num_pages * tight.limits.page_size
+    pool_bytes = tight.kv_bytes + slots * tight.footprint.slot_bytes
+    left = tight.available_bytes - tight.planned_bytes + pool_bytes
+    page_bytes = tight.limits.page_size * (tight.kv_bytes_per_token + tight.footprint.slot_bytes)
+    assert left // 2 - page_bytes < pool_bytes <= left // 2
     roomy = plan(max_num_seqs=2, max_model_len=64)
     assert roomy.limits.num_pages == 2 * 64 // roomy.limits.page_size
 
@@ -130,11 +135,15 @@ def test_a_quantization_that_the_backend_lacks_is_refused():
 
 def test_kv_in_int8_is_planned_with_a_scale_for_each_key_and_value():
     model = open_checkpoint(None).config
-    found, wide = plan(64 << 20, kv_cache_dtype="int8"), plan(64 << 20)
+    found, wide = (
+        plan(GIB // 4, max_num_seqs=64, kv_cache_dtype=each) for each in ("int8", "auto")
+    )
     sides = 2 * model.num_layers * model.num_kv_heads
     assert found.kv_bytes_per_token == sides * (model.head_dim + 4)
     assert wide.kv_bytes_per_token == sides * model.head_dim * 2
-    assert found.limits.num_pages / wide.limits.num_pages == pytest.approx(128 / 68, abs=1e-2)
+    beside = found.footprint.slot_bytes
+    more = (wide.kv_bytes_per_token + beside) / (found.kv_bytes_per_token + beside)
+    assert found.limits.num_pages / wide.limits.num_pages == pytest.approx(more, abs=1e-2)
     assert " MB of int8 KV cache, " in found.summary
     assert " MB of bfloat16 KV cache, " in wide.summary
 
@@ -164,19 +173,111 @@ def test_streams_go_on_only_with_the_same_types_of_weights_and_kv(changed: dict[
     assert same.arithmetic != other.arithmetic
 
 
-def test_what_does_not_fit_is_refused_with_both_numbers():
+def test_what_does_not_fit_is_refused_with_both_numbers_and_what_to_set():
     weights = plan().weight_bytes
-    with pytest.raises(ConfigError, match=rf"need {weights} bytes .* but {weights} are"):
+    with pytest.raises(ConfigError, match=rf"need {weights} bytes .* but {weights} are .*; free"):
         plan(weights)
-    with pytest.raises(ConfigError, match=r"--num-pages 65536 needs \d+ bytes, but .* leave \d+"):
-        plan(weights + (1 << 20), num_pages=1 << 16)
+    beside = plan().planned_bytes - plan().kv_bytes
+    said = r"--num-pages 65536 needs \d+ bytes, but .* leave \d+; set --num-pages (\d+)$"
+    with pytest.raises(ConfigError, match=said) as refused:
+        plan(beside + (1 << 20), num_pages=1 << 16)
+    (most,) = map(int, re.findall(said, str(refused.value)))
+    assert plan(beside + (1 << 20), num_pages=most).limits.num_pages == most
+    with pytest.raises(ConfigError, match=f"set --num-pages {most}"):
+        plan(beside + (1 << 20), num_pages=most + 1)
 
 
-def test_a_token_budget_whose_steps_do_not_fit_is_refused_with_both_numbers():
-    said = r"--max-num-batched-tokens 16777216 needs \d+ bytes for a step, but .* leave \d+"
-    with pytest.raises(ConfigError, match=said):
-        plan(max_num_batched_tokens=1 << 24)
+def test_a_token_budget_whose_steps_do_not_fit_is_refused_with_the_largest_that_does():
+    said = r"--max-num-batched-tokens 16777216 needs \d+ .*; set --max-num-batched-tokens (\d+)$"
+    with pytest.raises(ConfigError, match=said) as refused:
+        plan(max_num_batched_tokens=1 << 24, max_num_seqs=1)
+    (most,) = map(int, re.findall(said, str(refused.value)))
+    assert plan(max_num_batched_tokens=most, max_num_seqs=1)
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
+        plan(max_num_batched_tokens=most + 1, max_num_seqs=1)
     assert plan(max_num_batched_tokens=4096).limits.max_num_batched_tokens == 4096
+
+
+def test_weights_that_fit_only_quantised_are_refused_with_how():
+    needed = plan().weight_bytes
+    wide = make_plan(EngineConfig(dtype="float32"), open_checkpoint(None), TRAITS, GIB)
+    assert wide.weight_bytes == 2 * needed
+    small = EngineConfig(dtype="float32", max_num_seqs=1, max_model_len=16)
+    for available in range(60 << 20, 100 << 20, 1 << 20):
+        try:
+            make_plan(small, open_checkpoint(None), TRAITS, available)
+        except ConfigError as error:
+            if "set --quantization int8" in str(error):
+                assert make_plan(
+                    replace(small, quantization="int8"), open_checkpoint(None), TRAITS, available
+                )
+                return
+    pytest.fail("nothing was said of quantising")
+
+
+SIZES = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_num_seqs": st.integers(1, 1024),
+        "max_num_batched_tokens": st.integers(1, 1 << 16),
+        "max_model_len": st.integers(1, 4096),
+        "page_size": st.sampled_from([16, 32, 128]),
+        "kv_layout": st.sampled_from(["paged", "dense"]),
+        "num_pages": st.integers(1, 1 << 14),
+        "kv_cache_memory_bytes": st.integers(1, 1 << 32),
+        "scheduler_headroom_gb": st.floats(0.0, 4.0),
+        "dtype": st.sampled_from(["float32", "bfloat16"]),
+        "kv_cache_dtype": st.sampled_from(["auto", "int8"]),
+    },
+)
+NUM_ADVICE = 12
+"""More than the flags that can be too large."""
+
+
+def advised(error: ConfigError, *, takes_last: bool) -> tuple[str, Any] | None:
+    """A flag that a message names, and its value; None if it asks for memory."""
+    _, is_set, advice = str(error).partition("; set ")
+    if not is_set:
+        return None
+    found = re.findall(r"--([a-z-]+) ([^ ,]+)", advice)
+    flag, value = found[-1 if takes_last else 0]
+    name = flag.replace("-", "_")
+    if name == "quantization":
+        return name, value
+    return name, float(value) if name == "scheduler_headroom_gb" else int(value)
+
+
+def outcome(available: int, options: dict[str, Any]) -> EnginePlan | ConfigError:
+    try:
+        return plan(available, **options)
+    except ConfigError as error:
+        return error
+
+
+@settings(deadline=None)
+@given(
+    options=SIZES,
+    available=st.integers(20, 33).flatmap(lambda n: st.integers(1 << n, 2 << n)),
+    takes_last=st.booleans(),
+)
+def test_a_plan_fits_or_says_what_to_set_and_that_fits(
+    options: dict[str, Any], available: int, takes_last: bool
+):
+    for _ in range(NUM_ADVICE):
+        planned = outcome(available, options)
+        if isinstance(planned, EnginePlan):
+            assert planned.planned_bytes + planned.headroom_bytes <= available
+            return
+        advice = advised(planned, takes_last=takes_last)
+        if advice is None:
+            missing = re.search(r"; free (\d+) bytes", str(planned))
+            assert missing is not None, planned
+            available += int(missing[1])
+        else:
+            name, value = advice
+            assert options.get(name) != value, planned
+            options = {**options, name: value}
+    pytest.fail(f"what the messages said did not help: {options}")
 
 
 ELSEWHERE = {
@@ -221,6 +322,7 @@ def test_an_option_reaches_the_plan(name: str):
 
 OWN = replace(
     TRAITS,
+    device_memory_bytes=1 << 20,
     kv_layouts=("dense",),
     default_max_model_len=96,
     memory={
@@ -240,7 +342,7 @@ def test_the_memory_that_a_backend_states_is_planned_with():
     planned = own_plan(10_000 + 4 * 2_000 + 5_000 + 4 * 48 * 100 * 2)
     assert (planned.weight_bytes, planned.kv_bytes_per_token) == (10_000, 100)
     assert (planned.limits.max_model_len, planned.limits.num_pages) == (48, 4)
-    with pytest.raises(ConfigError, match=r"4 rows need 13000 bytes beside .* leave 13000"):
+    with pytest.raises(ConfigError, match=r"4 rows need 8000 bytes .* leave 8000; set .*-seqs 1$"):
         own_plan(10_000 + 13_000)
 
 
@@ -270,16 +372,20 @@ def test_prefixes_are_shared_between_slots_only_where_the_backend_says_how():
 def test_the_headroom_is_left_out_of_the_pool():
     without, beside = plan(GIB), plan(GIB, scheduler_headroom_gb=0.5)
     assert beside.headroom_bytes == 500_000_000
-    left = GIB - beside.weight_bytes - beside.headroom_bytes
-    assert beside.kv_bytes <= left // 2
-    tight = plan(GIB, scheduler_headroom_gb=0.95, max_num_seqs=64)
+    assert beside.planned_bytes + beside.headroom_bytes <= GIB
+    tight = plan(GIB, scheduler_headroom_gb=0.9, max_num_seqs=64)
     assert tight.kv_bytes < plan(GIB, max_num_seqs=64).kv_bytes
     assert without.headroom_bytes == 0
 
 
 def test_a_headroom_that_leaves_nothing_is_refused_with_what_it_may_be():
-    with pytest.raises(ConfigError, match=r"--scheduler-headroom-gb 2 leaves no .* below 1\.07"):
-        plan(GIB, scheduler_headroom_gb=2)
+    said = r"--scheduler-headroom-gb 2 leaves no .*; set --scheduler-headroom-gb (0\.99\d)$"
+    with pytest.raises(ConfigError, match=said) as refused:
+        plan(GIB, scheduler_headroom_gb=2, max_num_seqs=1)
+    (most,) = map(float, re.findall(said, str(refused.value)))
+    assert plan(GIB, scheduler_headroom_gb=most, max_num_seqs=1).headroom_bytes == int(most * 1e9)
+    with pytest.raises(ConfigError, match=f"set --scheduler-headroom-gb {most}"):
+        plan(GIB, scheduler_headroom_gb=most + 0.002, max_num_seqs=1)
 
 
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf"), True, "1", None])

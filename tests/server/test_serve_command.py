@@ -70,7 +70,10 @@ def test_a_start_is_logged_in_four_lines(tmp_path: Path) -> None:
     assert serving.other_lines == []
     serves, plan, bound, ready = told
     assert serves == f"cadenza {__version__} serves bundled at unix:{path}"
-    assert re.search(r"bfloat16 weights, .* KV cache, 4 rows, context of 1024 tokens$", plan)
+    assert re.search(
+        r"bfloat16 weights, .* KV cache, 4 rows, context of 1024 tokens; .* MB planned in all$",
+        plan,
+    )
     assert re.search(r"steps .* ms", bound), bound
     assert re.fullmatch(r"engine ready in \d+\.\d s \(.*compile \d+\.\d\); process \d+", ready)
 

@@ -76,6 +76,9 @@ class BackendTraits:
         copies_pages: whether its runners can be `PageCopier`s.
         keeps_hidden: whether its runners can keep and read hidden states (`RunnerSetup`), with the
             bits of runners that do not.
+        process_bytes: private memory of a process beside its models: libraries and programs.
+        logit_copies: float32 arrays [L, V] that exist at the same time while tokens are chosen.
+        gathered_layers: how often a step holds one layer's keys, and values, of a whole context.
     """
 
     name: str
@@ -97,6 +100,9 @@ class BackendTraits:
     verifies_drafts: bool = True
     copies_pages: bool = False
     keeps_hidden: bool = False
+    process_bytes: int = 0
+    logit_copies: int = 0
+    gathered_layers: int = 0
 
 
 class StepHandle(Protocol):

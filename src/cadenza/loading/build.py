@@ -25,7 +25,7 @@ from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
 from cadenza.errors import CheckpointError, ConfigError, show
 from cadenza.loading.draft import load_draft, plan_copy, plan_draft_model, plan_mtp_head
-from cadenza.loading.memory import available_memory_bytes
+from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import DraftPlan, EnginePlan, make_plan
 from cadenza.text.token_constraint import ConstraintCompiler
@@ -109,7 +109,10 @@ def describe_backend(
 
 
 def plan_model(
-    checkpoint: Checkpoint, config: EngineConfig, backends: Backends = BACKENDS
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    backends: Backends = BACKENDS,
+    memory: HostMemory = HOST_MEMORY,
 ) -> EnginePlan:
     """The plan for the memory that is available now. Allocates nothing.
 
@@ -118,9 +121,10 @@ def plan_model(
         DeviceUnavailableError: the device is not on this machine.
     """
     traits = describe_backend(config, checkpoint, backends)
-    available = available_memory_bytes()
     if traits.device_memory_bytes is not None:
         available = traits.device_memory_bytes
+    else:  # what the process has taken already is part of the plan
+        available = memory.available_bytes + min(memory.held_bytes, traits.process_bytes)
     draft = _plan_draft(checkpoint, config, traits, backends)
     return make_plan(config, checkpoint, traits, available, draft)
 
@@ -147,7 +151,10 @@ def _plan_draft(
 
 
 def open_planned(
-    model: str | Path | None, config: EngineConfig, backends: Backends = BACKENDS
+    model: str | Path | None,
+    config: EngineConfig,
+    backends: Backends = BACKENDS,
+    memory: HostMemory = HOST_MEMORY,
 ) -> tuple[Checkpoint, EnginePlan]:
     """Opens the checkpoint and plans for it; loads no weights. `config.backend` is in `backends`.
 
@@ -155,7 +162,7 @@ def open_planned(
         CheckpointError, ConfigError, DeviceUnavailableError: see `find_checkpoint`, `plan_model`.
     """
     checkpoint = find_configured(model, config, backends)
-    return checkpoint, plan_model(checkpoint, config, backends)
+    return checkpoint, plan_model(checkpoint, config, backends, memory)
 
 
 def build_core(

@@ -9,9 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start
+from cadenza.loading.memory import HOST_MEMORY, HostMemory
 
 
-def load_engine(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) -> Serving:
+def load_engine(
+    start: Start,
+    on_phase: OnPhase,
+    backends: Backends = BACKENDS,
+    memory: HostMemory = HOST_MEMORY,
+) -> Serving:
     """Loads the model of `start`. Raises the errors of `open_planned` and `build_serving_core`."""
     on_phase("imports")
     from cadenza.loading.build import build_serving_core, open_planned
@@ -19,7 +25,9 @@ def load_engine(start: Start, on_phase: OnPhase, backends: Backends = BACKENDS) 
     from cadenza.loading.identity import identify
 
     config = start.config
-    checkpoint, plan = open_planned(start.model, config, backends)  # imports the array library
+    checkpoint, plan = open_planned(
+        start.model, config, backends, memory
+    )  # imports the array library
     on_phase("load")
 
     def after(done: str) -> None:

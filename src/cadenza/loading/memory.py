@@ -1,12 +1,22 @@
-"""Available memory by /proc/meminfo and control groups, and this process's private memory.
+"""Available memory by /proc/meminfo, control groups and the limits of the process, and the private
+memory of this process.
 
 Linux only; elsewhere `available_memory_bytes` is all physical memory.
 """
 
 import os
-from collections.abc import Iterator
+import resource
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+GetLimit = Callable[[int], tuple[int, int]]
+"""As `resource.getrlimit`: the soft limit and the hard one."""
+
+_THREAD_STACK_BYTES = 8 << 20
+_THREAD_ARENA_BYTES = 64 << 20
+_THREADS_PER_CORE = 4
+_UNTOUCHED_BYTES = 320 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,22 +40,62 @@ _VERSION_2 = _GroupFiles(
 )
 
 
-def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated without swapping or exceeding a cgroup's limit.
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The memory for this process. Files are read below `root`."""
+
+    root: Path = Path("/")
+    get_limit: GetLimit = resource.getrlimit
+
+    @property
+    def available_bytes(self) -> int:
+        return available_memory_bytes(self.root, self.get_limit)
+
+    @property
+    def held_bytes(self) -> int:
+        """Private memory that the process has; 0 if unknown."""
+        return private_memory_bytes(self.root / "proc/self/status") or 0
+
+
+HOST_MEMORY = HostMemory()
+
+
+def available_memory_bytes(root: Path = Path("/"), get_limit: GetLimit = resource.getrlimit) -> int:
+    """Bytes that can be allocated without swapping or exceeding a limit of a cgroup or the process.
 
     Reclaimable page cache counts as available. Files are read below `root`.
     """
-    return min([_system_bytes(root), *_group_bytes(root)])
+    limits = [*_group_bytes(root), *_process_bytes(root, get_limit)]
+    return min([_system_bytes(root), *limits])
 
 
 def private_memory_bytes(status: Path = Path("/proc/self/status")) -> int | None:
     """Bytes of this process's anonymous resident memory; None if unknown."""
-    try:
-        lines = status.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return None
-    held = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
+    return _status_bytes(status, "RssAnon")
+
+
+def _status_bytes(status: Path, name: str) -> int | None:
+    held = [line.split()[1] for line in _lines(status) if line.startswith(f"{name}:")]
     return int(held[0]) * 1024 if held else None
+
+
+def _process_bytes(root: Path, get_limit: GetLimit) -> Iterator[int]:
+    """Bytes left below the process's limits of its data and of its address space.
+
+    Both count memory that is reserved and never touched: the rest of a chunk for packed weights,
+    stacks, and in the address space the threads' heaps.
+    """
+    num_threads = _THREADS_PER_CORE * (os.cpu_count() or 1)
+    stack_bytes = _UNTOUCHED_BYTES + num_threads * _THREAD_STACK_BYTES
+    arena_bytes = stack_bytes + num_threads * _THREAD_ARENA_BYTES
+    for which, name, untouched_bytes in (
+        (resource.RLIMIT_DATA, "VmData", stack_bytes),
+        (resource.RLIMIT_AS, "VmSize", arena_bytes),
+    ):
+        limit, _ = get_limit(which)
+        used = _status_bytes(root / "proc/self/status", name)
+        if limit != resource.RLIM_INFINITY and used is not None:
+            yield max(0, limit - used - untouched_bytes)
 
 
 def _system_bytes(root: Path) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
-from cadenza.checkpoint import Checkpoint, ModelConfig, declare
-from cadenza.checkpoint.dtypes import WeightDType, item_bytes
+from cadenza.checkpoint import Checkpoint, declare
+from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.tensor_formats import held_formats, stored_bytes
 from cadenza.config import (
     PAGE_SIZE_UNIT,
@@ -20,17 +20,18 @@ from cadenza.config import (
     Quantization,
 )
 from cadenza.errors import ConfigError
+from cadenza.loading.footprint import QUEUE_PER_SEQ, Footprint, footprint_of
+from cadenza.loading.space import (
+    Space,
+    check_base,
+    check_rows,
+    choose_context,
+    pool_tokens,
+)
 from cadenza.request import Request
-
-POOL_SHARE = 0.5
-"""Largest fraction of the memory left by the weights that the KV pool takes by default."""
 
 SMALLEST_POOL = 1024
 """Tokens of the smallest pool that `pages_for_batch` asks for."""
-
-QUEUE_PER_SEQ = 4
-"""Default `max_num_queued_reqs` per row. By default `max_num_queued_tokens` is one context per
-row, so only a quarter of the queued requests may have full length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +72,32 @@ class EnginePlan:
     kv_bytes_per_token: int
     available_bytes: int
     headroom_bytes: int = 0
+    footprint: Footprint = field(default_factory=Footprint)
     traits: BackendTraits
     draft: DraftPlan | None = None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of all that lasts beside weights and KV, or a step: rows, logits, requests."""
+        limits = self.limits
+        return self.footprint.scratch_bytes(
+            num_rows=limits.max_num_seqs,
+            num_step_tokens=limits.max_num_batched_tokens,
+            num_slots=limits.num_pages * limits.page_size,
+        )
+
+    @property
+    def planned_bytes(self) -> int:
+        """What both processes take at most, without the headroom. Of a device with memory of its
+        own: what is taken there."""
+        return (
+            self.weight_bytes
+            + self.kv_bytes
+            + self.draft_bytes
+            + self.scratch_bytes
+            + self.footprint.process_bytes
+            + self.footprint.front_end_bytes
+        )
 
     @property
     def draft_limits(self) -> EngineLimits:
@@ -124,8 +149,10 @@ class EnginePlan:
         return (
             f"{traits.name} with {traits.ops} ops, exactness {traits.exactness}: "
             f"{self.weight_bytes / 1e6:.1f} MB of {self.weights_name} weights, "
-            f"{self.kv_bytes / 1e6:.1f} MB of {self.kv_name} KV cache, {limits.max_num_seqs} rows, "
-            f"context of {limits.max_model_len} tokens{self._draft_summary}"
+            f"{self.kv_bytes / 1e6:.1f} MB of {self.kv_name} KV cache, "
+            f"{limits.max_num_seqs} rows, "
+            f"context of {limits.max_model_len} tokens{self._draft_summary}; "
+            f"{self.planned_bytes / 1e6:.1f} MB planned in all"
         )
 
     @property
@@ -155,35 +182,22 @@ def make_plan(
     kv_layout = _choose_layout(config, traits)
     config = replace(config, kv_layout=kv_layout, quantization=quantization)
     memory = _beside_draft(memory_of(checkpoint, traits, dtype, config), draft)
-    headroom = int(config.scheduler_headroom_gb * 1e9)
-    left = available_bytes - memory.weight_bytes
-    if 0 < left <= headroom:
-        raise ConfigError(
-            f"--scheduler-headroom-gb {config.scheduler_headroom_gb:g} leaves no memory for KV: "
-            f"{available_bytes} bytes are available and the weights need {memory.weight_bytes} of "
-            f"them; set it below {left / 1e9:.3g}"
-        )
-    left -= headroom
-    if left <= 0:
-        raise ConfigError(
-            f"the weights need {memory.weight_bytes} bytes as {dtype}, but {available_bytes} are "
-            f"available; choose a smaller model or dtype, or free memory"
-        )
-    beside = memory.scratch_bytes + config.max_num_seqs * memory.row_bytes
-    if left <= beside:
-        raise ConfigError(
-            f"{config.max_num_seqs} rows need {beside} bytes beside their KV, but the weights "
-            f"leave {left}; lower --max-num-seqs"
-        )
-    left -= beside
-    per_token = memory.kv_bytes_per_token
-    pool_tokens = _pool_tokens(config, per_token, left)
-    max_model_len = _max_model_len(config, checkpoint, traits, pool_tokens)
-    limits = _limits(config, traits, max_model_len, pool_tokens)
+    footprint = footprint_of(checkpoint, config, traits, dtype, memory)
+    if draft is not None:
+        footprint = footprint.with_draft()
+    space = Space(
+        config=config,
+        available_bytes=available_bytes,
+        headroom_bytes=int(config.scheduler_headroom_gb * 1e9),
+        weight_bytes=memory.weight_bytes,
+        weights_name=dtype if quantization == "none" else quantization,
+        kv_bytes_per_token=memory.kv_bytes_per_token,
+        footprint=footprint,
+        budget=traits.max_num_batched_tokens,
+        is_dense=kv_layout == "dense",
+    )
+    limits = _divide(space, config, checkpoint, traits, dtype)
     _check_page_folder(config, traits, limits)
-    if traits.memory is None:
-        pool_bytes = limits.num_pages * limits.page_size * per_token
-        _check_step_memory(config, checkpoint.config, dtype, left - pool_bytes)
     return EnginePlan(
         limits=limits,
         dtype=dtype,
@@ -193,12 +207,43 @@ def make_plan(
         has_codes=checkpoint.is_known and checkpoint.weights.has_codes,
         kv_layout=kv_layout,
         weight_bytes=memory.weight_bytes - (0 if draft is None else draft.weight_bytes),
-        kv_bytes_per_token=per_token - (0 if draft is None else draft.kv_bytes_per_token),
+        kv_bytes_per_token=memory.kv_bytes_per_token
+        - (0 if draft is None else draft.kv_bytes_per_token),
         available_bytes=available_bytes,
-        headroom_bytes=headroom,
+        headroom_bytes=space.headroom_bytes,
+        footprint=footprint,
         traits=traits,
         draft=draft,
     )
+
+
+def _divide(
+    space: Space,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    traits: BackendTraits,
+    dtype: WeightDType,
+) -> EngineLimits:
+    """The limits that fit. Raises ConfigError if what was asked for does not."""
+
+    def coarser(quantization: Quantization) -> int | None:
+        """Bytes of the weights in another quantization; None if it would not be coarser."""
+        is_fixed = checkpoint.scheme is not None or traits.memory is not None
+        if is_fixed or quantization not in traits.quantizations:
+            return None
+        other = replace(config, quantization=quantization)
+        num_bytes = memory_of(checkpoint, traits, dtype, other).weight_bytes
+        own_bytes = memory_of(checkpoint, traits, dtype, config).weight_bytes
+        return space.weight_bytes - own_bytes + num_bytes if num_bytes < own_bytes else None
+
+    check_base(space, coarser)
+    trained = checkpoint.outline.max_position_embeddings
+    usual = min(trained, traits.default_max_model_len or trained)
+    num_rows = config.max_num_seqs
+    check_rows(space, num_rows)
+    num_tokens = pool_tokens(space, num_rows)
+    max_model_len = choose_context(space, num_rows, num_tokens, trained, usual)
+    return _limits(config, traits, num_rows, max_model_len, num_tokens)
 
 
 def with_pool(plan: EnginePlan, config: EngineConfig, num_pages: int) -> EnginePlan:
@@ -356,93 +401,31 @@ def _beside_draft(memory: ModelMemory, draft: DraftPlan | None) -> ModelMemory:
     )
 
 
-def _pool_tokens(config: EngineConfig, per_token: int, left: int) -> int:
-    """The largest number of tokens for the pool; `left` is in bytes."""
-    if config.num_pages is not None:
-        wanted = config.num_pages * config.page_size
-        flag = f"--num-pages {config.num_pages}"
-    elif config.kv_cache_memory_bytes is not None:
-        wanted = config.kv_cache_memory_bytes // max(per_token, 1)
-        flag = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
-    else:
-        return int(left * POOL_SHARE) // max(per_token, 1)
-    if wanted * per_token > left:
-        raise ConfigError(
-            f"{flag} needs {wanted * per_token} bytes, but the weights leave {left}; lower it"
-        )
-    return wanted
-
-
-def _check_step_memory(
-    config: EngineConfig, model: ModelConfig, dtype: WeightDType, left: int
-) -> None:
-    """Refuses a token budget whose steps cannot fit in memory, before a step fails to allocate.
-
-    A lower bound: one layer's hidden state, gate, up, queries, keys and values of each token.
-    """
-    budget = config.max_num_batched_tokens
-    if budget is None:
-        return
-    inner = model.intermediate_size
-    if model.experts is not None:
-        inner = model.experts.intermediate_size * model.experts.num_chosen
-    width = model.hidden_size + 2 * inner + model.query_size + 2 * model.kv_size
-    needed = budget * width * item_bytes(dtype)
-    if needed > left:
-        raise ConfigError(
-            f"--max-num-batched-tokens {budget} needs {needed} bytes for a step, but the weights "
-            f"and the KV pool leave {left}; lower it"
-        )
-
-
-def _max_model_len(
-    config: EngineConfig, checkpoint: Checkpoint, traits: BackendTraits, pool_tokens: int
-) -> int:
-    trained = checkpoint.outline.max_position_embeddings
-    rows = config.max_num_seqs if config.kv_layout == "dense" else 1
-    fitting = pool_tokens // rows // config.page_size * config.page_size
-    if config.max_model_len is None:
-        if fitting < 1:
-            raise ConfigError(
-                f"the KV pool fits {pool_tokens} tokens, less than one page of {config.page_size} "
-                f"for each row; raise --kv-cache-memory-bytes"
-            )
-        return min(trained, fitting, traits.default_max_model_len or trained)
-    if config.max_model_len > trained:
-        raise ConfigError(
-            f"--max-model-len {config.max_model_len} is above the model's {trained} positions; "
-            f"lower it"
-        )
-    # The last token of a request gets no KV, so its context needs one slot less.
-    if config.max_model_len - 1 > fitting:
-        raise ConfigError(
-            f"--max-model-len {config.max_model_len} needs KV for {config.max_model_len - 1} "
-            f"tokens, but a request can have {fitting}; lower it or give the pool more memory"
-        )
-    return config.max_model_len
-
-
 def _limits(
-    config: EngineConfig, traits: BackendTraits, max_model_len: int, pool_tokens: int
+    config: EngineConfig,
+    traits: BackendTraits,
+    num_rows: int,
+    max_model_len: int,
+    num_tokens: int,
 ) -> EngineLimits:
     page_size, num_pages = config.page_size, config.num_pages
-    token_budget = max(traits.max_num_batched_tokens, config.max_num_seqs)
+    token_budget = max(traits.max_num_batched_tokens, num_rows)
     slot_unit = traits.slot_unit if config.kv_layout == "dense" else None
     if config.kv_layout == "dense":
         page_size = -(-max_model_len // PAGE_SIZE_UNIT) * PAGE_SIZE_UNIT
-        num_pages = config.max_num_seqs
+        num_pages = num_rows
     elif num_pages is None:
-        useful = config.max_num_seqs * -(-max_model_len // page_size)
-        budgeted = pool_tokens // page_size
+        useful = num_rows * -(-max_model_len // page_size)
+        budgeted = num_tokens // page_size
         num_pages = budgeted if config.kv_cache_memory_bytes else min(useful, budgeted)
     return EngineLimits(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=num_rows,
         max_num_batched_tokens=config.max_num_batched_tokens or token_budget,
         max_model_len=max_model_len,
         page_size=page_size,
         num_pages=num_pages,
-        max_num_queued_reqs=config.max_num_queued_reqs or QUEUE_PER_SEQ * config.max_num_seqs,
-        max_num_queued_tokens=config.max_num_queued_tokens or config.max_num_seqs * max_model_len,
+        max_num_queued_reqs=config.max_num_queued_reqs or QUEUE_PER_SEQ * num_rows,
+        max_num_queued_tokens=config.max_num_queued_tokens or num_rows * max_model_len,
         max_consecutive_step_errors=config.max_consecutive_step_errors,
         enable_prefix_caching=config.enable_prefix_caching
         and (config.kv_layout != "dense" or slot_unit is not None),

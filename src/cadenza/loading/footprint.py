@@ -1,0 +1,165 @@
+"""What an engine takes beside the weights and the KV of a model: `footprint_of`.
+
+Pure arithmetic over the shape, the options and what the backend states. Memory is counted where it
+is private: pages of the weights' files and of libraries belong to the page cache, which the system
+takes back. The sizes of Python objects were measured and are rounded up
+(`tests/native/test_memory_plan.py` compares the sum with servers under load). Invariant: no term
+depends on the memory that is free.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cadenza.backends.base import BackendTraits, ModelMemory
+from cadenza.checkpoint import Checkpoint, ModelConfig
+from cadenza.checkpoint.dtypes import WeightDType, item_bytes
+from cadenza.config import EngineConfig
+from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
+from cadenza.core.token_rules import RuleLayout
+
+QUEUE_PER_SEQ = 4
+"""Default `max_num_queued_reqs` per row. By default `max_num_queued_tokens` is one context per
+row, so only a quarter of the queued requests may have full length."""
+
+FRONT_END_BYTES = 56_000_000
+"""Of a server's front end that has loaded a small tokenizer and serves nothing."""
+
+FRONT_END_TOKENIZER_FACTOR = 28
+ENGINE_TOKENIZER_FACTOR = 36
+"""Bytes that a process holds for each byte of tokenizer.json: vocabulary, merges, and in the engine
+the trie of structured outputs. Vocabularies of 49,152 and 262,144 tokens took 22 to 27, and 32 to
+35."""
+
+FRONT_END_REQUEST_BYTES = 40_000
+ENGINE_REQUEST_BYTES = 24_000
+"""Of an open request, its connection and its text included."""
+
+SLOT_HOST_BYTES = 112
+"""Of a token in the pool, in both processes: its id in the request, its sequence and its page's
+key. 100 were measured with full rows of 1,500 tokens."""
+
+_WORD = 4
+_PANEL = 32
+_LOGIT_ROW_WORDS = 128
+"""A logit row's settings and result, in the step's buffer and beside it."""
+
+_ROPE_COPIES = 2
+"""The factors, and those of which they are made."""
+
+_SCRATCH_COPIES = 2
+"""A step's arrays on the device, and as much again for the memory of the threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes beside weights and KV.
+
+    Args:
+        fixed_bytes: of arrays whose size follows from the model alone.
+        row_bytes: of each row: its rules, its part of the page table, its logits.
+        step_token_bytes: of each token of the largest step.
+        slot_bytes: of each token in the KV pool, beside its keys and values.
+        process_bytes: of the engine's process: libraries, programs, tokenizer.
+        front_end_bytes: of the front end's process.
+        request_bytes: in both processes, of all open requests of a row: the one that runs, and
+            those that wait by default.
+    """
+
+    fixed_bytes: int = 0
+    row_bytes: int = 0
+    step_token_bytes: int = 0
+    slot_bytes: int = 0
+    process_bytes: int = 0
+    front_end_bytes: int = 0
+    request_bytes: int = 0
+
+    def with_draft(self) -> "Footprint":
+        """With the arrays of a second model's runner; rows of both have the same requests."""
+        return replace(
+            self,
+            fixed_bytes=2 * self.fixed_bytes,
+            row_bytes=2 * self.row_bytes,
+            step_token_bytes=2 * self.step_token_bytes,
+        )
+
+    def scratch_bytes(self, *, num_rows: int, num_step_tokens: int, num_slots: int) -> int:
+        """What neither belongs to a process nor is weights or KV."""
+        return (
+            self.fixed_bytes
+            + num_rows * (self.row_bytes + self.request_bytes)
+            + num_step_tokens * self.step_token_bytes
+            + num_slots * self.slot_bytes
+        )
+
+
+def footprint_of(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    traits: BackendTraits,
+    dtype: WeightDType,
+    memory: ModelMemory,
+) -> Footprint:
+    """The footprint of an engine; a device's own memory holds no process and no request."""
+    on_host = traits.device_memory_bytes is None
+    tokenizer_bytes = _tokenizer_bytes(checkpoint) if on_host else 0
+    request_bytes = (1 + QUEUE_PER_SEQ) * (FRONT_END_REQUEST_BYTES + ENGINE_REQUEST_BYTES)
+    arrays = Footprint(fixed_bytes=memory.scratch_bytes, row_bytes=memory.row_bytes)
+    if traits.memory is None:
+        arrays = _array_footprint(checkpoint.config, config, traits, dtype)
+    return Footprint(
+        fixed_bytes=arrays.fixed_bytes,
+        row_bytes=arrays.row_bytes,
+        step_token_bytes=arrays.step_token_bytes,
+        slot_bytes=arrays.slot_bytes + (SLOT_HOST_BYTES if on_host else 0),
+        process_bytes=traits.process_bytes + ENGINE_TOKENIZER_FACTOR * tokenizer_bytes
+        if on_host
+        else 0,
+        front_end_bytes=FRONT_END_BYTES + FRONT_END_TOKENIZER_FACTOR * tokenizer_bytes
+        if on_host
+        else 0,
+        request_bytes=request_bytes if on_host else 0,
+    )
+
+
+def _array_footprint(
+    model: ModelConfig, config: EngineConfig, traits: BackendTraits, dtype: WeightDType
+) -> Footprint:
+    """Of the arrays of a backend that computes what `ModelConfig` says."""
+    context = config.max_model_len or model.max_position_embeddings
+    rotary_dims = [rope.rotary_dim for rope in model.ropes if rope is not None]
+    logit_row_bytes = (
+        _WORD * (RuleLayout(model.vocab_size).num_words + _LOGIT_ROW_WORDS)
+        + _WORD * traits.logit_copies * (model.vocab_size + _PANEL)
+        + _WORD * model.hidden_size
+    )
+    page_table_bytes = 2 * _WORD * -(-context // config.page_size)  # on the device and the host
+    return Footprint(
+        fixed_bytes=NUM_EXTRA_LOGIT_ROWS * logit_row_bytes
+        + _ROPE_COPIES * _WORD * context * sum(rotary_dims)
+        + traits.gathered_layers * 2 * _WORD * context * model.kv_size,
+        row_bytes=logit_row_bytes + page_table_bytes,
+        step_token_bytes=_SCRATCH_COPIES * _token_bytes(model, dtype),
+        slot_bytes=_WORD,
+    )
+
+
+def _token_bytes(model: ModelConfig, dtype: WeightDType) -> int:
+    """Of a token's arrays while a layer is computed: its sum, the layer's input and the widest of
+    what is computed from it."""
+    inner = model.intermediate_size
+    partial_bytes = 0
+    if model.experts is not None:
+        inner = max(inner, model.experts.num_chosen * model.experts.intermediate_size)
+        partial_bytes = _WORD * model.experts.num_chosen * model.hidden_size
+    widest = max(inner, model.query_size + 2 * model.kv_size, model.hidden_size)
+    return (
+        _WORD * model.hidden_size + item_bytes(dtype) * (model.hidden_size + widest) + partial_bytes
+    )
+
+
+def _tokenizer_bytes(checkpoint: Checkpoint) -> int:
+    """Of tokenizer.json; 0 without one."""
+    source = checkpoint.tokenizer_source
+    if source is None:
+        return 0
+    return source.stat().st_size if isinstance(source, Path) else len(source.read())

@@ -1,0 +1,230 @@
+"""`Space`: the memory of a plan, and how it is divided into rows, steps and the KV pool.
+
+Pure arithmetic; knows no checkpoint and no backend. Invariants: what was divided is never more than
+what is available; what cannot fit is refused with the flag to set and its value, or with the bytes
+that are missing where no value would do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil, floor
+
+from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, Quantization
+from cadenza.errors import ConfigError
+from cadenza.loading.footprint import Footprint
+
+POOL_SHARE = 0.5
+"""Largest fraction of the memory left by everything else that the KV pool takes by default."""
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The memory of an engine in bytes. `budget` is the number of tokens of a step for fewer rows
+    than that, and `weights_name` the type of the weights."""
+
+    config: EngineConfig
+    available_bytes: int
+    headroom_bytes: int
+    weight_bytes: int
+    weights_name: str
+    kv_bytes_per_token: int
+    footprint: Footprint
+    budget: int
+    is_dense: bool
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a token in the pool."""
+        return max(1, self.kv_bytes_per_token + self.footprint.slot_bytes)
+
+    @property
+    def base_bytes(self) -> int:
+        """What is taken whatever the sizes."""
+        footprint = self.footprint
+        return (
+            self.weight_bytes
+            + footprint.process_bytes
+            + footprint.front_end_bytes
+            + footprint.fixed_bytes
+        )
+
+    @property
+    def left_bytes(self) -> int:
+        """For rows, steps and the pool."""
+        return self.available_bytes - self.headroom_bytes - self.base_bytes
+
+    def beside_pool(self, num_rows: int) -> int:
+        """Bytes of rows and of the largest step."""
+        footprint = self.footprint
+        return (
+            num_rows * (footprint.row_bytes + footprint.request_bytes)
+            + self.step_tokens(num_rows) * footprint.step_token_bytes
+        )
+
+    def step_tokens(self, num_rows: int) -> int:
+        """The token budget: unless it was asked for, each row has a token."""
+        return self.config.max_num_batched_tokens or max(self.budget, num_rows)
+
+    def least_pool_bytes(self, num_rows: int) -> int:
+        """Of the memory beside rows and steps, so that the pool has a page, or a block for each
+        row."""
+        num_tokens = self.config.page_size * (num_rows if self.is_dense else 1)
+        is_sized = self.config.num_pages or self.config.kv_cache_memory_bytes
+        return ceil(num_tokens * self.slot_bytes / (1 if is_sized else POOL_SHARE))
+
+    def needs_bytes(self, num_rows: int) -> int:
+        """The least memory with so many rows."""
+        beside = self.beside_pool(num_rows) + self.least_pool_bytes(num_rows)
+        return self.headroom_bytes + self.base_bytes + beside
+
+
+def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> None:
+    """Raises ConfigError if there is no room for one row with one page.
+
+    Args:
+        coarser: the bytes of the weights when they are quantised so; None if they cannot be.
+    """
+    needed = space.needs_bytes(1)
+    if needed <= space.available_bytes:
+        return
+    told = (
+        f"the weights need {space.weight_bytes} bytes as {space.weights_name}, the processes and "
+        f"the smallest step and pool {needed - space.headroom_bytes - space.weight_bytes}, but "
+        f"{space.available_bytes} are available"
+    )
+    room = space.available_bytes - (needed - space.headroom_bytes)
+    if room >= 0:
+        raise ConfigError(
+            f"--scheduler-headroom-gb {space.config.scheduler_headroom_gb:g} leaves no memory for "
+            f"KV: {told}; set --scheduler-headroom-gb {_floor_gb(room):g}"
+        )
+    tokens = space.config.max_num_batched_tokens
+    if tokens is not None:
+        fitting = tokens - -(-(needed - space.available_bytes) // _at_least_1(space))
+        if fitting >= 1:
+            raise ConfigError(
+                f"--max-num-batched-tokens {tokens} needs {space.beside_pool(1)} bytes for a step, "
+                f"but {told}; set --max-num-batched-tokens {fitting}"
+            )
+    for quantization in ("int8", "int4"):
+        weight_bytes = coarser(quantization)
+        if weight_bytes is None:
+            continue
+        smaller = replace(space, weight_bytes=weight_bytes)
+        if smaller.needs_bytes(1) <= space.available_bytes:
+            raise ConfigError(f"{told}; set --quantization {quantization}")
+    raise ConfigError(
+        f"{told}; free {needed - space.available_bytes} bytes, raise the limit, or choose a "
+        f"smaller model"
+    )
+
+
+def check_rows(space: Space, num_rows: int) -> None:
+    """Raises ConfigError unless so many rows fit with a page each step; one does."""
+    needed = space.needs_bytes(num_rows)
+    if needed <= space.available_bytes:
+        return
+    fitting = largest(num_rows, lambda rows: space.needs_bytes(rows) <= space.available_bytes)
+    raise ConfigError(
+        f"{num_rows} rows need {space.beside_pool(num_rows)} bytes beside their KV, but the "
+        f"weights and the processes leave {space.left_bytes}; set --max-num-seqs {fitting}"
+    )
+
+
+def pool_tokens(space: Space, num_rows: int) -> int:
+    """The largest number of tokens of the pool. Raises ConfigError if one was asked for that does
+    not fit."""
+    config = space.config
+    wanted, most = _tokens_for_pool(space, num_rows)
+    if wanted <= most:
+        return wanted
+    given = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+    fitting = f"--kv-cache-memory-bytes {most * space.kv_bytes_per_token}"
+    if config.num_pages is not None:
+        given = f"--num-pages {config.num_pages}"
+        fitting = f"--num-pages {most // config.page_size}"
+    raise ConfigError(
+        f"{given} needs {wanted * space.slot_bytes} bytes, but the weights and the rest leave "
+        f"{space.left_bytes - space.beside_pool(num_rows)}; set {fitting}"
+    )
+
+
+def _tokens_for_pool(space: Space, num_rows: int) -> tuple[int, int]:
+    """The tokens of the pool, and the most that fit."""
+    config = space.config
+    left = space.left_bytes - space.beside_pool(num_rows)
+    most = left // space.slot_bytes
+    if config.num_pages is not None:
+        return config.num_pages * config.page_size, most
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // max(space.kv_bytes_per_token, 1), most
+    return int(left * POOL_SHARE) // space.slot_bytes, most
+
+
+def choose_context(space: Space, num_rows: int, num_tokens: int, trained: int, usual: int) -> int:
+    """`max_model_len` for a pool of `num_tokens`.
+
+    Args:
+        trained: the model's positions.
+        usual: the longest context that is chosen without being asked for.
+
+    Raises:
+        ConfigError: no page for each row fits, or not the context that was asked for.
+    """
+    config, page_size = space.config, space.config.page_size
+    sharing = num_rows if space.is_dense else 1
+    fitting = num_tokens // sharing // page_size * page_size
+    if fitting < 1:
+        raise ConfigError(
+            f"the KV pool fits {num_tokens} tokens, less than one page of {page_size} for each "
+            f"row; set {_pool_flag(space, sharing * page_size)}"
+        )
+    wanted = config.max_model_len
+    if wanted is None:
+        return min(trained, fitting, usual)
+    if wanted > trained:
+        raise ConfigError(
+            f"--max-model-len {wanted} is above the model's {trained} positions; "
+            f"set --max-model-len {trained}"
+        )
+    # The last token of a request gets no KV, so its context needs one slot less; a block for each
+    # row has whole units all the same.
+    most = fitting if space.is_dense else fitting + 1
+    if wanted > most:
+        needed = -(-(wanted - 1) // PAGE_SIZE_UNIT) * PAGE_SIZE_UNIT
+        also = ""
+        left = space.left_bytes - space.beside_pool(num_rows)
+        if -(-needed // page_size) * page_size * sharing * space.slot_bytes <= left:
+            also = f", or {_pool_flag(space, -(-needed // page_size) * page_size * sharing)}"
+        raise ConfigError(
+            f"--max-model-len {wanted} needs KV for {wanted - 1} tokens, but a request can have "
+            f"{fitting}; set --max-model-len {most}{also}"
+        )
+    return wanted
+
+
+def largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `most` that fits; 1 does, and what is smaller than another."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _pool_flag(space: Space, num_tokens: int) -> str:
+    """How to ask for a pool of so many tokens."""
+    if space.config.num_pages is not None:
+        return f"--num-pages {-(-num_tokens // space.config.page_size)}"
+    return f"--kv-cache-memory-bytes {num_tokens * max(1, space.kv_bytes_per_token)}"
+
+
+def _at_least_1(space: Space) -> int:
+    return max(1, space.footprint.step_token_bytes)
+
+
+def _floor_gb(num_bytes: int) -> float:
+    """In GB, of three digits behind the point."""
+    return floor(num_bytes / GB * 1000) / 1000

@@ -1,0 +1,224 @@
+"""Processes keep to the plan of their memory, under limits of control groups and of the system.
+
+Measured is private memory, sampled while a process starts and while it serves; pages of files
+belong to the page cache. It may be 5 % more than was planned.
+"""
+
+import re
+import shutil
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza import EngineConfig, SamplingParams
+from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
+from cadenza.errors import ConfigError
+from cadenza.loading.build import find_checkpoint, plan_model
+from cadenza.loading.memory import HostMemory, private_memory_bytes
+from cadenza.loading.plan import EnginePlan
+from cadenza.request import Request
+from tests.engine.process.conftest import Front
+from tests.process_cost import needs_proc
+from tests.server.serve_process import ServeProcess, serve_process
+
+pytestmark = [pytest.mark.native, needs_proc]
+
+CHILD = Path(__file__).with_name("limited_child.py")
+ALLOWED = 1.05
+LOAD_S = 240.0
+SAMPLE_S = 0.005
+MB = 1_000_000
+PROMPT_LEN = 150
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "logprobs": 5},
+    {"temperature": 1.0, "frequency_penalty": 0.5, "logit_bias": {5: 1.0}},
+)
+
+
+class PeakWatch:
+    """The most private memory that a process was seen to have."""
+
+    def __init__(self, pid: int) -> None:
+        self.peak_bytes = 0
+        self._status = Path(f"/proc/{pid}/status")
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> "PeakWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        assert self.peak_bytes > 0, "the process was never seen"
+
+    def _sample(self) -> None:
+        while not self._is_over.wait(SAMPLE_S):
+            self.peak_bytes = max(self.peak_bytes, private_memory_bytes(self._status) or 0)
+
+
+def is_kept(planned_bytes: int, peak_bytes: int) -> bool:
+    return peak_bytes <= ALLOWED * planned_bytes
+
+
+def version_1(root: Path, limit_bytes: int) -> None:
+    write(root / "proc/self/cgroup", "4:memory:/engines\n0::/\n")
+    group = root / "sys/fs/cgroup/memory/engines"
+    write(group / "memory.limit_in_bytes", str(limit_bytes))
+    write(group / "memory.usage_in_bytes", "0")
+
+
+def version_2(root: Path, limit_bytes: int) -> None:
+    write(root / "proc/self/cgroup", "0::/engines/one\n")
+    group = root / "sys/fs/cgroup/engines"
+    write(group / "memory.max", str(limit_bytes))
+    write(group / "memory.current", "0")
+    write(group / "one/memory.max", "max")
+    write(group / "one/memory.current", "0")
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def make_root(folder: Path, version: Any, limit_bytes: int) -> Path:
+    """A machine with much memory and one limit."""
+    write(folder / "proc/meminfo", f"MemAvailable: {1 << 30} kB\n")
+    version(folder, limit_bytes)
+    return folder
+
+
+def measured_peak(root: Path, model: Path | None, config: EngineConfig, plan: EnginePlan) -> int:
+    """Of an engine process in the system below `root` whose rows were all in use."""
+    command = (sys.executable, str(CHILD), str(root))
+    name = None if model is None else str(model)
+    front = Front(EngineProcess(name, config, ProcessOptions(command=command)))
+    try:
+        front.wait(lambda: front.engine.pid)
+        pid = front.engine.pid
+        assert pid is not None
+        with PeakWatch(pid) as watch:
+            front.wait(lambda: front.engine.status().state in {"ready", "dead"}, LOAD_S)
+            assert front.engine.status().state == "ready"
+            num_requests = plan.limits.max_num_seqs + 8
+            for at in range(num_requests):
+                params = SamplingParams(
+                    max_tokens=12, ignore_eos=True, **SAMPLINGS[at % len(SAMPLINGS)]
+                )
+                ids = tuple(3 + (at * 31 + k) % 300 for k in range(PROMPT_LEN))
+                front.engine.submit(Request(prompt_token_ids=ids, params=params))
+            ends = front.wait_ends(num_requests)
+            assert {end.finish_reason for end in ends.values()} == {"length"}
+    finally:
+        front.stop()
+    return watch.peak_bytes
+
+
+def check_engine(folder: Path, version: Any, model: Path | None, config: EngineConfig) -> None:
+    """With half of what it would take without a limit."""
+    checkpoint = find_checkpoint(model)
+    free = plan_model(checkpoint, config, memory=HostMemory(make_root(folder, version, 1 << 40)))
+    limit_bytes = free.planned_bytes - free.kv_bytes // 2
+    root = make_root(folder, version, limit_bytes)
+    plan = plan_model(checkpoint, config, memory=HostMemory(root))
+    assert plan.planned_bytes <= limit_bytes
+    assert plan.kv_bytes < free.kv_bytes
+    planned_bytes = plan.planned_bytes - plan.footprint.front_end_bytes
+    peak_bytes = measured_peak(root, model, config, plan)
+    print(f"planned {planned_bytes / MB:.1f} MB, peak {peak_bytes / MB:.1f} MB")
+    assert is_kept(planned_bytes, peak_bytes)
+    # The controls: a plan that lacks the pool, and one for twice as much, would be noticed.
+    assert not is_kept(planned_bytes - plan.kv_bytes - plan.weight_bytes, peak_bytes)
+    assert peak_bytes > planned_bytes / 2
+
+
+BUNDLED = EngineConfig(max_num_seqs=128, max_model_len=2048)
+
+
+@pytest.mark.parametrize("version", [version_1, version_2])
+def test_an_engine_keeps_to_a_plan_for_its_control_group(tmp_path: Path, version: Any) -> None:
+    check_engine(tmp_path, version, None, BUNDLED)
+
+
+def test_a_group_too_small_for_the_engine_is_refused_with_what_to_set(tmp_path: Path) -> None:
+    checkpoint = find_checkpoint(None)
+    needed = plan_model(checkpoint, EngineConfig(max_num_seqs=1, num_pages=1)).planned_bytes
+    memory = HostMemory(make_root(tmp_path, version_2, needed + 8 * MB))
+    with pytest.raises(ConfigError, match=r"; set --max-num-seqs (\d+)$") as refused:
+        plan_model(checkpoint, EngineConfig(max_num_seqs=512), memory=memory)
+    (most,) = map(int, re.findall(r"\d+$", str(refused.value)))
+    assert plan_model(checkpoint, EngineConfig(max_num_seqs=most), memory=memory)
+    with pytest.raises(ConfigError, match=f"set --max-num-seqs {most}$"):
+        plan_model(checkpoint, EngineConfig(max_num_seqs=most + 1), memory=memory)
+
+
+def planned_bytes(serving: ServeProcess) -> int:
+    """As the engine's line of the start tells it."""
+    (told,) = set(re.findall(r"; ([0-9.]+) MB planned in all", serving.log))
+    return round(float(told) * MB)
+
+
+def load(serving: ServeProcess, num_requests: int) -> None:
+    """Completions of all kinds at the same time."""
+    name = serving.get("/v1/models").json()["data"][0]["id"]
+
+    def ask(at: int) -> int:
+        sampling = dict(SAMPLINGS[at % len(SAMPLINGS)])
+        if "logit_bias" in sampling:
+            sampling["logit_bias"] = {"5": 1.0}
+        prompt = [3 + (at * 31 + k) % 300 for k in range(PROMPT_LEN)]
+        body = {"model": name, "prompt": prompt, "max_tokens": 8, "ignore_eos": True, **sampling}
+        return serving.post("/v1/completions", body).status_code
+
+    with ThreadPoolExecutor(num_requests) as threads:
+        assert set(threads.map(ask, range(num_requests))) == {200}
+
+
+def check_server(*arguments: object, before: tuple[str, ...] = (), num_requests: int = 64) -> None:
+    with serve_process(*arguments, before=before) as serving:
+        with PeakWatch(serving.process.pid) as front, PeakWatch(serving.engine_pid()) as engine:
+            serving.wait_for(lambda: serving.status("/ready") == 200, LOAD_S)
+            load(serving, num_requests)
+        planned = planned_bytes(serving)
+    peak_bytes = front.peak_bytes + engine.peak_bytes
+    print(f"planned {planned / MB:.1f} MB, peak {peak_bytes / MB:.1f} MB")
+    assert is_kept(planned, peak_bytes)
+    assert peak_bytes > planned / 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="this system has no prlimit")
+@pytest.mark.parametrize(("limit", "limit_mb"), [("data", 1300), ("as", 3000)])
+def test_a_server_keeps_to_its_plan_below_a_limit_that_the_system_enforces(
+    limit: str, limit_mb: int
+) -> None:
+    """The pool of 512 rows of 2,048 tokens, 2.1 GB, does not fit and becomes smaller."""
+    before = ("prlimit", f"--{limit}={limit_mb * MB}")
+    check_server("--max-num-seqs", 512, before=before)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("flags", [(), ("--quantization", "int4"), ("--kv-cache-dtype", "int8")])
+def test_a_server_of_a_larger_shape_keeps_to_its_plan(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "shape"
+    write_random_checkpoint(named_shape("smollm2-135m"), folder, seed=1, dtype="bfloat16")
+    check_server(folder, *flags, "--max-model-len", 2048, num_requests=8)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("version", [version_1, version_2])
+def test_an_engine_of_a_larger_shape_keeps_to_its_plan(tmp_path: Path, version: Any) -> None:
+    folder = tmp_path / "shape"
+    write_random_checkpoint(named_shape("smollm2-135m"), folder, seed=1, dtype="bfloat16")
+    config = EngineConfig(max_num_seqs=16, max_model_len=512, quantization="int4")
+    check_engine(tmp_path, version, folder, config)
