@@ -30,7 +30,8 @@ MaxItlMs = float | str
 """Milliseconds, "auto" or "none"."""
 
 PAGE_SIZE_UNIT = 16
-MAX_NUM_SEQS_BOUND = 1024
+MAX_NUM_SEQS_BOUND = 1 << 14
+DEFAULT_MAX_NUM_SEQS = 16
 MAX_MODEL_LEN_BOUND = 1 << 24
 MAX_LOGPROBS_BOUND = 20
 MAX_NUM_QUEUED_TOKENS_BOUND = 1 << 40
@@ -62,7 +63,7 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDType = "auto"
     arithmetic: Arithmetic = "fast"
     max_model_len: int | None = None
-    max_num_seqs: int = 16
+    max_num_seqs: int | None = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: int | None = None
     kv_cache_memory_bytes: int | None = None
     num_pages: int | None = None
@@ -205,7 +206,7 @@ _RANGES: Mapping[str, tuple[int, int]] = {
 """Integer options with their inclusive bounds."""
 
 _OPTIONAL = frozenset(
-    "max_model_len max_num_batched_tokens kv_cache_memory_bytes num_pages "
+    "max_num_seqs max_model_len max_num_batched_tokens kv_cache_memory_bytes num_pages "
     "max_num_queued_reqs max_num_queued_tokens prefix_cache_disk_bytes".split()
 )
 """Integer options that may be None."""

@@ -136,6 +136,15 @@ def test_a_simulation_is_a_function_of_its_options() -> None:
     assert sum(each.num_answers for each in first.tenants) == first.num_answers
 
 
+def test_a_server_of_ten_thousand_rows_is_simulated() -> None:
+    server = given_server(COST, EngineConfig(max_num_seqs=10_000, max_model_len=256))
+    assert server.limits.max_num_batched_tokens == 10_000
+    found = simulate(server, TRAFFIC, "fcfs")
+    assert found.num_answers == TRAFFIC.num_requests
+    assert found.waiting is not None
+    assert found.waiting.max_s < 2 * server.cost.predict_ms(server.full_decode) / 1000
+
+
 def test_what_does_not_fit_the_queue_is_counted_as_refused() -> None:
     server = given_server(COST, replace(CONFIG, max_num_queued_reqs=1))
     found = simulate(server, replace(TRAFFIC, request_rate=1000.0), "fcfs")

@@ -187,3 +187,12 @@ def test_one_seed_is_the_requests_and_the_engines():
 
 def test_a_group_of_a_commands_own_becomes_flags():
     assert [each.name for each in flags_of(Own, {})] == ["size", "kind"]
+
+
+def test_auto_asks_for_the_number_of_rows_that_fits_and_no_flag_for_sixteen():
+    assert config_of("--max-num-seqs", "auto").max_num_seqs is None
+    assert config_of(env={"CADENZA_MAX_NUM_SEQS": "auto"}).max_num_seqs is None
+    assert config_of("-np", "7").max_num_seqs == 7
+    assert config_of().max_num_seqs == DEFAULT.max_num_seqs == 16
+    with pytest.raises(ConfigError, match=r"--max-num-seqs 20000 must be .* from 1 to 16384"):
+        config_of("--max-num-seqs", "20000")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import open_checkpoint
-from cadenza.config import EngineConfig
+from cadenza.config import MAX_NUM_SEQS_BOUND, EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.identity import identify
 from cadenza.loading.plan import (
@@ -20,6 +20,7 @@ from cadenza.loading.plan import (
     pages_for_batch,
     with_pool,
 )
+from cadenza.loading.space import EXPECTED_TOKENS
 from cadenza.request import Request, SamplingParams
 from tests.faces.stub_backend import StubBackend
 
@@ -218,7 +219,7 @@ def test_weights_that_fit_only_quantised_are_refused_with_how():
 SIZES = st.fixed_dictionaries(
     {},
     optional={
-        "max_num_seqs": st.integers(1, 1024),
+        "max_num_seqs": st.none() | st.integers(1, 4096),
         "max_num_batched_tokens": st.integers(1, 1 << 16),
         "max_model_len": st.integers(1, 4096),
         "page_size": st.sampled_from([16, 32, 128]),
@@ -318,6 +319,43 @@ def test_an_option_reaches_the_plan(name: str):
     assert planned != plan()
     kept = getattr(planned.limits, name, getattr(planned, name, PLANNED[name]))
     assert kept == PLANNED[name]
+
+
+def test_auto_takes_as_many_rows_as_the_pool_has_room_for_at_the_expected_length():
+    found = plan(GIB // 6, max_num_seqs=None)
+    rows, limits = found.limits.max_num_seqs, found.limits
+    assert 1 < rows < TRAITS.max_num_batched_tokens
+    assert limits.num_pages * limits.page_size >= rows * EXPECTED_TOKENS
+    more = plan(GIB // 6, max_num_seqs=rows + 1).limits
+    assert more.num_pages * more.page_size < (rows + 1) * EXPECTED_TOKENS
+    reason = f"the KV pool has room for so many requests of {EXPECTED_TOKENS} tokens"
+    assert found.rows_reason == reason
+    assert f"{rows} rows (auto: {reason}), context of" in found.summary
+    assert plan(max_num_seqs=4).rows_reason is None
+
+
+@pytest.mark.parametrize(("budget", "rows"), [(None, 48), (20, 20)])
+def test_auto_takes_no_more_rows_than_a_step_has_tokens(budget: int | None, rows: int):
+    found = plan(max_num_seqs=None, max_num_batched_tokens=budget)
+    assert found.limits.max_num_seqs == rows
+    assert found.rows_reason == f"a step has {rows} tokens"
+
+
+def test_auto_follows_a_pool_that_was_asked_for_and_a_shorter_context():
+    assert plan(max_num_seqs=None, num_pages=5 * 1024 // 16).limits.max_num_seqs == 5
+    assert plan(max_num_seqs=None, num_pages=1).limits.max_num_seqs == 1
+    short = plan(max_num_seqs=None, num_pages=5 * 1024 // 16, max_model_len=256)
+    assert short.limits.max_num_seqs == 20
+
+
+def test_auto_has_a_block_of_the_whole_context_for_each_dense_row():
+    found = plan(max_num_seqs=None, kv_layout="dense", num_pages=7 * 2048 // 16)
+    assert (found.limits.max_num_seqs, found.limits.max_model_len) == (7, 2048)
+
+
+@pytest.mark.parametrize("rows", [10_000, MAX_NUM_SEQS_BOUND])
+def test_ten_thousand_rows_are_planned(rows: int):
+    assert plan(8 * GIB, max_num_seqs=rows).limits.max_num_seqs == rows
 
 
 OWN = replace(

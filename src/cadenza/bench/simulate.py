@@ -20,7 +20,7 @@ from cadenza.backends.base import Capability, StepHandle
 from cadenza.bench import OnStatus
 from cadenza.bench.serve_figures import Spread, spread_of
 from cadenza.bench.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
-from cadenza.config import MAX_MAX_ITL_MS, EngineLimits, SchedulingPolicy
+from cadenza.config import DEFAULT_MAX_NUM_SEQS, MAX_MAX_ITL_MS, EngineLimits, SchedulingPolicy
 from cadenza.core.batch import Batch
 from cadenza.core.queue_policy import QueuePolicy
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad, derive_bound_ms
@@ -73,7 +73,8 @@ class SimulatedSteps:
         self._cost = cost
         self._clock = clock
         self._free_s = 0.0
-        self._outputs = [_constant_output(count) for count in range(limits.max_num_seqs + 1)]
+        self._whole = _constant_output(limits.max_num_seqs)
+        self._outputs: dict[int, StepOutput] = {}
 
     @property
     def has_late_masks(self) -> bool:
@@ -97,7 +98,10 @@ class SimulatedSteps:
 
     def output(self, batch: Batch) -> StepOutput:
         """What the batch samples."""
-        return self._outputs[batch.load.num_logits]
+        count = batch.load.num_logits
+        if count not in self._outputs:
+            self._outputs[count] = _first(self._whole, count)
+        return self._outputs[count]
 
 
 class NoDevice:
@@ -148,6 +152,19 @@ def _constant_output(count: int) -> StepOutput:
         ranks=np.ones(count, np.int32),
         top_ids=np.zeros((count, 0), np.int32),
         top_logprobs=np.zeros((count, 0), np.float32),
+    )
+
+
+def _first(whole: StepOutput, count: int) -> StepOutput:
+    """The first logit rows, as views."""
+    return StepOutput(
+        token_ids=whole.token_ids[:count],
+        is_finite=whole.is_finite[:count],
+        has_choice=whole.has_choice[:count],
+        logprobs=whole.logprobs[:count],
+        ranks=whole.ranks[:count],
+        top_ids=whole.top_ids[:count],
+        top_logprobs=whole.top_logprobs[:count],
     )
 
 
@@ -440,7 +457,8 @@ def given_server(costs_ms: tuple[float, ...], config: EngineConfig) -> Simulated
     Limits that are not given are a context of 4,096 tokens, 256 tokens a step, and pages for full
     contexts in all rows.
     """
-    rows, length = config.max_num_seqs, config.max_model_len or DEFAULT_MODEL_LEN
+    rows = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    length = config.max_model_len or DEFAULT_MODEL_LEN
     limits = EngineLimits(
         max_num_seqs=rows,
         max_num_batched_tokens=config.max_num_batched_tokens or max(rows, DEFAULT_TOKEN_BUDGET),

@@ -126,7 +126,7 @@ def engine_config(
     """`config` with enough rows for the workload and, unless it was given, a fitting context."""
     budget = config.max_num_batched_tokens or default_token_budget
     filling = 2 * -(-budget // workload.input_len) + 1  # a step's prompts, and the next one's
-    rows = max(config.max_num_seqs, workload.most_rows, min(filling, budget))
+    rows = max(config.max_num_seqs or 1, workload.most_rows, min(filling, budget))
     tokens = max(workload.most_tokens(each, budget) for each in workload.concurrency)
     return replace(
         config,

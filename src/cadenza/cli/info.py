@@ -145,6 +145,7 @@ def describe(
             "kv_cache_dtype": plan.kv_cache_dtype,
             "arithmetic": config.arithmetic,
             "max_num_seqs": limits.max_num_seqs,
+            "max_num_seqs_reason": plan.rows_reason or "as given",
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "max_num_queued_reqs": limits.max_num_queued_reqs,
             "scheduler": config.scheduler,

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from enum import Enum
 from functools import wraps
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -76,6 +77,18 @@ def whole_or_auto(text: str) -> int | None:
         raise typer.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
+class Chosen(Enum):
+    """The value of "auto" for a flag whose default is a number: the field's value is then None."""
+
+    AT_LOAD_TIME = "auto"
+
+
+def whole_or_chosen(text: str) -> int | Chosen:
+    """A whole number; `Chosen.AT_LOAD_TIME` for "auto"."""
+    number = whole_or_auto(text)
+    return Chosen.AT_LOAD_TIME if number is None else number
+
+
 def milliseconds(text: str) -> float | str:
     """A number; "auto" and "none" as they are."""
     if text in ("auto", "none"):
@@ -124,10 +137,13 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         "Most tokens of a request, prompt and answer together; auto fits the memory.",
         *("--ctx-size", "-c", "--context-length"),
     ),
-    "max_num_seqs": _number(
-        "Requests that run at the same time: the rows of the batch.",
+    "max_num_seqs": _engine(
+        "Requests that run at the same time: the rows of the batch; auto: as many as the KV "
+        "pool has room for at 1,024 tokens each, and at most as many as a step has tokens.",
         *("--parallel", "-np", "--max-running-requests", "--decode-concurrency"),
         "--max-batch-size",
+        parser=whole_or_chosen,
+        metavar="N|auto",
     ),
     "max_num_batched_tokens": _number("Tokens computed in one step.", "--prefill-step-size"),
     "kv_cache_memory_bytes": _number("Bytes of memory for KV pages."),
@@ -282,7 +298,7 @@ def build(group: type, given: Mapping[str, Any]) -> Any:
     Raises ConfigError where a flag with choices has none of them.
     """
     names = [field.name for field in fields(group) if field.name in given]
-    values = {name: given[name] for name in names if given[name] not in (None, [])}
+    values = {name: _resolved(given[name]) for name in names if given[name] not in (None, [])}
     if group is EngineConfig:
         refuse_fp8_kv(values.get("kv_cache_dtype"))
     for name, hint in get_type_hints(group).items():
@@ -294,6 +310,10 @@ def build(group: type, given: Mapping[str, Any]) -> Any:
     if group is EngineConfig:
         resolve_backend(values.get("backend", "auto"))
     return group(**values)
+
+
+def _resolved(value: Any) -> Any:
+    return None if value is Chosen.AT_LOAD_TIME else value
 
 
 def _choices(hint: object) -> tuple[str, ...]:

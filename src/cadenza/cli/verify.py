@@ -19,7 +19,7 @@ from cadenza.cli.report import (
     print_table,
     status_line,
 )
-from cadenza.config import EngineConfig
+from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
 from cadenza.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _options(gate: GateFlags, config: EngineConfig, model: str | None) -> "Verif
     return VerifyOptions(
         model=model,
         shape=gate.shape,
-        num_requests=gate.num_requests or 2 * config.max_num_seqs,
+        num_requests=gate.num_requests or 2 * (config.max_num_seqs or DEFAULT_MAX_NUM_SEQS),
         max_tokens=gate.max_tokens,
         seed=gate.seed,
         reference=gate.reference,

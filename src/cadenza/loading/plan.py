@@ -26,6 +26,7 @@ from cadenza.loading.space import (
     check_base,
     check_rows,
     choose_context,
+    choose_rows,
     pool_tokens,
 )
 from cadenza.request import Request
@@ -75,6 +76,8 @@ class EnginePlan:
     footprint: Footprint = field(default_factory=Footprint)
     traits: BackendTraits
     draft: DraftPlan | None = None
+    rows_reason: str | None = None
+    """Why `max_num_seqs` is what it is, where none was asked for."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -150,10 +153,14 @@ class EnginePlan:
             f"{traits.name} with {traits.ops} ops, exactness {traits.exactness}: "
             f"{self.weight_bytes / 1e6:.1f} MB of {self.weights_name} weights, "
             f"{self.kv_bytes / 1e6:.1f} MB of {self.kv_name} KV cache, "
-            f"{limits.max_num_seqs} rows, "
+            f"{limits.max_num_seqs} rows{self._rows_summary}, "
             f"context of {limits.max_model_len} tokens{self._draft_summary}; "
             f"{self.planned_bytes / 1e6:.1f} MB planned in all"
         )
+
+    @property
+    def _rows_summary(self) -> str:
+        return "" if self.rows_reason is None else f" (auto: {self.rows_reason})"
 
     @property
     def _draft_summary(self) -> str:
@@ -196,7 +203,7 @@ def make_plan(
         budget=traits.max_num_batched_tokens,
         is_dense=kv_layout == "dense",
     )
-    limits = _divide(space, config, checkpoint, traits, dtype)
+    limits, rows_reason = _divide(space, config, checkpoint, traits, dtype)
     _check_page_folder(config, traits, limits)
     return EnginePlan(
         limits=limits,
@@ -214,6 +221,7 @@ def make_plan(
         footprint=footprint,
         traits=traits,
         draft=draft,
+        rows_reason=rows_reason,
     )
 
 
@@ -223,8 +231,11 @@ def _divide(
     checkpoint: Checkpoint,
     traits: BackendTraits,
     dtype: WeightDType,
-) -> EngineLimits:
-    """The limits that fit. Raises ConfigError if what was asked for does not."""
+) -> tuple[EngineLimits, str | None]:
+    """The limits that fit, and why it is so many rows where none were asked for.
+
+    Raises ConfigError if what was asked for does not fit.
+    """
 
     def coarser(quantization: Quantization) -> int | None:
         """Bytes of the weights in another quantization; None if it would not be coarser."""
@@ -239,11 +250,13 @@ def _divide(
     check_base(space, coarser)
     trained = checkpoint.outline.max_position_embeddings
     usual = min(trained, traits.default_max_model_len or trained)
-    num_rows = config.max_num_seqs
+    num_rows, reason = config.max_num_seqs, None
+    if num_rows is None:
+        num_rows, reason = choose_rows(space, config.max_model_len or usual)
     check_rows(space, num_rows)
     num_tokens = pool_tokens(space, num_rows)
     max_model_len = choose_context(space, num_rows, num_tokens, trained, usual)
-    return _limits(config, traits, num_rows, max_model_len, num_tokens)
+    return _limits(config, traits, num_rows, max_model_len, num_tokens), reason
 
 
 def with_pool(plan: EnginePlan, config: EngineConfig, num_pages: int) -> EnginePlan:

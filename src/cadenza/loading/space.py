@@ -9,12 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, Quantization
+from cadenza.config import MAX_NUM_SEQS_BOUND, PAGE_SIZE_UNIT, EngineConfig, Quantization
 from cadenza.errors import ConfigError
 from cadenza.loading.footprint import Footprint
 
 POOL_SHARE = 0.5
 """Largest fraction of the memory left by everything else that the KV pool takes by default."""
+
+EXPECTED_TOKENS = 1024
+"""Prompt and answer of a request, for which `--max-num-seqs auto` expects to find room."""
 
 GB = 1e9
 
@@ -131,6 +134,27 @@ def check_rows(space: Space, num_rows: int) -> None:
         f"{num_rows} rows need {space.beside_pool(num_rows)} bytes beside their KV, but the "
         f"weights and the processes leave {space.left_bytes}; set --max-num-seqs {fitting}"
     )
+
+
+def choose_rows(space: Space, context: int) -> tuple[int, str]:
+    """`max_num_seqs` where none was asked for, and why.
+
+    As many requests of `EXPECTED_TOKENS` as the pool has room for, each with a token in a step; of
+    `context` tokens where each row has a block of its own.
+    """
+    expected = context if space.is_dense else min(context, EXPECTED_TOKENS)
+    most = min(space.step_tokens(1), MAX_NUM_SEQS_BOUND)
+
+    def fits(num_rows: int) -> bool:
+        if space.needs_bytes(num_rows) > space.available_bytes:
+            return False
+        wanted, fitting = _tokens_for_pool(space, num_rows)
+        return num_rows * expected <= wanted <= fitting
+
+    num_rows = largest(most, fits)
+    if num_rows == most:
+        return num_rows, f"a step has {most} tokens"
+    return num_rows, f"the KV pool has room for so many requests of {expected} tokens"
 
 
 def pool_tokens(space: Space, num_rows: int) -> int:
