@@ -39,6 +39,7 @@ MAX_SEED = (1 << 63) - 1
 MIN_MAX_ITL_MS, MAX_MAX_ITL_MS = 1.0, 600_000.0
 MIN_GUARD_S, MAX_GUARD_S = 0.001, 86_400.0
 MAX_HEADROOM_GB = 1_000_000.0
+MIN_UTILIZATION = 0.01
 MIN_DISK_BYTES = 1 << 20
 
 
@@ -67,6 +68,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     kv_cache_memory_bytes: int | None = None
     num_pages: int | None = None
+    gpu_memory_utilization: float | None = None
     scheduler_headroom_gb: float = 0.0
     kv_layout: KVLayout = "auto"
     page_size: int = PAGE_SIZE_UNIT
@@ -105,26 +107,11 @@ class EngineConfig:
             if value is not None or name not in _OPTIONAL:
                 number = _as_integer(name.replace("_", "-"), value, low, high)
                 object.__setattr__(self, name, number)
-        guard = _as_number(
-            "starvation-guard",
-            self.starvation_guard,
-            MIN_GUARD_S,
-            MAX_GUARD_S,
-            "a number of seconds",
-        )
-        object.__setattr__(self, "starvation_guard", guard)
-        headroom = _as_number(
-            "scheduler-headroom-gb",
-            self.scheduler_headroom_gb,
-            0.0,
-            MAX_HEADROOM_GB,
-            "a number of GB",
-        )
-        object.__setattr__(self, "scheduler_headroom_gb", headroom)
-        share = _as_number(
-            "prefix-cache-memory-share", self.prefix_cache_memory_share, 0.0, 1.0, "a share"
-        )
-        object.__setattr__(self, "prefix_cache_memory_share", share)
+        for name, (lowest, highest, kind) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                number = _as_number(name.replace("_", "-"), value, lowest, highest, kind)
+                object.__setattr__(self, name, number)
         object.__setattr__(self, "max_itl_ms", _as_max_itl_ms(self.max_itl_ms))
         if not isinstance(self.backend, str) or not self.backend.isprintable():
             raise ConfigError(f"--backend {show(self.backend)} must be auto, or a backend's name")
@@ -205,11 +192,20 @@ _RANGES: Mapping[str, tuple[int, int]] = {
 }
 """Integer options with their inclusive bounds."""
 
+_NUMBERS: Mapping[str, tuple[float, float, str]] = {
+    "starvation_guard": (MIN_GUARD_S, MAX_GUARD_S, "a number of seconds"),
+    "scheduler_headroom_gb": (0.0, MAX_HEADROOM_GB, "a number of GB"),
+    "gpu_memory_utilization": (MIN_UTILIZATION, 1.0, "a share"),
+    "prefix_cache_memory_share": (0.0, 1.0, "a share"),
+}
+"""Other numbers, with their inclusive bounds and what they are."""
+
 _OPTIONAL = frozenset(
     "max_num_seqs max_model_len max_num_batched_tokens kv_cache_memory_bytes num_pages "
-    "max_num_queued_reqs max_num_queued_tokens prefix_cache_disk_bytes".split()
+    "max_num_queued_reqs max_num_queued_tokens prefix_cache_disk_bytes "
+    "gpu_memory_utilization".split()
 )
-"""Integer options that may be None."""
+"""Numbers that may be None."""
 
 
 def refuse_fp8_kv(kv_cache_dtype: object) -> None:

@@ -73,6 +73,7 @@ VALUES = {
     "max_itl_ms": ("62.5", 62.5),
     "batching": ("static", "static"),
     "scheduler_headroom_gb": ("0.5", 0.5),
+    "gpu_memory_utilization": ("0.5", 0.5),
     "scheduling_policy": ("priority", "priority"),
     "starvation_guard": ("2.5", 2.5),
     "admission": ("optimistic", "optimistic"),

@@ -285,7 +285,7 @@ ELSEWHERE = {
     *("backend", "device", "ops", "revision", "scheduler", "seed", "generation_config"),
     *("max_itl_ms", "batching", "scheduling_policy", "starvation_guard", "admission"),
     *("arithmetic", "speculative_config", "chat_template"),
-    *("prefix_cache_disk", "prefix_cache_disk_bytes"),
+    *("prefix_cache_disk", "prefix_cache_disk_bytes", "gpu_memory_utilization"),
 }
 """Options that the plan has no number of; `tests/faces/test_options.py` has them."""
 

@@ -25,6 +25,9 @@ GREEDY = (0, 0)
 
 
 class StubBackend:
+    def reserve_memory(self, share: float) -> None:
+        """Does nothing: there is none."""
+
     def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         if device not in ("auto", "cpu"):
             raise DeviceUnavailableError(f"--device {device}: the stub has cpu only")

@@ -63,6 +63,8 @@ class BackendTraits:
         arithmetics: the supported values of `--arithmetic`.
         max_num_batched_tokens: the default token budget.
         device_memory_bytes: None if the device uses host memory or does not report its size.
+        device_total_bytes: all memory of a device that has its own, of which `device_memory_bytes`
+            can be allocated; None where that is unknown or the device uses host memory.
         kv_layouts: the supported arrangements of KV, the default one first.
         default_max_model_len: the longest context that is chosen by default; None is no bound.
         poison: what `verify` fills unwritten KV slots with: a value that changes every result that
@@ -88,6 +90,7 @@ class BackendTraits:
     dtype_for: Mapping[WeightDType, WeightDType]
     max_num_batched_tokens: int
     device_memory_bytes: int | None
+    device_total_bytes: int | None = None
     quantizations: tuple[Quantization, ...] = ("none",)
     kv_cache_dtypes: tuple[KVCacheDType, ...] = ("auto",)
     arithmetics: tuple[Arithmetic, ...] = ("fast",)
@@ -322,6 +325,11 @@ class FaultSet:
 
 class Backend(Protocol):
     """One implementation of the device side. Stateless: its constructor loads nothing."""
+
+    def reserve_memory(self, share: float) -> None:
+        """Asks for this share of a GPU's memory, before a device is used for the first time in
+        the process. Whether it was given is in `BackendTraits.device_memory_bytes`."""
+        ...
 
     def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         """The traits on `device` for a checkpoint. Finds the device; loads no weights.

@@ -77,6 +77,16 @@ def whole_or_auto(text: str) -> int | None:
         raise typer.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
+def share_or_auto(text: str) -> float | None:
+    """A number; None for "auto"."""
+    if text == "auto":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a number nor auto") from None
+
+
 class Chosen(Enum):
     """The value of "auto" for a flag whose default is a number: the field's value is then None."""
 
@@ -148,6 +158,12 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "max_num_batched_tokens": _number("Tokens computed in one step.", "--prefill-step-size"),
     "kv_cache_memory_bytes": _number("Bytes of memory for KV pages."),
     "num_pages": _number("KV pages, in place of --kv-cache-memory-bytes."),
+    "gpu_memory_utilization": _engine(
+        "The share of a GPU's memory that the engine takes; auto: what the backend takes anyway, "
+        "0.75 with xla (default: auto).",
+        parser=share_or_auto,
+        metavar="SHARE|auto",
+    ),
     "scheduler_headroom_gb": _engine(
         "Memory that the engine leaves free, in GB, beside weights and KV.", metavar="GB"
     ),

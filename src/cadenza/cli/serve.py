@@ -149,7 +149,6 @@ def _unbuilt(what: str, *names: str, given: str | bool | None = None, kind: type
 class UnbuiltFlags:
     """Flags that other servers have and Cadenza lacks; none is accepted and ignored."""
 
-    gpu_memory_utilization: str | None = _unbuilt("a share of a GPU; use --kv-cache-memory-bytes")
     enable_auto_tool_choice: bool = _unbuilt("calling tools", given=True, kind=bool)
 
 

@@ -27,7 +27,7 @@ from cadenza.errors import CheckpointError, ConfigError, show
 from cadenza.loading.draft import load_draft, plan_copy, plan_draft_model, plan_mtp_head
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
-from cadenza.loading.plan import DraftPlan, EnginePlan, make_plan
+from cadenza.loading.plan import DraftPlan, EnginePlan, device_share, make_plan
 from cadenza.text.token_constraint import ConstraintCompiler
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,10 @@ def describe_backend(
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: see `Backend.describe`.
     """
-    return find_backend(config.backend, backends).describe(config.device, config.ops, checkpoint)
+    backend = find_backend(config.backend, backends)
+    if config.gpu_memory_utilization is not None:
+        backend.reserve_memory(config.gpu_memory_utilization)
+    return backend.describe(config.device, config.ops, checkpoint)
 
 
 def plan_model(
@@ -121,8 +124,9 @@ def plan_model(
         DeviceUnavailableError: the device is not on this machine.
     """
     traits = describe_backend(config, checkpoint, backends)
-    if traits.device_memory_bytes is not None:
-        available = traits.device_memory_bytes
+    shared = device_share(config, traits)
+    if shared is not None:
+        available = shared
     else:  # what the process has taken already is part of the plan
         available = memory.available_bytes + min(memory.held_bytes, traits.process_bytes)
     draft = _plan_draft(checkpoint, config, traits, backends)

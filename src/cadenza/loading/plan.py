@@ -7,6 +7,7 @@ smaller where the requests are known in advance.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import floor
 
 from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
 from cadenza.checkpoint import Checkpoint, declare
@@ -223,6 +224,34 @@ def make_plan(
         draft=draft,
         rows_reason=rows_reason,
     )
+
+
+def device_share(config: EngineConfig, traits: BackendTraits) -> int | None:
+    """Bytes for the engine of a device that has memory of its own; None of one that has not.
+
+    Raises:
+        ConfigError: a share was asked for that there is not.
+    """
+    share, allocator_bytes = config.gpu_memory_utilization, traits.device_memory_bytes
+    if share is None:
+        return allocator_bytes
+    if allocator_bytes is None or traits.device_total_bytes is None:
+        raise ConfigError(
+            f"--gpu-memory-utilization {share:g} is a share of a GPU's memory, and {traits.name} "
+            f"uses host memory or does not report its own; set --kv-cache-memory-bytes, or leave "
+            f"the flag out"
+        )
+    wanted = int(share * traits.device_total_bytes)
+    # The allocator rounds to whole pages of the device.
+    if wanted > allocator_bytes + traits.device_total_bytes // 1000:
+        fraction = floor(1000 * allocator_bytes / traits.device_total_bytes) / 1000
+        raise ConfigError(
+            f"--gpu-memory-utilization {share:g} is {wanted} bytes, but this process can allocate "
+            f"{allocator_bytes} of the device's {traits.device_total_bytes}: a variable of the "
+            f"environment (XLA_CLIENT_MEM_FRACTION) or an earlier engine said so; set "
+            f"--gpu-memory-utilization {fraction:g}"
+        )
+    return min(wanted, allocator_bytes)
 
 
 def _divide(

@@ -46,6 +46,9 @@ class MlxBackend:
     def __init__(self, find: Callable[[str], object | None] = find_spec) -> None:
         self._find = find
 
+    def reserve_memory(self, share: float) -> None:
+        """Does nothing: MLX allocates as it computes."""
+
     def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         self._check_installed()
         from cadenza.backends.mlx.device import find_mlx_device
@@ -69,6 +72,7 @@ class MlxBackend:
             dtype_for={each: each for each in DTYPES},
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             device_memory_bytes=found.memory_bytes,
+            device_total_bytes=found.memory_bytes,
             kv_layouts=("dense",),
             default_max_model_len=DEFAULT_MAX_MODEL_LEN,
             poison=POISON,

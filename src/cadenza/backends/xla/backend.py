@@ -4,6 +4,7 @@ Owns the traits of a device and the count of compiled programs; other modules im
 Modules that serving does not need are imported on use.
 """
 
+import os
 from collections.abc import Callable
 
 import jax
@@ -18,7 +19,12 @@ from cadenza.backends.base import (
     SequenceModel,
 )
 from cadenza.backends.xla.arithmetic import name_class, takes_portable_kernels
-from cadenza.backends.xla.device import find_device, find_ops
+from cadenza.backends.xla.device import (
+    find_device,
+    find_ops,
+    memory_of_device,
+    reserve_memory,
+)
 from cadenza.backends.xla.ops.native_library import (
     digest_of_library,
     has_native_library,
@@ -53,9 +59,12 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 class XlaBackend:
     """CPU, NVIDIA and TPU, through JAX."""
 
+    def reserve_memory(self, share: float) -> None:
+        reserve_memory(share, os.environ)
+
     def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         found = find_device(device)
-        stats = found.memory_stats() if found.platform != "cpu" else None
+        memory = memory_of_device(found, os.environ)
         is_reference = find_ops(ops, found, checkpoint.config) is ReferenceOps
         stored: dict[WeightDType, WeightDType] = {
             "float32": "float32",
@@ -75,7 +84,8 @@ class XlaBackend:
             # A program that keeps them may be fused, and so rounded, otherwise by XLA.
             keeps_hidden=not is_reference,
             arithmetics=("fast",) if is_reference else ("fast", "portable"),
-            device_memory_bytes=None if stats is None else stats.get("bytes_limit"),
+            device_memory_bytes=memory and memory.allocator_bytes,
+            device_total_bytes=memory and memory.total_bytes,
             process_bytes=_process_bytes(checkpoint.config, is_reference=is_reference),
             logit_copies=REFERENCE_LOGIT_COPIES if is_reference else 1,
             gathered_layers=2 if is_reference else 0,

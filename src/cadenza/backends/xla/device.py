@@ -4,7 +4,8 @@
 explicitly is never replaced by another: if it is not available, an error gives the reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,6 +23,11 @@ NATIVE_HEAD_UNIT = 16
 MAX_NATIVE_HEAD = 512
 
 MakeOps = Callable[[DecoderSpec], OpTable]
+
+DEFAULT_FRACTION = 0.75
+"""Of a GPU's memory that JAX takes if the environment does not say how much."""
+
+_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
@@ -51,6 +57,37 @@ def find_device(name: str) -> Any:
             f"use; JAX sees {available}. Remedy: {install}choose another device"
         )
     return devices[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Bytes that JAX's allocator may take of a device, and all that the device has."""
+
+    allocator_bytes: int
+    total_bytes: int
+
+
+def memory_of_device(device: Any, environment: Mapping[str, str]) -> DeviceMemory | None:
+    """None if the device uses host memory or does not report its size.
+
+    JAX tells the bytes of its allocator, which are a fixed fraction of a GPU's memory.
+    """
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    limit = (stats or {}).get("bytes_limit")
+    if not limit:
+        return None
+    fraction = 1.0
+    if device.platform == "gpu":
+        given = [environment[name] for name in _FRACTION_VARIABLES if environment.get(name)]
+        fraction = float(given[0]) if given else DEFAULT_FRACTION
+    return DeviceMemory(allocator_bytes=limit, total_bytes=round(limit / fraction))
+
+
+def reserve_memory(share: float, environment: MutableMapping[str, str]) -> None:
+    """Sets the fraction for JAX's allocator, which reads it when the first device is found; one
+    that is in the environment stays."""
+    if not any(environment.get(name) for name in _FRACTION_VARIABLES):
+        environment[_FRACTION_VARIABLES[0]] = str(share)
 
 
 def find_ops(ops: Ops, device: Any, model: ModelConfig) -> MakeOps:
