@@ -85,11 +85,11 @@ class ScriptedRunner(FakeRunner):
 
 def limits_of(config: EngineConfig) -> EngineLimits:
     return EngineLimits(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs or 8,
         max_num_batched_tokens=64,
         max_model_len=256,
         page_size=16,
-        num_pages=16 * config.max_num_seqs,
+        num_pages=16 * (config.max_num_seqs or 8),
         max_num_queued_reqs=config.max_num_queued_reqs or 100,
         max_consecutive_step_errors=config.max_consecutive_step_errors,
     )
