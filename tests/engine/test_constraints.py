@@ -10,6 +10,7 @@ import pytest
 from cadenza.backends.base import Capability
 from cadenza.backends.fake import FakeLateStepHandle, FakeStepHandle
 from cadenza.config import EngineLimits, SchedulerLoop
+from cadenza.core.step_drafts import MAX_STEP_MASKS
 from cadenza.core.step_reader import CONSTRAINT_FAILED
 from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import EngineCore
@@ -259,3 +260,36 @@ def test_an_engine_without_constraints_refuses_them():
     unresolved = SamplingParams(structured=StructuredOutput(regex="a"))
     with pytest.raises(InvalidRequestError, match="was not turned into a constraint"):
         engine.submit(Request(prompt_token_ids=(1,), params=unresolved))
+
+
+def test_a_step_whose_masks_follow_has_no_drafts():
+    """A prompt that can draft ends in a step beside a constrained row whose token is not read."""
+    limits = replace(LIMITS, max_num_batched_tokens=64, max_model_len=128, num_pages=32)
+    engine = make_engine(limits)
+    first = engine.submit(constrained(1, params=replace(PARAMS, max_tokens=60)))
+    events = [event for _ in range(8) for event in engine.step()]
+    assert "choose" in trace_of(engine)
+    params = replace(PARAMS, speculative=True)
+    repeated = Request(prompt_token_ids=(1, 2, 3, 4, 5, 6) * 5, params=params)
+    second = engine.submit(repeated)
+    events += drain(engine)
+    assert engine.num_failed_steps == 0
+    alone = make_engine(limits)
+    alone.new_request_id()
+    assert tokens(drain_one(alone, repeated), second) == tokens(events, second)
+    assert len(tokens(events, first)) > 8
+
+
+def test_rows_that_cannot_have_masks_for_drafts_do_not_wait_for_tokens():
+    """Too many constrained rows share a step's masks, so that none drafts."""
+    count = MAX_STEP_MASKS + 4
+    limits = replace(LIMITS, max_num_seqs=count, max_num_batched_tokens=64, num_pages=4 * count)
+    limits = replace(limits, max_num_queued_reqs=count)
+    engine = make_engine(limits)
+    params = replace(PARAMS, speculative=True, max_tokens=40)
+    for place in range(count):
+        engine.submit(constrained(place, STEADY, params))
+    for _ in range(12):
+        engine.step()
+    assert len(engine.scheduler.running) > MAX_STEP_MASKS
+    assert trace_of(engine)[-6:] == ["launch", "read", "choose"] * 2

@@ -109,9 +109,10 @@ class StepDrafts:
         sequence drafts behind its newest token, and a `Drafter` runs beside no step.
         """
         is_together = self._drafter is not None and self._drafter.is_due(number)
+        has_masks = _num_masks(running) > 0
         for sequence in running:
             drafting = sequence.drafting
-            if drafting is None:
+            if drafting is None or not (has_masks or sequence.constraint is None):
                 continue
             is_waited_for = sequence.num_pending_tokens > 0
             if drafting.source is None:
@@ -127,9 +128,12 @@ class StepDrafts:
         """Drafts of the sequences that sample in the step of this number, of which `num_rows` may
         have logits.
 
-        `cost`: what steps cost; None if it is not known.
+        There are none in a step whose masks follow its launch: those of drafts cannot. `cost`: what
+        steps cost; None if it is not known.
         """
         found: Drafts = {}
+        if any(_has_undecided_mask(sequence) for sequence, _ in shares):
+            return found
         together: list[Sequence] = []
         load = _load_of(shares)
         room = self._limits.max_num_batched_tokens - sum(count for _, count in shares)
@@ -194,6 +198,11 @@ class StepDrafts:
         if not count or self._kv_cache.try_grow(sequence, end + count):
             return count
         return len(sequence.page_table) * self._limits.page_size - end
+
+
+def _has_undecided_mask(sequence: Sequence) -> bool:
+    """Whether what the sequence may sample next depends on a token that is not read."""
+    return sequence.constraint is not None and sequence.num_pending_tokens > 0
 
 
 def _num_masks(sequences: list[Sequence]) -> int:

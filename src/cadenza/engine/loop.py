@@ -185,7 +185,7 @@ class StepLoop:
 
     def _launch(self, batch: Batch) -> list[Event]:
         """Launches a batch; returns the events of the steps read on the way, and of a failure."""
-        masks_follow = batch.needs_masks and self._decides_masks
+        masks_follow = batch.needs_masks and not batch.has_drafts and self._decides_masks
         try:
             step = self._step_runner.launch(batch, self._clock(), masks_follow=masks_follow)
             self.in_flight.append(step)
