@@ -206,3 +206,39 @@ def test_samples_of_one_prompt_are_one_static_batch() -> None:
     _, record, starts = run_static([both, request_of(8, 1)])
     assert starts == [(0, 0), (0, 1)]
     assert len(record.streams) == 3
+
+
+def test_what_a_static_batch_copies_is_copied_before_its_other_rows_write() -> None:
+    """One that starts without a token in the step copies a slot that the next one is given."""
+    limits = replace(
+        LIMITS,
+        max_num_seqs=3,
+        max_num_batched_tokens=32,
+        max_model_len=128,
+        page_size=128,
+        num_pages=3,
+        slot_unit=1,
+    )
+
+    def ask(prompt: list[int], max_tokens: int = 5) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=5)
+        return Request(prompt_token_ids=tuple(prompt), params=params)
+
+    cached = [place % 50 + 1 for place in range(60)]
+    others = [[step * place % 50 + 2 for place in range(60)] for step in (3, 7, 11)]
+    requests = [
+        ask(others[0] * 2),
+        ask(cached[:20] + others[1]),
+        ask(others[2][:20]),
+    ]
+    engine = make_engine(limits, order=Order(batching="static"))
+    record = Record(seed=0, engine=engine)
+    for batch in ([ask(cached, 3)], requests):
+        for request in batch:
+            record.accept(engine.submit(request), request)
+        while not engine.is_idle:
+            for event in engine.step():
+                record.take(event)
+            engine.check_invariants()
+    record.verify()
+    assert engine.scheduler.num_prefix_hits > 0

@@ -5,7 +5,7 @@ sequence's page table covers all its computed tokens; a page is published only a
 filled it has succeeded with finite logits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cadenza.core.eviction_order import PageClass
@@ -277,6 +277,16 @@ class KVCacheManager:
         self.page_shares.give_back(sequence)
         self.pool.free(reversed(sequence.page_table))
         sequence.rewind()
+
+    def take_copies(self, started: Iterable[Sequence]) -> list[PageCopy]:
+        """The page copies of sequences in the order of their starts, to make before the next step,
+        whether they have a share of it or not: later a copied page may be another one's."""
+        copies: list[PageCopy] = []
+        for sequence in started:
+            if sequence.page_copy is not None:
+                copies.append(sequence.page_copy)
+                sequence.page_copy = None
+        return copies
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Adds the first `num_tokens` tokens to the prefix cache, as far as they fill pages."""

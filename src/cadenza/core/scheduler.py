@@ -169,6 +169,8 @@ class Scheduler:
         # can only fork a prompt that an earlier step has computed.
         num_rows = rows_budget.num_rows
         drafts = self._drafts.propose(shares, num_rows, self.num_steps, self._cost)
+        batch.page_copies = self.kv_cache.take_copies(self.running)
+        batch.written_pages = [copy.destination for copy in batch.page_copies]
         for sequence, count in shares:
             self._enter(batch, sequence, count, drafts.get(sequence, NO_DRAFTS))
         self._fair_share.charge_outputs(batch.entries)
@@ -366,7 +368,7 @@ class Scheduler:
         one does not fit its share.
         """
         full: set[str] = set()
-        parts, num_begun = [self._part_of(sequence) for sequence in prompts], len(prompts)
+        parts = [self._part_of(sequence) for sequence in prompts]
         for sequence in waiting:
             is_first = self._light_tenants.is_light(sequence.request.tenant.name)
             if not (self._free_rows or is_first) or budget.num_tokens <= 0:
@@ -396,8 +398,7 @@ class Scheduler:
                 has_logits=sequence.needs_prompt_rows,
                 is_first=is_first,
             )
-            # Those that start must be in this step: their page copies are made in it.
-            if not all(share_among_prompts([*parts, part], budget.copy())[num_begun:]):
+            if not share_among_prompts([*parts, part], budget.copy())[-1]:
                 break
             if not self._start_or_displace(batch, sequence):
                 break
@@ -540,9 +541,6 @@ class Scheduler:
             new = range(sequence.num_sent_pages, len(table))
             batch.page_updates += [PageUpdate(row, index, table[index]) for index in new]
             sequence.num_sent_pages = len(table)
-        if sequence.page_copy is not None:
-            batch.page_copies.append(sequence.page_copy)
-            sequence.page_copy = None
         if sequence.prompt_rows is not None:
             entry.prompt_rows = sequence.prompt_rows.launch(start, end)
             batch.num_prompt_rows += len(entry.prompt_rows)
