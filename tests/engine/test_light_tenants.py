@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.config import EngineLimits
-from cadenza.core.fair_share import CREDIT_STEPS, FairShare
+from cadenza.core.fair_share import CREDIT_STEPS, MAX_COUNTERS, FairShare
 from cadenza.core.light_tenants import MAX_DISPLACEMENTS, LightTenants
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
-from cadenza.events import Token
+from cadenza.events import Finished, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.tenant import Tenant
 from tests.core.builders import sequence_of
@@ -299,3 +299,63 @@ def test_the_bound_betrays_a_scheduler_that_starts_light_tenants_out_of_turn() -
     load = Load(seed=0, others=[(2, 100)], weights=[1.0] * 2, longest=(8, 90))
     assert load.lead() <= load.bound
     assert load.lead(Parts(scheduler=StartsLightOnesFirst)) > load.bound
+
+
+def test_a_prompt_of_another_tenant_goes_on_beside_those_that_come_first() -> None:
+    """Nothing of it waits, so that no counter says that it is its turn."""
+    limits = EngineLimits(
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=1024,
+        page_size=16,
+        num_pages=400,
+        max_num_queued_reqs=16,
+        enable_prefix_caching=False,
+    )
+
+    def ask(tenant: Tenant, num_tokens: int, max_tokens: int, first: int) -> Request:
+        prompt = tuple((7 * first + place) % VOCAB_SIZE for place in range(num_tokens))
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return Request(prompt_token_ids=prompt, params=params, tenant=tenant)
+
+    engine = make_engine(limits)
+    for place in range(3):
+        engine.submit(ask(MANY, 10, 400, place))
+    engine.step()
+    long_id = engine.submit(ask(MANY, 320, 4, 9))
+    few: set[int] = set()
+    for step in range(200):
+        while len(few) < 2:
+            few.add(engine.submit(ask(FEW, 512, 1, 100 + 2 * step + len(few))))
+        events = engine.step()
+        engine.check_invariants()
+        few -= {event.request_id for event in events if isinstance(event, Finished)}
+        if any(isinstance(each, Token) and each.request_id == long_id for each in events):
+            return
+    pytest.fail("a prompt of the other tenant stood still")
+
+
+def test_tenants_that_join_one_after_another_start_at_one_level() -> None:
+    """A credit each below what one that waits has had, whoever came between."""
+    share = FairShare(COST, credit=10.0)
+    waiting = sequences_of(MANY, 1)[0]
+    share.join(MANY)
+    share.join(FEW)
+    share.charge_prompt(waiting, 1000)
+    share.leave(FEW)
+    before = share.counter_of(waiting)
+    for place in range(20):
+        tenant = Tenant(name=f"tenant-{place}")
+        share.join(tenant)
+        joined = sequences_of(tenant, 1)[0]
+        assert share.counter_of(joined) == before - 10.0
+
+
+def test_counters_of_tenants_that_came_once_are_dropped() -> None:
+    share = FairShare(COST, credit=10.0)
+    for place in range(3 * MAX_COUNTERS):
+        tenant = Tenant(name=f"tenant-{place}")
+        share.join(tenant)
+        share.charge_prompt(sequences_of(tenant, 1)[0], 1)
+        share.leave(tenant)
+    assert len(share._counters) <= MAX_COUNTERS + 1

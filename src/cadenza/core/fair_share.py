@@ -66,6 +66,7 @@ class FairShare:
         self._credit = credit
         self._counters: dict[str, float] = {}
         self._num_waiting: dict[str, int] = {}
+        self._level = 0.0
         self._last_left = ""
 
     @property
@@ -75,16 +76,16 @@ class FairShare:
 
     def join(self, tenant: Tenant) -> None:
         """One more sequence of the tenant waits. If it is the only one, the counter is lifted to
-        the smallest of those that wait, less the credit: nobody saves up more while asking for
-        nothing.
+        the level, less the credit: nobody saves up more while asking for nothing.
         """
         name = tenant.name
         count = self._num_waiting.get(name, 0)
         if not count:
-            floor = self._floor()
+            self._raise_level()
+            floor = self._level - self._credit
             self._counters[name] = max(self._counters.get(name, 0.0), floor)
             if len(self._counters) > MAX_COUNTERS:
-                self._drop_idle(floor)
+                self._drop_idle()
         self._num_waiting[name] = count + 1
 
     def leave(self, tenant: Tenant) -> None:
@@ -149,14 +150,16 @@ class FairShare:
             count = self._counters.get(tenant.name, 0.0)
             self._counters[tenant.name] = count + service / tenant.weight
 
-    def _floor(self) -> float:
-        """What the counter of a tenant that joins is lifted to."""
+    def _raise_level(self) -> None:
+        """To the smallest counter of those that wait. It never falls: a tenant that joins a credit
+        below it lowers it for nobody else."""
         names = self._num_waiting or (self._last_left,)
-        return min(self._counters.get(name, 0.0) for name in names) - self._credit
+        self._level = max(self._level, min(self._counters.get(name, 0.0) for name in names))
 
-    def _drop_idle(self, floor: float) -> None:
+    def _drop_idle(self) -> None:
+        """Drops the counters of tenants that would get no less if they came back."""
         self._counters = {
             name: count
             for name, count in self._counters.items()
-            if count > floor or name in self._num_waiting or name == self._last_left
+            if count > self._level or name in self._num_waiting or name == self._last_left
         }

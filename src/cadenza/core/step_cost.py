@@ -208,6 +208,10 @@ class PromptPart:
     is_first: bool = False
 
 
+LEAST_SHARE = 1 / 16
+"""Of a step's prompt tokens, for the oldest prompt beside those that come first; at least one."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class PromptBudget:
     """What a step may still compute of prompts: tokens and, with a bound, milliseconds.
@@ -242,19 +246,26 @@ class PromptBudget:
 def share_among_prompts(parts: SequenceOf[PromptPart], budget: PromptBudget) -> list[int]:
     """Takes from `budget` for each prompt, oldest first; returns their numbers of tokens.
 
-    Those that are first take what they can. Among them, and among the others, the prompt with the
-    fewest tokens left gets up to half, so that a short prompt need not wait for a long one; the
-    oldest gets the rest, and what it leaves goes to the others in order.
+    Those that are first take what they can, but for a part that keeps the oldest of the others
+    going. Among them, and among the others, the prompt with the fewest tokens left gets up to half,
+    so that a short prompt need not wait for a long one; the oldest gets the rest, and what it
+    leaves goes to the others in order.
     """
     counts = [0] * len(parts)
+    oldest = next((index for index, part in enumerate(parts) if not part.is_first), None)
+    if oldest is not None and any(part.is_first for part in parts) and budget.num_tokens > 0:
+        share = max(LEAST_SHARE, 1 / budget.num_tokens)
+        counts[oldest] = budget.take(parts[oldest], share)
     for is_first in (True, False):
         group = [index for index, part in enumerate(parts) if part.is_first is is_first]
         if len(group) > 1:
             shortest = min(group, key=lambda index: parts[index].num_left)
             if shortest != group[0]:
-                counts[shortest] = budget.take(parts[shortest], 0.5)
+                counts[shortest] += budget.take(_rest_of(parts[shortest], counts[shortest]), 0.5)
         for index in group:
-            part, taken = parts[index], counts[index]
-            rest = replace(part, start=part.start + taken, num_left=part.num_left - taken)
-            counts[index] += budget.take(rest)
+            counts[index] += budget.take(_rest_of(parts[index], counts[index]))
     return counts
+
+
+def _rest_of(part: PromptPart, num_taken: int) -> PromptPart:
+    return replace(part, start=part.start + num_taken, num_left=part.num_left - num_taken)
