@@ -4,12 +4,16 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from cadenza.engine.open_requests import RequestTimeouts
+from cadenza.errors import QueueFullError
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput
 from cadenza.request import Request
@@ -37,9 +41,8 @@ PROMPTS = [[5 + place % 200] * (1 + place % 7) for place in range(100)]
 class SpokenStream:
     """The part of `OutputStream`, and of its processor, that a job uses; says `news` once each."""
 
-    is_finished = False
-
     def __init__(self, on_news: Callable[[], None]) -> None:
+        self.is_finished = False
         self.processor = self
         self._on_news = on_news
         self._outputs: list[CompletionOutput] = []
@@ -47,6 +50,10 @@ class SpokenStream:
     def say(self) -> None:
         self._outputs.append(OUTPUT)
         self._on_news()
+
+    def abort(self) -> None:
+        self.is_finished = True
+        self.say()
 
     def take(self) -> list[CompletionOutput]:
         taken, self._outputs = self._outputs, []
@@ -67,8 +74,9 @@ def test_a_silence_is_told_after_news_and_after_a_silence() -> None:
             return streams[-1]
 
         prepared = PreparedRequest(text=None, request=Request(prompt_token_ids=(1,)))
+        counts: list[int] = []
         no_queue: Any = SimpleNamespace(jobs=())
-        job = Job([prepared], submit, queue=no_queue, timeout_s=60.0)
+        job = Job([prepared], submit, queue=no_queue, timeout_s=60.0, add_open=counts.append)
         job.submit_next()
         found: list[int] = []
         async with job:
@@ -79,6 +87,46 @@ def test_a_silence_is_told_after_news_and_after_a_silence() -> None:
         return found
 
     assert asyncio.run(listen()) == [0, 1, 0, 0, 1, 0]
+
+
+@given(
+    num_prompts=st.integers(1, 5),
+    steps=st.lists(st.sampled_from(["submit", "refuse", "end", "news", "abort"]), max_size=20),
+)
+@example(num_prompts=2, steps=["submit", "submit", "end", "news"])
+@settings(max_examples=60, deadline=None)
+def test_the_prompts_beside_one_are_counted_while_they_are_submitted(
+    num_prompts: int, steps: list[str]
+) -> None:
+    async def run() -> None:
+        streams: list[SpokenStream] = []
+        changes: list[int] = []
+
+        def submit(_: PreparedRequest, on_news: Callable[[], None]) -> Any:
+            if step == "refuse":
+                raise QueueFullError("not now")
+            streams.append(SpokenStream(on_news))
+            return streams[-1]
+
+        prepared = PreparedRequest(text=None, request=Request(prompt_token_ids=(1,)))
+        no_queue: Any = SimpleNamespace(jobs=())
+        prompts = [prepared] * num_prompts
+        job = Job(prompts, submit, queue=no_queue, timeout_s=60.0, add_open=changes.append)
+        async with job:
+            for step in steps:
+                if step in {"submit", "refuse"} and job.next_prompt is not None:
+                    with pytest.raises(QueueFullError) if step == "refuse" else nullcontext():
+                        job.submit_next()
+                elif step == "end" and streams:
+                    streams.pop(0).abort()
+                elif step == "abort":
+                    job.abort()
+                elif step == "news":
+                    await job.news(0.0)
+                assert sum(changes) == max(0, job.num_submitted - 1)
+        assert sum(changes) == 0
+
+    asyncio.run(run())
 
 
 class InBackground:

@@ -1,11 +1,17 @@
 """`--tenants`: who a tenant is, its rates with their Retry-After, and files that are refused."""
 
+import json
 import math
 import random
-from contextlib import ExitStack
+import select
+import socket
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from hashlib import sha256
+from http.client import HTTPResponse
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,8 +32,9 @@ from cadenza.server.tenants import (
     read_tenants,
 )
 from cadenza.tenant import Tenant
-from tests.server.harness import options, running_server
+from tests.server.harness import RunningServer, options, raw_post, running_server
 from tests.server.scripted_engine import ScriptedEngine
+from tests.server.test_streams import wait_until
 
 HASHED = "sha256:" + sha256(b"hashed-key").hexdigest()
 WHOLE = f"""
@@ -264,6 +271,144 @@ def test_rates_over_http(script: tuple[int, ...], text: TextFrontend, tmp_path: 
     assert 'admission_rejections_total{model_name="scripted",reason="rate_limited"} 1.0' in metrics
     assert [each.tenant.name for each in engine.submitted] == ["web", "web", "batch", "web"]
     assert engine.submitted[2].tenant == file.named["batch"].tenant
+
+
+class Flooded:
+    """A server with 16 places, an engine that stands still, and clients that do not wait."""
+
+    def __init__(self, server: RunningServer, engine: ScriptedEngine, sockets: ExitStack) -> None:
+        self.server = server
+        self.engine = engine
+        self._sockets = sockets
+
+    def ask(self, key: str, prompt: list[Any], **changes: Any) -> socket.socket:
+        """Returns once the call is refused, or has all the places that it gets."""
+        connection = self._sockets.enter_context(self.server.connect())
+        body = json.dumps({"prompt": prompt, "max_tokens": 2, "ignore_eos": True, **changes})
+        num_open = self.engine.num_open + (len(prompt) if isinstance(prompt[0], list) else 1)
+        authorization = f"authorization: Bearer {key}"
+        connection.sendall(raw_post("/v1/completions", body.encode(), authorization))
+        wait_until(lambda: self.engine.num_open == num_open or is_answered(connection))
+        return connection
+
+    def counts(self) -> dict[str, int]:
+        return {name: use.num_open for name, use in self.server.service.tenants._uses.items()}
+
+
+def is_answered(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])
+
+
+def answer_of(connection: socket.socket) -> tuple[int, bytes]:
+    """Its status and its whole body."""
+    with HTTPResponse(connection) as answer:
+        answer.begin()
+        return answer.status, answer.read()
+
+
+@contextmanager
+def flooded(
+    engine: ScriptedEngine, text: TextFrontend, path: Path, content: str
+) -> Generator[Flooded]:
+    file = read_tenants(written(path, content))
+    settings = options(keys=ApiKeys((), file.keys), tenants=file)
+    with running_server(engine, text, settings) as server, ExitStack() as sockets:
+        engine.pause()
+        yield Flooded(server, engine, sockets)
+
+
+TWO = "[tenants.one]\nkeys = ['key-of-one']\n{}\n[tenants.other]\nkeys = ['key-of-other']"
+MANY: list[Any] = [[5]] * 8
+"""Of one call: as many as enter together, half of the places."""
+
+
+@pytest.mark.parametrize("end", ["finish", "fail", "leave", "cancel"])
+def test_the_last_places_are_kept_from_a_call_with_many_prompts(
+    script: tuple[int, ...], text: TextFrontend, tmp_path: Path, end: str
+) -> None:
+    """Each prompt has a place, and no count is left, however the calls end."""
+    engine = ScriptedEngine(script, max_num_queued_reqs=12)
+    with flooded(engine, text, tmp_path, TWO.format("")) as flood:
+        calls = [flood.ask("key-of-other", [6])]
+        calls.append(flood.ask("key-of-one", MANY[:7], request_id="many-1"))
+        calls += [flood.ask("key-of-one", [6]) for _ in range(6)]
+        refused = flood.ask("key-of-one", [6])
+        assert is_answered(refused), "a kept place was taken"
+        status, answer = answer_of(refused)
+        assert (status, b"13 of your requests are open" in answer) == (429, True)
+        calls += [flood.ask("key-of-other", [6]) for _ in range(2)]
+        assert engine.num_open == 16
+        assert flood.counts() == {"one": 13, "other": 3}
+        if end == "cancel":
+            key = {"authorization": "Bearer key-of-one"}
+            cancelled = flood.server.post("/v1/requests/many-1/cancel", headers=key)
+            assert cancelled.status_code == 200
+            wait_until(lambda: flood.counts() == {"one": 6, "other": 3})
+            calls.append(flood.ask("key-of-one", [6]))
+            assert flood.counts() == {"one": 7, "other": 3}
+        elif end == "leave":
+            for call in calls:
+                call.close()
+        engine.failing = "step_failed" if end == "fail" else None
+        if end != "leave":
+            engine.resume()
+            wait_until(lambda: all(map(is_answered, calls)))
+        wait_until(lambda: flood.counts() == {"one": 0, "other": 0})
+        assert not engine.num_open
+
+
+def test_a_queue_share_counts_each_prompt(
+    script: tuple[int, ...], text: TextFrontend, tmp_path: Path
+) -> None:
+    engine = ScriptedEngine(script, max_num_queued_reqs=12)
+    with flooded(engine, text, tmp_path, TWO.format("queue_share = 0.5")) as flood:
+        flood.ask("key-of-one", MANY)
+        refused = flood.ask("key-of-one", [6])
+        assert is_answered(refused), "a ninth place was taken"
+        assert b"8 of your requests are open" in answer_of(refused)[1]
+        flood.ask("key-of-other", [6])
+        assert flood.counts() == {"one": 8, "other": 1}
+        engine.resume()
+        wait_until(lambda: flood.counts() == {"one": 0, "other": 0})
+
+
+def test_prompts_that_have_ended_are_counted_no_more(
+    script: tuple[int, ...], text: TextFrontend, tmp_path: Path
+) -> None:
+    """Of 40 prompts 8 are open at a time, and none when the answer is there."""
+    engine = ScriptedEngine(script, max_num_queued_reqs=12)
+    with flooded(engine, text, tmp_path, TWO.format("")) as flood:
+        engine.resume()
+        key = {"authorization": "Bearer key-of-one"}
+        body = {"prompt": MANY * 5, "max_tokens": 2, "ignore_eos": True}
+        for _ in range(2):
+            answer = flood.server.post("/v1/completions", body, headers=key)
+            assert len(answer.json()["choices"]) == 40
+            wait_until(lambda: flood.counts() == {"one": 0})
+
+
+def test_a_call_that_is_refused_leaves_no_count(
+    script: tuple[int, ...], text: TextFrontend, tmp_path: Path
+) -> None:
+    """By its body, its model, its length, the queue's tokens, or a rate."""
+    engine = ScriptedEngine(script, max_num_queued_reqs=2, max_num_queued_tokens=4)
+    content = TWO.format("tokens_per_minute = 1")
+    with flooded(engine, text, tmp_path, content) as flood:
+        flood.ask("key-of-other", [6] * 2)
+        for prompt, changes, status in [
+            ([6], {"unknown": 1}, 400),
+            ([6], {"model": "no-such"}, 404),
+            ([[6], [6] * 300], {}, 400),
+            ([[6] * 3, [6]], {}, 429),
+        ]:
+            assert answer_of(flood.ask("key-of-one", prompt, **changes))[0] == status
+            wait_until(lambda: flood.counts() == {"one": 0, "other": 1})
+        flood.ask("key-of-one", [6] * 2)
+        answer = answer_of(flood.ask("key-of-one", [6]))[1]
+        assert b"tokens_per_minute of 1 is used up" in answer
+        wait_until(lambda: flood.counts() == {"one": 1, "other": 1})
+        engine.resume()
+        wait_until(lambda: flood.counts() == {"one": 0, "other": 0})
 
 
 def test_keys_outside_the_file_share_by_default_limits() -> None:

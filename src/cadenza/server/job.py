@@ -2,8 +2,8 @@
 
 Owns the order in which prompts enter the engine's queue, and one wait for the news of all of a
 call's requests. Knows no HTTP and no endpoint. Invariants: leaving a job's context cancels its
-requests; a stream that raises ends the job; calls with many prompts take turns, and together leave
-room for others.
+requests, and they are counted no more; a stream that raises ends the job; calls with many prompts
+take turns, and together leave room for others.
 """
 
 import asyncio
@@ -42,6 +42,8 @@ class Job:
     Args:
         queue: filled after news, which may mean that there is room.
         timeout_s: for several prompts together; one alone has the engine's deadline.
+        add_open: is called with the change of the number of submitted prompts beside one, which the
+            call itself counts for; the changes sum to zero when the job's context is left.
     """
 
     def __init__(
@@ -51,10 +53,13 @@ class Job:
         *,
         queue: "PromptQueue",
         timeout_s: float,
+        add_open: Callable[[int], None],
     ) -> None:
         self._submit = submit
         self._queue = queue
         self._timeout_s = timeout_s
+        self._add_open = add_open
+        self._num_further = 0
         self.num_unfinished = len(prepared)
         self._waiting = deque(enumerate(prepared))
         self._streams: dict[int, OutputStream] = {}
@@ -80,6 +85,8 @@ class Job:
         self._waiting.clear()
         for stream in self._streams.values():
             stream.close()
+        self._streams.clear()
+        self._count_further()
 
     @property
     def num_submitted(self) -> int:
@@ -96,6 +103,7 @@ class Job:
         place, prepared = self._waiting[0]
         self._streams[place] = self._submit(prepared, self.notify)
         self._waiting.popleft()
+        self._count_further()
 
     async def news(self, within_s: float | None = None) -> News:
         """Waits for news; cancelling it loses nothing.
@@ -170,7 +178,15 @@ class Job:
         for place in ended:
             self.num_unfinished -= 1
             self._streams.pop(place).close()
+        if ended:
+            self._count_further()
         return found
+
+    def _count_further(self) -> None:
+        num_further = max(0, len(self._streams) - 1)
+        if num_further != self._num_further:
+            self._add_open(num_further - self._num_further)
+            self._num_further = num_further
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Protocol
 
@@ -271,6 +272,7 @@ class Service:
             self._submit_one,
             queue=self._waiting,
             timeout_s=self._request_timeout_s,
+            add_open=partial(self.tenants.add_open, tenant),
         )
         try:
             job.submit_next()

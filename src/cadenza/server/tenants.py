@@ -53,7 +53,8 @@ class TenantLimits:
     Args:
         tenant: what the engine grants it; without a name in the limits of tenants that the file
             does not name.
-        queue_share: the share of all places for open requests that its calls may take.
+        queue_share: the share of all places for open requests; a tenant that has as many gets no
+            further call.
         requests_per_minute: of which as many may come at once; None for any number.
         tokens_per_minute: of prompts and answers; None for any number.
     """
@@ -199,7 +200,7 @@ class _Use:
     limits: TenantLimits
     requests: Bucket | None
     tokens: Bucket | None
-    num_calls: int = 0
+    num_open: int = 0
 
 
 class Tenants:
@@ -220,36 +221,42 @@ class Tenants:
 
     @contextmanager
     def calling(self, name: str, num_places: int, now_s: float) -> Generator[None]:
-        """Counts an open call; `num_places` is the most requests that may be open in all.
+        """Counts an open call as one request, `add_open` those that it has beside its first.
+
+        `num_places` is the most requests that may be open in all.
 
         Raises ApiError (429) where the tenant has too many, or has used up a rate.
         """
         use = self._use(name, now_s)
         most = max(1, int(use.limits.queue_share * num_places))
-        if use.num_calls >= most:
+        if use.num_open >= most:
             self._counts.reject("tenant_queue_full")
             raise queue_full(
-                f"{most} of your requests are open, as many as the queue_share of your key allows; "
-                f"try again when some have finished"
+                f"{use.num_open} of your requests are open, and the queue_share of your key allows "
+                f"{most}; try again when some have finished"
             )
         if self._is_crowding(use, num_places):
             self._counts.reject("tenant_queue_full")
             raise queue_full(
-                f"{use.num_calls} of your requests are open, and the places that are left are kept "
+                f"{use.num_open} of your requests are open, and the places that are left are kept "
                 f"for others; try again when some have finished"
             )
         self.check_rates(name, 0, now_s)
-        use.num_calls += 1
+        use.num_open += 1
         try:
             yield
         finally:
-            use.num_calls -= 1
+            use.num_open -= 1
+
+    def add_open(self, name: str, num_requests: int) -> None:
+        """An open call has so many more requests beside its first; fewer, where it is negative."""
+        self._uses[name].num_open += num_requests
 
     def _is_crowding(self, use: _Use, num_places: int) -> bool:
-        """Whether only kept places are left, and the tenant has more calls than its part."""
-        opened = [each.num_calls for each in self._uses.values() if each.num_calls]
+        """Whether only kept places are left, and the tenant has more requests than its part."""
+        opened = [each.num_open for each in self._uses.values() if each.num_open]
         num_left = num_places - sum(opened)
-        has_more = use.num_calls > num_places / max(2, len(opened))
+        has_more = use.num_open > num_places / max(2, len(opened))
         return len(self._uses) > 1 and has_more and num_left <= KEPT_SHARE * num_places
 
     def take(self, name: str, num_prompt_tokens: int, now_s: float) -> None:
