@@ -1,9 +1,13 @@
 """Structured outputs as grammars: what is accepted, what is refused by name, what is bounded."""
 
+import os
+import resource
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event
+from typing import Any
 
 import pytest
 
@@ -12,6 +16,7 @@ from cadenza.errors import InvalidRequestError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
+from cadenza.text import grammar_worker
 from cadenza.text.grammar import grammar_of
 from cadenza.text.grammar_check import check_grammar
 from cadenza.text.grammar_worker import CheckResult, GrammarWorker
@@ -245,6 +250,58 @@ def test_what_had_less_than_the_whole_time_is_checked_again_for_another_request(
         assert worker.check(good) is None
     finally:
         worker.close()
+
+
+@contextmanager
+def many_descriptors(count: int):
+    """Has `count` descriptors open, as a server with many connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < count + 256:
+        pytest.skip(f"at most {hard} descriptors may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 256), hard))
+    opened: list[int] = []
+    try:
+        opened += [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+        yield
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_grammars_are_checked_beside_more_than_a_thousand_connections():
+    worker = GrammarWorker(timeout_s=60.0)
+    with many_descriptors(1100):
+        try:
+            assert worker.check(grammar_of(StructuredOutput(regex="a"))) is None
+            assert worker._process is not None
+            assert worker._process.stdout is not None
+            assert worker._process.stdout.fileno() >= 1024
+        finally:
+            worker.close()
+
+
+def test_a_process_is_ended_where_its_start_is_interrupted(monkeypatch: pytest.MonkeyPatch):
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def kept(*args: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    def interrupted(descriptor: int, until_s: float) -> bytes | None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", kept)
+    monkeypatch.setattr(grammar_worker, "_read_frame", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        GrammarWorker().check("a")
+    (process,) = started
+    try:
+        assert process.returncode is not None
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_form_of_many_prompts_is_checked_once_and_refused_each_time():

@@ -130,7 +130,10 @@ class GrammarWorker:
 
 
 def _start() -> "subprocess.Popen[bytes]":
-    """A process that has begun to read. Raises EOFError if it does not."""
+    """A process that has begun to read. Raises EOFError if it does not, OSError if none can start.
+
+    None is left running where this raises.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "cadenza.text.grammar_worker"],
         stdin=subprocess.PIPE,
@@ -139,10 +142,13 @@ def _start() -> "subprocess.Popen[bytes]":
         start_new_session=True,  # signals of a terminal are for the server
     )
     assert process.stdout is not None
-    if _read_frame(process.stdout.fileno(), time.monotonic() + START_S) is None:
+    try:
+        if _read_frame(process.stdout.fileno(), time.monotonic() + START_S) is None:
+            raise EOFError
+    except BaseException:
         process.kill()
         process.communicate()
-        raise EOFError
+        raise
     return process
 
 
@@ -154,9 +160,11 @@ def _read_frame(descriptor: int, until_s: float) -> bytes | None:
 
 def _read(descriptor: int, count: int, until_s: float) -> bytes | None:
     received = b""
+    poll = select.poll()  # `select` refuses descriptors from 1024 on
+    poll.register(descriptor, select.POLLIN)
     while len(received) < count:
         remaining_s = until_s - time.monotonic()
-        if remaining_s <= 0 or not select.select([descriptor], [], [], remaining_s)[0]:
+        if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
             return None
         part = os.read(descriptor, count - len(received))
         if not part:
