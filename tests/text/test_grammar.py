@@ -1,5 +1,6 @@
 """Structured outputs as grammars: what is accepted, what is refused by name, what is bounded."""
 
+import errno
 import os
 import resource
 import subprocess
@@ -149,8 +150,8 @@ def test_a_grammar_that_takes_too_long_costs_its_process_and_nothing_else():
         worker.close()
 
 
-def test_a_worker_that_dies_is_replaced():
-    worker = GrammarWorker()
+def test_a_worker_that_died_is_replaced_and_the_grammar_is_not_blamed():
+    worker = GrammarWorker(timeout_s=60.0)
     good = grammar_of(StructuredOutput(regex="a"))
     try:
         assert worker.check(good) is None
@@ -158,8 +159,7 @@ def test_a_worker_that_dies_is_replaced():
         assert process is not None
         process.kill()
         process.wait()
-        assert worker.check(grammar_of(StructuredOutput(regex="b"))) is not None
-        assert worker.check(grammar_of(StructuredOutput(regex="c"))) is None
+        assert worker.check(grammar_of(StructuredOutput(regex="b"))) is None
         assert worker.check(good) is None
     finally:
         worker.close()
@@ -302,6 +302,52 @@ def test_a_process_is_ended_where_its_start_is_interrupted(monkeypatch: pytest.M
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_grammar_is_not_blamed_where_no_process_can_start(monkeypatch: pytest.MonkeyPatch):
+    worker = GrammarWorker(timeout_s=60.0)
+    good = grammar_of(StructuredOutput(regex="a"))
+
+    def refused(*args: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    def late(descriptor: int, until_s: float) -> bytes | None:
+        return None
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refused)
+            assert worker.check(good) == grammar_worker.NOT_CHECKED
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_worker, "_read_frame", late)
+            assert worker.check(good) == grammar_worker.NOT_CHECKED
+        assert worker.check(good) is None
+    finally:
+        worker.close()
+
+
+def test_a_grammar_is_refused_for_good_where_a_process_of_its_own_died(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    worker = GrammarWorker(timeout_s=60.0)
+    hostile, asked = grammar_of(StructuredOutput(regex="b")), list[int]()
+    answer_of = grammar_worker._answer_of
+
+    def dying(process: "subprocess.Popen[bytes]", grammar: str, until_s: float) -> bytes | None:
+        if grammar == hostile:
+            asked.append(process.pid)
+            process.kill()
+            process.wait()
+        return answer_of(process, grammar, until_s)
+
+    monkeypatch.setattr(grammar_worker, "_answer_of", dying)
+    try:
+        assert worker.check(grammar_of(StructuredOutput(regex="a"))) is None
+        for _ in range(2):
+            assert worker.check(hostile) == "it takes too much memory; simplify it"
+        assert len(asked) == len({*asked}) == 2, "once in the process that ran, once in its own"
+    finally:
+        worker.close()
 
 
 def test_a_form_of_many_prompts_is_checked_once_and_refused_each_time():

@@ -2,7 +2,7 @@
 
 Owns that process, the bounds on its time and memory, and the results, cached by the grammar's
 bytes. A hostile grammar costs this process, not the server. Invariant: the grammars of one request
-take at most `timeout_s` of its time together, plus the start of a process for each that was killed.
+take at most `timeout_s` of its time together, plus the start of a process for each that died.
 """
 
 import json
@@ -24,6 +24,8 @@ TIMEOUT_S = 3.0
 START_S = 60.0
 MEMORY_BYTES = 1 << 30
 MAX_CACHED = 1024
+
+NOT_CHECKED = "the server could not check it just now; try again soon"
 
 _LENGTH = struct.Struct("<I")
 
@@ -106,21 +108,27 @@ class GrammarWorker:
             process.communicate()
 
     def _ask(self, grammar: str, seconds: float) -> CheckResult:
-        """Asks the process, which is ended if it takes longer than `seconds`."""
-        payload = grammar.encode()
+        """Asks the process, which is ended if it takes longer than `seconds`.
+
+        Only a process that started for this grammar has surely died of it: one that ran before may
+        have been killed earlier, so that another is asked then, in what is left of the time.
+        """
+        is_new = self._process is None
         since_s = time.monotonic()
         try:
             process = self._process = self._process or _start()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            since_s = time.monotonic()
-            process.stdin.write(_LENGTH.pack(len(payload)) + payload)
-            process.stdin.flush()
-            answer = _read_frame(process.stdout.fileno(), since_s + seconds)
+        except (OSError, EOFError):
+            return CheckResult(NOT_CHECKED, time.monotonic() - since_s, is_final=False)
+        since_s = time.monotonic()
+        try:
+            answer = _answer_of(process, grammar, since_s + seconds)
         except (OSError, EOFError):
             self.close()
             taken_s = time.monotonic() - since_s
-            return CheckResult("it takes too much memory; simplify it", taken_s)
+            if is_new:
+                return CheckResult("it takes too much memory; simplify it", taken_s)
+            again = self._ask(grammar, seconds - taken_s)
+            return again._replace(taken_s=taken_s + again.taken_s)
         taken_s = time.monotonic() - since_s
         if answer is not None:
             return CheckResult(json.loads(answer), taken_s)
@@ -150,6 +158,16 @@ def _start() -> "subprocess.Popen[bytes]":
         process.communicate()
         raise
     return process
+
+
+def _answer_of(process: "subprocess.Popen[bytes]", grammar: str, until_s: float) -> bytes | None:
+    """What a process finds; None at the deadline. Raises EOFError or OSError if it has died."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    payload = grammar.encode()
+    process.stdin.write(_LENGTH.pack(len(payload)) + payload)
+    process.stdin.flush()
+    return _read_frame(process.stdout.fileno(), until_s)
 
 
 def _read_frame(descriptor: int, until_s: float) -> bytes | None:
