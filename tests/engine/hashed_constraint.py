@@ -67,6 +67,11 @@ class Compiled:
 
     constraint: Constraint | None
     num_asked: int = 0
+    is_cancelled: bool = False
+
+    def cancel(self) -> bool:
+        self.is_cancelled = True
+        return True
 
     def done(self) -> bool:
         self.num_asked += 1

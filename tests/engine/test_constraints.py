@@ -13,12 +13,19 @@ from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.step_drafts import MAX_STEP_MASKS
 from cadenza.core.step_reader import CONSTRAINT_FAILED
 from cadenza.core.step_schema import ModelInputs, StepOutput
-from cadenza.engine.core import EngineCore
+from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import ConstraintSpec, StructuredOutput
-from tests.engine.hashed_constraint import FAILS_AFTER, NEVER, SHORT, STEADY
+from tests.engine.hashed_constraint import (
+    FAILS_AFTER,
+    NEVER,
+    SHORT,
+    STEADY,
+    Compiled,
+    compile_hashed,
+)
 from tests.engine.simulation import ObservedRunner, Parts, make_engine
 
 LIMITS = EngineLimits(
@@ -249,6 +256,23 @@ def test_a_request_can_be_cancelled_while_its_constraint_is_compiled():
     assert engine.cancel(request_id)
     assert engine.is_idle
     assert drain(engine) == []
+
+
+def test_what_is_cancelled_is_not_compiled():
+    made = list[Compiled]()
+
+    def compile(spec: ConstraintSpec) -> Compiled:
+        made.append(compile_hashed(spec))
+        return made[-1]
+
+    options = CoreOptions(compile_constraint=compile)
+    engine = EngineCore(make_engine(LIMITS).runner, LIMITS, options)
+    request_id = engine.submit(constrained(1, params=SamplingParams(max_tokens=5, n=3)))
+    engine.cancel(request_id, 1)
+    assert [each.is_cancelled for each in made] == [False, True, False]
+    engine.cancel(request_id)
+    assert [each.is_cancelled for each in made] == [True] * 3
+    assert engine.is_idle
 
 
 def test_an_engine_without_constraints_refuses_them():

@@ -93,6 +93,10 @@ class PendingConstraint(Protocol):
 
     def done(self) -> bool: ...
 
+    def cancel(self) -> bool:
+        """Not to be compiled any more; False if that has begun. Nothing may be asked of it then."""
+        ...
+
     def result(self, timeout: float | None = None) -> Constraint | None:
         """Waits at most `timeout` seconds; None if it cannot be compiled. Raises TimeoutError."""
         ...

@@ -49,11 +49,12 @@ class Compiling:
         found = self._waiting.get(request_id)
         if found is None:
             return False
-        kept = [
-            pair
-            for pair in zip(found.samples, found.pending, strict=True)
-            if sample is not None and pair[0].sample != sample
-        ]
+        kept: list[tuple[Sequence, PendingConstraint]] = []
+        for each, pending in zip(found.samples, found.pending, strict=True):
+            if sample is None or each.sample == sample:
+                pending.cancel()  # or the thread would be busy for nobody
+            else:
+                kept.append((each, pending))
         if kept:
             samples, pending = zip(*kept, strict=True)
             self._waiting[request_id] = _Waiting([*samples], [*pending])

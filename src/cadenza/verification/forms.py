@@ -155,6 +155,9 @@ class _Pending:
     def done(self) -> bool:
         return self.inner.done()
 
+    def cancel(self) -> bool:
+        return self.inner.cancel()
+
     def result(self, timeout: float | None = None) -> Constraint | None:
         found = self.inner.result(timeout)
         return None if found is None else self.spoil(found)
