@@ -14,7 +14,14 @@ the residual stream and norms it only for its own logits. Knows no files.
 
 from dataclasses import replace
 
-from cadenza.checkpoint.declaration import EMBEDDING, FINAL_NORM, HEAD, TensorSpec, declare
+from cadenza.checkpoint.declaration import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    TensorSpec,
+    check_weights,
+    declare,
+)
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.model_config import LayerKind, ModelConfig
 from cadenza.checkpoint.tensor_file import TensorEntry
@@ -54,7 +61,9 @@ def mtp_head_of(checkpoint: Checkpoint) -> Checkpoint:
         for name, own in stored.items()
         if name != own
     }
-    return replace(checkpoint, known=(head, weights.with_parts(parts)))
+    own = weights.with_parts(parts)
+    check_weights(head, own)
+    return replace(checkpoint, known=(head, own))
 
 
 def config_of_head(config: ModelConfig) -> ModelConfig:
