@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import jax
 import pytest
 
 from cadenza.backends.base import BackendTraits
+from cadenza.backends.xla import device
 from cadenza.backends.xla.backend import XlaBackend
 from cadenza.backends.xla.device import DeviceMemory, memory_of_device, reserve_memory
 from cadenza.checkpoint import Checkpoint, open_checkpoint
@@ -48,7 +50,10 @@ def test_a_tpu_gives_all_and_a_cpu_tells_nothing() -> None:
     assert memory_of_device(ToldDevice(stats={"bytes_in_use": 1}), {}) is None
 
 
-def test_the_share_is_asked_for_unless_the_environment_has_one() -> None:
+def test_the_share_is_asked_for_unless_the_environment_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device.xla_bridge, "backends_are_initialized", lambda: False)
     environment: dict[str, str] = {}
     reserve_memory(0.92, environment)
     assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.92"}
@@ -59,6 +64,17 @@ def test_the_share_is_asked_for_unless_the_environment_has_one() -> None:
     theirs = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}
     reserve_memory(0.92, theirs)
     assert theirs == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}
+
+
+def test_a_share_that_comes_after_the_allocator_is_of_the_true_total() -> None:
+    jax.devices()
+    environment: dict[str, str] = {}
+    reserve_memory(0.3, environment)
+    assert environment == {}
+    told = memory_of_device(ToldDevice(stats={"bytes_limit": 75 * GIB}), environment)
+    assert told == DeviceMemory(allocator_bytes=75 * GIB, total_bytes=100 * GIB)
+    gpu = traits(told.allocator_bytes, told.total_bytes)
+    assert device_share(EngineConfig(gpu_memory_utilization=0.3), gpu) == 30 * GIB
 
 
 def traits(allocator: int | None, total: int | None) -> BackendTraits:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax._src import xla_bridge
 
 from cadenza.backends.xla.ops.native_library import has_native_library
 from cadenza.backends.xla.ops.reference import ReferenceOps
@@ -84,8 +85,10 @@ def memory_of_device(device: Any, environment: Mapping[str, str]) -> DeviceMemor
 
 
 def reserve_memory(share: float, environment: MutableMapping[str, str]) -> None:
-    """Sets the fraction for JAX's allocator, which reads it when the first device is found; one
-    that is in the environment stays."""
+    """Sets the fraction for JAX's allocator, which reads it when the first device is found. One
+    that is in the environment stays, and none is set when JAX has found its devices."""
+    if xla_bridge.backends_are_initialized():
+        return
     if not any(environment.get(name) for name in _FRACTION_VARIABLES):
         environment[_FRACTION_VARIABLES[0]] = str(share)
 
