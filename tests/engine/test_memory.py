@@ -1,11 +1,12 @@
 """Free memory as the system and its control groups tell it, in a made-up system."""
 
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
-from cadenza.loading.memory import HostMemory, available_memory_bytes
+from cadenza.loading.memory import HostMemory, available_memory_bytes, usable_cores
 
 GIB = 1 << 30
 
@@ -88,3 +89,25 @@ def test_the_limits_of_the_process_are_honoured(tmp_path: Path, which: int, used
 def test_a_process_holds_what_its_status_tells(tmp_path: Path):
     assert HostMemory(tmp_path).held_bytes == 0
     assert HostMemory(system(tmp_path, {"proc/self/status": "RssAnon: 3 kB\n"})).held_bytes == 3072
+
+
+def test_threads_that_were_started_are_not_reserved_again(tmp_path: Path):
+    def get_limit(asked: int) -> tuple[int, int]:
+        return (6 * GIB if asked == resource.RLIMIT_AS else resource.RLIM_INFINITY), 0
+
+    def left(num_threads: int) -> int:
+        status = f"VmSize:\t 1048576 kB\nThreads:\t {num_threads}\n"
+        return available_memory_bytes(system(tmp_path, {"proc/self/status": status}), get_limit)
+
+    assert left(1) - left(0) == 72 << 20
+    assert left(1 << 20) == 5 * GIB - (320 << 20)
+
+
+def test_cores_are_those_of_the_mask_and_of_the_threads_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5, 7}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 256)
+    assert usable_cores({}) == 3
+    assert usable_cores({"CADENZA_NUM_THREADS": "2"}) == 2
+    assert usable_cores({"CADENZA_NUM_THREADS": "64"}) == 3

@@ -6,7 +6,7 @@ Linux only; elsewhere `available_memory_bytes` is all physical memory.
 
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,9 +74,24 @@ def private_memory_bytes(status: Path = Path("/proc/self/status")) -> int | None
     return _status_bytes(status, "RssAnon")
 
 
+def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
+    """Cores that this process may run on, at most `CADENZA_NUM_THREADS` if that is set."""
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+    else:
+        num_cores = os.cpu_count() or 1
+    asked = environment.get("CADENZA_NUM_THREADS", "")
+    return min(num_cores, max(1, int(asked))) if asked.isdecimal() else num_cores
+
+
 def _status_bytes(status: Path, name: str) -> int | None:
+    num_kib = _status_number(status, name)
+    return None if num_kib is None else num_kib * 1024
+
+
+def _status_number(status: Path, name: str) -> int | None:
     held = [line.split()[1] for line in _lines(status) if line.startswith(f"{name}:")]
-    return int(held[0]) * 1024 if held else None
+    return int(held[0]) if held else None
 
 
 def _process_bytes(root: Path, get_limit: GetLimit) -> Iterator[int]:
@@ -85,7 +100,8 @@ def _process_bytes(root: Path, get_limit: GetLimit) -> Iterator[int]:
     Both count memory that is reserved and never touched: the rest of a chunk for packed weights,
     stacks, and in the address space the threads' heaps.
     """
-    num_threads = _THREADS_PER_CORE * (os.cpu_count() or 1)
+    started = _status_number(root / "proc/self/status", "Threads") or 0
+    num_threads = max(0, _THREADS_PER_CORE * usable_cores() - started)
     stack_bytes = _UNTOUCHED_BYTES + num_threads * _THREAD_STACK_BYTES
     arena_bytes = stack_bytes + num_threads * _THREAD_ARENA_BYTES
     for which, name, untouched_bytes in (
