@@ -13,7 +13,6 @@ from pathlib import Path
 from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import Checkpoint, ModelConfig
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
-from cadenza.config import EngineConfig
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.core.token_rules import RuleLayout
 
@@ -56,7 +55,9 @@ class Footprint:
 
     Args:
         fixed_bytes: of arrays whose size follows from the model alone.
-        row_bytes: of each row: its rules, its part of the page table, its logits.
+        context_bytes: of each token of the longest context: rope tables, gathered keys.
+        row_bytes: of each row: its rules, its logits.
+        table_bytes: of each row, for each page of the longest context: its part of the page table.
         step_token_bytes: of each token of the largest step.
         slot_bytes: of each token in the KV pool, beside its keys and values.
         process_bytes: of the engine's process: libraries, programs, tokenizer.
@@ -66,7 +67,9 @@ class Footprint:
     """
 
     fixed_bytes: int = 0
+    context_bytes: int = 0
     row_bytes: int = 0
+    table_bytes: int = 0
     step_token_bytes: int = 0
     slot_bytes: int = 0
     process_bytes: int = 0
@@ -78,12 +81,24 @@ class Footprint:
         return replace(
             self,
             fixed_bytes=2 * self.fixed_bytes,
+            context_bytes=2 * self.context_bytes,
             row_bytes=2 * self.row_bytes,
+            table_bytes=2 * self.table_bytes,
             step_token_bytes=2 * self.step_token_bytes,
         )
 
+    def at(self, context: int, page_size: int) -> "Footprint":
+        """With what a longest context of so many tokens takes."""
+        return replace(
+            self,
+            fixed_bytes=self.fixed_bytes + context * self.context_bytes,
+            context_bytes=0,
+            row_bytes=self.row_bytes + -(-context // page_size) * self.table_bytes,
+            table_bytes=0,
+        )
+
     def scratch_bytes(self, *, num_rows: int, num_step_tokens: int, num_slots: int) -> int:
-        """What neither belongs to a process nor is weights or KV."""
+        """What neither belongs to a process nor is weights or KV; of a footprint `at` a context."""
         return (
             self.fixed_bytes
             + num_rows * (self.row_bytes + self.request_bytes)
@@ -94,7 +109,6 @@ class Footprint:
 
 def footprint_of(
     checkpoint: Checkpoint,
-    config: EngineConfig,
     traits: BackendTraits,
     dtype: WeightDType,
     memory: ModelMemory,
@@ -105,11 +119,9 @@ def footprint_of(
     request_bytes = (1 + QUEUE_PER_SEQ) * (FRONT_END_REQUEST_BYTES + ENGINE_REQUEST_BYTES)
     arrays = Footprint(fixed_bytes=memory.scratch_bytes, row_bytes=memory.row_bytes)
     if traits.memory is None:
-        arrays = _array_footprint(checkpoint.config, config, traits, dtype)
-    return Footprint(
-        fixed_bytes=arrays.fixed_bytes,
-        row_bytes=arrays.row_bytes,
-        step_token_bytes=arrays.step_token_bytes,
+        arrays = _array_footprint(checkpoint.config, traits, dtype)
+    return replace(
+        arrays,
         slot_bytes=arrays.slot_bytes + (SLOT_HOST_BYTES if on_host else 0),
         process_bytes=traits.process_bytes + ENGINE_TOKENIZER_FACTOR * tokenizer_bytes
         if on_host
@@ -121,23 +133,20 @@ def footprint_of(
     )
 
 
-def _array_footprint(
-    model: ModelConfig, config: EngineConfig, traits: BackendTraits, dtype: WeightDType
-) -> Footprint:
+def _array_footprint(model: ModelConfig, traits: BackendTraits, dtype: WeightDType) -> Footprint:
     """Of the arrays of a backend that computes what `ModelConfig` says."""
-    context = config.max_model_len or model.max_position_embeddings
     rotary_dims = [rope.rotary_dim for rope in model.ropes if rope is not None]
     logit_row_bytes = (
         _WORD * (RuleLayout(model.vocab_size).num_words + _LOGIT_ROW_WORDS)
         + _WORD * traits.logit_copies * (model.vocab_size + _PANEL)
         + _WORD * model.hidden_size
     )
-    page_table_bytes = 2 * _WORD * -(-context // config.page_size)  # on the device and the host
     return Footprint(
-        fixed_bytes=NUM_EXTRA_LOGIT_ROWS * logit_row_bytes
-        + _ROPE_COPIES * _WORD * context * sum(rotary_dims)
-        + traits.gathered_layers * 2 * _WORD * context * model.kv_size,
-        row_bytes=logit_row_bytes + page_table_bytes,
+        fixed_bytes=NUM_EXTRA_LOGIT_ROWS * logit_row_bytes,
+        context_bytes=_ROPE_COPIES * _WORD * sum(rotary_dims)
+        + traits.gathered_layers * 2 * _WORD * model.kv_size,
+        row_bytes=logit_row_bytes,
+        table_bytes=2 * _WORD,  # on the device and the host
         step_token_bytes=_SCRATCH_COPIES * _token_bytes(model, dtype),
         slot_bytes=_WORD,
     )

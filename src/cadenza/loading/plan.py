@@ -25,9 +25,11 @@ from cadenza.loading.footprint import QUEUE_PER_SEQ, Footprint, footprint_of
 from cadenza.loading.space import (
     Space,
     check_base,
+    check_positions,
     check_rows,
     choose_context,
     choose_rows,
+    largest_context,
     pool_tokens,
 )
 from cadenza.request import Request
@@ -190,7 +192,7 @@ def make_plan(
     kv_layout = _choose_layout(config, traits)
     config = replace(config, kv_layout=kv_layout, quantization=quantization)
     memory = _beside_draft(memory_of(checkpoint, traits, dtype, config), draft)
-    footprint = footprint_of(checkpoint, config, traits, dtype, memory)
+    footprint = footprint_of(checkpoint, traits, dtype, memory)
     if draft is not None:
         footprint = footprint.with_draft()
     space = Space(
@@ -200,7 +202,8 @@ def make_plan(
         weight_bytes=memory.weight_bytes,
         weights_name=dtype if quantization == "none" else quantization,
         kv_bytes_per_token=memory.kv_bytes_per_token,
-        footprint=footprint,
+        terms=footprint,
+        context=config.max_model_len or 1,
         budget=traits.max_num_batched_tokens,
         is_dense=kv_layout == "dense",
     )
@@ -219,7 +222,7 @@ def make_plan(
         - (0 if draft is None else draft.kv_bytes_per_token),
         available_bytes=available_bytes,
         headroom_bytes=space.headroom_bytes,
-        footprint=footprint,
+        footprint=footprint.at(limits.max_model_len, config.page_size),
         traits=traits,
         draft=draft,
         rows_reason=rows_reason,
@@ -276,15 +279,22 @@ def _divide(
         own_bytes = memory_of(checkpoint, traits, dtype, config).weight_bytes
         return space.weight_bytes - own_bytes + num_bytes if num_bytes < own_bytes else None
 
-    check_base(space, coarser)
     trained = checkpoint.outline.max_position_embeddings
     usual = min(trained, traits.default_max_model_len or trained)
+    asked = config.max_model_len
+    check_positions(asked, trained)
+    space = space.at(asked or min(usual, config.page_size))
+    check_base(space, coarser)
     num_rows, reason = config.max_num_seqs, None
     if num_rows is None:
-        num_rows, reason = choose_rows(space, config.max_model_len or usual)
+        context = asked or largest_context(space, 1, usual)
+        num_rows, reason = choose_rows(space.at(context), context)
     check_rows(space, num_rows)
     num_tokens = pool_tokens(space, num_rows)
-    max_model_len = choose_context(space, num_rows, num_tokens, trained, usual)
+    if asked is None:
+        space = space.at(largest_context(space, num_rows, usual))
+        num_tokens = pool_tokens(space, num_rows)
+    max_model_len = choose_context(space, num_rows, num_tokens)
     return _limits(config, traits, num_rows, max_model_len, num_tokens), reason
 
 

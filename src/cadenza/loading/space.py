@@ -19,13 +19,18 @@ POOL_SHARE = 0.5
 EXPECTED_TOKENS = 1024
 """Prompt and answer of a request, for which `--max-num-seqs auto` expects to find room."""
 
+ADVISED_SHARE = 0.98
+"""Of the available memory, that a size which a message advises takes at most, if any size fits it:
+the memory that is free changes from one moment to the next."""
+
 GB = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The memory of an engine in bytes. `budget` is the number of tokens of a step for fewer rows
-    than that, and `weights_name` the type of the weights."""
+    """The memory of an engine in bytes, with a longest context of `context` tokens. `terms` has
+    those that depend on it; `budget` is the number of tokens of a step for fewer rows than that,
+    and `weights_name` the type of the weights."""
 
     config: EngineConfig
     available_bytes: int
@@ -33,9 +38,23 @@ class Space:
     weight_bytes: int
     weights_name: str
     kv_bytes_per_token: int
-    footprint: Footprint
+    terms: Footprint
+    context: int
     budget: int
     is_dense: bool
+
+    def at(self, context: int) -> "Space":
+        """With another longest context."""
+        return replace(self, context=context)
+
+    @property
+    def advised(self) -> "Space":
+        """With the memory that advice may rely on."""
+        return replace(self, available_bytes=int(self.available_bytes * ADVISED_SHARE))
+
+    @property
+    def footprint(self) -> Footprint:
+        return self.terms.at(self.context, self.config.page_size)
 
     @property
     def slot_bytes(self) -> int:
@@ -82,6 +101,28 @@ class Space:
         beside = self.beside_pool(num_rows) + self.least_pool_bytes(num_rows)
         return self.headroom_bytes + self.base_bytes + beside
 
+    def fits(self, num_rows: int) -> bool:
+        """Whether there is room for so many rows with a page each step."""
+        return self.needs_bytes(num_rows) <= self.available_bytes
+
+    def pool_fits(self, num_rows: int) -> bool:
+        """Whether beside so many rows the pool holds the longest context, for each dense row; where
+        one was asked for its last token needs no KV, unless a row has a block."""
+        wanted, most = _tokens_for_pool(self, num_rows)
+        page_size = self.config.page_size
+        each = wanted // (num_rows if self.is_dense else 1) // page_size * page_size
+        spared = 1 if self.config.max_model_len is not None and not self.is_dense else 0
+        return self.fits(num_rows) and wanted <= most and self.context <= each + spared
+
+
+def check_positions(wanted: int | None, trained: int) -> None:
+    """Raises ConfigError if a context was asked for that is longer than the model's positions."""
+    if wanted is not None and wanted > trained:
+        raise ConfigError(
+            f"--max-model-len {wanted} is above the model's {trained} positions; "
+            f"set --max-model-len {trained}"
+        )
+
 
 def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> None:
     """Raises ConfigError if there is no room for one row with one page.
@@ -92,6 +133,7 @@ def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> N
     needed = space.needs_bytes(1)
     if needed <= space.available_bytes:
         return
+    _check_base_context(space)
     told = (
         f"the weights need {space.weight_bytes} bytes as {space.weights_name}, the processes and "
         f"the smallest step and pool {needed - space.headroom_bytes - space.weight_bytes}, but "
@@ -99,17 +141,21 @@ def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> N
     )
     room = space.available_bytes - (needed - space.headroom_bytes)
     if room >= 0:
+        cautious = room - space.available_bytes + space.advised.available_bytes
+        room = cautious if cautious >= 0 else room
         raise ConfigError(
             f"--scheduler-headroom-gb {space.config.scheduler_headroom_gb:g} leaves no memory for "
             f"KV: {told}; set --scheduler-headroom-gb {_floor_gb(room):g}"
         )
     tokens = space.config.max_num_batched_tokens
     if tokens is not None:
-        fitting = tokens - -(-(needed - space.available_bytes) // _at_least_1(space))
-        if fitting >= 1:
+        over = (needed - each.available_bytes for each in (space.advised, space))
+        fitting = [tokens - -(-num_bytes // _at_least_1(space)) for num_bytes in over]
+        if max(fitting) >= 1:
             raise ConfigError(
                 f"--max-num-batched-tokens {tokens} needs {space.beside_pool(1)} bytes for a step, "
-                f"but {told}; set --max-num-batched-tokens {fitting}"
+                f"but {told}; set --max-num-batched-tokens "
+                f"{fitting[0] if fitting[0] >= 1 else fitting[1]}"
             )
     for quantization in ("int8", "int4"):
         weight_bytes = coarser(quantization)
@@ -124,12 +170,25 @@ def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> N
     )
 
 
+def _check_base_context(space: Space) -> None:
+    """Raises ConfigError if one row has room with a shorter context than was asked for."""
+    config, page_size = space.config, space.config.page_size
+    wanted = config.max_model_len
+    if wanted is None or wanted <= page_size or not space.at(page_size).fits(1):
+        return
+    more_bytes = space.needs_bytes(1) - space.at(page_size).needs_bytes(1)
+    raise ConfigError(
+        f"--max-model-len {wanted} needs {more_bytes} bytes beside its KV, more than is left of "
+        f"the {space.available_bytes} that are available; set --max-model-len "
+        f"{advised_context(space, config.max_num_seqs or 1, wanted)}"
+    )
+
+
 def check_rows(space: Space, num_rows: int) -> None:
     """Raises ConfigError unless so many rows fit with a page each step; one does."""
-    needed = space.needs_bytes(num_rows)
-    if needed <= space.available_bytes:
+    if space.fits(num_rows):
         return
-    fitting = largest(num_rows, lambda rows: space.needs_bytes(rows) <= space.available_bytes)
+    fitting = largest(num_rows, _cautious(space, lambda each: each.fits(1)).fits)
     raise ConfigError(
         f"{num_rows} rows need {space.beside_pool(num_rows)} bytes beside their KV, but the "
         f"weights and the processes leave {space.left_bytes}; set --max-num-seqs {fitting}"
@@ -146,12 +205,14 @@ def choose_rows(space: Space, context: int) -> tuple[int, str]:
     most = min(space.step_tokens(1), MAX_NUM_SEQS_BOUND)
 
     def fits(num_rows: int) -> bool:
-        if space.needs_bytes(num_rows) > space.available_bytes:
+        if not space.fits(num_rows):
             return False
         wanted, fitting = _tokens_for_pool(space, num_rows)
         return num_rows * expected <= wanted <= fitting
 
     num_rows = largest(most, fits)
+    if not fits(num_rows):
+        return num_rows, f"the KV pool has no room for a request of {expected} tokens"
     if num_rows == most:
         return num_rows, f"a step has {most} tokens"
     return num_rows, f"the KV pool has room for so many requests of {expected} tokens"
@@ -164,6 +225,9 @@ def pool_tokens(space: Space, num_rows: int) -> int:
     wanted, most = _tokens_for_pool(space, num_rows)
     if wanted <= most:
         return wanted
+    least = config.page_size * (num_rows if space.is_dense else 1)
+    cautious = _cautious(space, lambda each: _tokens_for_pool(each, num_rows)[1] >= least)
+    _, most = _tokens_for_pool(cautious, num_rows)
     given = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
     fitting = f"--kv-cache-memory-bytes {most * space.kv_bytes_per_token}"
     if config.num_pages is not None:
@@ -187,12 +251,28 @@ def _tokens_for_pool(space: Space, num_rows: int) -> tuple[int, int]:
     return int(left * POOL_SHARE) // space.slot_bytes, most
 
 
-def choose_context(space: Space, num_rows: int, num_tokens: int, trained: int, usual: int) -> int:
-    """`max_model_len` for a pool of `num_tokens`.
+def largest_context(space: Space, num_rows: int, most: int) -> int:
+    """The longest context of whole pages, or `most`, that fits the memory and the pool; a page if
+    none does."""
+    page_size = space.config.page_size
 
-    Args:
-        trained: the model's positions.
-        usual: the longest context that is chosen without being asked for.
+    def context(num_pages: int) -> int:
+        return min(most, num_pages * page_size)
+
+    return context(
+        largest(-(-most // page_size), lambda pages: space.at(context(pages)).pool_fits(num_rows))
+    )
+
+
+def advised_context(space: Space, num_rows: int, wanted: int) -> int:
+    """The longest context below `wanted` that a message advises."""
+    page = min(wanted, space.config.page_size)
+    cautious = _cautious(space, lambda each: each.at(page).pool_fits(num_rows))
+    return largest(wanted, lambda context: cautious.at(context).pool_fits(num_rows))
+
+
+def choose_context(space: Space, num_rows: int, num_tokens: int) -> int:
+    """`max_model_len` for a pool of `num_tokens`: that of `space`.
 
     Raises:
         ConfigError: no page for each row fits, or not the context that was asked for.
@@ -207,12 +287,7 @@ def choose_context(space: Space, num_rows: int, num_tokens: int, trained: int, u
         )
     wanted = config.max_model_len
     if wanted is None:
-        return min(trained, fitting, usual)
-    if wanted > trained:
-        raise ConfigError(
-            f"--max-model-len {wanted} is above the model's {trained} positions; "
-            f"set --max-model-len {trained}"
-        )
+        return space.context
     # The last token of a request gets no KV, so its context needs one slot less; a block for each
     # row has whole units all the same.
     most = fitting if space.is_dense else fitting + 1
@@ -222,9 +297,10 @@ def choose_context(space: Space, num_rows: int, num_tokens: int, trained: int, u
         left = space.left_bytes - space.beside_pool(num_rows)
         if -(-needed // page_size) * page_size * sharing * space.slot_bytes <= left:
             also = f", or {_pool_flag(space, -(-needed // page_size) * page_size * sharing)}"
+        advised = advised_context(space, num_rows, wanted)
         raise ConfigError(
             f"--max-model-len {wanted} needs KV for {wanted - 1} tokens, but a request can have "
-            f"{fitting}; set --max-model-len {most}{also}"
+            f"{fitting}; set --max-model-len {advised}{also}"
         )
     return wanted
 
@@ -236,6 +312,11 @@ def largest(most: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
+
+
+def _cautious(space: Space, has_room: Callable[[Space], bool]) -> Space:
+    """The space that advice relies on: with a little less memory, if that `has_room`."""
+    return space.advised if has_room(space.advised) else space
 
 
 def _pool_flag(space: Space, num_tokens: int) -> str:
