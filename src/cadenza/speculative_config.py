@@ -95,7 +95,12 @@ class SpeculativeConfig:
         if chosen is None:
             default = "int4" if self.method == "quantised" else "none"
             object.__setattr__(self, "quantization", default)
-        elif chosen not in get_args(DraftQuantization) or self.method in ("ngram", "mtp"):
+        elif self.method in ("ngram", "mtp"):
+            raise ConfigError(
+                f"{_FLAG}: the quantization {show(chosen)} is for the methods draft_model and "
+                f"quantised; leave it out with {self.method}"
+            )
+        elif chosen not in get_args(DraftQuantization):
             raise ConfigError(
                 f"{_FLAG}: the quantization {show(chosen)} must be none, int8 or int4, and is that "
                 f"of a draft model"
