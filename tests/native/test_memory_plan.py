@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cadenza import EngineConfig, SamplingParams
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
+from cadenza.engine.process.messages import Start
 from cadenza.errors import ConfigError
 from cadenza.loading.build import find_checkpoint, plan_model
+from cadenza.loading.engine_program import open_start
 from cadenza.loading.memory import HostMemory, private_memory_bytes
 from cadenza.loading.plan import EnginePlan
 from cadenza.request import Request
@@ -158,8 +161,20 @@ def test_a_group_too_small_for_the_engine_is_refused_with_what_to_set(tmp_path: 
     assert plan_model(checkpoint, EngineConfig(max_num_seqs=most), memory=memory)
     less = HostMemory(make_root(tmp_path, version_2, needed + 7 * MB))
     assert plan_model(checkpoint, EngineConfig(max_num_seqs=most), memory=less)
-    with pytest.raises(ConfigError, match=r"set --max-num-seqs \d+$"):
-        plan_model(checkpoint, EngineConfig(max_num_seqs=2 * most), memory=less)
+
+
+def test_a_restart_keeps_the_plan_of_the_first_start_when_less_is_free(tmp_path: Path) -> None:
+    first = plan_model(find_checkpoint(None), EngineConfig(max_num_seqs=8))
+    limits = first.limits
+    config = EngineConfig(
+        max_num_seqs=8, max_model_len=limits.max_model_len, num_pages=limits.num_pages
+    )
+    memory = HostMemory(make_root(tmp_path, version_2, first.planned_bytes // 2))
+    start = Start(model=None, config=config, log_level=0)
+    with pytest.raises(ConfigError, match=r"; (set|free) "):
+        open_start(start, memory=memory)
+    _, kept = open_start(structs.replace(start, is_restart=True), memory=memory)
+    assert kept.limits == limits
 
 
 def planned_bytes(serving: ServeProcess) -> int:

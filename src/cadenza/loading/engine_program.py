@@ -3,13 +3,25 @@
 Started by `EngineProcess`; loads an engine and serves it over an inherited pipe.
 """
 
+import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start
+from cadenza.errors import ConfigError
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
+
+if TYPE_CHECKING:
+    from cadenza.checkpoint import Checkpoint
+    from cadenza.loading.plan import EnginePlan
+
+logger = logging.getLogger(__name__)
+
+_ENOUGH_BYTES = 1 << 60
 
 
 def load_engine(
@@ -20,14 +32,12 @@ def load_engine(
 ) -> Serving:
     """Loads the model of `start`. Raises the errors of `open_planned` and `build_serving_core`."""
     on_phase("imports")
-    from cadenza.loading.build import build_serving_core, open_planned
+    from cadenza.loading.build import build_serving_core
     from cadenza.loading.fingerprint import make_fingerprint
     from cadenza.loading.identity import identify
 
     config = start.config
-    checkpoint, plan = open_planned(
-        start.model, config, backends, memory
-    )  # imports the array library
+    checkpoint, plan = open_start(start, backends, memory)  # imports the array library
     on_phase("load")
 
     def after(done: str) -> None:
@@ -44,6 +54,24 @@ def load_engine(
         identity=identify(checkpoint, plan, config, backend),
         count_compiles=backend.watch_compiles(),
     )
+
+
+def open_start(
+    start: Start, backends: Backends = BACKENDS, memory: HostMemory = HOST_MEMORY
+) -> tuple["Checkpoint", "EnginePlan"]:
+    """As `open_planned`. A restart keeps the sizes of the first start, which open requests depend
+    on, also where a little less memory is free now; a warning tells it."""
+    from cadenza.loading.build import open_planned
+
+    try:
+        return open_planned(start.model, start.config, backends, memory)
+    except ConfigError as error:
+        if not start.is_restart:
+            raise
+        enough = replace(memory, least_bytes=_ENOUGH_BYTES)
+        opened = open_planned(start.model, start.config, backends, enough)
+        logger.warning("less memory is free than at the first start, whose plan is kept: %s", error)
+        return opened
 
 
 if __name__ == "__main__":

@@ -42,14 +42,15 @@ _VERSION_2 = _GroupFiles(
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """The memory for this process. Files are read below `root`."""
+    """The memory for this process: at least `least_bytes`. Files are read below `root`."""
 
     root: Path = Path("/")
     get_limit: GetLimit = resource.getrlimit
+    least_bytes: int = 0
 
     @property
     def available_bytes(self) -> int:
-        return available_memory_bytes(self.root, self.get_limit)
+        return max(self.least_bytes, available_memory_bytes(self.root, self.get_limit))
 
     @property
     def held_bytes(self) -> int:

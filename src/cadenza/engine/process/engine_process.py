@@ -404,7 +404,9 @@ class EngineProcess:
             self._identity = message.identity
             self._fingerprint = message.fingerprint
             self._start_message = msgspec.structs.replace(
-                self._start_message, config=_pinned(self._config, message.request_check.limits)
+                self._start_message,
+                config=_pinned(self._config, message.request_check.limits),
+                is_restart=True,
             )
             self._supervision.loaded(now_s, message.startup_s)
             ended = [] if is_same else self._requests.end_all("engine_lost", CHANGED)

@@ -35,11 +35,13 @@ class WireError(CadenzaError):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message: what to load. Log records below `log_level` are not sent."""
+    """The first message: what to load. Log records below `log_level` are not sent. `is_restart`:
+    `config` has the sizes that an earlier process planned."""
 
     model: str | None
     config: EngineConfig
     log_level: int
+    is_restart: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
