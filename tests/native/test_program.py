@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cadenza.backends.xla.ops.native_library import NativeLibrary
@@ -128,6 +128,7 @@ def test_words_that_are_no_program_are_an_error(
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9)), max_size=30))
+@example([(1, 2), (0, 1), (1, 0)])
 def test_storages_in_use_at_the_same_time_do_not_overlap(sizes: list[tuple[int, int]]):
     storages = [
         Storage(first, first + length, None, size) for first, (size, length) in enumerate(sizes)

@@ -9,7 +9,7 @@ from cadenza.config import EngineConfig, EngineLimits
 from cadenza.errors import ConfigError
 
 BOUNDS: dict[str, tuple[int, int]] = {
-    "max_num_seqs": (1, 1024),
+    "max_num_seqs": (1, 2**14),
     "max_model_len": (1, 2**24),
     "max_num_batched_tokens": (1, 2**24),
     "kv_cache_memory_bytes": (1, 2**60),

@@ -48,16 +48,17 @@ class Owner:
 
 
 def in_flight_with(owner: Owner, *results: Result) -> InFlight:
+    """The steps have the keys 0, 1, …."""
     in_flight = InFlight(owner)
-    for result in results:
-        in_flight.add(result)  # pyright: ignore[reportArgumentType]
+    for key, result in enumerate(results):
+        assert in_flight.add(result) == key  # pyright: ignore[reportArgumentType]
     return in_flight
 
 
 def test_closing_waits_once_for_each_step_that_was_not_read() -> None:
     owner, results = Owner(), [Result() for _ in range(4)]
     in_flight = in_flight_with(owner, *results)
-    in_flight.read(id(results[1]))
+    in_flight.read(1)
     in_flight.close()
     in_flight.close()
     assert [result.num_waits for result in results] == [1, 1, 1, 1]
@@ -65,7 +66,7 @@ def test_closing_waits_once_for_each_step_that_was_not_read() -> None:
 
 def test_a_read_waits_before_it_converts() -> None:
     owner, result = Owner(), Result()
-    (read,) = in_flight_with(owner, result).read(id(result))
+    (read,) = in_flight_with(owner, result).read(0)
     assert read.tolist() == [0], "the array was made before the wait"
 
 
@@ -88,7 +89,7 @@ def test_a_read_that_was_interrupted_leaves_its_step_to_be_waited_for() -> None:
     owner, result = Owner(), Result(KeyboardInterrupt())
     in_flight = in_flight_with(owner, result)
     with pytest.raises(KeyboardInterrupt):
-        in_flight.read(id(result))
+        in_flight.read(0)
     in_flight.close()
     assert result.num_waits == 2
 
@@ -118,7 +119,7 @@ def test_a_step_that_was_dropped_is_not_read() -> None:
     in_flight = in_flight_with(owner, result)
     in_flight.finish()
     with pytest.raises(RunnerError, match="dropped"):
-        in_flight.read(id(result))
+        in_flight.read(0)
 
 
 def test_an_owner_that_is_collected_has_its_steps_waited_for() -> None:

@@ -203,7 +203,9 @@ def place(storages: list[Storage]) -> int:
         for other in sorted(placed, key=lambda each: each.offset):
             if other.offset - storage.offset >= storage.num_bytes:
                 break
-            storage.offset = other.offset + -(-other.num_bytes // _ALIGNMENT) * _ALIGNMENT
+            # One without bytes may be at the place of another, and moves nothing back.
+            end_of_other = other.offset + -(-other.num_bytes // _ALIGNMENT) * _ALIGNMENT
+            storage.offset = max(storage.offset, end_of_other)
         placed.append(storage)
         end = max(end, storage.offset + storage.num_bytes)
     return end
