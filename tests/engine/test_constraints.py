@@ -301,6 +301,8 @@ def test_a_step_whose_masks_follow_has_no_drafts():
     alone = make_engine(limits)
     alone.new_request_id()
     assert tokens(drain_one(alone, repeated), second) == tokens(events, second)
+    masked = constrained(1, params=replace(PARAMS, max_tokens=60))
+    assert tokens(drain_one(make_engine(limits), masked), first) == tokens(events, first)
     assert len(tokens(events, first)) > 8
 
 

@@ -72,6 +72,7 @@ def test_a_share_that_comes_after_the_allocator_is_of_the_true_total() -> None:
     reserve_memory(0.3, environment)
     assert environment == {}
     told = memory_of_device(ToldDevice(stats={"bytes_limit": 75 * GIB}), environment)
+    assert told is not None
     assert told == DeviceMemory(allocator_bytes=75 * GIB, total_bytes=100 * GIB)
     gpu = traits(told.allocator_bytes, told.total_bytes)
     assert device_share(EngineConfig(gpu_memory_utilization=0.3), gpu) == 30 * GIB

@@ -157,7 +157,7 @@ def test_both_of_vllms_names_are_taken(name: str):
     [
         ({"method": "deepseek_mtp"}, "is not one of ngram, draft_model, quantised, mtp"),
         ({"method": "mtp", "model": "small"}, "a model is only for the method draft_model"),
-        ({"method": "mtp", "quantization": "int8"}, "is that of a draft model"),
+        ({"method": "mtp", "quantization": "int8"}, "leave it out with mtp"),
     ],
 )
 def test_what_the_method_does_not_take_is_refused(options: dict[str, str], said: str):
