@@ -61,6 +61,7 @@ class EngineConfig:
     revision: str | None = None
     dtype: DType = "auto"
     quantization: Quantization = "none"
+    weight_cache_bytes: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"
     arithmetic: Arithmetic = "fast"
     max_model_len: int | None = None
@@ -189,6 +190,7 @@ _RANGES: Mapping[str, tuple[int, int]] = {
     "seed": (0, MAX_SEED),
     "page_size": (PAGE_SIZE_UNIT, 1 << 16),
     "prefix_cache_disk_bytes": (MIN_DISK_BYTES, 1 << 60),
+    "weight_cache_bytes": (0, 1 << 60),
 }
 """Integer options with their inclusive bounds."""
 
@@ -203,7 +205,7 @@ _NUMBERS: Mapping[str, tuple[float, float, str]] = {
 _OPTIONAL = frozenset(
     "max_num_seqs max_model_len max_num_batched_tokens kv_cache_memory_bytes num_pages "
     "max_num_queued_reqs max_num_queued_tokens prefix_cache_disk_bytes "
-    "gpu_memory_utilization".split()
+    "gpu_memory_utilization weight_cache_bytes".split()
 )
 """Numbers that may be None."""
 

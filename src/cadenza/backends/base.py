@@ -216,6 +216,9 @@ class RunnerSetup:
             embedding and head. A step computes no sequence's first token, and a token that was
             known when a step was packed from the hidden state kept for the one before it.
         copies_pages: it must be a `PageCopier`; only where `BackendTraits.copies_pages`.
+        packed_weights: a file whose name stands for checkpoint, `quantization` and arithmetic: the
+            weights that were quantised, as an earlier load kept them. A backend may read and write
+            it; None: nothing is kept.
     """
 
     limits: EngineLimits
@@ -231,6 +234,7 @@ class RunnerSetup:
     keeps_hidden: bool = False
     hidden_of: "Runner | None" = None
     copies_pages: bool = False
+    packed_weights: Path | None = None
 
 
 LoadRunner = Callable[[ModelConfig, Weights, RunnerSetup], Runner]

@@ -136,6 +136,10 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
     "quantization": _engine(
         "Quantise the weights while they are loaded; activations are then int8 in products."
     ),
+    "weight_cache_bytes": _number(
+        "Bytes on disk for weights that --quantization made, which later starts read; 0: none; "
+        "auto: 16 GiB."
+    ),
     "kv_cache_dtype": _engine(
         "Type of the KV cache: auto is that of the activations, int8 halves bfloat16's memory."
     ),

@@ -28,6 +28,7 @@ from cadenza.loading.draft import load_draft, plan_copy, plan_draft_model, plan_
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import DraftPlan, EnginePlan, device_share, make_plan
+from cadenza.loading.weight_cache import packed_weights_file
 from cadenza.text.token_constraint import ConstraintCompiler
 
 logger = logging.getLogger(__name__)
@@ -346,7 +347,8 @@ def load_runners(
 ) -> Runners:
     """Runners with their weights loaded and nothing compiled yet; KV slots start as `fill`."""
     runner = load_runner(checkpoint, plan, config, fill=fill, backends=backends)
-    return Runners(runner, load_draft(runner, plan, config, fill=fill, backends=backends))
+    setup = make_setup(plan, config, fill=fill)
+    return Runners(runner, load_draft(runner, plan, config, setup, backends=backends))
 
 
 def load_runner(
@@ -359,7 +361,9 @@ def load_runner(
 ) -> Runner:
     """A runner with its weights loaded and nothing compiled yet; KV slots start as `fill`."""
     backend = find_backend(config.backend, backends)
-    return backend.load_runner(checkpoint, make_setup(plan, config, fill=fill))
+    setup = make_setup(plan, config, fill=fill)
+    kept = packed_weights_file(checkpoint, setup, config, backend, plan.weight_bytes)
+    return backend.load_runner(checkpoint, replace(setup, packed_weights=kept))
 
 
 def make_setup(plan: EnginePlan, config: EngineConfig, *, fill: float = 0.0) -> RunnerSetup:

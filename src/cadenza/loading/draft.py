@@ -24,6 +24,7 @@ from cadenza.loading.plan import (
     choose_quantization,
     memory_of,
 )
+from cadenza.loading.weight_cache import packed_weights_file
 from cadenza.text.tokenizer import Tokenizer, TokenizerSource
 
 _FLAG = "--speculative-config"
@@ -104,30 +105,30 @@ def load_draft(
     runner: Runner,
     plan: EnginePlan,
     config: EngineConfig,
+    setup: RunnerSetup,
     *,
-    fill: float = 0.0,
     backends: Backends = BACKENDS,
 ) -> DraftModel | None:
     """The draft model of a plan with its weights loaded, not warm; None if there is none.
 
-    `runner` is the target's; KV slots of the draft model's own start as `fill`.
+    `runner` and `setup` are the target's.
     """
     draft = plan.draft
     if draft is None:
         return None
-    setup = RunnerSetup(
+    backend = find_backend(config.backend, backends)
+    own_setup = replace(
+        setup,
         limits=plan.draft_limits,
-        device=config.device,
-        ops=config.ops,
         dtype=draft.dtype,
         quantization=draft.quantization,
-        kv_cache_dtype=plan.kv_cache_dtype,
-        arithmetic=config.arithmetic,
-        fill=fill,
         kv_of=runner if draft.shares_kv else None,
+        keeps_hidden=False,
         hidden_of=runner if draft.reads_hidden else None,
+        copies_pages=False,
     )
-    own = find_backend(config.backend, backends).load_runner(draft.checkpoint, setup)
+    kept = packed_weights_file(draft.checkpoint, own_setup, config, backend, draft.weight_bytes)
+    own = backend.load_runner(draft.checkpoint, replace(own_setup, packed_weights=kept))
     return DraftModel(
         runner=own,
         limits=plan.draft_limits,

@@ -133,6 +133,7 @@ class RunnerOptions:
         make_ops: constructs the op table; None selects the default one (`device.find_ops`).
         fill: the initial value of KV slots (tests and `verify` use NaN).
         copies_pages: compiles what `read_pages` and `write_pages` need.
+        packed_weights: the file of the weights as the op table packs them (`OpTable.loading`).
     """
 
     device: str = "auto"
@@ -146,6 +147,7 @@ class RunnerOptions:
     make_ops: MakeOps | None = None
     fill: float = 0.0
     copies_pages: bool = False
+    packed_weights: Path | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -184,7 +186,8 @@ class XlaRunner:
         self._copies_pages = options.copies_pages
         self._keeps_hidden = options.keeps_hidden
         self._hidden_of = options.hidden_of
-        loaded = self._load(weights)
+        with self._ops.loading(options.packed_weights):
+            loaded = self._load(weights)
         self._weights: DecoderWeights | None = jax.device_put(loaded, self._device)
         self._programs: Programs | None = None
         self._owns_state = options.kv_of is None
@@ -473,6 +476,7 @@ def load_with_ops(
         make_ops=make_ops,
         fill=setup.fill,
         copies_pages=setup.copies_pages,
+        packed_weights=setup.packed_weights,
     )
     return XlaRunner(model, weights, setup.limits, options)
 

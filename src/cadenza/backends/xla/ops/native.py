@@ -6,7 +6,9 @@ operation its operands and attributes, which `csrc/ffi/` defines. Legend as in
 `ops.table`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +27,7 @@ from cadenza.backends.xla.ops.native_library import (
     packed_shape,
 )
 from cadenza.backends.xla.ops.native_program import NativeProgram
+from cadenza.backends.xla.ops.packed_file import PackedFile
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.quantised import (
     are_codes,
@@ -79,6 +82,12 @@ class NativeOps:
         """A small bucket for decode steps, and the full token budget."""
         small = min(DECODE_BUCKET, max_num_batched_tokens)
         return tuple(sorted({small, max_num_batched_tokens}))
+
+    @contextmanager
+    def loading(self, packed: Path | None) -> Generator[None]:
+        self._memory = PackedMemory(None if packed is None else PackedFile(packed))
+        yield
+        self._memory.keep()
 
     def load_linear(
         self,
@@ -144,11 +153,13 @@ class NativeOps:
             is_gated=is_gated,
             is_ordered=orders[0] is not None,
         )
-        packed = self._memory.empty((len(held), size), np.uint8)
-        for place, parts, order in zip(packed, held, orders, strict=True):
-            codes = CodedOperand(targets=targets, parts=parts, order=order)
-            self._library.pack_quantised(codes, place, is_gated=is_gated)
-        return packed, targets[0]
+
+        def pack(packed: npt.NDArray[Any]) -> None:
+            for place, parts, order in zip(packed, held, orders, strict=True):
+                codes = CodedOperand(targets=targets, parts=parts, order=order)
+                self._library.pack_quantised(codes, place, is_gated=is_gated)
+
+        return self._memory.hold((len(held), size), np.uint8, pack), targets[0]
 
     def _pack_floats(
         self,
@@ -161,19 +172,23 @@ class NativeOps:
         num_columns = len(parts[0]) if is_gated else sum(map(len, parts))
         dtype = jnp.dtype(format.name)
         shape = packed_shape(num_columns, parts[0].shape[1], dtype, is_gated=is_gated)
-        packed = self._memory.empty((len(experts), *shape), dtype)
-        for place, each in zip(packed, experts, strict=True):
-            self._library.pack(each, place, is_gated=is_gated)
-        return packed
+
+        def pack(packed: npt.NDArray[Any]) -> None:
+            for place, each in zip(packed, experts, strict=True):
+                self._library.pack(each, place, is_gated=is_gated)
+
+        return self._memory.hold((len(experts), *shape), dtype, pack)
 
     def _pack_float8(self, experts: Sequence[Sequence[Any]], *, is_gated: bool) -> npt.NDArray[Any]:
         parts = experts[0]
         num_columns = len(parts[0]) if is_gated else sum(map(len, parts))
         shape = float8_shape(num_columns, parts[0].shape[1], is_gated=is_gated)
-        packed = self._memory.empty((len(experts), *shape), jnp.float8_e4m3fn)
-        for place, each in zip(packed, experts, strict=True):
-            self._library.pack_float8(each, place, is_gated=is_gated)
-        return packed
+
+        def pack(packed: npt.NDArray[Any]) -> None:
+            for place, each in zip(packed, experts, strict=True):
+                self._library.pack_float8(each, place, is_gated=is_gated)
+
+        return self._memory.hold((len(experts), *shape), jnp.float8_e4m3fn, pack)
 
     def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
         model = self._model

@@ -2,37 +2,100 @@
 
 A model has hundreds of weights, most of them too small for huge pages of their own. Allocating them
 contiguously puts all of them on huge pages, which means fewer page faults when they are written and
-fewer TLB misses when they are read. Invariant: arrays do not overlap and are aligned to 64 bytes,
-which lets JAX use them without a copy. A chunk is freed when none of its arrays is referenced.
+fewer TLB misses when they are read. Where the weights were packed before, their content comes from
+a file. Invariant: arrays do not overlap and are aligned to 64 bytes, which lets JAX use them
+without a copy. A chunk is freed when none of its arrays is referenced.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends.xla.ops.packed_file import ArraySpec, PackedFile
+
 CHUNK_BYTES = 256 << 20
 _ALIGNMENT = 64
 _LARGE_PAGE = 2 << 20
 
+Bytes = npt.NDArray[np.uint8]
+
 
 class PackedMemory:
-    """Allocates from large chunks, whose pages become resident when they are first written."""
+    """Allocates from large chunks, whose pages become resident when they are first written.
 
-    def __init__(self) -> None:
-        self._left: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+    Of a `file`, the arrays are taken in the order in which they were written. `keep` writes it if
+    an array was packed anew.
+    """
+
+    def __init__(self, file: PackedFile | None = None) -> None:
+        self._left: Bytes = np.empty(0, np.uint8)
+        self._file = file
+        self._stored: list[tuple[ArraySpec, Bytes]] = []
+        self._arrays: list[npt.NDArray[Any]] = []
+        self._has_packed = False
+        content = None if file is None else file.read(self._allocate_all)
+        if content is None:
+            self._left = np.empty(0, np.uint8)
+        else:
+            self._stored = [*zip(content.specs, content.contents, strict=True)]
+
+    def hold(
+        self,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        pack: Callable[[npt.NDArray[Any]], None],
+    ) -> npt.NDArray[Any]:
+        """An array, aligned to 64 bytes, with the content that `pack` writes into it."""
+        array = self._take_stored(ArraySpec.of(shape, dtype))
+        if array is None:
+            array = self.empty(shape, dtype)
+            pack(array)
+            self._has_packed = True
+        if self._file is not None:
+            self._arrays.append(array)
+        return array
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An uninitialised array, aligned to 64 bytes."""
         num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self._allocate(num_bytes).view(dtype).reshape(shape)
+
+    def keep(self) -> None:
+        """Ends the loading: writes the file if it did not have every array."""
+        if self._file is not None and self._has_packed:
+            self._file.write(self._arrays)
+        self._file = None
+        self._arrays, self._stored = [], []
+
+    def _take_stored(self, wanted: ArraySpec) -> npt.NDArray[Any] | None:
+        """The next array of the file; None without one, or once another one was wanted."""
+        if not self._stored:
+            return None
+        spec, content = self._stored.pop(0)
+        if spec != wanted:
+            self._stored = []
+            return None
+        return content.view(np.dtype(spec.dtype)).reshape(spec.shape)
+
+    def _allocate_all(self, sizes: Sequence[int]) -> list[Bytes]:
+        self._left = _new_chunk(sum(map(_aligned, sizes)))
+        return [self._allocate(size) for size in sizes]
+
+    def _allocate(self, num_bytes: int) -> Bytes:
         if num_bytes > len(self._left):
             self._left = _new_chunk(max(num_bytes, CHUNK_BYTES))
         memory = self._left[:num_bytes]
-        self._left = self._left[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
-        return memory.view(dtype).reshape(shape)
+        self._left = self._left[_aligned(num_bytes) :]
+        return memory
 
 
-def _new_chunk(num_bytes: int) -> npt.NDArray[np.uint8]:
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _new_chunk(num_bytes: int) -> Bytes:
     """A chunk aligned to a huge page. On Linux, numpy requests huge pages for arrays this large."""
     memory = np.empty(num_bytes + _LARGE_PAGE, np.uint8)
     start = -memory.ctypes.data % _LARGE_PAGE

@@ -7,6 +7,8 @@ G query heads per KV head.
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -88,6 +90,11 @@ class ReferenceOps:
     def __init__(self, spec: DecoderSpec) -> None:
         self._spec = spec
         self._model = spec.model
+
+    def loading(self, packed: Path | None) -> AbstractContextManager[None]:
+        """Nothing is packed, so that no file is read or written."""
+        del packed
+        return nullcontext()
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
         """A single bucket, so every step has one shape. Raises ConfigError above `MAX_TOKENS`."""

@@ -10,7 +10,9 @@ D head size · V vocabulary · P pages per row · C output columns · X experts 
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import jax
@@ -164,6 +166,14 @@ class OpTable(Protocol):
     @property
     def can_split_steps(self) -> bool:
         """Whether a step has the same bits when its tokens are chosen in a `compute` of its own."""
+        ...
+
+    def loading(self, packed: Path | None) -> AbstractContextManager[None]:
+        """Encloses the calls of `load_…` for one model.
+
+        A table that packs weights reads them from the file `packed` if it is there, and writes it
+        otherwise; None: no file.
+        """
         ...
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:

@@ -1,0 +1,186 @@
+"""`PackedFile`: packed weights on disk, so that they are packed once and not at every start.
+
+The file is the content of the packed arrays in the order in which they were allocated, then a
+trailer that describes them, with a CRC-32 of each piece. Knows no checkpoints: whoever names the
+file has put everything into the name that the content depends on. Invariant: `read` returns what
+`write` was given, or None.
+"""
+
+import errno
+import json
+import logging
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+logger = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
+
+PIECE_BYTES = 16 << 20
+MAX_THREADS = 4
+PARTIAL = ".partial"
+"""How the names of files end that are not complete."""
+
+_MAGIC = b"cadenza packed 1"
+_END = struct.Struct("<QI16s")  # bytes of the description, its CRC-32, the magic
+_MAX_DESCRIPTION_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """The shape and the type of one packed array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, shape: Iterable[int], dtype: npt.DTypeLike) -> "ArraySpec":
+        return cls(tuple(map(int, shape)), np.dtype(dtype).name)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedContent:
+    """What a file held: each array's description and bytes, in the order of allocation."""
+
+    specs: tuple[ArraySpec, ...]
+    contents: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of an array, and its place in the file."""
+
+    content: Bytes
+    offset: int
+
+
+class _DamagedError(Exception):
+    """The file is not what was written."""
+
+
+class PackedFile:
+    """The packed weights of one model in one format, with a checksum of each `piece_bytes`."""
+
+    def __init__(self, path: Path, piece_bytes: int = PIECE_BYTES) -> None:
+        self._path = path
+        self._piece_bytes = piece_bytes
+
+    def read(self, allocate: Callable[[Sequence[int]], Sequence[Bytes]]) -> PackedContent | None:
+        """The content, in memory of `allocate`, which is given the sizes of all arrays; None if
+        there is none. A damaged file is removed, with a warning.
+        """
+        try:
+            with self._path.open("rb") as file:
+                content = _read(file.fileno(), allocate)
+        except FileNotFoundError:
+            return None
+        except (OSError, _DamagedError) as error:
+            logger.warning("weights are quantised again, since %s %s", self._path, _reason(error))
+            with suppress(OSError):
+                self._path.unlink()
+            return None
+        with suppress(OSError):
+            os.utime(self._path)  # files that were not used for the longest time are removed first
+        return content
+
+    def write(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
+        """Replaces the file by one with these arrays. If that fails, logs a warning."""
+        partial: str | None = None
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, partial = tempfile.mkstemp(PARTIAL, dir=self._path.parent)
+            with os.fdopen(descriptor, "wb", closefd=True) as file:
+                _write(file.fileno(), arrays, self._piece_bytes)
+            os.replace(partial, self._path)
+        except OSError as error:
+            logger.warning("the quantised weights cannot be kept: %s", error.strerror)
+            if partial is not None:
+                with suppress(OSError):
+                    os.unlink(partial)
+
+
+def _write(descriptor: int, arrays: Sequence[npt.NDArray[Any]], piece_bytes: int) -> None:
+    contents = [each.reshape(-1).view(np.uint8) for each in arrays]
+
+    def write_piece(piece: _Piece) -> int:
+        written, view = 0, piece.content.data
+        while written < len(view):
+            written += os.pwrite(descriptor, view[written:], piece.offset + written)
+        return zlib.crc32(view)
+
+    with ThreadPoolExecutor(MAX_THREADS) as threads:
+        checksums = [*threads.map(write_piece, _pieces(contents, piece_bytes))]
+    specs = [ArraySpec.of(each.shape, each.dtype) for each in arrays]
+    told = {
+        "arrays": [[each.shape, each.dtype] for each in specs],
+        "piece_bytes": piece_bytes,
+        "checksums": checksums,
+    }
+    description = json.dumps(told).encode()
+    end = _END.pack(len(description), zlib.crc32(description), _MAGIC)
+    os.pwrite(descriptor, description + end, sum(map(len, contents)))
+
+
+def _read(descriptor: int, allocate: Callable[[Sequence[int]], Sequence[Bytes]]) -> PackedContent:
+    told, num_bytes = _read_description(descriptor)
+    specs = [ArraySpec.of(*each) for each in told["arrays"]]
+    sizes = [int(np.prod(each.shape)) * np.dtype(each.dtype).itemsize for each in specs]
+    if sum(sizes) != num_bytes:
+        raise _DamagedError("has another size than it says")
+    contents = allocate(sizes)
+    pieces = [*_pieces(contents, told["piece_bytes"])]
+    if len(pieces) != len(told["checksums"]):
+        raise _DamagedError("lacks checksums")
+
+    def is_whole(piece: _Piece, checksum: int) -> bool:
+        view = piece.content.data
+        count, done = -1, 0
+        while done < len(view) and count:
+            count = os.preadv(descriptor, [view[done:]], piece.offset + done)
+            done += count
+        return zlib.crc32(view) == checksum
+
+    with ThreadPoolExecutor(MAX_THREADS) as threads:
+        if not all(threads.map(is_whole, pieces, told["checksums"])):
+            raise _DamagedError("does not have its checksums")
+    return PackedContent(tuple(specs), tuple(contents))
+
+
+def _read_description(descriptor: int) -> tuple[dict[str, Any], int]:
+    """The description, which has its checksum, and the bytes before it."""
+    size = os.fstat(descriptor).st_size
+    start = size - _END.size
+    if start < 0:
+        raise _DamagedError("is too short")
+    length, checksum, magic = _END.unpack(os.pread(descriptor, _END.size, start))
+    if magic != _MAGIC or length > min(start, _MAX_DESCRIPTION_BYTES):
+        raise _DamagedError("has no trailer")
+    description = os.pread(descriptor, length, start - length)
+    if zlib.crc32(description) != checksum:
+        raise _DamagedError("has a damaged trailer")
+    return json.loads(description), start - length
+
+
+def _pieces(contents: Sequence[Bytes], piece_bytes: int) -> Iterator[_Piece]:
+    offset = 0
+    for content in contents:
+        for start in range(0, len(content), piece_bytes):
+            yield _Piece(content[start : start + piece_bytes], offset + start)
+        offset += len(content)
+
+
+def _reason(error: OSError | _DamagedError) -> str:
+    if isinstance(error, _DamagedError):
+        return str(error)
+    return f"cannot be read: {error.strerror or errno.errorcode.get(error.errno or 0, 'error')}"

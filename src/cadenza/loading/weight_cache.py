@@ -1,0 +1,109 @@
+"""`packed_weights_file`: where the weights that `--quantization` makes are kept for later starts.
+
+Owns the folder `weights` of the cache folder: the names of its files, and the bound on their bytes.
+Knows no layouts; a backend reads and writes the files. Invariant: a name stands for everything that
+the content of a file depends on.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from cadenza import __version__
+from cadenza.backends.base import Backend, RunnerSetup
+from cadenza.checkpoint import Checkpoint
+from cadenza.config import EngineConfig
+from cadenza.loading.content_digest import content_digest
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BYTES = 16 << 30
+MIN_WEIGHT_BYTES = 64 << 20
+"""Smaller models are quantised in a fraction of a second."""
+
+FREE_SHARE = 0.1
+"""The part of the disk that stays free."""
+
+ABANDONED_S = 3600.0
+"""The age from which an incomplete file belongs to no process that still writes it."""
+
+_SUFFIX = ".packed"
+
+
+def packed_weights_file(
+    checkpoint: Checkpoint,
+    setup: RunnerSetup,
+    config: EngineConfig,
+    backend: Backend,
+    weight_bytes: int,
+) -> Path | None:
+    """The file for the weights of `setup`, which take `weight_bytes`; None if they are not kept."""
+    max_bytes = max_cache_bytes(config)
+    if setup.quantization == "none" or setup.cache_folder is None:
+        return None
+    if not MIN_WEIGHT_BYTES <= weight_bytes <= max_bytes:
+        return None
+    folder = setup.cache_folder / "weights"
+    path = folder / f"{_name(checkpoint, setup, backend)}{_SUFFIX}"
+    if path.exists() or _make_room(folder, max_bytes, weight_bytes):
+        return path
+    return None
+
+
+def max_cache_bytes(config: EngineConfig) -> int:
+    """The most that kept weights may take."""
+    chosen = config.weight_cache_bytes
+    return DEFAULT_BYTES if chosen is None else chosen
+
+
+def _name(checkpoint: Checkpoint, setup: RunnerSetup, backend: Backend) -> str:
+    assert setup.cache_folder is not None
+    parts = (
+        __version__,
+        content_digest(checkpoint, setup.cache_folder),
+        repr(checkpoint.config),  # an MTP layer lies in the files of its model
+        *backend.describe_arithmetic(setup.device, setup.ops, checkpoint),
+        setup.arithmetic,
+        setup.dtype,
+        setup.quantization,
+        setup.kv_cache_dtype,
+    )
+    framed = "".join(f"{len(part)}:{part}" for part in parts)
+    return hashlib.sha256(framed.encode()).hexdigest()
+
+
+def _make_room(folder: Path, max_bytes: int, num_bytes: int) -> bool:
+    """Removes what was not used for the longest time; whether `num_bytes` more may be written."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_abandoned(folder)
+        files = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
+        sizes = {path: path.stat().st_size for path in files}
+        disk = shutil.disk_usage(folder)
+    except OSError as error:
+        logger.debug("quantised weights are not kept: %s", error.strerror)
+        return False
+    kept, free = sum(sizes.values()), disk.free
+    for path in files:
+        if kept + num_bytes <= max_bytes:
+            break
+        with suppress(OSError):
+            path.unlink()
+        kept, free = kept - sizes[path], free + sizes[path]
+    if free - num_bytes >= FREE_SHARE * disk.total:
+        return True
+    logger.debug("quantised weights are not kept: the disk has %.1f GB left", free / 1e9)
+    return False
+
+
+def _remove_abandoned(folder: Path) -> None:
+    oldest = time.time() - ABANDONED_S
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.endswith(_SUFFIX) and entry.stat().st_mtime < oldest:
+                with suppress(OSError):
+                    os.unlink(entry)

@@ -1,0 +1,91 @@
+"""Weights that `--quantization` makes are kept for later starts: names and bounds."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza.backends import find_backend
+from cadenza.backends.base import RunnerSetup
+from cadenza.checkpoint import open_checkpoint
+from cadenza.config import EngineConfig
+from cadenza.errors import ConfigError
+from cadenza.loading.build import make_setup, plan_model
+from cadenza.loading.weight_cache import MIN_WEIGHT_BYTES, packed_weights_file
+
+ENOUGH = MIN_WEIGHT_BYTES
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> RunnerSetup:
+    config = EngineConfig(quantization="int4", max_model_len=64, num_pages=64)
+    plan = plan_model(open_checkpoint(None), config)
+    return replace(make_setup(plan, config), cache_folder=tmp_path)
+
+
+def file_for(setup: RunnerSetup, num_bytes: int = ENOUGH, **options: Any) -> Path | None:
+    config = EngineConfig(**options)
+    backend = find_backend("auto")
+    return packed_weights_file(open_checkpoint(None), setup, config, backend, num_bytes)
+
+
+def keep(folder: Path, name: str, num_bytes: int, used_s: int) -> Path:
+    path = folder / "weights" / name
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(num_bytes)
+    os.utime(path, (used_s, used_s))
+    return path
+
+
+def test_a_file_is_named_for_what_its_content_depends_on(setup: RunnerSetup):
+    others = [
+        replace(setup, quantization="int8"),
+        replace(setup, dtype="float32" if setup.dtype == "bfloat16" else "bfloat16"),
+        replace(setup, arithmetic="portable"),
+    ]
+    paths = {file_for(each) for each in (setup, *others)}
+    assert None not in paths
+    assert len(paths) == 4
+    assert file_for(setup) == file_for(replace(setup, fill=1.0)) in paths
+
+
+def test_weights_that_are_not_quantised_or_are_small_are_not_kept(setup: RunnerSetup):
+    assert file_for(setup) is not None
+    assert file_for(replace(setup, quantization="none")) is None
+    assert file_for(replace(setup, cache_folder=None)) is None
+    assert file_for(setup, ENOUGH - 1) is None
+    assert file_for(setup, weight_cache_bytes=0) is None
+    assert file_for(setup, 2 * ENOUGH, weight_cache_bytes=2 * ENOUGH - 1) is None
+
+
+def test_what_was_not_used_for_the_longest_time_makes_room(setup: RunnerSetup, tmp_path: Path):
+    old = keep(tmp_path, "a.packed", ENOUGH, used_s=1_000)
+    newer = keep(tmp_path, "b.packed", ENOUGH, used_s=2_000)
+    assert file_for(setup, weight_cache_bytes=3 * ENOUGH) is not None
+    assert old.exists()
+    assert newer.exists()
+    assert file_for(setup, weight_cache_bytes=3 * ENOUGH - 1) is not None
+    assert not old.exists()
+    assert newer.exists()
+
+
+def test_files_that_were_never_finished_are_removed_in_time(setup: RunnerSetup, tmp_path: Path):
+    abandoned = keep(tmp_path, "c.partial", 100, used_s=1_000)
+    fresh = keep(tmp_path, "d.partial", 100, used_s=4_000_000_000)
+    assert file_for(setup) is not None
+    assert not abandoned.exists()
+    assert fresh.exists()
+
+
+def test_a_folder_that_cannot_be_made_keeps_nothing(setup: RunnerSetup, tmp_path: Path):
+    (tmp_path / "file").write_text("no folder")
+    assert file_for(replace(setup, cache_folder=tmp_path / "file")) is None
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "all"])
+def test_another_bound_than_a_number_of_bytes_is_refused(value: Any):
+    with pytest.raises(ConfigError, match="--weight-cache-bytes"):
+        EngineConfig(weight_cache_bytes=value)
