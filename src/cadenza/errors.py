@@ -5,6 +5,7 @@
     │   ├── ContextLengthError     prompt and max_tokens exceed the model's context
     │   └── TextTooLongError       a text has more tokens than allowed
     ├── QueueFullError             the waiting queue is full; retry later
+    ├── FormNotCheckedError        a structured output could not be checked; retry later
     ├── ConfigError                an option has an invalid value
     ├── CheckpointError            a model folder cannot be read or is not supported
     ├── DeviceUnavailableError     the requested device is not available on this machine
@@ -76,6 +77,10 @@ class TextTooLongError(InvalidRequestError):
 
 class QueueFullError(CadenzaError):
     """The waiting queue is full."""
+
+
+class FormNotCheckedError(CadenzaError):
+    """The process that checks structured outputs could not be started."""
 
 
 class ConfigError(CadenzaError, ValueError):

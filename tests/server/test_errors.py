@@ -9,9 +9,11 @@ from typing import Any
 import openai
 import pytest
 
+from cadenza.errors import FormNotCheckedError
 from cadenza.events import ErrorKind
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
+from cadenza.server.errors import error_of
 from cadenza.server.limits import ServerLimits
 from tests.server.bodies import GENERATING
 from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, options, raw_post, running_server
@@ -318,6 +320,13 @@ def test_an_error_of_a_form_names_the_field_that_asked_for_it(
         assert "param" not in error
     else:
         assert error["param"] == param
+
+
+def test_a_form_that_cannot_be_checked_just_now_may_be_sent_again() -> None:
+    answer = error_of(FormNotCheckedError("no process"), "ready")
+    assert (answer.status, answer.code) == (503, "form_not_checked")
+    assert "retry-after" in dict(answer.headers)
+    assert "x-should-retry" not in dict(answer.headers)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.errors import InvalidRequestError
+from cadenza.errors import FormNotCheckedError, InvalidRequestError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
@@ -317,10 +317,12 @@ def test_a_grammar_is_not_blamed_where_no_process_can_start(monkeypatch: pytest.
     try:
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", refused)
-            assert worker.check(good) == grammar_worker.NOT_CHECKED
+            with pytest.raises(FormNotCheckedError, match="try again soon"):
+                worker.check(good)
         with monkeypatch.context() as patch:
             patch.setattr(grammar_worker, "_read_frame", late)
-            assert worker.check(good) == grammar_worker.NOT_CHECKED
+            with pytest.raises(FormNotCheckedError, match="try again soon"):
+                worker.check(good)
         assert worker.check(good) is None
     finally:
         worker.close()

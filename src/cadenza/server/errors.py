@@ -20,6 +20,7 @@ from cadenza.errors import (
     ContextLengthError,
     EngineClosedError,
     EngineUnavailableError,
+    FormNotCheckedError,
     InvalidRequestError,
     QueueFullError,
 )
@@ -284,6 +285,12 @@ def unavailable(
     return ApiError(503, code, message, headers=headers)
 
 
+def form_not_checked(message: str) -> ApiError:
+    """The machine is the cause, so the request may be retried."""
+    headers = (("retry-after", str(RETRY_QUEUE_S)),)
+    return ApiError(503, "form_not_checked", message, headers=headers)
+
+
 def cancelled() -> ApiError:
     """The end of a call whose answer is nothing if it is not whole."""
     return ApiError(400, "cancelled", "the request was cancelled, so that it has no answer")
@@ -342,6 +349,8 @@ def error_of(
         return invalid_value(str(error), param)
     if isinstance(error, QueueFullError):
         return queue_full(str(error))
+    if isinstance(error, FormNotCheckedError):
+        return form_not_checked(str(error))
     if isinstance(error, EngineUnavailableError | EngineClosedError):
         return unavailable(UNAVAILABLE_CODES.get(state, "draining"))
     return server_error()

@@ -17,6 +17,7 @@ from importlib import import_module
 from threading import Lock
 from typing import NamedTuple
 
+from cadenza.errors import FormNotCheckedError
 from cadenza.text.grammar import GrammarCheck
 from cadenza.text.grammar_check import check_grammar
 
@@ -24,8 +25,6 @@ TIMEOUT_S = 3.0
 START_S = 60.0
 MEMORY_BYTES = 1 << 30
 MAX_CACHED = 1024
-
-NOT_CHECKED = "the server could not check it just now; try again soon"
 
 _LENGTH = struct.Struct("<I")
 
@@ -112,13 +111,16 @@ class GrammarWorker:
 
         Only a process that started for this grammar has surely died of it: one that ran before may
         have been killed earlier, so that another is asked then, in what is left of the time.
+        Raises FormNotCheckedError if none can be started.
         """
         is_new = self._process is None
-        since_s = time.monotonic()
         try:
             process = self._process = self._process or _start()
-        except (OSError, EOFError):
-            return CheckResult(NOT_CHECKED, time.monotonic() - since_s, is_final=False)
+        except (OSError, EOFError) as error:
+            raise FormNotCheckedError(
+                "the structured output could not be checked, since no process could be started for "
+                "it; try again soon"
+            ) from error
         since_s = time.monotonic()
         try:
             answer = _answer_of(process, grammar, since_s + seconds)
