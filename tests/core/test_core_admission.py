@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.core.admission import WHOLE_AFTER_PREEMPTIONS, Admission
+from cadenza.core.admission import WHOLE_AFTER_PREEMPTIONS, Admission, Reservations
 from cadenza.core.sequence import Sequence, SequenceStatus
 from tests.core.builders import sequence_of
 
@@ -88,3 +88,22 @@ def test_samples_that_are_to_come_are_promised_what_they_do_not_share() -> None:
     samples[0].status, samples[0].page_table = SequenceStatus.RUNNING, [1, 2, 3]
     assert fewest_pages(sequence_of(2, 16, max_tokens=1), [samples[0]], 1.0) == 1 + 1 + 1
     assert fewest_pages(samples[1], [samples[0]], 1.0) == 3, "samples wait for no sample"
+
+
+def test_the_sums_of_a_step_count_what_starts_in_it() -> None:
+    admission, others = Admission(page_size=16, reserved_output=0.5), [running(16, 65, num_pages=1)]
+    reservations, candidate = Reservations(admission, others), waiting(16, 1)
+    assert reservations.can_admit(candidate, available=3, shared=0)
+    others.append(running(16, 65, num_pages=2))
+    assert not reservations.can_admit(candidate, available=3, shared=0)
+    assert reservations.can_admit(candidate, available=4, shared=0)
+
+
+def test_the_sums_are_made_anew_after_a_step() -> None:
+    admission, others = Admission(page_size=16, reserved_output=0.5), [running(16, 65, num_pages=1)]
+    reservations, candidate = Reservations(admission, others), waiting(16, 1)
+    assert not reservations.can_admit(candidate, available=2, shared=0)
+    others[0].page_table.append(1)
+    assert not reservations.can_admit(candidate, available=2, shared=0)
+    reservations.forget()
+    assert reservations.can_admit(candidate, available=2, shared=0)

@@ -1,6 +1,6 @@
 """`Admission`: whether a waiting sequence may start, given the pages running ones still need.
 
-Knows page counts, not pages. Invariant: a page is reserved for at most one sequence. After
+`Reservations` sums those needs once for a step. Knows page counts, not pages. Invariant: a page is reserved for at most one sequence. After
 `WHOLE_AFTER_PREEMPTIONS` preemptions, a sequence is admitted only if all sequences can complete.
 """
 
@@ -37,27 +37,12 @@ class Admission:
     def can_admit(
         self, candidate: Sequence, running: Iterable[Sequence], *, available: int, shared: int
     ) -> bool:
-        """True if `available` pages cover the candidate and all existing reservations.
+        """`Reservations.can_admit` beside these running sequences."""
+        reservations = Reservations(self, list(running))
+        return reservations.can_admit(candidate, available=available, shared=shared)
 
-        `shared` pages of the candidate are referenced by other sequences and are not counted. Also
-        reserved are the unshared pages of samples that will fork a running prompt or the
-        candidate's, except those of its own request if that is running. If nothing is running,
-        only the candidate's pages are counted.
-        """
-        whole = candidate.num_preemptions >= WHOLE_AFTER_PREEMPTIONS
-        wanted = self._reserved_pages(candidate, whole=whole) - shared
-        others = list(running)
-        if not others or wanted > available:
-            return wanted <= available
-        for sequence in others:
-            reserved = self._reserved_pages(sequence, whole=whole)
-            wanted += max(0, reserved - len(sequence.page_table))
-        for sequence in _coming_forks(candidate, others):
-            full_pages = (sequence.num_prompt_tokens - 1) // self.page_size
-            wanted += self._reserved_pages(sequence, whole=whole) - full_pages
-        return wanted <= available
-
-    def _reserved_pages(self, sequence: Sequence, *, whole: bool) -> int:
+    def reserved_pages(self, sequence: Sequence, *, whole: bool) -> int:
+        """Pages of its tokens and of the share of its output; `whole`: of its complete output."""
         # The last token's KV is never computed.
         remaining = max(0, sequence.max_num_tokens - 1 - sequence.num_tokens)
         share = 1.0
@@ -66,13 +51,70 @@ class Admission:
         return -(-(sequence.num_tokens + int(remaining * share)) // self.page_size)
 
 
-def _coming_forks(candidate: Sequence, running: list[Sequence]) -> list[Sequence]:
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What the first `count` running sequences reserve beyond their pages, and their samples."""
+
+    count: int
+    num_pages: int
+    groups: dict[int, list[Sequence]]
+
+
+class Reservations:
+    """The reservations of running sequences, summed once for all that are to start in a step.
+
+    Args:
+        running: is read when needed. Between two calls of `forget` sequences may be appended to it,
+            and the tokens and pages of those in it must not change.
+    """
+
+    def __init__(self, admission: Admission, running: list[Sequence]) -> None:
+        self._admission = admission
+        self._running = running
+        self._sums: dict[bool, _Running] = {}
+
+    def forget(self) -> None:
+        """Running sequences have left or made progress."""
+        self._sums.clear()
+
+    def can_admit(self, candidate: Sequence, *, available: int, shared: int) -> bool:
+        """True if `available` pages cover the candidate and all existing reservations.
+
+        `shared` pages of the candidate are referenced by other sequences and are not counted. Also
+        reserved are the unshared pages of samples that will fork a running prompt or the
+        candidate's, except those of its own request if that is running. If nothing is running,
+        only the candidate's pages are counted.
+        """
+        admission = self._admission
+        whole = candidate.num_preemptions >= WHOLE_AFTER_PREEMPTIONS
+        wanted = admission.reserved_pages(candidate, whole=whole) - shared
+        if not self._running or wanted > available:
+            return wanted <= available
+        running = self._sum(whole=whole)
+        wanted += running.num_pages
+        for sequence in _coming_forks(candidate, running.groups):
+            full_pages = (sequence.num_prompt_tokens - 1) // admission.page_size
+            wanted += admission.reserved_pages(sequence, whole=whole) - full_pages
+        return wanted <= available
+
+    def _sum(self, *, whole: bool) -> _Running:
+        """Of all running sequences; those summed before are not looked at again."""
+        found = self._sums.get(whole) or _Running(0, 0, {})
+        if found.count == len(self._running):
+            return found
+        num_pages, groups = found.num_pages, found.groups
+        for sequence in self._running[found.count :]:
+            reserved = self._admission.reserved_pages(sequence, whole=whole)
+            num_pages += max(0, reserved - len(sequence.page_table))
+            if sequence.siblings:
+                groups[sequence.request_id] = sequence.siblings
+        self._sums[whole] = _Running(len(self._running), num_pages, groups)
+        return self._sums[whole]
+
+
+def _coming_forks(candidate: Sequence, running: dict[int, list[Sequence]]) -> list[Sequence]:
     """Fresh samples of running requests and of the candidate's, unless that request is running."""
-    groups = {sequence.request_id: sequence.siblings for sequence in running}
-    if candidate.request_id in groups:
-        del groups[candidate.request_id]
-    else:
-        groups[candidate.request_id] = candidate.siblings
-    return [
-        s for siblings in groups.values() for s in siblings if s.is_fresh and s is not candidate
-    ]
+    groups = [siblings for request, siblings in running.items() if request != candidate.request_id]
+    if candidate.request_id not in running:
+        groups.append(candidate.siblings)
+    return [s for siblings in groups for s in siblings if s.is_fresh and s is not candidate]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from cadenza.config import Batching, EngineLimits
-from cadenza.core.admission import Admission
+from cadenza.core.admission import Admission, Reservations
 from cadenza.core.batch import Batch, BatchEntry, PageUpdate
 from cadenza.core.drafts import DraftCounts
 from cadenza.core.fair_share import fair_share_of
@@ -107,6 +107,7 @@ class Scheduler:
         self._drafts = StepDrafts(limits, kv_cache, options.drafter)
         self._step_cost = options.step_cost
         self._admission = admission
+        self._reservations = Reservations(admission, self.running)
         self._free_rows = list(range(limits.max_num_seqs))
         self.num_steps = 0
 
@@ -253,6 +254,7 @@ class Scheduler:
         if not running and self.waiting and self.waiting[0].is_retried:
             sequence = self.waiting[0]
             is_pending = sequence.num_pending_tokens or sequence.is_expecting_source
+            self._reservations.forget()
             if not is_pending and self._try_start(batch, sequence):
                 running = [sequence]
         if not running:
@@ -270,6 +272,7 @@ class Scheduler:
         shares = self._share_among_decodes(decodes, rows_budget)
         may_start = self._free_rows or self._light_tenants.has_any(self._fair_share.waiting_names)
         if self.num_preemptions == num_preemptions and self.waiting and may_start:
+            self._reservations.forget()
             ordered = self._policy.ordered(self.waiting, now_s, self.kv_cache.num_uncached_tokens)
             waiting = self._fair_share.in_turns(ordered)
             if self._is_static:
@@ -470,17 +473,12 @@ class Scheduler:
         return True
 
     def _can_admit(self, sequence: Sequence, prefix: Prefix) -> bool:
-        def can_admit(*, shared: int) -> bool:
-            available = self.kv_cache.pool.num_available
-            return self._admission.can_admit(
-                sequence, self.running, available=available, shared=shared
-            )
-
         # Most rejections occur even if the prefix costs nothing, so its unreferenced pages are
         # counted only after that cheaper check has passed.
-        num_pages = len(prefix.page_ids)
-        return can_admit(shared=num_pages) and can_admit(
-            shared=num_pages - self.kv_cache.num_unheld(prefix)
+        available, shared = self.kv_cache.pool.num_available, len(prefix.page_ids)
+        can_admit = self._reservations.can_admit
+        return can_admit(sequence, available=available, shared=shared) and can_admit(
+            sequence, available=available, shared=shared - self.kv_cache.num_unheld(prefix)
         )
 
     def _fits_share(self, sequence: Sequence, prefix: Prefix) -> bool:
@@ -576,6 +574,7 @@ class Scheduler:
         assert sequence.row is not None
         heapq.heappush(self._free_rows, sequence.row)
         self.running.remove(sequence)
+        self._reservations.forget()
         self.kv_cache.release(sequence)
 
 

@@ -229,6 +229,8 @@ class PromptBudget:
 
     def take(self, part: PromptPart, share: float = 1.0) -> int:
         """Takes as many tokens of `part` as fit `share` of what is left; returns their number."""
+        if not part.num_left or not self.num_tokens:
+            return 0
         count = min(part.num_left, int(self.num_tokens * share))
         if self.cost is not None:
             in_time = self.cost.most_tokens(
@@ -268,4 +270,6 @@ def share_among_prompts(parts: SequenceOf[PromptPart], budget: PromptBudget) -> 
 
 
 def _rest_of(part: PromptPart, num_taken: int) -> PromptPart:
+    if not num_taken:
+        return part
     return replace(part, start=part.start + num_taken, num_left=part.num_left - num_taken)
