@@ -1,7 +1,8 @@
 """`Admission`: whether a waiting sequence may start, given the pages running ones still need.
 
-`Reservations` sums those needs once for a step. Knows page counts, not pages. Invariant: a page is reserved for at most one sequence. After
-`WHOLE_AFTER_PREEMPTIONS` preemptions, a sequence is admitted only if all sequences can complete.
+`Reservations` sums those needs once for a step. Knows page counts, not pages. Invariant: a page is
+reserved for at most one sequence. After `WHOLE_AFTER_PREEMPTIONS` preemptions, a sequence is
+admitted only if all sequences can complete.
 """
 
 from collections.abc import Iterable

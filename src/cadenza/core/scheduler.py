@@ -372,6 +372,7 @@ class Scheduler:
         """
         full: set[str] = set()
         parts = [self._part_of(sequence) for sequence in prompts]
+        counts = share_among_prompts(parts, budget.copy())
         for sequence in waiting:
             is_first = self._light_tenants.is_light(sequence.request.tenant.name)
             if not (self._free_rows or is_first) or budget.num_tokens <= 0:
@@ -384,7 +385,6 @@ class Scheduler:
                 continue
             if sequence.needs_prompt_rows and not rows_budget.num_rows:
                 break
-            counts = share_among_prompts(parts, budget.copy())
             is_cut = [
                 count < part.num_left and part.is_first >= is_first
                 for count, part in zip(counts, parts, strict=True)
@@ -401,9 +401,8 @@ class Scheduler:
                 has_logits=sequence.needs_prompt_rows,
                 is_first=is_first,
             )
-            if not share_among_prompts([*parts, part], budget.copy())[-1]:
-                break
-            if not self._start_or_displace(batch, sequence):
+            counts = share_among_prompts([*parts, part], budget.copy())
+            if not counts[-1] or not self._start_or_displace(batch, sequence):
                 break
             parts.append(part)
             prompts.append(sequence)
