@@ -22,6 +22,7 @@ from cadenza.bench.simulate import (
     make_simulated_core,
     play_traffic,
     simulate,
+    simulate_all,
 )
 from cadenza.bench.traffic import VOCAB_SIZE, TrafficOptions
 from cadenza.cli import main
@@ -312,3 +313,35 @@ def test_the_bound_of_a_step_is_that_of_a_server(
     assert server.max_itl_ms == expected
     limits: EngineLimits = server.limits
     assert (limits.max_num_seqs, limits.num_pages, limits.max_num_queued_reqs) == (4, 24, 16)
+
+
+def test_progress_counts_the_requests_of_all_policies() -> None:
+    seen: list[tuple[int, int]] = []
+    options = replace(
+        TRAFFIC, num_requests=1500, request_rate=1000.0, policies=("fcfs", "priority")
+    )
+    simulate_all(given_server(COST, CONFIG), options, lambda done, of: seen.append((done, of)))
+    assert len(seen) == 2
+    assert all(total == 3000 for _, total in seen)
+    assert 1000 <= seen[0][0] <= 1500
+    assert 2500 <= seen[1][0] <= 3000
+
+
+def test_the_picture_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "figures.png"
+    flags = ["--step-cost", "5,1,1,0.001", "--num-requests", "20", "--plot", str(path)]
+    assert main(["bench", "simulate", *flags]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("figures.doc", "must end in .png"), ("nowhere/figures.png", "does not exist")],
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_the_simulation(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, words: str
+) -> None:
+    flags = ["--step-cost", "5,1,1,0.001", "--plot", str(tmp_path / name)]
+    assert main(["bench", "simulate", *flags]) == 2
+    assert words in capsys.readouterr().err

@@ -17,7 +17,6 @@ import numpy as np
 
 from cadenza import EngineConfig, EngineCore, Finished, Request, SamplingParams, Token
 from cadenza.backends.base import Capability, StepHandle
-from cadenza.bench import OnStatus
 from cadenza.bench.serve_figures import Spread, spread_of
 from cadenza.bench.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
 from cadenza.config import DEFAULT_MAX_NUM_SEQS, MAX_MAX_ITL_MS, EngineLimits, SchedulingPolicy
@@ -32,8 +31,11 @@ from cadenza.events import Started
 from cadenza.frontend.loaded_model import load_model
 from cadenza.tenant import Tenant
 
-REPORT_EVERY = 10_000
-"""Finished requests between two status lines."""
+REPORT_EVERY = 1000
+"""Requests that end between two reports of progress."""
+
+OnProgress = Callable[[int, int], object]
+"""Called with how many requests have ended, and how many there are."""
 
 DEFAULT_MODEL_LEN = 4096
 DEFAULT_TOKEN_BUDGET = 256
@@ -294,6 +296,10 @@ class SimulationRecord:
     num_rejected: int = 0
     num_answers: int = 0
 
+    @property
+    def num_ended(self) -> int:
+        return self.num_answers + self.num_rejected
+
     def take(self, event: object, now_s: float) -> None:
         if isinstance(event, Token):
             request = self.open[event.request_id]
@@ -327,15 +333,17 @@ def simulate(
     server: SimulatedServer,
     options: TrafficOptions,
     policy: SchedulingPolicy,
-    report: OnStatus = lambda _: None,
+    on_progress: OnProgress = lambda _, __: None,
 ) -> PolicyFigures:
     """Plays the traffic under one policy until all requests have ended."""
     clock = SimulatedClock()
     core = make_simulated_core(server, policy, clock)
     record = SimulationRecord(options)
-    for now_s in play_traffic(core, options, policy, clock, record):
-        if record.num_answers and record.num_answers % REPORT_EVERY == 0:
-            report(f"{policy}: {record.num_answers} of {options.num_requests}, {now_s:.0f} s")
+    num_reported = 0
+    for _ in play_traffic(core, options, policy, clock, record):
+        if record.num_ended >= num_reported + REPORT_EVERY:
+            num_reported = record.num_ended
+            on_progress(num_reported, options.num_requests)
     return _figures(record, core, policy, clock.now_s)
 
 
@@ -409,7 +417,6 @@ def _figures(
     tenants = [_tenant_figures(at, each) for at, each in sorted(record.tenants.items())]
     delays = [each.per_token_s for each in tenants]
     squares = len(delays) * sum(delay * delay for delay in delays)
-    num_sent = record.num_answers + record.num_rejected
     queries = scheduler.num_prefix_queries
     return PolicyFigures(
         policy=policy,
@@ -420,7 +427,7 @@ def _figures(
         ttft=spread_of([ttft for each in record.tenants.values() for ttft in each.ttfts_s]),
         itl=record.gaps.spread(),
         waiting=spread_of(record.waits_s),
-        good_share=record.num_good / num_sent,
+        good_share=record.num_good / record.num_ended,
         num_preemptions=scheduler.num_preemptions,
         cached_share=scheduler.num_prefix_hits / queries if queries else 0.0,
         fairness=sum(delays) ** 2 / squares if squares else 1.0,
@@ -486,11 +493,16 @@ def _server(limits: EngineLimits, cost: StepCost, config: EngineConfig) -> Simul
 
 
 def simulate_all(
-    server: SimulatedServer, options: TrafficOptions, report: Callable[[str], None]
+    server: SimulatedServer, options: TrafficOptions, on_progress: OnProgress
 ) -> Simulated:
-    """The same traffic under each policy."""
+    """The same traffic under each policy; the progress is that of all of them."""
+    total = options.num_requests * len(options.policies)
     results: list[PolicyFigures] = []
-    for policy in options.policies:
-        report(f"simulating {policy}")
-        results.append(simulate(server, options, policy, report))
+    for index, policy in enumerate(options.policies):
+        before = index * options.num_requests
+
+        def on_each(done: int, _: int, before: int = before) -> None:
+            on_progress(before + done, total)
+
+        results.append(simulate(server, options, policy, on_each))
     return Simulated(server=server, results=tuple(results))
