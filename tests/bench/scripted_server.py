@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TIMEOUT_S = 60.0
-REFUSED, ERROR_FRAME, CUT, NO_USAGE, NOT_JSON, HANG_UP = 11, 12, 13, 14, 15, 16
+REFUSED, ERROR_FRAME, CUT, NO_USAGE, NOT_JSON, HANG_UP, NO_TEXT = 11, 12, 13, 14, 15, 16, 17
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +93,10 @@ class ScriptedServer:
         )
         for index in range(count):
             # Half of a frame at a time, so that frames must be put together.
-            frame = _frame({"choices": [{"index": 0, "text": "a", "finish_reason": None}]})
+            choice = {"index": 0, "text": "" if what == NO_TEXT else "a", "finish_reason": None}
+            if body.get("return_token_ids"):
+                choice["token_ids"] = [1]
+            frame = _frame({"choices": [choice]})
             writer.write(frame[:9])
             await writer.drain()
             await asyncio.sleep(0)

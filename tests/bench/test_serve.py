@@ -16,6 +16,7 @@ from tests.bench.scripted_server import (
     CUT,
     ERROR_FRAME,
     HANG_UP,
+    NO_TEXT,
     NO_USAGE,
     NOT_JSON,
     REFUSED,
@@ -179,3 +180,17 @@ def test_flags_that_cannot_work_are_refused_before_anything_is_sent(
 def test_a_text_that_is_no_url_is_refused():
     with pytest.raises(ConfigError, match="is not a URL"):
         ServeOptions(url="127.0.0.1:8000")
+
+
+@pytest.mark.parametrize(("time_tokens", "num_times"), [(True, 3), (False, 0)])
+def test_tokens_without_text_are_timed_if_asked_for(time_tokens: bool, num_times: int):
+    async def ask(url: str):
+        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+            client = ServeClient(http, "scripted", time_tokens=time_tokens)
+            return await client.complete(PlannedRequest(prompt_token_ids=(NO_TEXT,), max_tokens=3))
+
+    with running(ScriptedServer()) as server:
+        outcome = asyncio.run(ask(server.url))
+    assert isinstance(outcome, CompletedRequest)
+    assert len(outcome.content_s) == num_times
+    assert server.bodies[0].get("return_token_ids", False) is time_tokens

@@ -56,7 +56,9 @@ async def _measure(options: ServeOptions, report: OnStatus) -> ServeFigures:
         timeout=httpx.Timeout(options.timeout_s),
     ) as http:
         model = options.model or await _first_model(http)
-        client = ServeClient(http, model, ignore_eos=options.ignore_eos)
+        client = ServeClient(
+            http, model, ignore_eos=options.ignore_eos, time_tokens=options.time_tokens
+        )
         report("one request to warm up")
         await client.complete(options.warm_up())
         loads: list[LoadFigures] = []
@@ -116,11 +118,13 @@ class ServeClient:
         model: str,
         *,
         ignore_eos: bool = True,
+        time_tokens: bool = False,
         clock: Clock = time.perf_counter,
     ) -> None:
         self._http = http
         self._model = model
         self._ignore_eos = ignore_eos
+        self._content = "token_ids" if time_tokens else "text"
         self._clock = clock
 
     async def complete(self, request: PlannedRequest) -> Outcome:
@@ -135,6 +139,8 @@ class ServeClient:
         }
         if self._ignore_eos:
             body["ignore_eos"] = True
+        if self._content == "token_ids":
+            body["return_token_ids"] = True
         sent_s = self._clock()
         try:
             async with self._http.stream("POST", "/v1/completions", json=body) as response:
@@ -166,7 +172,7 @@ class ServeClient:
             chunk = _object(data)
             if "error" in chunk:
                 raise _Failed("error frame")
-            if any(choice.get("text") for choice in chunk.get("choices") or ()):
+            if any(choice.get(self._content) for choice in chunk.get("choices") or ()):
                 content_s.append(arrived_s)
             usage = chunk.get("usage") or usage
         return CompletedRequest(

@@ -106,6 +106,8 @@ class ServeOptions:
             a client's last one is done.
         vocab_size: prompts are of random token ids below.
         ignore_eos: ask for answers of the full length.
+        time_tokens: ask for token ids and time each chunk that has some, with or without text; for
+            servers that know `return_token_ids`.
         timeout_s: for the next piece of an answer.
 
     Raises:
@@ -123,6 +125,7 @@ class ServeOptions:
     vocab_size: int = 1000
     seed: int = 0
     ignore_eos: bool = True
+    time_tokens: bool = False
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:

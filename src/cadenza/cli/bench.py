@@ -100,6 +100,9 @@ SERVE_FLAGS: Mapping[str, Any] = {
         help="Whether answers have their full length, by ignore_eos, or may end early.",
         names=("--ignore-eos/--respect-eos",),
     ),
+    "time_tokens": Flag(
+        help="Time each chunk that has token ids, also without text, by return_token_ids."
+    ),
 }
 TRAFFIC_FLAGS: Mapping[str, Flag] = {
     "step_cost": Flag(
