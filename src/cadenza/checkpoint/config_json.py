@@ -7,6 +7,7 @@ ignored.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from cadenza.checkpoint.dtypes import WEIGHT_DTYPES, WeightDType
 from cadenza.checkpoint.families import FAMILIES, Family
@@ -124,7 +125,8 @@ def parse_model_config(values: Mapping[str, object], where: str = CONFIG_FILE) -
     raw = JsonObject(values, where)
     family = _find_family(raw)
     _refuse_unsupported(raw, family)
-    return family.read(raw, _read_shared(raw, family))
+    model = _read_mtp_layers(raw, family, _read_shared(raw, family))
+    return family.read(raw, model)
 
 
 def format_model_config(config: ModelConfig) -> dict[str, object]:
@@ -152,7 +154,7 @@ def format_model_config(config: ModelConfig) -> dict[str, object]:
         "bos_token_id": config.bos_token_id,
         "pad_token_id": None,
     }
-    return {**shared, **family.format(config)}
+    return {**shared, **family.format(config), **_format_mtp_layers(config)}
 
 
 def read_token_ids(raw: JsonObject, key: str, vocab_size: int) -> tuple[int, ...]:
@@ -264,6 +266,30 @@ def _read_shared(raw: JsonObject, family: Family) -> ModelConfig:
         eos_token_ids=read_token_ids(raw, "eos_token_id", vocab_size),
         bos_token_id=next(iter(read_token_ids(raw, "bos_token_id", vocab_size)), None),
     )
+
+
+def _read_mtp_layers(raw: JsonObject, family: Family, model: ModelConfig) -> ModelConfig:
+    """`model` with the number and the layout of its MTP layers, if its file names any.
+
+    Raises CheckpointError if it has layers in two layouts.
+    """
+    counts = {
+        layout: raw.integer(layout.count_key, 0, MAX_LAYERS, 0) for layout in family.mtp_layouts
+    }
+    found = [layout for layout, count in counts.items() if count]
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{raw.where}: {' and '.join(layout.count_key for layout in found)} are both set; MTP "
+            f"layers in two layouts are not supported; remove one of the settings"
+        )
+    if not found:
+        return model
+    return replace(model, num_mtp_layers=counts[found[0]], mtp_layout=found[0])
+
+
+def _format_mtp_layers(model: ModelConfig) -> dict[str, object]:
+    """The setting from which `_read_mtp_layers` restores those of `model`."""
+    return {model.mtp_layout.count_key: model.num_mtp_layers} if model.mtp_layout else {}
 
 
 def _read_activation(raw: JsonObject, family: Family) -> Activation:

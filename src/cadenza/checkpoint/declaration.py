@@ -24,14 +24,12 @@ TensorKind = Literal["embedding", "head", "linear", "router", "norm", "bias"]
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+INPUT_PROJ = "model.input_proj.weight"
 HIDDEN_NORM = "model.hidden_layernorm.weight"
 EMBEDDING_NORM = "model.token_layernorm.weight"
 
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Rotary frequencies stored by old Llama checkpoints; ignored, because the config implies them."""
-
-_MTP_LAYER = re.compile(r"model\.mtp_layers\.(\d{1,4})\..+")
-"""Tensors of MTP layers, which are no part of the decoder."""
 
 _COMPARED_BYTES = 1 << 22
 
@@ -181,9 +179,9 @@ def declare_head(config: ModelConfig) -> TensorSpec:
 
 
 def declare_input_proj(config: ModelConfig) -> LinearSpec:
-    """The linear of hidden states and embeddings, in this order: [E, 2 E]."""
+    """The linear of hidden states and embeddings, in the order of the layout: [E, 2 E]."""
     embed = config.hidden_size
-    return LinearSpec(name="model.input_proj", num_out=embed, num_in=2 * embed)
+    return LinearSpec(name=INPUT_PROJ.removesuffix(".weight"), num_out=embed, num_in=2 * embed)
 
 
 def declare_layer(config: ModelConfig, index: int) -> LayerSpec:
@@ -318,10 +316,18 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
 
 
 def _is_ignored(config: ModelConfig, name: str) -> bool:
-    layer = _MTP_LAYER.fullmatch(name)
-    if layer is not None:
-        return int(layer[1]) < config.num_mtp_layers
-    return _IGNORED.fullmatch(name) is not None
+    """Whether it is no part of the decoder: a tensor of an MTP layer, for example."""
+    return name.startswith(_mtp_prefixes(config)) or _IGNORED.fullmatch(name) is not None
+
+
+def _mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """What the names of tensors of MTP layers begin with."""
+    layout, count = config.mtp_layout, config.num_mtp_layers
+    if layout is None:
+        return ()
+    return tuple(
+        layout.owned.format(layer=layer, place=config.num_layers + layer) for layer in range(count)
+    )
 
 
 def _check_tensor(spec: TensorSpec, weights: Weights) -> None:

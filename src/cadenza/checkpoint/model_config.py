@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cadenza.checkpoint.dtypes import WeightDType, item_bytes
+from cadenza.checkpoint.mtp_layout import MTPLayout
 from cadenza.checkpoint.rope_config import RopeConfig
 from cadenza.config import KVCacheDType
 
@@ -85,8 +86,9 @@ class ModelConfig:
         residual_scale: factor of the outputs of attention and MLP before the residual sum.
         num_mtp_layers: layers that predict further tokens, stored beside the decoder's; they are no
             part of its arithmetic.
-        reads_hidden: its first input is a linear of another model's hidden states and of the
-            embeddings, each of which is normed (`checkpoint.mtp_head`).
+        mtp_layout: how these are stored, and which hidden states they take; None without them.
+        reads_hidden: it is such a layer: its first input is a linear of another model's hidden
+            states and of the embeddings, each of which is normed (`checkpoint.mtp_head`).
         max_position_embeddings: longest context in tokens.
         dtype: data type of the stored weights.
     """
@@ -121,6 +123,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     tie_word_embeddings: bool = False
     num_mtp_layers: int = 0
+    mtp_layout: MTPLayout | None = None
     reads_hidden: bool = False
     max_position_embeddings: int
     dtype: WeightDType

@@ -16,8 +16,11 @@ from dataclasses import replace
 
 from cadenza.checkpoint.declaration import (
     EMBEDDING,
+    EMBEDDING_NORM,
     FINAL_NORM,
     HEAD,
+    HIDDEN_NORM,
+    INPUT_PROJ,
     TensorSpec,
     check_weights,
     declare,
@@ -27,7 +30,7 @@ from cadenza.checkpoint.model_config import LayerKind, ModelConfig
 from cadenza.checkpoint.tensor_file import TensorEntry
 from cadenza.errors import CheckpointError
 
-_LAYER, _MODEL = "model.layers.0.", "model."
+_LAYER = "model.layers.0."
 
 
 def mtp_head_of(checkpoint: Checkpoint) -> Checkpoint:
@@ -48,7 +51,7 @@ def mtp_head_of(checkpoint: Checkpoint) -> Checkpoint:
             f"supported; use the unquantised checkpoint"
         )
     head = config_of_head(config)
-    stored = {stored_name(spec.name, 0): spec.name for spec in declare(head)}
+    stored = {stored_name(config, spec.name, 0): spec.name for spec in declare(head)}
     missing = next((name for name in stored if name not in weights), None)
     if missing is not None:
         raise CheckpointError(
@@ -77,18 +80,25 @@ def declare_mtp_layers(config: ModelConfig) -> tuple[TensorSpec, ...]:
     """Every tensor of a model's MTP layers, as it is stored."""
     own = [spec for spec in declare(config_of_head(config)) if spec.name not in (EMBEDDING, HEAD)]
     return tuple(
-        replace(spec, name=stored_name(spec.name, layer))
+        replace(spec, name=stored_name(config, spec.name, layer))
         for layer in range(config.num_mtp_layers)
         for spec in own
     )
 
 
-def stored_name(name: str, layer: int) -> str:
-    """The name in the file of what is `name` in the head of an MTP layer."""
-    prefix = f"model.mtp_layers.{layer}."
+def stored_name(config: ModelConfig, name: str, layer: int) -> str:
+    """The name in the file of what is `name` in the head of an MTP layer of a model."""
+    layout = config.mtp_layout
+    assert layout is not None, "the model has no MTP layers"
     if name in (EMBEDDING, HEAD):
         return name
-    if name == FINAL_NORM:
-        return f"{prefix}final_layernorm.weight"
-    start = _LAYER if name.startswith(_LAYER) else _MODEL
-    return prefix + name.removeprefix(start)
+    around = {
+        HIDDEN_NORM: layout.hidden_norm,
+        EMBEDDING_NORM: layout.embedding_norm,
+        INPUT_PROJ: layout.input_proj,
+        FINAL_NORM: layout.final_norm,
+    }
+    stored = (
+        f"{around[name]}.weight" if name in around else layout.block + name.removeprefix(_LAYER)
+    )
+    return stored.format(layer=layer, place=config.num_layers + layer)

@@ -121,11 +121,14 @@ def _load_inputs(source: _Source) -> HiddenInputWeights:
         part = np.ascontiguousarray(both[:, start : start + embed])
         return source.ops.load_linear([part], [], format)
 
+    layout = model.mtp_layout
+    assert layout is not None, "a model that reads hidden states is an MTP layer"
+    of_hidden, of_embedding = (0, embed) if layout.puts_hidden_first else (embed, 0)
     return HiddenInputWeights(
         hidden_norm=_norm(model, weights, HIDDEN_NORM),
         embedding_norm=_norm(model, weights, EMBEDDING_NORM),
-        of_hidden=half(0),
-        of_embedding=half(embed),
+        of_hidden=half(of_hidden),
+        of_embedding=half(of_embedding),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.mtp_layout import MTPLayout
 from cadenza.checkpoint.rope_config import RopeConfig, RopeRules, read_rope
 from cadenza.errors import CheckpointError
 
@@ -25,6 +26,7 @@ class Family:
         default_head_dim: None is `hidden_size / num_attention_heads`.
         default_original_positions: see `RopeRules.default_original`.
         rope_aliases: (alias, rope type) pairs in this family's files.
+        mtp_layouts: those that MTP layers beside the decoder may have.
     """
 
     model_type: str
@@ -44,6 +46,7 @@ class Family:
     activation_key: str = "hidden_act"
     default_activation: str = "silu"
     ties_by_default: bool = False
+    mtp_layouts: tuple[MTPLayout, ...] = ()
 
 
 def refuse_other_code(raw: JsonObject, name: str, published: frozenset[str]) -> None:

@@ -1,8 +1,7 @@
 """MiMo: Qwen2 with MTP layers (multi-token prediction) stored beside those of the decoder.
 
-The decoder's arithmetic is Qwen2's, with biases whatever `attention_bias` says. The number of MTP
-layers is `num_nextn_predict_layers`; only speculation reads them. Published files name code in
-`auto_map`, which is not needed and never run.
+The decoder's arithmetic is Qwen2's, with biases whatever `attention_bias` says. Published files
+name code in `auto_map`, which is not needed and never run.
 """
 
 from dataclasses import replace
@@ -11,7 +10,8 @@ from cadenza.checkpoint.families.family import Family, refuse_other_code
 from cadenza.checkpoint.families.layer_types import LAYER_KEYS
 from cadenza.checkpoint.families.qwen import format_layers, read_layers
 from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.model_config import MAX_LAYERS, ModelConfig
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.mtp_layout import MIMO_MTP
 
 _PUBLISHED_CODE = frozenset(
     {
@@ -20,20 +20,15 @@ _PUBLISHED_CODE = frozenset(
         "modeling_mimo.MiMoForCausalLM",
     }
 )
-_NUM_MTP_LAYERS = "num_nextn_predict_layers"
 
 
 def _read(raw: JsonObject, model: ModelConfig) -> ModelConfig:
     refuse_other_code(raw, "MiMo", _PUBLISHED_CODE)
-    return replace(
-        read_layers(raw, model),
-        has_qkv_bias=True,
-        num_mtp_layers=raw.integer(_NUM_MTP_LAYERS, 0, MAX_LAYERS, 0),
-    )
+    return replace(read_layers(raw, model), has_qkv_bias=True)
 
 
 def _format(config: ModelConfig) -> dict[str, object]:
-    return {**format_layers(config), "attention_bias": True, _NUM_MTP_LAYERS: config.num_mtp_layers}
+    return {**format_layers(config), "attention_bias": True}
 
 
 MIMO = Family(
@@ -43,4 +38,5 @@ MIMO = Family(
     format=_format,
     own_keys=LAYER_KEYS | {"auto_map", "attention_bias"},
     default_max_positions=32_768,
+    mtp_layouts=(MIMO_MTP,),
 )
