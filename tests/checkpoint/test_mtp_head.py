@@ -1,13 +1,23 @@
 """An MTP layer as a model of one layer: its tensors, and what of a checkpoint is refused."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from cadenza.checkpoint import check_weights, declare, named_shape, open_checkpoint, open_weights
+from cadenza.checkpoint import (
+    ModelConfig,
+    check_weights,
+    declare,
+    named_shape,
+    open_checkpoint,
+    open_weights,
+)
 from cadenza.checkpoint.mtp_head import declare_mtp_layers, mtp_head_of
+from cadenza.checkpoint.mtp_layout import QWEN_MTP
 from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.errors import CheckpointError
 
@@ -33,6 +43,73 @@ def test_the_tensors_of_mtp_layers_are_those_of_the_fixture():
     stored = {name for name in open_weights(FIXTURE) if "mtp_layers" in name}
     assert {spec.name for spec in declare_mtp_layers(config)} == stored
     assert len(declare_mtp_layers(replace(config, num_mtp_layers=3))) == 3 * len(stored)
+
+
+def with_qwen_layers(shape: str, count: int = 1) -> ModelConfig:
+    return replace(named_shape(shape), num_mtp_layers=count, mtp_layout=QWEN_MTP)
+
+
+def test_the_tensors_of_qwens_layout_have_their_published_names():
+    names = {spec.name for spec in declare_mtp_layers(with_qwen_layers("tiny-qwen3", 2))}
+    around = {"fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"}
+    assert {name for name in names if ".layers." not in name} == {
+        f"mtp.{name}.weight" for name in around
+    }
+    block = {name.removeprefix("mtp.layers.1.") for name in names if ".layers.1." in name}
+    decoder = {spec.name for spec in declare(named_shape("tiny-qwen3"))}
+    assert {f"model.layers.1.{name}" for name in block} == {
+        name for name in decoder if ".layers.1." in name
+    }
+
+
+def test_the_mtp_layer_of_a_mixture_is_a_mixture():
+    names = {spec.name for spec in declare_mtp_layers(with_qwen_layers("tiny-qwen3-moe"))}
+    assert {"mtp.layers.0.mlp.gate.weight", "mtp.layers.0.mlp.experts.12.up_proj.weight"} <= names
+
+
+def test_of_several_layers_the_first_is_the_head(tmp_path: Path):
+    write_random_checkpoint(with_qwen_layers("tiny-qwen3", 2), tmp_path, seed=1, dtype="float32")
+    whole = open_checkpoint(tmp_path)
+    head = mtp_head_of(whole)
+    for name, stored in (
+        ("model.layers.0.mlp.down_proj.weight", "mtp.layers.0.mlp.down_proj.weight"),
+        ("model.norm.weight", "mtp.norm.weight"),
+        ("model.input_proj.weight", "mtp.fc.weight"),
+    ):
+        assert np.array_equal(head.weights[name], whole.weights[stored])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mtp.layers.0.mlp.shared_expert.up_proj.weight",
+        "mtp.layers.0.self_attn.kv_a_proj_with_mqa.weight",
+        "mtp.embed_tokens.weight",
+    ],
+)
+def test_what_is_not_computed_in_an_mtp_layer_is_refused_by_name(name: str, tmp_path: Path):
+    """Shared experts, latent attention and an embedding of its own, which change its logits."""
+    write_random_checkpoint(with_qwen_layers("tiny-qwen3"), tmp_path, seed=1, dtype="float32")
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), name: np.ones((2, 2), np.float32)}, file)
+    whole = open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=f"has {name}, which is not computed"):
+        mtp_head_of(whole)
+
+
+def test_a_gate_of_attention_is_refused_by_its_setting_and_its_shape(tmp_path: Path):
+    """Qwen3-Next's `q_proj` has a gate for each query head beside the query."""
+    write_random_checkpoint(with_qwen_layers("tiny-qwen3"), tmp_path, seed=1, dtype="float32")
+    file, config_file = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors, name = load_file(file), "mtp.layers.0.self_attn.q_proj.weight"
+    save_file({**tensors, name: np.concatenate([tensors[name]] * 2)}, file)
+    whole = open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight has shape"):
+        mtp_head_of(whole)
+    values = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps({**values, "attn_output_gate": True}))
+    with pytest.raises(CheckpointError, match="attn_output_gate is True"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_random_checkpoint_has_its_mtp_layers(tmp_path: Path):

@@ -94,7 +94,8 @@ class NumpyDecoder:
 
         def split(name: str) -> Float64Array:  # [heads, T, D]
             projected = self._linear(f"{prefix}.{name}", x)
-            return projected.reshape(count, -1, self._head_dim).swapaxes(0, 1)
+            heads = projected.reshape(count, -1, self._head_dim).swapaxes(0, 1)
+            return self._heads(prefix, name, heads)
 
         queries, keys = self._rotated(split("q_proj")), self._rotated(split("k_proj"))
         keys, values = (np.repeat(each, heads // kv_heads, 0) for each in (keys, split("v_proj")))
@@ -106,6 +107,11 @@ class NumpyDecoder:
         weights /= weights.sum(axis=-1, keepdims=True)
         joined = (weights @ values).swapaxes(0, 1).reshape(count, -1)
         return self._linear(f"{prefix}.o_proj", joined)
+
+    def _heads(self, prefix: str, name: str, heads: Float64Array) -> Float64Array:
+        """The heads [heads, T, D] of a projection, which Qwen2 does not norm."""
+        del prefix, name
+        return heads
 
     def _rotated(self, x: Float64Array) -> Float64Array:
         half, theta = self._head_dim // 2, self.config["rope_parameters"]["rope_theta"]

@@ -1,11 +1,13 @@
 """Drafts of a model's MTP layer in its engine: the streams keep their bits, and right drafts stay.
 
-Random weights show the first. For the second, `predictable` is a MiMo whose next token follows from
-the last one alone, and whose MTP layer finds the one after it from the hidden state alone: each
-draft stays, unless it came from another hidden state.
+Random weights show the first. For the second, the next token of `predictable` models follows from
+the last one alone, and their MTP layer finds the one after it from the hidden state alone: each
+draft stays, unless it came from another hidden state. Both are a MiMo, and a model of each other
+layout.
 """
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.mtp_layout import QWEN_MTP
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError, ConfigError
@@ -31,18 +34,41 @@ SHIFT = 11
 """In the predictable model each token is followed by the one that is so much larger."""
 
 
+SHAPES = {
+    "mimo": named_shape("tiny-mimo"),
+    "qwen": replace(named_shape("tiny-qwen3"), num_mtp_layers=1, mtp_layout=QWEN_MTP),
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("models") / "mimo"
-    write_random_checkpoint(named_shape("tiny-mimo"), made, seed=3, dtype="float32")
+    write_random_checkpoint(SHAPES["mimo"], made, seed=3, dtype="float32")
+    return made
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def any_folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models") / request.param
+    write_random_checkpoint(SHAPES[request.param], made, seed=3, dtype="float32")
     return made
 
 
 @pytest.fixture(scope="module")
 def predictable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("models") / "predictable"
+    return make_predictable("mimo", tmp_path_factory.mktemp("models") / "predictable")
+
+
+@pytest.fixture(scope="module", params=[name for name in SHAPES if name != "mimo"])
+def other_predictable(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_predictable(request.param, tmp_path_factory.mktemp("models") / "predictable")
+
+
+def make_predictable(name: str, made: Path) -> Path:
     shape = replace(
-        named_shape("tiny-mimo"),
+        SHAPES[name],
+        tie_word_embeddings=False,
+        eos_token_ids=(),
         vocab_size=VOCAB_SIZE,
         hidden_size=VOCAB_SIZE,
         num_heads=2,
@@ -67,6 +93,8 @@ def predictable_weight(name: str, found: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(8 * follows)
     if "input_proj" in name:
         return np.concatenate([follows, np.zeros_like(unit)], axis=1)
+    if name == "mtp.fc.weight":
+        return np.concatenate([np.zeros_like(unit), follows], axis=1)
     return np.ones_like(found) if "norm" in name else found
 
 
@@ -80,10 +108,10 @@ def predictable_weight(name: str, found: np.ndarray) -> np.ndarray:
     ],
     ids=["plain", "int8", "preemption", "dense"],
 )
-def test_drafts_of_the_mtp_layer_change_no_bit(folder: Path, options: dict[str, object]):
+def test_drafts_of_the_mtp_layer_change_no_bit(any_folder: Path, options: dict[str, object]):
     requests = varied(331)
-    plain, _, num_preemptions = play(folder, requests, None, **options)
-    drafted, counts, _ = play(folder, requests, MTP, **options)
+    plain, _, num_preemptions = play(any_folder, requests, None, **options)
+    drafted, counts, _ = play(any_folder, requests, MTP, **options)
     assert drafted == plain
     assert counts.num_draft_tokens > 100
     assert counts.num_accepted_tokens < counts.num_draft_tokens
@@ -120,6 +148,34 @@ def test_right_drafts_stay(predictable: Path, requests: list[Request], options: 
     assert drafted == plain
     assert counts.num_accepted_tokens == counts.num_draft_tokens > 24
     assert (num_preemptions > 0) == ("num_pages" in options)
+
+
+@pytest.mark.parametrize(
+    ("requests", "options"),
+    [
+        (following((40, 1, 37)), {"max_num_seqs": 2}),
+        (following((20, 33), n=2, temperature=0.7, seed=1), {"dtype": "bfloat16"}),
+    ],
+    ids=["cached prefix", "samples"],
+)
+def test_right_drafts_of_other_layouts_stay(
+    other_predictable: Path, requests: list[Request], options: dict[str, Any]
+):
+    plain, _, _ = play(other_predictable, requests, None, **options)
+    drafted, counts, _ = play(other_predictable, requests, MTP, **options)
+    assert drafted == plain
+    assert counts.num_accepted_tokens == counts.num_draft_tokens > 24
+
+
+def test_drafts_from_swapped_inputs_would_be_noticed(other_predictable: Path, tmp_path: Path):
+    """The negative control: with the halves of the input's linear swapped, no draft stays."""
+    shutil.copytree(other_predictable, tmp_path / "swapped")
+    file = tmp_path / "swapped" / "model.safetensors"
+    tensors = load_file(file)
+    (name,) = (name for name in tensors if name.endswith(("fc.weight", "eh_proj.weight")))
+    save_file({**tensors, name: np.roll(tensors[name], VOCAB_SIZE, axis=1)}, file)
+    _, counts, _ = play(tmp_path / "swapped", following((40, 1, 37)), MTP)
+    assert counts.num_draft_tokens > counts.num_accepted_tokens == 0
 
 
 def test_a_model_without_mtp_layers_is_refused():

@@ -77,6 +77,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "no_rope_layer_interval": (0,),
     "attention_chunk_size": (),
     "attn_temperature_tuning": (False,),
+    "attn_output_gate": (False,),
+    "mtp_use_dedicated_embeddings": (False,),
     "clip_qkv": (),
     "use_qk_norm": (False,),
     "qk_layernorm": (False,),

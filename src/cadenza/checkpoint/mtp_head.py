@@ -1,17 +1,18 @@
 """A model's MTP layer (multi-token prediction) as a model of its own: `mtp_head_of`.
 
-An MTP layer predicts the token after next: from the hidden state h of token t, as it is before the
+An MTP layer predicts the token after next: from the hidden state h of token t, before or after the
 decoder's final norm, and the embedding e of token t + 1,
 
-    x = input_proj([hidden_layernorm(h), token_layernorm(e)])
-    logits = lm_head(final_layernorm(layer(x)))
+    x = input_proj([hidden_norm(h), embedding_norm(e)])
+    logits = lm_head(final_norm(block(x)))
 
 predicts token t + 2. So it is a decoder of one layer, with embedding and head of the model that it
-belongs to, whose first input is x (`ModelConfig.reads_hidden`). Source: MiMo's `modeling_mimo.py`
-(`MiMoMTPLayers`), and for the place of h `mimo.py` of its authors' vLLM, whose decoder hands over
-the residual stream and norms it only for its own logits. Knows no files.
+belongs to, whose first input is x (`ModelConfig.reads_hidden`). What differs between families, with
+its sources, is in `mtp_layout`; the block is a layer of the model's own kind, with full attention.
+Knows no files.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from cadenza.checkpoint.declaration import (
@@ -27,7 +28,9 @@ from cadenza.checkpoint.declaration import (
 )
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.model_config import LayerKind, ModelConfig
+from cadenza.checkpoint.mtp_layout import MTP_LAYOUTS
 from cadenza.checkpoint.tensor_file import TensorEntry
+from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
 
 _LAYER = "model.layers.0."
@@ -41,9 +44,10 @@ def mtp_head_of(checkpoint: Checkpoint) -> Checkpoint:
     """
     config, weights = checkpoint.config, checkpoint.weights
     if not config.num_mtp_layers:
+        keys = " or ".join(dict.fromkeys(each.count_key for each in MTP_LAYOUTS))
         raise CheckpointError(
-            f"this model, of type {config.family}, has no MTP layers (num_nextn_predict_layers); "
-            f"use one that has them, as MiMo-7B"
+            f"this model, of type {config.family}, has no MTP layers ({keys}); use one that has "
+            f"them, as MiMo-7B"
         )
     if checkpoint.scheme is not None:
         raise CheckpointError(
@@ -52,6 +56,12 @@ def mtp_head_of(checkpoint: Checkpoint) -> Checkpoint:
         )
     head = config_of_head(config)
     stored = {stored_name(config, spec.name, 0): spec.name for spec in declare(head)}
+    unknown = next((name for name in _of_first_layer(config, weights) if name not in stored), None)
+    if unknown is not None:
+        raise CheckpointError(
+            f"the MTP layer of this model has {unknown}, which is not computed in models of type "
+            f"{config.family}; use another method"
+        )
     missing = next((name for name in stored if name not in weights), None)
     if missing is not None:
         raise CheckpointError(
@@ -70,20 +80,20 @@ def mtp_head_of(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def config_of_head(config: ModelConfig) -> ModelConfig:
-    """The arithmetic of an MTP layer of a model."""
-    return replace(
-        config, num_layers=1, layer_pattern=(LayerKind(),), num_mtp_layers=0, reads_hidden=True
-    )
+    """The arithmetic of an MTP layer of a model; its MLP is a mixture if any of the model's is."""
+    kind = LayerKind(has_experts=config.experts is not None)
+    return replace(config, num_layers=1, layer_pattern=(kind,), num_mtp_layers=0, reads_hidden=True)
 
 
 def declare_mtp_layers(config: ModelConfig) -> tuple[TensorSpec, ...]:
     """Every tensor of a model's MTP layers, as it is stored."""
     own = [spec for spec in declare(config_of_head(config)) if spec.name not in (EMBEDDING, HEAD)]
-    return tuple(
-        replace(spec, name=stored_name(config, spec.name, layer))
+    stored = {
+        stored_name(config, spec.name, layer): spec
         for layer in range(config.num_mtp_layers)
         for spec in own
-    )
+    }  # in some layouts layers share what is around their blocks
+    return tuple(replace(spec, name=name) for name, spec in stored.items())
 
 
 def stored_name(config: ModelConfig, name: str, layer: int) -> str:
@@ -102,3 +112,17 @@ def stored_name(config: ModelConfig, name: str, layer: int) -> str:
         f"{around[name]}.weight" if name in around else layout.block + name.removeprefix(_LAYER)
     )
     return stored.format(layer=layer, place=config.num_layers + layer)
+
+
+def _of_first_layer(config: ModelConfig, weights: Weights) -> Iterator[str]:
+    """The stored names of the first MTP layer, and of what all of them share."""
+    layout = config.mtp_layout
+    assert layout is not None, "the model has no MTP layers"
+    owned = layout.owned.format(layer=0, place=config.num_layers)
+    others = tuple(
+        layout.block.format(layer=layer, place=config.num_layers + layer)
+        for layer in range(1, config.num_mtp_layers)
+    )
+    for name in weights:
+        if name.startswith(owned) and not (others and name.startswith(others)):
+            yield name

@@ -21,6 +21,7 @@ class MTPLayout:
         input_proj: the linear of both, [E, 2 E].
         final_norm: the norm before the head.
         puts_hidden_first: the hidden state comes before the embedding in the input of that linear.
+        takes_normed: the model's hidden states are taken after its final norm; else before it.
     """
 
     count_key: str
@@ -31,6 +32,7 @@ class MTPLayout:
     input_proj: str
     final_norm: str
     puts_hidden_first: bool
+    takes_normed: bool
 
 
 MIMO_MTP = MTPLayout(
@@ -42,5 +44,25 @@ MIMO_MTP = MTPLayout(
     input_proj="model.mtp_layers.{layer}.input_proj",
     final_norm="model.mtp_layers.{layer}.final_layernorm",
     puts_hidden_first=True,
+    takes_normed=False,
 )
-"""MiMo's (`MiMoMTPLayers` of its `modeling_mimo.py`)."""
+"""MiMo's: `MiMoMTPLayers` of its `modeling_mimo.py`, and for the place of the hidden state
+`mimo.py` of its authors' vLLM, whose decoder hands over the residual stream and norms it only for
+its own logits."""
+
+QWEN_MTP = MTPLayout(
+    count_key="mtp_num_hidden_layers",
+    owned="mtp.",
+    block="mtp.layers.{layer}.",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    input_proj="mtp.fc",
+    final_norm="mtp.norm",
+    puts_hidden_first=False,
+    takes_normed=True,
+)
+"""Qwen3-Next's and Qwen3.5's: vLLM's `qwen3_next_mtp.py`, which is given what `Qwen3NextModel`
+returns, the hidden state after the norm. For Qwen3.5 others measured that fewer drafts stay with
+the state before it (LightLLM#1402, vllm-mlx#660)."""
+
+MTP_LAYOUTS = (MIMO_MTP, QWEN_MTP)

@@ -133,10 +133,14 @@ def run_keeping_layers(
     step: StepArrays,
 ) -> tuple[jax.Array, KVPool, jax.Array]:
     """As `run_layers`, with the last layer computed for all tokens, which changes no bit of a row;
-    and the hidden states of all tokens before the final norm, float32 [T, E]."""
+    and the hidden states of all tokens [T, E] that the model's MTP layers take: those before the
+    final norm, float32, or those after it, as activations (`MTPLayout.takes_normed`)."""
     x = ops.embed(weights.embedding, step)
     attended, x, pool = _run_to_last(ops, model, weights, (x, pool), step)
     x = _add_outputs(ops, weights.layers[-1], attended, (x, step.num_tokens))
+    if model.mtp_layout is not None and model.mtp_layout.takes_normed:
+        normed = ops.rms_norm(x, weights.final_norm, step.num_tokens)
+        return ops.take_logit_rows(normed, step), pool, normed
     rows = ops.take_logit_rows(x, step)
     return ops.rms_norm(rows, weights.final_norm, step.num_logits), pool, x
 

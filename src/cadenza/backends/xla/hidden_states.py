@@ -1,11 +1,12 @@
 """Hidden states between steps: those that a target's steps keep, and that a head's steps read.
 
-A runner that keeps them has one for each KV slot, [slots, E]: the residual stream of the token in
-the slot, before the final norm, in the type of the activations. A head (`ModelConfig.reads_hidden`)
-computes a token at position p from the hidden state of the token before it; in the head's own
-sequence, which has nothing for the first token, it is at position p - 1, whose slot is that of the
-hidden state. For a token that was drawn by the head and is still on the device, it takes its own
-output for the token before, of which it keeps the newest of each row, [R, E].
+A runner that keeps them has one for each KV slot, [slots, E]: that of the token in the slot, before
+or after the final norm (`MTPLayout.takes_normed`), in the type of the activations. A head
+(`ModelConfig.reads_hidden`) computes a token at position p from the hidden state of the token
+before it; in the head's own sequence, which has nothing for the first token, it is at position
+p - 1, whose slot is that of the hidden state. For a token that was drawn by the head and is still
+on the device, it takes its own output for the token before, after its final norm, of which it keeps
+the newest of each row, [R, E].
 
 bfloat16 is stored as uint16, since XLA updates bfloat16 by way of float32 on a CPU.
 """
@@ -26,10 +27,10 @@ def new_states(count: int, width: int, dtype: Any) -> jax.Array:
     return jnp.zeros((count, width), stored)
 
 
-def keep_states(stored: jax.Array, stream: jax.Array, slots: jax.Array, dtype: Any) -> jax.Array:
-    """`stored` with the stream [T, E] written to the slots [T]; negative ones are ignored."""
+def keep_states(stored: jax.Array, hidden: jax.Array, slots: jax.Array, dtype: Any) -> jax.Array:
+    """`stored` with hidden states [T, E] written to the slots [T]; negative ones are ignored."""
     places = jnp.where(slots >= 0, slots, len(stored))
-    return stored.at[places].set(_to_stored(stream, dtype), mode="drop")
+    return stored.at[places].set(_to_stored(hidden, dtype), mode="drop")
 
 
 def read_states(

@@ -165,8 +165,8 @@ def keeping_step_function(ops: OpTable, spec: DecoderSpec, shape: StepLayout) ->
             made = run_keeping_layers(table, spec.model, weights, state.pool, arrays)
             return run_head(table, weights, made[0], arrays), *made
 
-        result, hidden, pool, stream = ops.compute(decode)
-        state = _keep_states(state._replace(pool=pool), arrays, stream, spec)
+        result, hidden, pool, kept = ops.compute(decode)
+        state = _keep_states(state._replace(pool=pool), arrays, kept, spec)
         return _note_choices(state, arrays, result), result, hidden
 
     return step
@@ -181,18 +181,18 @@ def keeping_begin_function(
         weights: DecoderWeights, state: DeviceState, wire: jax.Array
     ) -> tuple[DeviceState, jax.Array]:
         arrays, state = _enter_tokens(shape, wire, state)
-        hidden, pool, stream = ops.compute(
+        hidden, pool, kept = ops.compute(
             lambda table: run_keeping_layers(table, spec.model, weights, state.pool, arrays)
         )
-        return _keep_states(state._replace(pool=pool), arrays, stream, spec), hidden
+        return _keep_states(state._replace(pool=pool), arrays, kept, spec), hidden
 
     return begin
 
 
 def _keep_states(
-    state: DeviceState, arrays: StepArrays, stream: jax.Array, spec: DecoderSpec
+    state: DeviceState, arrays: StepArrays, hidden: jax.Array, spec: DecoderSpec
 ) -> DeviceState:
-    kept = keep_states(state.kept_hidden, stream, arrays.tokens.slots, spec.dtype)
+    kept = keep_states(state.kept_hidden, hidden, arrays.tokens.slots, spec.dtype)
     return state._replace(kept_hidden=kept)
 
 

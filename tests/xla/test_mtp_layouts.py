@@ -1,0 +1,221 @@
+"""MTP layers of each layout, alone on random hidden states and behind their model, against numpy.
+
+A runner of the target keeps hidden states. For the layer alone, its pages are written with random
+ones; behind its model, with those that the target computed. The weights are random, of shapes of
+which the decoder knows the arithmetic: what Qwen3-Next's blocks have in common with
+Qwen3's (norms that add one, partly rotated heads, mixtures) is among them. Unwritten KV is NaN.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cadenza.backends.xla.device import MakeOps
+from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.reference import ReferenceOps
+from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
+from cadenza.checkpoint import (
+    Checkpoint,
+    ModelConfig,
+    named_shape,
+    open_checkpoint,
+    open_weights,
+    write_random_checkpoint,
+)
+from cadenza.checkpoint.mtp_head import mtp_head_of
+from cadenza.checkpoint.mtp_layout import QWEN_MTP, MTPLayout
+from cadenza.checkpoint.rope_config import RopeConfig
+from tests.contract.steps import Geometry, run_step
+from tests.oracle.numpy_mtp import QWEN_NAMES, HeadNames, NumpyMTP, numpy_mtp
+from tests.xla.harness import NAN
+from tests.xla.test_mtp_head import LIMITS, PAGES, compute_target, error_of, head_stream
+
+GEOMETRY = Geometry(bucket=32, num_rows=4, page_size=16)
+TOLERANCE = 1e-4
+VOCAB_SIZE = 211
+NUM_TOKENS = 70
+TOKEN_IDS: list[int] = np.random.default_rng(5).integers(0, VOCAB_SIZE, NUM_TOKENS).tolist()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with an MTP layer, and what numpy knows of its config."""
+
+    shape: str
+    layout: MTPLayout
+    names: HeadNames
+    changes: dict[str, Any]
+    known: dict[str, Any]
+
+    @property
+    def config(self) -> ModelConfig:
+        return replace(
+            named_shape(self.shape),
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(),
+            num_mtp_layers=1,
+            mtp_layout=self.layout,
+            **self.changes,
+        )
+
+
+NEXT = {"norm_adds_one": True, "rope": RopeConfig(theta=1e6, rotary_dim=20)}
+NEXT_KNOWN = {"norm_adds_one": True, "partial_rotary_factor": 0.25}
+CASES = {
+    "qwen": Case("tiny-qwen3", QWEN_MTP, QWEN_NAMES, {}, {}),
+    "qwen-next": Case("tiny-qwen3", QWEN_MTP, QWEN_NAMES, NEXT, NEXT_KNOWN),
+    "qwen-moe": Case("tiny-qwen3-moe", QWEN_MTP, QWEN_NAMES, {}, {}),
+}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The warm runners of a case, and the definition."""
+
+    target: XlaRunner
+    head: XlaRunner
+    definition: NumpyMTP
+
+    def with_fault(self, name: str) -> NumpyMTP:
+        return replace(self.definition, wrong=frozenset([name]))
+
+
+def checkpoint_of(config: ModelConfig, folder: Path) -> Checkpoint:
+    """A random checkpoint of a config, of which a config.json need not be able to say all."""
+    write_random_checkpoint(config, folder, seed=7, dtype="float32")
+    return replace(open_checkpoint(None), known=(config, open_weights(folder)))
+
+
+def definition_of(case: Case, checkpoint: Checkpoint) -> NumpyMTP:
+    config, experts = checkpoint.config, checkpoint.config.experts
+    known = {
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "hidden_size": config.hidden_size,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_theta": config.rope.theta},
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "num_experts_per_tok": experts and experts.num_chosen,
+        "norm_topk_prob": experts and experts.over_chosen,
+        **case.known,
+    }
+    weights = checkpoint.weights
+    return numpy_mtp(known, {name: weights[name] for name in weights}, case.names)
+
+
+def make_pair(checkpoint: Checkpoint, make_ops: MakeOps) -> tuple[XlaRunner, XlaRunner]:
+    """A warm runner that keeps hidden states, and one of the head that reads them."""
+    head = mtp_head_of(checkpoint)
+    options = RunnerOptions(
+        dtype="float32", make_ops=make_ops, fill=NAN, keeps_hidden=True, copies_pages=True
+    )
+    target = XlaRunner(checkpoint.config, checkpoint.weights, LIMITS, options)
+    options = RunnerOptions(dtype="float32", make_ops=make_ops, fill=NAN, hidden_of=target)
+    drafter = XlaRunner(head.config, head.weights, LIMITS, options)
+    target.warmup()
+    drafter.warmup()
+    return target, drafter
+
+
+def params() -> list[Any]:
+    native = [
+        pytest.param((NativeOps, name), id=f"native-{name}", marks=pytest.mark.native)
+        for name in CASES
+    ]
+    return [*native, pytest.param((ReferenceOps, "qwen-next"), id="reference-qwen-next")]
+
+
+@pytest.fixture(scope="module", params=params())
+def warm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    make_ops, name = request.param
+    checkpoint = checkpoint_of(CASES[name].config, tmp_path_factory.mktemp("mtp") / name)
+    target, head = make_pair(checkpoint, make_ops)
+    yield Opened(target, head, definition_of(CASES[name], checkpoint))
+    head.close()
+    target.close()
+
+
+@pytest.fixture
+def opened(warm: Opened) -> Opened:
+    warm.head.reset()
+    warm.target.reset()
+    return warm
+
+
+def write_states(target: XlaRunner, hidden: np.ndarray) -> None:
+    """Writes float32 hidden states [T, E] to the slots of the first tokens."""
+    size = LIMITS.page_size * hidden.shape[1] * 4
+    padded = np.zeros((len(PAGES) * LIMITS.page_size, hidden.shape[1]), np.float32)
+    padded[: len(hidden)] = hidden
+    parts = np.split(padded, len(PAGES))
+    contents = [
+        page[:-size] + part.tobytes()
+        for page, part in zip(target.read_pages(PAGES), parts, strict=True)
+    ]
+    target.write_pages(PAGES, contents)
+
+
+def kept_states(target: XlaRunner) -> np.ndarray:
+    """The hidden states [NUM_TOKENS, E] in the slots of the first tokens."""
+    size = LIMITS.page_size * target.hidden_size * 4
+    kept = b"".join(page[-size:] for page in target.read_pages(PAGES))
+    return np.frombuffer(kept, np.float32).reshape(-1, target.hidden_size)[:NUM_TOKENS]
+
+
+def head_errors(head: XlaRunner, logits: np.ndarray, chunk: int = 11) -> list[float]:
+    """Errors at the end of each chunk, where the step samples."""
+    stream, errors = head_stream(2, PAGES), list[float]()
+    for start in range(1, NUM_TOKENS, chunk):
+        tokens = TOKEN_IDS[start : start + chunk]
+        output = run_step(head, [stream.chunk(tokens, samples=True)], GEOMETRY)
+        errors.append(error_of(output, logits[start + len(tokens) - 2]))
+    return errors
+
+
+def random_states(opened: Opened) -> np.ndarray:
+    size = (NUM_TOKENS, opened.target.hidden_size)
+    return np.random.default_rng(11).standard_normal(size, dtype=np.float32)
+
+
+def test_the_layer_alone_gives_the_logits_of_its_definition(opened: Opened):
+    hidden = random_states(opened)
+    write_states(opened.target, hidden)
+    logits = opened.definition.logits_of(hidden.astype(np.float64), TOKEN_IDS)
+    assert max(head_errors(opened.head, logits)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("fault", ["order"])
+def test_a_fault_of_the_definition_would_be_noticed(opened: Opened, fault: str):
+    hidden = random_states(opened)
+    write_states(opened.target, hidden)
+    logits = opened.with_fault(fault).logits_of(hidden.astype(np.float64), TOKEN_IDS)
+    assert max(head_errors(opened.head, logits)) > 10 * TOLERANCE
+
+
+def test_hidden_states_are_taken_where_the_definition_takes_them(opened: Opened):
+    compute_target(opened.target, TOKEN_IDS, 32, PAGES)
+    kept = kept_states(opened.target)
+    right, wrong = (
+        each.taken_states(TOKEN_IDS)
+        for each in (opened.definition, opened.with_fault("before_norm"))
+    )
+    assert np.abs(kept - right).max() <= TOLERANCE * np.abs(right).max()
+    assert np.abs(kept - wrong).max() > 100 * TOLERANCE * np.abs(wrong).max()
+    assert max(head_errors(opened.head, opened.definition.mtp_logits(TOKEN_IDS))) <= TOLERANCE
+
+
+def test_drafts_behind_the_first_follow_from_the_layers_own_output(opened: Opened):
+    known = TOKEN_IDS[:40]
+    compute_target(opened.target, known[:-1], 32, PAGES)
+    stream = head_stream(3, PAGES)
+    run_step(opened.head, [stream.chunk(known[1:30], samples=False)], GEOMETRY)
+    drafts = list[int]()
+    for chunk in (lambda: stream.chunk(known[30:], samples=True), *[stream.next_token] * 2):
+        drafts.append(int(run_step(opened.head, [chunk()], GEOMETRY).token_ids[-1]))
+    assert drafts == opened.definition.mtp_drafts(known, 3)
