@@ -26,7 +26,7 @@ from cadenza.checkpoint import (
     parse_model_config,
 )
 from cadenza.checkpoint.families import FAMILIES
-from cadenza.checkpoint.mtp_layout import QWEN_MTP
+from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.errors import CheckpointError
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -215,13 +215,18 @@ def test_mimo_is_a_qwen2_whose_mtp_layers_are_no_part_of_the_decoder():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_qwen3_may_have_mtp_layers_as_qwen3_next_has_them(family: str):
+def test_qwen3_may_have_mtp_layers_as_qwen3_next_or_deepseek_has_them(family: str):
     config = read(family, mtp_num_hidden_layers=1)
     assert (config.num_mtp_layers, config.mtp_layout) == (1, QWEN_MTP)
     assert declare(config) == declare(read(family))
     assert parse_model_config(format_model_config(config)) == config
     assert read(family, mtp_num_hidden_layers=0) == read(family)
     assert "mtp_num_hidden_layers" not in format_model_config(read(family))
+    other = read(family, num_nextn_predict_layers=2)
+    assert (other.num_mtp_layers, other.mtp_layout) == (2, DEEPSEEK_MTP)
+    assert parse_model_config(format_model_config(other)) == other
+    with pytest.raises(CheckpointError, match="are both set"):
+        read(family, num_nextn_predict_layers=1, mtp_num_hidden_layers=1)
     with pytest.raises(CheckpointError, match="mtp_use_dedicated_embeddings"):
         read(family, mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=True)
 

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from cadenza.checkpoint import (
+    Checkpoint,
     ModelConfig,
     check_weights,
     declare,
@@ -17,7 +18,7 @@ from cadenza.checkpoint import (
     open_weights,
 )
 from cadenza.checkpoint.mtp_head import declare_mtp_layers, mtp_head_of
-from cadenza.checkpoint.mtp_layout import QWEN_MTP
+from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.errors import CheckpointError
 
@@ -110,6 +111,45 @@ def test_a_gate_of_attention_is_refused_by_its_setting_and_its_shape(tmp_path: P
     config_file.write_text(json.dumps({**values, "attn_output_gate": True}))
     with pytest.raises(CheckpointError, match="attn_output_gate is True"):
         open_checkpoint(tmp_path)
+
+
+def with_deepseek_layers(folder: Path, **copies: float) -> Checkpoint:
+    """A tiny Qwen3-MoE of 4 layers with an MTP layer, and `copies` of the embedding and the head,
+    to which a number is added.
+    """
+    shape = replace(named_shape("tiny-qwen3-moe"), num_mtp_layers=1, mtp_layout=DEEPSEEK_MTP)
+    write_random_checkpoint(shape, folder, seed=1, dtype="float32")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    sources = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    made = {
+        f"model.layers.4.{name}.weight": tensors[f"{sources[name]}.weight"] + np.float32(added)
+        for name, added in copies.items()
+    }
+    save_file({**tensors, **made}, file)
+    return open_checkpoint(folder)
+
+
+def test_the_tensors_of_deepseeks_layout_have_their_published_names(tmp_path: Path):
+    whole = with_deepseek_layers(tmp_path)
+    names = {spec.name for spec in declare_mtp_layers(whole.config)}
+    around = {"enorm", "hnorm", "eh_proj", "shared_head.norm"}
+    assert {f"model.layers.4.{name}.weight" for name in around} <= names
+    assert names == {name for name in whole.weights if name.startswith("model.layers.4.")}
+    assert {spec.name for spec in declare(whole.config)}.isdisjoint(names)
+
+
+def test_copies_of_embedding_and_head_are_taken_if_they_are_equal(tmp_path: Path):
+    whole = with_deepseek_layers(tmp_path, **{"embed_tokens": 0.0, "shared_head.head": 0.0})
+    head = mtp_head_of(whole)
+    assert {spec.name for spec in declare(head.config)} == set(head.weights)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
+def test_an_embedding_or_a_head_of_its_own_is_refused_by_name(name: str, tmp_path: Path):
+    whole = with_deepseek_layers(tmp_path, **{name: 0.5})
+    with pytest.raises(CheckpointError, match=rf"layers\.4\.{name}\.weight .* differs from"):
+        mtp_head_of(whole)
 
 
 def test_a_random_checkpoint_has_its_mtp_layers(tmp_path: Path):

@@ -1,11 +1,13 @@
 """MTP layers of other layouts than MiMo's in plain numpy, beside `numpy_decoder`.
 
 Written from the published definitions alone, with nothing of Cadenza's: vLLM's `qwen3_next_mtp.py`
-and `qwen3_5_mtp.py` for the layout with `mtp.fc`. Both norm embedding and hidden state, put the
-embedding first, and take the hidden state that the model's `forward` returns, which is the one
-after its final norm (`qwen3_next.py`). The block is a layer of Qwen3 or Qwen3-MoE: transformers'
-`modeling_qwen3.py` and `modeling_qwen3_moe.py`; norms add one and heads are rotated in part where
-Qwen3-Next's do (`Qwen3NextRMSNorm`, `partial_rotary_factor`). Computes in float64.
+and `qwen3_5_mtp.py` for the layout with `mtp.fc`, `deepseek_mtp.py` and `glm4_moe_mtp.py` for the
+one with `eh_proj`, whose embedding is zero in the first position. All norm embedding and hidden
+state, put the embedding first, and take the hidden state that the model's `forward` returns, which
+is the one after its final norm (`qwen3_next.py`, `deepseek_v2.py`). The block is a layer of Qwen3
+or Qwen3-MoE: transformers' `modeling_qwen3.py` and `modeling_qwen3_moe.py`; norms add one and heads
+are rotated in part where Qwen3-Next's do (`Qwen3NextRMSNorm`, `partial_rotary_factor`). Computes in
+float64.
 
 T tokens, E embed, V vocabulary, X experts.
 """
@@ -27,6 +29,7 @@ class HeadNames:
     embedding_norm: str
     input_proj: str
     final_norm: str
+    zeroes_first: bool = False
 
 
 QWEN_NAMES = HeadNames(
@@ -38,6 +41,19 @@ QWEN_NAMES = HeadNames(
 )
 
 
+def deepseek_names(num_layers: int) -> HeadNames:
+    """Of the MTP layer behind so many layers of the decoder."""
+    prefix = f"model.layers.{num_layers}"
+    return HeadNames(
+        block=prefix,
+        hidden_norm=f"{prefix}.hnorm",
+        embedding_norm=f"{prefix}.enorm",
+        input_proj=f"{prefix}.eh_proj",
+        final_norm=f"{prefix}.shared_head.norm",
+        zeroes_first=True,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class NumpyMTP(NumpyDecoder):
     """A Qwen3 or Qwen3-MoE with an MTP layer.
@@ -47,7 +63,7 @@ class NumpyMTP(NumpyDecoder):
 
     names: HeadNames = QWEN_NAMES
     wrong: frozenset[str] = field(default_factory=frozenset[str])
-    """Faults for negative controls: `order`, `before_norm`."""
+    """Faults for negative controls: `order`, `before_norm`, `keeps_first`."""
 
     def taken_states(self, token_ids: list[int]) -> Float64Array:
         """The hidden states [T, E] that the MTP layer takes."""
@@ -59,8 +75,10 @@ class NumpyMTP(NumpyDecoder):
     ) -> Float64Array:
         assert layer == 0
         names = self.names
-        embedded = self._norm(names.embedding_norm, self._weight("model.embed_tokens")[token_ids])
-        parts = [embedded, self._norm(names.hidden_norm, hidden)]
+        embedded = self._weight("model.embed_tokens")[token_ids]
+        if names.zeroes_first and "keeps_first" not in self.wrong:
+            embedded[0] = 0.0
+        parts = [self._norm(names.embedding_norm, embedded), self._norm(names.hidden_norm, hidden)]
         if "order" in self.wrong:
             parts.reverse()
         x = np.concatenate(parts, axis=-1) @ self._weight(names.input_proj).T

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.mtp_layout import QWEN_MTP
+from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError, ConfigError
@@ -37,6 +37,7 @@ SHIFT = 11
 SHAPES = {
     "mimo": named_shape("tiny-mimo"),
     "qwen": replace(named_shape("tiny-qwen3"), num_mtp_layers=1, mtp_layout=QWEN_MTP),
+    "deepseek": replace(named_shape("tiny-qwen3-moe"), num_mtp_layers=1, mtp_layout=DEEPSEEK_MTP),
 }
 
 
@@ -47,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module", params=list(SHAPES))
+@pytest.fixture(
+    scope="module", params=["mimo", "qwen", pytest.param("deepseek", marks=pytest.mark.soak)]
+)
 def any_folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("models") / request.param
     write_random_checkpoint(SHAPES[request.param], made, seed=3, dtype="float32")
@@ -93,7 +96,7 @@ def predictable_weight(name: str, found: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(8 * follows)
     if "input_proj" in name:
         return np.concatenate([follows, np.zeros_like(unit)], axis=1)
-    if name == "mtp.fc.weight":
+    if name.endswith((".fc.weight", ".eh_proj.weight")):
         return np.concatenate([np.zeros_like(unit), follows], axis=1)
     return np.ones_like(found) if "norm" in name else found
 

@@ -346,14 +346,18 @@ def _check_tensor(spec: TensorSpec, weights: Weights) -> None:
         )
 
 
+def are_equal(weights: Weights, name: str, other: str) -> bool:
+    """Whether two stored tensors have the same type and bytes."""
+    one, two = weights.raw_bytes(name), weights.raw_bytes(other)
+    if weights.entry(name).dtype != weights.entry(other).dtype or len(one) != len(two):
+        return False
+    starts = range(0, len(one), _COMPARED_BYTES)
+    parts = (slice(start, start + _COMPARED_BYTES) for start in starts)
+    return all(one[part] == two[part] for part in parts)
+
+
 def _check_tied_head(weights: Weights) -> None:
-    head, embedding = weights.raw_bytes(HEAD), weights.raw_bytes(EMBEDDING)
-    is_equal = weights.entry(HEAD).dtype == weights.entry(EMBEDDING).dtype
-    is_equal = is_equal and len(head) == len(embedding)
-    for start in range(0, len(head) if is_equal else 0, _COMPARED_BYTES):
-        part = slice(start, start + _COMPARED_BYTES)
-        is_equal = is_equal and head[part] == embedding[part]
-    if not is_equal:
+    if not are_equal(weights, HEAD, EMBEDDING):
         raise CheckpointError(
             f"config.json ties the head to the embedding, but {HEAD} differs from {EMBEDDING}; "
             f"set tie_word_embeddings to false or remove the tensor"

@@ -23,6 +23,7 @@ from cadenza.checkpoint.declaration import (
     HIDDEN_NORM,
     INPUT_PROJ,
     TensorSpec,
+    are_equal,
     check_weights,
     declare,
 )
@@ -56,7 +57,9 @@ def mtp_head_of(checkpoint: Checkpoint) -> Checkpoint:
         )
     head = config_of_head(config)
     stored = {stored_name(config, spec.name, 0): spec.name for spec in declare(head)}
-    unknown = next((name for name in _of_first_layer(config, weights) if name not in stored), None)
+    copies = _check_copies(config, weights)
+    of_layer = [name for name in _of_first_layer(config, weights) if name not in copies]
+    unknown = next((name for name in of_layer if name not in stored), None)
     if unknown is not None:
         raise CheckpointError(
             f"the MTP layer of this model has {unknown}, which is not computed in models of type "
@@ -112,6 +115,29 @@ def stored_name(config: ModelConfig, name: str, layer: int) -> str:
         f"{around[name]}.weight" if name in around else layout.block + name.removeprefix(_LAYER)
     )
     return stored.format(layer=layer, place=config.num_layers + layer)
+
+
+def _check_copies(config: ModelConfig, weights: Weights) -> set[str]:
+    """The stored copies of the model's embedding and head in its first MTP layer.
+
+    Raises CheckpointError if one of them differs.
+    """
+    layout = config.mtp_layout
+    assert layout is not None, "the model has no MTP layers"
+    head = EMBEDDING if config.tie_word_embeddings else HEAD
+    copies = {
+        f"{name}.weight".format(layer=0, place=config.num_layers): own
+        for name, own in ((layout.embedding, EMBEDDING), (layout.head, head))
+        if name is not None
+    }
+    found = {name: own for name, own in copies.items() if name in weights}
+    for name, own in found.items():
+        if not are_equal(weights, name, own):
+            raise CheckpointError(
+                f"{name} of the MTP layer differs from {own}; an embedding or a head of its own is "
+                f"not supported; use another method"
+            )
+    return set(found)
 
 
 def _of_first_layer(config: ModelConfig, weights: Weights) -> Iterator[str]:

@@ -22,6 +22,8 @@ class MTPLayout:
         final_norm: the norm before the head.
         puts_hidden_first: the hidden state comes before the embedding in the input of that linear.
         takes_normed: the model's hidden states are taken after its final norm; else before it.
+        zeroes_first: the embedding is zero in the layer's first position, that of the second token.
+        embedding, head: copies of the model's own, if they are stored.
     """
 
     count_key: str
@@ -33,6 +35,9 @@ class MTPLayout:
     final_norm: str
     puts_hidden_first: bool
     takes_normed: bool
+    zeroes_first: bool = False
+    embedding: str | None = None
+    head: str | None = None
 
 
 MIMO_MTP = MTPLayout(
@@ -65,4 +70,23 @@ QWEN_MTP = MTPLayout(
 returns, the hidden state after the norm. For Qwen3.5 others measured that fewer drafts stay with
 the state before it (LightLLM#1402, vllm-mlx#660)."""
 
-MTP_LAYOUTS = (MIMO_MTP, QWEN_MTP)
+DEEPSEEK_MTP = MTPLayout(
+    count_key="num_nextn_predict_layers",
+    owned="model.layers.{place}.",
+    block="model.layers.{place}.",
+    hidden_norm="model.layers.{place}.hnorm",
+    embedding_norm="model.layers.{place}.enorm",
+    input_proj="model.layers.{place}.eh_proj",
+    final_norm="model.layers.{place}.shared_head.norm",
+    puts_hidden_first=False,
+    takes_normed=True,
+    zeroes_first=True,
+    embedding="model.layers.{place}.embed_tokens",
+    head="model.layers.{place}.shared_head.head",
+)
+"""DeepSeek-V3's and GLM-4.5's: vLLM's `deepseek_mtp.py` and `glm4_moe_mtp.py`, which are given what
+the models' `forward` return, the hidden state after the norm; so is the layer of DeepSeek's own
+`modeling_deepseek.py`, as quoted in ROCm/ATOM#1764. For further drafts the layer's output is taken
+after its norm, as in vLLM since #45895 and in SGLang's `deepseek_nextn.py`; vLLM took it before."""
+
+MTP_LAYOUTS = (MIMO_MTP, QWEN_MTP, DEEPSEEK_MTP)

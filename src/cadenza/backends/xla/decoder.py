@@ -8,6 +8,7 @@ as in `ops.table`.
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
@@ -118,11 +119,19 @@ def run_reading_layers(
     assert own is not None, "the model reads no hidden states"
     hidden, pool = inputs
     embedded = ops.rms_norm(ops.embed(weights.embedding, step), own.embedding_norm, count)
+    if model.mtp_layout is not None and model.mtp_layout.zeroes_first:
+        embedded = ops.take_rows(embedded, _rows_behind_first(step), count)
     x = ops.project(
         ops.rms_norm(hidden, own.hidden_norm, count), own.of_hidden, model.hidden_size, count
     )
     x = ops.linear(embedded, own.of_embedding, model.hidden_size, count, residual=x)
     return _run_stream(ops, model, weights, (x, pool), step)
+
+
+def _rows_behind_first(step: StepArrays) -> jax.Array:
+    """The index [T] of each token; -1 for the first of its sequence."""
+    positions = step.tokens.positions
+    return jnp.where(positions > 0, jnp.arange(len(positions), dtype=jnp.int32), -1)
 
 
 def run_keeping_layers(

@@ -21,7 +21,7 @@ from cadenza.checkpoint.model_config import (
     LayerKind,
     ModelConfig,
 )
-from cadenza.checkpoint.mtp_layout import QWEN_MTP
+from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.errors import CheckpointError
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
@@ -167,7 +167,7 @@ QWEN3_MOE = Family(
     format=_format_qwen3_moe,
     own_keys=_EXPERT_KEYS | {"sliding_window", "attention_bias"},
     default_max_positions=32_768,
-    mtp_layouts=(QWEN_MTP,),
+    mtp_layouts=(QWEN_MTP, DEEPSEEK_MTP),
 )
 
 OLMOE = Family(

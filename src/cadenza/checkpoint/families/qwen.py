@@ -1,6 +1,7 @@
 """Qwen2, Qwen2.5 and Qwen3. Qwen2 has biases on q, k and v; Qwen3 norms each query and key head.
 
-Qwen3 may have MTP layers beside it, as Qwen3-Next stores them, which only speculation reads.
+Qwen3 may have MTP layers beside it, as Qwen3-Next or DeepSeek-V3 stores them, which only
+speculation reads.
 
 The window applies only if `use_sliding_window` is set: to the sliding layers of `layer_types`, or
 without that list to the layers from `max_window_layers` on.
@@ -22,7 +23,7 @@ from cadenza.checkpoint.families.layer_types import (
 )
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import MAX_LAYERS, ModelConfig
-from cadenza.checkpoint.mtp_layout import QWEN_MTP
+from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
@@ -83,5 +84,5 @@ QWEN3 = Family(
     own_keys=LAYER_KEYS | {"attention_bias"},
     default_head_dim=128,
     default_max_positions=32_768,
-    mtp_layouts=(QWEN_MTP,),
+    mtp_layouts=(QWEN_MTP, DEEPSEEK_MTP),
 )

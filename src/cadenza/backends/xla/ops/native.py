@@ -237,9 +237,12 @@ class NativeOps:
             x, weight, count, eps=np.float32(self._model.rms_norm_eps)
         )
 
+    def take_rows(self, x: jax.Array, indices: jax.Array, count: jax.Array) -> jax.Array:
+        result = _array((len(indices), x.shape[1]), x.dtype)
+        return self._call("take_rows", result)(x, count, indices)
+
     def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
-        result = _array((len(step.logits.token_indices), x.shape[1]), x.dtype)
-        return self._call("take_rows", result)(x, step.num_logits, step.logits.token_indices)
+        return self.take_rows(x, step.logits.token_indices, step.num_logits)
 
     def linear(
         self,

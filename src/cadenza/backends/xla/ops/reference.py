@@ -199,9 +199,12 @@ class ReferenceOps:
         del count  # every row is computed
         return rms_norm(x, weight, self._model.rms_norm_eps).astype(self._spec.dtype)
 
+    def take_rows(self, x: jax.Array, indices: jax.Array, count: jax.Array) -> jax.Array:
+        del count  # every row is taken
+        return jnp.where(indices[:, None] >= 0, x[jnp.maximum(indices, 0)], 0)
+
     def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
-        rows = x[jnp.maximum(step.logits.token_indices, 0)]  # [L, ·]
-        return jnp.where(step.logits.token_indices[:, None] >= 0, rows, 0)
+        return self.take_rows(x, step.logits.token_indices, step.num_logits)  # [L, ·]
 
     def linear(
         self,

@@ -253,6 +253,11 @@ class OpTable(Protocol):
         """x / rms(x) * weight: [·, E] float32 to activations."""
         ...
 
+    def take_rows(self, x: jax.Array, indices: jax.Array, count: jax.Array) -> jax.Array:
+        """The rows of x [T, ·] at int32 indices [N], zeros for negative ones: [N, ·], `count`
+        defined."""
+        ...
+
     def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
         """The rows of x [T, ·] at `LogitInputs.token_indices`: [L, ·], `num_logits` defined."""
         ...
