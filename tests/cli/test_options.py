@@ -53,6 +53,7 @@ VALUES = {
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int4", "int4"),
     "kv_cache_dtype": ("int8", "int8"),
+    "weight_cache_bytes": ("3000000", 3000000),
     "arithmetic": ("portable", "portable"),
     "max_model_len": ("512", 512),
     "max_num_seqs": ("5", 5),

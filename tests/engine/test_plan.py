@@ -291,8 +291,9 @@ ELSEWHERE = {
     *("max_itl_ms", "batching", "scheduling_policy", "starvation_guard", "admission"),
     *("arithmetic", "speculative_config", "chat_template"),
     *("prefix_cache_disk", "prefix_cache_disk_bytes", "gpu_memory_utilization"),
+    "weight_cache_bytes",
 }
-"""Options that the plan has no number of; `tests/faces/test_options.py` has them."""
+"""Options that the plan has no number of; `tests/faces` has them."""
 
 PLANNED: dict[str, Any] = {
     "dtype": "float32",

@@ -1,21 +1,26 @@
-"""Weights that `--quantization` makes are kept for later starts: names and bounds."""
+"""Weights that `--quantization` makes are kept for later starts: names, bounds, equal bits."""
 
 import os
 from dataclasses import replace
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
 
+from cadenza import LLM, SamplingParams
 from cadenza.backends import find_backend
 from cadenza.backends.base import RunnerSetup
 from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.model_config import LayerKind
+from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.build import make_setup, plan_model
 from cadenza.loading.weight_cache import MIN_WEIGHT_BYTES, packed_weights_file
 
 ENOUGH = MIN_WEIGHT_BYTES
+PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, logprobs=3)
 
 
 @pytest.fixture
@@ -89,3 +94,34 @@ def test_a_folder_that_cannot_be_made_keeps_nothing(setup: RunnerSetup, tmp_path
 def test_another_bound_than_a_number_of_bytes_is_refused(value: Any):
     with pytest.raises(ConfigError, match="--weight-cache-bytes"):
         EngineConfig(weight_cache_bytes=value)
+
+
+@pytest.mark.native
+def test_a_later_start_reads_what_the_first_kept_and_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Large enough to be kept only by its vocabulary."""
+    shape = replace(
+        open_checkpoint(None).config, num_layers=1, layer_pattern=(LayerKind(),), vocab_size=260_000
+    )
+    model = tmp_path / "model"
+    write_random_checkpoint(shape, model, seed=0, dtype="bfloat16")
+    copy(open_checkpoint(None).folder / "tokenizer.json", model)
+    monkeypatch.setenv("CADENZA_CACHE_DIR", str(tmp_path / "cache"))
+
+    def answer(**options: Any) -> tuple[object, ...]:
+        with LLM(model, quantization="int8", max_model_len=64, num_pages=64, **options) as llm:
+            (output,) = llm.generate([5, 6, 7], PARAMS)
+        (sample,) = output.outputs
+        return sample.token_ids, sample.logprobs
+
+    def files() -> dict[str, int]:
+        return {each.name: each.stat().st_ino for each in tmp_path.glob("cache/weights/*")}
+
+    plain = answer(weight_cache_bytes=0)
+    assert not files()
+    assert answer() == plain
+    kept = files()
+    assert len(kept) == 1
+    assert answer() == plain
+    assert files() == kept
