@@ -88,7 +88,8 @@ def recorded(policy: SchedulingPolicy, *, is_storing: bool) -> StreamRecord:
     server, clock = given_server(COST, CONFIG), SimulatedClock()
     steps = StoringSteps(server, clock) if is_storing else None
     core, record = make_simulated_core(server, policy, clock, steps), StreamRecord(TRAFFIC)
-    for _ in play_traffic(core, TRAFFIC, policy, clock, record):
+    arrivals = TRAFFIC.traffic(server.limits.max_model_len)
+    for _ in play_traffic(core, arrivals, policy, clock, record):
         core.check_invariants()
     assert core.scheduler.num_prefix_hits > 0
     return record

@@ -340,7 +340,8 @@ def simulate(
     core = make_simulated_core(server, policy, clock)
     record = SimulationRecord(options)
     num_reported = 0
-    for _ in play_traffic(core, options, policy, clock, record):
+    arrivals = options.traffic(server.limits.max_model_len)
+    for _ in play_traffic(core, arrivals, policy, clock, record):
         if record.num_ended >= num_reported + REPORT_EVERY:
             num_reported = record.num_ended
             on_progress(num_reported, options.num_requests)
@@ -369,15 +370,14 @@ def make_simulated_core(
 
 def play_traffic(
     core: EngineCore,
-    options: TrafficOptions,
+    traffic: Iterator[TrafficArrival],
     policy: SchedulingPolicy,
     clock: SimulatedClock,
     record: SimulationRecord,
 ) -> Iterator[float]:
     """Submits each request when it arrives and steps the engine; yields the time of each step."""
-    traffic = options.traffic(core.limits.max_model_len)
     coming = next(traffic, None)
-    tenants = [Tenant(name=f"tenant-{at}") for at in range(options.num_tenants)]
+    tenants = [Tenant(name=f"tenant-{at}") for at in range(record.options.num_tenants)]
     while coming is not None or not core.is_idle:
         if core.is_idle and coming is not None:
             clock.now_s = max(clock.now_s, coming.after_s)
