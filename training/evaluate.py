@@ -26,7 +26,7 @@ from training.corpus.countries import COUNTRIES
 from training.corpus.example import Example, Split, completion
 from training.corpus.lookup import lookup_of_length
 from training.corpus.mixture import SHARES, make_example, open_source
-from training.export import load_exported
+from training.exported import load_exported
 from training.model import ModelShape, Weights, forward
 from training.tokenizer import BUNDLED, load_tokenizer
 from training.train import write_json

@@ -12,29 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from training.corpus.example import END_OF_TEXT, TURN_END
+from training.exported import MODULES
 from training.model import ModelShape, Weights
 from training.tokenizer import BUNDLED, load_tokenizer
 from training.train import RUN_FOLDER, load_weights
-
-MODULES = {
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "o_proj": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-    "input_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-}
 
 
 def export(weights: Weights, shape: ModelShape, folder: Path) -> None:
@@ -45,23 +31,6 @@ def export(weights: Weights, shape: ModelShape, folder: Path) -> None:
     os.replace(temporary, folder / "model.safetensors")
     _write_json(folder / "config.json", _config(shape))
     _write_json(folder / "generation_config.json", _generation_config())
-
-
-def load_exported(folder: Path, shape: ModelShape) -> Weights:
-    """The exported weights, converted back to the layout that `forward` takes."""
-    tensors = load_file(folder / "model.safetensors")
-
-    def tensor(name: str) -> np.ndarray:
-        return tensors[f"model.{name}.weight"].astype(np.float32).T
-
-    layers = {
-        name: jnp.stack(
-            [tensor(f"layers.{index}.{module}") for index in range(shape.num_hidden_layers)]
-        )
-        for name, module in MODULES.items()
-    }
-    embed = jnp.asarray(tensor("embed_tokens").T)
-    return {"embed": embed, "layers": layers, "norm": jnp.asarray(tensor("norm"))}
 
 
 def _named_tensors(weights: Weights, shape: ModelShape) -> Iterator[tuple[str, np.ndarray]]:
