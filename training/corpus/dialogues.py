@@ -19,6 +19,8 @@ from training.corpus.words import (
 )
 
 TASK = "dialogues"
+MOST_TURNS = 12
+TOKENS_OF_A_TURN = 28
 
 GREETINGS = ("Hello!", "Hi!", "Hi there.", "Good morning!", "Hey!", "Hello, how are you?")
 GREETING_REPLIES = (
@@ -68,8 +70,33 @@ def dialogues(source: Source) -> Example:
     return dialogue(TASK, messages + make(source))
 
 
+def long_dialogue(source: Source, max_tokens: int) -> Example:
+    """Up to `MOST_TURNS` turns, as many as `max_tokens` tokens have room for."""
+    most = max(2, min(MOST_TURNS, max_tokens // TOKENS_OF_A_TURN))
+    return dialogue_of_turns(source, source.rng.randint(min(3, most), most))
+
+
+def dialogue_of_turns(source: Source, num_turns: int) -> Example:
+    """The first turn tells a name and a trait, the last asks for one; some between ask too."""
+    told, ask_name, ask_trait = _introduction(source)
+    messages = told
+    for _ in range(num_turns - 2):
+        make = source.pick((_about, _word_job, _word_job))
+        asks = source.chance(0.25)
+        messages = messages + (source.pick((ask_name, ask_trait)) if asks else make(source))
+    return dialogue(TASK, messages + source.pick((ask_name, ask_trait)))
+
+
 def _remember(source: Source) -> list[Message]:
     """States a fact, changes the subject, then asks for the fact."""
+    messages, ask_name, ask_trait = _introduction(source)
+    for _ in range(source.pick((0, 1, 1, 2))):
+        messages += source.pick((_about, _word_job))(source)
+    return messages + (ask_name if source.chance(0.5) else ask_trait)
+
+
+def _introduction(source: Source) -> tuple[list[Message], list[Message], list[Message]]:
+    """The turn that tells a name and a trait, and the turns that ask for each."""
     trait = source.pick(tuple(TRAITS))
     name, value = source.draw(lambda: (source.pick(NAMES), source.pick(TRAITS[trait])))
     told = source.pick(
@@ -79,12 +106,11 @@ def _remember(source: Source) -> list[Message]:
             "Hi, {n} here. My {t}: {v}.",
         )
     ).format(n=name, t=trait, v=value)
-    messages = [user(told), assistant(f"Nice to meet you, {name}!")]
-    for _ in range(source.pick((0, 1, 1, 2))):
-        messages += source.pick((_about, _word_job))(source)
-    if source.chance(0.5):
-        return [*messages, user("What is my name?"), assistant(f"Your name is {name}.")]
-    return [*messages, user(f"What is my {trait}?"), assistant(f"Your {trait} is {value}.")]
+    return (
+        [user(told), assistant(f"Nice to meet you, {name}!")],
+        [user("What is my name?"), assistant(f"Your name is {name}.")],
+        [user(f"What is my {trait}?"), assistant(f"Your {trait} is {value}.")],
+    )
 
 
 def _word_job(source: Source) -> list[Message]:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 from training.corpus.answers import json_answers
 from training.corpus.arithmetic import arithmetic
-from training.corpus.dialogues import dialogues
+from training.corpus.copying import copying
+from training.corpus.dialogues import dialogues, long_dialogue
 from training.corpus.example import Example, Source, Split
 from training.corpus.facts import capitals, facts
 from training.corpus.lookup import lookup
@@ -22,11 +23,24 @@ SHARES: dict[str, float] = {
     "tools": 0.13,
     "lookup": 0.12,
 }
-LONG_SHARES = SHARES | {"lookup": 1.5}
+MIXED_SHARES = SHARES | {"lookup": 0.30, "copying": 0.15, "long dialogues": 0.10}
+LONG_SHARES = SHARES | {"lookup": 2.0, "copying": 0.5, "long dialogues": 0.2}
+COPY_SHARES = {
+    "copying": 0.55,
+    "lookup": 0.25,
+    "arithmetic": 0.05,
+    "long dialogues": 0.03,
+    "json": 0.03,
+    "tools": 0.03,
+    "facts": 0.02,
+    "capitals": 0.02,
+    "stories": 0.02,
+}
+"""Shares of the copying phase; the other tasks keep what the weights already know."""
 
 
 def make_example(task: str, source: Source, *, max_tokens: int) -> Example:
-    """One example of a task; only look-ups grow with `max_tokens`."""
+    """One example of a task; look-ups, copies and long dialogues grow with `max_tokens`."""
     makers: dict[str, Callable[[Source], Example]] = {
         "capitals": capitals,
         "facts": facts,
@@ -36,6 +50,8 @@ def make_example(task: str, source: Source, *, max_tokens: int) -> Example:
         "json": json_answers,
         "tools": tools,
         "lookup": lambda source: lookup(source, max_tokens),
+        "copying": lambda source: copying(source, max_tokens),
+        "long dialogues": lambda source: long_dialogue(source, max_tokens),
     }
     return makers[task](source)
 
