@@ -7,19 +7,29 @@ uninterrupted one.
 Shapes: B rows, T tokens of a row.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from training.corpus.example import Example
-from training.corpus.mixture import LONG_SHARES, SHARES, Split, make_example, open_source
+from training.corpus.mixture import (
+    COPY_SHARES,
+    LONG_SHARES,
+    MIXED_SHARES,
+    SHARES,
+    Split,
+    make_example,
+    open_source,
+)
 
 TOKENS_OF_A_STEP = 4096
 SHORT, MEDIUM, LONG = 256, 512, 2048
 ROW_LENGTHS = (SHORT, SHORT, MEDIUM, SHORT, SHORT, SHORT, MEDIUM, LONG)
 MOST_MISFITS = 12
 NO_SEGMENT = 0
+COPY_LENGTHS = (SHORT, SHORT, MEDIUM, MEDIUM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +47,36 @@ class EncodedExample:
     weights: list[float]
 
 
+def training_batch(
+    tokenizer: Tokenizer, key: object, step: int, *, copy_steps: int, long_from: int
+) -> PackedBatch:
+    """The batch of a training step; the first `copy_steps` steps are the copying phase."""
+    if step < copy_steps:
+        length = COPY_LENGTHS[step % len(COPY_LENGTHS)]
+        return make_batch(tokenizer, Split.TRAIN, key, length, COPY_SHARES)
+    length = row_length(step, long_from=long_from)
+    shares = LONG_SHARES if length == LONG else MIXED_SHARES
+    return make_batch(tokenizer, Split.TRAIN, key, length, shares)
+
+
 def row_length(step: int, *, long_from: int) -> int:
     """The row length of a step; long rows occur only from step `long_from` on."""
     length = ROW_LENGTHS[step % len(ROW_LENGTHS)]
     return MEDIUM if length == LONG and step < long_from else length
 
 
-def make_batch(tokenizer: Tokenizer, split: Split, key: object, length: int) -> PackedBatch:
+def make_batch(
+    tokenizer: Tokenizer,
+    split: Split,
+    key: object,
+    length: int,
+    shares: Mapping[str, float] = SHARES,
+) -> PackedBatch:
     """One batch of `TOKENS_OF_A_STEP` tokens in rows of `length`."""
     num_rows = TOKENS_OF_A_STEP // length
     rows: list[list[EncodedExample]] = [[] for _ in range(num_rows)]
     room = [length] * num_rows
-    used = dict.fromkeys(SHARES, 0)
-    shares = LONG_SHARES if length == LONG else SHARES
+    used = dict.fromkeys(shares, 0)
     source = open_source(split, key, length)
     misfits = 0
     while misfits < MOST_MISFITS:

@@ -26,12 +26,14 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 from tokenizers import Tokenizer
 
-from training.batches import MEDIUM, SHORT, PackedBatch, make_batch, row_length
+from training.batches import MEDIUM, SHORT, PackedBatch, make_batch, training_batch
 from training.corpus.example import Split
+from training.exported import load_exported
 from training.model import ModelShape, Weights, count_parameters, forward, init_weights
 from training.tokenizer import load_tokenizer
 
 SEED = 20
+DEFAULT_STEPS = 3000
 RUN_FOLDER = Path(__file__).parent / "checkpoints"
 
 
@@ -44,9 +46,10 @@ class Plan:
     weight_decay: float = 0.05
     warmup_steps: int = 60
     decay_share: float = 0.5
+    copy_steps: int = 0
     long_from: int = 500
     evaluate_every: int = 50
-    save_every: int = 50
+    save_every: int = 25
 
     def schedule(self) -> optax.Schedule:
         """Linear warm-up, a plateau, and a linear decay to zero."""
@@ -73,21 +76,24 @@ class Run:
     seconds: float = 0.0
 
     def save(self, folder: Path) -> None:
+        """Writes the record before the weights, so that it covers their step at any time."""
+        write_json(folder / "progress.json", {"seconds": self.seconds, "record": self.record})
         leaves = jax.tree.leaves((self.weights, self.optimizer_state))
+        arrays = {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
         temporary = folder / "run.tmp.npz"
-        np.savez(temporary, **{str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)})
+        np.savez(temporary, step=np.asarray(self.step), **arrays)
         os.replace(temporary, folder / "run.npz")
-        progress = {"step": self.step, "seconds": self.seconds, "record": self.record}
-        write_json(folder / "progress.json", progress)
 
     def load(self, folder: Path) -> None:
         tree = (self.weights, self.optimizer_state)
+        num_leaves = len(jax.tree.leaves(tree))
         with np.load(folder / "run.npz") as saved:
-            leaves = [jnp.asarray(saved[str(i)]) for i in range(len(saved.files))]
+            self.step = int(saved["step"])
+            leaves = [jnp.asarray(saved[str(i)]) for i in range(num_leaves)]
         self.weights, self.optimizer_state = jax.tree.unflatten(jax.tree.structure(tree), leaves)
         progress = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
-        self.step, self.seconds = progress["step"], progress["seconds"]
-        self.record = progress["record"]
+        self.seconds = progress["seconds"]
+        self.record = [entry for entry in progress["record"] if entry["step"] <= self.step]
 
 
 def load_weights(folder: Path, shape: ModelShape) -> Weights:
@@ -102,9 +108,12 @@ def main() -> None:
     arguments = _parse_arguments()
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
-    shape, plan = ModelShape(), Plan(num_steps=arguments.steps)
+    shape, plan = ModelShape(), _make_plan(arguments)
     write_json(folder / "plan.json", {"shape": asdict(shape), "plan": asdict(plan)})
-    weights = init_weights(shape, jax.random.key(SEED))
+    if arguments.start is None:
+        weights = init_weights(shape, jax.random.key(SEED))
+    else:
+        weights = load_exported(arguments.start, shape)
     optimizer = make_optimizer(plan)
     run = Run(0, weights, optimizer.init(weights), [])
     if arguments.resume:
@@ -207,8 +216,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _training_batch(tokenizer: Tokenizer, plan: Plan, step: int) -> dict[str, jax.Array]:
-    length = row_length(step, long_from=plan.long_from)
-    return as_arrays(make_batch(tokenizer, Split.TRAIN, (SEED, step), length))
+    batch = training_batch(
+        tokenizer, (SEED, step), step, copy_steps=plan.copy_steps, long_from=plan.long_from
+    )
+    return as_arrays(batch)
 
 
 def _record(run: Run, losses: list[jax.Array], tokenizer: Tokenizer, shape: ModelShape) -> None:
@@ -222,10 +233,25 @@ def _record(run: Run, losses: list[jax.Array], tokenizer: Tokenizer, shape: Mode
     print(json.dumps(entry), flush=True)
 
 
+def _make_plan(arguments: argparse.Namespace) -> Plan:
+    """The plan of the arguments; a resumed run keeps the values that they do not give."""
+    names = ("num_steps", "learning_rate", "copy_steps", "long_from")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    saved = {"num_steps": DEFAULT_STEPS}
+    if arguments.resume:
+        text = (arguments.folder / "plan.json").read_text(encoding="utf-8")
+        saved = json.loads(text)["plan"]
+    return Plan(**saved | given)
+
+
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, dest="num_steps")
+    parser.add_argument("--rate", type=float, dest="learning_rate", help="peak learning rate")
+    parser.add_argument("--copy-steps", type=int, help="steps of the copying phase")
+    parser.add_argument("--long-from", type=int, help="first step with rows of 2,048 tokens")
     parser.add_argument("--folder", type=Path, default=RUN_FOLDER)
+    parser.add_argument("--start", type=Path, help="folder of exported weights to start from")
     parser.add_argument("--resume", action="store_true")
     return parser.parse_args()
 
