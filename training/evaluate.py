@@ -9,7 +9,7 @@ Run as `python -m training.evaluate` from the root of the repository.
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,21 @@ from tokenizers import Tokenizer
 from training.batches import EncodedExample, encode
 from training.corpus.arithmetic import Problem
 from training.corpus.countries import COUNTRIES
-from training.corpus.example import Example, Split, completion
+from training.corpus.dialogues import dialogue_of_turns
+from training.corpus.example import Example, Source, Split, completion
 from training.corpus.lookup import lookup_of_length
 from training.corpus.mixture import SHARES, make_example, open_source
 from training.exported import load_exported
 from training.model import ModelShape, Weights, forward
 from training.tokenizer import BUNDLED, load_tokenizer
-from training.train import write_json
+from training.train import load_weights, write_json
 
 RESULTS_PATH = Path(__file__).parent / "results.json"
 MAX_TOKENS = 400
 ROW_LENGTHS = (128, 512, 2048)
 TOKENS_OF_A_BATCH = 4096
 WITHOUT_ONE_ANSWER = ("stories",)
+DIALOGUE_TURNS = (2, 5, 10)
 LOOKUP_LENGTHS = (100, 250, 500, 1000, 1500, 1850)
 
 
@@ -144,11 +146,6 @@ def summary(scores: list[Score]) -> dict[str, Any]:
 def evaluate(judge: Judge, number: int) -> dict[str, Any]:
     scores = judge.score(held_out_examples(MAX_TOKENS, number))
     by_task = {task: [score for score in scores if score.task == task] for task in SHARES}
-    lengths = {}
-    for length in LOOKUP_LENGTHS:
-        source = open_source(Split.HELD_OUT, "lookup", length)
-        examples = [lookup_of_length(source, length) for _ in range(max(20, number // 4))]
-        lengths[str(length)] = summary(judge.score(examples))
     return {
         "held_out_loss": summary(scores)["loss"],
         "tasks": {task: summary(task_scores) for task, task_scores in by_task.items()},
@@ -157,8 +154,25 @@ def evaluate(judge: Judge, number: int) -> dict[str, Any]:
             str(digits): summary(judge.score(addition_examples(digits, number)))
             for digits in (1, 2, 3)
         },
-        "lookup_by_tokens": lengths,
+        "dialogue_by_turns": _by_size(judge, "dialogue", dialogue_of_turns, DIALOGUE_TURNS, number),
+        "lookup_by_tokens": _by_size(judge, "lookup", lookup_of_length, LOOKUP_LENGTHS, number),
     }
+
+
+def _by_size(
+    judge: Judge,
+    name: str,
+    make: Callable[[Source, int], Example],
+    sizes: Iterable[int],
+    number: int,
+) -> dict[str, Any]:
+    """Summaries of held-out examples at each size, a quarter of `number` but at least 20."""
+    summaries = {}
+    for size in sizes:
+        source = open_source(Split.HELD_OUT, name, size)
+        examples = [make(source, size) for _ in range(max(20, number // 4))]
+        summaries[str(size)] = summary(judge.score(examples))
+    return summaries
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -211,12 +225,20 @@ def load_judge(folder: Path = BUNDLED) -> Judge:
     return Judge(load_exported(folder, shape), load_tokenizer(), shape)
 
 
+def load_run_judge(folder: Path) -> Judge:
+    """Judges the last checkpoint of a run, in float32, before it is exported."""
+    shape = ModelShape()
+    return Judge(load_weights(folder, shape), load_tokenizer(), shape)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=400, help="examples of each task")
     parser.add_argument("--results", type=Path, default=RESULTS_PATH)
+    parser.add_argument("--run", type=Path, help="folder of a run to measure instead")
     arguments = parser.parse_args()
-    write_json(arguments.results, evaluate(load_judge(), arguments.number))
+    judge = load_run_judge(arguments.run) if arguments.run else load_judge()
+    write_json(arguments.results, evaluate(judge, arguments.number))
 
 
 if __name__ == "__main__":
