@@ -329,7 +329,6 @@ def test_progress_counts_the_requests_of_all_policies() -> None:
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "figures.png"
     flags = ["--step-cost", "5,1,1,0.001", "--num-requests", "20", "--plot", str(path)]
     assert main(["bench", "simulate", *flags]) == 0
