@@ -59,6 +59,7 @@ class BackendTraits:
         dtypes: the supported compute types.
         dtype_for: the default compute type for each checkpoint type.
         quantizations: the supported values of `--quantization`.
+        keeps_packed_weights: `RunnerSetup.packed_weights` is read and written.
         kv_cache_dtypes: the supported values of `--kv-cache-dtype`.
         arithmetics: the supported values of `--arithmetic`.
         max_num_batched_tokens: the default token budget.
@@ -92,6 +93,7 @@ class BackendTraits:
     device_memory_bytes: int | None
     device_total_bytes: int | None = None
     quantizations: tuple[Quantization, ...] = ("none",)
+    keeps_packed_weights: bool = False
     kv_cache_dtypes: tuple[KVCacheDType, ...] = ("auto",)
     arithmetics: tuple[Arithmetic, ...] = ("fast",)
     kv_layouts: tuple[KVArrangement, ...] = ("paged", "dense")

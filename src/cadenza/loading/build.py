@@ -362,8 +362,10 @@ def load_runner(
     """A runner with its weights loaded and nothing compiled yet; KV slots start as `fill`."""
     backend = find_backend(config.backend, backends)
     setup = make_setup(plan, config, fill=fill)
-    kept = packed_weights_file(checkpoint, setup, config, backend, plan.weight_bytes)
-    return backend.load_runner(checkpoint, replace(setup, packed_weights=kept))
+    if plan.traits.keeps_packed_weights:
+        kept = packed_weights_file(checkpoint, setup, config, backend, plan.weight_bytes)
+        setup = replace(setup, packed_weights=kept)
+    return backend.load_runner(checkpoint, setup)
 
 
 def make_setup(plan: EnginePlan, config: EngineConfig, *, fill: float = 0.0) -> RunnerSetup:

@@ -127,8 +127,10 @@ def load_draft(
         hidden_of=runner if draft.reads_hidden else None,
         copies_pages=False,
     )
-    kept = packed_weights_file(draft.checkpoint, own_setup, config, backend, draft.weight_bytes)
-    own = backend.load_runner(draft.checkpoint, replace(own_setup, packed_weights=kept))
+    if plan.traits.keeps_packed_weights:
+        kept = packed_weights_file(draft.checkpoint, own_setup, config, backend, draft.weight_bytes)
+        own_setup = replace(own_setup, packed_weights=kept)
+    own = backend.load_runner(draft.checkpoint, own_setup)
     return DraftModel(
         runner=own,
         limits=plan.draft_limits,

@@ -79,6 +79,7 @@ class XlaBackend:
             dtype_for=dict.fromkeys(stored, "float32") if is_reference else stored,
             max_num_batched_tokens=MAX_TOKENS if is_reference else _native_budget(),
             quantizations=QUANTIZATIONS,
+            keeps_packed_weights=not is_reference,
             kv_cache_dtypes=KV_CACHE_DTYPES,
             copies_pages=True,
             # A program that keeps them may be fused, and so rounded, otherwise by XLA.
