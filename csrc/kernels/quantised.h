@@ -54,37 +54,66 @@ struct Codes {
   }
 };
 
-// Adds the dots of MR rows with NR column vectors of codes of a group, or of a part of it, to `dots`.
+// Adds the dots of MR rows with NR column vectors of 8-bit codes of a group, or of a part of it, to
+// `dots`.
 template <class F, int MR, int NR>
-[[gnu::always_inline]] inline void add_dots(VecI (&dots)[MR][NR], const uint8_t* w, const uint8_t* x,
-                                            int64_t row_stride) {
-  constexpr int kHalves = F::kFormat.bits == 8 ? 1 : 2, kSteps = F::kFormat.group / (4 * kHalves);
+[[gnu::always_inline]] inline void add_byte_dots(VecI (&dots)[MR][NR], const uint8_t* w,
+                                                 const uint8_t* x, int64_t row_stride) {
+#pragma GCC unroll 8
+  for (int step = 0; step < F::kFormat.group / 4; step++) {
+    CodeVec columns[NR];
+    for (int j = 0; j < NR; j++) columns[j] = load_codes(w + (step * kPanelVecs + j) * 64);
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++) {
+      const uint8_t* at = x + i * row_stride + 4 * step;
+      CodeOperand codes = broadcast_codes(reinterpret_cast<const int8_t*>(at));
+#pragma GCC unroll 2
+      for (int j = 0; j < NR; j++) dots[i][j] = dot_codes(dots[i][j], columns[j], codes);
+    }
+  }
+}
+
+// The same with codes of 4 or 5 bits, of which a byte has those of two steps.
+template <class F, int MR, int NR>
+[[gnu::always_inline]] inline void add_narrow_dots(VecI (&dots)[MR][NR], const uint8_t* w,
+                                                   const uint8_t* x, int64_t row_stride) {
+  constexpr int kBytes = F::kFormat.group / 8, kMost = NarrowDots::max_steps(F::kFormat.bits) / 2;
   VecI fifth_bits[NR];
   if constexpr (F::kFormat.bits == 5) {
     for (int j = 0; j < NR; j++) fifth_bits[j] = load_words(w + F::kFormat.nibble_bytes() + j * 64);
   }
+#pragma GCC unroll 2
+  for (int first = 0; first < kBytes; first += kMost) {
+    NarrowDots sums[MR][NR];
 #pragma GCC unroll 8
-  for (int step = 0; step < kSteps; step++) {
-    CodeVec columns[kHalves][NR];
-    for (int j = 0; j < NR; j++) {
-      const uint8_t* at = w + (step * kPanelVecs + j) * 64;
-      if constexpr (F::kFormat.bits == 5) {
-        load_fives(at, fifth_bits[j], columns[0][j], columns[1][j]);
-      } else if constexpr (kHalves == 2) {
-        load_nibbles(at, columns[0][j], columns[1][j]);
-      } else {
-        columns[0][j] = load_codes(at);
+    for (int i = 0; i < MR; i++) {
+      for (int j = 0; j < NR; j++) sums[i][j] = NarrowDots::begin(dots[i][j]);
+    }
+#pragma GCC unroll 4
+    for (int byte = first; byte < first + kMost; byte++) {
+      NarrowDots::Codes columns[2][NR];
+      for (int j = 0; j < NR; j++) {
+        const uint8_t* at = w + (byte * kPanelVecs + j) * 64;
+        if constexpr (F::kFormat.bits == 5) {
+          load_fives(at, fifth_bits[j], columns[0][j], columns[1][j]);
+        } else {
+          load_nibbles(at, columns[0][j], columns[1][j]);
+        }
+      }
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) {
+          const uint8_t* at = x + i * row_stride + 4 * (byte * 2 + half);
+          CodeOperand codes = broadcast_codes(reinterpret_cast<const int8_t*>(at));
+#pragma GCC unroll 2
+          for (int j = 0; j < NR; j++) sums[i][j].add(columns[half][j], codes);
+        }
       }
     }
-#pragma GCC unroll 2
-    for (int half = 0; half < kHalves; half++) {
 #pragma GCC unroll 8
-      for (int i = 0; i < MR; i++) {
-        const uint8_t* at = x + i * row_stride + 4 * (step * kHalves + half);
-        CodeOperand codes = broadcast_codes(reinterpret_cast<const int8_t*>(at));
-#pragma GCC unroll 2
-        for (int j = 0; j < NR; j++) dots[i][j] = dot_codes(dots[i][j], columns[half][j], codes);
-      }
+    for (int i = 0; i < MR; i++) {
+      for (int j = 0; j < NR; j++) dots[i][j] = sums[i][j].end(dots[i][j]);
     }
   }
 }
@@ -109,7 +138,11 @@ template <class F, int MR, int NR>
   for (int i = 0; i < MR; i++) {
     for (int j = 0; j < NR; j++) dots[i][j] = set1_i(uint32_t(F::start(totals[i])));
   }
-  add_dots<F>(dots, part.codes, part.x, stride);
+  if constexpr (F::kFormat.bits == 8) {
+    add_byte_dots<F>(dots, part.codes, part.x, stride);
+  } else {
+    add_narrow_dots<F>(dots, part.codes, part.x, stride);
+  }
 #pragma GCC unroll 2
   for (int j = 0; j < NR; j++) {
     const int64_t lane = part.lane + j * kLanes;
@@ -367,21 +400,24 @@ inline void quantised_embed_units(const void* context, int64_t begin, int64_t en
   }
 }
 
-// The register tile without its loads: the upper bound of the products' dots.
+// The register tile of narrow codes without its loads: the upper bound of all products' dots.
 inline void multiply_codes_units(const void* context, int64_t begin, int64_t end, Worker&) {
   const auto& task = *static_cast<const MultiplyTask*>(context);
   const auto* seeds = static_cast<const uint8_t*>(task.seeds);
-  VecI dots[kDotRows][kDotVecs];
+  NarrowDots dots[kDotRows][kDotVecs];
   for (int i = 0; i < kDotRows; i++) {
-    for (int j = 0; j < kDotVecs; j++) dots[i][j] = set1_i(uint32_t(i * kDotVecs + j));
+    for (int j = 0; j < kDotVecs; j++) {
+      dots[i][j] = NarrowDots::begin(set1_i(uint32_t(i * kDotVecs + j)));
+    }
   }
-  const CodeVec weight = load_codes(seeds);
+  NarrowDots::Codes weights[2];
+  load_nibbles(seeds, weights[0], weights[1]);
   const CodeOperand operand = broadcast_codes(reinterpret_cast<const int8_t*>(seeds));
   for (int64_t step = 0; step < (end - begin) * task.steps; step++) {
 #pragma GCC unroll 8
     for (int i = 0; i < kDotRows; i++)
 #pragma GCC unroll 2
-      for (int j = 0; j < kDotVecs; j++) dots[i][j] = dot_codes(dots[i][j], weight, operand);
+      for (int j = 0; j < kDotVecs; j++) dots[i][j].add(weights[0], operand);
   }
   observe(dots);
   constexpr int64_t kPerStep = 2 * 4 * kLanes * kDotRows * kDotVecs;

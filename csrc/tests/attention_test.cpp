@@ -248,7 +248,7 @@ void round_weights(std::vector<double>& weights, int64_t begin, const std::vecto
 }
 
 // Over KV in int8, an element on the edge between two codes may get the other one: the largest
-// error is that of a code, while the mean is as small as without codes.
+// error is that of a code, while the mean is almost as small as without codes.
 template <class T>
 void check_reference(const Context& context, Shape shape, int64_t length) {
   const bool has_codes = shape.kv_format == KvFormat::kInt8;
@@ -299,7 +299,7 @@ void check_reference(const Context& context, Shape shape, int64_t length) {
       }
     }
   }
-  CHECK_NEAR(errors / count, 0, kStep<T> == 2 ? 2e-3 : 1e-5);
+  CHECK_NEAR(errors / count, 0, kStep<T> == 2 ? 2e-3 : has_codes ? 5e-5 : 1e-5);
 }
 
 std::vector<Shape> shapes(bool quick) {

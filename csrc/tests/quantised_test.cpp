@@ -166,17 +166,29 @@ TEST(an_order_that_lacks_an_input_is_refused) {
   }
 }
 
-// The largest codes of both operands, where 16-bit sums of two products would saturate.
+// The extreme codes of both operands, where 16-bit sums of two products would saturate.
 TEST(no_dot_of_extreme_codes_saturates) {
   const int64_t n = 32, k = 64;
-  Random random(5);
-  for (int format : kFormats) {
-    Codes w(random, format, n, k, *context.executors[0]);
-    for (float sign : {1.0f, -1.0f}) {
-      std::vector<float> weight(size_t(n * k), 1.0f), x(size_t(k), sign);
-      w.pack_rows({{weight.data(), DType::kF32, n, k}, format, 0, nullptr, nullptr, nullptr, 0}, *context.executors[0]);
+  for (int bits : {4, 5, 8}) {
+    const int format = index_of(CodeFormat{bits, 32, ScaleType::kF16, Correction::kNone});
+    const int most = 1 << (bits - 1);
+    const std::vector<uint16_t> scales(size_t(n * k / kGroup), 0x3c00);
+    for (int code : {-most, most - 1}) {
+      const std::vector<int8_t> codes(size_t(n * k), int8_t(code));
+      const CodeSource source{{codes.data(), DType::kF32, n, k}, format,  format, scales.data(),
+                              nullptr, nullptr, 0};
+      const int64_t bytes = int64_t(sizeof(CodesHeader)) + code_panel_bytes(format, k);
+      Aligned packed(bytes);
+      auto* to = static_cast<uint8_t*>(packed.data());
       for (const Runtime& runtime : runtimes(context)) {
-        CHECK_NEAR(product(runtime, w, x, 1)[0], sign * float(k), 0.1);
+        pack_quantised(runtime.executor, {{source}, k, to, bytes, false});
+        for (float sign : {1.0f, -1.0f}) {
+          const std::vector<float> x(size_t(k), sign);
+          std::vector<float> out(static_cast<size_t>(n));
+          linear(runtime, {WeightFormat::kCodes, DType::kF32},
+                 {1, n, k, x.data(), to, nullptr, nullptr, out.data(), true});
+          for (float each : out) CHECK_NEAR(each, sign * float(code * k), 0.1);
+        }
       }
     }
   }

@@ -81,52 +81,54 @@ inline VecI dot_signed_codes(VecI sums, const SignedCodeVec& w, CodeOperand x) {
   return {_mm256_dpbusd_avx_epi32(sums.lo, x, w.lo), _mm256_dpbusd_avx_epi32(sums.hi, x, w.hi)};
 }
 constexpr int kDotRows = 3;
+constexpr int kCodeBias = 0;
 #else
-// vpmaddubsw would saturate, so even and odd codes are widened to 16 bits and vpmaddwd adds pairs.
+// vpmaddubsw adds products of unsigned with signed bytes in pairs of 16 bits, and saturates. It does
+// not here: 8 bits are multiplied as the magnitude of a code without bias, at most 128, with the
+// activation code of at most 127 that has the code's sign; signed codes with unsigned ones of at
+// most 127.
 struct CodeVec {
-  VecI even, odd;
+  VecI magnitudes, signs;
 };
-struct CodeOperand {
-  __m256i even, odd;
-};
-inline CodeVec codes_of(VecI bytes) {
-  return {and_i(bytes, set1_i(0x00ff00ff)),
-          {_mm256_srli_epi16(bytes.lo, 8), _mm256_srli_epi16(bytes.hi, 8)}};
-}
+using CodeOperand = __m256i;
 inline VecI load_words(const uint8_t* p) {
   const __m256i* from = reinterpret_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
 }
-inline CodeVec load_codes(const uint8_t* p) { return codes_of(load_words(p)); }
-inline void load_nibbles(const uint8_t* p, CodeVec& low, CodeVec& high) {
-  const VecI mask = set1_i(0x0f0f0f0f), bytes = load_words(p);
-  low = codes_of(and_i(bytes, mask));
-  high = codes_of(and_i(shr<4>(bytes), mask));
+inline CodeVec load_codes(const uint8_t* p) {
+  const VecI codes = xor_i(load_words(p), set1_i(0x80808080));
+  return {{_mm256_abs_epi8(codes.lo), _mm256_abs_epi8(codes.hi)}, codes};
 }
 inline CodeOperand broadcast_codes(const int8_t* p) {
-  __m256i codes = _mm256_set1_epi32(int(four_codes(p)));
-  return {_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8), _mm256_srai_epi16(codes, 8)};
+  return _mm256_set1_epi32(int(four_codes(p)));
 }
-using SignedCodeVec = CodeVec;
+inline __m256i add_pairs(__m256i sums, __m256i pairs) {
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline __m256i dot_half(__m256i sums, __m256i magnitudes, __m256i signs, __m256i x) {
+  return add_pairs(sums, _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(x, signs)));
+}
+inline VecI dot_codes(VecI sums, const CodeVec& w, CodeOperand x) {
+  return {dot_half(sums.lo, w.magnitudes.lo, w.signs.lo, x),
+          dot_half(sums.hi, w.magnitudes.hi, w.signs.hi, x)};
+}
+using SignedCodeVec = VecI;
 inline SignedCodeVec load_signed_codes(const int8_t* p) {
-  const VecI bytes = load_words(reinterpret_cast<const uint8_t*>(p));
-  const __m256i low = _mm256_slli_epi16(bytes.lo, 8), high = _mm256_slli_epi16(bytes.hi, 8);
-  return {{_mm256_srai_epi16(low, 8), _mm256_srai_epi16(high, 8)},
-          {_mm256_srai_epi16(bytes.lo, 8), _mm256_srai_epi16(bytes.hi, 8)}};
+  return load_words(reinterpret_cast<const uint8_t*>(p));
 }
-inline __m256i dot_half(__m256i sums, __m256i even, __m256i odd, const CodeOperand& x) {
-  __m256i pairs = _mm256_add_epi32(_mm256_madd_epi16(even, x.even), _mm256_madd_epi16(odd, x.odd));
-  return _mm256_add_epi32(sums, pairs);
+inline VecI dot_signed_codes(VecI sums, const SignedCodeVec& w, CodeOperand x) {
+  return {add_pairs(sums.lo, _mm256_maddubs_epi16(x, w.lo)),
+          add_pairs(sums.hi, _mm256_maddubs_epi16(x, w.hi))};
 }
-inline VecI dot_codes(VecI sums, const CodeVec& w, const CodeOperand& x) {
-  return {dot_half(sums.lo, w.even.lo, w.odd.lo, x), dot_half(sums.hi, w.even.hi, w.odd.hi, x)};
+inline VecI codes_of(VecI words) { return words; }  // narrow ones
+inline void load_nibbles(const uint8_t* p, VecI& low, VecI& high) {
+  const VecI mask = set1_i(0x0f0f0f0f), bytes = load_words(p);
+  low = and_i(bytes, mask);
+  high = and_i(shr<4>(bytes), mask);
 }
-inline VecI dot_signed_codes(VecI sums, const SignedCodeVec& w, const CodeOperand& x) {
-  return dot_codes(sums, w, x);
-}
-constexpr int kDotRows = 2;
+constexpr int kDotRows = 4;
+constexpr int kCodeBias = 128;
 #endif
-constexpr int kCodeBias = 0;
 constexpr int kDotVecs = 1;
 inline Vec load_u8(const uint8_t* p) {
   __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -290,9 +292,40 @@ constexpr int kDotVecs = 1;
 
 #endif
 
+// The dots of one row with a column vector of codes of 4 or 5 bits.
+#if defined(CADENZA_VEC_AVX2) && !defined(__AVXVNNI__)
+// Added up in 16 bits: a pair is at most 2 * 15 * 127, so that eight fit, or 2 * 31 * 127, so that
+// four do.
+struct NarrowDots {
+  using Codes = VecI;
+  static constexpr int max_steps(int bits) { return bits == 4 ? 8 : 4; }
+  static NarrowDots begin(VecI) { return {set1_i(0)}; }
+  void add(const Codes& w, CodeOperand x) {
+    pairs.lo = _mm256_add_epi16(pairs.lo, _mm256_maddubs_epi16(w.lo, x));
+    pairs.hi = _mm256_add_epi16(pairs.hi, _mm256_maddubs_epi16(w.hi, x));
+  }
+  VecI end(VecI sums) const {
+    return {add_pairs(sums.lo, pairs.lo), add_pairs(sums.hi, pairs.hi)};
+  }
+
+  VecI pairs;
+};
+#else
+struct NarrowDots {
+  using Codes = CodeVec;
+  static constexpr int max_steps(int) { return 8; }
+  static NarrowDots begin(VecI sums) { return {sums}; }
+  void add(const Codes& w, const CodeOperand& x) { sums = dot_codes(sums, w, x); }
+  VecI end(VecI) const { return sums; }
+
+  VecI sums;
+};
+#endif
+
 // Loads codes of 5 bits from 64 bytes of their low four; their fifth bits are the two lowest of each
 // byte of `fifth_bits`, and are shifted out.
-inline void load_fives(const uint8_t* p, VecI& fifth_bits, CodeVec& low, CodeVec& high) {
+inline void load_fives(const uint8_t* p, VecI& fifth_bits, NarrowDots::Codes& low,
+                       NarrowDots::Codes& high) {
   const VecI nibbles = load_words(p), mask = set1_i(0x0f0f0f0f), bit = set1_i(0x10101010);
   low = codes_of(or_i(and_i(nibbles, mask), and_i(shl<4>(fifth_bits), bit)));
   high = codes_of(or_i(and_i(shr<4>(nibbles), mask), and_i(shl<3>(fifth_bits), bit)));
