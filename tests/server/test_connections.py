@@ -20,6 +20,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server import connections as module
 from cadenza.server.connections import TELL_EVERY_S, Acceptor, Connections, most_connections
 from cadenza.server.limits import ServerLimits
+from cadenza.server.listening import Address, listening
 from cadenza.server.metrics import ServedCounts
 from cadenza.server.run import KEEP_ALIVE_S
 from tests.server.harness import (
@@ -168,6 +169,33 @@ async def connect(listener: socket.socket) -> tuple[asyncio.StreamReader, asynci
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
     writer.write(b"x")
     return await reader.read(1)
+
+
+class NoDelay(Echo):
+    """Answers whether the connection sends without waiting for acknowledgements."""
+
+    def data_received(self, data: bytes) -> None:
+        accepted = self.transport.get_extra_info("socket")
+        self.transport.write(b"%d" % accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        self.transport.close()
+
+
+def test_an_answer_in_several_parts_does_not_wait_for_acknowledgements() -> None:
+    async def run() -> None:
+        with listening(Address(port=0)) as listener:
+            kept = Connections(8, ServedCounts(), time.monotonic)
+            acceptor = Acceptor(listener, kept, NoDelay, None, TIMEOUT_S)
+            acceptor.start()
+            try:
+                reader, writer = await connect(listener)
+                writer.write(b"x")
+                answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
+                writer.close()
+                assert int(answer) > 0
+            finally:
+                acceptor.close()
+
+    asyncio.run(run())
 
 
 def test_new_connections_wait_in_the_queue_while_all_are_busy() -> None:
