@@ -25,7 +25,12 @@ def test_the_command_plays_the_matrix(cadenza: Callable[..., Ran], model: Path):
     [
         (("--options", "some"), "--options 'some' is not one of none, all"),
         (("--options", "all", "--num-requests", 9), "leave --num-requests out"),
-        (("--options", "all", "--url", "http://127.0.0.1:1"), "give no model"),
+        (("--self-test", "--url", "http://127.0.0.1:1"), "give no model"),
+        (("--portable", "--url", "http://127.0.0.1:1"), "give no model"),
+        (
+            ("--options", "all", "--num-requests", 9, "--url", "http://127.0.0.1:1"),
+            "leave --num-requests out",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(

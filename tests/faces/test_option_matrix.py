@@ -33,6 +33,7 @@ from cadenza.verification.option_matrix import (
     BAD_WORD_FIELD,
     FORM_FIELD,
     OPTIONS,
+    MatrixVocabulary,
     OptionCoverage,
     OptionMatrix,
     make_matrix,
@@ -66,7 +67,9 @@ def workload(
     shape = WorkloadShape(
         num_requests=len(matrix.rows), rows=4, max_tokens=24, context=96, vocab_size=vocab_size
     )
-    return matrix.apply(make_workload(shape), vocab_size=vocab_size, eos_token_ids=eos, forms=forms)
+    going_on = frozenset[int]() if forms is None else forms.going_on
+    vocabulary = MatrixVocabulary(size=vocab_size, eos_token_ids=eos, going_on=going_on)
+    return matrix.apply(make_workload(shape), vocabulary)
 
 
 def without(request: Request, name: str) -> Request:
@@ -74,7 +77,8 @@ def without(request: Request, name: str) -> Request:
     if name == BAD_WORD_FIELD:
         return replace(request, bad_word_token_ids=())
     if name == FORM_FIELD:
-        return replace(request, constraint=None)
+        unformed = replace(request.params, structured=None)
+        return replace(request, params=unformed, constraint=None)
     default = getattr(SamplingParams(), name)
     return replace(request, params=replace(request.params, **{name: default}))
 

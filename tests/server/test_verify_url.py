@@ -1,21 +1,52 @@
-"""`cadenza verify --url`: the gate against a server, and a server that it must fail."""
+"""`cadenza verify --url`: the gate against a server, and servers that it must fail."""
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from cadenza.cli import main
+from cadenza.config import EngineConfig
+from cadenza.engine.batch_engine import CoreService
+from cadenza.engine.core import EngineCore
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import ConfigError
+from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.request import Request
-from cadenza.verification.over_http import UrlOptions, verify_url
+from cadenza.request import Request, SamplingParams
+from cadenza.verification.forms import JSON_FORMS, TEXT_FORMS
+from cadenza.verification.option_matrix import OPTIONS, OptionMatrix
+from cadenza.verification.over_http import UrlOptions, find_error, verify_url
+from cadenza.verification.pairwise import all_pairs, covering_rows
+from cadenza.verification.remote_matrix import SENT_AS, UNSEEDED, remote_options
+from cadenza.verification.remote_server import (
+    SENT_OPTIONS,
+    Answer,
+    HttpTokenRecord,
+    Sample,
+    body_of,
+)
 from cadenza.verification.workload import LONGEST_PROMPT
+from tests.cli.harness import write_model
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
 
-OPTIONS = {"num_requests": 12, "max_tokens": 12}
+SIZE = {"num_requests": 12, "max_tokens": 12}
+
+NUM_LEVELS = tuple(len(option.levels) for option in remote_options())
+ONCE, TWICE = (
+    OptionMatrix(options=remote_options(), rows=covering_rows(NUM_LEVELS, times=times))
+    for times in (1, 2)
+)
+"""With each pair at least so often."""
+
+
+def ignore(_: str) -> None:
+    """No progress wanted."""
 
 
 class CrowdedEngine(ScriptedEngine):
-    """Says something else to whoever is not alone: what the gate is there to find."""
+    """Gives requests that are not alone another text."""
 
     def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
         if self.num_open:
@@ -23,26 +54,159 @@ class CrowdedEngine(ScriptedEngine):
         return super().submit(request, passed)
 
 
+class ForgetfulInCompany(CoreService):
+    """Ignores an option of requests that come while another is open: alone it is sound."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(core)
+        self.forgets = ""
+
+    def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
+        if self.load().num_open and self.forgets:
+            default = getattr(SamplingParams(), self.forgets)
+            params = replace(request.params, **{self.forgets: default})
+            request = replace(request, params=params)
+            if self.forgets == "structured":
+                request = replace(request, constraint=None)
+            elif self.forgets == "bad_words":
+                request = replace(request, bad_word_token_ids=())
+        return super().submit(request, passed)
+
+
+@pytest.fixture(scope="module")
+def forgetful(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[ForgetfulInCompany, RunningServer]]:
+    """An engine with random weights, which hide no error behind margins, and its server."""
+    folder = write_model(tmp_path_factory.mktemp("models") / "random")
+    config = EngineConfig(max_num_seqs=4, max_num_queued_tokens=300, max_model_len=256)
+    loaded = load_model(folder, config)
+    engine = ForgetfulInCompany(loaded.core)
+    with running_server(engine, loaded.text) as server:
+        yield engine, server
+
+
 def test_the_bundled_models_server_passes(bundled: RunningServer) -> None:
-    result = verify_url(UrlOptions(url=bundled.url, **OPTIONS), lambda _: None)
+    result = verify_url(UrlOptions(url=bundled.url, **SIZE), ignore)
     assert result.passed, result.last_line
     assert len(result.modes) == 3
     assert result.longest == LONGEST_PROMPT + 12
     assert result.last_line.endswith(f" longest={result.longest}")
     assert result.counts.admitted_midstream > 0
     assert result.counts.cache_hits > 0
+    assert result.left_out == ()
 
 
 def test_a_server_whose_streams_depend_on_others_fails(
     script: tuple[int, ...], text: TextFrontend
 ) -> None:
     with running_server(CrowdedEngine(script, step_s=0.002), text) as server:
-        result = verify_url(UrlOptions(url=server.url, **OPTIONS), lambda _: None)
-    assert not result.passed
-    assert result.mismatch is not None
+        result = verify_url(UrlOptions(url=server.url, **SIZE), ignore)
+        of_options = verify_url(UrlOptions(url=server.url, max_tokens=12, matrix=ONCE), ignore)
+    for each in (result, of_options):
+        assert not each.passed
+        assert each.mismatch is not None
+        assert each.mismatch.mode == "together, cold"
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://127.0.0.1:1", "x"])
 def test_a_server_that_is_not_there_is_said(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
-        verify_url(UrlOptions(url=url, **OPTIONS), lambda _: None)
+        verify_url(UrlOptions(url=url, **SIZE), ignore)
+
+
+def test_a_server_passes_with_every_pair_of_options(bundled: RunningServer) -> None:
+    result = verify_url(UrlOptions(url=bundled.url, max_tokens=8, matrix=ONCE), ignore)
+    assert result.passed, result.last_line
+    assert f" options={len(set(ONCE.rows))} pairs={len(all_pairs(NUM_LEVELS))} " in (
+        result.last_line
+    )
+    assert result.left_out == (UNSEEDED,)
+    num_samples = sum(mode.num_streams for mode in result.modes)
+    assert num_samples > 3 * len(ONCE.rows), "some requests have several samples"
+
+
+def test_a_server_whose_queue_is_full_at_times_passes(
+    forgetful: tuple[ForgetfulInCompany, RunningServer],
+) -> None:
+    engine, server = forgetful
+    engine.forgets = ""
+    result = verify_url(UrlOptions(url=server.url, max_tokens=24, matrix=TWICE), ignore)
+    assert result.passed, result.last_line
+    assert result.left_out == (UNSEEDED,)
+    assert sum(engine.request_stats().rejections.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["structured", "bad_words", "logit_bias", "min_tokens"])
+def test_a_server_that_ignores_an_option_in_company_fails(
+    forgetful: tuple[ForgetfulInCompany, RunningServer], name: str
+) -> None:
+    engine, server = forgetful
+    engine.forgets = name
+    result = verify_url(UrlOptions(url=server.url, max_tokens=24, matrix=TWICE), ignore)
+    assert result.mismatch is not None
+    assert result.mismatch.mode == "together, cold"
+
+
+def test_what_a_server_cannot_be_asked_for_is_left_out_and_named(
+    script: tuple[int, ...], text: TextFrontend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The scripted engine follows no forms, and ends no text."""
+    with running_server(ScriptedEngine(script), text) as server:
+        flags = ("--url", server.url, "--options", "all", "--max-tokens", "8")
+        capsys.readouterr()
+        assert main(["verify", *flags]) == 0
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("not compared: ")]
+    assert lines[0] == f"not compared: {UNSEEDED}"
+    assert any("structured outputs: " in line and "status 400: " in line for line in lines)
+    assert "REFERENCE-EXACT PASS bitwise requests=" in out.splitlines()[-1]
+
+
+def test_every_option_of_the_matrix_can_be_sent() -> None:
+    names = {SENT_AS.get(option.name, option.name) for option in OPTIONS}
+    assert names <= SENT_OPTIONS
+
+
+@pytest.mark.parametrize("form", [*JSON_FORMS, *TEXT_FORMS], ids=lambda form: form.kind)
+def test_a_body_holds_the_form_and_the_biases(form) -> None:
+    params = SamplingParams(structured=form, logit_bias={7: 1.5}, bad_words=("no",), n=2)
+    body = body_of(Request(prompt_token_ids=(1, 2), params=params))
+    assert body["structured_outputs"] == {form.kind: getattr(form, form.kind)}
+    assert body["logit_bias"] == {"7": 1.5}
+    assert (body["bad_words"], body["n"], body["prompt"]) == (("no",), 2, [1, 2])
+
+
+def answer_of(
+    *records: HttpTokenRecord, prompt: tuple[HttpTokenRecord, ...] = (), reason: str = "length"
+) -> Answer:
+    sample = Sample(prompt=prompt, records=records, finish_reason=reason, stop_reason=None)
+    return Answer(samples=(sample,), num_cached_tokens=0, start_s=0.0, end_s=1.0)
+
+
+PLAIN: HttpTokenRecord = (5, None, ())
+DESCRIBED: HttpTokenRecord = (5, -1.0, (("token_id:5", -1.0), ("token_id:6", -2.0)))
+
+
+@pytest.mark.parametrize(
+    ("params", "answer", "expected"),
+    [
+        ({}, answer_of(PLAIN), None),
+        ({"logprobs": 1}, answer_of(DESCRIBED), None),
+        ({"logprobs": 2}, answer_of(DESCRIBED), None),
+        ({"logprobs": 3}, answer_of(DESCRIBED), "3 log probabilities"),
+        ({"logprobs": 1}, answer_of(PLAIN), "1 log probabilities"),
+        ({}, answer_of(DESCRIBED), "None log probabilities"),
+        ({"n": 2}, answer_of(PLAIN), "2 choices"),
+        ({}, answer_of(PLAIN, reason="abort"), "stop or length"),
+        ({"prompt_logprobs": 1}, answer_of(PLAIN), "log probabilities of the prompt"),
+        ({"prompt_logprobs": 1}, answer_of(PLAIN, prompt=(PLAIN, DESCRIBED)), None),
+        ({"prompt_logprobs": 1}, answer_of(PLAIN, prompt=(PLAIN, PLAIN)), "1 log probabilities"),
+    ],
+)
+def test_an_answer_that_lacks_what_was_asked_is_an_error_even_alone(
+    params: dict[str, int], answer: Answer, expected: str | None
+) -> None:
+    request = Request(prompt_token_ids=(1, 2), params=SamplingParams(**params))
+    found = find_error([request], [answer])
+    assert (None if found is None else found.expected) == expected

@@ -24,6 +24,7 @@ from cadenza.errors import ConfigError
 
 if TYPE_CHECKING:
     from cadenza.verification.gate import GateResult
+    from cadenza.verification.option_matrix import Option, OptionMatrix
     from cadenza.verification.run import VerifyOptions
     from cadenza.verification.self_test import SelfTestResult
 
@@ -43,6 +44,7 @@ _RESULT: Columns = (
     Column("longest_wanted", read="wanted"),
     *keys("modes", "counts", "mismatch", "missing"),
     Column("options", read="coverage"),
+    *keys("left_out"),
     *keys("batched_tokens_per_s", "sequential_tokens_per_s", "digest", "last_line"),
 )
 
@@ -70,7 +72,7 @@ class GateFlags:
     )
     url: str | None = flag(
         None,
-        "Ask a running server instead: each request alone, then all at once.",
+        "Ask a running server instead: each request alone, then together with others.",
         metavar="http://…",
     )
     api_key: str | None = flag(
@@ -152,12 +154,12 @@ def _verify(options: "VerifyOptions", *, as_json: bool) -> bool:
 
 def _verify_url(gate: GateFlags, url: str, model: str | None, *, as_json: bool) -> bool:
     from cadenza.verification.over_http import NUM_REQUESTS, UrlOptions, verify_url
+    from cadenza.verification.remote_matrix import remote_options
 
-    is_local = gate.shape is not None or gate.self_test or gate.options != "none" or gate.portable
+    is_local = gate.shape is not None or gate.self_test or gate.portable
     if model is not None or is_local:
         raise ConfigError(
-            "--url asks a running server; give no model, --shape, --self-test, --portable or "
-            "--options"
+            "--url asks a running server; give no model, --shape, --self-test or --portable"
         )
     options = UrlOptions(
         url=url,
@@ -165,6 +167,7 @@ def _verify_url(gate: GateFlags, url: str, model: str | None, *, as_json: bool) 
         num_requests=gate.num_requests or NUM_REQUESTS,
         max_tokens=gate.max_tokens,
         seed=gate.seed,
+        matrix=_matrix(gate, remote_options()),
     )
     with status_line("starting") as report:
         result = verify_url(options, report)
@@ -173,6 +176,8 @@ def _verify_url(gate: GateFlags, url: str, model: str | None, *, as_json: bool) 
         return result.passed
     for mode in result.modes:
         print(f"{mode.name}: {mode.num_equal}/{mode.num_streams} equal")
+    for each in result.left_out:
+        print(f"not compared: {each}")
     _print_closing_lines(result)
     return result.passed
 
@@ -190,15 +195,10 @@ def _self_test(options: "VerifyOptions", *, as_json: bool) -> bool:
 
 
 def _options(gate: GateFlags, config: EngineConfig, model: str | None) -> "VerifyOptions":
-    from cadenza.verification.option_matrix import make_matrix
+    from cadenza.verification.option_matrix import OPTIONS
     from cadenza.verification.run import VerifyOptions
 
-    is_matrix = gate.options == "all"
-    if is_matrix and gate.num_requests is not None:
-        raise ConfigError(
-            f"--num-requests {gate.num_requests} with --options all: the matrix sets the number of "
-            f"requests; leave --num-requests out"
-        )
+    matrix = _matrix(gate, OPTIONS)
     if gate.shape is not None and model is not None:
         raise ConfigError(f"both a model ({model}) and --shape {gate.shape} were given; give one")
     return VerifyOptions(
@@ -208,9 +208,23 @@ def _options(gate: GateFlags, config: EngineConfig, model: str | None) -> "Verif
         max_tokens=gate.max_tokens,
         seed=gate.seed,
         reference=gate.reference,
-        matrix=make_matrix() if is_matrix else None,
+        matrix=matrix,
         config=config,
     )
+
+
+def _matrix(gate: GateFlags, options: "tuple[Option, ...]") -> "OptionMatrix | None":
+    """The matrix of the options if it is to be played."""
+    from cadenza.verification.option_matrix import make_matrix
+
+    if gate.options == "none":
+        return None
+    if gate.num_requests is not None:
+        raise ConfigError(
+            f"--num-requests {gate.num_requests} with --options all: the matrix sets the number of "
+            f"requests; leave --num-requests out"
+        )
+    return make_matrix(options)
 
 
 def _print_closing_lines(result: "GateResult") -> None:

@@ -77,6 +77,7 @@ class GateResult:
     length that it would have without the limit of the context. `witness_difference` is the mean
     difference that `Witness.tolerance` limits. `digest` is of the streams alone, which all others
     must equal: of tokens, and of the bits of the log probabilities that requests asked for.
+    `left_out` says in words what of the matrix could not be played.
     """
 
     num_requests: int
@@ -84,6 +85,7 @@ class GateResult:
     longest: int = 0
     wanted: int = 0
     coverage: OptionCoverage | None = None
+    left_out: tuple[str, ...] = ()
     modes: list[ModeResult] = field(default_factory=list[ModeResult])
     counts: Counts = field(default_factory=Counts)
     mismatch: Mismatch | None = None

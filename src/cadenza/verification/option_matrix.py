@@ -12,7 +12,7 @@ from typing import Any
 
 from cadenza.request import Request
 from cadenza.structured import StructuredOutput
-from cadenza.verification.forms import JSON_FORMS, TEXT_FORMS, Forms, spec_of
+from cadenza.verification.forms import JSON_FORMS, TEXT_FORMS, spec_of
 from cadenza.verification.pairwise import Row, all_pairs, covering_rows, missing_pairs
 from cadenza.verification.workload import Arrival
 
@@ -21,6 +21,22 @@ TIMES = 15
 
 BAD_WORD_FIELD = "bad_word_token_ids"
 FORM_FIELD = "constraint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixVocabulary:
+    """What the matrix needs to know of a model's tokens.
+
+    Args:
+        eos_token_ids: tokens that end a stream.
+        going_on: `Forms.going_on`; needed unless the matrix is without `FORM_FIELD`.
+        words: bad words are made of these; empty: of any tokens.
+    """
+
+    size: int
+    eos_token_ids: tuple[int, ...]
+    going_on: frozenset[int] = frozenset()
+    words: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,22 +162,13 @@ class OptionMatrix:
         )
 
     def apply(
-        self,
-        arrivals: Sequence[Arrival],
-        *,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        forms: Forms | None = None,
+        self, arrivals: Sequence[Arrival], vocabulary: MatrixVocabulary
     ) -> tuple[Arrival, ...]:
-        """The arrivals with the options of their rows; prompts, lengths and steps are kept.
-
-        `forms` are needed unless the matrix is without `FORM_FIELD`.
-        """
+        """The arrivals with the options of their rows; prompts, lengths and steps are kept."""
         played: list[Arrival] = []
-        going_on = frozenset[int]() if forms is None else forms.going_on
         for index, (arrival, row) in enumerate(zip(arrivals, self.rows, strict=True)):
-            palette = _palette(index, range(vocab_size), tuple(eos_token_ids), going_on)
-            request = self._combine(arrival.request, row, palette, going_on)
+            palette = _palette(index, vocabulary)
+            request = self._combine(arrival.request, row, palette, vocabulary.going_on)
             played.append(replace(arrival, request=request))
         return tuple(played)
 
@@ -172,36 +179,36 @@ class OptionMatrix:
             option.name: option.levels[level](palette)
             for option, level in zip(self.options, row, strict=True)
         }
-        bad_words, form = values.pop(BAD_WORD_FIELD), values.pop(FORM_FIELD, None)
+        bad_words, form = values.pop(BAD_WORD_FIELD, ()), values.pop(FORM_FIELD, None)
         if form is not None and values["min_tokens"] and form.json_object:
             form = JSON_FORMS[0]  # an object may have fewer tokens
         if form is not None and values["allowed_token_ids"] is not None:
             allowed = {*values["allowed_token_ids"], *going_on}
             values["allowed_token_ids"] = tuple(sorted(allowed))
         max_tokens = max(request.params.max_tokens or 0, values["min_tokens"])
-        params = replace(request.params, **values, max_tokens=max_tokens)
+        params = replace(request.params, **values, max_tokens=max_tokens, structured=form)
         constraint = None if form is None else spec_of(form)
         return replace(request, params=params, bad_word_token_ids=bad_words, constraint=constraint)
 
 
-def make_matrix() -> OptionMatrix:
+def make_matrix(options: tuple[Option, ...] = OPTIONS) -> OptionMatrix:
     """Rows in which every pair of levels occurs at least `TIMES` times."""
-    num_levels = tuple(len(option.levels) for option in OPTIONS)
-    return OptionMatrix(rows=covering_rows(num_levels, times=TIMES))
+    num_levels = tuple(len(option.levels) for option in options)
+    return OptionMatrix(options=options, rows=covering_rows(num_levels, times=TIMES))
 
 
-def _palette(
-    index: int, vocabulary: range, ends: tuple[int, ...], going_on: frozenset[int]
-) -> Palette:
+def _palette(index: int, vocabulary: MatrixVocabulary) -> Palette:
     """A different palette for each request, so that rows of a batch have different lists."""
     rng = random.Random(index)  # noqa: S311  a workload, not a secret
-    tokens = rng.sample(sorted(set(vocabulary) - set(ends) - going_on), 10)
+    taken = {*vocabulary.eos_token_ids, *vocabulary.going_on, *vocabulary.words}
+    tokens = rng.sample(sorted(set(range(vocabulary.size)) - taken), 10)
+    bad = rng.sample(vocabulary.words, 2) if vocabulary.words else tokens[8:]
     return Palette(
         free=tuple(tokens[:6]),
         stops=tuple(tokens[6:8]),
-        bad=tuple(tokens[8:]),
-        ends=ends,
-        vocab_size=len(vocabulary),
+        bad=tuple(bad),
+        ends=vocabulary.eos_token_ids,
+        vocab_size=vocabulary.size,
         seed=rng.randrange(1 << 40),
         text_form=TEXT_FORMS[index % len(TEXT_FORMS)],
         json_form=JSON_FORMS[index % len(JSON_FORMS)],

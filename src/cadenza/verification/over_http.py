@@ -6,133 +6,85 @@ requests overlapped and every response was equal.
 """
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
-import httpx
-
-from cadenza.errors import ConfigError
 from cadenza.request import Request
 from cadenza.verification.gate import GateResult, Mismatch, ModeResult, ReportProgress
 from cadenza.verification.modes import Counts
-from cadenza.verification.workload import (
-    LONGEST_PROMPT,
-    NUM_LOGPROBS,
-    WorkloadShape,
-    make_workload,
-)
+from cadenza.verification.option_matrix import OptionMatrix
+from cadenza.verification.remote_matrix import apply_matrix
+from cadenza.verification.remote_server import Answer, HttpTokenRecord, RemoteServer, Sample
+from cadenza.verification.workload import LONGEST_PROMPT, WorkloadShape, make_workload
 
 ROWS = 4
 NUM_REQUESTS = 32
-TIMEOUT_S = 600.0
 
-HttpTokenRecord = tuple[Any, ...]
-"""(token id, log probability, the most likely tokens with their log probabilities)."""
+MAX_OPEN = 16
+"""Requests of a matrix that are sent at once: a server's queue counts each of their samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrlOptions:
-    """The server, and the shape of the workload."""
+    """The server, and the shape of the workload.
+
+    With a `matrix` of sampling options each of its rows is a request, and `num_requests` is
+    ignored.
+    """
 
     url: str
     api_key: str | None = None
     num_requests: int = NUM_REQUESTS
     max_tokens: int = 48
     seed: int = 0
+    matrix: OptionMatrix | None = None
     clock: Callable[[], float] = time.perf_counter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The response to one request, with the times at which it started and ended."""
-
-    records: tuple[HttpTokenRecord, ...]
-    finish_reason: str
-    num_cached_tokens: int
-    start_s: float
-    end_s: float
-
-
-class RemoteServer:
-    """A client of one server. Raises ConfigError unless it responds like a Cadenza server."""
-
-    def __init__(self, options: UrlOptions) -> None:
-        if not options.url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {options.url!r} must begin with http:// or https://")
-        self._base = options.url.rstrip("/").removesuffix("/v1")
-        self._options = options
-        (card, *_) = self._fetch("/v1/models", None)["data"]
-        self.model: str = card["id"]
-        self.context: int = card.get("max_model_len") or 0
-        self.vocab_size: int = card.get("vocab_size") or 0
-        if not self.context or not self.vocab_size:
-            raise ConfigError(
-                f"--url {options.url}: /v1/models has no max_model_len or vocab_size; use the URL "
-                f"of a Cadenza server"
-            )
-
-    def play(self, request: Request, salt: str) -> Answer:
-        params = request.params
-        start_s = self._options.clock()
-        body = {
-            "model": self.model,
-            "prompt": list(request.prompt_token_ids),
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "seed": params.seed,
-            "ignore_eos": params.ignore_eos,
-            "logprobs": NUM_LOGPROBS,
-            "return_token_ids": True,
-            "cache_salt": salt,
-        }
-        answer = self._fetch("/v1/completions", body)
-        (choice,) = answer["choices"]
-        found = choice["logprobs"]
-        tops = [tuple(top.items()) for top in found["top_logprobs"]]
-        details: dict[str, int] = answer["usage"].get("prompt_tokens_details") or {}
-        return Answer(
-            records=tuple(zip(choice["token_ids"], found["token_logprobs"], tops, strict=True)),
-            finish_reason=choice["finish_reason"],
-            num_cached_tokens=details.get("cached_tokens", 0),
-            start_s=start_s,
-            end_s=self._options.clock(),
-        )
-
-    def _fetch(self, path: str, body: dict[str, Any] | None) -> Any:
-        key = self._options.api_key
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        method = "GET" if body is None else "POST"
-        try:
-            answer = httpx.request(
-                method, self._base + path, json=body, headers=headers, timeout=TIMEOUT_S
-            )
-            answer.raise_for_status()
-            return answer.json()
-        except httpx.HTTPStatusError as error:
-            code = error.response.status_code
-            raise ConfigError(f"--url {self._base}: {path} returned status {code}") from None
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-            raise ConfigError(
-                f"--url {self._base}: {path} cannot be reached or returned no JSON"
-            ) from None
-
-
 def verify_url(options: UrlOptions, report: ReportProgress) -> GateResult:
-    """Sends each request alone, then all at once: cold, with cached prefixes, in reverse order.
+    """Sends each request alone, then with others: cold, with cached prefixes, in reverse order.
 
     Raises:
-        ConfigError: the server cannot be reached, or is not a Cadenza server.
+        ConfigError: the server cannot be reached, is not a Cadenza server, or refuses a request.
     """
-    server = RemoteServer(options)
+    with closing(RemoteServer(options.url, options.api_key, options.clock)) as server:
+        return _verify(options, server, report)
+
+
+def _verify(options: UrlOptions, server: RemoteServer, report: ReportProgress) -> GateResult:
+    result = GateResult(num_requests=0, wanted=LONGEST_PROMPT + options.max_tokens)
+    requests = _requests(options, server, result)
+    result.num_requests = len(requests)
+    alone = _play_alone(options, server, requests, result, report)
+    result.mismatch = find_error(requests, alone)
+    salt, forwards = secrets.token_hex(8), list(range(len(requests)))
+    for name, order in (
+        ("together, cold", forwards),
+        ("together, hot", forwards),
+        ("together, in reverse", forwards[::-1]),
+    ):
+        if result.mismatch is not None:
+            break
+        report(name)
+        start_s = options.clock()
+        num_open = len(requests) if options.matrix is None else MAX_OPEN
+        answers = _play_together(
+            server, [(index, requests[index]) for index in order], salt, num_open
+        )
+        _compare(result, name, alone, answers, options.clock() - start_s)
+    return result
+
+
+def _requests(options: UrlOptions, server: RemoteServer, result: GateResult) -> tuple[Request, ...]:
+    """The workload; of a matrix, the result gets what is played and what is not."""
+    matrix = options.matrix
     arrivals = make_workload(
         WorkloadShape(
-            num_requests=options.num_requests,
+            num_requests=options.num_requests if matrix is None else len(matrix.rows),
             rows=ROWS,
             max_tokens=options.max_tokens,
             context=server.context,
@@ -140,65 +92,101 @@ def verify_url(options: UrlOptions, report: ReportProgress) -> GateResult:
             seed=options.seed,
         )
     )
-    requests = [arrival.request for arrival in arrivals]
-    result = GateResult(num_requests=len(requests), wanted=LONGEST_PROMPT + options.max_tokens)
+    if matrix is None:
+        return tuple(arrival.request for arrival in arrivals)
+    played = apply_matrix(server, matrix, arrivals)
+    result.coverage, result.left_out = played.matrix.coverage(), played.left_out
+    return played.requests
+
+
+def _play_alone(
+    options: UrlOptions,
+    server: RemoteServer,
+    requests: Sequence[Request],
+    result: GateResult,
+    report: ReportProgress,
+) -> list[Answer]:
+    """Sends one request after the other, each with a salt of its own."""
     start_s = options.clock()
     alone: list[Answer] = []
     for request in requests:
         alone.append(server.play(request, secrets.token_hex(8)))
         report(f"alone {len(alone)}/{len(requests)}")
-    tokens = sum(len(answer.records) for answer in alone)
+    tokens = sum(answer.num_tokens for answer in alone)
     result.sequential_tokens_per_s = tokens / (options.clock() - start_s)
     result.longest = max(
-        len(request.prompt_token_ids) + len(answer.records)
+        len(request.prompt_token_ids) + len(sample.records)
         for request, answer in zip(requests, alone, strict=True)
+        for sample in answer.samples
     )
-    salt = secrets.token_hex(8)
-    for name, order in (
-        ("together, cold", list(range(len(requests)))),
-        ("together, hot", list(range(len(requests)))),
-        ("together, in reverse", list(reversed(range(len(requests))))),
+    return alone
+
+
+def find_error(requests: Sequence[Request], alone: Sequence[Answer]) -> Mismatch | None:
+    """The first answer that lacks something it was asked for: lacking it always must not pass."""
+    for index, (request, answer) in enumerate(zip(requests, alone, strict=True)):
+        if len(answer.samples) != request.params.n:
+            return _mismatch_alone(index, f"{request.params.n} choices", str(len(answer.samples)))
+        for number, sample in enumerate(answer.samples):
+            found = _error_of(request, sample)
+            if found is not None:
+                return _mismatch_alone(index, *found, sample=number)
+    return None
+
+
+def _error_of(request: Request, sample: Sample) -> tuple[str, str] | None:
+    """What was expected of a choice and what came; None if nothing is amiss."""
+    params = request.params
+    if sample.finish_reason not in ("stop", "length"):
+        return "stop or length", sample.finish_reason
+    for asked, records, skipped in (
+        (params.logprobs, sample.records, 0),
+        (params.prompt_logprobs, sample.prompt, 1),
     ):
-        report(name)
-        start_s = options.clock()
-        answers = _play_together(server, requests, order, salt)
-        _compare(result, name, alone, answers, options.clock() - start_s)
-        if result.mismatch is not None:
-            break
-    return result
+        for record in records[skipped:]:
+            if not _has_logprobs(record, asked):
+                return f"{asked} log probabilities", str(record)
+    if params.prompt_logprobs is not None and len(sample.prompt) != len(request.prompt_token_ids):
+        return "log probabilities of the prompt", f"those of {len(sample.prompt)} tokens"
+    return None
+
+
+def _has_logprobs(record: HttpTokenRecord, asked: int | None) -> bool:
+    """Those of the likeliest tokens include the chosen one's, or have it beside them."""
+    *_, tops = record
+    return not tops if asked is None else max(1, asked) <= len(tops) <= asked + 1
+
+
+def _mismatch_alone(request: int, expected: str, actual: str, sample: int = 0) -> Mismatch:
+    return Mismatch(
+        mode="alone", request=request, sample=sample, index=0, expected=expected, actual=actual
+    )
 
 
 def _play_together(
-    server: RemoteServer, requests: Sequence[Request], order: Sequence[int], salt: str
+    server: RemoteServer, requests: Sequence[tuple[int, Request]], salt: str, num_open: int
 ) -> list[Answer]:
-    """Sends all requests at once, one thread each. Raises the first failure."""
-    answers: dict[int, Answer] = {}
-    failures: list[ConfigError] = []
-
-    def play(index: int) -> None:
+    """Sends requests in their order, so many at once; the answers by index. Raises a failure."""
+    with ThreadPoolExecutor(max_workers=num_open) as threads:
+        sent = {index: threads.submit(server.play, each, salt) for index, each in requests}
         try:
-            answers[index] = server.play(requests[index], salt)
-        except ConfigError as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=play, args=(index,), daemon=True) for index in order]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return [answers[index] for index in range(len(requests))]
+            return [sent[index].result() for index in sorted(sent)]
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _compare(
     result: GateResult, name: str, alone: list[Answer], answers: list[Answer], seconds: float
 ) -> None:
-    num_equal = 0
+    num_streams = num_equal = 0
     for request, (solo, answer) in enumerate(zip(alone, answers, strict=True)):
-        found = _first_difference(name, request, solo, answer)
-        num_equal += found is None
-        result.mismatch = result.mismatch or found
+        for sample, expected in enumerate(solo.samples):
+            found = _first_difference(expected, answer.samples[sample : sample + 1])
+            num_streams += 1
+            num_equal += found is None
+            if found is not None and result.mismatch is None:
+                result.mismatch = replace(found, mode=name, request=request, sample=sample)
     counts = Counts(
         admitted_midstream=_num_overlapping(answers),
         cache_hits=sum(answer.num_cached_tokens > 0 for answer in answers),
@@ -207,10 +195,10 @@ def _compare(
     result.modes.append(
         ModeResult(
             name=name,
-            num_streams=len(answers),
+            num_streams=num_streams,
             num_equal=num_equal,
             counts=counts,
-            tokens_per_s=sum(len(answer.records) for answer in answers) / seconds,
+            tokens_per_s=sum(answer.num_tokens for answer in answers) / seconds,
             missing=() if counts.admitted_midstream else ("admitted_midstream",),
         )
     )
@@ -223,20 +211,22 @@ def _num_overlapping(answers: list[Answer]) -> int:
     )
 
 
-def _first_difference(name: str, request: int, solo: Answer, answer: Answer) -> Mismatch | None:
-    left = [*solo.records, (solo.finish_reason,)]
-    right = [*answer.records, (answer.finish_reason,)]
-    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+def _first_difference(solo: Sample, found: Sequence[Sample]) -> Mismatch | None:
+    """The first difference of a choice, which may be missing, from that of the request alone."""
+    left = _compared(solo)
+    right = _compared(found[0]) if found else []
+    for index, (one, other) in enumerate(zip_longest(left, right, fillvalue="(ended)")):
         if one != other:
             return Mismatch(
-                mode=name, request=request, index=index, expected=str(one), actual=str(other)
+                mode="together",
+                request=0,
+                index=index - len(solo.prompt),
+                expected=str(one),
+                actual=str(other),
             )
-    if len(left) == len(right):
-        return None
-    return Mismatch(
-        mode=name,
-        request=request,
-        index=min(len(left), len(right)),
-        expected=f"{len(solo.records)} tokens",
-        actual=f"{len(answer.records)} tokens",
-    )
+    return None
+
+
+def _compared(sample: Sample) -> list[object]:
+    ends = (sample.finish_reason, sample.stop_reason)
+    return [*sample.prompt, *sample.records, ends]

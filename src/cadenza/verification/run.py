@@ -36,7 +36,7 @@ from cadenza.loading.plan import EnginePlan, pages_at_once, with_pool
 from cadenza.verification.forms import MASK_FAULTS, Forms, make_forms
 from cadenza.verification.gate import Gate, GateResult, ReferenceKind, ReportProgress, Witness
 from cadenza.verification.modes import MakeCore
-from cadenza.verification.option_matrix import FORM_FIELD, OptionMatrix
+from cadenza.verification.option_matrix import FORM_FIELD, MatrixVocabulary, OptionMatrix
 from cadenza.verification.reference import build_reference
 from cadenza.verification.self_test import SelfTestResult, run_self_test
 from cadenza.verification.workload import (
@@ -236,12 +236,12 @@ def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) 
     if matrix is not None:
         forms = make_forms(constraint_compiler(checkpoint))
         matrix = matrix if forms is not None else matrix.without(FORM_FIELD)
-        arrivals = matrix.apply(
-            arrivals,
-            vocab_size=shape.vocab_size,
-            eos_token_ids=checkpoint.eos_token_ids,
-            forms=forms,
+        vocabulary = MatrixVocabulary(
+            size=shape.vocab_size,
+            eos_token_ids=tuple(checkpoint.eos_token_ids),
+            going_on=frozenset() if forms is None else forms.going_on,
         )
+        arrivals = matrix.apply(arrivals, vocabulary)
     return _Workload(arrivals=arrivals, matrix=matrix, wanted=wanted, forms=forms)
 
 

@@ -1,0 +1,148 @@
+"""The matrix of sampling options for a server: what it needs to know of the server's tokens.
+
+Owns the requests that find those tokens, and the list of what cannot be compared over HTTP. Knows
+the server's API only. Invariant: what is not played is in `RemoteMatrix.left_out`.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from cadenza.request import Request, SamplingParams
+from cadenza.structured import StructuredOutput
+from cadenza.verification.forms import CHARACTERS
+from cadenza.verification.option_matrix import (
+    BAD_WORD_FIELD,
+    FORM_FIELD,
+    OPTIONS,
+    MatrixVocabulary,
+    Option,
+    OptionMatrix,
+)
+from cadenza.verification.remote_server import SENT_OPTIONS, RefusedError, RemoteServer
+from cadenza.verification.workload import Arrival
+
+NUM_WORDS = 24
+MAX_TRIES = 1000
+
+OF_KEYWORDS = frozenset("truefalsn")
+"""Letters of JSON's keywords. Bad words end with another one, so that no keyword is ruled out."""
+
+SENT_AS = {BAD_WORD_FIELD: "bad_words", FORM_FIELD: "structured"}
+"""Options under another name than that of their field."""
+
+UNSEEDED = "requests without a seed: the server draws another one for each"
+
+
+def remote_options() -> tuple[Option, ...]:
+    """The options, of which `seed` is always given."""
+    return tuple(
+        replace(option, levels=option.levels[1:]) if option.name == "seed" else option
+        for option in OPTIONS
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteMatrix:
+    """What is played, and in words what is not."""
+
+    matrix: OptionMatrix
+    requests: tuple[Request, ...]
+    left_out: tuple[str, ...]
+
+
+def apply_matrix(
+    server: RemoteServer, matrix: OptionMatrix, arrivals: Sequence[Arrival]
+) -> RemoteMatrix:
+    """The arrivals' requests with the options of a matrix, as far as they can be sent.
+
+    Raises ConfigError if the server cannot be reached.
+    """
+    left_out = [UNSEEDED]
+    for option in matrix.options:
+        if SENT_AS.get(option.name, option.name) not in SENT_OPTIONS:
+            matrix = matrix.without(option.name)
+            left_out.append(f"{option.name}: the API has no field for it")
+    words = _find_words(server)
+    if len(words) < 2:
+        matrix = matrix.without(BAD_WORD_FIELD)
+        left_out.append("bad_words: no tokens were found that are words of letters")
+    try:
+        going_on = _single_tokens(server)
+    except RefusedError as error:
+        going_on, matrix = {}, matrix.without(FORM_FIELD)
+        left_out.append(f"structured outputs: {error}")
+    ends = _find_end(server, going_on.get("a"))
+    if not ends:
+        left_out.append("allowing the token that ends a text: it was not found")
+    vocabulary = MatrixVocabulary(
+        size=server.vocab_size,
+        eos_token_ids=ends,
+        going_on=frozenset(going_on.values()),
+        words=words,
+    )
+    played = matrix.apply(arrivals, vocabulary)
+    requests = tuple(_with_bad_words(server, each.request) for each in played)
+    return RemoteMatrix(matrix=matrix, requests=requests, left_out=tuple(left_out))
+
+
+def _find_words(server: RemoteServer) -> tuple[int, ...]:
+    """Tokens that are two letters or more, and what the tokenizer makes of their own text."""
+    rng = random.Random(NUM_WORDS)  # noqa: S311  a workload, not a secret
+    found: list[int] = []
+    for token_id in rng.sample(range(server.vocab_size), min(MAX_TRIES, server.vocab_size)):
+        text = server.text_of([token_id])
+        is_word = len(text) > 1 and text.isascii() and text.isalpha()
+        if is_word and text[-1] not in OF_KEYWORDS and server.tokens_of(text) == [token_id]:
+            found.append(token_id)
+            if len(found) == NUM_WORDS:
+                break
+    return tuple(found)
+
+
+def _single_tokens(server: RemoteServer) -> dict[str, int]:
+    """The tokens of `CHARACTERS`. Raises RefusedError if one has none, or there are no forms."""
+    return {character: _token_of(server, character) for character in CHARACTERS}
+
+
+def _token_of(server: RemoteServer, character: str) -> int:
+    """What the server chooses where only the character may follow."""
+    params = SamplingParams(
+        max_tokens=2, temperature=0.0, structured=StructuredOutput(choice=[character])
+    )
+    (sample,) = server.play(_asking(params)).samples
+    if len(sample.records) != 1:
+        raise RefusedError(f"the character {character!r} is not a token by itself")
+    (token_id, *_) = sample.records[0]
+    assert token_id is not None, "a record of an answer has its token"
+    return token_id
+
+
+def _find_end(server: RemoteServer, letter: int | None) -> tuple[int, ...]:
+    """The token that ends a text: what is chosen where it or a letter may follow, but not that."""
+    if letter is None:
+        return ()
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        logit_bias={letter: -100.0},
+        structured=StructuredOutput(regex="a?"),
+    )
+    (sample,) = server.play(_asking(params)).samples
+    ids = [token_id for token_id, *_ in sample.records if token_id is not None]
+    return tuple(ids) if server.text_of(ids) != "a" else ()
+
+
+def _asking(params: SamplingParams) -> Request:
+    return Request(prompt_token_ids=(1,), params=params)
+
+
+def _with_bad_words(server: RemoteServer, request: Request) -> Request:
+    """The request with the texts of its bad words, which is how the API takes them."""
+    texts = tuple(_texts_of(server, request.bad_word_token_ids))
+    return replace(request, params=replace(request.params, bad_words=texts))
+
+
+def _texts_of(server: RemoteServer, words: Iterable[Sequence[int]]) -> Iterable[str]:
+    return (server.text_of(each) for each in words)

@@ -1,0 +1,211 @@
+"""`RemoteServer`: a client of one Cadenza server, which sends the gate's requests.
+
+Owns the HTTP bodies and the reading of answers. Invariant: a request is sent with every option that
+it has; `SENT_OPTIONS` names those that can be sent.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from cadenza.errors import ConfigError
+from cadenza.request import Request
+from cadenza.structured import StructuredOutput
+
+TIMEOUT_S = 600.0
+RETRY_S = 0.1
+MAX_RETRIES = 1000
+MAX_MESSAGE_CHARS = 300
+
+PLAIN_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "top_n_sigma",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+)
+"""The members of `SamplingParams` that a body holds as they are."""
+
+SENT_OPTIONS = frozenset({*PLAIN_FIELDS, "logit_bias", "structured"})
+
+HttpTokenRecord = tuple[int | None, float | None, tuple[tuple[str, float], ...]]
+"""(token id, log probability, the chosen and the most likely tokens with theirs)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One of the `n` continuations of an answer; `prompt` has records if its request asks."""
+
+    prompt: tuple[HttpTokenRecord, ...]
+    records: tuple[HttpTokenRecord, ...]
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The response to one request, with the times at which it started and ended."""
+
+    samples: tuple[Sample, ...]
+    num_cached_tokens: int
+    start_s: float
+    end_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sample.records) for sample in self.samples)
+
+
+class RefusedError(ConfigError):
+    """The server refused a request as not valid (status 400)."""
+
+
+class BusyError(ConfigError):
+    """The server's queue is full (status 429)."""
+
+
+_KINDS: Mapping[int, type[ConfigError]] = {400: RefusedError, 429: BusyError}
+
+
+class RemoteServer:
+    """A client of one server, safe on any thread; to be closed.
+
+    Raises ConfigError unless it responds like a Cadenza server.
+    """
+
+    def __init__(self, url: str, api_key: str | None, clock: Callable[[], float]) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {url!r} must begin with http:// or https://")
+        self._base = url.rstrip("/").removesuffix("/v1")
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._client = httpx.Client(headers=headers, timeout=TIMEOUT_S)
+        self._clock = clock
+        (card, *_) = self._fetch("/v1/models", None)["data"]
+        self.model: str = card["id"]
+        self.context: int = card.get("max_model_len") or 0
+        self.vocab_size: int = card.get("vocab_size") or 0
+        if not self.context or not self.vocab_size:
+            raise ConfigError(
+                f"--url {url}: /v1/models has no max_model_len or vocab_size; use the URL of a "
+                f"Cadenza server"
+            )
+
+    def close(self) -> None:
+        self._client.close()
+
+    def play(self, request: Request, salt: str = "") -> Answer:
+        """Sends a request and waits for its answer; bad words are those of `params.bad_words`.
+
+        While the server's queue is full it is sent again.
+
+        Raises:
+            RefusedError: the server refuses it.
+            ConfigError: there is no answer.
+        """
+        body = {**body_of(request), "model": self.model}
+        if salt:
+            body["cache_salt"] = salt
+        for _ in range(MAX_RETRIES):
+            try:
+                return self._play(body)
+            except BusyError:
+                time.sleep(RETRY_S)
+        return self._play(body)
+
+    def _play(self, body: dict[str, Any]) -> Answer:
+        start_s = self._clock()
+        answer = self._fetch("/v1/completions", body)
+        details: dict[str, int] = answer["usage"].get("prompt_tokens_details") or {}
+        choices: list[dict[str, Any]] = sorted(answer["choices"], key=lambda each: each["index"])
+        return Answer(
+            samples=tuple(map(_sample, choices)),
+            num_cached_tokens=details.get("cached_tokens", 0),
+            start_s=start_s,
+            end_s=self._clock(),
+        )
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        return self._fetch("/detokenize", {"tokens": list(token_ids)})["prompt"]
+
+    def tokens_of(self, text: str) -> list[int]:
+        body = {"prompt": text, "add_special_tokens": False}
+        return self._fetch("/tokenize", body)["tokens"]
+
+    def _fetch(self, path: str, body: dict[str, Any] | None) -> Any:
+        method = "GET" if body is None else "POST"
+        try:
+            answer = self._client.request(method, self._base + path, json=body)
+            answer.raise_for_status()
+            return answer.json()
+        except httpx.HTTPStatusError as error:
+            code = error.response.status_code
+            kind = _KINDS.get(code, ConfigError)
+            said = _message_of(error.response)
+            raise kind(f"--url {self._base}: {path} returned status {code}{said}") from None
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+            raise ConfigError(
+                f"--url {self._base}: {path} cannot be reached or returned no JSON"
+            ) from None
+
+
+def body_of(request: Request) -> dict[str, Any]:
+    """The body of a completion, with every option of the request."""
+    params = request.params
+    body: dict[str, Any] = {name: getattr(params, name) for name in PLAIN_FIELDS}
+    if params.structured is not None:
+        body["structured_outputs"] = _form_fields(params.structured)
+    return body | {
+        "prompt": list(request.prompt_token_ids),
+        "logit_bias": {str(token_id): bias for token_id, bias in params.biases},
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def _form_fields(form: StructuredOutput) -> dict[str, Any]:
+    return {form.kind: getattr(form, form.kind)}
+
+
+def _sample(choice: dict[str, Any]) -> Sample:
+    token_ids: list[int] = choice["token_ids"]
+    found: dict[str, Any] | None = choice["logprobs"]
+    if found is None:
+        records = tuple((token_id, None, ()) for token_id in token_ids)
+    else:
+        tops = [tuple(top.items()) for top in found["top_logprobs"]]
+        records = tuple(zip(token_ids, found["token_logprobs"], tops, strict=True))
+    return Sample(
+        prompt=tuple(map(_prompt_record, choice.get("prompt_logprobs") or ())),
+        records=records,
+        finish_reason=choice["finish_reason"],
+        stop_reason=choice.get("stop_reason"),
+    )
+
+
+def _prompt_record(entry: dict[str, dict[str, Any]] | None) -> HttpTokenRecord:
+    tops = {} if entry is None else {key: each["logprob"] for key, each in entry.items()}
+    return (None, None, tuple(tops.items()))
+
+
+def _message_of(answer: httpx.Response) -> str:
+    """The message of an error answer, if it has one."""
+    try:
+        return f": {str(answer.json()['error']['message'])[:MAX_MESSAGE_CHARS]}"
+    except (ValueError, KeyError, TypeError):
+        return ""
