@@ -81,8 +81,9 @@ class Finished(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     A request ends when all of its `n` samples have ended. `num_generated_tokens` includes the
     stopping token; `stop_token_id` is that token if it is one of the request's `stop_token_ids`.
-    `error` and `error_kind` are set if and only if `finish_reason` is "error". `embedding` is that
-    of a pooled request: float32 numbers, little endian.
+    `error` and `error_kind` are set if and only if `finish_reason` is "error"; `error_fields` names
+    the request's fields that are the cause, where some are. `embedding` is that of a pooled
+    request: float32 numbers, little endian.
     """
 
     request_id: int
@@ -94,6 +95,7 @@ class Finished(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sample: int = 0
     error: str | None = None
     error_kind: ErrorKind | None = None
+    error_fields: tuple[str, ...] = ()
     embedding: bytes | None = None
 
 

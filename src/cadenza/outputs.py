@@ -46,7 +46,8 @@ class CompletionOutput:
     `num_reasoning_tokens` are those within reasoning, which a parser tells from the rest. In a
     delta, `cumulative_logprob` and the numbers still cover all tokens so far. `parts` is the text
     split by the request's output parser, without the markers between the parts; None without a
-    parser, where all of it is content. `receipt` is there at the end, where one was asked for.
+    parser, where all of it is content. `error_fields` names those of the request that are the cause
+    of an error, where some are. `receipt` is there at the end, where one was asked for.
     `embedding` is that of a pooled request, as float32, little endian.
     """
 
@@ -63,6 +64,7 @@ class CompletionOutput:
     num_reasoning_tokens: int = 0
     error: str | None = None
     error_kind: ErrorKind | None = None
+    error_fields: tuple[str, ...] = ()
     parts: tuple[OutputPart, ...] | None = None
     receipt: Receipt | None = None
     embedding: bytes | None = None

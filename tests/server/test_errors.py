@@ -13,7 +13,7 @@ from cadenza.errors import FormNotCheckedError
 from cadenza.events import ErrorKind
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
-from cadenza.server.errors import error_of
+from cadenza.server.errors import error_of, none_allowed
 from cadenza.server.limits import ServerLimits
 from tests.server.bodies import GENERATING
 from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, options, raw_post, running_server
@@ -320,6 +320,13 @@ def test_an_error_of_a_form_names_the_field_that_asked_for_it(
         assert "param" not in error
     else:
         assert error["param"] == param
+
+
+def test_one_field_that_leaves_no_token_is_named_alone() -> None:
+    error = none_allowed(("min_tokens",))
+    assert error.message == "no token may follow: min_tokens rules out every one; lower min_tokens"
+    assert (error.status, error.param) == (400, "min_tokens")
+    assert none_allowed(()).param is None
 
 
 def test_a_form_that_cannot_be_checked_just_now_may_be_sent_again() -> None:

@@ -135,8 +135,73 @@ def test_a_form_goes_with_samples_penalties_and_log_probabilities(bundled: Runni
             assert entry["logprob"] <= entry["top_logprobs"][0]["logprob"]
 
 
-def test_tokens_that_rule_each_other_out_are_the_clients_fault(bundled: RunningServer) -> None:
-    body = {"messages": MESSAGES, "allowed_token_ids": [5], "guided_regex": "[0-9]"}
-    answer = bundled.post(CHAT, body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "allowed_token_ids"
+RULED_OUT: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
+    (
+        CHAT,
+        {"messages": MESSAGES, "allowed_token_ids": [5], "guided_regex": "[0-9]"},
+        ("allowed_token_ids", "guided_regex"),
+        "add tokens to allowed_token_ids or widen what guided_regex asks for",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "guided_choice": ["zebra"], "bad_words": [*"zebra", "ze", "zebra"]},
+        ("bad_words", "guided_choice"),
+        "leave out some of bad_words or widen what guided_choice asks for",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2},
+        ("allowed_token_ids", "min_tokens"),
+        "add tokens to allowed_token_ids or lower min_tokens",
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": "x",
+            "allowed_token_ids": [5],
+            "text": {"format": {"type": "json_schema", "name": "c", "schema": {"const": 7}}},
+            "min_tokens": 2,
+        },
+        ("allowed_token_ids", "min_tokens", "text"),
+        "add tokens to allowed_token_ids or lower min_tokens or widen what text asks for",
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": MESSAGES,
+            "max_tokens": 4,
+            "allowed_token_ids": [5],
+            "output_config": {"format": {"type": "json_schema", "schema": {"const": 7}}},
+        },
+        ("allowed_token_ids", "output_config"),
+        "add tokens to allowed_token_ids or widen what output_config asks for",
+    ),
+]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(("path", "body", "fields", "remedies"), RULED_OUT)
+def test_fields_that_rule_out_every_token_are_named_and_no_others(
+    bundled: RunningServer,
+    path: str,
+    body: dict[str, Any],
+    fields: tuple[str, ...],
+    remedies: str,
+    *,
+    is_streamed: bool,
+) -> None:
+    """Biases and penalties rule out no token, and the word of two tokens is not begun."""
+    biased = {"logit_bias": {"7": -100}, "frequency_penalty": 2.0}
+    if path == "/v1/messages":
+        biased = {"logit_bias": {"7": -100}}
+    answer = bundled.post(path, {**body, **biased, "stream": is_streamed})
+    named = " and ".join(fields)
+    message = f"no token may follow: {named} together rule out every one; {remedies}"
+    if is_streamed:
+        assert message in answer.text
+        return
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["message"] == message
+    if path != "/v1/messages":  # its errors have no member for the field
+        assert error["param"] == fields[0]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_schema import StepOutput
+from cadenza.core.token_rules import ruling_fields
 from cadenza.events import ErrorKind, Finished, FinishReason, TokenLogprobs
 
 
@@ -76,5 +77,6 @@ def finished_event(
         sample=sequence.sample,
         error=error,
         error_kind=kind,
+        error_fields=ruling_fields(sequence) if kind == "none_allowed" else (),
         embedding=None if sequence.pool is None else sequence.pool.embedding,
     )

@@ -14,13 +14,10 @@ from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence, SequenceStatus
 from cadenza.core.sequence_events import StepChoices, finished_event, logprobs_of
 from cadenza.core.step_schema import StepOutput
+from cadenza.core.token_rules import ruling_fields
 from cadenza.events import ErrorKind, Event, Finished, PromptLogprobs, Token, TokenLogprobs
 
 NOT_FINITE = "the model produced a non-finite value"
-NONE_ALLOWED = (
-    "no token may follow: allowed_token_ids, bad_words, min_tokens and the structured output "
-    "together rule out every one; loosen one of them"
-)
 CONSTRAINT_FAILED = "the structured output is too complex to be followed any further; simplify it"
 
 
@@ -76,7 +73,7 @@ class StepReader:
         elif sequence.constraint is not None and sequence.constraint.has_failed:
             events.append(self.fail(sequence, CONSTRAINT_FAILED, "constraint_failed"))
         elif not choices.has_choice[index]:
-            events.append(self.fail(sequence, NONE_ALLOWED, "none_allowed"))
+            events.append(self._end_without_choice(sequence))
         else:
             logprobs = choices.logprobs(index, sequence.request.params.logprobs)
             self._take_token(entry, choices.token_ids[index], logprobs, events, verdict)
@@ -185,6 +182,12 @@ class StepReader:
             events.append(
                 PromptLogprobs(request_id=sequence.request_id, start=fresh.start, entries=found)
             )
+
+    def _end_without_choice(self, sequence: Sequence) -> Finished:
+        """Ends a sequence after whose newest token no other may follow."""
+        named = " and ".join(ruling_fields(sequence)) or "the rules of the request"
+        error = f"no token may follow: {named} rule out every one; loosen one of them"
+        return self.fail(sequence, error, "none_allowed")
 
     def fail(self, sequence: Sequence, error: str, kind: ErrorKind) -> Finished:
         """Ends a sequence with an error."""

@@ -82,6 +82,33 @@ class RuleLayout:
         return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
+def ruling_fields(sequence: Sequence) -> tuple[str, ...]:
+    """The fields of its request that rule out tokens at its next position, in a fixed order.
+
+    Biases, penalties and filters never rule out every token, so that they are not among these.
+    """
+    request = sequence.request
+    generated = sequence.token_ids[sequence.num_prompt_tokens :]
+    is_masked = sequence.constraint is not None and any(
+        byte != 0xFF for byte in sequence.constraint.allowed()
+    )
+    spec = request.constraint if is_masked else None
+    in_force = {
+        "allowed_token_ids": request.params.allowed_token_ids is not None,
+        "bad_words": any(_is_begun(word, generated) for word in request.bad_word_token_ids),
+        "min_tokens": bool(sequence.stop_token_ids) and len(generated) < request.params.min_tokens,
+        "structured": spec is not None and spec.grammar is not None,
+        "thinking_token_budget": spec is not None and spec.thinking is not None,
+    }
+    return tuple(name for name, rules in in_force.items() if rules)
+
+
+def _is_begun(word: tuple[int, ...], generated: list[int]) -> bool:
+    """Whether all tokens of a bad word but its last one have just been generated."""
+    start = list(word[:-1])
+    return generated[len(generated) - len(start) :] == start
+
+
 def has_rules(sequence: Sequence) -> bool:
     """Whether a sequence has penalties, biases, bans, `min_tokens`, allowed tokens or a
     constraint."""

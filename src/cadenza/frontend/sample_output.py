@@ -24,6 +24,7 @@ class Ending:
     num_generated_tokens: int
     error: str | None = None
     error_kind: ErrorKind | None = None
+    error_fields: tuple[str, ...] = ()
     embedding: bytes | None = None
 
 
@@ -140,6 +141,7 @@ class SampleOutput:
                 num_generated_tokens=event.num_generated_tokens,
                 error=event.error,
                 error_kind=event.error_kind,
+                error_fields=event.error_fields,
                 embedding=event.embedding,
             )
         )
@@ -246,6 +248,7 @@ class SampleOutput:
             num_rejected_drafts=self._num_rejected,
             error=None if ending is None else ending.error,
             error_kind=None if ending is None else ending.error_kind,
+            error_fields=() if ending is None else ending.error_fields,
             parts=None if self._parser is None else tuple(self._parts[first_part:]),
             embedding=None if ending is None else ending.embedding,
         )

@@ -24,7 +24,7 @@ from cadenza.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from cadenza.events import ErrorKind
+from cadenza.outputs import CompletionOutput
 
 RETRY_QUEUE_S = 1
 RETRY_LOADING_S = 5
@@ -356,21 +356,41 @@ def error_of(
     return server_error()
 
 
+_REMEDIES = {
+    "allowed_token_ids": "add tokens to {}",
+    "bad_words": "leave out some of {}",
+    "min_tokens": "lower {}",
+    "structured": "widen what {} asks for",
+    "thinking_token_budget": "raise the budget of {}",
+}
+
+
+def none_allowed(fields: Sequence[str], param_of: ParamOf = same_param) -> ApiError:
+    """No token may follow; `fields` are those in force, by the names of `SamplingParams`."""
+    named = {name: param_of(name) or name for name in fields}
+    if not named:
+        return invalid_value("no token may follow: the request rules out every one", None)
+    together = " together" if len(named) > 1 else ""
+    rules = "rule" if len(named) > 1 else "rules"
+    remedies = " or ".join(_REMEDIES[name].format(shown) for name, shown in named.items())
+    return invalid_value(
+        f"no token may follow: {' and '.join(named.values())}{together} {rules} out every one; "
+        f"{remedies}",
+        next(iter(named.values())),
+    )
+
+
 def error_of_end(
-    kind: ErrorKind | None, monitor: EngineMonitor, param_of: ParamOf = same_param
+    failed: CompletionOutput, monitor: EngineMonitor, param_of: ParamOf = same_param
 ) -> ApiError:
     """The answer to a request that was accepted and then failed; arguments as of `error_of`."""
-    match kind:
+    match failed.error_kind:
         case "queue_timeout":
             return queue_timeout(monitor.timeouts.queue_s)
         case "request_timeout":
             return request_timeout(monitor.timeouts.total_s)
         case "none_allowed":
-            return invalid_value(
-                "no token may follow: allowed_token_ids, bad_words, min_tokens and the structured "
-                "output together rule out every one; loosen one of them",
-                "allowed_token_ids",
-            )
+            return none_allowed(failed.error_fields, param_of)
         case "constraint_failed":
             param = param_of("structured")
             return invalid_value(

@@ -14,9 +14,9 @@ from functools import partial
 
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import CadenzaError
-from cadenza.events import ErrorKind, FinishReason
+from cadenza.events import FinishReason
 from cadenza.frontend.output_processor import OutputProcessor, describe_fault
-from cadenza.outputs import RequestOutput
+from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.endpoints.generating import CallContext, CallRequest, GeneratingEndpoint
 from cadenza.server.errors import ApiError, error_of, error_of_end, server_error
 from cadenza.server.http_exchange import ClientLeftError, Exchange, Response
@@ -34,8 +34,8 @@ loop."""
 MAX_INLINE_OUTPUTS = 16
 """Answers to more prompts are encoded on a thread."""
 
-EndError = Callable[[ErrorKind | None], ApiError]
-"""The answer to a request that was accepted and then failed."""
+EndError = Callable[[CompletionOutput], ApiError]
+"""The answer to a request that was accepted and then failed, from the sample that did."""
 
 
 class Generation:
@@ -156,7 +156,7 @@ async def _finish(job: Job, record: RequestRecord, end_error: EndError) -> list[
         for place, request, outputs in await job.news():
             failed = record.take(place, request.num_cached_tokens, outputs)
             if failed is not None:
-                raise end_error(failed.error_kind)
+                raise end_error(failed)
             found[place] = request
     wholes = [found[place] for place in sorted(found)]
     return [each.output() if isinstance(each, OutputProcessor) else each for each in wholes]
@@ -181,7 +181,7 @@ async def _stream(
             for place, request, outputs in news:
                 failed = record.take(place, request.num_cached_tokens, outputs)
                 if failed is not None:
-                    raise end_error(failed.error_kind)
+                    raise end_error(failed)
                 made.append(encoder.take(place, request, outputs))
             events = b"".join(made)
             if events and job.num_unfinished:
