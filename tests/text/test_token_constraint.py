@@ -265,6 +265,18 @@ def test_a_stream_reaches_a_limit_at_the_same_token_whatever_others_and_drafts_d
     assert words(constraint_of(compiler, LIMITED), num_rejected=4) == alone
 
 
+def test_copies_of_a_matcher_would_reach_a_limit_together(compiler: ConstraintCompiler):
+    """Why each sample of a request has its grammar compiled: a copy shares the states of the lexer
+    that count. Once this fails, the samples of a request can be copies of one matcher."""
+    alone = words(constraint_of(compiler, LIMITED))
+    one, other = (
+        GrammarConstraint(matcher.deep_copy(), Future)
+        for matcher in [constraint_of(compiler, LIMITED)._matcher] * 2
+    )
+    assert words(one) == alone
+    assert words(other) != alone
+
+
 def test_drafts_are_cut_at_the_first_token_that_a_grammar_does_not_allow(
     compiler: ConstraintCompiler, tokenizer: Tokenizer
 ):
