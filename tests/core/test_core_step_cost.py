@@ -1,4 +1,4 @@
-"""`StepCost`, `PromptBudget` and `share_among_prompts`: the time of steps, and who gets it."""
+"""`StepCost` and `StepBound`: the time of steps."""
 
 from dataclasses import replace
 
@@ -6,45 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cadenza.core.prompt_shares import PromptPart
 from cadenza.core.step_cost import (
-    MIN_PROMPT_TOKENS,
     MeasuredStep,
-    PromptBudget,
-    PromptPart,
     StepBound,
     StepCost,
     StepLoad,
     fit_step_cost,
     num_keys,
-    share_among_prompts,
 )
+from tests.core.step_builders import COST, costs, load_of, prompt_parts
 
-COST = StepCost(fixed_ms=5.0, token_ms=0.25, logit_ms=0.2, key_ms=0.0001)
-
-costs = st.builds(
-    StepCost,
-    fixed_ms=st.floats(0.01, 100),
-    token_ms=st.floats(0.001, 5),
-    logit_ms=st.floats(1e-9, 5),
-    key_ms=st.floats(1e-9, 0.01),
-)
 loads = st.builds(
     StepLoad,
     num_tokens=st.integers(1, 1024),
     num_logits=st.integers(0, 256),
     num_keys=st.integers(0, 10**6),
 )
-prompt_parts = st.builds(
-    PromptPart,
-    start=st.integers(0, 10_000),
-    num_left=st.integers(1, 10_000),
-    has_logits=st.booleans(),
-    is_first=st.booleans(),
-)
-
-
-def load_of(part: PromptPart, count: int) -> StepLoad:
-    return StepLoad().plus(part.start, count, count if part.has_logits else 0)
 
 
 def measured(load: StepLoad) -> MeasuredStep:
@@ -111,74 +89,6 @@ def test_the_most_tokens_use_up_the_time_and_no_more(
     assert cost.predict_ms(load_of(part, most + 2)) - fixed > left_ms
 
 
-@given(costs, st.lists(prompt_parts, min_size=1, max_size=5), st.data())
-def test_prompts_keep_to_tokens_and_time_and_always_progress(
-    cost: StepCost, parts: list[PromptPart], data: st.DataObject
-) -> None:
-    num_tokens = data.draw(st.integers(1, 512))
-    left_ms = data.draw(st.floats(-50, 500))
-    budget = PromptBudget(num_tokens=num_tokens, left_ms=left_ms, cost=cost)
-    counts = share_among_prompts(parts, budget)
-    assert all(0 <= n <= part.num_left for n, part in zip(counts, parts, strict=True))
-    assert 0 < sum(counts) <= num_tokens
-    used_ms = sum(
-        cost.predict_ms(load_of(part, n)) - cost.fixed_ms
-        for n, part in zip(counts, parts, strict=True)
-    )
-    if sum(counts) > MIN_PROMPT_TOKENS:
-        grant = sum(
-            cost.predict_ms(load_of(part, MIN_PROMPT_TOKENS)) - cost.fixed_ms for part in parts
-        )
-        assert used_ms <= max(left_ms, 0.0) + grant + 1e-6
-    wanted = sum(part.num_left for part in parts)
-    assert sum(counts) >= min(MIN_PROMPT_TOKENS, num_tokens, wanted), "the grant was not given"
-
-
-def test_two_prompts_do_not_both_use_the_time_of_one_step() -> None:
-    parts = [PromptPart(start=0, num_left=4000), PromptPart(start=0, num_left=3000)]
-    budget = PromptBudget(num_tokens=1000, left_ms=50.0, cost=COST)
-    counts = share_among_prompts(parts, budget)
-    assert (
-        sum(
-            COST.predict_ms(load_of(part, n)) - COST.fixed_ms
-            for n, part in zip(counts, parts, strict=True)
-        )
-        <= 50.0
-    )
-    assert sum(counts) > 150
-
-
-def test_the_shortest_gets_up_to_half_and_the_oldest_the_rest() -> None:
-    def counts(*num_left: int, num_tokens: int = 100) -> list[int]:
-        parts = [PromptPart(start=0, num_left=n) for n in num_left]
-        return share_among_prompts(parts, PromptBudget(num_tokens=num_tokens))
-
-    assert counts(1000, 30) == [70, 30]
-    assert counts(1000, 80) == [50, 50]
-    assert counts(30, 1000) == [30, 70]
-    assert counts(1000, 80, 70) == [50, 0, 50]
-    assert counts(20, 500, 10) == [20, 70, 10]
-    assert counts(5, 5, num_tokens=4) == [4, 0]
-
-
-@given(costs, st.lists(prompt_parts, min_size=2, max_size=5), st.data())
-def test_the_oldest_prompt_beside_those_that_are_first_goes_on(
-    cost: StepCost, parts: list[PromptPart], data: st.DataObject
-) -> None:
-    num_tokens, left_ms = data.draw(st.integers(1, 512)), data.draw(st.floats(-50, 500))
-    budget = PromptBudget(num_tokens=num_tokens, left_ms=left_ms, cost=cost)
-    counts = share_among_prompts(parts, budget)
-    assert all(count <= part.num_left for count, part in zip(counts, parts, strict=True))
-    others = [count for count, part in zip(counts, parts, strict=True) if not part.is_first]
-    if 0 < len(others) < len(parts):
-        assert others[0] >= 1
-
-
-def test_without_time_a_prompt_gets_the_grant_and_no_more() -> None:
-    budget = PromptBudget(num_tokens=256, left_ms=-10.0, cost=COST)
-    assert share_among_prompts([PromptPart(start=0, num_left=500)], budget) == [MIN_PROMPT_TOKENS]
-
-
 def test_a_bound_counts_the_steps_that_exceed_it() -> None:
     bound = StepBound(max_ms=50.0, cost=COST)
     bound.observe(StepLoad(num_tokens=1, num_logits=1), 49.0)
@@ -192,21 +102,3 @@ def test_smaller_steps_cost_a_prompt_the_share_that_is_stated() -> None:
     rate = most / 30.0
     assert share == pytest.approx(rate / (256 / (5.0 + 256 * 0.25)), rel=0.03)
     assert COST.prefill_share(1000.0, 256) == pytest.approx(1.0)
-
-
-@given(
-    num_tokens=st.integers(1, 300),
-    lengths=st.lists(st.tuples(st.integers(1, 900), st.booleans()), min_size=2, max_size=5),
-)
-def test_prompts_that_come_first_leave_something_for_the_oldest_of_the_others(
-    num_tokens: int, lengths: list[tuple[int, bool]]
-) -> None:
-    parts = [PromptPart(start=0, num_left=count, is_first=first) for count, first in lengths]
-    counts = share_among_prompts(parts, PromptBudget(num_tokens=num_tokens))
-    assert sum(counts) == min(num_tokens, sum(count for count, _ in lengths))
-    others = [count for count, part in zip(counts, parts, strict=True) if not part.is_first]
-    if others:
-        assert others[0] >= 1
-    if others and any(part.is_first for part in parts):
-        firsts = sum(part.num_left for part in parts if part.is_first)
-        assert sum(counts) - sum(others) >= min(firsts, num_tokens - max(1, num_tokens // 16))

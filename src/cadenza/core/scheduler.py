@@ -26,17 +26,10 @@ from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.light_tenants import LightTenants
 from cadenza.core.prefix_misses import PrefixMisses, no_misses
 from cadenza.core.prompt_rows import PromptRowsBudget
+from cadenza.core.prompt_shares import PromptBudget, PromptPart, PromptShares
 from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.sequence import Sequence, SequenceStatus
-from cadenza.core.step_cost import (
-    PromptBudget,
-    PromptPart,
-    StepBound,
-    StepCost,
-    StepLoad,
-    num_keys,
-    share_among_prompts,
-)
+from cadenza.core.step_cost import StepBound, StepCost, StepLoad, num_keys
 from cadenza.core.step_drafts import NO_DRAFTS, Drafter, Proposal, Share, StepDrafts
 from cadenza.core.step_reader import StepReader
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepOutput
@@ -311,12 +304,12 @@ class Scheduler:
         prompts = [each for each in sequences if each.status is SequenceStatus.RUNNING]
         if not prompts:
             return []
-        budget = self._prompt_budget(decodes)
-        counts = share_among_prompts([self._part_of(sequence) for sequence in prompts], budget)
-        if self.step_bound is not None and budget.left_ms < 0:
+        parts = [self._part_of(sequence) for sequence in prompts]
+        budgeted_shares = PromptShares(self._prompt_budget(decodes), parts)
+        if self.step_bound is not None and budgeted_shares.left_ms < 0:
             self.step_bound.num_granted += 1
         shares: list[Share] = []
-        for sequence, budgeted in zip(prompts, counts, strict=True):
+        for sequence, budgeted in zip(prompts, budgeted_shares.counts, strict=True):
             count = _fit(sequence, budgeted, rows_budget) if budgeted else 0
             is_running = sequence.status is SequenceStatus.RUNNING
             if count and is_running and self._reach(sequence, count):
@@ -371,8 +364,7 @@ class Scheduler:
         one does not fit its share.
         """
         full: set[str] = set()
-        parts = [self._part_of(sequence) for sequence in prompts]
-        counts = share_among_prompts(parts, budget.copy())
+        shares = PromptShares(budget, [self._part_of(sequence) for sequence in prompts])
         for sequence in waiting:
             is_first = self._light_tenants.is_light(sequence.request.tenant.name)
             if not (self._free_rows or is_first) or budget.num_tokens <= 0:
@@ -385,11 +377,7 @@ class Scheduler:
                 continue
             if sequence.needs_prompt_rows and not rows_budget.num_rows:
                 break
-            is_cut = [
-                count < part.num_left and part.is_first >= is_first
-                for count, part in zip(counts, parts, strict=True)
-            ]
-            if sum(is_cut) >= MAX_CUT_PROMPTS:
+            if shares.num_cut(are_first=is_first) >= MAX_CUT_PROMPTS:
                 break
             prefix = self.kv_cache.find_prefix(sequence)
             if not self._fits_share(sequence, prefix):
@@ -401,10 +389,8 @@ class Scheduler:
                 has_logits=sequence.needs_prompt_rows,
                 is_first=is_first,
             )
-            counts = share_among_prompts([*parts, part], budget.copy())
-            if not counts[-1] or not self._start_or_displace(batch, sequence):
+            if not shares.add(part) or not self._start_or_displace(batch, sequence):
                 break
-            parts.append(part)
             prompts.append(sequence)
 
     def _start_or_displace(self, batch: Batch, sequence: Sequence) -> bool:

@@ -1,13 +1,12 @@
 """`StepCost`: how long a step takes, predicted from what it computes; `StepBound`: a bound on it.
 
-Owns the prediction, its correction by measured steps, and the time that a step leaves for prompts.
-Knows no clock, no scheduler and no device. Invariant: predictions are positive and grow with each
-part of the load.
+Owns the prediction and its correction by measured steps; `PromptShares` spends the time. Knows no
+clock, no scheduler and no device. Invariant: predictions are positive and grow with each part of
+the load.
 """
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from math import inf, sqrt
+from math import sqrt
 
 CORRECTION = 0.1
 """The share of a step's error by which the costs change."""
@@ -192,84 +191,3 @@ class StepBound:
         self.cost = self.cost.corrected(load, measured_ms)
         if self.full_decode is not None:
             self.max_ms = derive_bound_ms(self.cost, self.full_decode)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptPart:
-    """The uncomputed tokens of a prompt: `num_left` from position `start`.
-
-    `has_logits`: each of them has a row of logits (prompt log probabilities). `is_first`: it comes
-    before all prompts of which this is not said.
-    """
-
-    start: int
-    num_left: int
-    has_logits: bool = False
-    is_first: bool = False
-
-
-LEAST_SHARE = 1 / 16
-"""Of a step's prompt tokens, for the oldest prompt beside those that come first; at least one."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class PromptBudget:
-    """What a step may still compute of prompts: tokens and, with a bound, milliseconds.
-
-    `num_granted` tokens may be computed whatever time they take.
-    """
-
-    num_tokens: int
-    left_ms: float = inf
-    cost: StepCost | None = None
-    num_granted: int = MIN_PROMPT_TOKENS
-
-    def copy(self) -> "PromptBudget":
-        return replace(self)
-
-    def take(self, part: PromptPart, share: float = 1.0) -> int:
-        """Takes as many tokens of `part` as fit `share` of what is left; returns their number."""
-        if not part.num_left or not self.num_tokens:
-            return 0
-        count = min(part.num_left, int(self.num_tokens * share))
-        if self.cost is not None:
-            in_time = self.cost.most_tokens(
-                part.start, self.left_ms * share, has_logits=part.has_logits
-            )
-            count = min(count, max(int(in_time), int(self.num_granted * share)))
-            num_logits = count if part.has_logits else 0
-            load = StepLoad().plus(part.start, count, num_logits)
-            self.left_ms -= self.cost.predict_ms(load) - self.cost.fixed_ms
-        self.num_tokens -= count
-        self.num_granted = max(0, self.num_granted - count)
-        return count
-
-
-def share_among_prompts(parts: SequenceOf[PromptPart], budget: PromptBudget) -> list[int]:
-    """Takes from `budget` for each prompt, oldest first; returns their numbers of tokens.
-
-    Those that are first take what they can, but for a part that keeps the oldest of the others
-    going. Among them, and among the others, the prompt with the fewest tokens left gets up to half,
-    so that a short prompt need not wait for a long one; the oldest gets the rest, and what it
-    leaves goes to the others in order.
-    """
-    counts = [0] * len(parts)
-    oldest = next((index for index, part in enumerate(parts) if not part.is_first), None)
-    if oldest is not None and any(part.is_first for part in parts) and budget.num_tokens > 0:
-        share = max(LEAST_SHARE, 1 / budget.num_tokens)
-        counts[oldest] = budget.take(parts[oldest], share)
-    for is_first in (True, False):
-        group = [index for index, part in enumerate(parts) if part.is_first is is_first]
-        if len(group) > 1:
-            shortest = min(group, key=lambda index: parts[index].num_left)
-            if shortest != group[0]:
-                counts[shortest] += budget.take(_rest_of(parts[shortest], counts[shortest]), 0.5)
-        for index in group:
-            counts[index] += budget.take(_rest_of(parts[index], counts[index]))
-    return counts
-
-
-def _rest_of(part: PromptPart, num_taken: int) -> PromptPart:
-    if not num_taken:
-        return part
-    return replace(part, start=part.start + num_taken, num_left=part.num_left - num_taken)

@@ -1,0 +1,184 @@
+"""`PromptShares`: who gets a step's tokens and time for prompts, whatever was asked in between."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cadenza.core.prompt_shares import LEAST_SHARE, PromptBudget, PromptPart, PromptShares
+from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepCost
+from tests.core.step_builders import COST, costs, load_of, prompt_parts
+
+short_parts = st.builds(
+    PromptPart,
+    start=st.integers(0, 50),
+    num_left=st.integers(1, 12),
+    has_logits=st.booleans(),
+    is_first=st.booleans(),
+)
+budgets = st.builds(
+    PromptBudget,
+    num_tokens=st.integers(0, 512),
+    left_ms=st.floats(-50, 500),
+    cost=costs,
+)
+
+
+def counts_of(parts: list[PromptPart], budget: PromptBudget) -> list[int]:
+    return PromptShares(budget, parts).counts
+
+
+def share_one_after_another(parts: list[PromptPart], budget: PromptBudget) -> list[int]:
+    """The rule itself: all shares from the beginning, in time that grows with the prompts."""
+    counts = [0] * len(parts)
+
+    def take(index: int, share: float = 1.0) -> None:
+        part, done = parts[index], counts[index]
+        rest = replace(part, start=part.start + done, num_left=part.num_left - done)
+        counts[index] += budget.take(rest, share)
+
+    oldest = next((index for index, part in enumerate(parts) if not part.is_first), None)
+    if oldest is not None and any(part.is_first for part in parts) and budget.num_tokens > 0:
+        take(oldest, max(LEAST_SHARE, 1 / budget.num_tokens))
+    for is_first in (True, False):
+        group = [index for index, part in enumerate(parts) if part.is_first is is_first]
+        if len(group) > 1:
+            shortest = min(group, key=lambda index: parts[index].num_left)
+            if shortest != group[0]:
+                take(shortest, 0.5)
+        for index in group:
+            take(index)
+    return counts
+
+
+@given(
+    st.one_of(budgets, st.builds(PromptBudget, num_tokens=st.integers(0, 512))),
+    st.lists(st.one_of(prompt_parts, short_parts), max_size=20),
+    st.data(),
+)
+def test_prompts_added_one_by_one_have_the_shares_of_the_rule(
+    budget: PromptBudget, parts: list[PromptPart], data: st.DataObject
+) -> None:
+    num_given = data.draw(st.integers(0, len(parts)))
+    shares = PromptShares(budget.copy(), parts[:num_given])
+    for end in range(num_given, len(parts) + 1):
+        spent = budget.copy()
+        expected = share_one_after_another(parts[:end], spent)
+        if end > num_given:
+            assert shares.add(parts[end - 1]) == expected[-1]
+        for are_first in data.draw(st.lists(st.booleans(), max_size=2)):
+            cut = [
+                count < part.num_left and part.is_first >= are_first
+                for count, part in zip(expected, parts[:end], strict=True)
+            ]
+            assert shares.num_cut(are_first=are_first) == sum(cut)
+        if data.draw(st.booleans()):
+            assert shares.counts == expected
+            assert shares.left_ms == spent.left_ms
+
+
+def test_a_prompt_behind_thousands_is_added_without_sharing_among_them_again() -> None:
+    taken: list[PromptPart] = []
+
+    class CountedBudget(PromptBudget):
+        def copy(self) -> "CountedBudget":
+            return CountedBudget(num_tokens=self.num_tokens, left_ms=self.left_ms, cost=self.cost)
+
+        def take(self, part: PromptPart, share: float = 1.0) -> int:
+            taken.append(part)
+            return super().take(part, share)
+
+    budget = CountedBudget(num_tokens=40_000, left_ms=9_000.0, cost=COST)
+    shares = PromptShares(budget)
+    for _ in range(4_000):
+        shares.add(PromptPart(start=0, num_left=10))
+        shares.num_cut(are_first=False)
+    assert shares.counts.count(10) == sum(shares.counts) // 10
+    assert 0 < shares.num_cut(are_first=False) < 4_000
+    assert len(taken) <= 3 * 4_000, "most prompts were shared out more than once"
+
+
+@given(costs, st.lists(prompt_parts, min_size=1, max_size=5), st.data())
+def test_prompts_keep_to_tokens_and_time_and_always_progress(
+    cost: StepCost, parts: list[PromptPart], data: st.DataObject
+) -> None:
+    num_tokens = data.draw(st.integers(1, 512))
+    left_ms = data.draw(st.floats(-50, 500))
+    budget = PromptBudget(num_tokens=num_tokens, left_ms=left_ms, cost=cost)
+    counts = counts_of(parts, budget)
+    assert all(0 <= n <= part.num_left for n, part in zip(counts, parts, strict=True))
+    assert 0 < sum(counts) <= num_tokens
+    used_ms = sum(
+        cost.predict_ms(load_of(part, n)) - cost.fixed_ms
+        for n, part in zip(counts, parts, strict=True)
+    )
+    if sum(counts) > MIN_PROMPT_TOKENS:
+        grant = sum(
+            cost.predict_ms(load_of(part, MIN_PROMPT_TOKENS)) - cost.fixed_ms for part in parts
+        )
+        assert used_ms <= max(left_ms, 0.0) + grant + 1e-6
+    wanted = sum(part.num_left for part in parts)
+    assert sum(counts) >= min(MIN_PROMPT_TOKENS, num_tokens, wanted), "the grant was not given"
+
+
+def test_two_prompts_do_not_both_use_the_time_of_one_step() -> None:
+    parts = [PromptPart(start=0, num_left=4000), PromptPart(start=0, num_left=3000)]
+    budget = PromptBudget(num_tokens=1000, left_ms=50.0, cost=COST)
+    counts = counts_of(parts, budget)
+    assert (
+        sum(
+            COST.predict_ms(load_of(part, n)) - COST.fixed_ms
+            for n, part in zip(counts, parts, strict=True)
+        )
+        <= 50.0
+    )
+    assert sum(counts) > 150
+
+
+def test_the_shortest_gets_up_to_half_and_the_oldest_the_rest() -> None:
+    def counts(*num_left: int, num_tokens: int = 100) -> list[int]:
+        parts = [PromptPart(start=0, num_left=n) for n in num_left]
+        return counts_of(parts, PromptBudget(num_tokens=num_tokens))
+
+    assert counts(1000, 30) == [70, 30]
+    assert counts(1000, 80) == [50, 50]
+    assert counts(30, 1000) == [30, 70]
+    assert counts(1000, 80, 70) == [50, 0, 50]
+    assert counts(20, 500, 10) == [20, 70, 10]
+    assert counts(5, 5, num_tokens=4) == [4, 0]
+
+
+@given(costs, st.lists(prompt_parts, min_size=2, max_size=5), st.data())
+def test_the_oldest_prompt_beside_those_that_are_first_goes_on(
+    cost: StepCost, parts: list[PromptPart], data: st.DataObject
+) -> None:
+    num_tokens, left_ms = data.draw(st.integers(1, 512)), data.draw(st.floats(-50, 500))
+    budget = PromptBudget(num_tokens=num_tokens, left_ms=left_ms, cost=cost)
+    counts = counts_of(parts, budget)
+    assert all(count <= part.num_left for count, part in zip(counts, parts, strict=True))
+    others = [count for count, part in zip(counts, parts, strict=True) if not part.is_first]
+    if 0 < len(others) < len(parts):
+        assert others[0] >= 1
+
+
+def test_without_time_a_prompt_gets_the_grant_and_no_more() -> None:
+    budget = PromptBudget(num_tokens=256, left_ms=-10.0, cost=COST)
+    assert counts_of([PromptPart(start=0, num_left=500)], budget) == [MIN_PROMPT_TOKENS]
+
+
+@given(
+    num_tokens=st.integers(1, 300),
+    lengths=st.lists(st.tuples(st.integers(1, 900), st.booleans()), min_size=2, max_size=5),
+)
+def test_prompts_that_come_first_leave_something_for_the_oldest_of_the_others(
+    num_tokens: int, lengths: list[tuple[int, bool]]
+) -> None:
+    parts = [PromptPart(start=0, num_left=count, is_first=first) for count, first in lengths]
+    counts = counts_of(parts, PromptBudget(num_tokens=num_tokens))
+    assert sum(counts) == min(num_tokens, sum(count for count, _ in lengths))
+    others = [count for count, part in zip(counts, parts, strict=True) if not part.is_first]
+    if others:
+        assert others[0] >= 1
+    if others and any(part.is_first for part in parts):
+        firsts = sum(part.num_left for part in parts if part.is_first)
+        assert sum(counts) - sum(others) >= min(firsts, num_tokens - max(1, num_tokens // 16))
