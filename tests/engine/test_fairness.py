@@ -222,7 +222,8 @@ def test_with_pages_for_all_nothing_is_computed_twice() -> None:
 class ServesTheLastFirst(Scheduler):
     def add(self, sequence: Sequence) -> None:
         super().add(sequence)
-        self.waiting.rotate(1)
+        self.waiting.remove(sequence)
+        self.waiting.appendleft(sequence)
 
 
 class PreemptsForNothing(Scheduler):

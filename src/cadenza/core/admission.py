@@ -6,6 +6,7 @@ admitted only if all sequences can complete.
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from cadenza.config import AdmissionMode
@@ -69,7 +70,7 @@ class Reservations:
             and the tokens and pages of those in it must not change.
     """
 
-    def __init__(self, admission: Admission, running: list[Sequence]) -> None:
+    def __init__(self, admission: Admission, running: SequenceOf[Sequence]) -> None:
         self._admission = admission
         self._running = running
         self._sums: dict[bool, _Running] = {}

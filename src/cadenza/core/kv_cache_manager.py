@@ -6,6 +6,7 @@ filled it has succeeded with finite logits.
 """
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from cadenza.core.eviction_order import PageClass
@@ -344,7 +345,7 @@ class KVCacheManager:
         """Empties the prefix cache, because the device's pages were lost."""
         self.pool.forget_cached()
 
-    def check_invariants(self, sequences: list[Sequence]) -> None:
+    def check_invariants(self, sequences: SequenceOf[Sequence]) -> None:
         """Raises AssertionError if reference counts and page tables disagree."""
         self.pool.check_invariants()
         holds: dict[int, int] = {}

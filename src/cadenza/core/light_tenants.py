@@ -9,6 +9,7 @@ brings nobody more service.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 
 from cadenza.config import EngineLimits
 from cadenza.core.sequence import Sequence
@@ -58,7 +59,7 @@ class LightTenants:
         return len(self._num_open) > 1 and any(map(self.is_light, names))
 
     def rivals(
-        self, sequence: Sequence, running: list[Sequence], *, lacks_row: bool
+        self, sequence: Sequence, running: SequenceOf[Sequence], *, lacks_row: bool
     ) -> list[Sequence]:
         """Running sequences that a waiting one may displace, which lacks a row, or else pages.
 
@@ -83,7 +84,7 @@ class LightTenants:
         assert found == self._num_open, f"{found} are open, counted {self._num_open}"
 
     def _above_share(
-        self, running: list[Sequence], size_of: Callable[[Sequence], int], total: int
+        self, running: SequenceOf[Sequence], size_of: Callable[[Sequence], int], total: int
     ) -> list[Sequence]:
         sizes: Counter[str] = Counter()
         for each in running:

@@ -6,6 +6,7 @@ comes first of its tenant's after a bounded wait, whatever arrives after it.
 """
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from cadenza.config import SchedulingPolicy
@@ -49,7 +50,9 @@ class QueuePolicy:
         return sorted(waiting, key=lambda each: (not each.is_retried, length(each)))
 
     def victim(
-        self, running: list[Sequence], counter_of: Callable[[Sequence], float] = lambda _: 0.0
+        self,
+        running: SequenceOf[Sequence],
+        counter_of: Callable[[Sequence], float] = lambda _: 0.0,
     ) -> Sequence:
         """The running sequence to preempt, of a tenant with the largest counter.
 
@@ -57,7 +60,7 @@ class QueuePolicy:
         with the fewest tokens to compute again; otherwise the newest.
         """
         candidates = [each for each in running if each.num_preemptions < MAX_PREEMPTIONS]
-        candidates = candidates or running
+        candidates = candidates or list(running)
         largest = max(map(counter_of, candidates))
         candidates = [each for each in candidates if counter_of(each) == largest]
         if self.name == "priority":

@@ -12,8 +12,8 @@ launch, tokens are appended in `update`, and results of sequences that have ende
 """
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -29,6 +29,7 @@ from cadenza.core.prompt_rows import PromptRowsBudget
 from cadenza.core.prompt_shares import PromptBudget, PromptPart, PromptShares
 from cadenza.core.queue_policy import FCFS, QueuePolicy
 from cadenza.core.sequence import Sequence, SequenceStatus
+from cadenza.core.sequence_list import SequenceList
 from cadenza.core.step_cost import StepBound, StepCost, StepLoad, num_keys
 from cadenza.core.step_drafts import NO_DRAFTS, Drafter, Proposal, Share, StepDrafts
 from cadenza.core.step_reader import StepReader
@@ -86,8 +87,8 @@ class Scheduler:
         self._policy = options.policy
         self._is_static = options.batching == "static"
         self.kv_cache = kv_cache
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting = SequenceList()
+        self.running = SequenceList()
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
         self.num_prefix_queries = 0
@@ -337,7 +338,7 @@ class Scheduler:
         """
         num_tokens = sequence.num_computed_tokens + count
         while not self.kv_cache.try_grow(sequence, num_tokens):
-            rivals = self.running
+            rivals: SequenceOf[Sequence] = self.running
             if self.kv_cache.exceeds_share(sequence, num_tokens):
                 rivals = self._running_of(sequence.request.tenant)
             elif self.kv_cache.pool.num_pinned:
@@ -563,7 +564,7 @@ class Scheduler:
         self.kv_cache.release(sequence)
 
 
-def _split(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+def _split(sequences: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
     """Those with one token to compute, and those with several, in their order."""
     decodes: list[Sequence] = []
     prompts: list[Sequence] = []

@@ -104,7 +104,7 @@ class StepDrafts:
         price = (measured_ms - base_ms) / (cost.predict_ms(load) - base_ms)
         self._price += PRICE_OF_NEWEST * (min(MAX_PRICE, max(MIN_PRICE, price)) - self._price)
 
-    def need_newest_tokens(self, running: list[Sequence], number: int) -> bool:
+    def need_newest_tokens(self, running: SequenceOf[Sequence], number: int) -> bool:
         """Whether the step of this number is to be scheduled only when no step is in flight: a
         sequence drafts behind its newest token, and a `Drafter` runs beside no step.
         """
@@ -205,7 +205,7 @@ def _has_undecided_mask(sequence: Sequence) -> bool:
     return sequence.constraint is not None and sequence.num_pending_tokens > 0
 
 
-def _num_masks(sequences: list[Sequence]) -> int:
+def _num_masks(sequences: SequenceOf[Sequence]) -> int:
     """How many masks each of a step's constrained sequences may have for its drafts."""
     num_drafting = sum(
         each.drafting is not None and each.constraint is not None for each in sequences

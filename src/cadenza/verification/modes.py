@@ -8,6 +8,7 @@ seeds derived from ids are equal.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from cadenza.config import EngineLimits, SchedulerLoop
@@ -260,7 +261,7 @@ class _RowWatch:
         self._seen: set[tuple[int, int]] = set()
         self._used_rows: set[int] = set()
 
-    def look(self, running: list[Sequence]) -> None:
+    def look(self, running: SequenceOf[Sequence]) -> None:
         is_streaming = any(
             sequence.num_generated_tokens and _name_of(sequence) in self._seen
             for sequence in running

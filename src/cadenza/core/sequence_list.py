@@ -1,0 +1,52 @@
+"""`SequenceList`: sequences in an order, of which any one leaves without a search through all.
+
+Owns the order; does not know what it means. Invariant: each sequence is in it at most once.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from itertools import count
+from typing import overload
+
+from cadenza.core.sequence import Sequence
+
+
+class SequenceList(SequenceOf[Sequence]):
+    """The scheduler's waiting, or running, sequences."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self._ranks: dict[Sequence, int] = {}
+        self._next_ranks, self._ranks_before = count(), count(-1, -1)
+
+    def append(self, sequence: Sequence) -> None:
+        self._ranks[sequence] = next(self._next_ranks)
+        self._sequences.append(sequence)
+
+    def appendleft(self, sequence: Sequence) -> None:
+        self._ranks[sequence] = next(self._ranks_before)
+        self._sequences.insert(0, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Raises KeyError if it is not there."""
+        index = bisect_left(self._sequences, self._ranks[sequence], key=self._ranks.__getitem__)
+        del self._sequences[index], self._ranks[sequence]
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._ranks
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sequence]: ...
+
+    def __getitem__(self, index: int | slice) -> Sequence | list[Sequence]:
+        return self._sequences[index]
