@@ -64,7 +64,7 @@ real: .venv/.has-tools ## fetch two trained models and a suite for the tests and
 
 bench: .venv/.has-tools ## measure the import and run the benchmarks
 	$(BIN)/python tools/import_time.py
-	@for script in $(wildcard benchmarks/*.py); do \
+	@for script in $(filter-out benchmarks/serving.py,$(wildcard benchmarks/*.py)); do \
 	  echo $(BIN)/python $$script; $(BIN)/python $$script || exit; done
 
 lock: ## write requirements.lock anew, for this Python

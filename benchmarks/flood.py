@@ -9,15 +9,14 @@ refused, and the medians of the ratios. Both clients run on the server's machine
 """
 
 import argparse
-import re
 import statistics
 import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+
+from serving import COMMAND, serving
 
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.bench.serve import measure_serving
@@ -29,32 +28,17 @@ KEYS = POLITE_KEY, FLOOD_KEY = "polite-tenant", "flooding-tenant"
 TIMES = 20
 FILL_S = 15.0
 MAX_MODEL_LEN = 2048
-COMMAND = [sys.executable, "-c", "from cadenza.cli import main; main()"]
 
 
 @contextmanager
-def serving(folder: Path | None) -> Generator[str]:
-    """Starts a server and yields its URL."""
+def serving_both(folder: Path | None) -> Generator[str]:
+    """Starts a server for both tenants and yields its URL."""
     with tempfile.NamedTemporaryFile("w") as keys:
         keys.write("\n".join(KEYS))
         keys.flush()
-        flags = ["--port", "0", "--disable-log-requests", "--api-key-file", keys.name]
-        model = [] if folder is None else [str(folder)]
-        command = [*COMMAND, "serve", *model, *flags, "--max-model-len", str(MAX_MODEL_LEN)]
-        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert server.stderr is not None
-        url = None
-        try:
-            for line in server.stderr:
-                url = url or re.search(r"http://[\d.:]+", line)
-                if "engine ready" in line:
-                    break
-            assert url is not None, "the server did not print its URL; run the command by hand"
-            threading.Thread(target=server.stderr.read, daemon=True).start()
-            yield url.group()
-        finally:
-            server.terminate()
-            server.wait()
+        flags = ["--disable-log-requests", "--api-key-file", keys.name]
+        with serving(folder, *flags, "--max-model-len", str(MAX_MODEL_LEN)) as url:
+            yield url
 
 
 @contextmanager
@@ -112,7 +96,7 @@ def main() -> None:
     rate, count = arguments.request_rate, arguments.num_requests
     ratios: list[tuple[float, float]] = []
     for seed in range(arguments.rounds):
-        with serving(folder) as url:
+        with serving_both(folder) as url:
             alone = show("alone", polite(url, rate, count, seed))
             with flooding(url, TIMES * rate, seed + 1000):
                 beside = show("flood", polite(url, rate, count, seed))

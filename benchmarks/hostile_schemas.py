@@ -9,17 +9,15 @@ an answer is neither a 200 nor a 400, or takes longer than 15 seconds.
 """
 
 import argparse
-import re
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from serving import serving
 
 MAX_TOKENS = 64
 MOST_S = 15.0
@@ -82,29 +80,6 @@ FORMS: Mapping[str, dict[str, Any]] = {
         + "\n".join(f'r{i}: "a"?' for i in range(2000))
     },
 }
-
-
-@contextmanager
-def serving(model: str | None) -> Iterator[str]:
-    """Starts a server and yields its URL."""
-    code = "from cadenza.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", *([model] if model else []), "--port", "0"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    url = None
-    try:
-        for line in server.stderr:
-            url = url or re.search(r"http://[\d.:]+", line)
-            if "engine ready" in line:
-                break
-        else:
-            raise SystemExit("the server did not start; run the command by hand")
-        assert url is not None
-        threading.Thread(target=server.stderr.read, daemon=True).start()
-        yield url.group()
-    finally:
-        server.terminate()
-        server.wait()
 
 
 @dataclass(slots=True, eq=False)

@@ -10,15 +10,12 @@ that is predicted. `kernels` is the simulation with the costs that the engine me
 """
 
 import argparse
-import re
 import statistics
-import subprocess
-import sys
-import threading
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from serving import serving
 
 from cadenza import EngineConfig
 from cadenza.bench.checkpoints import cached_checkpoint
@@ -59,29 +56,6 @@ class Latencies:
 
     ttft: Spread
     itl: Spread
-
-
-@contextmanager
-def serving(folder: Path | None, max_model_len: int) -> Generator[str]:
-    """Starts a server and yields its URL."""
-    code = "from cadenza.cli import main; main()"
-    model = [] if folder is None else [str(folder)]
-    command = [sys.executable, "-c", code, "serve", *model, "--port", "0"]
-    command += ["--disable-log-requests", "--max-model-len", str(max_model_len)]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    url = None
-    try:
-        for line in server.stderr:
-            url = url or re.search(r"http://[\d.:]+", line)
-            if "engine ready" in line:
-                break
-        assert url is not None, "the server did not print its URL; run the command by hand"
-        threading.Thread(target=server.stderr.read, daemon=True).start()
-        yield url.group()
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def calibrate(url: str, key_ms: float) -> Calibration:
@@ -176,7 +150,8 @@ def main() -> None:
     if arguments.shape is not None:
         folder = cached_checkpoint(arguments.shape, cache_folder(), lambda _: None)
     kernels = measure_server(folder, EngineConfig(max_model_len=arguments.max_model_len))
-    with serving(folder, arguments.max_model_len) as url:
+    flags = ("--disable-log-requests", "--max-model-len", str(arguments.max_model_len))
+    with serving(folder, *flags) as url:
         found = calibrate(url, kernels.cost.key_ms)
         print(f"engine's costs: {kernels.cost}")
         print(

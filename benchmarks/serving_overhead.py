@@ -9,14 +9,11 @@ consecutive runs.
 """
 
 import argparse
-import re
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
+
+from serving import serving
 
 from cadenza import LLM, SamplingParams
 from cadenza.bench.checkpoints import cached_checkpoint
@@ -28,30 +25,9 @@ from cadenza.loading.build import cache_folder
 MAX_MODEL_LEN = 1024
 
 
-@contextmanager
-def serving(folder: Path, num_rows: int) -> Generator[str]:
-    """Starts a server for the checkpoint and yields its URL."""
-    code = "from cadenza.cli import main; main()"
-    flags = ["--port", "0", "--disable-log-requests", "--max-num-seqs", str(num_rows)]
-    command = [sys.executable, "-c", code, "serve", str(folder), *flags]
-    command += ["--max-model-len", str(MAX_MODEL_LEN)]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    url = None
-    try:
-        for line in server.stderr:
-            url = url or re.search(r"http://[\d.:]+", line)
-            if "engine ready" in line:
-                break
-        assert url is not None, "the server did not print its URL; run the command by hand"
-        yield url.group()
-    finally:
-        server.terminate()
-        server.communicate()
-
-
 def served(folder: Path, concurrency: int, num_requests: int, seed: int) -> LoadFigures:
-    with serving(folder, concurrency) as url:
+    flags = ("--disable-log-requests", "--max-num-seqs", str(concurrency))
+    with serving(folder, *flags, "--max-model-len", str(MAX_MODEL_LEN)) as url:
         options = ServeOptions(
             url=url, concurrency=(concurrency,), num_requests=num_requests, seed=seed
         )
