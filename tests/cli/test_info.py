@@ -46,7 +46,7 @@ def test_json_and_text_tell_the_plan(cadenza: Callable[..., Ran], model: Path):
     assert facts["memory"]["num_full_length_requests"] == 5  # 99 tokens of KV on 7 pages of 16
     assert facts["memory"]["kv_bytes"] == 40 * 16 * facts["memory"]["kv_bytes_per_token"]
     assert facts["engine"]["max_num_seqs"] == 3
-    terms = ("weight", "kv", "scratch", "process", "front_end")
+    terms = ("weight", "kv", "scratch", "process", "front_end", "bodies")
     planned = sum(facts["memory"][f"{term}_bytes"] for term in terms)
     assert facts["memory"]["planned_bytes"] == planned < facts["memory"]["available_bytes"]
     shown = cadenza("info", model, "--num-pages", 40, "-c", 100, "-np", 3).out

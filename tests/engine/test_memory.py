@@ -91,6 +91,21 @@ def test_a_process_holds_what_its_status_tells(tmp_path: Path):
     assert HostMemory(system(tmp_path, {"proc/self/status": "RssAnon: 3 kB\n"})).held_bytes == 3072
 
 
+def test_what_processes_have_is_counted_as_far_as_a_plan_counts_it(tmp_path: Path):
+    root = system(tmp_path, {"proc/self/status": "RssAnon: 3 kB\n"})
+
+    def taken(front_end_bytes: int | None, process_bytes: int = 9000) -> int:
+        memory = HostMemory(root, front_end_bytes=front_end_bytes)
+        return memory.taken_bytes(process_bytes=process_bytes, front_end_bytes=500)
+
+    assert taken(400) == 3072 + 400
+    assert taken(600) == 3072 + 500
+    assert taken(600, process_bytes=2000) == 2000 + 500
+    assert taken(0) == 3072
+    assert taken(None) == 3072
+    assert taken(None, process_bytes=2000) == 2000 + 500
+
+
 def test_threads_that_were_started_are_not_reserved_again(tmp_path: Path):
     def get_limit(asked: int) -> tuple[int, int]:
         return (6 * GIB if asked == resource.RLIMIT_AS else resource.RLIM_INFINITY), 0

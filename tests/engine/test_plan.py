@@ -14,6 +14,7 @@ from cadenza.config import MAX_NUM_SEQS_BOUND, EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.identity import identify
 from cadenza.loading.plan import (
+    Beside,
     EnginePlan,
     make_plan,
     pages_at_once,
@@ -464,6 +465,21 @@ def test_the_headroom_is_left_out_of_the_pool():
     tight = plan(GIB, scheduler_headroom_gb=0.9, max_num_seqs=64)
     assert tight.kv_bytes < plan(GIB, max_num_seqs=64).kv_bytes
     assert without.headroom_bytes == 0
+
+
+def test_bodies_that_are_read_are_planned_and_left_out_of_the_pool():
+    def with_bodies(traits: BackendTraits, bodies_bytes: int) -> EnginePlan:
+        beside = Beside(bodies_bytes=bodies_bytes)
+        return make_plan(EngineConfig(max_num_seqs=64), open_checkpoint(None), traits, GIB, beside)
+
+    without, beside = with_bodies(TRAITS, 0), with_bodies(TRAITS, GIB // 2)
+    assert beside.footprint.bodies_bytes == GIB // 2
+    assert beside.planned_bytes <= GIB
+    assert beside.kv_bytes < without.kv_bytes
+    own = replace(TRAITS, device_memory_bytes=GIB)
+    assert with_bodies(own, GIB // 2).planned_bytes == with_bodies(own, 0).planned_bytes
+    with pytest.raises(ConfigError, match="are available"):
+        with_bodies(TRAITS, GIB)
 
 
 def test_a_headroom_that_leaves_nothing_is_refused_with_what_it_may_be():

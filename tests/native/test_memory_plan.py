@@ -37,6 +37,8 @@ LOAD_S = 240.0
 SAMPLE_S = 0.005
 MB = 1_000_000
 PROMPT_LEN = 150
+FEW_BYTES = 8 << 20
+"""Of bodies: the load of the tests has short ones."""
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "logprobs": 5},
@@ -177,6 +179,22 @@ def test_a_restart_keeps_the_plan_of_the_first_start_when_less_is_free(tmp_path:
     assert kept.limits == limits
 
 
+def test_what_the_front_end_has_is_counted_once_and_its_bodies_are(tmp_path: Path) -> None:
+    memory = HostMemory(make_root(tmp_path, version_2, 1500 * MB))
+    start = Start(model=None, config=EngineConfig(max_num_seqs=512), log_level=0)
+
+    def opened(**told: int) -> EnginePlan:
+        return open_start(structs.replace(start, **told), memory=memory)[1]
+
+    plain, front_end = opened(), opened(front_end_bytes=40 * MB)
+    assert front_end.available_bytes == plain.available_bytes + 40 * MB
+    most = opened(front_end_bytes=10_000 * MB)
+    assert most.available_bytes == plain.available_bytes + plain.footprint.front_end_bytes
+    bodies = opened(bodies_bytes=100 * MB)
+    assert bodies.footprint.bodies_bytes == 100 * MB
+    assert bodies.kv_bytes < plain.kv_bytes < front_end.kv_bytes
+
+
 def planned_bytes(serving: ServeProcess) -> int:
     """As the engine's line of the start tells it."""
     (told,) = set(re.findall(r"; ([0-9.]+) MB planned in all", serving.log))
@@ -219,7 +237,7 @@ def test_a_server_keeps_to_its_plan_below_a_limit_that_the_system_enforces(
 ) -> None:
     """The pool of 512 rows of 2,048 tokens, 2.1 GB, does not fit and becomes smaller."""
     before = ("prlimit", f"--{limit}={limit_mb * MB}")
-    check_server("--max-num-seqs", 512, before=before)
+    check_server("--max-num-seqs", 512, "--max-bodies-bytes", FEW_BYTES, before=before)
 
 
 @pytest.mark.soak
@@ -229,7 +247,8 @@ def test_a_server_of_a_larger_shape_keeps_to_its_plan(
 ) -> None:
     folder = tmp_path / "shape"
     write_random_checkpoint(named_shape("smollm2-135m"), folder, seed=1, dtype="bfloat16")
-    check_server(folder, *flags, "--max-model-len", 2048, num_requests=8)
+    few = ("--max-bodies-bytes", FEW_BYTES)
+    check_server(folder, *flags, *few, "--max-model-len", 2048, num_requests=8)
 
 
 @pytest.mark.soak

@@ -51,6 +51,7 @@ def info(
     """
     name = only_model(folder, model)
     from cadenza.loading.build import find_configured, plan_model
+    from cadenza.server.limits import ServerLimits
 
     try:
         checkpoint = find_configured(name, config)
@@ -58,7 +59,7 @@ def info(
         if name is not None and Path(name).is_dir():
             _show_refused(name, str(error), as_json=json)
         raise
-    plan = plan_model(checkpoint, config)
+    plan = plan_model(checkpoint, config, bodies_bytes=ServerLimits().max_bodies_bytes)
     facts = dict(describe(name, checkpoint, plan, config))
     facts["answers"] = _answers(checkpoint, plan, config)
     if measure:
@@ -124,6 +125,7 @@ def describe(
             "scratch_bytes": plan.scratch_bytes,
             "process_bytes": plan.footprint.process_bytes,
             "front_end_bytes": plan.footprint.front_end_bytes,
+            "bodies_bytes": plan.footprint.bodies_bytes,
             "planned_bytes": plan.planned_bytes,
             "kv_bytes_per_token": plan.kv_bytes_per_token,
             "kv_layout": plan.kv_layout,

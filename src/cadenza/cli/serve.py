@@ -258,6 +258,7 @@ def _make(
     from cadenza.frontend.answers import AnswerParsers
     from cadenza.frontend.loaded_model import open_text
     from cadenza.loading.build import find_configured
+    from cadenza.loading.memory import private_memory_bytes
     from cadenza.server.service import Service
     from cadenza.text.grammar_worker import GrammarWorker
 
@@ -270,7 +271,12 @@ def _make(
     template = config.chat_template and (checkpoint.chat_template or "none")
     config = replace(config, revision=checkpoint.revision, chat_template=template)
     timeouts = RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout)
-    process = ProcessOptions(timeouts=timeouts, on_failure=flags.on_engine_failure)
+    process = ProcessOptions(
+        timeouts=timeouts,
+        on_failure=flags.on_engine_failure,
+        front_end_bytes=private_memory_bytes() or 0,
+        bodies_bytes=flags.max_bodies_bytes,
+    )
     engine = EngineProcess(name, config, process)
     return engine, Service(engine, text, options)
 

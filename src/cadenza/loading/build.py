@@ -25,9 +25,10 @@ from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
 from cadenza.errors import CheckpointError, ConfigError, show
 from cadenza.loading.draft import load_draft, plan_copy, plan_draft_model, plan_mtp_head
+from cadenza.loading.footprint import front_end_bytes_of
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
-from cadenza.loading.plan import DraftPlan, EnginePlan, device_share, make_plan
+from cadenza.loading.plan import Beside, DraftPlan, EnginePlan, device_share, make_plan
 from cadenza.loading.weight_cache import packed_weights_file
 from cadenza.text.token_constraint import ConstraintCompiler
 
@@ -117,8 +118,10 @@ def plan_model(
     config: EngineConfig,
     backends: Backends = BACKENDS,
     memory: HostMemory = HOST_MEMORY,
+    bodies_bytes: int = 0,
 ) -> EnginePlan:
-    """The plan for the memory that is available now. Allocates nothing.
+    """The plan for the memory that is available now, of a server that reads so many bytes of bodies
+    at the same time. Allocates nothing.
 
     Raises:
         ConfigError: the options are invalid for the backend, or the model does not fit.
@@ -128,10 +131,13 @@ def plan_model(
     shared = device_share(config, traits)
     if shared is not None:
         available = shared
-    else:  # what the process has taken already is part of the plan
-        available = memory.available_bytes + min(memory.held_bytes, traits.process_bytes)
+    else:  # what the processes have taken already is part of the plan
+        available = memory.available_bytes + memory.taken_bytes(
+            process_bytes=traits.process_bytes, front_end_bytes=front_end_bytes_of(checkpoint)
+        )
     draft = _plan_draft(checkpoint, config, traits, backends)
-    return make_plan(config, checkpoint, traits, available, draft)
+    beside = Beside(draft=draft, bodies_bytes=bodies_bytes)
+    return make_plan(config, checkpoint, traits, available, beside)
 
 
 def _plan_draft(
@@ -160,6 +166,7 @@ def open_planned(
     config: EngineConfig,
     backends: Backends = BACKENDS,
     memory: HostMemory = HOST_MEMORY,
+    bodies_bytes: int = 0,
 ) -> tuple[Checkpoint, EnginePlan]:
     """Opens the checkpoint and plans for it; loads no weights. `config.backend` is in `backends`.
 
@@ -167,7 +174,7 @@ def open_planned(
         CheckpointError, ConfigError, DeviceUnavailableError: see `find_checkpoint`, `plan_model`.
     """
     checkpoint = find_configured(model, config, backends)
-    return checkpoint, plan_model(checkpoint, config, backends, memory)
+    return checkpoint, plan_model(checkpoint, config, backends, memory, bodies_bytes)
 
 
 def build_core(

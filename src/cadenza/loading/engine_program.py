@@ -63,13 +63,15 @@ def open_start(
     on, also where a little less memory is free now; a warning tells it."""
     from cadenza.loading.build import open_planned
 
+    asked = start.model, start.config, backends
+    memory = replace(memory, front_end_bytes=start.front_end_bytes)
     try:
-        return open_planned(start.model, start.config, backends, memory)
+        return open_planned(*asked, memory, start.bodies_bytes)
     except ConfigError as error:
         if not start.is_restart:
             raise
         enough = replace(memory, least_bytes=_ENOUGH_BYTES)
-        opened = open_planned(start.model, start.config, backends, enough)
+        opened = open_planned(*asked, enough, start.bodies_bytes)
         logger.warning("less memory is free than at the first start, whose plan is kept: %s", error)
         return opened
 

@@ -62,6 +62,7 @@ class Footprint:
         slot_bytes: of each token in the KV pool, beside its keys and values.
         process_bytes: of the engine's process: libraries, programs, tokenizer.
         front_end_bytes: of the front end's process.
+        bodies_bytes: there, of all bodies that are being read at the same time.
         request_bytes: in both processes, of all open requests of a row: the one that runs, and
             those that wait by default.
     """
@@ -74,6 +75,7 @@ class Footprint:
     slot_bytes: int = 0
     process_bytes: int = 0
     front_end_bytes: int = 0
+    bodies_bytes: int = 0
     request_bytes: int = 0
 
     def with_draft(self) -> "Footprint":
@@ -112,6 +114,7 @@ def footprint_of(
     traits: BackendTraits,
     dtype: WeightDType,
     memory: ModelMemory,
+    bodies_bytes: int = 0,
 ) -> Footprint:
     """The footprint of an engine; a device's own memory holds no process and no request."""
     on_host = traits.device_memory_bytes is None
@@ -126,11 +129,15 @@ def footprint_of(
         process_bytes=traits.process_bytes + ENGINE_TOKENIZER_FACTOR * tokenizer_bytes
         if on_host
         else 0,
-        front_end_bytes=FRONT_END_BYTES + FRONT_END_TOKENIZER_FACTOR * tokenizer_bytes
-        if on_host
-        else 0,
+        front_end_bytes=front_end_bytes_of(checkpoint) if on_host else 0,
+        bodies_bytes=bodies_bytes if on_host else 0,
         request_bytes=request_bytes if on_host else 0,
     )
+
+
+def front_end_bytes_of(checkpoint: Checkpoint) -> int:
+    """Of a front end that serves nothing yet."""
+    return FRONT_END_BYTES + FRONT_END_TOKENIZER_FACTOR * _tokenizer_bytes(checkpoint)
 
 
 def _array_footprint(model: ModelConfig, traits: BackendTraits, dtype: WeightDType) -> Footprint:

@@ -42,11 +42,15 @@ _VERSION_2 = _GroupFiles(
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """The memory for this process: at least `least_bytes`. Files are read below `root`."""
+    """The memory for this process: at least `least_bytes`. Files are read below `root`.
+
+    `front_end_bytes` are those that the front end's process has; None if there is no such process.
+    """
 
     root: Path = Path("/")
     get_limit: GetLimit = resource.getrlimit
     least_bytes: int = 0
+    front_end_bytes: int | None = None
 
     @property
     def available_bytes(self) -> int:
@@ -56,6 +60,14 @@ class HostMemory:
     def held_bytes(self) -> int:
         """Private memory that the process has; 0 if unknown."""
         return private_memory_bytes(self.root / "proc/self/status") or 0
+
+    def taken_bytes(self, *, process_bytes: int, front_end_bytes: int) -> int:
+        """Of those that a plan counts for the engine's process and the front end's: what they have
+        and is no longer available."""
+        if self.front_end_bytes is None:
+            return min(self.held_bytes, process_bytes + front_end_bytes)
+        taken_bytes = min(self.held_bytes, process_bytes)
+        return taken_bytes + min(self.front_end_bytes, front_end_bytes)
 
 
 HOST_MEMORY = HostMemory()

@@ -62,6 +62,15 @@ class DraftPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What is planned beside a model: the second one, if the options name one, and the bytes of all
+    bodies that a server reads at the same time."""
+
+    draft: DraftPlan | None = None
+    bodies_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
     """The resolved limits, data type and memory sizes (bytes) of an engine."""
 
@@ -103,6 +112,7 @@ class EnginePlan:
             + self.scratch_bytes
             + self.footprint.process_bytes
             + self.footprint.front_end_bytes
+            + self.footprint.bodies_bytes
         )
 
     @property
@@ -177,13 +187,15 @@ def make_plan(
     checkpoint: Checkpoint,
     traits: BackendTraits,
     available_bytes: int,
-    draft: DraftPlan | None = None,
+    beside: Beside | None = None,
 ) -> EnginePlan:
-    """Resolves every `None` and `auto` of `config`; `draft` is the second model, if it names one.
+    """Resolves every `None` and `auto` of `config`.
 
     Raises:
         ConfigError: the model or the requested sizes do not fit; the message has both numbers.
     """
+    beside = beside or Beside()
+    draft = beside.draft
     dtype = choose_dtype(config, checkpoint, traits)
     quantization = choose_quantization(config, checkpoint, traits)
     kv_cache_dtype = _choose_kv_dtype(config, traits)
@@ -192,7 +204,7 @@ def make_plan(
     kv_layout = _choose_layout(config, traits)
     config = replace(config, kv_layout=kv_layout, quantization=quantization)
     memory = _beside_draft(memory_of(checkpoint, traits, dtype, config), draft)
-    footprint = footprint_of(checkpoint, traits, dtype, memory)
+    footprint = footprint_of(checkpoint, traits, dtype, memory, beside.bodies_bytes)
     if draft is not None:
         footprint = footprint.with_draft()
     space = Space(

@@ -69,6 +69,7 @@ class Space:
             self.weight_bytes
             + footprint.process_bytes
             + footprint.front_end_bytes
+            + footprint.bodies_bytes
             + footprint.fixed_bytes
         )
 

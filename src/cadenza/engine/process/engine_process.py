@@ -90,6 +90,8 @@ class ProcessOptions:
             next one go on with them, "error" ends each with an error.
         command: the engine process's program; `open_child` executes it.
         max_unsent_bytes: of messages that the process has not read; above it the queue is full.
+        front_end_bytes: private memory of this process, which the plan of memory counts.
+        bodies_bytes: of all bodies that this process reads at the same time, at most.
     """
 
     timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)
@@ -98,6 +100,8 @@ class ProcessOptions:
     command: Sequence[str] = COMMAND
     open_child: Callable[[Sequence[str]], ChildProcess] = ChildProcess
     max_unsent_bytes: int = 64 << 20
+    front_end_bytes: int = 0
+    bodies_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,11 @@ class EngineProcess:
         level = logging.getLogger("cadenza").getEffectiveLevel()
         self._config = config
         self._start_message = Start(
-            model=None if model is None else str(model), config=config, log_level=level
+            model=None if model is None else str(model),
+            config=config,
+            log_level=level,
+            front_end_bytes=self._options.front_end_bytes,
+            bodies_bytes=self._options.bodies_bytes,
         )
         self._supervision = Supervision(self._options.patience, clock())
         self._requests = OpenRequests(self._options.timeouts, clock)

@@ -35,13 +35,20 @@ class WireError(CadenzaError):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message: what to load. Log records below `log_level` are not sent. `is_restart`:
-    `config` has the sizes that an earlier process planned."""
+    """The first message: what to load. Log records below `log_level` are not sent.
+
+    Args:
+        is_restart: `config` has the sizes that an earlier process planned.
+        front_end_bytes: private memory of the front end's process; 0 if unknown.
+        bodies_bytes: of all bodies that it reads at the same time, at most.
+    """
 
     model: str | None
     config: EngineConfig
     log_level: int
     is_restart: bool = False
+    front_end_bytes: int = 0
+    bodies_bytes: int = 0
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
