@@ -111,6 +111,14 @@ def test_shards_are_fetched_by_the_index_and_by_nothing_else(client: Hub, hub: F
     assert "consolidated" not in " ".join(hub.requests)
 
 
+def test_mtp_layers_in_a_file_of_their_own_are_fetched(client: Hub, hub: FakeHub):
+    hub.files = {NEW: repository(mtp__safetensors=b"not opened")}
+    assert (client.fetch(NAME).path / "mtp.safetensors").exists()
+    hub.files = {OLD: in_shards() | {"mtp.safetensors": b"never"}}
+    hub.refs["main"] = OLD
+    assert not (client.fetch(NAME).path / "mtp.safetensors").exists()
+
+
 def test_a_second_start_fetches_no_file_again(client: Hub, hub: FakeHub):
     client.fetch(NAME)
     before = len(hub.requests)

@@ -160,8 +160,6 @@ def test_a_random_checkpoint_has_its_mtp_layers(tmp_path: Path):
 
 
 def test_a_model_without_mtp_layers_is_refused(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="has no MTP layers"):
-        mtp_head_of(open_checkpoint(None))
     config = named_shape("tiny-mimo")
     write_random_checkpoint(replace(config, num_mtp_layers=0), tmp_path, seed=1, dtype="float32")
     with pytest.raises(CheckpointError, match="has no MTP layers"):

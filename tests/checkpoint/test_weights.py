@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from cadenza.checkpoint import (
     check_weights,
@@ -19,6 +20,8 @@ from cadenza.checkpoint import (
     write_random_checkpoint,
 )
 from cadenza.checkpoint.declaration import EMBEDDING, HEAD
+from cadenza.checkpoint.mtp_head import mtp_head_of
+from cadenza.checkpoint.mtp_layout import QWEN_MTP
 from cadenza.checkpoint.random_checkpoint import shape_names
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
 from cadenza.checkpoint.weights import Weights
@@ -27,6 +30,7 @@ from tests.checkpoint.files import small_model, write_tensors
 
 TINY_SHAPES = [name for name in shape_names() if name.startswith("tiny-")]
 INDEX = "model.safetensors.index.json"
+UP_PROJ = "mtp.layers.0.mlp.up_proj.weight"
 
 
 def write_shards(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, str]:
@@ -55,6 +59,26 @@ def test_shards_and_a_single_file_hold_the_same(tmp_path: Path):
         assert np.array_equal(sharded[name], array)
     check_weights(config, single)
     check_weights(config, sharded)
+
+
+def test_mtp_layers_may_lie_in_a_file_beside_the_model(tmp_path: Path):
+    """As those of the bundled model."""
+    shape = replace(named_shape("tiny-qwen3"), num_mtp_layers=1, mtp_layout=QWEN_MTP)
+    write_random_checkpoint(shape, tmp_path, seed=1, dtype="float32")
+    together = load_file(tmp_path / "model.safetensors")
+    own = {name: each for name, each in together.items() if name.startswith("mtp.")}
+    save_file(own, tmp_path / "mtp.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor .mtp\S+ is both in model\.safetensors and"):
+        open_checkpoint(tmp_path)
+    rest = {name: each for name, each in together.items() if name not in own}
+    save_file(rest, tmp_path / "model.safetensors")
+    head = mtp_head_of(open_checkpoint(tmp_path))
+    assert np.array_equal(head.weights["model.layers.0.mlp.up_proj.weight"], own[UP_PROJ])
+    assert len(head.weights.files) == 2
+
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 0}))
+    assert set(open_checkpoint(tmp_path).weights) == set(rest)
 
 
 def test_a_folder_without_safetensors_says_what_it_has(tmp_path: Path):

@@ -192,7 +192,8 @@ def _read_known(raw_config: JsonObject, folder: Path) -> tuple[ModelConfig, Weig
     """
     config = parse_model_config(_without_quantisation(raw_config))
     scheme = read_scheme(raw_config)
-    config, weights, can_generate = as_decoder(config, open_weights(folder))
+    weights = open_weights(folder, has_mtp_layers=config.num_mtp_layers > 0)
+    config, weights, can_generate = as_decoder(config, weights)
     weights = split_stacked_experts(config, weights)
     if scheme is not None:
         weights = apply_scheme(scheme, config, weights)

@@ -19,7 +19,7 @@ from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
 from cadenza.checkpoint.gguf.files import choose_gguf, first_files, split_names
 from cadenza.checkpoint.json_object import read_json_object
 from cadenza.checkpoint.tokenizer_files import NAMED_TEMPLATES_FOLDER
-from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE, read_shard_names
+from cadenza.checkpoint.weights import INDEX_FILE, MTP_FILE, SINGLE_FILE, read_shard_names
 from cadenza.errors import CheckpointError
 from cadenza.text.tokenizer import MAX_TOKENIZER_BYTES
 
@@ -225,6 +225,8 @@ class _Fetching:
                 f"{self._subject} has no {', '.join(absent[:3])}{found}; choose a model with "
                 f"safetensors weights"
             )
+        if wanted == [SINGLE_FILE] and MTP_FILE in sizes:
+            wanted.append(MTP_FILE)
         return wanted
 
     def _download(

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MTP_FILE = "mtp.safetensors"
+"""MTP layers beside `model.safetensors`: engines that refuse tensors they do not compute load that
+one alone."""
+
 MAX_INDEX_BYTES = 16 << 20
 MAX_SHARDS = 4096
 
@@ -141,14 +145,21 @@ class Weights:
         return state.hexdigest()
 
 
-def open_weights(folder: Path) -> Weights:
+def open_weights(folder: Path, *, has_mtp_layers: bool = False) -> Weights:
     """Opens `model.safetensors`, or else the files listed in `model.safetensors.index.json`.
+
+    Args:
+        has_mtp_layers: the model has MTP layers, which may lie in `mtp.safetensors` beside the
+            first of these.
 
     Raises:
         CheckpointError: there are none, or they are invalid.
     """
     if (folder / SINGLE_FILE).exists():
-        return Weights.of([open_safetensors(folder / SINGLE_FILE)])
+        single = open_safetensors(folder / SINGLE_FILE)
+        if not has_mtp_layers or not (folder / MTP_FILE).exists():
+            return Weights.of([single])
+        return _with_mtp_file(single, open_safetensors(folder / MTP_FILE))
     if (folder / INDEX_FILE).exists():
         return _open_shards(folder)
     other = next((name for name in _OTHER_FORMATS if (folder / name).exists()), None)
@@ -156,6 +167,16 @@ def open_weights(folder: Path) -> Weights:
     raise CheckpointError(
         f"the folder {folder.name} has neither {SINGLE_FILE} nor {INDEX_FILE}; {found}"
     )
+
+
+def _with_mtp_file(single: TensorFile, of_mtp: TensorFile) -> Weights:
+    twice = next((name for name in of_mtp.entries if name in single.entries), None)
+    if twice is not None:
+        raise CheckpointError(
+            f"tensor {shorten(twice)} is both in {SINGLE_FILE} and in {MTP_FILE}; remove one of "
+            f"them"
+        )
+    return Weights.of([single, of_mtp])
 
 
 def read_shard_names(folder: Path) -> list[str]:
