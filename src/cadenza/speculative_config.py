@@ -44,7 +44,8 @@ class SpeculativeConfig:
             tokens of a copy of the model with coarser weights; "mtp": tokens of the model's own MTP
             layer.
         num_speculative_tokens: drafts of a stream in a step, at most.
-        model: the draft model, as models are named; only for "draft_model".
+        model: the draft model, as models are named; only for "draft_model", where None is the one
+            that the package has for the bundled model.
         quantization: how the draft model's weights are quantised while they are loaded; None is
             "none", and "int4" for "quantised".
         prompt_lookup_max: tokens that a place earlier in the stream is compared by, at most.
@@ -82,14 +83,14 @@ class SpeculativeConfig:
 
     def _check_model(self) -> None:
         """Sets the quantization, and checks it and the model by the method."""
-        needs_model = self.method == "draft_model"
         name: object = self.model
-        if needs_model and not (isinstance(name, str) and name and name.isprintable()):
+        is_name = isinstance(name, str) and name and name.isprintable()
+        if self.method == "draft_model" and name is not None and not is_name:
             raise ConfigError(
                 f"{_FLAG}: the model {show(name)} must be a folder, a GGUF file or a hub model as "
                 f'owner/model, as in {{"method": "draft_model", "model": "small-model"}}'
             )
-        if not needs_model and name is not None:
+        if self.method != "draft_model" and name is not None:
             raise ConfigError(f"{_FLAG}: a model is only for the method draft_model; leave it out")
         chosen: object = self.quantization
         if chosen is None:

@@ -33,6 +33,7 @@ def test_text_and_mappings_give_the_same_config() -> None:
         ('{"method": "ngram", "num_speculative_tokens": true}', "whole number from 1 to 16"),
         ('{"method": "ngram", "prompt_lookup_min": 9}', "is above prompt_lookup_max 5"),
         ('{"method": "ngram", "prompt_lookup_max": 1000}', "from 1 to 64"),
+        ('{"method": "draft_model", "model": ""}', "must be a folder, a GGUF file or a hub model"),
         ('{"method": "mtp", "quantization": "none"}', "quantised; leave it out with mtp"),
     ],
 )

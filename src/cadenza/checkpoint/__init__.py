@@ -13,7 +13,12 @@ from cadenza.checkpoint.declaration import (
     count_parameters,
     declare,
 )
-from cadenza.checkpoint.folder import Checkpoint, OnProgress, open_checkpoint
+from cadenza.checkpoint.folder import (
+    Checkpoint,
+    OnProgress,
+    open_bundled_draft,
+    open_checkpoint,
+)
 from cadenza.checkpoint.generation_defaults import GenerationDefaults
 from cadenza.checkpoint.hub import Hub, is_hub_id
 from cadenza.checkpoint.model_config import LayerKind, ModelConfig
@@ -48,6 +53,7 @@ __all__ = [
     "format_model_config",
     "is_hub_id",
     "named_shape",
+    "open_bundled_draft",
     "open_checkpoint",
     "open_weights",
     "parse_model_config",

@@ -44,7 +44,7 @@ MAX_CONFIG_BYTES = 4 << 20
 MAX_UNREAD_BYTES = 1 << 20
 """Bytes of each file in the digest of a model that only a backend reads."""
 
-_BUNDLED = ("models", "bundled")
+_MODELS, _BUNDLED, _BUNDLED_DRAFT = "models", "bundled", "bundled-draft"
 
 
 OnProgress = Callable[[int, int], object]
@@ -255,13 +255,35 @@ def _open_gguf(file: Path, revision: str | None, folder: Path | None) -> Checkpo
     )
 
 
+def open_bundled_draft(target: Checkpoint) -> Checkpoint:
+    """The draft model in the package.
+
+    Raises:
+        CheckpointError: `target` is not the bundled model, for which it drafts, or this
+            installation has none.
+    """
+    folder = _packaged(_BUNDLED_DRAFT)
+    if target.folder.resolve() != _packaged(_BUNDLED).resolve():
+        raise CheckpointError(
+            "the one in the package drafts for the bundled model only; name another, as in "
+            '{"method": "draft_model", "model": "small-model"}'
+        )
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError("this installation has none for the bundled model; name another")
+    return open_checkpoint(folder)
+
+
 def _bundled_folder() -> Path:
-    folder = Path(str(resources.files("cadenza").joinpath(*_BUNDLED)))
+    folder = _packaged(_BUNDLED)
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(
             "this installation has no bundled model; name a local model folder instead"
         )
     return folder
+
+
+def _packaged(name: str) -> Path:
+    return Path(str(resources.files("cadenza").joinpath(_MODELS, name)))
 
 
 def _local_folder(path: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends, brings_models, find_backend
 from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
-from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_checkpoint
+from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_bundled_draft, open_checkpoint
 from cadenza.checkpoint.tokenizer_files import given_template
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
 from cadenza.core.admission import RESERVED_OUTPUT
@@ -155,7 +155,10 @@ def _plan_draft(
     if speculation.method == "mtp":
         return plan_mtp_head(checkpoint, config, traits)
     try:
-        draft = find_checkpoint(speculation.model)
+        if speculation.model is None:
+            draft = open_bundled_draft(checkpoint)
+        else:
+            draft = find_checkpoint(speculation.model)
     except CheckpointError as error:
         raise CheckpointError(f"the draft model of --speculative-config: {error}") from error
     return plan_draft_model(checkpoint, draft, config, describe_backend(config, draft, backends))

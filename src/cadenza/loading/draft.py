@@ -63,7 +63,7 @@ def plan_draft_model(
     """
     speculation = config.speculation
     assert speculation is not None
-    name = str(speculation.model)
+    name = speculation.model or draft.folder.name
     _check_vocabulary(name, target, draft)
     return _plan(draft, config, traits, name=f"the model {name}", shares_kv=False)
 
