@@ -1,7 +1,7 @@
-"""The bundled model as a function of its weights, for training only.
+"""The bundled models as functions of their weights, for training only.
 
-Owns the shape of the network (`ModelShape`), its initial weights and its forward
-pass.  It is the Qwen3 architecture: grouped-query attention with normed queries
+Owns the shapes of the networks (`ModelShape`), their initial weights and the forward
+pass.  They are of the Qwen3 architecture: grouped-query attention with normed queries
 and keys, rotary positions, a gated MLP, RMS norms and a tied head.  Knows no text,
 files or optimisers.
 
@@ -12,8 +12,9 @@ Shapes: B rows, T tokens of a row, C queries of a chunk, S keys that a chunk can
 L layers, E embed, F MLP, Hq/Hkv heads, G queries of a group, D head dim, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,35 @@ class ModelShape:
     @property
     def key_size(self) -> int:
         return self.num_key_value_heads * self.head_dim
+
+
+DRAFT_SHAPE = ModelShape(
+    hidden_size=128,
+    intermediate_size=320,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+)
+"""Of the bundled draft model."""
+
+
+class KeysValues(NamedTuple):
+    """What one layer attends to, each `[B, T, Hkv, D]`."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+class Rows(NamedTuple):
+    """Where tokens are: rotary cosines and sines, each `[T, 1, D]`, and segments `[B, T]`."""
+
+    rotation: tuple[jax.Array, jax.Array]
+    segments: jax.Array
+
+
+def rows_of(shape: ModelShape, segments: jax.Array) -> Rows:
+    return Rows(_rotation(shape, segments.shape[1]), segments)
 
 
 def init_weights(shape: ModelShape, key: jax.Array) -> Weights:
@@ -91,15 +121,28 @@ def forward(
     `token_ids` and `segments` are `[B, T]`; a token sees the earlier tokens of its
     own segment, so documents that share a row do not see each other.
     """
-    rotation = _rotation(shape, token_ids.shape[1])
-    embed = weights["embed"]
-    hidden = embed[token_ids]  # [B, T, E]
+    hidden = hidden_states(weights, token_ids, segments, shape=shape)
+    return logits_of(weights["embed"], hidden)
 
+
+def hidden_states(
+    weights: Weights, token_ids: jax.Array, segments: jax.Array, *, shape: ModelShape
+) -> jax.Array:
+    """The hidden states `[B, T, E]` after the final norm; arguments as of `forward`."""
+    rows = rows_of(shape, segments)
+    hidden = weights["embed"][token_ids]  # [B, T, E]
     for index in range(shape.num_hidden_layers):
-        layer = {name: stack[index] for name, stack in weights["layers"].items()}
-        hidden = _layer(hidden, layer, rotation, segments, shape)
-    hidden = rms_norm(hidden, weights["norm"], shape.rms_norm_eps)
+        hidden, _ = run_layer(hidden, layer_of(weights, index), rows, shape)
+    return rms_norm(hidden, weights["norm"], shape.rms_norm_eps)
+
+
+def logits_of(embed: jax.Array, hidden: jax.Array) -> jax.Array:
+    """The tied head: logits `[B, T, V]` of hidden states after a final norm."""
     return matmul(hidden, embed.T)
+
+
+def layer_of(weights: Weights, index: int) -> Weights:
+    return {name: stack[index] for name, stack in weights["layers"].items()}
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -143,63 +186,89 @@ def _bf16_dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array
     return product.reshape(*lead, -1) if x_axis == 1 else product
 
 
-def _layer(
+def run_layer(
     hidden: jax.Array,
     weights: Weights,
-    rotation: tuple[jax.Array, jax.Array],
-    segments: jax.Array,
+    rows: Rows,
     shape: ModelShape,
-) -> jax.Array:
+    earlier: Sequence[KeysValues] = (),
+) -> tuple[jax.Array, KeysValues]:
+    """The residual stream `[B, T, E]` behind a layer, and the layer's own keys and values.
+
+    Without `earlier` a token attends to the keys of this call.  With it, to those of the
+    first call, except for its own and its nearest predecessors' places: its own key is of
+    this call, that of the token before it of the call before, and so on.
+    """
     normed = rms_norm(hidden, weights["input_norm"], shape.rms_norm_eps)
-    hidden += _attention(normed, weights, rotation, segments, shape)
+    query, own = _project(normed, weights, rows, shape)
+    mixed = _attend(query, (*earlier, own), rows.segments)
+    hidden += matmul(mixed.reshape(*hidden.shape[:2], -1), weights["o_proj"])
     normed = rms_norm(hidden, weights["mlp_norm"], shape.rms_norm_eps)
     gate = jax.nn.silu(matmul(normed, weights["gate_proj"]))  # [B, T, F]
-    return hidden + matmul(gate * matmul(normed, weights["up_proj"]), weights["down_proj"])
+    hidden += matmul(gate * matmul(normed, weights["up_proj"]), weights["down_proj"])
+    return hidden, own
 
 
-def _attention(
-    normed: jax.Array,
-    weights: Weights,
-    rotation: tuple[jax.Array, jax.Array],
-    segments: jax.Array,
-    shape: ModelShape,
-) -> jax.Array:
-    rows, length, _ = normed.shape
-    head = (rows, length, -1, shape.head_dim)
+def _project(
+    normed: jax.Array, weights: Weights, rows: Rows, shape: ModelShape
+) -> tuple[jax.Array, KeysValues]:
+    """Queries `[B, T, Hq, D]`, keys and values, normed and rotated."""
+    head = (*normed.shape[:2], -1, shape.head_dim)
     query = matmul(normed, weights["q_proj"]).reshape(head)  # [B, T, Hq, D]
     key = matmul(normed, weights["k_proj"]).reshape(head)  # [B, T, Hkv, D]
     value = matmul(normed, weights["v_proj"]).reshape(head)  # [B, T, Hkv, D]
-    query = _rotate(rms_norm(query, weights["q_norm"], shape.rms_norm_eps), rotation)
-    key = _rotate(rms_norm(key, weights["k_norm"], shape.rms_norm_eps), rotation)
-    mixed = _attend(query, key, value, segments)
-    return matmul(mixed.reshape(rows, length, -1), weights["o_proj"])
+    query = _rotate(rms_norm(query, weights["q_norm"], shape.rms_norm_eps), rows.rotation)
+    key = _rotate(rms_norm(key, weights["k_norm"], shape.rms_norm_eps), rows.rotation)
+    return query, KeysValues(key, value)
 
 
-def _attend(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
+def _attend(query: jax.Array, calls: Sequence[KeysValues], segments: jax.Array) -> jax.Array:
     """Causal attention within segments, `[B, T, Hq, D]`, a chunk of queries at a time.
 
     A chunk reads only the keys up to its own end, which halves the work on long rows
-    and bounds the memory of the scores.
+    and bounds the memory of the scores.  `calls` are those of `run_layer`, oldest first.
     """
     length = query.shape[1]
+    first, *later = calls
     size = max(SHORTEST_CHUNK, -(-length // MOST_CHUNKS))
     chunks = []
     for start in range(0, length, size):
         end = min(start + size, length)
         visible = segments[:, start:end, None] == segments[:, None, :end]  # [B, C, S]
         visible &= jnp.arange(start, end)[:, None] >= jnp.arange(end)
-        chunks.append(_attend_chunk(query[:, start:end], key[:, :end], value[:, :end], visible))
+        nearest = [_at(each, start, end, back) for back, each in enumerate(reversed(later))]
+        known = KeysValues(first.keys[:, :end], first.values[:, :end])
+        chunks.append(_attend_chunk(query[:, start:end], known, visible, nearest))
     return jnp.concatenate(chunks, axis=1)
 
 
+def _at(call: KeysValues, start: int, end: int, back: int) -> KeysValues:
+    """Keys and values `[B, C, Hkv, D]` of the places `back` before those of a chunk."""
+    keys, values = (jnp.roll(each, back, axis=1)[:, start:end] for each in call)
+    return KeysValues(keys, values)
+
+
 def _attend_chunk(
-    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array
+    query: jax.Array, known: KeysValues, visible: jax.Array, nearest: Sequence[KeysValues]
 ) -> jax.Array:
+    """`nearest[i]` replaces the keys and values of the places `i` before the queries."""
     rows, count, num_heads, head_dim = query.shape
-    grouped = (query * head_dim**-0.5).reshape(rows, count, key.shape[2], -1, head_dim)
-    scores = jnp.einsum("bckgd,bskd->bkgcs", grouped, key)  # [B, Hkv, G, C, S]
+    num_keys = known.keys.shape[1]
+    grouped = (query * head_dim**-0.5).reshape(rows, count, known.keys.shape[2], -1, head_dim)
+    scores = jnp.einsum("bckgd,bskd->bkgcs", grouped, known.keys)  # [B, Hkv, G, C, S]
+    places = [
+        jnp.eye(count, num_keys, num_keys - count - back, bool) for back in range(len(nearest))
+    ]
+    for place, near in zip(places, nearest, strict=True):
+        own = jnp.einsum("bckgd,bckd->bkgc", grouped, near.keys)
+        scores = jnp.where(place, own[..., None], scores)
     scores = jnp.where(visible[:, None, None], scores, MASKED)
-    mixed = jnp.einsum("bkgcs,bskd->bckgd", jax.nn.softmax(scores, axis=-1), value)
+    shares = jax.nn.softmax(scores, axis=-1)
+    replaced = jnp.zeros((count, num_keys), bool) | sum(places, start=jnp.zeros((), bool))
+    mixed = jnp.einsum("bkgcs,bskd->bckgd", jnp.where(replaced, 0.0, shares), known.values)
+    for place, near in zip(places, nearest, strict=True):
+        share = jnp.sum(jnp.where(place, shares, 0.0), axis=-1)  # [B, Hkv, G, C]
+        mixed += jnp.einsum("bkgc,bckd->bckgd", share, near.values)
     return mixed.reshape(rows, count, num_heads, head_dim)
 
 

@@ -1,8 +1,9 @@
 """Trains the bundled model.
 
-Owns the run: loss, optimiser, schedule, checkpoints of the run and the record of its
-losses.  A step's batch depends only on the step, so a run that is interrupted and
-resumed ends with the same weights as an uninterrupted one.
+Owns the run, of this model and of what drafts for it: loss, optimiser, schedule,
+checkpoints of the run and the record of its losses.  A step's batch depends only on the
+step, so a run that is interrupted and resumed ends with the same weights as an
+uninterrupted one.
 
 Run as `python -m training.train` from the root of the repository; `--resume` continues
 from the last checkpoint of the run.
@@ -15,7 +16,8 @@ import functools
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,9 @@ from training.tokenizer import load_tokenizer
 
 SEED = 20
 DEFAULT_STEPS = 3000
+HELD_OUT_BATCHES = 4
+"""In rows of each length."""
+
 RUN_FOLDER = Path(__file__).parent / "checkpoints"
 
 
@@ -63,6 +68,25 @@ class Plan:
             ],
             [self.warmup_steps, self.num_steps - decay_steps],
         )
+
+
+Batch = dict[str, jax.Array]
+Figures = dict[str, jax.Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What a run minimises.
+
+    Args:
+        loss: of the trained weights, the frozen ones and a batch; a mean in nats.
+        figures: scalars about a held-out batch, by name; arguments as of `loss`.
+        frozen: weights that are read and not trained.
+    """
+
+    loss: Callable[[Weights, Weights, Batch], jax.Array]
+    figures: Callable[[Weights, Weights, Batch], Figures]
+    frozen: Weights = field(default_factory=dict[str, Any])
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +121,12 @@ class Run:
 
 
 def load_weights(folder: Path, shape: ModelShape) -> Weights:
-    """The weights of a run's last checkpoint; they are its first leaves."""
-    weights = init_weights(shape, jax.random.key(SEED))
+    """The weights of a model of this shape in a run's last checkpoint."""
+    return load_saved(folder, init_weights(shape, jax.random.key(SEED)))
+
+
+def load_saved(folder: Path, weights: Weights) -> Weights:
+    """The weights of a run's last checkpoint, of the same structure; they are its first leaves."""
     leaves, structure = jax.tree.flatten(weights)
     with np.load(folder / "run.npz") as saved:
         return jax.tree.unflatten(structure, [saved[str(i)] for i in range(len(leaves))])
@@ -108,61 +136,67 @@ def main() -> None:
     arguments = _parse_arguments()
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
-    shape, plan = ModelShape(), _make_plan(arguments)
+    shape, plan = ModelShape(), make_plan(arguments)
     write_json(folder / "plan.json", {"shape": asdict(shape), "plan": asdict(plan)})
     if arguments.start is None:
         weights = init_weights(shape, jax.random.key(SEED))
     else:
         weights = load_exported(arguments.start, shape)
-    optimizer = make_optimizer(plan)
-    run = Run(0, weights, optimizer.init(weights), [])
-    if arguments.resume:
-        run.load(folder)
-    print(f"{count_parameters(run.weights):,} parameters, from step {run.step}", flush=True)
-    train(run, plan, shape, optimizer, folder)
+    train(weights, plan, text_objective(shape), folder, resumes=arguments.resume)
 
 
 def train(
-    run: Run,
-    plan: Plan,
-    shape: ModelShape,
-    optimizer: optax.GradientTransformation,
-    folder: Path,
-) -> None:
-    """Runs the remaining steps; the next batch is made while the device computes."""
+    weights: Weights, plan: Plan, objective: Objective, folder: Path, *, resumes: bool
+) -> Run:
+    """Runs the steps of a plan, from the last checkpoint of the run if it `resumes`.
+
+    The next batch is made while the device computes.
+    """
+    optimizer = make_optimizer(plan)
+    run = Run(0, weights, optimizer.init(weights), [])
+    if resumes:
+        run.load(folder)
+    print(f"{count_parameters(run.weights):,} parameters, from step {run.step}", flush=True)
     tokenizer = load_tokenizer()
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def take_step(weights: Weights, state: Any, batch: dict[str, jax.Array]) -> Any:
-        loss, grads = jax.value_and_grad(batch_loss)(weights, batch, shape)
+    def take_step(weights: Weights, state: Any, frozen: Weights, batch: Batch) -> Any:
+        loss, grads = jax.value_and_grad(objective.loss)(weights, frozen, batch)
         updates, state = optimizer.update(grads, state, weights)
         return optax.apply_updates(weights, updates), state, loss
 
+    figures = jax.jit(objective.figures)
     losses: list[jax.Array] = []
     started = time.monotonic() - run.seconds
     batch = _training_batch(tokenizer, plan, run.step)
     while run.step < plan.num_steps:
-        run.weights, run.optimizer_state, loss = take_step(run.weights, run.optimizer_state, batch)
+        run.weights, run.optimizer_state, loss = take_step(
+            run.weights, run.optimizer_state, objective.frozen, batch
+        )
         losses.append(loss)
         run.step += 1
         batch = _training_batch(tokenizer, plan, run.step)
         jax.block_until_ready(loss)
         run.seconds = time.monotonic() - started
         if run.step % plan.evaluate_every == 0 or run.step == plan.num_steps:
-            _record(run, losses, tokenizer, shape)
+            means = held_out_figures(
+                lambda batch: figures(run.weights, objective.frozen, batch), tokenizer
+            )
+            _record(run, losses, means)
             losses = []
         if run.step % plan.save_every == 0 or run.step == plan.num_steps:
             run.save(folder)
+    return run
 
 
 def make_optimizer(plan: Plan) -> optax.GradientTransformation:
     """Muon for the matrices of the layers, AdamW for embedding and norms."""
 
     def dimensions(weights: Weights) -> Weights:
-        is_matrix = {name: name.endswith("_proj") for name in weights["layers"]}
-        matrix = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-        layers = {name: matrix if is_matrix[name] else None for name in is_matrix}
-        return {"embed": None, "layers": layers, "norm": None}
+        return {
+            name: dimensions(value) if isinstance(value, dict) else _muon_dimensions(name, value)
+            for name, value in weights.items()
+        }
 
     return optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -175,7 +209,24 @@ def make_optimizer(plan: Plan) -> optax.GradientTransformation:
     )
 
 
-def batch_loss(weights: Weights, batch: dict[str, jax.Array], shape: ModelShape) -> jax.Array:
+def _muon_dimensions(name: str, weight: jax.Array) -> MuonDimensionNumbers | None:
+    """Of a matrix [.., K, N] of a layer; None for other weights."""
+    if not name.endswith("_proj"):
+        return None
+    return MuonDimensionNumbers(reduction_axis=weight.ndim - 2, output_axis=weight.ndim - 1)
+
+
+def text_objective(shape: ModelShape) -> Objective:
+    """Predicts the learned tokens of the text."""
+
+    def loss(weights: Weights, frozen: Weights, batch: Batch) -> jax.Array:
+        assert not frozen, "all weights are trained"
+        return batch_loss(weights, batch, shape)
+
+    return Objective(loss=loss, figures=lambda *given: {"held_out_loss": loss(*given)})
+
+
+def batch_loss(weights: Weights, batch: Batch, shape: ModelShape) -> jax.Array:
     """Mean cross entropy of the learned tokens, in nats."""
     logits = forward(weights, batch["token_ids"], batch["segments"], shape=shape)
     losses = optax.softmax_cross_entropy_with_integer_labels(
@@ -185,22 +236,17 @@ def batch_loss(weights: Weights, batch: dict[str, jax.Array], shape: ModelShape)
     return jnp.sum(losses * learned) / jnp.sum(learned)
 
 
-def held_out_loss(
-    weights: Weights, tokenizer: Tokenizer, shape: ModelShape, *, num_batches: int
-) -> float:
-    """Mean loss over the same held-out batches each time, in short and in medium rows."""
-    losses = [
-        _jitted_loss(weights, as_arrays(make_batch(tokenizer, Split.HELD_OUT, i, length)), shape)
+def held_out_figures(figures: Callable[[Batch], Figures], tokenizer: Tokenizer) -> dict[str, float]:
+    """Mean figures over the same held-out batches each time, in short and in medium rows."""
+    found = [
+        figures(as_arrays(make_batch(tokenizer, Split.HELD_OUT, i, length)))
         for length in (SHORT, MEDIUM)
-        for i in range(num_batches // 2)
+        for i in range(HELD_OUT_BATCHES)
     ]
-    return float(np.mean([float(loss) for loss in losses]))
+    return {name: round(float(np.mean([each[name] for each in found])), 4) for name in found[0]}
 
 
-_jitted_loss = jax.jit(batch_loss, static_argnames="shape")
-
-
-def as_arrays(batch: PackedBatch) -> dict[str, jax.Array]:
+def as_arrays(batch: PackedBatch) -> Batch:
     return {
         "token_ids": jnp.asarray(batch.token_ids),
         "segments": jnp.asarray(batch.segments),
@@ -215,29 +261,32 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def _training_batch(tokenizer: Tokenizer, plan: Plan, step: int) -> dict[str, jax.Array]:
+def _training_batch(tokenizer: Tokenizer, plan: Plan, step: int) -> Batch:
     batch = training_batch(
         tokenizer, (SEED, step), step, copy_steps=plan.copy_steps, long_from=plan.long_from
     )
     return as_arrays(batch)
 
 
-def _record(run: Run, losses: list[jax.Array], tokenizer: Tokenizer, shape: ModelShape) -> None:
+def _record(run: Run, losses: list[jax.Array], held_out: dict[str, float]) -> None:
     entry = {
         "step": run.step,
         "seconds": round(run.seconds),
         "train_loss": round(float(np.mean([float(loss) for loss in losses])), 4),
-        "held_out_loss": round(held_out_loss(run.weights, tokenizer, shape, num_batches=8), 4),
+        **held_out,
     }
     run.record.append(entry)
     print(json.dumps(entry), flush=True)
 
 
-def _make_plan(arguments: argparse.Namespace) -> Plan:
-    """The plan of the arguments; a resumed run keeps the values that they do not give."""
+def make_plan(arguments: argparse.Namespace, **defaults: Any) -> Plan:
+    """The plan of the arguments; a resumed run keeps the values that they do not give.
+
+    Of another run, the values that are not given are `defaults`.
+    """
     names = ("num_steps", "learning_rate", "copy_steps", "long_from")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    saved = {"num_steps": DEFAULT_STEPS}
+    saved = {"num_steps": DEFAULT_STEPS, **defaults}
     if arguments.resume:
         text = (arguments.folder / "plan.json").read_text(encoding="utf-8")
         saved = json.loads(text)["plan"]
@@ -246,14 +295,18 @@ def _make_plan(arguments: argparse.Namespace) -> Plan:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    add_plan_arguments(parser)
+    parser.add_argument("--folder", type=Path, default=RUN_FOLDER)
+    parser.add_argument("--start", type=Path, help="folder of exported weights to start from")
+    return parser.parse_args()
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, dest="num_steps")
     parser.add_argument("--rate", type=float, dest="learning_rate", help="peak learning rate")
     parser.add_argument("--copy-steps", type=int, help="steps of the copying phase")
     parser.add_argument("--long-from", type=int, help="first step with rows of 2,048 tokens")
-    parser.add_argument("--folder", type=Path, default=RUN_FOLDER)
-    parser.add_argument("--start", type=Path, help="folder of exported weights to start from")
     parser.add_argument("--resume", action="store_true")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
