@@ -1,4 +1,5 @@
-"""Measures the bundled checkpoint on held-out examples: loss and exact match for each task.
+"""Measures the bundled checkpoint on held-out examples: loss and exact match for each task, and
+how many drafts of its drafters are accepted (`training.acceptance`).
 
 An answer matches exactly if greedy decoding generates it.  That is equivalent to each
 token of the answer being the most likely one after the preceding tokens, so one forward
@@ -20,6 +21,7 @@ import numpy as np
 import optax
 from tokenizers import Tokenizer
 
+from training.acceptance import acceptance_of
 from training.batches import EncodedExample, encode
 from training.corpus.arithmetic import Problem
 from training.corpus.countries import COUNTRIES
@@ -27,6 +29,7 @@ from training.corpus.dialogues import dialogue_of_turns
 from training.corpus.example import Example, Source, Split, completion
 from training.corpus.lookup import lookup_of_length
 from training.corpus.mixture import SHARES, make_example, open_source
+from training.export import BUNDLED_DRAFT
 from training.exported import load_exported
 from training.model import ModelShape, Weights, forward
 from training.tokenizer import BUNDLED, load_tokenizer
@@ -237,8 +240,12 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS_PATH)
     parser.add_argument("--run", type=Path, help="folder of a run to measure instead")
     arguments = parser.parse_args()
-    judge = load_run_judge(arguments.run) if arguments.run else load_judge()
-    write_json(arguments.results, evaluate(judge, arguments.number))
+    if arguments.run:
+        results = evaluate(load_run_judge(arguments.run), arguments.number)
+    else:
+        results = evaluate(load_judge(), arguments.number)
+        results["acceptance"] = acceptance_of(BUNDLED, BUNDLED_DRAFT, arguments.number // 4)
+    write_json(arguments.results, results)
 
 
 if __name__ == "__main__":

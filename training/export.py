@@ -1,8 +1,11 @@
-"""Writes a run's weights as the bundled checkpoint, in Hugging Face layout and bfloat16.
+"""Writes runs' weights as the bundled checkpoints, in Hugging Face layout and bfloat16.
 
-Files are replaced atomically, so readers never see an incomplete one.
+The MTP layer is a file of its own beside the model, `mtp.safetensors`: engines that do not
+know such layers refuse a `model.safetensors` with more tensors than the model's.  Files are
+replaced atomically, so readers never see an incomplete one.
 
-Run as `python -m training.export` from the root of the repository.
+Run as `python -m training.export` from the root of the repository, with the folders of the
+runs to export: `--run` of the model, `--mtp` of its MTP layer, `--draft` of the draft model.
 """
 
 import argparse
@@ -12,36 +15,65 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
 from training.corpus.example import END_OF_TEXT, TURN_END
+from training.distill import check_target, load_target
 from training.exported import MODULES
-from training.model import ModelShape, Weights
+from training.model import DRAFT_SHAPE, ModelShape, Weights
+from training.mtp import init_mtp
 from training.tokenizer import BUNDLED, load_tokenizer
-from training.train import RUN_FOLDER, load_weights
+from training.train import RUN_FOLDER, load_saved, load_weights
+
+BUNDLED_DRAFT = BUNDLED.parent / "bundled-draft"
+CONFIG_FILE, MTP_FILE = "config.json", "mtp.safetensors"
 
 
 def export(weights: Weights, shape: ModelShape, folder: Path) -> None:
-    tensors = dict(_named_tensors(weights, shape))
-    temporary = folder / "model.safetensors.tmp"
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.chmod(0o644)
-    os.replace(temporary, folder / "model.safetensors")
-    _write_json(folder / "config.json", _config(shape))
+    """Writes a model without an MTP layer; one that is there was another model's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tensors(folder / "model.safetensors", dict(_named_tensors(weights, shape)))
+    _write_json(folder / CONFIG_FILE, _config(shape))
     _write_json(folder / "generation_config.json", _generation_config())
+    (folder / MTP_FILE).unlink(missing_ok=True)
+
+
+def export_mtp(weights: Weights, folder: Path) -> None:
+    """Writes the MTP layer of the model in `folder`."""
+    _write_tensors(folder / MTP_FILE, dict(_mtp_tensors(weights)))
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    _write_json(folder / CONFIG_FILE, config | {"mtp_num_hidden_layers": 1})
 
 
 def _named_tensors(weights: Weights, shape: ModelShape) -> Iterator[tuple[str, np.ndarray]]:
-    def shipped(array: Any) -> np.ndarray:
-        return np.ascontiguousarray(np.asarray(array).T.astype(ml_dtypes.bfloat16))
-
-    yield "model.embed_tokens.weight", shipped(weights["embed"].T)
+    yield "model.embed_tokens.weight", _shipped(weights["embed"].T)
     for index in range(shape.num_hidden_layers):
         for name, module in MODULES.items():
-            yield f"model.layers.{index}.{module}.weight", shipped(weights["layers"][name][index])
-    yield "model.norm.weight", shipped(weights["norm"])
+            yield f"model.layers.{index}.{module}.weight", _shipped(weights["layers"][name][index])
+    yield "model.norm.weight", _shipped(weights["norm"])
+
+
+def _mtp_tensors(weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
+    yield "mtp.fc.weight", _shipped(weights["input_proj"])
+    yield "mtp.pre_fc_norm_embedding.weight", _shipped(weights["embedding_norm"])
+    yield "mtp.pre_fc_norm_hidden.weight", _shipped(weights["hidden_norm"])
+    for name, module in MODULES.items():
+        yield f"mtp.layers.0.{module}.weight", _shipped(weights["layers"][name][0])
+    yield "mtp.norm.weight", _shipped(weights["norm"])
+
+
+def _shipped(array: Any) -> np.ndarray:
+    return np.ascontiguousarray(np.asarray(array).T.astype(ml_dtypes.bfloat16))
+
+
+def _write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.chmod(0o644)
+    os.replace(temporary, path)
 
 
 def _config(shape: ModelShape) -> dict[str, Any]:
@@ -95,12 +127,32 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", type=Path, default=RUN_FOLDER)
-    parser.add_argument("--folder", type=Path, default=BUNDLED)
-    arguments = parser.parse_args()
+    arguments = _parse_arguments()
+    folder: Path = arguments.folder
+    run = arguments.run
+    if run is None and arguments.mtp is None and arguments.draft is None:
+        run = RUN_FOLDER
     shape = ModelShape()
-    export(load_weights(arguments.run, shape), shape, arguments.folder)
+    if run is not None:
+        export(load_weights(run, shape), shape, folder)
+    if arguments.mtp is not None:
+        target = load_target(folder, None)
+        check_target(arguments.mtp, target)
+        export_mtp(load_saved(arguments.mtp, init_mtp(target, jax.random.key(0))), folder)
+    if arguments.draft is not None:
+        export(load_weights(arguments.draft, DRAFT_SHAPE), DRAFT_SHAPE, arguments.draft_folder)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--run", type=Path, help="of the model (default: training/checkpoints if no run is given)"
+    )
+    parser.add_argument("--mtp", type=Path, help="run of the MTP layer of the model in --folder")
+    parser.add_argument("--draft", type=Path, help="run of the draft model")
+    parser.add_argument("--folder", type=Path, default=BUNDLED)
+    parser.add_argument("--draft-folder", type=Path, default=BUNDLED_DRAFT)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Run as `python -m training.prompts` from the root of the repository.
 
 from pathlib import Path
 
-from training.corpus.example import Source, Split
+from training.corpus.example import Example, Source, Split
 from training.corpus.lookup import lookup_of_length
 from training.corpus.mixture import SHARES, make_example, open_source
 from training.train import write_json
@@ -34,8 +34,11 @@ def _source(*key: object) -> Source:
 
 
 def _prompt(task: str, index: int) -> str:
-    """The text up to its answer; of a story, its first words."""
-    example = make_example(task, _source(task, index), max_tokens=MAX_TOKENS)
+    return prompt_of(make_example(task, _source(task, index), max_tokens=MAX_TOKENS), index)
+
+
+def prompt_of(example: Example, index: int) -> str:
+    """The text up to its answer; of a story, its first words, in a number that `index` chooses."""
     if example.answer is not None:
         return example.prompt
     return " ".join(example.text.split(" ")[: STORY_WORDS[index % len(STORY_WORDS)]])
