@@ -6,6 +6,7 @@ Run as `python -m training.plot` from the root of the repository.
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -32,11 +33,24 @@ def draw(record: list[dict[str, float]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def continued(earlier: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """The progress of a run that started from another run's last weights, behind the other's."""
+    last = earlier["record"][-1]["step"]
+    later = [entry | {"step": entry["step"] + last} for entry in run["record"]]
+    return {
+        "seconds": earlier["seconds"] + run["seconds"],
+        "record": earlier["record"] + later,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=RUN_FOLDER)
+    parser.add_argument("--after", type=Path, help="curve.json of the run that this one continues")
     arguments = parser.parse_args()
     progress = json.loads((arguments.run / "progress.json").read_text(encoding="utf-8"))
+    if arguments.after is not None:
+        progress = continued(json.loads(arguments.after.read_text(encoding="utf-8")), progress)
     write_json(FOLDER / "curve.json", progress)
     draw(progress["record"], FOLDER / "curve.png")
 
