@@ -51,7 +51,7 @@ class StoringSteps(SimulatedSteps):
     """Simulated steps that also write and read tokens as a real engine writes and reads KV."""
 
     def __init__(self, server: SimulatedServer, clock: SimulatedClock) -> None:
-        super().__init__(server.limits, server.cost, clock)
+        super().__init__(server.limits, server.cost.predict_ms, clock)
         sizes = {
             "max_num_seqs": server.limits.max_num_seqs,
             "max_pages_per_seq": server.limits.max_pages_per_seq,

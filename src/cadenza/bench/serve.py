@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import httpx
@@ -19,7 +20,6 @@ from cadenza.bench.serve_figures import (
     CompletedRequest,
     CpuTimes,
     FailedRequest,
-    LoadFigures,
     Outcome,
     ServeFigures,
     figures_of,
@@ -43,10 +43,31 @@ def measure_serving(options: ServeOptions, report: OnStatus) -> ServeFigures:
 
     Raises ServerError when the server cannot be reached, or lists no model.
     """
-    return asyncio.run(_measure(options, report))
+    model, loads = asyncio.run(_measure(options, report))
+    return ServeFigures(
+        url=options.base_url,
+        model=model,
+        loads=tuple(
+            figures_of(each.outcomes, each.cpu, concurrency=each.clients) for each in loads
+        ),
+    )
 
 
-async def _measure(options: ServeOptions, report: OnStatus) -> ServeFigures:
+def measure_outcomes(options: ServeOptions, report: OnStatus) -> list[Sequence[Outcome]]:
+    """What came of each request, load by load; raises as `measure_serving` does."""
+    _, loads = asyncio.run(_measure(options, report))
+    return [each.outcomes for each in loads]
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredLoad:
+    clients: int | None
+    outcomes: Sequence[Outcome]
+    cpu: CpuTimes
+
+
+async def _measure(options: ServeOptions, report: OnStatus) -> tuple[str, list[_MeasuredLoad]]:
+    """The model's name on the server, and the loads."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=MAX_CLIENTS)
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     async with httpx.AsyncClient(
@@ -61,17 +82,17 @@ async def _measure(options: ServeOptions, report: OnStatus) -> ServeFigures:
         )
         report("one request to warm up")
         await client.complete(options.warm_up())
-        loads: list[LoadFigures] = []
+        loads: list[_MeasuredLoad] = []
         for clients, requests in options.loads():
             how = "at a rate" if clients is None else f"from {clients} clients"
             report(f"{len(requests)} requests {how}")
             loads.append(await _load(client, requests, clients))
-    return ServeFigures(url=options.base_url, model=model, loads=tuple(loads))
+    return model, loads
 
 
 async def _load(
     client: "ServeClient", requests: Sequence[PlannedRequest], clients: int | None
-) -> LoadFigures:
+) -> _MeasuredLoad:
     server_before_s, client_before_s = await client.server_cpu_s(), time.process_time()
     if clients is None:
         outcomes = await _open_loop(client, requests)
@@ -81,7 +102,7 @@ async def _load(
     server_s = None
     if server_before_s is not None and server_after_s is not None:
         server_s = server_after_s - server_before_s
-    return figures_of(outcomes, CpuTimes(client_s=client_s, server_s=server_s), concurrency=clients)
+    return _MeasuredLoad(clients, outcomes, CpuTimes(client_s=client_s, server_s=server_s))
 
 
 async def _closed_loop(
@@ -167,13 +188,17 @@ class ServeClient:
 
     async def _read(self, response: httpx.Response, sent_s: float) -> CompletedRequest:
         content_s: list[float] = []
+        num_content_tokens: list[int] = []
         usage: dict[str, Any] | None = None
         async for data, arrived_s in self._frames(response):
             chunk = _object(data)
             if "error" in chunk:
                 raise _Failed("error frame")
-            if any(choice.get(self._content) for choice in chunk.get("choices") or ()):
+            choices = chunk.get("choices") or ()
+            if any(choice.get(self._content) for choice in choices):
                 content_s.append(arrived_s)
+                if self._content == "token_ids":
+                    num_content_tokens.append(sum(len(each[self._content]) for each in choices))
             usage = chunk.get("usage") or usage
         return CompletedRequest(
             sent_s=sent_s,
@@ -181,6 +206,7 @@ class ServeClient:
             end_s=self._clock(),
             num_prompt_tokens=_count(usage, "prompt_tokens"),
             num_output_tokens=_count(usage, "completion_tokens"),
+            num_content_tokens=tuple(num_content_tokens),
         )
 
     async def _frames(self, response: httpx.Response) -> AsyncIterator[tuple[str, float]]:

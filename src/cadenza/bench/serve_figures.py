@@ -16,13 +16,17 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedRequest:
-    """A request whose stream ended well; `content_s` are the arrivals of its content chunks."""
+    """A request whose stream ended well; `content_s` are the arrivals of its content chunks.
+
+    `num_content_tokens`: the tokens of each chunk, where the server was asked for their ids.
+    """
 
     sent_s: float
     content_s: tuple[float, ...]
     end_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+    num_content_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,11 +68,13 @@ class SimulatedStep:
 
 
 class SimulatedSteps:
-    """The `Steps` of a core: they follow one another, and each takes as long as `cost` predicts.
+    """The `Steps` of a core: they follow one another, and each takes as long as `predict_ms` says.
     Every token is the same."""
 
-    def __init__(self, limits: EngineLimits, cost: StepCost, clock: SimulatedClock) -> None:
-        self._cost = cost
+    def __init__(
+        self, limits: EngineLimits, predict_ms: Callable[[StepLoad], float], clock: SimulatedClock
+    ) -> None:
+        self._predict_ms = predict_ms
         self._clock = clock
         self._free_s = 0.0
         self._whole = _constant_output(limits.max_num_seqs)
@@ -85,7 +87,7 @@ class SimulatedSteps:
     def launch(self, batch: Batch, now_s: float, *, masks_follow: bool) -> LaunchedStep:
         assert not masks_follow, "a simulated request has no constraint"
         load = batch.load
-        self._free_s = max(now_s, self._free_s) + self._cost.predict_ms(load) / 1000
+        self._free_s = max(now_s, self._free_s) + self._predict_ms(load) / 1000
         step = SimulatedStep(self._clock, self._free_s, self.output(batch))
         return LaunchedStep(batch, load.num_logits, step, now_s)
 
@@ -364,7 +366,7 @@ def make_simulated_core(
         clock=clock,
         secret=b"simulated",
     )
-    steps = steps or SimulatedSteps(server.limits, server.cost, clock)
+    steps = steps or SimulatedSteps(server.limits, server.cost.predict_ms, clock)
     return EngineCore(NoDevice(server.limits), server.limits, options, steps)
 
 
