@@ -400,7 +400,7 @@ inline void quantised_embed_units(const void* context, int64_t begin, int64_t en
   }
 }
 
-// The register tile of narrow codes without its loads: the upper bound of all products' dots.
+// The register tile of narrow codes without the loads of weights: the upper bound of all products.
 inline void multiply_codes_units(const void* context, int64_t begin, int64_t end, Worker&) {
   const auto& task = *static_cast<const MultiplyTask*>(context);
   const auto* seeds = static_cast<const uint8_t*>(task.seeds);
@@ -412,12 +412,15 @@ inline void multiply_codes_units(const void* context, int64_t begin, int64_t end
   }
   NarrowDots::Codes weights[2];
   load_nibbles(seeds, weights[0], weights[1]);
-  const CodeOperand operand = broadcast_codes(reinterpret_cast<const int8_t*>(seeds));
   for (int64_t step = 0; step < (end - begin) * task.steps; step++) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kDotRows; i++)
+    for (int i = 0; i < kDotRows; i++) {
+      // Read again, as products of the same codes would be computed once.
+      asm volatile("" : "+r"(seeds));
+      const CodeOperand operand = broadcast_codes(reinterpret_cast<const int8_t*>(seeds));
 #pragma GCC unroll 2
       for (int j = 0; j < kDotVecs; j++) dots[i][j].add(weights[0], operand);
+    }
   }
   observe(dots);
   constexpr int64_t kPerStep = 2 * 4 * kLanes * kDotRows * kDotVecs;

@@ -358,7 +358,8 @@ def test_content_parts_are_one_text_and_developer_is_system(server: RunningServe
 
 
 def test_a_stop_string_ends_the_answer_before_it(server: RunningServer) -> None:
-    body = {"prompt": "The capital of France is", "max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+    prompt = "The capital of France is"
+    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
     text = server.post("/v1/completions", body).json()["choices"][0]["text"]
     stop = text[5:9]
     found = server.post("/v1/completions", {**body, "stop": stop}).json()["choices"][0]

@@ -34,7 +34,7 @@ from tests.xla.test_mtp_head import compute_target, error_of, head_stream
 from training.acceptance import Reached, acceptance_of, held_out_prompts
 from training.corpus.example import Split
 from training.corpus.mixture import make_example, open_source
-from training.export import BUNDLED_DRAFT, export, export_mtp
+from training.export import export, export_mtp
 from training.exported import load_exported
 from training.model import DRAFT_SHAPE, ModelShape, Weights, hidden_states, init_weights, logits_of
 from training.mtp import init_mtp, mtp_states
@@ -215,7 +215,6 @@ def test_only_the_bundled_model_has_a_draft_model_of_its_own(head: Head):
     assert "the draft model of --speculative-config" in str(caught.value)
 
 
-@pytest.mark.skipif(not BUNDLED_DRAFT.exists(), reason="the package has no draft model")
 def test_the_bundled_models_drafters_are_in_the_package():
     checkpoint = open_checkpoint(None)
     assert checkpoint.config.num_mtp_layers == 1
