@@ -422,7 +422,11 @@ inline void multiply_codes_units(const void* context, int64_t begin, int64_t end
       for (int j = 0; j < kDotVecs; j++) dots[i][j].add(weights[0], operand);
     }
   }
-  observe(dots);
+  VecI results[kDotRows][kDotVecs];  // as an address of `dots` would keep them in memory
+  for (int i = 0; i < kDotRows; i++) {
+    for (int j = 0; j < kDotVecs; j++) results[i][j] = dots[i][j].end(set1_i(0));
+  }
+  observe(results);
   constexpr int64_t kPerStep = 2 * 4 * kLanes * kDotRows * kDotVecs;
   __atomic_fetch_add(task.operations, (end - begin) * task.steps * kPerStep, __ATOMIC_RELAXED);
 }
