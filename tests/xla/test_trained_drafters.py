@@ -21,16 +21,16 @@ from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.runner import RunnerOptions, XlaRunner
 from cadenza.checkpoint import open_bundled_draft, open_checkpoint
 from cadenza.checkpoint.mtp_head import mtp_head_of
-from cadenza.config import EngineConfig, EngineLimits
+from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError
 from cadenza.events import Token
 from cadenza.loading.build import plan_model
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
-from tests.contract.steps import Geometry, Stream, run_step
+from tests.contract.steps import Stream, run_step
 from tests.xla.harness import NAN
 from tests.xla.test_draft_models import play
-from tests.xla.test_mtp_head import compute_target, error_of, head_stream
+from tests.xla.test_mtp_head import GEOMETRY, LIMITS, compute_target, error_of, head_stream
 from training.acceptance import Reached, acceptance_of, held_out_prompts
 from training.corpus.example import Split
 from training.corpus.mixture import make_example, open_source
@@ -42,15 +42,6 @@ from training.tokenizer import BUNDLED, load_tokenizer
 
 SHAPE = ModelShape()
 DEPTHS = 3
-LIMITS = EngineLimits(
-    max_num_seqs=4,
-    max_num_batched_tokens=32,
-    max_model_len=112,
-    page_size=16,
-    num_pages=30,
-    max_num_queued_reqs=4,
-)
-GEOMETRY = Geometry(bucket=32, num_rows=4, page_size=16)
 PAGES = [9, 3, 4, 8, 1, 20, 21]
 TOLERANCE = 0.02
 """Of the range of the logits."""
