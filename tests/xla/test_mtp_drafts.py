@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint import open_bundled_draft, open_checkpoint
 from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
 from cadenza.config import EngineConfig
@@ -184,7 +184,7 @@ def test_drafts_from_swapped_inputs_would_be_noticed(other_predictable: Path, tm
 def test_a_model_without_mtp_layers_is_refused():
     config = EngineConfig(speculative_config=MTP)
     with pytest.raises(CheckpointError, match=r"the method mtp of --speculative-config: .*no MTP"):
-        plan_model(open_checkpoint(None), config)
+        plan_model(open_bundled_draft(open_checkpoint(None)), config)
 
 
 def test_operations_that_keep_no_hidden_states_are_refused(folder: Path):
