@@ -262,18 +262,18 @@ inline void take_all(const SampledRow& row, int64_t vocab, Candidates& c) {
   c.count = vocab;
 }
 
-// Makes the tokens allowed by the row's mask candidates, ascending.
+// Makes the tokens allowed by the row's mask and by its other rules candidates, ascending.
 inline void take_allowed(const SampledRow& row, int64_t vocab, Candidates& c) {
   const int32_t* mask = row.params.rules.record + kRuleMask;
   c.count = 0;
-  for (int64_t word = 0; word < (vocab + 31) / 32; word++) {
-    for (uint32_t rest = uint32_t(mask[word]); rest != 0; rest &= rest - 1) {
-      int64_t id = word * 32 + __builtin_ctz(rest);
-      if (id >= vocab) break;
-      c.values[c.count] = row.logits[id];
-      __builtin_memcpy(c.ids + c.count, &id, 4);
-      c.count++;
-    }
+  for (int64_t i = 0; i < vocab; i += kLanes) {
+    uint32_t allowed = uint32_t(mask[i / 32]) >> (i % 32) & ((1u << kLanes) - 1);
+    if (allowed == 0) continue;
+    int n = int(vocab - i < kLanes ? vocab - i : kLanes);
+    Vec value = load_some(row.logits + i, n);
+    Mask kept = mask_and(mask_and(from_bits(allowed), first(n)), cmp_ge(value, set1(-__FLT_MAX__)));
+    compress(c.values + c.count, kept, value);
+    c.count += compress(c.ids + c.count, kept, as_float(add_i(iota(), set1_i(uint32_t(i)))));
   }
 }
 
@@ -284,11 +284,12 @@ inline Candidates candidates_of(const SampledRow& row, int64_t vocab, Arena& are
   const int32_t* record = row.params.rules.record;
   if (record != nullptr && record[kRuleHasMask] > 0) {
     take_allowed(row, vocab, c);
+    pad_candidates(c);
   } else {
     take_all(row, vocab, c);
+    pad_candidates(c);
+    if (record != nullptr) keep_from(c, -__FLT_MAX__);
   }
-  pad_candidates(c);
-  if (record != nullptr) keep_from(c, -__FLT_MAX__);
   if (row.params.temperature > 0.0f) {
     Vec temperature = set1(row.params.temperature);
     for (int64_t i = 0; i < c.count; i += kLanes) {

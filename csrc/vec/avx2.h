@@ -127,6 +127,12 @@ inline uint32_t bits(Mask a) {
   Vec f = as_float(a);
   return uint32_t(_mm256_movemask_ps(f.lo)) | uint32_t(_mm256_movemask_ps(f.hi)) << 8;
 }
+inline Mask from_bits(uint32_t a) {
+  __m256i given = _mm256_set1_epi32(int(a));
+  __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), high = _mm256_slli_epi32(low, 8);
+  return {_mm256_cmpeq_epi32(_mm256_and_si256(given, low), low),
+          _mm256_cmpeq_epi32(_mm256_and_si256(given, high), high)};
+}
 inline bool any(Mask a) {
   __m256i both = _mm256_or_si256(a.lo, a.hi);
   return !_mm256_testz_si256(both, both);
@@ -184,10 +190,15 @@ inline uint32_t reduce_max_u(VecI a) {
 
 // Writes the lanes of `a` set in `m` contiguously and returns their number. May write all 16 lanes.
 inline int compress(float* p, Mask m, Vec a) {
+  uint32_t kept = bits(m);
+  if (kept == 0xffff) {
+    store(p, a);
+    return kLanes;
+  }
   alignas(32) float lanes[kLanes];
   store(lanes, a);
   int n = 0;
-  for (uint32_t left = bits(m); left != 0; left &= left - 1) p[n++] = lanes[__builtin_ctz(left)];
+  for (uint32_t left = kept; left != 0; left &= left - 1) p[n++] = lanes[__builtin_ctz(left)];
   return n;
 }
 

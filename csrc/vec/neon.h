@@ -168,6 +168,11 @@ inline uint32_t bits(Mask a) {
   for (int i = 0; i < kParts; i++) r |= vaddvq_u32(vandq_u32(a.q[i], weight)) << (4 * i);
   return r;
 }
+inline Mask from_bits(uint32_t a) {
+  const uint32_t weights[4] = {1, 2, 4, 8};
+  uint32x4_t weight = vld1q_u32(weights);
+  return map_parts_i([&](int i) { return vtstq_u32(vdupq_n_u32(a >> (4 * i)), weight); });
+}
 inline bool any(Mask a) {
   return vmaxvq_u32(vorrq_u32(vorrq_u32(a.q[0], a.q[1]), vorrq_u32(a.q[2], a.q[3]))) != 0;
 }
@@ -221,10 +226,15 @@ inline uint32_t reduce_max_u(VecI a) {
 
 // Writes the lanes of `a` set in `m` contiguously and returns their number. May write all 16 lanes.
 inline int compress(float* p, Mask m, Vec a) {
+  uint32_t kept = bits(m);
+  if (kept == 0xffff) {
+    store(p, a);
+    return kLanes;
+  }
   float lanes[kLanes];
   store(lanes, a);
   int n = 0;
-  for (uint32_t left = bits(m); left != 0; left &= left - 1) p[n++] = lanes[__builtin_ctz(left)];
+  for (uint32_t left = kept; left != 0; left &= left - 1) p[n++] = lanes[__builtin_ctz(left)];
   return n;
 }
 

@@ -135,6 +135,7 @@ inline Mask mask_and(Mask a, Mask b) { return a & b; }
 inline Mask mask_not(Mask a) { return Mask(~a); }
 inline bool any(Mask a) { return a != 0; }
 inline uint32_t bits(Mask a) { return a; }
+inline Mask from_bits(uint32_t a) { return Mask(a); }
 inline Vec select(Mask m, Vec a, Vec b) {
   return map_lanes([&](int i) { return (m >> i & 1) ? a.v[i] : b.v[i]; });
 }
