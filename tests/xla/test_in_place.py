@@ -93,7 +93,7 @@ def addresses_of(runner: XlaRunner) -> list[int]:
     """Of the pool and of what else is kept for each slot and row."""
     state = runner._state
     assert state is not None
-    leaves = jax.tree.leaves((state.pool, state.token_history, state.rule_records))
+    leaves = jax.tree.leaves((state.pool, state.rows.token_history, state.rows.rule_records))
     return [leaf.unsafe_buffer_pointer() for leaf in leaves]
 
 

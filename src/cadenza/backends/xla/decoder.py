@@ -80,14 +80,15 @@ def run_decoder(
     """One step: the int32 result [L, C] of the logit rows, their last hidden states [L, E] as
     activations, and the pool with this step's KV."""
     hidden, pool = run_layers(ops, model, weights, pool, step)
-    return run_head(ops, weights, hidden, step), hidden, pool
+    return run_head(ops, head_of(weights), hidden, step), hidden, pool
 
 
-def run_head(
-    ops: OpTable, weights: DecoderWeights, hidden: jax.Array, step: StepArrays
-) -> jax.Array:
+def head_of(weights: DecoderWeights) -> Linear:
+    return weights.embedding if weights.head is None else weights.head
+
+
+def run_head(ops: OpTable, head: Linear, hidden: jax.Array, step: StepArrays) -> jax.Array:
     """The int32 result [L, C] of the logit rows, from their last hidden states [L, E]."""
-    head = weights.embedding if weights.head is None else weights.head
     return ops.next_tokens(hidden, head, step)
 
 

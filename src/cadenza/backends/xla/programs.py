@@ -16,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from cadenza.backends.xla.decoder import (
     DecoderWeights,
+    head_of,
     run_decoder,
     run_head,
     run_keeping_layers,
@@ -33,6 +34,7 @@ from cadenza.backends.xla.ops.table import (
     COLUMN_TOKEN,
     DecoderSpec,
     KVPool,
+    Linear,
     OpTable,
     RuleArrays,
     StepArrays,
@@ -59,7 +61,7 @@ PAGE_COPIES = 64
 PAGE_IO = 16
 """Pages per call of `read_pages` and `write_pages`."""
 
-MASK_ROWS = 16
+MASK_ROWS = 32
 """Records per call of `write_masks`."""
 
 _STEP_OPTIONS: dict[str, dict[str, str | bool]] = {
@@ -69,14 +71,21 @@ _STEP_OPTIONS: dict[str, dict[str, str | bool]] = {
 threads beside the kernels, which use every core: a step of one row takes 10 % longer."""
 
 
-class DeviceState(NamedTuple):
-    """Donated to every program that changes it, which returns the updated state."""
+class RowState(NamedTuple):
+    """What is known of the rows besides their KV. The programs that need no more take it alone: a
+    call takes longer, the more arrays it passes."""
 
-    pool: KVPool
     last_sampled: Any  # [R]
     page_table: Any  # [R, P]
     rule_records: Any  # [L, W]
     token_history: Any  # [slots]
+
+
+class DeviceState(NamedTuple):
+    """Donated, whole or its rows, to every program that changes it, which returns it updated."""
+
+    pool: KVPool
+    rows: RowState
     kept_hidden: Any = None  # [slots, E], of a runner that keeps hidden states
     own_hidden: Any = None  # [R, E], of a runner that reads them
 
@@ -163,7 +172,7 @@ def keeping_step_function(ops: OpTable, spec: DecoderSpec, shape: StepLayout) ->
 
         def decode(table: OpTable) -> Any:
             made = run_keeping_layers(table, spec.model, weights, state.pool, arrays)
-            return run_head(table, weights, made[0], arrays), *made
+            return run_head(table, head_of(weights), made[0], arrays), *made
 
         result, hidden, pool, kept = ops.compute(decode)
         state = _keep_states(state._replace(pool=pool), arrays, kept, spec)
@@ -210,7 +219,7 @@ def reading_step_function(ops: OpTable, spec: DecoderSpec, shape: StepLayout) ->
 
         def decode(table: OpTable) -> Any:
             made = run_reading_layers(table, spec.model, weights, (inputs, state.pool), arrays)
-            return run_head(table, weights, made[0], arrays), *made
+            return run_head(table, head_of(weights), made[0], arrays), *made
 
         result, hidden, pool = ops.compute(decode)
         own = keep_newest(state.own_hidden, hidden, arrays.logits, spec.dtype)
@@ -221,40 +230,46 @@ def reading_step_function(ops: OpTable, spec: DecoderSpec, shape: StepLayout) ->
 
 
 def choose_function(ops: OpTable, shape: StepLayout) -> Callable[..., Any]:
-    """The rest of the step: (weights, state, wire [·], last hidden states [L, E]) to (state, result
+    """The rest of the step: (head, rows, wire [·], last hidden states [L, E]) to (rows, result
     [L, C])."""
 
     def choose(
-        weights: DecoderWeights, state: DeviceState, wire: jax.Array, hidden: jax.Array
-    ) -> tuple[DeviceState, jax.Array]:
-        arrays = _step_arrays(shape, wire, state)
-        result = ops.compute(lambda table: run_head(table, weights, hidden, arrays))
-        return _note_choices(state, arrays, result), result
+        head: Linear, rows: RowState, wire: jax.Array, hidden: jax.Array
+    ) -> tuple[RowState, jax.Array]:
+        arrays = _step_arrays(shape, wire, rows)
+        result = ops.compute(lambda table: run_head(table, head, hidden, arrays))
+        return _with_choices(rows, arrays, result), result
 
     return choose
 
 
-def _step_arrays(shape: StepLayout, wire: jax.Array, state: DeviceState) -> StepArrays:
-    arrays = unpack(shape, wire, state.last_sampled, state.page_table)
-    return arrays._replace(rules=RuleArrays(state.rule_records, state.token_history))
+def _step_arrays(shape: StepLayout, wire: jax.Array, rows: RowState) -> StepArrays:
+    arrays = unpack(shape, wire, rows.last_sampled, rows.page_table)
+    return arrays._replace(rules=RuleArrays(rows.rule_records, rows.token_history))
 
 
 def _enter_tokens(
     shape: StepLayout, wire: jax.Array, state: DeviceState
 ) -> tuple[StepArrays, DeviceState]:
     """The step's arrays, and the state with the step's tokens at their slots."""
-    arrays = _step_arrays(shape, wire, state)
+    rows = state.rows
+    arrays = _step_arrays(shape, wire, rows)
     slots = arrays.tokens.slots
-    places = jnp.where(slots >= 0, slots, len(state.token_history))
-    history = state.token_history.at[places].set(arrays.tokens.ids, mode="drop")
-    rules = RuleArrays(state.rule_records, history)
-    return arrays._replace(rules=rules), state._replace(token_history=history)
+    places = jnp.where(slots >= 0, slots, len(rows.token_history))
+    history = rows.token_history.at[places].set(arrays.tokens.ids, mode="drop")
+    rules = RuleArrays(rows.rule_records, history)
+    state = state._replace(rows=rows._replace(token_history=history))
+    return arrays._replace(rules=rules), state
 
 
 def _note_choices(state: DeviceState, arrays: StepArrays, result: jax.Array) -> DeviceState:
     """The state with the step's last choices of each row."""
-    last = _last_choices(state.last_sampled, arrays.logits, result[:, COLUMN_TOKEN])
-    return state._replace(last_sampled=last)
+    return state._replace(rows=_with_choices(state.rows, arrays, result))
+
+
+def _with_choices(rows: RowState, arrays: StepArrays, result: jax.Array) -> RowState:
+    last = _last_choices(rows.last_sampled, arrays.logits, result[:, COLUMN_TOKEN])
+    return rows._replace(last_sampled=last)
 
 
 def _last_choices(
@@ -271,24 +286,24 @@ def _last_choices(
     return jnp.where(newest >= 0, token_ids[jnp.maximum(newest, 0)], last_sampled)
 
 
-def write_page_table(state: DeviceState, updates: jax.Array) -> DeviceState:
+def write_page_table(rows: RowState, updates: jax.Array) -> RowState:
     """Applies updates [PAGE_UPDATES, 3] of (row, index, page); rows out of range are ignored."""
-    table = state.page_table.at[updates[:, 0], updates[:, 1]].set(updates[:, 2], mode="drop")
-    return state._replace(page_table=table)
+    table = rows.page_table.at[updates[:, 0], updates[:, 1]].set(updates[:, 2], mode="drop")
+    return rows._replace(page_table=table)
 
 
-def write_rules(state: DeviceState, row: jax.Array, record: jax.Array) -> DeviceState:
+def write_rules(rows: RowState, row: jax.Array, record: jax.Array) -> RowState:
     """Sets a row's token rules [W]."""
-    return state._replace(rule_records=state.rule_records.at[row].set(record))
+    return rows._replace(rule_records=rows.rule_records.at[row].set(record))
 
 
-def write_masks(state: DeviceState, places: jax.Array, masks: jax.Array) -> DeviceState:
+def write_masks(rows: RowState, places: jax.Array, masks: jax.Array) -> RowState:
     """Applies mask updates: `places` [MASK_ROWS, 2] of (record, row) and their masks [MASK_ROWS,
     W - MASK]; records out of range are ignored."""
-    records, rows = places[:, 0], places[:, 1]
-    written = jnp.concatenate([state.rule_records[rows, :MASK], masks], axis=1)
-    changed = state.rule_records.at[records].set(written, mode="drop")
-    return state._replace(rule_records=changed)
+    records, owners = places[:, 0], places[:, 1]
+    written = jnp.concatenate([rows.rule_records[owners, :MASK], masks], axis=1)
+    changed = rows.rule_records.at[records].set(written, mode="drop")
+    return rows._replace(rule_records=changed)
 
 
 def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
@@ -304,16 +319,18 @@ def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
 
             def copy_block(block: jax.Array, state: DeviceState) -> DeviceState:
                 slots = source * page_size + block * size, destination * page_size + block * size
-                tokens = jax.lax.dynamic_slice_in_dim(state.token_history, slots[0], size)
+                rows = state.rows
+                tokens = jax.lax.dynamic_slice_in_dim(rows.token_history, slots[0], size)
                 history = jax.lax.dynamic_update_slice_in_dim(
-                    state.token_history, tokens, slots[1], 0
+                    rows.token_history, tokens, slots[1], 0
                 )
                 pool = ops.copy_slots(state.pool, *slots, size)
                 kept = state.kept_hidden
                 if kept is not None:
                     states = jax.lax.dynamic_slice_in_dim(kept, slots[0], size)
                     kept = jax.lax.dynamic_update_slice_in_dim(kept, states, slots[1], 0)
-                return state._replace(pool=pool, token_history=history, kept_hidden=kept)
+                rows = rows._replace(token_history=history)
+                return state._replace(pool=pool, rows=rows, kept_hidden=kept)
 
             return jax.lax.fori_loop(0, (num_tokens + size - 1) // size, copy_block, state)
 
@@ -324,7 +341,7 @@ def copy_function(ops: OpTable, page_size: int) -> Callable[..., DeviceState]:
 
 def page_arrays(state: DeviceState) -> tuple[KVPool, Any, Any | None]:
     """What a page consists of: its part of each of these arrays, along the first axis."""
-    return state.pool, state.token_history, state.kept_hidden
+    return state.pool, state.rows.token_history, state.kept_hidden
 
 
 def read_function(num_pages: int) -> Callable[..., Any]:
@@ -359,7 +376,8 @@ def write_function(num_pages: int) -> Callable[..., DeviceState]:
                 return changed.reshape(array.shape)
 
             pool, history, kept = jax.tree.map(write, page_arrays(state), parts)
-            return state._replace(pool=pool, token_history=history, kept_hidden=kept)
+            rows = state.rows._replace(token_history=history)
+            return state._replace(pool=pool, rows=rows, kept_hidden=kept)
 
         return jax.lax.fori_loop(0, count, write_page, state)
 
@@ -392,12 +410,15 @@ def state_function(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Call
         return new_states(count, spec.model.hidden_size, spec.dtype)
 
     def new_state() -> DeviceState:
-        return DeviceState(
-            ops.new_kv_pool(shape.num_pages, shape.fill),
+        rows = RowState(
             jnp.zeros(shape.num_rows, jnp.int32),
             jnp.zeros((shape.num_rows, shape.max_pages_per_seq), jnp.int32),
             jnp.zeros((shape.num_rows + NUM_EXTRA_LOGIT_ROWS, num_words), jnp.int32),
             jnp.full(num_slots, -1, jnp.int32),
+        )
+        return DeviceState(
+            ops.new_kv_pool(shape.num_pages, shape.fill),
+            rows,
             states(num_slots) if shape.keeps_hidden else None,
             states(shape.num_rows) if spec.model.reads_hidden else None,
         )
@@ -453,17 +474,21 @@ def compile_programs(
     chooses: dict[int, Compiled] = {}
 
     def compile_part(function: Callable[..., Any], *inputs: Any) -> Any:
-        """The compiled function of (weights, state, *inputs), and its abstract results."""
-        lowered = jax.jit(function, donate_argnums=1).lower(abstract_weights, state, *inputs)
+        """The compiled function, which takes over its second input, and its abstract results."""
+        lowered = jax.jit(function, donate_argnums=1).lower(*inputs)
         return lowered.compile(_STEP_OPTIONS.get(device.platform)), abstract(lowered.out_info)
 
+    whole = abstract_weights, state
     for bucket in shape.token_buckets:
         layout = StepLayout(bucket, shape.num_rows)
         wire = jax.ShapeDtypeStruct((layout.num_words,), jnp.int32, sharding=sharding)
-        steps[bucket], _ = compile_part(functions.step(layout), wire, *abstract(functions.kept))
+        steps[bucket], _ = compile_part(
+            functions.step(layout), *whole, wire, *abstract(functions.kept)
+        )
         if functions.begin is not None:
-            begins[bucket], (_, hidden) = compile_part(functions.begin(layout), wire)
-            chooses[bucket], _ = compile_part(choose_function(ops, layout), wire, hidden)
+            begins[bucket], (_, hidden) = compile_part(functions.begin(layout), *whole, wire)
+            rest = head_of(abstract_weights), state.rows, wire, hidden
+            chooses[bucket], _ = compile_part(choose_function(ops, layout), *rest)
     updates = jax.ShapeDtypeStruct((PAGE_UPDATES, 3), jnp.int32, sharding=sharding)
     copies = jax.ShapeDtypeStruct((PAGE_COPIES, 3), jnp.int32, sharding=sharding)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
@@ -471,14 +496,16 @@ def compile_programs(
     record = jax.ShapeDtypeStruct((num_words,), jnp.int32, sharding=sharding)
     places = jax.ShapeDtypeStruct((MASK_ROWS, 2), jnp.int32, sharding=sharding)
     masks = jax.ShapeDtypeStruct((MASK_ROWS, num_words - MASK), jnp.int32, sharding=sharding)
+
+    def compile_update(function: Callable[..., RowState], *inputs: Any) -> Compiled:
+        return jax.jit(function, donate_argnums=0).lower(state.rows, *inputs).compile()
+
     return Programs(
         step=steps,
         begin=begins,
         choose=chooses,
         new_state=jax.jit(new_state, out_shardings=sharding).lower().compile(),
-        write_page_table=jax.jit(write_page_table, donate_argnums=0)
-        .lower(state, updates)
-        .compile(),
+        write_page_table=compile_update(write_page_table, updates),
         copy_pages=jax.jit(copy_function(ops, spec.page_size), donate_argnums=0)
         .lower(state, copies, count)
         .compile(),
@@ -490,6 +517,6 @@ def compile_programs(
         )
         if shape.copies_pages
         else None,
-        write_rules=jax.jit(write_rules, donate_argnums=0).lower(state, count, record).compile(),
-        write_masks=jax.jit(write_masks, donate_argnums=0).lower(state, places, masks).compile(),
+        write_rules=compile_update(write_rules, count, record),
+        write_masks=compile_update(write_masks, places, masks),
     )

@@ -19,7 +19,7 @@ import numpy as np
 
 from cadenza.backends.base import Capability, RunnerSetup
 from cadenza.backends.xla.arithmetic import takes_portable_kernels
-from cadenza.backends.xla.decoder import DecoderWeights
+from cadenza.backends.xla.decoder import DecoderWeights, head_of
 from cadenza.backends.xla.device import MakeOps, find_device, find_ops
 from cadenza.backends.xla.in_flight import InFlight
 from cadenza.backends.xla.ops.table import (
@@ -322,7 +322,8 @@ class XlaRunner:
             self._in_flight.check_open()
             (hidden,) = self._in_flight.results(key)
             state = self._write_masks(programs, self._take_state(), masks)
-            self._state, result = choose(self._weights, state, inputs.words, hidden)
+            rows, result = choose(head_of(self.weights), state.rows, inputs.words, hidden)
+            self._state = state._replace(rows=rows)
             self._in_flight.replace(key, *self._sent(inputs, result, hidden))
             del hidden, result
 
@@ -331,14 +332,16 @@ class XlaRunner:
         state = self._take_state()
         for start in range(0, len(inputs.page_updates), PAGE_UPDATES):
             part = inputs.page_updates[start : start + PAGE_UPDATES]
-            state = programs.write_page_table(state, self._padded_updates(part))
+            rows = programs.write_page_table(state.rows, self._padded_updates(part))
+            state = state._replace(rows=rows)
         for start in range(0, len(inputs.page_copies), PAGE_COPIES):
             part = inputs.page_copies[start : start + PAGE_COPIES]
             padded = np.zeros((PAGE_COPIES, 3), np.int32)
             padded[: len(part)] = part
             state = programs.copy_pages(state, padded, np.int32(len(part)))
         for update in inputs.rule_updates:
-            state = programs.write_rules(state, np.int32(update.row), update.record)
+            rows = programs.write_rules(state.rows, np.int32(update.row), update.record)
+            state = state._replace(rows=rows)
         return state
 
     def _write_masks(
@@ -346,7 +349,8 @@ class XlaRunner:
     ) -> DeviceState:
         for start in range(0, len(masks), MASK_ROWS):
             part = masks[start : start + MASK_ROWS]
-            state = programs.write_masks(state, *self._padded_masks(part))
+            rows = programs.write_masks(state.rows, *self._padded_masks(part))
+            state = state._replace(rows=rows)
         return state
 
     def _sent(
