@@ -121,14 +121,17 @@ class Scheduler:
     @property
     def needs_newest_tokens(self) -> bool:
         """True if a running sequence would draft, which it can only behind its newest token."""
-        return self._drafts.need_newest_tokens(self.running, self.num_steps)
+        return self._drafts.need_newest_tokens(self.running, self.num_steps, self._cost)
 
-    def observe(self, batch: Batch, measured_ms: float) -> None:
-        """A step took `measured_ms`. One with drafts corrects what drafts cost, and no more."""
+    def observe(self, batch: Batch, measured_ms: float, idle_ms: float | None = None) -> None:
+        """A step took `measured_ms`, after `idle_ms` if it waited for the newest tokens.
+
+        One with drafts corrects what drafts cost, and no more.
+        """
         cost = self._cost
         if cost is None:
             return
-        self._drafts.observe(batch, measured_ms, cost)
+        self._drafts.observe(batch, measured_ms, cost, idle_ms)
         if self.step_bound is None:
             if not batch.has_drafts:
                 self._step_cost = cost.corrected(batch.load, measured_ms)

@@ -38,6 +38,11 @@ MIN_PRICE, MAX_PRICE = 0.8, 4.0
 a cheaper one hardly counts as cheaper, so that a step that was fast for another reason does not
 bring too many."""
 
+WEIGHT_OF_NEWEST_WAIT = 0.2
+PROBE_EVERY = 16
+"""In one of so many steps the sequences that look drafts up are waited for, whatever it costs: what
+follows may be easier to guess than what came before."""
+
 MAX_STEP_MASKS, MAX_ROW_MASKS = 16, 8
 """Masks that a step makes for drafts of all constrained sequences, and of one. Each waits for the
 one before it, and a grammar can be such that one takes 5 ms."""
@@ -70,6 +75,12 @@ class Drafter(Protocol):
         """False while drafts are not worth their time, at the step of this number."""
         ...
 
+    def is_worth(self, sequences: SequenceOf[Sequence], step: DraftStep) -> bool:
+        """Whether drafts of some of the sequences are worth their time, as far as that is known
+        before their newest tokens are; if not, none are due for a while.
+        """
+        ...
+
     def propose(self, wishes: SequenceOf[DraftWish], step: DraftStep) -> Drafts:
         """Drafts of some of the sequences. Raises nothing: a step is as right without drafts."""
         ...
@@ -85,11 +96,19 @@ class StepDrafts:
         self._kv_cache = kv_cache
         self._drafter = drafter
         self._price = FIRST_PRICE
+        self._wait_ms = 0.0
+        """How long the device idles before a step that is scheduled when no step is in flight."""
 
-    def observe(self, batch: Batch, measured_ms: float, cost: StepCost) -> None:
-        """A step took `measured_ms`. Learns what drafts cost beside what `cost` says, which is made
-        of steps with few tokens and with many; without drafts it is slowly forgotten.
+    def observe(
+        self, batch: Batch, measured_ms: float, cost: StepCost, idle_ms: float | None
+    ) -> None:
+        """A step took `measured_ms`, after `idle_ms` if it waited for the newest tokens.
+
+        Learns what waiting costs, and what drafts cost beside what `cost` says, which is made of
+        steps with few tokens and with many; without drafts the latter is slowly forgotten.
         """
+        if idle_ms is not None:
+            self._wait_ms += WEIGHT_OF_NEWEST_WAIT * (idle_ms - self._wait_ms)
         if not batch.has_drafts:
             self._price += PRICE_OF_OLD * (FIRST_PRICE - self._price)
             return
@@ -104,23 +123,41 @@ class StepDrafts:
         price = (measured_ms - base_ms) / (cost.predict_ms(load) - base_ms)
         self._price += PRICE_OF_NEWEST * (min(MAX_PRICE, max(MIN_PRICE, price)) - self._price)
 
-    def need_newest_tokens(self, running: SequenceOf[Sequence], number: int) -> bool:
-        """Whether the step of this number is to be scheduled only when no step is in flight: a
-        sequence drafts behind its newest token, and a `Drafter` runs beside no step.
+    def need_newest_tokens(
+        self, running: SequenceOf[Sequence], number: int, cost: StepCost | None
+    ) -> bool:
+        """Whether the step of this number is to be scheduled only when no step is in flight: its
+        drafts follow the newest tokens, and a `Drafter` runs beside no step.
         """
-        is_together = self._drafter is not None and self._drafter.is_due(number)
         has_masks = _num_masks(running) > 0
+        looking_up: list[Sequence] = []
+        together: list[Sequence] = []
         for sequence in running:
             drafting = sequence.drafting
             if drafting is None or not (has_masks or sequence.constraint is None):
                 continue
-            is_waited_for = sequence.num_pending_tokens > 0
-            if drafting.source is None:
-                is_prompt = sequence.num_tokens - sequence.num_computed_tokens > 1
-                is_waited_for = is_together and not is_prompt
-            if is_waited_for and drafting.is_due(sequence.num_tokens):
-                return True
-        return False
+            if not drafting.is_due(sequence.num_tokens):
+                continue
+            if drafting.source is not None:
+                if sequence.num_pending_tokens > 0:
+                    looking_up.append(sequence)
+            elif sequence.num_tokens - sequence.num_computed_tokens <= 1:
+                together.append(sequence)
+        if not looking_up and not together:
+            return False
+        step = DraftStep(number, _load_of([(each, 1) for each in running]), cost, self._price)
+        drafter = self._drafter
+        if together and drafter and drafter.is_due(number) and drafter.is_worth(together, step):
+            return True
+        return bool(looking_up) and self._is_worth_waiting(looking_up, step)
+
+    def _is_worth_waiting(self, sequences: list[Sequence], step: DraftStep) -> bool:
+        """Whether as many drafts as lately stayed, for each token that the step gives anyway, are
+        worth the time in which the device idles."""
+        if step.cost is None or step.number % PROBE_EVERY == 0:
+            return True
+        gain = sum(each.drafting.gain for each in sequences if each.drafting is not None)
+        return gain * step.cost.predict_ms(step.load) >= self._wait_ms * step.load.num_logits
 
     def propose(
         self, shares: list[Share], num_rows: int, number: int, cost: StepCost | None

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from cadenza.backends.base import LateStepHandle, Runner, StepHandle
@@ -40,6 +40,9 @@ class LaunchedStep:
     handle: StepHandle
     launched_s: float = 0.0
     num_hidden: int = 0
+    idle_s: float | None = None
+    """How long the device had nothing to do before it, if it waited for the step before it to be
+    read."""
 
 
 class Steps(Protocol):
@@ -154,13 +157,15 @@ class StepLoop:
         A request's `Started` comes with the launch of its first step, before its other events.
         """
         events: list[Event] = []
+        has_waited = False
         while self.in_flight and self._must_read_first():
             events += self._read_oldest()
+            has_waited = True
         batch = self._scheduler.schedule(self._clock())
         if announce is not None and batch is not None and batch.started:
             announce(batch.started)
         if batch is not None:
-            events += [*batch.started, *self._launch(batch)]
+            events += [*batch.started, *self._launch(batch, has_waited=has_waited)]
         if len(self.in_flight) > self._depth or (batch is None and self.in_flight):
             events += self._read_oldest()
         return events
@@ -183,11 +188,13 @@ class StepLoop:
         """Whether the next step's masks may depend on a token of the steps in flight."""
         return any(step.batch.needs_masks for step in self.in_flight)
 
-    def _launch(self, batch: Batch) -> list[Event]:
+    def _launch(self, batch: Batch, *, has_waited: bool) -> list[Event]:
         """Launches a batch; returns the events of the steps read on the way, and of a failure."""
         masks_follow = batch.needs_masks and not batch.has_drafts and self._decides_masks
         try:
             step = self._step_runner.launch(batch, self._clock(), masks_follow=masks_follow)
+            if has_waited:
+                step = replace(step, idle_s=self._clock() - self._last_read_s)
             self.in_flight.append(step)
         except Exception:
             logger.exception("launching step %d failed", batch.step_id)
@@ -227,7 +234,8 @@ class StepLoop:
         """Tells the scheduler how long a step took, since its launch or the step before it."""
         now_s = self._clock()
         started_s = max(step.launched_s, self._last_read_s)
-        self._scheduler.observe(step.batch, 1000 * (now_s - started_s))
+        idle_ms = None if step.idle_s is None else 1000 * step.idle_s
+        self._scheduler.observe(step.batch, 1000 * (now_s - started_s), idle_ms)
         self._last_read_s = now_s
 
     def _recover(self, failed: Batch) -> list[Event]:

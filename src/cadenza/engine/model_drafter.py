@@ -134,6 +134,16 @@ class ModelDrafter:
     def is_due(self, number: int) -> bool:
         return number >= self._rests_until and self._num_failures < MAX_FAILURES
 
+    def is_worth(self, sequences: SequenceOf[Sequence], step: DraftStep) -> bool:
+        own, cost = self._model.cost, step.cost
+        if cost is None or own is None:
+            return True
+        chances = [_chance(each, each.drafting.most) for each in sequences if each.drafting]
+        plan = plan_drafts(chances, step.load, cost, _scaled(own, self._scale), step.price)
+        if not any(plan.counts):
+            self._rests_until = step.number + REST_STEPS
+        return any(plan.counts)
+
     def propose(self, wishes: SequenceOf[DraftWish], step: DraftStep) -> Drafts:
         first = self._first_position
         wishes = [wish for wish in wishes if len(wish.sequence.token_ids) > first]
@@ -202,14 +212,7 @@ class ModelDrafter:
         if cost is None or own is None:
             return budget
         own = _scaled(own, self._scale)
-        chances = [
-            DraftChance(
-                acceptance=row.sequence.drafting.acceptance if row.sequence.drafting else 0.0,
-                most=row.count,
-                num_keys=len(row.sequence.token_ids),
-            )
-            for row in rows
-        ]
+        chances = [_chance(row.sequence, row.count) for row in rows]
         plan = plan_drafts(chances, step.load, cost, own, step.price)
         for row, count in zip(rows, plan.counts, strict=True):
             row.count = count
@@ -335,6 +338,11 @@ def _scaled(cost: StepCost, scale: float) -> StepCost:
         logit_ms=cost.logit_ms * scale,
         key_ms=cost.key_ms * scale,
     )
+
+
+def _chance(sequence: Sequence, most: int) -> DraftChance:
+    acceptance = 0.0 if sequence.drafting is None else sequence.drafting.acceptance
+    return DraftChance(acceptance=acceptance, most=most, num_keys=sequence.num_tokens)
 
 
 def _pays(row: _Row, plan: DraftNumbers, own: StepCost) -> bool:
