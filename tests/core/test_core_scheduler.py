@@ -77,6 +77,15 @@ def test_a_prompt_beside_full_decodes_still_advances() -> None:
         assert run_step(scheduler)[0] == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
+def test_decodes_advance_beside_an_older_prompt() -> None:
+    scheduler = scheduler_of(token_budget=6, max_num_seqs=4)
+    add(scheduler, sequence_of(0, 40), *[sequence_of(index, 1) for index in range(1, 4)])
+    while len(scheduler.running) < 4:
+        run_step(scheduler)
+    for _ in range(3):
+        assert run_step(scheduler)[0] == {0: 3, 1: 1, 2: 1, 3: 1}
+
+
 def test_rows_are_bounded_and_the_lowest_free_one_is_reused() -> None:
     scheduler = scheduler_of(max_num_seqs=2)
     sequences = [sequence_of(index, 2, max_tokens=2 + 3 * (index == 0)) for index in range(4)]

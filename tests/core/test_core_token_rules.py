@@ -29,6 +29,9 @@ class Masked:
     def allowed(self) -> bytes:
         return self.mask
 
+    def forced(self) -> list[int]:
+        return []
+
     def fork(self) -> Constraint | None:
         return None
 

@@ -5,6 +5,7 @@ the token-storing runner, which hashes a row's mask.
 """
 
 import hashlib
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from cadenza.core.constraint import Constraint
@@ -21,6 +22,9 @@ SHORT = "short"
 
 STEADY = "b"
 """The grammar whose mask stays for four tokens, or fewer."""
+
+PHRASES = "phrases"
+"""The grammar in which up to 21 tokens are forced behind each that is not."""
 
 FAILS_AFTER = "fails after "
 """Followed by the number of tokens that it accepts."""
@@ -47,10 +51,23 @@ class HashedConstraint:
         self.accepted.append(token_id)
 
     def allowed(self) -> bytes:
+        forced = self.forced()
+        if forced:
+            return (1 << forced[0]).to_bytes(16, "little")
         count = len(self.accepted)
         digest = self._digest(count // 4 * 4 if self.grammar == STEADY else count)
         parts = (digest[start : start + 16] for start in (16, 32, 48))
         return bytes(first | second | third for first, second, third in zip(*parts, strict=True))
+
+    def forced(self) -> SequenceOf[int]:
+        if self.grammar != PHRASES:
+            return ()
+        start, count = 0, len(self.accepted)
+        while start < count:
+            digest = self._digest(start + 1)
+            forced = [each % 50 for each in digest[1 : 1 + digest[0] % 22]]
+            start += 1 + len(forced)
+        return forced[len(forced) - (start - count) :] if start > count else ()
 
     def fork(self) -> "HashedConstraint":
         return HashedConstraint(self.grammar, [*self.accepted])

@@ -29,7 +29,7 @@ from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import ConstraintSpec
 from cadenza.tenant import Tenant
-from tests.engine.hashed_constraint import STEADY, compile_hashed
+from tests.engine.hashed_constraint import PHRASES, STEADY, compile_hashed
 from tests.engine.solo import (
     EOS_TOKEN_IDS,
     VOCAB_SIZE,
@@ -162,6 +162,8 @@ class Scenario:
         salt = rng.choice([*[""] * 5, "another tenant"])
         priority = rng.randint(-2, 2) if self.policy.name == "priority" else 0
         grammar = random.Random(f"grammar {rng.random()}").choice([*[None] * 5, "a", STEADY])
+        if grammar == "a" and random.Random(f"{prompt}").random() < 0.5:
+            grammar = PHRASES
         tenant = random.Random(f"tenant {prompt} {priority}").choice(self.tenants)
         return Request(
             prompt_token_ids=prompt,

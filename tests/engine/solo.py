@@ -58,7 +58,7 @@ def solo_stream(request: Request, seed: int, max_model_len: int) -> SoloStream:
         key = (0, 0) if params.is_greedy else (first, second)
         if constraint is not None:
             record[MASK:] = RuleLayout(VOCAB_SIZE).read_mask(constraint.allowed()).tolist()
-        token_id = next_token(history + record, key, vocab_size=VOCAB_SIZE)
+        token_id = next_token(history, key, vocab_size=VOCAB_SIZE, rules=record)
         if token_id in stop:
             return SoloStream(
                 token_ids=tuple(history[num_prompt_tokens:]),

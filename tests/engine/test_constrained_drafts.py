@@ -23,7 +23,7 @@ from cadenza.engine.compiling import Compiling
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
 from cadenza.structured import ConstraintSpec
-from tests.engine.hashed_constraint import SHORT, STEADY, Compiled, HashedConstraint
+from tests.engine.hashed_constraint import PHRASES, SHORT, STEADY, Compiled, HashedConstraint
 from tests.engine.simulation import (
     Client,
     Parts,
@@ -54,7 +54,7 @@ class Constrained(Scenario):
 
     def client(self, index: int) -> Client:
         client = super().client(index)
-        grammar = random.Random(f"{self.seed} {index}").choice([None, "a", STEADY, STEADY, SHORT])
+        grammar = random.Random(f"{self.seed} {index}").choice([None, "a", STEADY, PHRASES, SHORT])
         if grammar is None:
             return client
         spec = ConstraintSpec(grammar=grammar)
@@ -224,6 +224,9 @@ class Allowing:
         self.asked.append("allowed")
         return bytes([0b0111_1111, self.accepted])
 
+    def forced(self) -> list[int]:
+        return []
+
     def fork(self) -> "Allowing":
         return Allowing([], self.accepted, self.ends_after, self.fails_after)
 
@@ -278,6 +281,9 @@ class Listening:
     def allowed(self) -> bytes:
         self.asked.append("allowed")
         return self.inner.allowed()
+
+    def forced(self) -> list[int]:
+        return []
 
     def fork(self) -> HashedConstraint:
         return self.inner.fork()

@@ -4,6 +4,7 @@ constrained stream ends, and what happens before its constraint is compiled.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -21,12 +22,15 @@ from cadenza.structured import ConstraintSpec, StructuredOutput
 from tests.engine.hashed_constraint import (
     FAILS_AFTER,
     NEVER,
+    PHRASES,
     SHORT,
     STEADY,
     Compiled,
+    HashedConstraint,
     compile_hashed,
 )
 from tests.engine.simulation import ObservedRunner, Parts, make_engine
+from tests.engine.solo import solo_stream_of
 
 LIMITS = EngineLimits(
     max_num_seqs=4,
@@ -174,7 +178,7 @@ def lose_result() -> None:
 @pytest.mark.parametrize("when", ["choose", "read"])
 @pytest.mark.parametrize("at", range(1, 18, 2))
 def test_a_step_that_is_lost_around_its_choice_changes_no_stream(at: int, when: str):
-    requests = [free(1), constrained(2), constrained(3, STEADY), constrained(4, SHORT), free(5)]
+    requests = [free(1), constrained(2, PHRASES), constrained(3, STEADY), constrained(4, SHORT)]
     limits = replace(LIMITS, max_num_queued_reqs=5)
     sound = make_engine(limits)
     faulty = make_engine(limits, parts=Parts(runner=partial(LosesSteps, at=at, when=when)))
@@ -319,3 +323,50 @@ def test_rows_that_cannot_have_masks_for_drafts_do_not_wait_for_tokens():
         engine.step()
     assert len(engine.scheduler.running) > MAX_STEP_MASKS
     assert trace_of(engine)[-6:] == ["launch", "read", "choose"] * 2
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlap"])
+@pytest.mark.parametrize(
+    "reason", [None, "logprobs", "min_tokens", "allowed_token_ids", "bad words"]
+)
+def test_forced_tokens_are_computed_together_unless_each_must_be_sampled(
+    loop: SchedulerLoop, reason: str | None
+):
+    changed: dict[str, Any] = {
+        "logprobs": {"logprobs": 2},
+        "min_tokens": {"min_tokens": 40},
+        "allowed_token_ids": {"allowed_token_ids": tuple(range(50))},
+    }.get(reason or "", {})
+    request = constrained(1, PHRASES, replace(PARAMS, max_tokens=40, seed=7, **changed))
+    if reason == "bad words":
+        request = replace(request, bad_word_token_ids=((90, 91),))
+    engine = make_engine(replace(LIMITS, num_pages=64), loop=loop)
+    number = engine.submit(request)
+    events = drain(engine)
+    found = tokens(events, number)
+    assert len(found) > 10
+    if reason != "allowed_token_ids":  # of which the oracle knows nothing
+        assert (*found,) == solo_stream_of(request, (number, 0), engine, 0).token_ids
+    constraint = HashedConstraint(PHRASES)
+    for token_id in found:
+        forced = constraint.forced()
+        assert not forced or token_id == forced[0]
+        constraint.accept(token_id)
+    num_launched = trace_of(engine).count("launch")
+    assert (num_launched < 0.7 * len(found)) == (reason is None), num_launched
+    assert reason is None or num_launched >= len(found)
+
+
+def test_forced_tokens_take_no_time_from_others_beyond_the_bound():
+    """In a step of 5 tokens four rows have one each, and forced tokens wait for what is left."""
+    limits = replace(LIMITS, max_num_batched_tokens=5, num_pages=64, max_num_queued_reqs=4)
+    engine = make_engine(limits, loop="overlap")
+    ids = [engine.submit(constrained(first, PHRASES)) for first in range(1, 4)]
+    ids.append(engine.submit(free(4)))
+    while len(engine.scheduler.running) < 4:
+        engine.step()
+    before = engine.num_steps
+    events = drain(engine)
+    assert len(tokens(events, ids[3])) >= 14
+    assert engine.num_steps - before < 20 + 3
+    assert all(end.finish_reason in {"length", "stop"} for end in ends(events).values())

@@ -6,6 +6,7 @@ import math
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,44 @@ def test_constrained_and_free_rows_together_have_the_bits_of_each_alone(worded: 
     for (prompt, own), output in zip(asked, together, strict=True):
         alone = worded.generate([prompt], own)[0]
         assert bits(output.outputs) == bits(alone.outputs)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"full_name": {"type": "string", "maxLength": 4}, "is_adult": {"const": True}},
+    "required": ["full_name", "is_adult"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("form", [{"json": PERSON}, {"choice": ["the quick brown fox", "a dog"]}])
+def test_tokens_that_must_follow_are_those_that_are_sampled_where_each_must_be(
+    worded: LLM, form: dict[str, Any]
+):
+    """Log probabilities need every token's logits."""
+    counts: list[int] = []
+    found: list[object] = []
+    prompts = [[7, 8, 9], [10, 11]]
+    for logprobs in (None, 0):
+        params = SamplingParams(
+            max_tokens=40,
+            temperature=1.0,
+            seed=3,
+            presence_penalty=0.5,
+            n=2,
+            logprobs=logprobs,
+            structured=StructuredOutput(**form),
+        )
+        before = worded.core.num_steps
+        outputs = worded.generate(prompts, params)
+        counts.append(worded.core.num_steps - before)
+        found.append(
+            [(each.token_ids, each.text, each.finish_reason) for o in outputs for each in o.outputs]
+        )
+        alone = [worded.generate([prompt], params)[0] for prompt in prompts]
+        assert [bits(each.outputs) for each in alone] == [bits(each.outputs) for each in outputs]
+    assert found[0] == found[1]
+    assert counts[0] < 0.8 * counts[1], counts
 
 
 def test_preempted_rows_go_on_with_their_constraints(worded_folder: Path, worded: LLM):

@@ -25,7 +25,7 @@ from cadenza.core.step_schema import (
     ModelInputs,
     StepOutput,
 )
-from cadenza.core.token_rules import MASK, RuleLayout
+from cadenza.core.token_rules import HAS_MASK, MASK, RuleLayout
 from cadenza.errors import RunnerError
 
 _NEVER_WRITTEN = -7
@@ -33,14 +33,26 @@ _MAX_LOGPROBS = 20
 HIDDEN_SIZE = 8
 
 
-def next_token(history: list[int], key: tuple[int, int], *, vocab_size: int) -> int:
-    """The fake model: the token after `history` for a draw `key` (zeros when greedy).
-
-    The runner appends a row's token rules, if any, to its history.
+def next_token(
+    history: list[int], key: tuple[int, int], *, vocab_size: int, rules: list[int] | None = None
+) -> int:
+    """The fake model: the token after `history` for a draw `key` (zeros when greedy) and a record
+    of token rules, if the row has one. Where its mask allows one token only, it is this one.
     """
-    text = np.array([*history, *key], np.int64).tobytes()
+    rules = rules or []
+    only = _only_allowed(rules)
+    if only is not None:
+        return only
+    text = np.array([*history, *rules, *key], np.int64).tobytes()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "little") % vocab_size
+
+
+def _only_allowed(rules: list[int]) -> int | None:
+    if not rules or not rules[HAS_MASK]:
+        return None
+    allowed = sum((word & 0xFFFFFFFF) << 32 * place for place, word in enumerate(rules[MASK:]))
+    return allowed.bit_length() - 1 if allowed.bit_count() == 1 else None
 
 
 def hidden_state(history: list[int]) -> npt.NDArray[np.float32]:
@@ -228,11 +240,10 @@ class FakeRunner:
     def _sample(self, inputs: ModelInputs, index: int, row: int) -> int:
         logits, history = inputs.logits, self._history(inputs, index, row)
         record = logits.rule_record[index]
-        if record != NO_RULES:
-            history += self._rules[record].tolist()
+        rules = None if record == NO_RULES else self._rules[record].tolist()
         greedy = logits.temperature[index] == 0
         key = (0, 0) if greedy else tuple(int(word) for word in logits.keys[index])
-        return next_token(history, (key[0], key[1]), vocab_size=self.vocab_size)
+        return next_token(history, (key[0], key[1]), vocab_size=self.vocab_size, rules=rules)
 
 
 def _output(

@@ -8,7 +8,7 @@ before it has been read (`engine.loop`). Invariant: a constraint accepts tokens 
 drafts are tried on a fork.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Protocol
 
@@ -35,6 +35,10 @@ class Constraint(Protocol):
     def allowed(self) -> bytes:
         """One bit for each token of the vocabulary, the least significant first; bits beyond the
         vocabulary have no meaning."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """The next tokens, as far as it is known that no others may follow."""
         ...
 
     def fork(self) -> "Constraint | None":

@@ -86,13 +86,15 @@ class Packer:
     def late_masks(self, batch: Batch) -> tuple[MaskUpdate, ...]:
         """The masks of a batch that was packed without them, once the steps before it are read.
 
-        Sequences that these have ended get none: nobody looks at their tokens.
+        Sequences that these have ended, or whose next token is known, get none: nobody looks at
+        what they choose.
         """
         assert not batch.has_drafts, "drafts are tried on masks that are known"
         updates: list[MaskUpdate] = []
         for entry in batch.entries:
             sequence = entry.sequence
-            if sequence.constraint is None or not entry.num_choices or sequence.is_finished:
+            is_void = sequence.is_finished or sequence.num_void_choices > 0
+            if sequence.constraint is None or not entry.num_choices or is_void:
                 continue
             updates += self._replace_mask(entry.row, sequence, sequence.constraint.allowed())
         return tuple(updates)

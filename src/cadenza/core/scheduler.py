@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from math import inf
 from operator import attrgetter
 
 from cadenza.config import Batching, EngineLimits
@@ -216,7 +217,7 @@ class Scheduler:
         for sequence in newest_first:
             self._rewind_to_waiting(sequence)
         for sequence in self.waiting:
-            sequence.num_pending_tokens = 0
+            sequence.num_pending_tokens = sequence.num_void_choices = 0
         self.kv_cache.forget_all()
 
     def check_invariants(self) -> None:
@@ -290,13 +291,24 @@ class Scheduler:
     def _share_among_decodes(
         self, sequences: list[Sequence], rows_budget: PromptRowsBudget
     ) -> list[Share]:
-        """One token of each, oldest first, with its page allocated."""
+        """One token of each, oldest first, with its page, and forced ones if there is time."""
         shares: list[Share] = []
+        room = self._room_for_forced(sequences)
         for sequence in sequences:
+            count = 1 + min(room, sequence.num_uncomputed_tokens - 1)
             is_running = sequence.status is SequenceStatus.RUNNING
-            if is_running and _fit(sequence, 1, rows_budget) and self._reach(sequence, 1):
-                shares.append((sequence, 1))
+            if is_running and _fit(sequence, count, rows_budget) and self._reach(sequence, count):
+                shares.append((sequence, count))
+                room -= count - 1
         return shares
+
+    def _room_for_forced(self, decodes: list[Sequence]) -> int:
+        """Tokens that the step may compute beside one of each of `decodes`."""
+        if not any(sequence.constraint is not None for sequence in decodes):
+            return 0
+        budget = self._prompt_budget([(sequence, 1) for sequence in decodes])
+        in_time = inf if budget.cost is None else budget.left_ms // budget.cost.token_ms
+        return int(max(0, min(budget.num_tokens, in_time)))
 
     def _share_among_prompts(
         self,
@@ -321,12 +333,13 @@ class Scheduler:
         return shares
 
     def _prompt_budget(self, decodes: list[Share]) -> PromptBudget:
-        """What is left for prompts beside one token of each of `decodes`."""
-        num_tokens = self.limits.max_num_batched_tokens - len(decodes)
+        """What is left for prompts beside the tokens of `decodes`."""
+        num_new = sum([count for _, count in decodes])
+        num_tokens = self.limits.max_num_batched_tokens - num_new
         if self.step_bound is None:
             return PromptBudget(num_tokens=num_tokens)
         load = StepLoad(
-            num_tokens=len(decodes),
+            num_tokens=num_new,
             num_logits=len(decodes),
             num_keys=sum([sequence.num_computed_tokens + 1 for sequence, _ in decodes]),
         )
@@ -568,12 +581,13 @@ class Scheduler:
 
 
 def _split(sequences: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Those with one token to compute, and those with several, in their order."""
+    """Those with one token to compute, or with forced ones behind it, and those with several, in
+    their order."""
     decodes: list[Sequence] = []
     prompts: list[Sequence] = []
     for sequence in sequences:
         num_uncomputed = sequence.num_uncomputed_tokens
-        if num_uncomputed == 1:
+        if num_uncomputed == 1 or sequence.has_forced_tokens:
             decodes.append(sequence)
         elif num_uncomputed:
             prompts.append(sequence)

@@ -16,6 +16,9 @@ from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.events import FinishReason
 from cadenza.request import Request, SamplingParams
 
+MAX_FORCED_TOKENS = 16
+"""Tokens that are appended at once because no others may follow; a step computes them together."""
+
 
 class PageCopy(NamedTuple):
     """Copies the KV of the first `num_tokens` tokens of page `source` to page `destination`.
@@ -47,6 +50,7 @@ class Sequence:
         num_computed_tokens: tokens whose KV exists once the launched steps have run.
         num_pending_tokens: tokens sampled by launched steps that have not been read; all drafts
             are taken for accepted until then.
+        num_void_choices: choices of launched steps whose tokens were known before they were read.
         has_started: it has had a row.
         is_retried: a step with it failed, and it has not sampled since; its steps are its own.
         num_cached_tokens: prompt tokens whose KV was shared at its first start; None before. A
@@ -77,6 +81,7 @@ class Sequence:
     page_keys: list[bytes] = field(default_factory=list[bytes])
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
+    num_void_choices: int = 0
     has_started: bool = False
     is_retried: bool = False
     num_cached_tokens: int | None = None
@@ -115,6 +120,15 @@ class Sequence:
         if num_pending and num_tokens >= self.max_num_tokens:
             return 0
         return num_tokens - self.num_computed_tokens
+
+    @property
+    def has_forced_tokens(self) -> bool:
+        """True if the tokens still to be computed are the newest one and forced ones behind it."""
+        return (
+            self.constraint is not None
+            and self.num_computed_tokens >= self.num_prompt_tokens
+            and 1 < self.num_uncomputed_tokens <= 1 + MAX_FORCED_TOKENS
+        )
 
     @property
     def is_prompt_only(self) -> bool:
@@ -175,6 +189,15 @@ class Sequence:
             if self.constraint.is_complete:
                 return "stop"
         return "length" if len(self.token_ids) >= self.max_num_tokens else None
+
+    def append_forced(self, token_id: int) -> FinishReason | None:
+        """Appends a token that is known without being sampled; if a launched step samples in its
+        place, that choice is void."""
+        if self.num_pending_tokens:
+            self.num_void_choices += 1
+        else:
+            self.num_pending_tokens += 1
+        return self.append(token_id)
 
     def drop_drafts(self) -> None:
         """After a step with drafts was read: the KV of tokens that it did not sample is void."""

@@ -11,11 +11,19 @@ from typing import NamedTuple
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.drafts import DraftCounts
 from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.sequence import Sequence, SequenceStatus
+from cadenza.core.sequence import MAX_FORCED_TOKENS, Sequence, SequenceStatus
 from cadenza.core.sequence_events import StepChoices, finished_event, logprobs_of
 from cadenza.core.step_schema import StepOutput
-from cadenza.core.token_rules import ruling_fields
-from cadenza.events import ErrorKind, Event, Finished, PromptLogprobs, Token, TokenLogprobs
+from cadenza.core.token_rules import may_be_forced, ruling_fields
+from cadenza.events import (
+    ErrorKind,
+    Event,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Token,
+    TokenLogprobs,
+)
 
 NOT_FINITE = "the model produced a non-finite value"
 CONSTRAINT_FAILED = "the structured output is too complex to be followed any further; simplify it"
@@ -66,7 +74,9 @@ class StepReader:
         sequence = entry.sequence
         if sequence.status is SequenceStatus.FINISHED:
             return
-        if not choices.is_finite[index]:
+        if sequence.num_void_choices:
+            sequence.num_void_choices -= 1
+        elif not choices.is_finite[index]:
             events.append(self.fail(sequence, NOT_FINITE, "not_finite"))
         elif sequence.is_prompt_only:
             events.append(self._end_prompt(entry, choices, index))
@@ -105,6 +115,7 @@ class StepReader:
             assert sequence.drafting is not None
             sequence.drop_drafts()
             sequence.drafting.learn(sequence.num_tokens, len(entry.drafts), num_accepted)
+            self._take_forced(sequence, events)
 
     def _take_token(
         self,
@@ -121,6 +132,30 @@ class StepReader:
         if sequence.constraint is not None and sequence.constraint.has_failed:
             events.append(self.fail(sequence, CONSTRAINT_FAILED, "constraint_failed"))
             return
+        events += self._told(sequence, token_id, reason, logprobs, verdict)
+        if not entry.drafts:
+            self._take_forced(sequence, events)
+
+    def _take_forced(self, sequence: Sequence, events: list[Event]) -> None:
+        """Takes tokens that must follow without sampling them: each is the only one that the mask
+        of its place allows."""
+        if sequence.constraint is None or sequence.is_finished or not may_be_forced(sequence):
+            return
+        for token_id in sequence.constraint.forced()[:MAX_FORCED_TOKENS]:
+            events += self._told(sequence, token_id, sequence.append_forced(token_id))
+            if sequence.is_finished:
+                break
+
+    def _told(
+        self,
+        sequence: Sequence,
+        token_id: int,
+        reason: FinishReason | None,
+        logprobs: TokenLogprobs | None = None,
+        verdict: Verdict = NO_DRAFT,
+    ) -> list[Event]:
+        """The events of a token that was appended; with a reason it was the last one."""
+        events: list[Event] = []
         if token_id not in sequence.stop_token_ids:
             index = sequence.num_generated_tokens - 1
             events.append(
@@ -139,6 +174,7 @@ class StepReader:
             own = token_id in sequence.request.params.stop_token_ids
             events.append(finished_event(sequence, reason, stop_token_id=token_id if own else None))
             self._end(sequence)
+        return events
 
     def _end_prompt(self, entry: BatchEntry, choices: StepChoices, index: int) -> Finished:
         """Ends a sequence with `max_tokens` 0; the token that the step sampled is dropped.

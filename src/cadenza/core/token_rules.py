@@ -103,6 +103,18 @@ def ruling_fields(sequence: Sequence) -> tuple[str, ...]:
     return tuple(name for name, rules in in_force.items() if rules)
 
 
+def may_be_forced(sequence: Sequence) -> bool:
+    """Whether a token that is the only one its constraint allows can be taken unsampled: no other
+    field may rule it out, and nobody asks for its logprob."""
+    request = sequence.request
+    return (
+        request.params.logprobs is None
+        and request.params.allowed_token_ids is None
+        and not request.bad_word_token_ids
+        and sequence.num_generated_tokens >= request.params.min_tokens
+    )
+
+
 def _is_begun(word: tuple[int, ...], generated: list[int]) -> bool:
     """Whether all tokens of a bad word but its last one have just been generated."""
     start = list(word[:-1])

@@ -4,6 +4,7 @@ Knows tokens only, no text. Invariant: its state is a function of the tokens tha
 token is forced only where the constraint below allows it.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from cadenza.structured import ThinkingBound
@@ -67,18 +68,24 @@ class ThinkingConstraint:
     def allowed(self) -> bytes:
         num_bytes = -(-self._vocab_size // 32) * 4
         allowed = b"\xff" * num_bytes if self._inner is None else self._inner.allowed()
-        thought = self._thought
-        is_thinking = thought.has_begun and not thought.is_over
-        is_spent = is_thinking and thought.num_tokens >= self._bound.max_tokens
-        if is_spent and self._may_end(allowed):
+        if self._is_spent and self._may_end(allowed):
             return (1 << self._bound.end).to_bytes(num_bytes, "little")
         return allowed
+
+    def forced(self) -> Sequence[int]:
+        return () if self._inner is None or self._is_spent else self._inner.forced()
 
     def fork(self) -> "ThinkingConstraint | None":
         inner = None if self._inner is None else self._inner.fork()
         if inner is None and self._inner is not None:
             return None
         return ThinkingConstraint(self._bound, self._vocab_size, inner, self._thought)
+
+    @property
+    def _is_spent(self) -> bool:
+        thought = self._thought
+        is_thinking = thought.has_begun and not thought.is_over
+        return is_thinking and thought.num_tokens >= self._bound.max_tokens
 
     def _may_end(self, allowed: bytes) -> bool:
         """Within a character that is not complete a grammar may not allow it yet."""

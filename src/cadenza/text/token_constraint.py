@@ -42,6 +42,10 @@ class ForcedText(NamedTuple):
     num_bytes: int = 0
 
     @property
+    def rest(self) -> Sequence[int]:
+        return self.token_ids[self.num_taken :]
+
+    @property
     def next_mask(self) -> bytes | None:
         """The mask that allows the next token only; None behind the last one."""
         if self.num_taken == len(self.token_ids):
@@ -107,6 +111,10 @@ class GrammarConstraint:
         if self._mask is None:
             self._mask = self._forced.next_mask or self._make_mask()
         return self._mask
+
+    def forced(self) -> Sequence[int]:
+        self.allowed()
+        return self._forced.rest
 
     def _make_mask(self) -> bytes:
         mask = self._matcher.compute_bitmask()

@@ -113,6 +113,9 @@ class _Faulty:
     def allowed(self) -> bytes:
         return self.inner.allowed()
 
+    def forced(self) -> Sequence[int]:
+        return ()  # every token is sampled, under the mask with the fault
+
     def fork(self) -> Constraint | None:
         inner = self.inner.fork()
         return None if inner is None else replace(self, inner=inner)
