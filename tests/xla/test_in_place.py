@@ -240,8 +240,9 @@ def test_only_the_steps_inputs_go_up_and_only_its_results_come_down(lab: Lab):
     runner = lab.runner()
     programs = runner.programs
     step = Customs(programs.step[BASE.bucket])
-    table = Customs(programs.write_page_table)
-    runner._programs = replace(programs, step={BASE.bucket: step}, write_page_table=table)
+    table = Customs(programs.rows.write_page_table)
+    rows = replace(programs.rows, write_page_table=table)
+    runner._programs = replace(programs, step={BASE.bucket: step}, rows=rows)
     try:
         stream = Stream(row=1, pages=[2, 8, 0, 11])
         handle = runner.launch(build_inputs([stream.chunk(PROMPT, samples=True)], GEOMETRY))

@@ -9,6 +9,7 @@ another one for drafts.
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 logger = logging.getLogger(__name__)
+
+
+ONE_BYTE = re.compile(rb"\0*+[^\0]\0*+")
+"""Masks in which one byte is not zero. Most others are told apart by their first bytes."""
 
 
 class ForcedText(NamedTuple):
@@ -118,8 +123,7 @@ class GrammarConstraint:
 
     def _make_mask(self) -> bytes:
         mask = self._matcher.compute_bitmask()
-        allows_several = mask.count(0) < len(mask) - 1
-        if not allows_several and not self._matcher.is_error():
+        if ONE_BYTE.fullmatch(mask) and not self._matcher.is_error():
             forced = ForcedText(self._matcher.compute_ff_tokens(), num_bytes=len(mask))
             if forced.next_mask == mask:
                 self._forced = forced

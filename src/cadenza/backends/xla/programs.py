@@ -62,7 +62,7 @@ PAGE_IO = 16
 """Pages per call of `read_pages` and `write_pages`."""
 
 MASK_ROWS = 32
-"""Records per call of `write_masks`."""
+"""Records per call of `copy_rules` and `write_masks`."""
 
 _STEP_OPTIONS: dict[str, dict[str, str | bool]] = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -113,6 +113,16 @@ class PagePrograms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowPrograms:
+    """Each changes a `RowState`."""
+
+    write_page_table: Compiled
+    write_rules: Compiled
+    copy_rules: Compiled
+    write_masks: Compiled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
     """The compiled programs; `step` maps a bucket (padded tokens) to its step.
 
@@ -124,10 +134,8 @@ class Programs:
     begin: dict[int, Compiled]
     choose: dict[int, Compiled]
     new_state: Compiled
-    write_page_table: Compiled
+    rows: RowPrograms
     copy_pages: Compiled
-    write_rules: Compiled
-    write_masks: Compiled
     pages: PagePrograms | None = None
 
 
@@ -297,12 +305,18 @@ def write_rules(rows: RowState, row: jax.Array, record: jax.Array) -> RowState:
     return rows._replace(rule_records=rows.rule_records.at[row].set(record))
 
 
-def write_masks(rows: RowState, places: jax.Array, masks: jax.Array) -> RowState:
-    """Applies mask updates: `places` [MASK_ROWS, 2] of (record, row) and their masks [MASK_ROWS,
-    W - MASK]; records out of range are ignored."""
+def copy_rules(rows: RowState, places: jax.Array) -> RowState:
+    """Copies rule records without their masks, by `places` [MASK_ROWS, 2] of (record, row); records
+    out of range are ignored."""
     records, owners = places[:, 0], places[:, 1]
-    written = jnp.concatenate([rows.rule_records[owners, :MASK], masks], axis=1)
-    changed = rows.rule_records.at[records].set(written, mode="drop")
+    rules = rows.rule_records[owners, :MASK]
+    changed = rows.rule_records.at[records, :MASK].set(rules, mode="drop")
+    return rows._replace(rule_records=changed)
+
+
+def write_masks(rows: RowState, records: jax.Array, masks: jax.Array) -> RowState:
+    """Sets the masks [MASK_ROWS, W - MASK] of records [MASK_ROWS], without those out of range."""
+    changed = rows.rule_records.at[records, MASK:].set(masks, mode="drop")
     return rows._replace(rule_records=changed)
 
 
@@ -400,6 +414,22 @@ def _compile_page_programs(num_pages: int, state: Any, pages: Any, count: Any) -
     )
 
 
+def _compile_row_programs(rows: RowState, sharding: Any) -> RowPrograms:
+    """From abstract rows."""
+    num_words = rows.rule_records.shape[1]
+
+    def compile_update(function: Callable[..., RowState], *shapes: tuple[int, ...]) -> Compiled:
+        inputs = [jax.ShapeDtypeStruct(each, jnp.int32, sharding=sharding) for each in shapes]
+        return jax.jit(function, donate_argnums=0).lower(rows, *inputs).compile()
+
+    return RowPrograms(
+        write_page_table=compile_update(write_page_table, (PAGE_UPDATES, 3)),
+        write_rules=compile_update(write_rules, (), (num_words,)),
+        copy_rules=compile_update(copy_rules, (MASK_ROWS, 2)),
+        write_masks=compile_update(write_masks, (MASK_ROWS,), (MASK_ROWS, num_words - MASK)),
+    )
+
+
 def state_function(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Callable[[], Any]:
     """The program () to a new `DeviceState` with every KV element set to `shape.fill`."""
 
@@ -489,23 +519,14 @@ def compile_programs(
             begins[bucket], (_, hidden) = compile_part(functions.begin(layout), *whole, wire)
             rest = head_of(abstract_weights), state.rows, wire, hidden
             chooses[bucket], _ = compile_part(choose_function(ops, layout), *rest)
-    updates = jax.ShapeDtypeStruct((PAGE_UPDATES, 3), jnp.int32, sharding=sharding)
     copies = jax.ShapeDtypeStruct((PAGE_COPIES, 3), jnp.int32, sharding=sharding)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
-    num_words = RuleLayout(spec.model.vocab_size).num_words
-    record = jax.ShapeDtypeStruct((num_words,), jnp.int32, sharding=sharding)
-    places = jax.ShapeDtypeStruct((MASK_ROWS, 2), jnp.int32, sharding=sharding)
-    masks = jax.ShapeDtypeStruct((MASK_ROWS, num_words - MASK), jnp.int32, sharding=sharding)
-
-    def compile_update(function: Callable[..., RowState], *inputs: Any) -> Compiled:
-        return jax.jit(function, donate_argnums=0).lower(state.rows, *inputs).compile()
-
     return Programs(
         step=steps,
         begin=begins,
         choose=chooses,
         new_state=jax.jit(new_state, out_shardings=sharding).lower().compile(),
-        write_page_table=compile_update(write_page_table, updates),
+        rows=_compile_row_programs(state.rows, sharding),
         copy_pages=jax.jit(copy_function(ops, spec.page_size), donate_argnums=0)
         .lower(state, copies, count)
         .compile(),
@@ -517,6 +538,4 @@ def compile_programs(
         )
         if shape.copies_pages
         else None,
-        write_rules=compile_update(write_rules, count, record),
-        write_masks=compile_update(write_masks, places, masks),
     )

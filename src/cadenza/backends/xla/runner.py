@@ -332,7 +332,7 @@ class XlaRunner:
         state = self._take_state()
         for start in range(0, len(inputs.page_updates), PAGE_UPDATES):
             part = inputs.page_updates[start : start + PAGE_UPDATES]
-            rows = programs.write_page_table(state.rows, self._padded_updates(part))
+            rows = programs.rows.write_page_table(state.rows, self._padded_updates(part))
             state = state._replace(rows=rows)
         for start in range(0, len(inputs.page_copies), PAGE_COPIES):
             part = inputs.page_copies[start : start + PAGE_COPIES]
@@ -340,7 +340,7 @@ class XlaRunner:
             padded[: len(part)] = part
             state = programs.copy_pages(state, padded, np.int32(len(part)))
         for update in inputs.rule_updates:
-            rows = programs.write_rules(state.rows, np.int32(update.row), update.record)
+            rows = programs.rows.write_rules(state.rows, np.int32(update.row), update.record)
             state = state._replace(rows=rows)
         return state
 
@@ -349,7 +349,11 @@ class XlaRunner:
     ) -> DeviceState:
         for start in range(0, len(masks), MASK_ROWS):
             part = masks[start : start + MASK_ROWS]
-            rows = programs.write_masks(state.rows, *self._padded_masks(part))
+            places, words = self._padded_masks(part)
+            rows = state.rows
+            if any(update.record != update.row for update in part):
+                rows = programs.rows.copy_rules(rows, places)
+            rows = programs.rows.write_masks(rows, np.ascontiguousarray(places[:, 0]), words)
             state = state._replace(rows=rows)
         return state
 
@@ -432,7 +436,7 @@ class XlaRunner:
         return padded
 
     def _padded_masks(self, part: Sequence[MaskUpdate]) -> tuple[Int32Array, Int32Array]:
-        """The places [MASK_ROWS, 2] of `write_masks` and their masks [MASK_ROWS, W - MASK]."""
+        """The records and rows [MASK_ROWS, 2] of updates, and their masks [MASK_ROWS, W - MASK]."""
         dropped = self._limits.max_num_seqs + NUM_EXTRA_LOGIT_ROWS  # out of range: ignored
         places = np.full((MASK_ROWS, 2), (dropped, 0), np.int32)
         masks = np.zeros((MASK_ROWS, len(part[0].mask)), np.int32)
