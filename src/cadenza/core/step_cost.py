@@ -158,6 +158,13 @@ def derive_bound_ms(cost: StepCost, full_decode: StepLoad) -> float:
     return max(MIN_BOUND_MS, DECODE_STEPS_PER_BOUND * cost.predict_ms(full_decode))
 
 
+TOLERANCE = 1.25
+"""Steps that take up to this multiple of the bound are as they should be; see `StepBound.tail`."""
+
+TAIL_SHARE, TAIL_STEP = 0.01, 0.05
+MAX_TAIL = 2.0
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepBound:
     """A bound on the time of a step, its cost model, and how often the bound was not kept.
@@ -167,6 +174,8 @@ class StepBound:
             stand still when the machine becomes slower; None if the bound is fixed.
         max_ms: the bound; also the longest time between two tokens of a stream that is not
             preempted, as far as the predictions hold.
+        tail: the multiple of its prediction that one step with prompts in a hundred exceeds. Where
+            it is above `TOLERANCE`, as beside other work of the machine, steps are planned shorter.
         num_granted: steps with `MIN_PROMPT_TOKENS` although they are predicted to exceed the bound.
         num_exceeded: steps that took longer than the bound.
     """
@@ -174,12 +183,13 @@ class StepBound:
     max_ms: float
     cost: StepCost
     full_decode: StepLoad | None = None
+    tail: float = TOLERANCE
     num_granted: int = 0
     num_exceeded: int = 0
 
     def left_ms(self, decodes: StepLoad) -> float:
         """What is left for prompts beside `decodes`; negative if these alone exceed the bound."""
-        return self.max_ms - self.cost.predict_ms(decodes)
+        return self.max_ms * min(1.0, TOLERANCE / self.tail) - self.cost.predict_ms(decodes)
 
     def count(self, measured_ms: float) -> None:
         """A step took `measured_ms`, from which nothing is to be learned."""
@@ -188,6 +198,10 @@ class StepBound:
     def observe(self, load: StepLoad, measured_ms: float) -> None:
         """A step took `measured_ms`."""
         self.count(measured_ms)
+        if load.num_tokens > load.num_logits:
+            is_late = measured_ms > self.tail * self.cost.predict_ms(load)
+            self.tail += TAIL_STEP * (is_late - TAIL_SHARE)
+            self.tail = min(MAX_TAIL, max(1.0, self.tail))
         self.cost = self.cost.corrected(load, measured_ms)
         if self.full_decode is not None:
             self.max_ms = derive_bound_ms(self.cost, self.full_decode)

@@ -1,0 +1,160 @@
+"""What a long prompt does to running streams: the worst gap between two of their chunks, and how
+long a short prompt behind the long one waits.
+
+    python benchmarks/long_prompts.py --url http://127.0.0.1:8000 [--tokens 2000,8000] [--streams 8]
+
+Takes any server of `/v1/completions` that streams and takes prompts as token ids: Cadenza, vLLM,
+llama-server. While so many streams run, a prompt of each length is sent and, a moment later, one of
+100 tokens. The table has, by length: the worst gap of any stream and the 99th percentile of gaps,
+until a second after the long prompt's first token; the time to the first token of the long prompt,
+alone on the server beforehand and beside the streams; and that of the short one, alone, beside the
+streams, and behind the long one. Of Cadenza it also prints the bound of a step (`--max-itl-ms`).
+Client and server share the machine.
+"""
+
+import argparse
+import asyncio
+import random
+import re
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+TIMEOUT_S = 600
+SHORT = 100
+BEHIND_S = 0.05
+AFTER_S = 1.0
+NUM_IDS = 20_000
+
+
+@dataclass(slots=True)
+class Stream:
+    """One running stream: when its chunks came."""
+
+    times_s: list[float] = field(default_factory=list[float])
+
+    def gaps_s(self, start_s: float, end_s: float) -> list[float]:
+        """Between two chunks, of which the second came in this time."""
+        pairs = zip(self.times_s, self.times_s[1:], strict=False)
+        return [b - a for a, b in pairs if start_s <= b <= end_s]
+
+
+class Server:
+    """A server under test."""
+
+    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
+        self._url = url
+        self._client = client
+        self._rng = random.Random(7)
+        self._model: str | None = None
+
+    async def chunks(self, num_tokens: int, max_tokens: int) -> AsyncGenerator[float]:
+        """The times of the chunks of an answer to a random prompt."""
+        if self._model is None:
+            listed = (await self._client.get(f"{self._url}/v1/models")).json()
+            self._model = listed["data"][0]["id"]
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": [self._rng.randrange(100, NUM_IDS) for _ in range(num_tokens)],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+            "return_token_ids": True,  # Cadenza and vLLM then send tokens without text, too
+        }
+        async with self._client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
+            if answer.status_code != httpx.codes.OK:
+                raise SystemExit(f"{answer.status_code}: {(await answer.aread()).decode()}")
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    yield time.perf_counter()
+
+    async def ttft_s(self, num_tokens: int, delay_s: float = 0.0) -> float:
+        await asyncio.sleep(delay_s)
+        start_s = time.perf_counter()
+        times_s = [each async for each in self.chunks(num_tokens, 1)]
+        return times_s[0] - start_s
+
+    @asynccontextmanager
+    async def running(self, count: int, max_tokens: int) -> AsyncGenerator[list[Stream]]:
+        """Streams that go on until the block ends, each with a few chunks at its start."""
+        streams = [Stream() for _ in range(count)]
+        tasks = [asyncio.create_task(self._follow(each, max_tokens)) for each in streams]
+        while min(len(each.times_s) for each in streams) < 8:
+            await asyncio.sleep(0.01)
+        try:
+            yield streams
+            if any(task.done() for task in tasks):
+                raise SystemExit(
+                    "a stream ended before the prompt was computed; give a larger context"
+                )
+        finally:
+            for task in tasks:
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(*tasks)
+
+    async def _follow(self, stream: Stream, max_tokens: int) -> None:
+        async for time_s in self.chunks(16, max_tokens):
+            stream.times_s.append(time_s)
+
+    async def bound_ms(self) -> str:
+        """Of a step, as Cadenza states it; nothing of other servers."""
+        text = (await self._client.get(f"{self._url}/metrics")).text
+        found = re.search(r"^cadenza:max_itl_seconds\S* (\S+)", text, re.MULTILINE)
+        return f"{1000 * float(found[1]):.0f}" if found else "-"
+
+
+async def measure(server: Server, num_tokens: int, options: argparse.Namespace) -> str:
+    """One line of the table."""
+    await server.ttft_s(SHORT)
+    short_alone_s, long_alone_s = await server.ttft_s(SHORT), await server.ttft_s(num_tokens)
+    async with server.running(options.streams, options.max_tokens) as streams:
+        before_s = time.perf_counter()
+        await asyncio.sleep(AFTER_S)
+        short_beside_s = await server.ttft_s(SHORT)
+        await asyncio.sleep(AFTER_S)
+        start_s = time.perf_counter()
+        long_s, short_s = await asyncio.gather(
+            server.ttft_s(num_tokens), server.ttft_s(SHORT, BEHIND_S)
+        )
+        await asyncio.sleep(AFTER_S)
+        end_s = time.perf_counter()
+    before, beside = (
+        sorted(gap_s for each in streams for gap_s in each.gaps_s(*part))
+        for part in ((before_s, start_s), (start_s, end_s))
+    )
+    p99_s = beside[len(beside) * 99 // 100]
+    gaps = before[-1], p99_s, beside[-1]
+    numbers = (*gaps, long_alone_s, long_s, short_alone_s, short_beside_s, short_s)
+    cells = "".join(f"{1000 * each:8.0f}" for each in numbers)
+    return f"{num_tokens:7}{cells} {await server.bound_ms():>7}"
+
+
+async def measure_all(options: argparse.Namespace) -> None:
+    limits = httpx.Limits(max_connections=options.streams + 4)
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
+        server = Server(options.url.rstrip("/"), client)
+        print("        ----- gaps, ms -----   long, ms to 1st   -- short, ms to 1st --", flush=True)
+        print(" tokens  before     p99   worst   alone  beside   alone  beside  behind   bound")
+        for _ in range(options.rounds):
+            for each in options.tokens.split(","):
+                print(await measure(server, int(each), options), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Worst gaps of streams beside long prompts.")
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--tokens", default="2000,8000")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=4000, help="of each stream, at most")
+    parser.add_argument("--rounds", type=int, default=2)
+    asyncio.run(measure_all(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
