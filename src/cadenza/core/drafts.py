@@ -57,6 +57,7 @@ class Drafting:
         most: drafts in a step, at most.
         acceptance: the chance that a draft is accepted, if those before it were.
         gain: mean number of accepted drafts of a step that asked `source`.
+        tried: mean number of drafts of such a step.
         resumes_at: the number of tokens from which the sequence drafts again after a pause.
         shared: what other sequences with the same `Drafter` meet.
     """
@@ -65,6 +66,7 @@ class Drafting:
     most: int
     acceptance: float = FIRST_ACCEPTANCE
     gain: float = 1.0
+    tried: float = 1.0
     resumes_at: int = 0
     shared: SharedAcceptance | None = None
     _pause: int = field(default=FIRST_PAUSE, init=False)
@@ -91,7 +93,7 @@ class Drafting:
 
     def note_none(self, num_tokens: int) -> None:
         """There were no drafts for a sequence with `num_tokens` tokens, or none was allowed."""
-        self._gain(num_tokens, 0)
+        self._gain(num_tokens, 0, 0)
 
     def learn(self, num_tokens: int, num_drafts: int, num_accepted: int) -> None:
         """A step verified `num_drafts`, and `num_accepted` stayed; there are now `num_tokens`."""
@@ -99,7 +101,7 @@ class Drafting:
             self.acceptance += WEIGHT_OF_NEWEST * (is_accepted - self.acceptance)
             if self.shared is not None:
                 self.shared.learn(is_accepted=is_accepted)
-        self._gain(num_tokens, num_accepted)
+        self._gain(num_tokens, num_drafts, num_accepted)
 
     def _num_worth(self, odds: float) -> int:
         chance = 1.0
@@ -109,7 +111,8 @@ class Drafting:
                 return count
         return self.most
 
-    def _gain(self, num_tokens: int, num_accepted: int) -> None:
+    def _gain(self, num_tokens: int, num_drafts: int, num_accepted: int) -> None:
+        self.tried += WEIGHT_OF_NEWEST * (num_drafts - self.tried)
         self.gain += WEIGHT_OF_NEWEST * (num_accepted - self.gain)
         if num_accepted:
             self._pause = FIRST_PAUSE

@@ -152,12 +152,18 @@ class StepDrafts:
         return bool(looking_up) and self._is_worth_waiting(looking_up, step)
 
     def _is_worth_waiting(self, sequences: list[Sequence], step: DraftStep) -> bool:
-        """Whether as many drafts as lately stayed, for each token that the step gives anyway, are
+        """Whether what drafts of these sequences saved lately, beside what verifying them took, is
         worth the time in which the device idles."""
-        if step.cost is None or step.number % PROBE_EVERY == 0:
+        cost, load = step.cost, step.load
+        if cost is None or step.number % PROBE_EVERY == 0:
             return True
-        gain = sum(each.drafting.gain for each in sequences if each.drafting is not None)
-        return gain * step.cost.predict_ms(step.load) >= self._wait_ms * step.load.num_logits
+        token_ms = cost.predict_ms(load) / load.num_logits
+        saved_ms = 0.0
+        for sequence in sequences:
+            assert sequence.drafting is not None
+            odds = cost.draft_odds(load, sequence.num_tokens) * self._price
+            saved_ms += token_ms * (sequence.drafting.gain - odds * sequence.drafting.tried)
+        return saved_ms >= self._wait_ms
 
     def propose(
         self, shares: list[Share], num_rows: int, number: int, cost: StepCost | None
