@@ -357,6 +357,22 @@ def test_forced_tokens_are_computed_together_unless_each_must_be_sampled(
     assert reason is None or num_launched >= len(found)
 
 
+@dataclass(kw_only=True, eq=False)
+class WithoutDrafts(ObservedRunner):
+    """A runner that computes several tokens of a row by themselves."""
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return super().capabilities - {"drafts"}
+
+
+def test_forced_tokens_are_sampled_where_rows_are_computed_by_themselves():
+    engine = make_engine(LIMITS, loop="overlap", parts=Parts(runner=WithoutDrafts))
+    number = engine.submit(constrained(1, PHRASES))
+    found = tokens(drain(engine), number)
+    assert trace_of(engine).count("launch") >= len(found) > 10
+
+
 def test_forced_tokens_take_no_time_from_others_beyond_the_bound():
     """In a step of 5 tokens four rows have one each, and forced tokens wait for what is left."""
     limits = replace(LIMITS, max_num_batched_tokens=5, num_pages=64, max_num_queued_reqs=4)

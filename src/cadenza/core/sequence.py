@@ -63,6 +63,7 @@ class Sequence:
         pool: of its hidden states; None if it is not pooled.
         drafting: None if its steps verify no drafts.
         constraint: has accepted its generated tokens; None if every token is allowed.
+        takes_forced: tokens that must follow are appended without being sampled.
     """
 
     request_id: int
@@ -94,6 +95,7 @@ class Sequence:
     pool: Pool | None = None
     drafting: Drafting | None = None
     constraint: Constraint | None = None
+    takes_forced: bool = True
 
     @property
     def params(self) -> SamplingParams:

@@ -108,7 +108,8 @@ def may_be_forced(sequence: Sequence) -> bool:
     field may rule it out, and nobody asks for its logprob."""
     request = sequence.request
     return (
-        request.params.logprobs is None
+        sequence.takes_forced
+        and request.params.logprobs is None
         and request.params.allowed_token_ids is None
         and not request.bad_word_token_ids
         and sequence.num_generated_tokens >= request.params.min_tokens

@@ -309,6 +309,8 @@ class EngineCore:
             prompt_rows=_progress_of(request) if sample == 0 else None,
             pool=_pool_of(request),
             drafting=self._drafting_of(request),
+            # Where no drafts are verified, several tokens of a row are not computed as one call.
+            takes_forced="drafts" in self.runner.capabilities,
         )
 
     def _drafting_of(self, request: Request) -> Drafting | None:
