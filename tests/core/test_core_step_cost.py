@@ -113,6 +113,7 @@ def test_steps_that_scatter_are_planned_shorter_so_that_few_exceed_the_tolerance
         bound.cost = COST
         bound.observe(load, COST.predict_ms(load))
         bound.observe(decodes, 10 * COST.predict_ms(decodes))  # nothing is planned in it
+    bound.cost = COST
     assert bound.left_ms(decodes) == planned
 
 
