@@ -58,8 +58,11 @@ def test_constrained_and_free_rows_together_have_the_bits_of_each_alone(worded: 
 
 PERSON = {
     "type": "object",
-    "properties": {"full_name": {"type": "string", "maxLength": 4}, "is_adult": {"const": True}},
-    "required": ["full_name", "is_adult"],
+    "properties": {
+        "name_in_the_passport": {"type": "string", "maxLength": 4},
+        "is_at_least_eighteen_years_old": {"const": True},
+    },
+    "required": ["name_in_the_passport", "is_at_least_eighteen_years_old"],
     "additionalProperties": False,
 }
 
@@ -74,7 +77,7 @@ def test_tokens_that_must_follow_are_those_that_are_sampled_where_each_must_be(
     prompts = [[7, 8, 9], [10, 11]]
     for logprobs in (None, 0):
         params = SamplingParams(
-            max_tokens=40,
+            max_tokens=80,
             temperature=1.0,
             seed=3,
             presence_penalty=0.5,
@@ -91,7 +94,7 @@ def test_tokens_that_must_follow_are_those_that_are_sampled_where_each_must_be(
         alone = [worded.generate([prompt], params)[0] for prompt in prompts]
         assert [bits(each.outputs) for each in alone] == [bits(each.outputs) for each in outputs]
     assert found[0] == found[1]
-    assert counts[0] < 0.8 * counts[1], counts
+    assert counts[0] < 0.9 * counts[1], counts
 
 
 def test_preempted_rows_go_on_with_their_constraints(worded_folder: Path, worded: LLM):
