@@ -1,10 +1,12 @@
 """What a long prompt does to running streams: the worst gap between two of their chunks, and how
 long a short prompt behind the long one waits.
 
-    python benchmarks/long_prompts.py --url http://127.0.0.1:8000 [--tokens 2000,8000] [--streams 8]
+    python benchmarks/long_prompts.py [--shape smollm2-135m] [--tokens 2000,7900] [--streams 8]
+    python benchmarks/long_prompts.py --url http://127.0.0.1:8000
 
-Takes any server of `/v1/completions` that streams and takes prompts as token ids: Cadenza, vLLM,
-llama-server. While so many streams run, a prompt of each length is sent and, a moment later, one of
+Starts `cadenza serve` for random weights of a shape; with `--url` a running server is asked, any of
+`/v1/completions` that streams and takes prompts as token ids: Cadenza, vLLM, llama-server. While so
+many streams run, a prompt of each length is sent and, a moment later, one of
 100 tokens. The table has, by length: the worst gap of any stream and the 99th percentile of gaps,
 until a second after the long prompt's first token; the time to the first token of the long prompt,
 alone on the server beforehand and beside the streams; and that of the short one, alone, beside the
@@ -18,11 +20,15 @@ import random
 import re
 import time
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from serving import serving
+
+from cadenza.bench.checkpoints import cached_checkpoint
+from cadenza.loading.build import cache_folder
 
 TIMEOUT_S = 600
 SHORT = 100
@@ -148,12 +154,18 @@ async def measure_all(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Worst gaps of streams beside long prompts.")
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--tokens", default="2000,8000")
+    parser.add_argument("--url")
+    parser.add_argument("--shape", default="smollm2-135m")
+    parser.add_argument("--tokens", default="2000,7900")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=4000, help="of each stream, at most")
     parser.add_argument("--rounds", type=int, default=2)
-    asyncio.run(measure_all(parser.parse_args()))
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        if options.url is None:
+            folder = cached_checkpoint(options.shape, cache_folder(), lambda _: None)
+            options.url = stack.enter_context(serving(folder, "--disable-log-requests"))
+        asyncio.run(measure_all(options))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,82 @@
+"""`StepDrafts`: when a step is scheduled only behind the newest tokens."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from cadenza.core.batch import Batch
+from cadenza.core.drafts import Drafting
+from cadenza.core.sequence import Sequence
+from cadenza.core.step_cost import StepCost
+from cadenza.core.step_drafts import PROBE_EVERY, Drafts, DraftStep, DraftWish, StepDrafts
+from tests.core.builders import scheduler_of, sequence_of
+
+COST = StepCost(fixed_ms=4.0, token_ms=0.1, logit_ms=0.0, key_ms=0.0)
+
+
+@dataclass
+class Asked:
+    """A drafter whose drafts are worth their time, or not; `steps` in which it was asked."""
+
+    answer: bool
+    steps: list[int] = field(default_factory=list[int])
+
+    def is_due(self, number: int) -> bool:
+        return True
+
+    def is_worth(self, sequences: SequenceOf[Sequence], step: DraftStep) -> bool:
+        assert step.load.num_tokens == step.load.num_logits == 2
+        self.steps.append(step.number)
+        return self.answer
+
+    def propose(self, wishes: SequenceOf[DraftWish], step: DraftStep) -> Drafts:
+        raise AssertionError("nothing is scheduled")
+
+
+class Silent:
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        return []
+
+
+def running_of(drafting: Drafting | None) -> list[Sequence]:
+    """Two decoding sequences with a token in flight, of which one drafts."""
+    found = [sequence_of(number, 8) for number in range(2)]
+    for sequence in found:
+        sequence.num_computed_tokens = 8
+        sequence.num_pending_tokens = 1
+    found[1].drafting = drafting
+    return found
+
+
+def drafts_of(drafter: Asked | None = None) -> StepDrafts:
+    scheduler = scheduler_of()
+    return StepDrafts(scheduler.limits, scheduler.kv_cache, drafter)
+
+
+def test_a_second_model_is_waited_for_only_if_its_drafts_are_worth_their_time() -> None:
+    for answer in (False, True):
+        drafter = Asked(answer)
+        drafts = drafts_of(drafter)
+        running = running_of(Drafting(source=None, most=4))
+        assert drafts.need_newest_tokens(running, 7, COST) is answer
+        assert drafter.steps == [7]
+
+
+def test_sequences_that_look_drafts_up_are_waited_for_while_that_saves_time() -> None:
+    """A step takes 4.2 ms and gives two tokens; the device idles for 1 ms before one that waits."""
+    drafting = Drafting(source=Silent(), most=4)
+    drafts, running = drafts_of(), running_of(drafting)
+    assert drafts.need_newest_tokens(running, 1, COST), "no wait has been measured"
+    for _ in range(50):
+        drafts.observe(Batch(0), 4.2, COST, 1.0)
+    cases = {(1.0, 1.0): True, (0.3, 1.0): False, (1.0, 12.0): False, (2.0, 5.0): True}
+    for (gain, tried), is_worth in cases.items():
+        drafting.gain, drafting.tried = gain, tried
+        assert drafts.need_newest_tokens(running, 1, COST) is is_worth, (gain, tried)
+        assert drafts.need_newest_tokens(running, PROBE_EVERY, COST)
+        assert drafts.need_newest_tokens(running, 1, None), "nothing is known of the time"
+    drafting.resumes_at = 100
+    assert not drafts.need_newest_tokens(running, PROBE_EVERY, COST)
+
+
+def test_nobody_is_waited_for_where_nobody_drafts() -> None:
+    assert not drafts_of(Asked(answer=True)).need_newest_tokens(running_of(None), 0, COST)
