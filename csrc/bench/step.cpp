@@ -3,9 +3,10 @@
 // which reduces noise from other load. The step's bound is the larger of reading its weights and KV
 // and of multiplying; both rates are measured between its runs.
 //
-//   build/native/bench [--threads N] [--rows 1,4,8] [--context 128] [--prefill 512] [--repeats 10]
-//   [--steps 4] [--cpu-time] [--kv-int8]
+//   build/native/bench [--threads N] [--rows 1,4,8] [--context 128] [--prefill 512] [--behind 0]
+//   [--repeats 10] [--steps 4] [--cpu-time] [--kv-int8]
 //
+// --prefill N tokens of a prompt are computed behind --behind of it; the rows behind --context.
 // --cpu-time measures the calling thread's CPU time instead of wall time; use it with one thread
 // only, as the time of worker threads is not included. --kv-int8 stores keys and values as codes.
 #include <time.h>
@@ -28,13 +29,13 @@ using namespace cadenza;
 namespace {
 
 constexpr int64_t kLayers = 30, kHidden = 576, kHeads = 9, kKvHeads = 3, kSize = 64, kFfn = 1536;
-constexpr int64_t kVocab = 49152, kPage = 16;
+constexpr int64_t kVocab = 49152, kPage = 16, kMaxContext = 8192;
 constexpr int kPeakRepeats = 10;
 constexpr int64_t kReadBytes = 256 << 20;
 
 struct Options {
   int threads = 1;
-  int64_t context = 128, prefill = 512;
+  int64_t context = 128, prefill = 512, behind = 0;
   std::vector<int64_t> rows{1, 4, 8, 16, 32, 64};
   bool cpu_time = false, kv_int8 = false;
   int repeats = 10, steps = 4;
@@ -108,7 +109,7 @@ struct Step {
     task.heads = kHeads;
     task.kv_heads = kKvHeads;
     task.head_size = task.rotary_size = kSize;
-    task.rope_rows = 4096;
+    task.rope_rows = kMaxContext;
     task.scale = 0.125f;
     task.qkv = wide;
     task.positions = positions.data();
@@ -172,7 +173,7 @@ Step make_step(const Options& options, Runtime runtime, int64_t rows, int64_t qu
   s.gate_up_w = shared ? shared->gate_up_w : weights(2 * kFfn, kHidden * kLayers);
   s.down_w = shared ? shared->down_w : weights(kHidden, kFfn * kLayers);
   s.head_w = shared ? shared->head_w : weights(kVocab, kHidden);
-  s.rope = shared ? shared->rope : filled<float>(4096 * kSize, 0.7f);
+  s.rope = shared ? shared->rope : filled<float>(kMaxContext * kSize, 0.7f);
   s.norm = shared ? shared->norm : filled<float>(kHidden, 1.0f);
   int64_t pages = ceil_div(context, kPage);
   s.act = filled<bf16>(s.tokens * 2 * kFfn, bf16{0x3c00});
@@ -281,6 +282,7 @@ Options parse(int argc, char** argv) {
     if (name == "--repeats") options.repeats = std::atoi(value);
     if (name == "--context") options.context = std::atoi(value);
     if (name == "--prefill") options.prefill = std::atoi(value);
+    if (name == "--behind") options.behind = std::atoi(value);
     if (name == "--rows") {
       options.rows.clear();
       for (const char* at = value; *at != '\0';) {
@@ -298,6 +300,10 @@ Options parse(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   Options options = parse(argc, argv);
+  if (std::max(options.context, options.behind + options.prefill) > kMaxContext) {
+    std::fprintf(stderr, "contexts may have at most %ld tokens\n", long(kMaxContext));
+    return 1;
+  }
   Executor executor(options.threads);
   Runtime runtime{kernels(), integer_kernels(), executor};
   std::printf("isa %s, %d threads, peak %.0f GF\n", runtime.kernels.isa, options.threads,
@@ -310,7 +316,8 @@ int main(int argc, char** argv) {
     report_step(s, memory);
   }
   if (options.prefill > 0) {
-    Step s = make_step(options, runtime, 1, options.prefill, options.prefill, &first);
+    int64_t context = options.behind + options.prefill;
+    Step s = make_step(options, runtime, 1, options.prefill, context, &first);
     report(s);
     report_step(s, memory);
   }

@@ -10,47 +10,64 @@ namespace {
 // Maximum queries of one unit times heads of the group: each loaded key is reused for all of them.
 constexpr int64_t kQueriesPerUnit = 48;
 
-struct Partition {
-  int64_t queries_per_unit;
-  bool split_spans;
-};
-
 int64_t num_queries(const AttendTask& task, int64_t row) {
   return task.query_starts[row + 1] - task.query_starts[row];
 }
 
-int64_t num_spans(const AttendTask& task, int64_t row) {
-  int32_t shift = kHasFaults ? task.span_shift(row) : 0;
-  return ceil_div(task.kv_lens[row] + shift, kSpan);
+int32_t span_shift(const AttendTask& task, int64_t row) {
+  return kHasFaults ? task.span_shift(row) : 0;
 }
 
-// Splits rows by spans only if there are too few units to occupy the threads.
-Partition choose_partition(const AttendTask& task, int threads) {
-  Partition partition{std::max<int64_t>(1, kQueriesPerUnit / task.group()), false};
-  int64_t units = 0, spans = 0;
+// Queries of a row that one unit computes, and the spans that they see.
+struct QueryBlock {
+  int64_t begin, end;
+  int32_t span_begin, span_end;
+  int32_t num_spans() const { return span_end - span_begin; }
+  int64_t work() const { return (end - begin) * num_spans(); }
+};
+
+QueryBlock query_block(const AttendTask& task, int64_t row, int64_t begin, int64_t end) {
+  const int32_t* positions = task.positions + task.query_starts[row];
+  int64_t low = task.window > 0 ? std::max<int64_t>(0, positions[begin] - task.window + 1) : 0;
+  int32_t shift = span_shift(task, row);
+  return {begin, end, int32_t((low + shift) / kSpan),
+          int32_t((positions[end - 1] + shift) / kSpan + 1)};
+}
+
+// Calls body(row, block) for each block of queries.
+template <class Body>
+void for_each_block(const AttendTask& task, Body&& body) {
+  const int64_t most = std::max<int64_t>(1, kQueriesPerUnit / task.group());
   for (int64_t row = 0; row < task.rows; row++) {
-    if (num_queries(task, row) == 0) continue;
-    units += task.kv_heads * ceil_div(num_queries(task, row), partition.queries_per_unit);
-    spans = std::max(spans, num_spans(task, row));
+    const int64_t queries = num_queries(task, row);
+    for (int64_t begin = 0; begin < queries; begin += most) {
+      body(row, query_block(task, row, begin, std::min(begin + most, queries)));
+    }
   }
-  partition.split_spans = spans > 1 && threads > 1 && units < 8 * threads;
-  return partition;
+}
+
+// A block is split by spans if its work exceeds this, so that the threads have an equal share.
+int64_t most_unsplit_work(const AttendTask& task, int threads) {
+  if (threads == 1) return INT64_MAX;
+  int64_t work = 0;
+  for_each_block(task, [&](int64_t, const QueryBlock& block) { work += block.work(); });
+  return work * task.kv_heads / (8 * threads);
 }
 
 class Planner {
  public:
-  Planner(const AttendTask& task, Partition partition, Arena& scratch)
-      : task_(task), partition_(partition) {
+  Planner(const AttendTask& task, int threads, Arena& scratch)
+      : task_(task), most_unsplit_work_(most_unsplit_work(task, threads)) {
     int64_t most = 0;
-    for (int64_t row = 0; row < task.rows; row++) {
-      if (num_queries(task, row) == 0) continue;
-      int64_t blocks = ceil_div(num_queries(task, row), partition.queries_per_unit);
-      most += blocks * task.kv_heads * (partition.split_spans ? num_spans(task, row) : 1);
-      has_blocks_ |= blocks > 1;
-    }
+    for_each_block(task, [&](int64_t, const QueryBlock& block) {
+      most += task.kv_heads * (is_split(block) ? block.num_spans() : 1);
+    });
     units_ = scratch.take<AttendUnit>(most);
     groups_ = scratch.take<MergeGroup>(most);
-    for (int64_t row = 0; row < task.rows; row++) add_row(row);
+    for_each_block(task, [&](int64_t row, const QueryBlock& block) {
+      has_blocks_ |= block.begin > 0;
+      for (int64_t head = 0; head < task.kv_heads; head++) add_block(row, head, block);
+    });
   }
 
   const AttendUnit* units() const { return units_; }
@@ -62,39 +79,30 @@ class Planner {
   bool append_inside() const { return !has_blocks_ && num_groups_ == 0; }
 
  private:
-  void add_row(int64_t row) {
-    int64_t queries = num_queries(task_, row);
-    for (int64_t begin = 0; begin < queries; begin += partition_.queries_per_unit) {
-      int64_t end = std::min(begin + partition_.queries_per_unit, queries);
-      for (int64_t head = 0; head < task_.kv_heads; head++) add_block(row, head, begin, end);
-    }
+  bool is_split(const QueryBlock& block) const {
+    return block.num_spans() > 1 && block.work() > most_unsplit_work_;
   }
 
-  void add_block(int64_t row, int64_t head, int64_t begin, int64_t end) {
-    const int32_t* positions = task_.positions + task_.query_starts[row];
-    int64_t low = task_.window > 0 ? std::max<int64_t>(0, positions[begin] - task_.window + 1) : 0;
-    int32_t shift = kHasFaults ? task_.span_shift(row) : 0;
-    AttendUnit unit{int32_t(row),
-                    int32_t(head),
-                    int32_t(begin),
-                    int32_t(end),
-                    int32_t((low + shift) / kSpan),
-                    int32_t((positions[end - 1] + shift) / kSpan + 1),
+  void add_block(int64_t row, int64_t head, const QueryBlock& block) {
+    AttendUnit unit{int32_t(row),       int32_t(head),      int32_t(block.begin),
+                    int32_t(block.end), block.span_begin,   block.span_end,
                     -1};
-    if (!partition_.split_spans || unit.span_end - unit.span_begin < 2) {
+    if (!is_split(block)) {
       units_[num_units_++] = unit;
       return;
     }
-    groups_[num_groups_++] = {num_units_, unit.span_end - unit.span_begin};
-    for (int32_t span = unit.span_begin; span < unit.span_end; span++) {
-      units_[num_units_++] = {unit.row, unit.kv_head, unit.query_begin, unit.query_end,
-                              span,     span + 1,     num_partials_};
-      num_partials_ += (end - begin) * task_.group();
+    groups_[num_groups_++] = {num_units_, block.num_spans()};
+    for (int32_t span = block.span_begin; span < block.span_end; span++) {
+      unit.span_begin = span;
+      unit.span_end = span + 1;
+      unit.partial = num_partials_;
+      units_[num_units_++] = unit;
+      num_partials_ += (block.end - block.begin) * task_.group();
     }
   }
 
   const AttendTask& task_;
-  const Partition partition_;
+  const int64_t most_unsplit_work_;
   AttendUnit* units_;
   MergeGroup* groups_;
   int64_t num_units_ = 0, num_groups_ = 0, num_partials_ = 0;
@@ -121,7 +129,7 @@ void rope_append_attend(const Runtime& runtime, DType dtype, const AttendTask& t
   if (task.num_tokens == 0) return;
   Executor::Lease lease(runtime.executor);
   const AttendKernels kernels = attend_kernels(runtime, dtype, task.kv_format);
-  Planner planner(task, choose_partition(task, lease.num_threads()), lease.scratch());
+  Planner planner(task, lease.num_threads(), lease.scratch());
   int64_t stride = round_up(task.head_size + 2, kLanes);
   float* partials = lease.scratch().take<float>(planner.num_partials() * stride);
   AttendPlan plan{&task, planner.units(), planner.num_units(), planner.append_inside(), partials};

@@ -29,6 +29,7 @@ from cadenza.cli import main
 from cadenza.config import EngineLimits, SchedulingPolicy
 from cadenza.core.batch import Batch
 from cadenza.core.packing import Packer
+from cadenza.core.step_cost import full_decode
 from cadenza.core.step_schema import StepOutput
 from cadenza.errors import ConfigError
 
@@ -144,7 +145,7 @@ def test_a_server_of_ten_thousand_rows_is_simulated() -> None:
     found = simulate(server, TRAFFIC, "fcfs")
     assert found.num_answers == TRAFFIC.num_requests
     assert found.waiting is not None
-    assert found.waiting.max_s < 2 * server.cost.predict_ms(server.full_decode) / 1000
+    assert found.waiting.max_s < 2 * server.cost.predict_ms(full_decode(10_000)) / 1000
 
 
 def test_what_does_not_fit_the_queue_is_counted_as_refused() -> None:

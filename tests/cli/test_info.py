@@ -177,3 +177,4 @@ def test_steps_are_timed_if_that_is_asked(cadenza: Callable[..., Ran], model: Pa
     assert steps["default_max_itl_ms"] >= 50
     assert 0 < steps["prefill_share_under_default"] <= 1
     assert steps["smallest_max_itl_ms_kept"] > steps["fixed_ms"] > 0
+    assert steps["context_kept_under_default"] == 64

@@ -8,12 +8,17 @@ from hypothesis import strategies as st
 
 from cadenza.core.prompt_shares import PromptPart
 from cadenza.core.step_cost import (
+    BOUND_CONTEXT,
+    MIN_BOUND_MS,
+    MIN_PROMPT_TOKENS,
     TOLERANCE,
     MeasuredStep,
     StepBound,
     StepCost,
     StepLoad,
+    derive_bound_ms,
     fit_step_cost,
+    full_decode,
     num_keys,
 )
 from tests.core.step_builders import COST, costs, load_of, prompt_parts
@@ -88,6 +93,31 @@ def test_the_most_tokens_use_up_the_time_and_no_more(
     fixed = cost.fixed_ms
     assert cost.predict_ms(load_of(part, most)) - fixed <= left_ms * (1 + 1e-6) + 1e-6
     assert cost.predict_ms(load_of(part, most + 2)) - fixed > left_ms
+
+
+@given(costs, st.integers(1, 64), st.integers(1, 200_000))
+def test_the_default_bound_is_kept_by_the_fewest_tokens_of_a_prompt(
+    cost: StepCost, num_rows: int, max_model_len: int
+) -> None:
+    bound_ms = derive_bound_ms(cost, num_rows, max_model_len)
+    assert bound_ms >= max(MIN_BOUND_MS, 2 * cost.predict_ms(full_decode(num_rows)))
+    kept = cost.kept_context(bound_ms * (1 + 1e-9), num_rows)
+    assert kept >= min(max_model_len, BOUND_CONTEXT) or kept >= MIN_PROMPT_TOKENS > max_model_len
+    assert cost.granted_ms(num_rows, kept - MIN_PROMPT_TOKENS) <= bound_ms * (1 + 1e-6)
+    assert cost.granted_ms(num_rows, kept) > bound_ms
+    assert cost.kept_context(0.0, num_rows) == 0
+
+
+def test_a_bound_that_is_derived_follows_the_costs() -> None:
+    def derive_ms(cost: StepCost) -> float:
+        return derive_bound_ms(cost, 8, 8192)
+
+    slow = replace(COST, fixed_ms=60.0)
+    bound = StepBound(max_ms=derive_ms(slow), cost=slow, derive_ms=derive_ms)
+    before_ms, load = bound.max_ms, full_decode(8)
+    for _ in range(100):
+        bound.observe(load, COST.predict_ms(load))
+    assert bound.max_ms == derive_ms(bound.cost) < before_ms
 
 
 def test_a_bound_counts_the_steps_that_exceed_it() -> None:

@@ -18,7 +18,7 @@ from cadenza.core.fair_share import MAX_COUNTERS, FairShare, ServiceCost, measur
 from cadenza.core.queue_policy import QueuePolicy
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_cost import StepCost, StepLoad
+from cadenza.core.step_cost import StepCost
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Started, Token
 from cadenza.request import Request, SamplingParams
@@ -317,10 +317,9 @@ def test_the_victim_is_of_the_tenant_with_the_largest_counter() -> None:
 
 def test_weights_of_tokens_are_what_they_take() -> None:
     cost = StepCost(fixed_ms=8.0, token_ms=0.25, logit_ms=0.25, key_ms=0.0)
-    rows = StepLoad(num_tokens=16, num_logits=16, num_keys=16)
-    assert measured_service_cost(cost, rows) == ServiceCost(prompt=0.25, output=1.0)
+    assert measured_service_cost(cost, 16) == ServiceCost(prompt=0.25, output=1.0)
     noisy = replace(cost, token_ms=1e-9, logit_ms=0.5)
-    assert measured_service_cost(noisy, rows).prompt == pytest.approx(0.01)
+    assert measured_service_cost(noisy, 16).prompt == pytest.approx(0.01)
 
 
 CAPPED = Tenant(name="capped", page_share=0.5, cache_share=0.25)

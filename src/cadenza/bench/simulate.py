@@ -182,11 +182,6 @@ class SimulatedServer:
     max_itl_ms: float | None
     starvation_guard_s: float = 10.0
 
-    @property
-    def full_decode(self) -> StepLoad:
-        rows = self.limits.max_num_seqs
-        return StepLoad(num_tokens=rows, num_logits=rows, num_keys=rows)
-
 
 @dataclass(slots=True, eq=False)
 class GapCounts:
@@ -490,7 +485,8 @@ def _server(limits: EngineLimits, cost: StepCost, config: EngineConfig) -> Simul
     if config.max_itl_ms == "none":
         return server
     if config.max_itl_ms == "auto":
-        return replace(server, max_itl_ms=derive_bound_ms(cost, server.full_decode))
+        bound_ms = derive_bound_ms(cost, limits.max_num_seqs, limits.max_model_len)
+        return replace(server, max_itl_ms=bound_ms)
     return replace(server, max_itl_ms=float(config.max_itl_ms))
 
 

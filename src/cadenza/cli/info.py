@@ -69,7 +69,7 @@ def info(
 
 def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> dict[str, Any]:
     """What a step costs, and what --max-itl-ms would then be and mean."""
-    from cadenza.engine.calibration import make_step_bound, smallest_bound_ms
+    from cadenza.engine.calibration import make_step_bound
     from cadenza.loading.build import build_runner
 
     limits = plan.limits
@@ -89,7 +89,10 @@ def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig
             bound.max_ms, limits.max_num_batched_tokens
         ),
         # Of a full batch of decodes and the fewest prompt tokens that a step computes.
-        "smallest_max_itl_ms_kept": smallest_bound_ms(cost, limits),
+        "smallest_max_itl_ms_kept": cost.granted_ms(limits.max_num_seqs, 0),
+        "context_kept_under_default": min(
+            limits.max_model_len, cost.kept_context(bound.max_ms, limits.max_num_seqs)
+        ),
     }
 
 

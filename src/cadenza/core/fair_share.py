@@ -18,7 +18,7 @@ from itertools import chain
 from cadenza.config import EngineLimits
 from cadenza.core.batch import BatchEntry
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_cost import StepBound, StepCost, StepLoad
+from cadenza.core.step_cost import StepBound, StepCost, full_decode
 from cadenza.request import Tenant
 
 CREDIT_STEPS = 4
@@ -40,18 +40,17 @@ class ServiceCost:
     output: float = 2.0
 
 
-def measured_service_cost(cost: StepCost, full_decode: StepLoad) -> ServiceCost:
+def measured_service_cost(cost: StepCost, num_rows: int) -> ServiceCost:
     """In milliseconds: a prompt token beside others, and a row of a step in which all decode."""
-    output_ms = cost.predict_ms(full_decode) / full_decode.num_tokens
+    output_ms = cost.predict_ms(full_decode(num_rows)) / num_rows
     return ServiceCost(prompt=max(cost.token_ms, LEAST_PROMPT_COST * output_ms), output=output_ms)
 
 
 def fair_share_of(bound: StepBound | None, limits: EngineLimits) -> "FairShare":
     """With the costs measured so far as weights of tokens, if there are any."""
-    cost, count = ServiceCost(), limits.max_num_seqs
+    cost = ServiceCost()
     if bound is not None:
-        rows = StepLoad(num_tokens=count, num_logits=count, num_keys=count)
-        cost = measured_service_cost(bound.cost, rows)
+        cost = measured_service_cost(bound.cost, limits.max_num_seqs)
     return FairShare(cost, cost.prompt * CREDIT_STEPS * limits.max_num_batched_tokens)
 
 
@@ -104,13 +103,17 @@ class FairShare:
         self._charge(sequence.request.tenant, self._cost.prompt * num_tokens)
 
     def charge_outputs(self, entries: Iterable[BatchEntry]) -> None:
-        """A step is launched. A draft costs as much as a prompt token."""
+        """A step is launched. A draft, or a token that was not sampled, costs as much as a prompt
+        token."""
         if len(self._counters) < 2:
             return
         for entry in entries:
             if entry.num_choices:
-                service = self._cost.output + self._cost.prompt * (entry.num_choices - 1)
-                self._charge(entry.sequence.request.tenant, service)
+                sequence = entry.sequence
+                num_beside = entry.num_choices - 1 + sequence.num_uncharged_tokens
+                service = self._cost.output + self._cost.prompt * num_beside
+                self._charge(sequence.request.tenant, service)
+                sequence.num_uncharged_tokens = 0
 
     def in_turns(self, ordered: list[Sequence]) -> Iterable[Sequence]:
         """Waiting sequences, the first of the tenant with the smallest counter next; each tenant's

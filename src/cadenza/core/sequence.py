@@ -64,6 +64,7 @@ class Sequence:
         drafting: None if its steps verify no drafts.
         constraint: has accepted its generated tokens; None if every token is allowed.
         takes_forced: tokens that must follow are appended without being sampled.
+        num_uncharged_tokens: such tokens that its tenant has not been charged for.
     """
 
     request_id: int
@@ -96,6 +97,7 @@ class Sequence:
     drafting: Drafting | None = None
     constraint: Constraint | None = None
     takes_forced: bool = True
+    num_uncharged_tokens: int = 0
 
     @property
     def params(self) -> SamplingParams:
@@ -199,6 +201,7 @@ class Sequence:
             self.num_void_choices += 1
         else:
             self.num_pending_tokens += 1
+            self.num_uncharged_tokens += 1
         return self.append(token_id)
 
     def drop_drafts(self) -> None:

@@ -5,6 +5,7 @@ clock, no scheduler and no device. Invariant: predictions are positive and grow 
 the load.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import sqrt
 
@@ -98,6 +99,17 @@ class StepCost:
         own_ms = self.token_ms + self.logit_ms + self.key_ms * num_keys
         return own_ms * load.num_logits / self.predict_ms(load)
 
+    def granted_ms(self, num_rows: int, start: int) -> float:
+        """A step in which every row decodes, and a prompt gets the fewest tokens from `start`."""
+        return self.predict_ms(full_decode(num_rows).plus(start, MIN_PROMPT_TOKENS, 0))
+
+    def kept_context(self, bound_ms: float, num_rows: int) -> int:
+        """The tokens of a context up to which such steps take at most `bound_ms`; 0 if none do."""
+        left_ms = bound_ms - self.granted_ms(num_rows, 0)
+        if left_ms < 0:
+            return 0
+        return int(left_ms / (MIN_PROMPT_TOKENS * self.key_ms)) + MIN_PROMPT_TOKENS
+
     def prefill_share(self, bound_ms: float, num_tokens: int) -> float:
         """The rate of a prompt in steps of at most `bound_ms`, as a share of its rate in steps of
         `num_tokens`; early in a context, beside no decodes."""
@@ -151,11 +163,23 @@ MIN_PROMPT_TOKENS = 16
 
 MIN_BOUND_MS = 50.0
 DECODE_STEPS_PER_BOUND = 2.0
+BOUND_CONTEXT = 8192
 
 
-def derive_bound_ms(cost: StepCost, full_decode: StepLoad) -> float:
-    """The default bound: twice a step in which every row decodes, at least 50 ms."""
-    return max(MIN_BOUND_MS, DECODE_STEPS_PER_BOUND * cost.predict_ms(full_decode))
+def full_decode(num_rows: int) -> StepLoad:
+    """A step in which every row decodes, early in its context."""
+    return StepLoad(num_tokens=num_rows, num_logits=num_rows, num_keys=num_rows)
+
+
+def derive_bound_ms(cost: StepCost, num_rows: int, max_model_len: int) -> float:
+    """The default bound, at least 50 ms: twice a step in which every row decodes, or, if that takes
+    longer, such a step beside the fewest tokens that a prompt gets at the end of the context or of
+    `BOUND_CONTEXT`.
+    """
+    decode_ms = cost.predict_ms(full_decode(num_rows))
+    last = max(0, min(max_model_len, BOUND_CONTEXT) - MIN_PROMPT_TOKENS)
+    granted_ms = cost.granted_ms(num_rows, last)
+    return max(MIN_BOUND_MS, DECODE_STEPS_PER_BOUND * decode_ms, granted_ms)
 
 
 TOLERANCE = 1.25
@@ -170,8 +194,8 @@ class StepBound:
     """A bound on the time of a step, its cost model, and how often the bound was not kept.
 
     Args:
-        full_decode: the step from whose current cost the bound is derived, so that prompts do not
-            stand still when the machine becomes slower; None if the bound is fixed.
+        derive_ms: the bound from the current costs, so that prompts do not stand still when the
+            machine becomes slower; None if the bound is fixed.
         max_ms: the bound; also the longest time between two tokens of a stream that is not
             preempted, as far as the predictions hold.
         tail: the multiple of its prediction that one step with prompts in a hundred exceeds. Where
@@ -182,7 +206,7 @@ class StepBound:
 
     max_ms: float
     cost: StepCost
-    full_decode: StepLoad | None = None
+    derive_ms: Callable[[StepCost], float] | None = None
     tail: float = TOLERANCE
     num_granted: int = 0
     num_exceeded: int = 0
@@ -203,5 +227,5 @@ class StepBound:
             self.tail += TAIL_STEP * (is_late - TAIL_SHARE)
             self.tail = min(MAX_TAIL, max(1.0, self.tail))
         self.cost = self.cost.corrected(load, measured_ms)
-        if self.full_decode is not None:
-            self.max_ms = derive_bound_ms(self.cost, self.full_decode)
+        if self.derive_ms is not None:
+            self.max_ms = self.derive_ms(self.cost)

@@ -13,7 +13,6 @@ from cadenza.core.batch import Batch, BatchEntry, PageUpdate
 from cadenza.core.packing import Packer
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import (
-    MIN_PROMPT_TOKENS,
     MeasuredStep,
     StepBound,
     StepCost,
@@ -33,17 +32,6 @@ FAR = 2048
 NUM_REPEATS = 3
 
 
-def smallest_bound_ms(cost: StepCost, limits: EngineLimits) -> float:
-    """The smallest bound that is kept while every row decodes, early in its context, and a prompt
-    is computed."""
-    return cost.predict_ms(_full_decode(limits).plus(0, MIN_PROMPT_TOKENS, 0))
-
-
-def _full_decode(limits: EngineLimits) -> StepLoad:
-    rows = limits.max_num_seqs
-    return StepLoad(num_tokens=rows, num_logits=rows, num_keys=rows)
-
-
 def make_step_bound(
     runner: Runner, limits: EngineLimits, max_ms: float | None, clock: Callable[[], float]
 ) -> StepBound:
@@ -51,9 +39,11 @@ def make_step_bound(
     cost = measure_step_cost(runner, limits, clock)
     if max_ms is not None:
         return StepBound(max_ms=max_ms, cost=cost)
-    full_decode = _full_decode(limits)
-    max_ms = derive_bound_ms(cost, full_decode)
-    return StepBound(max_ms=max_ms, cost=cost, full_decode=full_decode)
+
+    def derive_ms(cost: StepCost) -> float:
+        return derive_bound_ms(cost, limits.max_num_seqs, limits.max_model_len)
+
+    return StepBound(max_ms=derive_ms(cost), cost=cost, derive_ms=derive_ms)
 
 
 def measure_step_cost(runner: Runner, limits: EngineLimits, clock: Callable[[], float]) -> StepCost:

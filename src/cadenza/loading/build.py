@@ -19,7 +19,7 @@ from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
 from cadenza.core.admission import RESERVED_OUTPUT
 from cadenza.core.queue_policy import QueuePolicy
 from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepLoad
-from cadenza.engine.calibration import make_step_bound, measure_step_cost, smallest_bound_ms
+from cadenza.engine.calibration import make_step_bound, measure_step_cost
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
@@ -320,15 +320,17 @@ def _step_bound(runner: Runner, limits: EngineLimits, max_itl_ms: MaxItlMs) -> S
         100 * share,
         num_tokens,
     )
-    least_ms = smallest_bound_ms(bound.cost, limits)
-    if least_ms > bound.max_ms:
+    num_rows, max_len = limits.max_num_seqs, limits.max_model_len
+    num_kept = bound.cost.kept_context(bound.max_ms, num_rows)
+    if num_kept < max_len:
         logger.warning(
-            "--max-itl-ms %.0f cannot be kept beside %d decoding requests: a step with %d prompt "
-            "tokens then takes %.0f ms; raise it or lower --max-num-seqs",
+            "--max-itl-ms %.0f cannot be kept beside %d decoding requests%s: a step with %d prompt "
+            "tokens takes up to %.0f ms; raise it or lower --max-num-seqs",
             bound.max_ms,
-            limits.max_num_seqs,
+            num_rows,
+            f" behind token {num_kept} of a prompt" if num_kept else "",
             MIN_PROMPT_TOKENS,
-            least_ms,
+            bound.cost.granted_ms(num_rows, max(0, max_len - MIN_PROMPT_TOKENS)),
         )
     return bound
 
