@@ -101,8 +101,8 @@ def test_the_default_bound_is_kept_by_the_fewest_tokens_of_a_prompt(
 ) -> None:
     bound_ms = derive_bound_ms(cost, num_rows, max_model_len)
     assert bound_ms >= max(MIN_BOUND_MS, 2 * cost.predict_ms(full_decode(num_rows)))
-    kept = cost.kept_context(bound_ms * (1 + 1e-9), num_rows)
-    assert kept >= min(max_model_len, BOUND_CONTEXT) or kept >= MIN_PROMPT_TOKENS > max_model_len
+    kept = cost.kept_context(bound_ms, num_rows)
+    assert kept >= max(MIN_PROMPT_TOKENS, min(max_model_len, BOUND_CONTEXT))
     assert cost.granted_ms(num_rows, kept - MIN_PROMPT_TOKENS) <= bound_ms * (1 + 1e-6)
     assert cost.granted_ms(num_rows, kept) > bound_ms
     assert cost.kept_context(0.0, num_rows) == 0

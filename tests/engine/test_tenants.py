@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.config import EngineLimits, SchedulingPolicy
+from cadenza.core.batch import BatchEntry
 from cadenza.core.fair_share import MAX_COUNTERS, FairShare, ServiceCost, measured_service_cost
 from cadenza.core.queue_policy import QueuePolicy
 from cadenza.core.scheduler import Scheduler
@@ -251,6 +252,35 @@ def test_a_tenant_that_joins_an_empty_queue_gets_the_counter_of_the_last_that_le
     share.leave(a.request.tenant)
     joined(share, [c])
     assert share.counter_of(c) == 500
+
+
+def entry_of(sequence: Sequence, num_new_tokens: int) -> BatchEntry:
+    return BatchEntry(sequence, 0, 4, num_new_tokens, 1, 0)
+
+
+def test_tokens_taken_unsampled_are_charged_like_those_of_a_prompt_and_once() -> None:
+    share = FairShare(ServiceCost(prompt=1.0, output=10.0))
+    a, b = waiting_of("a", "b")
+    joined(share, [a, b])
+    for _ in range(3):
+        a.append_forced(7)
+    share.charge_outputs([entry_of(a, 4), entry_of(b, 1)])
+    assert (share.counter_of(a), share.counter_of(b)) == (13.0, 10.0)
+    share.charge_outputs([entry_of(a, 1)])
+    assert share.counter_of(a) == 23.0
+
+
+def test_tokens_taken_unsampled_while_a_tenant_was_alone_are_not_charged_later() -> None:
+    share = FairShare(ServiceCost(prompt=1.0, output=10.0))
+    a, b = waiting_of("a", "b")
+    joined(share, [a])
+    for _ in range(9):
+        a.append_forced(7)
+        share.charge_outputs([entry_of(a, 2)])
+    joined(share, [b])
+    before = share.counter_of(a)
+    share.charge_outputs([entry_of(a, 1)])
+    assert share.counter_of(a) == before + 10.0
 
 
 def test_turns_follow_counters_that_change_between_them() -> None:

@@ -110,7 +110,10 @@ class FairShare:
         for entry in entries:
             if entry.num_choices:
                 sequence = entry.sequence
-                num_beside = entry.num_choices - 1 + sequence.num_uncharged_tokens
+                # Older ones were computed while there was no other tenant.
+                most = entry.num_new_tokens - entry.num_choices
+                num_unsampled = min(sequence.num_uncharged_tokens, most)
+                num_beside = entry.num_choices - 1 + num_unsampled
                 service = self._cost.output + self._cost.prompt * num_beside
                 self._charge(sequence.request.tenant, service)
                 sequence.num_uncharged_tokens = 0

@@ -108,7 +108,8 @@ class StepCost:
         left_ms = bound_ms - self.granted_ms(num_rows, 0)
         if left_ms < 0:
             return 0
-        return int(left_ms / (MIN_PROMPT_TOKENS * self.key_ms)) + MIN_PROMPT_TOKENS
+        # A bound that was derived from a context is kept up to it, whatever the rounding.
+        return int(left_ms / (MIN_PROMPT_TOKENS * self.key_ms) + 1e-3) + MIN_PROMPT_TOKENS
 
     def prefill_share(self, bound_ms: float, num_tokens: int) -> float:
         """The rate of a prompt in steps of at most `bound_ms`, as a share of its rate in steps of
@@ -164,11 +165,17 @@ MIN_PROMPT_TOKENS = 16
 MIN_BOUND_MS = 50.0
 DECODE_STEPS_PER_BOUND = 2.0
 BOUND_CONTEXT = 8192
+"""Steps of longer contexts do not make the default bound longer, which holds for all prompts."""
 
 
 def full_decode(num_rows: int) -> StepLoad:
     """A step in which every row decodes, early in its context."""
     return StepLoad(num_tokens=num_rows, num_logits=num_rows, num_keys=num_rows)
+
+
+def last_granted(max_model_len: int) -> int:
+    """Where the last `MIN_PROMPT_TOKENS` begin of the context up to which bounds should be kept."""
+    return max(0, min(max_model_len, BOUND_CONTEXT) - MIN_PROMPT_TOKENS)
 
 
 def derive_bound_ms(cost: StepCost, num_rows: int, max_model_len: int) -> float:
@@ -177,8 +184,7 @@ def derive_bound_ms(cost: StepCost, num_rows: int, max_model_len: int) -> float:
     `BOUND_CONTEXT`.
     """
     decode_ms = cost.predict_ms(full_decode(num_rows))
-    last = max(0, min(max_model_len, BOUND_CONTEXT) - MIN_PROMPT_TOKENS)
-    granted_ms = cost.granted_ms(num_rows, last)
+    granted_ms = cost.granted_ms(num_rows, last_granted(max_model_len))
     return max(MIN_BOUND_MS, DECODE_STEPS_PER_BOUND * decode_ms, granted_ms)
 
 

@@ -18,7 +18,7 @@ from cadenza.checkpoint.tokenizer_files import given_template
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
 from cadenza.core.admission import RESERVED_OUTPUT
 from cadenza.core.queue_policy import QueuePolicy
-from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepLoad
+from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepLoad, last_granted
 from cadenza.engine.calibration import make_step_bound, measure_step_cost
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
@@ -320,9 +320,9 @@ def _step_bound(runner: Runner, limits: EngineLimits, max_itl_ms: MaxItlMs) -> S
         100 * share,
         num_tokens,
     )
-    num_rows, max_len = limits.max_num_seqs, limits.max_model_len
+    num_rows, last = limits.max_num_seqs, last_granted(limits.max_model_len)
     num_kept = bound.cost.kept_context(bound.max_ms, num_rows)
-    if num_kept < max_len:
+    if num_kept < last + MIN_PROMPT_TOKENS:
         logger.warning(
             "--max-itl-ms %.0f cannot be kept beside %d decoding requests%s: a step with %d prompt "
             "tokens takes up to %.0f ms; raise it or lower --max-num-seqs",
@@ -330,7 +330,7 @@ def _step_bound(runner: Runner, limits: EngineLimits, max_itl_ms: MaxItlMs) -> S
             num_rows,
             f" behind token {num_kept} of a prompt" if num_kept else "",
             MIN_PROMPT_TOKENS,
-            bound.cost.granted_ms(num_rows, max(0, max_len - MIN_PROMPT_TOKENS)),
+            bound.cost.granted_ms(num_rows, last),
         )
     return bound
 
