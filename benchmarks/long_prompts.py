@@ -6,11 +6,12 @@ long a short prompt behind the long one waits.
 
 Starts `cadenza serve` for random weights of a shape; with `--url` a running server is asked, any of
 `/v1/completions` that streams and takes prompts as token ids: Cadenza, vLLM, llama-server. While so
-many streams run, a prompt of each length is sent and, a moment later, one of
-100 tokens. The table has, by length: the worst gap of any stream and the 99th percentile of gaps,
-until a second after the long prompt's first token; the time to the first token of the long prompt,
-alone on the server beforehand and beside the streams; and that of the short one, alone, beside the
-streams, and behind the long one. Of Cadenza it also prints the bound of a step (`--max-itl-ms`).
+many streams run, a prompt of each length is sent and, as long as it is being computed, prompts of
+100 tokens, one after the other. The table has, by length: the worst gap of any stream and the 99th
+percentile of gaps, until a second after the long prompt's first token; the time to the first token
+of the long prompt, alone on the server beforehand and beside the streams; and that of the short
+ones, medians of several alone, beside the streams, and behind the long one (also the longest of
+these). Of Cadenza it also prints the bound of a step (`--max-itl-ms`).
 Client and server share the machine.
 """
 
@@ -22,6 +23,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import httpx
@@ -32,7 +34,11 @@ from cadenza.loading.build import cache_folder
 
 TIMEOUT_S = 600
 SHORT = 100
+NUM_SHORT = 5
 BEHIND_S = 0.05
+PAUSE_S = 0.2
+"""Between two short prompts; up to this much more at random, so that they come at any time of a
+step."""
 AFTER_S = 1.0
 NUM_IDS = 20_000
 
@@ -79,11 +85,18 @@ class Server:
                 if line.startswith("data: {"):
                     yield time.perf_counter()
 
-    async def ttft_s(self, num_tokens: int, delay_s: float = 0.0) -> float:
-        await asyncio.sleep(delay_s)
+    async def ttft_s(self, num_tokens: int) -> float:
         start_s = time.perf_counter()
         times_s = [each async for each in self.chunks(num_tokens, 1)]
         return times_s[0] - start_s
+
+    async def short_ttfts_s(self, beside: asyncio.Task[float] | None = None) -> list[float]:
+        """Of short prompts, one after the other; the first, and further ones until a task ends."""
+        times_s: list[float] = []
+        while len(times_s) < NUM_SHORT and not (times_s and beside is not None and beside.done()):
+            times_s.append(await self.ttft_s(SHORT))
+            await asyncio.sleep(PAUSE_S * self._rng.uniform(1, 2))
+        return times_s
 
     @asynccontextmanager
     async def running(self, count: int, max_tokens: int) -> AsyncGenerator[list[Stream]]:
@@ -118,16 +131,16 @@ class Server:
 async def measure(server: Server, num_tokens: int, options: argparse.Namespace) -> str:
     """One line of the table."""
     await server.ttft_s(SHORT)
-    short_alone_s, long_alone_s = await server.ttft_s(SHORT), await server.ttft_s(num_tokens)
+    short_alone_s, long_alone_s = await server.short_ttfts_s(), await server.ttft_s(num_tokens)
     async with server.running(options.streams, options.max_tokens) as streams:
         before_s = time.perf_counter()
         await asyncio.sleep(AFTER_S)
-        short_beside_s = await server.ttft_s(SHORT)
+        short_beside_s = await server.short_ttfts_s()
         await asyncio.sleep(AFTER_S)
         start_s = time.perf_counter()
-        long_s, short_s = await asyncio.gather(
-            server.ttft_s(num_tokens), server.ttft_s(SHORT, BEHIND_S)
-        )
+        long = asyncio.create_task(server.ttft_s(num_tokens))
+        await asyncio.sleep(BEHIND_S)
+        short_s, long_s = await server.short_ttfts_s(long), await long
         await asyncio.sleep(AFTER_S)
         end_s = time.perf_counter()
     before, beside = (
@@ -136,7 +149,8 @@ async def measure(server: Server, num_tokens: int, options: argparse.Namespace) 
     )
     p99_s = beside[len(beside) * 99 // 100]
     gaps = before[-1], p99_s, beside[-1]
-    numbers = (*gaps, long_alone_s, long_s, short_alone_s, short_beside_s, short_s)
+    shorts_s = [median(each) for each in (short_alone_s, short_beside_s, short_s)]
+    numbers = (*gaps, long_alone_s, long_s, *shorts_s, max(short_s))
     cells = "".join(f"{1000 * each:8.0f}" for each in numbers)
     return f"{num_tokens:7}{cells} {await server.bound_ms():>7}"
 
@@ -145,8 +159,19 @@ async def measure_all(options: argparse.Namespace) -> None:
     limits = httpx.Limits(max_connections=options.streams + 4)
     async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
         server = Server(options.url.rstrip("/"), client)
-        print("        ----- gaps, ms -----   long, ms to 1st   -- short, ms to 1st --", flush=True)
-        print(" tokens  before     p99   worst   alone  beside   alone  beside  behind   bound")
+        print("        ----- gaps, ms -----   long, ms to 1st   ------ short, ms to 1st ------")
+        names = (
+            "before",
+            "p99",
+            "worst",
+            "alone",
+            "beside",
+            "alone",
+            "beside",
+            "behind",
+            "longest",
+        )
+        print(" tokens" + "".join(f"{name:>8}" for name in names) + "   bound", flush=True)
         for _ in range(options.rounds):
             for each in options.tokens.split(","):
                 print(await measure(server, int(each), options), flush=True)

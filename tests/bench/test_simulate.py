@@ -24,7 +24,7 @@ from cadenza.bench.simulate import (
     simulate,
     simulate_all,
 )
-from cadenza.bench.traffic import VOCAB_SIZE, TrafficOptions
+from cadenza.bench.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions
 from cadenza.cli import main
 from cadenza.config import EngineLimits, SchedulingPolicy
 from cadenza.core.batch import Batch
@@ -128,6 +128,22 @@ def test_a_lone_request_takes_the_time_of_its_steps() -> None:
     assert found.ttft.max_s == pytest.approx(prompt_ms / 1000)
     assert found.itl.max_s == pytest.approx((5 + 0.25 + 0.1 + 0.0001 * 42) / 1000)
     assert (found.num_output_tokens, found.num_answers, found.fairness) == (3, 1, 1.0)
+
+
+def test_what_comes_while_a_step_runs_is_in_the_next_one() -> None:
+    server, clock = given_server((40.0, 0.01, 0.01, 1e-6), CONFIG), SimulatedClock()
+    core, record = make_simulated_core(server, "fcfs", clock), StreamRecord(TRAFFIC)
+    first = TrafficArrival(
+        after_s=0.0, tenant=0, prompt_token_ids=(1,) * 8, max_tokens=20, priority=0
+    )
+    second = replace(first, after_s=0.412, max_tokens=2)
+    for _ in play_traffic(core, iter([first, second]), "fcfs", clock, record):
+        core.check_invariants()
+    began_s = max(at_s for request_id, at_s in record.times if request_id == 0 and at_s < 0.412)
+    assert next(at_s for request_id, at_s in record.times if request_id == 1) == pytest.approx(
+        began_s + 2 * 0.04, abs=0.001
+    )
+    assert clock.now_s == pytest.approx(20 * 0.04, rel=0.01), "the device has paused"
 
 
 def test_a_simulation_is_a_function_of_its_options() -> None:

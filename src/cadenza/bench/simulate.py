@@ -378,9 +378,12 @@ def play_traffic(
     while coming is not None or not core.is_idle:
         if core.is_idle and coming is not None:
             clock.now_s = max(clock.now_s, coming.after_s)
-        while coming is not None and coming.after_s <= clock.now_s:
+        due_s = clock.now_s + core.launch_in_s()
+        while coming is not None and coming.after_s <= due_s:
+            clock.now_s = max(clock.now_s, coming.after_s)
             _submit(core, coming, policy, tenants[coming.tenant], record)
             coming = next(traffic, None)
+        clock.now_s = due_s
         for event in core.step():
             record.take(event, clock.now_s)
         yield clock.now_s

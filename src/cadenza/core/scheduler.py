@@ -122,14 +122,14 @@ class Scheduler:
     @property
     def needs_newest_tokens(self) -> bool:
         """True if a running sequence would draft, which it can only behind its newest token."""
-        return self._drafts.need_newest_tokens(self.running, self.num_steps, self._cost)
+        return self._drafts.need_newest_tokens(self.running, self.num_steps, self.step_cost)
 
     def observe(self, batch: Batch, measured_ms: float, idle_ms: float | None = None) -> None:
         """A step took `measured_ms`, after `idle_ms` if it waited for the newest tokens.
 
         One with drafts corrects what drafts cost, and no more.
         """
-        cost = self._cost
+        cost = self.step_cost
         if cost is None:
             return
         self._drafts.observe(batch, measured_ms, cost, idle_ms)
@@ -142,7 +142,7 @@ class Scheduler:
             self.step_bound.observe(batch.load, measured_ms)
 
     @property
-    def _cost(self) -> StepCost | None:
+    def step_cost(self) -> StepCost | None:
         return self._step_cost if self.step_bound is None else self.step_bound.cost
 
     def add(self, sequence: Sequence) -> None:
@@ -167,7 +167,7 @@ class Scheduler:
         # Entered after admission, which must not count tokens of this step as computed: a sample
         # can only fork a prompt that an earlier step has computed.
         num_rows = rows_budget.num_rows
-        drafts = self._drafts.propose(shares, num_rows, self.num_steps, self._cost)
+        drafts = self._drafts.propose(shares, num_rows, self.num_steps, self.step_cost)
         batch.page_copies = self.kv_cache.take_copies(self.running)
         batch.written_pages = [copy.destination for copy in batch.page_copies]
         for sequence, count in shares:

@@ -115,17 +115,17 @@ Command = Submit | Resume | Cancel
 
 def run_steps(
     core: EngineCore,
-    receive: Callable[[], Sequence[Command] | None],
+    receive: Callable[[float], Sequence[Command] | None],
     step: Callable[[], list[Event]],
 ) -> Iterator[list[Event]]:
     """Repeatedly applies the received commands, runs a step and yields its events.
 
     Args:
-        receive: returns the commands since its last call, and may block while the core is idle;
-            None ends the loop.
+        receive: returns the commands since its last call; without any it may wait for as many
+            seconds as it is given, and without end while the core is idle. None ends the loop.
         step: advances `core` by one step.
     """
-    while (commands := receive()) is not None:
+    while (commands := receive(wait_s := core.launch_in_s())) is not None:
         for command in commands:
             if isinstance(command, Submit):
                 core.enqueue(command.request_id, command.request)
@@ -133,6 +133,8 @@ def run_steps(
                 core.resume(command.request_id, command.request, command.resumption)
             else:
                 core.cancel(command.request_id, command.sample)
+        if commands and wait_s:
+            continue  # more may come before the next step has to be launched
         yield step()
 
 
@@ -236,15 +238,17 @@ class CoreService:
         if passed or overdue:
             emit([*passed, *overdue])
 
-    def _receive(self) -> list[Command] | None:
-        """The pending commands; blocks while the core is idle. None once drained or shut down."""
+    def _receive(self, wait_s: float) -> list[Command] | None:
+        """The pending commands; without any it waits for one, up to `wait_s` or while the core is
+        idle. None once drained or shut down."""
         commands: list[Command] = []
         while not self._is_done():
-            is_waiting = not commands and self._core.is_idle
+            is_idle = not commands and self._core.is_idle
+            timeout_s = WAKE_S if is_idle else 0.0 if commands else wait_s
             try:
-                command = self._inbox.get(block=is_waiting, timeout=WAKE_S)
+                command = self._inbox.get(block=timeout_s > 0, timeout=timeout_s)
             except queue.Empty:
-                if not is_waiting:
+                if not is_idle:
                     return commands
                 self._beat_s = self._clock()
                 continue

@@ -247,6 +247,10 @@ class EngineCore:
             self._forget(request_id, each)
         return bool(ended)
 
+    def launch_in_s(self) -> float:
+        """Seconds by which `step` may be put off, so that requests still to come are in it."""
+        return self._loop.launch_in_s()
+
     def step(self, announce: Announce | None = None) -> list[Event]:
         """Advances the running batch by one step; returns [] if there is nothing to do.
 

@@ -28,6 +28,14 @@ Announce = Callable[[Sequence[Started]], object]
 
 OUTPUT_FIELDS = tuple(field.name for field in fields(StepOutput) if field.name != "hidden")
 
+LAUNCH_AT = 0.75
+"""The part of the predicted time of a step after which the next one is launched: few steps end
+earlier than that."""
+LAUNCH_S = 0.003
+"""What scheduling and packing a step may take on the host."""
+MIN_WAIT_S = 0.005
+MAX_WAIT_S = 1.0
+
 STEP_FAILED = "the step failed on the device; the engine's log has the cause"
 
 
@@ -150,6 +158,21 @@ class StepLoop:
         self._depth = depth
         self._clock = clock
         self._last_read_s = clock()
+
+    def launch_in_s(self) -> float:
+        """How many seconds the next step may be put off without a pause of the device.
+
+        What is submitted until then runs in that step, and would wait for another one if it was
+        launched now. 0 if nothing is in flight, its time is not known, or too little of it is left.
+        """
+        cost = self._scheduler.step_cost
+        if cost is None or not self.in_flight:
+            return 0.0
+        newest = self.in_flight[-1]
+        started_s = max(newest.launched_s, self._last_read_s)
+        due_s = started_s + LAUNCH_AT * cost.predict_ms(newest.batch.load) / 1000 - LAUNCH_S
+        wait_s = due_s - self._clock()
+        return min(MAX_WAIT_S, wait_s) if wait_s >= MIN_WAIT_S else 0.0
 
     def step(self, announce: Announce | None = None) -> list[Event]:
         """Launches the next step if there is one, and reads the oldest if it is due.

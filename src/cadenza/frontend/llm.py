@@ -199,7 +199,7 @@ class LLM:
         news: _News = {}
         open_ids: set[int] = set()
 
-        def receive() -> list[Submit] | None:
+        def receive(_: float) -> list[Submit] | None:
             if not waiting and not open_ids:
                 return None
             commands: list[Submit] = []

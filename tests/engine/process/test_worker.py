@@ -9,8 +9,9 @@ import pytest
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.core.step_cost import StepCost
 from cadenza.core.step_schema import ModelInputs
-from cadenza.engine.core import EngineCore
+from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.process.messages import (
     Cancel,
@@ -41,9 +42,14 @@ LIMITS = EngineLimits(
 
 
 class Bench:
-    """Plays `turns`: each is what the link receives then; an idle wait takes its whole time."""
+    """Plays `turns`: each is what the link receives then; a wait takes its whole time.
 
-    def __init__(self, step_s: Callable[[int], float], *turns: list[ToEngine]) -> None:
+    `cost`: what the engine is told of its steps, or nothing.
+    """
+
+    def __init__(
+        self, step_s: Callable[[int], float], *turns: list[ToEngine], cost: StepCost | None = None
+    ) -> None:
         bench = self
 
         class Runner(FakeRunner):
@@ -61,7 +67,8 @@ class Bench:
             num_pages=LIMITS.num_pages,
             page_size=LIMITS.page_size,
         )
-        self.core = EngineCore(runner, LIMITS)
+        options = CoreOptions(step_cost=cost, clock=lambda: self.now_s)
+        self.core = EngineCore(runner, LIMITS, options)
         self.worker = Worker(self.core, self, clock=lambda: self.now_s)
 
     def receive(self, timeout_s: float) -> list[ToEngine] | None:
@@ -170,6 +177,20 @@ def test_a_step_that_may_be_slow_is_announced_before_it_runs():
         if at_s < slow_end_s and not report.events and report.predicted_s >= 3.0
     ]
     assert announced
+
+
+def test_the_time_for_which_a_step_is_put_off_is_part_of_it():
+    cost = StepCost(fixed_ms=200.0, token_ms=1e-6, logit_ms=1e-6, key_ms=1e-6)
+    bench = Bench(lambda _: 0.05, [submit(0, 1, 40)], cost=cost)
+    reports = bench.play()
+    last = reports[-1].stats
+    assert last is not None
+    assert last.step_seconds.count == 40
+    assert last.step_seconds.total == pytest.approx(bench.now_s, rel=0.03)
+    assert bench.now_s > 1.2 * 40 * 0.05, "no step was put off"
+    with_tokens = [(at_s, report) for at_s, report in bench.sent if report.tokens]
+    for (at_s, report), (next_s, _) in pairwise(with_tokens[2:-1]):
+        assert next_s - at_s <= report.predicted_s + 0.01
 
 
 def test_a_queue_of_short_requests_is_not_forecast_as_a_full_step():

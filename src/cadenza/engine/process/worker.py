@@ -105,8 +105,10 @@ class Worker:
                 self._send(events)
             check_step_errors(self._core)
 
-    def _receive(self) -> list[Command] | None:
-        messages = self._link.receive(IDLE_BEAT_S if self._is_idle else 0.0)
+    def _receive(self, wait_s: float) -> list[Command] | None:
+        if wait_s:
+            self._announce_slow_step()
+        messages = self._link.receive(IDLE_BEAT_S if self._is_idle else wait_s)
         if not messages:
             return None if messages is None else []
         commands: list[Command] = []
@@ -121,20 +123,21 @@ class Worker:
         if self._is_idle and self._core.is_idle:
             return []
         self._is_idle = False
-        if self._has_changed:  # otherwise the newest outputs hold the forecast of this step
-            self._announce_slow_step()
+        self._announce_slow_step()
         scheduler = self._core.scheduler
-        before, start_s = scheduler.num_scheduled_tokens, self._clock()
+        before = scheduler.num_scheduled_tokens
         events = self.meter.step(self._announce_starts)
         launched = scheduler.num_scheduled_tokens - before
         # An overlapped step is waited for in the call after the one that launched it.
         if launched + self._last_launched:
-            self._forecast.record(launched + self._last_launched, self._clock() - start_s)
+            self._forecast.record(launched + self._last_launched, self.meter.last_s)
         self._last_launched = launched
         self._has_changed = True
         return events
 
     def _announce_slow_step(self) -> None:
+        if not self._has_changed:
+            return  # the newest outputs hold the forecast of this step
         predicted_s = self._predicted_s()
         if predicted_s > SLOW_STEP_S and predicted_s > self._announced_s:
             self._send(())
