@@ -5,7 +5,14 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.core.prompt_shares import LEAST_SHARE, PromptBudget, PromptPart, PromptShares
+from cadenza.core.prompt_shares import (
+    FINISH_SHARE,
+    LEAST_SHARE,
+    SHORT_SHARE,
+    PromptBudget,
+    PromptPart,
+    PromptShares,
+)
 from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepCost
 from tests.core.step_builders import COST, costs, load_of, prompt_parts
 
@@ -21,6 +28,10 @@ budgets = st.builds(
     num_tokens=st.integers(0, 512),
     left_ms=st.floats(-50, 500),
     cost=costs,
+    may_finish_short=st.booleans(),
+)
+budgets_of_tokens = st.builds(
+    PromptBudget, num_tokens=st.integers(0, 512), may_finish_short=st.booleans()
 )
 
 
@@ -31,6 +42,7 @@ def counts_of(parts: list[PromptPart], budget: PromptBudget) -> list[int]:
 def share_one_after_another(parts: list[PromptPart], budget: PromptBudget) -> list[int]:
     """The rule itself: all shares from the beginning, in time that grows with the prompts."""
     counts = [0] * len(parts)
+    may_finish_short = budget.may_finish_short
 
     def take(index: int, share: float = 1.0) -> None:
         part, done = parts[index], counts[index]
@@ -45,14 +57,17 @@ def share_one_after_another(parts: list[PromptPart], budget: PromptBudget) -> li
         if len(group) > 1:
             shortest = min(group, key=lambda index: parts[index].num_left)
             if shortest != group[0]:
-                take(shortest, 0.5)
+                part = parts[shortest]
+                has_all = budget.copy().take(part, FINISH_SHARE) == part.num_left
+                has_most = has_all and may_finish_short and not is_first
+                take(shortest, FINISH_SHARE if has_most else SHORT_SHARE)
         for index in group:
             take(index)
     return counts
 
 
 @given(
-    st.one_of(budgets, st.builds(PromptBudget, num_tokens=st.integers(0, 512))),
+    st.one_of(budgets, budgets_of_tokens),
     st.lists(st.one_of(prompt_parts, short_parts), max_size=20),
     st.data(),
 )
@@ -146,6 +161,42 @@ def test_the_shortest_gets_up_to_half_and_the_oldest_the_rest() -> None:
     assert counts(1000, 80, 70) == [50, 0, 50]
     assert counts(20, 500, 10) == [20, 70, 10]
     assert counts(5, 5, num_tokens=4) == [4, 0]
+
+
+def test_the_shortest_may_have_more_if_it_is_whole_then() -> None:
+    def shares(*num_left: int, may_finish_short: bool = True) -> tuple[list[int], bool]:
+        parts = [PromptPart(start=0, num_left=n) for n in num_left]
+        budget = PromptBudget(num_tokens=96, may_finish_short=may_finish_short)
+        found = PromptShares(budget, parts)
+        return found.counts, found.may_finish_short
+
+    assert shares(1000, 80) == ([16, 80], False)
+    assert shares(1000, 90) == ([6, 90], False)
+    assert shares(1000, 91) == ([48, 48], True)
+    assert shares(1000, 40) == ([56, 40], True)
+    assert shares(1000, 80, may_finish_short=False) == ([48, 48], False)
+    assert shares(1000, 1000, may_finish_short=False) == ([96, 0], True)
+    assert shares(1000, may_finish_short=False) == ([96], True)
+
+
+@given(
+    st.one_of(budgets, budgets_of_tokens),
+    st.lists(st.lists(st.integers(1, 600), max_size=3), min_size=1, max_size=40),
+)
+def test_the_oldest_has_half_of_all_steps_whatever_shorter_ones_come(
+    budget: PromptBudget, comers: list[list[int]]
+) -> None:
+    oldest = PromptPart(start=0, num_left=1 << 20)
+    alone = PromptShares(budget.copy(), [oldest]).counts[0]
+    may_finish_short, num_got = budget.may_finish_short, 0
+    for num_lefts in comers:
+        parts = [oldest, *[PromptPart(start=0, num_left=count) for count in num_lefts]]
+        step = replace(budget, may_finish_short=may_finish_short)
+        shares = PromptShares(step, parts)
+        num_got += shares.counts[0]
+        may_finish_short = shares.may_finish_short
+    rounding = len(comers)
+    assert num_got >= alone // 2 * (len(comers) - 1) - rounding
 
 
 @given(costs, st.lists(prompt_parts, min_size=2, max_size=5), st.data())

@@ -132,7 +132,7 @@ def relay_of(requests: list[Request], loop: SchedulerLoop) -> Relay:
 def kill_at(steps: Iterable[int], loop: SchedulerLoop, command: str) -> None:
     for at in steps:
         with replayable(f"killed before step {at}", command):
-            relay = relay_of(requests_of(0, 30), loop)
+            relay = relay_of(requests_of(1, 30), loop)
             relay.run([at]).verify()
             assert relay.num_engines == 2
             assert relay.books.num_open == 0
@@ -140,7 +140,7 @@ def kill_at(steps: Iterable[int], loop: SchedulerLoop, command: str) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_workload_lasts_for_as_many_steps_as_engines_are_killed_at(loop: SchedulerLoop) -> None:
-    record = relay_of(requests_of(0, 30), loop).run([])
+    record = relay_of(requests_of(1, 30), loop).run([])
     record.verify()
     assert record.num_steps > NUM_RUN_STEPS
     assert record.engine.scheduler.num_preemptions > 0

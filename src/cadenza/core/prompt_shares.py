@@ -14,6 +14,12 @@ from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepCost, StepLoad
 LEAST_SHARE = 1 / 16
 """Of a step's prompt tokens, for the oldest prompt beside those that come first; at least one."""
 
+SHORT_SHARE = 0.5
+"""Of a step's prompt tokens, for the shortest prompt behind an older one."""
+
+FINISH_SHARE = 1 - LEAST_SHARE
+"""What it may take in place of that where it is then whole; see `PromptBudget`."""
+
 SURE_SHARE = 0.999
 """Of a step's time. Prompts that take no more fit whatever their order: the rest is far more than
 the rounding of sums."""
@@ -37,13 +43,16 @@ class PromptPart:
 class PromptBudget:
     """What a step may still compute of prompts: tokens and, with a bound, milliseconds.
 
-    `num_granted` tokens may be computed whatever time they take.
+    `num_granted` tokens may be computed whatever time they take. `may_finish_short`: the shortest
+    prompt may have more than half if it is whole then. The oldest must have had a step without a
+    shorter one before that happens again, so that it has half of the steps' time on average.
     """
 
     num_tokens: int
     left_ms: float = inf
     cost: StepCost | None = None
     num_granted: int = MIN_PROMPT_TOKENS
+    may_finish_short: bool = False
 
     def copy(self) -> "PromptBudget":
         return replace(self)
@@ -77,7 +86,8 @@ class PromptShares:
     Those that are first take what they can, but for a part that keeps the oldest of the others
     going. Among them, and among the others, the prompt with the fewest tokens left gets up to half,
     so that a short prompt need not wait for a long one; the oldest gets the rest, and what it
-    leaves goes to the others in order.
+    leaves goes to the others in order. Among the others the shortest may get more, if the budget
+    says so.
 
     Adding a prompt takes constant time while all fit, and behind others of its group. One that is
     then shorter than all of its group, or that comes before others, has the group shared anew.
@@ -105,6 +115,14 @@ class PromptShares:
         """What is left of the time; negative if the grant took more than there was."""
         self._share()
         return self._others.left.left_ms
+
+    @property
+    def may_finish_short(self) -> bool:
+        """Whether the shortest prompt of the next step may have more than half."""
+        self._share()
+        if self._others.has_shorter:
+            return self._budget.may_finish_short and not self._others.has_finished_short
+        return True
 
     def add(self, part: PromptPart) -> int:
         """The tokens of one more prompt, behind those given so far."""
@@ -144,7 +162,7 @@ class PromptShares:
         """Brings all shares up to date; returns the others."""
         left = self._share_firsts().left
         if not self._others.is_shared:
-            self._others.share(left.copy())
+            self._others.share(left.copy(), may_finish_short=self._budget.may_finish_short)
         return self._others
 
     def _share_firsts(self) -> "_Group":
@@ -166,6 +184,7 @@ class _Group:
 
     Where `is_shared`, `counts` are their shares, of which `num_cut` are not whole, and `left` is
     the budget behind them. `num_taken_before`: tokens that the oldest had before all others.
+    `has_finished_short`: the shortest had more than half, and is whole.
     """
 
     def __init__(self) -> None:
@@ -174,8 +193,14 @@ class _Group:
         self.num_taken_before = 0
         self.counts: list[int] = []
         self.num_cut = 0
+        self.has_finished_short = False
         self.left = PromptBudget(num_tokens=0)
         self._shortest = 0
+
+    @property
+    def has_shorter(self) -> bool:
+        """Whether one is shorter than the oldest."""
+        return self._shortest > 0
 
     def append(self, part: PromptPart, *, is_sure: bool) -> None:
         """Adds a prompt and, unless it is sure to get all, its share."""
@@ -188,15 +213,20 @@ class _Group:
             self.counts.append(0)
             self._take(len(self.counts) - 1)
 
-    def share(self, budget: PromptBudget) -> None:
+    def share(self, budget: PromptBudget, *, may_finish_short: bool = False) -> None:
         """Shares `budget` among all of them."""
         self.left, self.num_cut, self.is_shared = budget, 0, True
+        self.has_finished_short = False
         self.counts = [0] * len(self.parts)
         if self.parts:
             self.counts[0] = self.num_taken_before
         if self._shortest:
-            shortest = self.parts[self._shortest]
-            self.counts[self._shortest] = budget.take(shortest, 0.5)
+            shortest, share = self.parts[self._shortest], SHORT_SHARE
+            if may_finish_short and budget.copy().take(shortest, share) < shortest.num_left:
+                has_all = budget.copy().take(shortest, FINISH_SHARE) == shortest.num_left
+                self.has_finished_short = has_all
+                share = FINISH_SHARE if has_all else share
+            self.counts[self._shortest] = budget.take(shortest, share)
         for index in range(len(self.parts)):
             self._take(index)
 

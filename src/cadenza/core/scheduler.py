@@ -36,7 +36,6 @@ from cadenza.core.step_drafts import NO_DRAFTS, Drafter, Proposal, Share, StepDr
 from cadenza.core.step_reader import StepReader
 from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepOutput
 from cadenza.events import Event, Started
-from cadenza.tenant import Tenant
 
 _row_of = attrgetter("row")
 
@@ -101,6 +100,7 @@ class Scheduler:
         self._reader = StepReader(kv_cache, self._end)
         self._drafts = StepDrafts(limits, kv_cache, options.drafter)
         self._step_cost = options.step_cost
+        self._may_finish_short = True
         self._admission = admission
         self._reservations = Reservations(admission, self.running)
         self._free_rows = list(range(limits.max_num_seqs))
@@ -322,6 +322,7 @@ class Scheduler:
             return []
         parts = [self._part_of(sequence) for sequence in prompts]
         budgeted_shares = PromptShares(self._prompt_budget(decodes), parts)
+        self._may_finish_short = budgeted_shares.may_finish_short
         if self.step_bound is not None and budgeted_shares.left_ms < 0:
             self.step_bound.num_granted += 1
         shares: list[Share] = []
@@ -336,15 +337,16 @@ class Scheduler:
         """What is left for prompts beside the tokens of `decodes`."""
         num_new = sum([count for _, count in decodes])
         num_tokens = self.limits.max_num_batched_tokens - num_new
+        budget = PromptBudget(num_tokens=num_tokens, may_finish_short=self._may_finish_short)
         if self.step_bound is None:
-            return PromptBudget(num_tokens=num_tokens)
+            return budget
         load = StepLoad(
             num_tokens=num_new,
             num_logits=len(decodes),
             num_keys=sum([sequence.num_computed_tokens + 1 for sequence, _ in decodes]),
         )
-        bound = self.step_bound
-        return PromptBudget(num_tokens=num_tokens, left_ms=bound.left_ms(load), cost=bound.cost)
+        budget.left_ms, budget.cost = self.step_bound.left_ms(load), self.step_bound.cost
+        return budget
 
     def _reach(self, sequence: Sequence, count: int) -> bool:
         """Allocates the pages that the next `count` tokens lack, preempting other sequences and
@@ -356,7 +358,7 @@ class Scheduler:
         while not self.kv_cache.try_grow(sequence, num_tokens):
             rivals: SequenceOf[Sequence] = self.running
             if self.kv_cache.exceeds_share(sequence, num_tokens):
-                rivals = self._running_of(sequence.request.tenant)
+                rivals = self.running.of_tenant(sequence.request.tenant.name)
             elif self.kv_cache.pool.num_pinned:
                 return False
             victim = self._policy.victim(rivals, self._fair_share.counter_of)
@@ -491,13 +493,10 @@ class Scheduler:
         shares = self.kv_cache.page_shares
         return self._admission.can_admit(
             sequence,
-            self._running_of(tenant),
+            self.running.of_tenant(tenant.name),
             available=shares.num_left(tenant),
             shared=shares.num_held(tenant, prefix.page_ids),
         )
-
-    def _running_of(self, tenant: Tenant) -> list[Sequence]:
-        return [each for each in self.running if each.request.tenant.name == tenant.name]
 
     def _count_prefix(self, sequence: Sequence, misses: PrefixMisses) -> None:
         """Counts a prompt's tokens looked up in the prefix cache, found and missing; once per

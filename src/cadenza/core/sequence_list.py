@@ -33,6 +33,9 @@ class SequenceList(SequenceOf[Sequence]):
         index = bisect_left(self._sequences, self._ranks[sequence], key=self._ranks.__getitem__)
         del self._sequences[index], self._ranks[sequence]
 
+    def of_tenant(self, name: str) -> list[Sequence]:
+        return [each for each in self._sequences if each.request.tenant.name == name]
+
     def __len__(self) -> int:
         return len(self._sequences)
 
