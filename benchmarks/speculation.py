@@ -2,18 +2,31 @@
 
     python benchmarks/speculation.py [MODEL] [--method ngram|mtp|quantised|draft_model]
         [--draft MODEL]
+    python benchmarks/speculation.py --shape llama-3.2-1b --acceptance 0.6,0.8
 
 Each round answers the same greedy requests with `speculative` unset and with `speculative: false`;
-the table has the medians, and the answers must be equal. Two tasks: a copying one, which repeats a
+the table has the medians, also of the ratios, and the answers must be equal. Two tasks: a copying one, which repeats a
 text with a change, and a free one. The default is the bundled model with `ngram`.
+
+With `--acceptance` the drafts are made up: each is the token that the model chooses there with such
+a chance, and costs nothing. Random weights of a shape then show what verifying is worth. Beside the
+ratio stands the best one that the measured costs of steps allow.
 """
 
 import argparse
+import random
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from cadenza import LLM
+from cadenza import LLM, Request, SamplingParams, Token
+from cadenza.bench.checkpoints import cached_checkpoint
+from cadenza.core.step_cost import StepCost, StepLoad
+from cadenza.engine.core import EngineCore
+from cadenza.loading.build import cache_folder
 
 CODE = """def mean(numbers):
     total = 0
@@ -53,6 +66,11 @@ def answer(
     return sum(map(len, ids)) / elapsed_s, ids
 
 
+def ratio_of(rates: dict[bool, list[float]]) -> float:
+    """The median of the rounds' ratios: a machine that becomes slower for a while is so for both."""
+    return statistics.median(on / off for on, off in zip(rates[True], rates[False], strict=True))
+
+
 def measure(llm: LLM, task: str, rows: int, options: argparse.Namespace) -> str:
     """One line of the table."""
     prompts = [
@@ -74,7 +92,92 @@ def measure(llm: LLM, task: str, rows: int, options: argparse.Namespace) -> str:
     on, off = statistics.median(rates[True]), statistics.median(rates[False])
     share = accepted / drafted if drafted else 0.0
     return (
-        f"{task:6} {rows:4} {off:9.1f} {on:9.1f} {on / off:7.2f} {share:10.2f} "
+        f"{task:6} {rows:4} {off:9.1f} {on:9.1f} {ratio_of(rates):7.2f} {share:10.2f} "
+        f"{accepted / (options.rounds * options.length * rows):12.2f}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MadeUpDrafts:
+    """A `DraftSource` that knows the answer to a prompt, and is right with a chance of
+    `acceptance`."""
+
+    num_prompt_tokens: int
+    answer: Sequence[int]
+    acceptance: float
+    rng: random.Random
+
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        at = len(token_ids) - self.num_prompt_tokens
+        coming = self.answer[at : at + most]
+        return [each if self.rng.random() < self.acceptance else each ^ 1 for each in coming]
+
+
+def answer_with(
+    core: EngineCore, prompts: list[tuple[int, ...]], length: int, sources: list[MadeUpDrafts]
+) -> tuple[float, list[list[int]]]:
+    """Tokens a second behind the first ones, and the answers; without drafts if there are no
+    `sources`."""
+    params = SamplingParams(
+        max_tokens=length, temperature=0.0, ignore_eos=True, speculative=bool(sources)
+    )
+    ids = [core.submit(Request(prompt_token_ids=each, params=params)) for each in prompts]
+    for sequence, source in zip(core.scheduler.waiting, sources, strict=False):
+        assert sequence.drafting is not None
+        sequence.drafting.source = source
+    found: dict[int, list[int]] = {each: [] for each in ids}
+    start_s = time.perf_counter()
+    num_before = 0
+    while not core.is_idle:
+        for event in core.step():
+            if isinstance(event, Token):
+                found[event.request_id].append(event.token_id)
+        if not num_before and all(found.values()):
+            start_s, num_before = time.perf_counter(), sum(map(len, found.values()))
+    elapsed_s = time.perf_counter() - start_s
+    return (sum(map(len, found.values())) - num_before) / elapsed_s, [found[each] for each in ids]
+
+
+def best_ratio(cost: StepCost, acceptance: float, rows: int, num_keys: int, most: int) -> float:
+    """What the costs of steps allow: the best of all numbers of drafts."""
+
+    def rate(num_drafts: int) -> float:
+        count = rows * (1 + num_drafts)
+        load = StepLoad(num_tokens=count, num_logits=count, num_keys=count * num_keys)
+        gained = sum(acceptance**place for place in range(num_drafts + 1))
+        return gained * rows / cost.predict_ms(load)
+
+    return max(map(rate, range(most + 1))) / rate(0)
+
+
+def measure_made_up(llm: LLM, acceptance: float, rows: int, options: argparse.Namespace) -> str:
+    """One line of the table of made-up drafts."""
+    core, rng = llm.core, random.Random(f"{acceptance} {rows}")
+    prompts = [tuple(rng.choices(range(1000), k=options.prompt_tokens)) for _ in range(rows)]
+    _, answers = answer_with(core, prompts, options.length, [])
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    counts = core.scheduler.draft_counts
+    before = counts.num_accepted_tokens, counts.num_draft_tokens
+    for _ in range(options.rounds):
+        for drafts in (True, False):
+            sources = [
+                MadeUpDrafts(options.prompt_tokens, each, acceptance, rng) for each in answers
+            ]
+            rate, found = answer_with(core, prompts, options.length, sources if drafts else [])
+            rates[drafts].append(rate)
+            if found != answers:
+                raise SystemExit("the answers differ")
+    accepted = counts.num_accepted_tokens - before[0]
+    drafted = counts.num_draft_tokens - before[1]
+    on, off = statistics.median(rates[True]), statistics.median(rates[False])
+    cost = core.scheduler.step_cost
+    assert cost is not None
+    best = best_ratio(
+        cost, acceptance, rows, options.prompt_tokens + options.length // 2, options.most
+    )
+    return (
+        f"{acceptance:10.2f} {rows:4} {off:9.1f} {on:9.1f} {ratio_of(rates):7.2f} {best:7.2f} "
+        f"{accepted / max(1, drafted):10.2f} "
         f"{accepted / (options.rounds * options.length * rows):12.2f}"
     )
 
@@ -87,6 +190,11 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,8")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--shape", help="random weights in place of a model")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--acceptance", help="made-up drafts, right with these chances")
+    parser.add_argument("--prompt-tokens", type=int, default=100, help="of made-up drafts' prompts")
+    parser.add_argument("--most", type=int, default=5, help="made-up drafts in a step")
     parser.add_argument(
         "--processor-time",
         action="store_true",
@@ -94,13 +202,28 @@ def main() -> None:
         "with CADENZA_NUM_THREADS=1, since threads that wait for another use the processor",
     )
     options = parser.parse_args()
-    config = {"method": options.method}
+    config: dict[str, Any] = {"method": options.method}
+    if options.acceptance is not None:
+        config["num_speculative_tokens"] = options.most
     if options.draft is not None:
         config["model"] = options.draft
     rows = [int(each) for each in options.rows.split(",")]
+    model: str | Path | None = options.model
+    if options.shape is not None:
+        model = cached_checkpoint(options.shape, cache_folder(), lambda _: None)
     with LLM(
-        options.model, max_num_seqs=max(rows), max_model_len=1024, speculative_config=config
+        model,
+        max_num_seqs=max(rows),
+        max_model_len=1024,
+        speculative_config=config,
+        quantization=options.quantization,
     ) as llm:
+        if options.acceptance is not None:
+            print("acceptance rows   off t/s    on t/s   ratio    best   accepted   of all tokens")
+            for acceptance in map(float, options.acceptance.split(",")):
+                for each in rows:
+                    print(measure_made_up(llm, acceptance, each, options), flush=True)
+            return
         print("task   rows   off t/s    on t/s   ratio   accepted   of all tokens", flush=True)
         for task in TASKS:
             for each in rows:
