@@ -5,8 +5,8 @@
     python benchmarks/speculation.py --shape llama-3.2-1b --acceptance 0.6,0.8
 
 Each round answers the same greedy requests with `speculative` unset and with `speculative: false`;
-the table has the medians, also of the ratios, and the answers must be equal. Two tasks: a copying one, which repeats a
-text with a change, and a free one. The default is the bundled model with `ngram`.
+the table has the medians, also of the ratios, and the answers must be equal. Two tasks: a copying
+one, which repeats a text with a change, and a free one. The default is the bundled model with `ngram`.
 
 With `--acceptance` the drafts are made up: each is the token that the model chooses there with such
 a chance, and costs nothing. Random weights of a shape then show what verifying is worth. Beside the

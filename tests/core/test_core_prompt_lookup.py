@@ -75,7 +75,7 @@ def test_drafts_that_never_help_become_rare(is_silent: bool) -> None:
     tried: list[int] = []
     for num_tokens in range(1, 4000):
         due = drafting.is_due(num_tokens)
-        drafts = drafting.propose([1] * num_tokens, 5, odds=0.0)
+        drafts = drafting.propose([1] * num_tokens, 5)
         assert len(drafts) == (0 if is_silent or not due else 3)
         tried += [num_tokens] * due
         if drafts:
@@ -90,19 +90,41 @@ def test_drafts_that_help_never_pause() -> None:
     rng = random.Random(1)
     drafting = Drafting(source=Fixed(is_silent=False), most=4)
     for num_tokens in range(1, 2000):
-        assert drafting.propose([1] * num_tokens, 5, odds=0.0) == (0, 0, 0, 0)
+        assert drafting.propose([1] * num_tokens, 5) == (0, 0, 0, 0)
         drafting.learn(num_tokens, 4, rng.choice([0, 1, 2, 3]))
 
 
-def test_there_are_as_many_drafts_as_their_odds_are_worth() -> None:
+def test_the_acceptance_follows_what_is_met_at_once_and_later_slowly() -> None:
     drafting = Drafting(source=Fixed(is_silent=False), most=8)
-    for _ in range(50):
+    drafting.learn(1, 3, 0)
+    assert drafting.acceptance == pytest.approx(2 * 0.8 / 3)
+    for _ in range(100):
         drafting.learn(1, 3, 1)  # one hit, one miss
-    assert drafting.acceptance == pytest.approx(0.5, abs=0.15)
-    lengths = [len(drafting.propose([1], 16, odds)) for odds in (0.0, 0.05, 0.15, 0.9)]
-    assert lengths[0] == 8
-    assert lengths == sorted(lengths, reverse=True)
-    assert 1 <= lengths[2] < lengths[1] < 8
-    assert lengths[3] == 0
-    assert not drafting.is_due(FIRST_PAUSE)
-    assert drafting.is_due(1 + FIRST_PAUSE)
+    assert drafting.acceptance == pytest.approx(0.5, abs=0.06)
+    assert drafting.found == 1.0
+
+
+def test_a_sequence_whose_drafts_are_not_worth_it_tries_again_ever_later() -> None:
+    drafting = Drafting(source=Fixed(is_silent=False), most=8, acceptance=0.1)
+    num_tokens, pauses, hopes = 1, list[int](), [0.1]
+    for _ in range(6):
+        drafting.pause(num_tokens)
+        pauses.append(drafting.resumes_at - num_tokens)
+        num_tokens = drafting.resumes_at
+        hopes.append(drafting.acceptance)
+    assert pauses == [16, 32, 64, 128, 256, 256]
+    assert hopes == sorted(hopes)
+    assert 0.5 < hopes[-1] < 0.8
+
+
+def test_the_share_of_steps_with_drafts_is_known() -> None:
+    rng = random.Random(2)
+    source = Fixed(is_silent=False)
+    drafting = Drafting(source=source, most=1)
+    shares: list[float] = []
+    for _ in range(400):
+        source.is_silent = rng.random() < 0.7
+        drafting.resumes_at = 0
+        drafting.propose([1], 1)
+        shares.append(drafting.found)
+    assert sum(shares[20:]) / len(shares[20:]) == pytest.approx(0.3, abs=0.05)

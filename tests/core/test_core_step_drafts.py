@@ -68,14 +68,55 @@ def test_sequences_that_look_drafts_up_are_waited_for_while_that_saves_time() ->
     assert drafts.need_newest_tokens(running, 1, COST), "no wait has been measured"
     for _ in range(50):
         drafts.observe(Batch(0), 4.2, COST, 1.0)
-    cases = {(1.0, 1.0): True, (0.3, 1.0): False, (1.0, 12.0): False, (2.0, 5.0): True}
-    for (gain, tried), is_worth in cases.items():
-        drafting.gain, drafting.tried = gain, tried
-        assert drafts.need_newest_tokens(running, 1, COST) is is_worth, (gain, tried)
+    cases = {(0.9, 1.0): True, (0.9, 0.5): True, (0.9, 0.1): False, (0.4, 1.0): False}
+    for (acceptance, found), is_worth in cases.items():
+        drafting.acceptance, drafting.found = acceptance, found
+        assert drafts.need_newest_tokens(running, 1, COST) is is_worth, (acceptance, found)
         assert drafts.need_newest_tokens(running, PROBE_EVERY, COST)
         assert drafts.need_newest_tokens(running, 1, None), "nothing is known of the time"
     drafting.resumes_at = 100
     assert not drafts.need_newest_tokens(running, PROBE_EVERY, COST)
+
+
+class Zeros:
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        return [0] * most
+
+
+def proposed(
+    drafts: StepDrafts, drafting: Drafting, number: int, cost: StepCost | None = COST
+) -> int:
+    """The drafts of one decoding sequence beside another."""
+    running = running_of(drafting)
+    for sequence in running:
+        sequence.num_pending_tokens = 0
+        sequence.num_computed_tokens -= 1
+    found = drafts.propose([(each, 1) for each in running], 100, number, cost)
+    return sum(len(proposal.tokens) for proposal in found.values())
+
+
+def test_a_sequence_has_as_many_drafts_as_are_worth_their_time() -> None:
+    dear = StepCost(fixed_ms=1.0, token_ms=1.0, logit_ms=0.0, key_ms=0.0)
+    for cost, acceptance, count in (
+        (COST, 0.95, 4),
+        (COST, 0.3, 2),
+        (dear, 0.5, 0),
+        (None, 0.1, 4),
+    ):
+        drafting = Drafting(source=Zeros(), most=4, acceptance=acceptance)
+        assert proposed(drafts_of(), drafting, 1, cost) == count, (acceptance, count)
+        assert drafting.is_due(8) is (count > 0)
+
+
+def test_drafts_that_save_less_than_the_next_steps_wait_are_not_made() -> None:
+    drafts = drafts_of()
+    for _ in range(50):
+        drafts.observe(Batch(0), 4.2, COST, 1.0)
+    assert proposed(drafts, Drafting(source=Zeros(), most=4, acceptance=0.9), 1) > 0
+    doubtful = Drafting(source=Zeros(), most=4, acceptance=0.4)
+    assert proposed(drafts, doubtful, 1) == 0
+    assert doubtful.is_due(8), "it does not pause: others may make the wait worth it"
+    assert proposed(drafts, doubtful, PROBE_EVERY) > 0
 
 
 def test_nobody_is_waited_for_where_nobody_drafts() -> None:

@@ -344,9 +344,13 @@ def test_drafts_that_prove_dearer_than_foreseen_are_made_less(
 
     class Timed(FakeRunner):
         def launch(self, inputs: ModelInputs) -> FakeStepHandle:
-            nonlocal now_s
-            now_s += (10.0 + ms_of_token * (inputs.num_tokens - 1)) / 1000
-            return super().launch(inputs)
+            step_s = (10.0 + ms_of_token * (inputs.num_tokens - 1)) / 1000
+
+            def read() -> None:
+                nonlocal now_s
+                now_s += step_s
+
+            return FakeStepHandle(super().launch(inputs).output, read)
 
     options = CoreOptions(
         clock=lambda: now_s,

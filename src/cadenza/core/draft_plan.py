@@ -45,13 +45,11 @@ def plan_drafts(
     load: StepLoad,
     target: StepCost,
     drafter: StepCost,
-    price: float = 1.0,
 ) -> DraftNumbers:
     """Adds one draft to each sequence for which it pays, again and again, while the rate rises.
 
     Args:
         load: of the step without drafts, which samples a token for each of its logit rows.
-        price: what verifying a draft costs, as a multiple of what `target` says.
     """
     tokens, ms = float(load.num_logits), target.predict_ms(load)
     first_rate = rate = tokens / ms
@@ -59,8 +57,7 @@ def plan_drafts(
     rows = list(range(len(chances)))
     for depth in range(1, max((each.most for each in chances), default=0) + 1):
         prices = {
-            row: price * _own_ms(target, chances[row]) + _own_ms(drafter, chances[row])
-            for row in rows
+            row: _own_ms(target, chances[row]) + _own_ms(drafter, chances[row]) for row in rows
         }
         rows = [
             row

@@ -14,6 +14,9 @@ FIRST_PAUSE, MAX_PAUSE = 16, 256
 """Tokens without drafts after the last ones were not worth it; doubled each time."""
 
 WEIGHT_OF_NEWEST = 0.25
+WEIGHT_OF_DRAFT = 0.1
+"""Of one draft in the acceptance; the first ones weigh more."""
+NUM_PRIOR = 2
 MIN_GAIN = 0.15
 """Accepted tokens for each step that tries: below this, drafting pauses."""
 
@@ -57,7 +60,7 @@ class Drafting:
         most: drafts in a step, at most.
         acceptance: the chance that a draft is accepted, if those before it were.
         gain: mean number of accepted drafts of a step that asked `source`.
-        tried: mean number of drafts of such a step.
+        found: the share of such steps in which it knew some.
         resumes_at: the number of tokens from which the sequence drafts again after a pause.
         shared: what other sequences with the same `Drafter` meet.
     """
@@ -66,53 +69,49 @@ class Drafting:
     most: int
     acceptance: float = FIRST_ACCEPTANCE
     gain: float = 1.0
-    tried: float = 1.0
+    found: float = 1.0
     resumes_at: int = 0
     shared: SharedAcceptance | None = None
     _pause: int = field(default=FIRST_PAUSE, init=False)
+    _num_tried: int = field(default=0, init=False)
 
     def is_due(self, num_tokens: int) -> bool:
         """False during a pause of a sequence with `num_tokens` tokens."""
         return num_tokens >= self.resumes_at
 
-    def propose(self, token_ids: list[int], most: int, odds: float) -> tuple[int, ...]:
-        """Up to `most` drafts, each likely to be accepted with a chance of `odds` or more; none if
-        it pauses or the source knows nothing.
-        """
+    def propose(self, token_ids: list[int], most: int) -> tuple[int, ...]:
+        """Up to `most` drafts; none if it pauses or the source knows nothing."""
         assert self.source is not None
         if not self.is_due(len(token_ids)):
             return ()
-        num_worth = self._num_worth(odds)
-        if not num_worth:
-            self.resumes_at = len(token_ids) + FIRST_PAUSE
-            return ()
-        drafts = tuple(self.source.propose(token_ids, min(most, num_worth)))
+        drafts = tuple(self.source.propose(token_ids, min(most, self.most)))
+        self.found += WEIGHT_OF_NEWEST * (bool(drafts) - self.found)
         if not drafts:
             self.note_none(len(token_ids))
         return drafts
 
     def note_none(self, num_tokens: int) -> None:
         """There were no drafts for a sequence with `num_tokens` tokens, or none was allowed."""
-        self._gain(num_tokens, 0, 0)
+        self._gain(num_tokens, 0)
+
+    def pause(self, num_tokens: int) -> None:
+        """Drafts are not worth their time at this acceptance. What follows may be easier to guess,
+        so that it is tried again some time."""
+        self.resumes_at = num_tokens + self._pause
+        self._pause = min(2 * self._pause, MAX_PAUSE)
+        self.acceptance += (FIRST_ACCEPTANCE - self.acceptance) / 4
 
     def learn(self, num_tokens: int, num_drafts: int, num_accepted: int) -> None:
         """A step verified `num_drafts`, and `num_accepted` stayed; there are now `num_tokens`."""
         for is_accepted in [True] * num_accepted + [False] * (num_accepted < num_drafts):
-            self.acceptance += WEIGHT_OF_NEWEST * (is_accepted - self.acceptance)
+            self._num_tried += 1
+            weight = max(WEIGHT_OF_DRAFT, 1 / (self._num_tried + NUM_PRIOR))
+            self.acceptance += weight * (is_accepted - self.acceptance)
             if self.shared is not None:
                 self.shared.learn(is_accepted=is_accepted)
-        self._gain(num_tokens, num_drafts, num_accepted)
+        self._gain(num_tokens, num_accepted)
 
-    def _num_worth(self, odds: float) -> int:
-        chance = 1.0
-        for count in range(self.most):
-            chance *= self.acceptance
-            if chance < odds:
-                return count
-        return self.most
-
-    def _gain(self, num_tokens: int, num_drafts: int, num_accepted: int) -> None:
-        self.tried += WEIGHT_OF_NEWEST * (num_drafts - self.tried)
+    def _gain(self, num_tokens: int, num_accepted: int) -> None:
         self.gain += WEIGHT_OF_NEWEST * (num_accepted - self.gain)
         if num_accepted:
             self._pause = FIRST_PAUSE

@@ -92,13 +92,6 @@ class StepCost:
         linear += self.logit_ms if has_logits else 0.0
         return 2 * left_ms / (linear + sqrt(linear**2 + 2 * self.key_ms * left_ms))
 
-    def draft_odds(self, load: StepLoad, num_keys: int) -> float:
-        """What one more token with a logit row costs, as a multiple of what a step of `load` costs
-        for each of its logit rows. It attends to `num_keys`.
-        """
-        own_ms = self.token_ms + self.logit_ms + self.key_ms * num_keys
-        return own_ms * load.num_logits / self.predict_ms(load)
-
     def granted_ms(self, num_rows: int, start: int) -> float:
         """A step in which every row decodes, and a prompt gets the fewest tokens from `start`."""
         return self.predict_ms(full_decode(num_rows).plus(start, MIN_PROMPT_TOKENS, 0))

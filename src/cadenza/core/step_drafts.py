@@ -6,11 +6,14 @@ others; a sequence drafts only behind its newest token, which has been read.
 """
 
 from collections.abc import Sequence as SequenceOf
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch
 from cadenza.core.constraint import Lookahead
+from cadenza.core.draft_costs import DraftCosts
+from cadenza.core.draft_plan import DraftChance, plan_drafts
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost, StepLoad
@@ -32,11 +35,8 @@ NO_DRAFTS = Proposal()
 
 Drafts = dict[Sequence, Proposal]
 
-FIRST_PRICE, PRICE_OF_NEWEST, PRICE_OF_OLD = 1.25, 0.3, 0.002
-MIN_PRICE, MAX_PRICE = 0.8, 4.0
-"""Of a draft, as a multiple of what the cost of steps says, with a margin before any was measured;
-a cheaper one hardly counts as cheaper, so that a step that was fast for another reason does not
-bring too many."""
+FREE = StepCost(fixed_ms=0.0, token_ms=0.0, logit_ms=0.0, key_ms=0.0)
+"""What looking drafts up costs."""
 
 WEIGHT_OF_NEWEST_WAIT = 0.2
 PROBE_EVERY = 16
@@ -58,14 +58,13 @@ class DraftWish(NamedTuple):
 
 
 class DraftStep(NamedTuple):
-    """The step for which drafts are wanted: its number, its load without drafts, what steps cost
-    (None if that is not known), and what verifying a draft costs as a multiple of that.
+    """The step for which drafts are wanted: its number, its load without drafts, and what it costs
+    with a few; None if that is not known.
     """
 
     number: int
     load: StepLoad
     cost: StepCost | None
-    price: float
 
 
 class Drafter(Protocol):
@@ -95,7 +94,7 @@ class StepDrafts:
         self._limits = limits
         self._kv_cache = kv_cache
         self._drafter = drafter
-        self._price = FIRST_PRICE
+        self._costs = DraftCosts()
         self._wait_ms = 0.0
         """How long the device idles before a step that is scheduled when no step is in flight."""
 
@@ -104,24 +103,21 @@ class StepDrafts:
     ) -> None:
         """A step took `measured_ms`, after `idle_ms` if it waited for the newest tokens.
 
-        Learns what waiting costs, and what drafts cost beside what `cost` says, which is made of
-        steps with few tokens and with many; without drafts the latter is slowly forgotten.
+        Learns what waiting costs, and what steps with and without drafts cost.
         """
         if idle_ms is not None:
             self._wait_ms += WEIGHT_OF_NEWEST_WAIT * (idle_ms - self._wait_ms)
-        if not batch.has_drafts:
-            self._price += PRICE_OF_OLD * (FIRST_PRICE - self._price)
-            return
-        num_drafts = sum(len(entry.drafts) for entry in batch.entries)
+        num_drafts = sum(len(entry.drafts) for entry in batch.entries) if batch.has_drafts else 0
         load = batch.load
         base = StepLoad(
             num_tokens=load.num_tokens - num_drafts,
             num_logits=load.num_logits - num_drafts,
             num_keys=load.num_keys - sum(len(each.drafts) * each.end for each in batch.entries),
         )
-        base_ms = cost.predict_ms(base)
-        price = (measured_ms - base_ms) / (cost.predict_ms(load) - base_ms)
-        self._price += PRICE_OF_NEWEST * (min(MAX_PRICE, max(MIN_PRICE, price)) - self._price)
+        self._costs.observe(base, num_drafts, measured_ms, cost)
+
+    def _step_of(self, number: int, load: StepLoad, cost: StepCost | None) -> DraftStep:
+        return DraftStep(number, load, None if cost is None else self._costs.beside(load, cost))
 
     def need_newest_tokens(
         self, running: SequenceOf[Sequence], number: int, cost: StepCost | None
@@ -145,25 +141,21 @@ class StepDrafts:
                 together.append(sequence)
         if not looking_up and not together:
             return False
-        step = DraftStep(number, _load_of([(each, 1) for each in running]), cost, self._price)
+        load = _load_of([(each, 1) for each in running])
+        step = self._step_of(number, load, cost)
         drafter = self._drafter
         if together and drafter and drafter.is_due(number) and drafter.is_worth(together, step):
             return True
         return bool(looking_up) and self._is_worth_waiting(looking_up, step)
 
     def _is_worth_waiting(self, sequences: list[Sequence], step: DraftStep) -> bool:
-        """Whether what drafts of these sequences saved lately, beside what verifying them took, is
-        worth the time in which the device idles."""
-        cost, load = step.cost, step.load
-        if cost is None or step.number % PROBE_EVERY == 0:
+        """Whether the time that drafts of these sequences are expected to save is worth that in
+        which the device idles."""
+        if step.cost is None or step.number % PROBE_EVERY == 0:
             return True
-        token_ms = cost.predict_ms(load) / load.num_logits
-        saved_ms = 0.0
-        for sequence in sequences:
-            assert sequence.drafting is not None
-            odds = cost.draft_odds(load, sequence.num_tokens) * self._price
-            saved_ms += token_ms * (sequence.drafting.gain - odds * sequence.drafting.tried)
-        return saved_ms >= self._wait_ms
+        plan = plan_drafts([_chance_of(each) for each in sequences], step.load, step.cost, FREE)
+        found = fmean([each.drafting.found for each in sequences if each.drafting])
+        return plan.saved_ms * step.load.num_logits * found >= self._wait_ms
 
     def propose(
         self, shares: list[Share], num_rows: int, number: int, cost: StepCost | None
@@ -177,8 +169,11 @@ class StepDrafts:
         found: Drafts = {}
         if any(_has_undecided_mask(sequence) for sequence, _ in shares):
             return found
-        together: list[Sequence] = []
         load = _load_of(shares)
+        if self._costs.is_stale(load):
+            return found
+        together: list[Sequence] = []
+        looked_up: dict[Sequence, tuple[int, ...]] = {}
         room = self._limits.max_num_batched_tokens - sum(count for _, count in shares)
         room = min(room, num_rows)
         num_masks = _num_masks([sequence for sequence, _ in shares])
@@ -192,22 +187,55 @@ class StepDrafts:
                 most = min(most, num_masks)
             if most <= 0:
                 continue
-            if drafting.source is None:
-                # One new token, behind pages that are the sequence's own.
-                if count == 1 and sequence.page_copy is None and drafting.is_due(end):
-                    together.append(sequence)
-                continue
-            odds = 0.0 if cost is None else cost.draft_odds(load, end) * self._price
-            drafts = drafting.propose(sequence.token_ids, most, odds)
-            if drafts:
-                found[sequence] = self._fitting(sequence, end, drafts)
-                room -= len(found[sequence].tokens)
+            if drafting.source is not None:
+                drafts = drafting.propose(sequence.token_ids, most)
+                if drafts:
+                    looked_up[sequence] = drafts
+            # One new token, behind pages that are the sequence's own.
+            elif count == 1 and sequence.page_copy is None and drafting.is_due(end):
+                together.append(sequence)
+        step = self._step_of(number, load, cost)
+        if looked_up:
+            found = self._worth(looked_up, room, step, waits_anyway=bool(together))
+            room -= sum(len(each.tokens) for each in found.values())
         if not together or self._drafter is None or not self._drafter.is_due(number):
             return found
         wishes = self._wishes(together, room, num_masks)
         if not wishes:
             return found
-        return found | self._drafter.propose(wishes, DraftStep(number, load, cost, self._price))
+        return found | self._drafter.propose(wishes, step)
+
+    def _worth(
+        self,
+        looked_up: dict[Sequence, tuple[int, ...]],
+        room: int,
+        step: DraftStep,
+        *,
+        waits_anyway: bool,
+    ) -> Drafts:
+        """As many of the drafts as are worth their time and as there is room for.
+
+        The step behind one with drafts waits for it to be read, unless it `waits_anyway`.
+        """
+        found: Drafts = {}
+        counts = [len(drafts) for drafts in looked_up.values()]
+        if step.cost is not None:
+            chances = [_chance_of(sequence, len(drafts)) for sequence, drafts in looked_up.items()]
+            plan = plan_drafts(chances, step.load, step.cost, FREE)
+            is_probe = waits_anyway or step.number % PROBE_EVERY == 0
+            if not is_probe and plan.saved_ms * step.load.num_logits < self._wait_ms:
+                return found
+            counts = plan.counts
+        for (sequence, drafts), count in zip(looked_up.items(), counts, strict=True):
+            if not count:
+                assert sequence.drafting is not None
+                sequence.drafting.pause(len(sequence.token_ids))
+            elif room > 0:
+                found[sequence] = self._fitting(
+                    sequence, len(sequence.token_ids), drafts[: min(count, room)]
+                )
+                room -= len(found[sequence].tokens)
+        return found
 
     def _wishes(self, sequences: list[Sequence], room: int, num_masks: int) -> list[DraftWish]:
         """Each has an equal share of the room, and pages for as many drafts; of a constrained one
@@ -241,6 +269,16 @@ class StepDrafts:
         if not count or self._kv_cache.try_grow(sequence, end + count):
             return count
         return len(sequence.page_table) * self._limits.page_size - end
+
+
+def _chance_of(sequence: Sequence, most: int | None = None) -> DraftChance:
+    drafting = sequence.drafting
+    assert drafting is not None
+    return DraftChance(
+        acceptance=drafting.acceptance,
+        most=drafting.most if most is None else most,
+        num_keys=sequence.num_tokens,
+    )
 
 
 def _has_undecided_mask(sequence: Sequence) -> bool:

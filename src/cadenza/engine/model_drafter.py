@@ -139,7 +139,7 @@ class ModelDrafter:
         if cost is None or own is None:
             return True
         chances = [_chance(each, each.drafting.most) for each in sequences if each.drafting]
-        plan = plan_drafts(chances, step.load, cost, _scaled(own, self._scale), step.price)
+        plan = plan_drafts(chances, step.load, cost, _scaled(own, self._scale))
         if not any(plan.counts):
             self._rests_until = step.number + REST_STEPS
         return any(plan.counts)
@@ -213,7 +213,7 @@ class ModelDrafter:
             return budget
         own = _scaled(own, self._scale)
         chances = [_chance(row.sequence, row.count) for row in rows]
-        plan = plan_drafts(chances, step.load, cost, own, step.price)
+        plan = plan_drafts(chances, step.load, cost, own)
         for row, count in zip(rows, plan.counts, strict=True):
             row.count = count
             if count and not _pays(row, plan, own):

@@ -1,0 +1,73 @@
+"""`DraftCosts`: what steps with and without drafts take, learned for each number of rows."""
+
+import pytest
+
+from cadenza.core.draft_costs import FIRST_PRICE, FIRST_STEPS, REFRESH_STEPS, DraftCosts
+from cadenza.core.step_cost import StepCost, StepLoad
+
+COST = StepCost(fixed_ms=10.0, token_ms=1.0, logit_ms=0.5, key_ms=0.01)
+
+
+def rows(count: int, num_keys: int = 0, num_prompt: int = 0) -> StepLoad:
+    return StepLoad(num_tokens=count + num_prompt, num_logits=count, num_keys=num_keys)
+
+
+def draft_ms(costs: DraftCosts, load: StepLoad) -> float:
+    found = costs.beside(load, COST)
+    return found.predict_ms(load.plus(0, 1, 1)) - found.predict_ms(load)
+
+
+def test_before_anything_is_measured_they_are_those_of_steps_with_a_margin() -> None:
+    found = DraftCosts().beside(rows(4, 400), COST)
+    assert found.predict_ms(rows(4, 400)) == pytest.approx(COST.predict_ms(rows(4, 400)))
+    assert draft_ms(DraftCosts(), rows(4, 400)) == pytest.approx(FIRST_PRICE * 2.5)
+
+
+def test_each_number_of_rows_has_what_was_measured_of_it() -> None:
+    costs = DraftCosts()
+    for _ in range(30):
+        costs.observe(rows(1), 0, 12.0, COST)
+        costs.observe(rows(1), 4, 14.0, COST)
+        costs.observe(rows(8), 0, 30.0, COST)
+        costs.observe(rows(8), 4, 50.0, COST)
+    assert costs.beside(rows(1), COST).predict_ms(rows(1)) == pytest.approx(12.0)
+    assert draft_ms(costs, rows(1)) == pytest.approx(0.5, rel=0.01)
+    assert costs.beside(rows(8), COST).predict_ms(rows(8)) == pytest.approx(30.0)
+    assert draft_ms(costs, rows(8)) == pytest.approx(5.0, rel=0.01)
+    assert draft_ms(costs, rows(3)) == pytest.approx(FIRST_PRICE * 1.5)
+
+
+def test_a_step_grows_with_its_context_and_with_prompts_beside_its_rows() -> None:
+    costs = DraftCosts()
+    costs.observe(rows(2, 100), 0, 20.0, COST)
+    far = rows(2, 600)
+    assert costs.beside(far, COST).predict_ms(far) == pytest.approx(20.0 + 500 * 0.01)
+    mixed = rows(2, 100, num_prompt=50)
+    assert costs.beside(mixed, COST).predict_ms(mixed) == pytest.approx(20.0 + 50 * 1.0)
+
+
+def test_steps_with_prompts_say_nothing_of_drafts() -> None:
+    costs = DraftCosts()
+    costs.observe(rows(2, 0, num_prompt=50), 0, 500.0, COST)
+    costs.observe(rows(2, 0, num_prompt=50), 3, 900.0, COST)
+    assert costs.beside(rows(2), COST).predict_ms(rows(2)) == pytest.approx(13.0)
+    assert not costs.is_stale(rows(2))
+
+
+def test_a_step_without_drafts_is_wanted_at_first_and_from_time_to_time() -> None:
+    costs, load = DraftCosts(), rows(4)
+    wanted: list[int] = []
+    for number in range(200):
+        is_stale = costs.is_stale(load)
+        wanted += [number] * is_stale
+        costs.observe(load, 0 if is_stale else 3, 20.0, COST)
+    assert wanted == [*range(FIRST_STEPS, 200, REFRESH_STEPS + 1)]
+    assert len(wanted) > 3
+    assert not costs.is_stale(rows(4, num_prompt=8)), "it would not be measured"
+
+
+def test_one_step_that_was_much_too_slow_does_not_end_drafting() -> None:
+    costs = DraftCosts()
+    costs.observe(rows(1), 0, 12.0, COST)
+    costs.observe(rows(1), 1, 5000.0, COST)
+    assert draft_ms(costs, rows(1)) <= 4 * 1.5
