@@ -6,7 +6,8 @@
 
 Each round answers the same greedy requests with `speculative` unset and with `speculative: false`;
 the table has the medians, also of the ratios, and the answers must be equal. Two tasks: a copying
-one, which repeats a text with a change, and a free one. The default is the bundled model with `ngram`.
+one, which repeats a text with a change, and a free one. The default is the bundled model with
+`ngram`.
 
 With `--acceptance` the drafts are made up: each is the token that the model chooses there with such
 a chance, and costs nothing. Random weights of a shape then show what verifying is worth. Beside the
@@ -67,7 +68,7 @@ def answer(
 
 
 def ratio_of(rates: dict[bool, list[float]]) -> float:
-    """The median of the rounds' ratios: a machine that becomes slower for a while is so for both."""
+    """The median of those of the rounds: a machine that becomes slower is so for both parts."""
     return statistics.median(on / off for on, off in zip(rates[True], rates[False], strict=True))
 
 
