@@ -18,6 +18,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Event, Token
 from cadenza.request import Request, SamplingParams
 from tests.engine.simulation import EOS_TOKEN_IDS, SECRET, VOCAB_SIZE, Record
+from tests.engine.solo import solo_stream
 
 STEP_MS = 40.0
 COST = StepCost(fixed_ms=STEP_MS, token_ms=1e-6, logit_ms=1e-6, key_ms=1e-6)
@@ -40,12 +41,15 @@ class Device(FakeRunner):
     free_s: float = 0.0
     pauses_s: list[float] = field(default_factory=list)
     """Before each step: how long there was none."""
+    sizes: list[int] = field(default_factory=list)
+    """The tokens of each step."""
 
     def clock(self) -> float:
         return self.now_s
 
     def launch(self, inputs: ModelInputs) -> FakeStepHandle:
         self.pauses_s.append(max(0.0, self.now_s - self.free_s))
+        self.sizes.append(inputs.num_tokens)
         end_s = self.free_s = max(self.now_s, self.free_s) + self.step_ms / 1000
         output = super(Device, self).launch(inputs).output
 
@@ -166,6 +170,21 @@ def test_a_step_is_put_off_only_while_a_longer_one_runs(
     assert engine.launch_in_s() == pytest.approx(wait_s / 2)
     device.now_s += wait_s
     assert engine.launch_in_s() == 0.0
+
+
+def test_a_step_behind_one_with_drafts_is_not_put_off() -> None:
+    engine, device = engine_of(COST)
+    stream = solo_stream(request_of(20), 0, LIMITS.max_model_len).token_ids
+    request = replace(request_of(20), prediction=tuple(stream))
+    engine.enqueue(engine.new_request_id(), request)
+    waits_s: dict[bool, list[float]] = {True: [], False: []}
+    while not engine.is_idle:
+        engine.step()
+        if len(device.sizes) > 1:
+            waits_s[device.sizes[-1] > 1].append(engine.launch_in_s())
+    assert engine.scheduler.draft_counts.num_accepted_tokens > 0
+    assert waits_s[True]
+    assert max(waits_s[True]) == 0.0
 
 
 def test_a_prediction_of_hours_does_not_stop_the_engine() -> None:
