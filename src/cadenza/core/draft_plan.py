@@ -28,9 +28,12 @@ class DraftChance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftNumbers:
-    """Numbers of drafts, and the tokens of all sequences for each millisecond, without and with."""
+    """Numbers of drafts, the tokens that the step is then expected to give, and the tokens of all
+    sequences for each millisecond, without and with.
+    """
 
     counts: list[int]
+    num_tokens: float
     rate_without: float
     rate: float
 
@@ -38,6 +41,10 @@ class DraftNumbers:
     def saved_ms(self) -> float:
         """For each token that any of the sequences gets."""
         return 1 / self.rate_without - 1 / self.rate
+
+    @property
+    def saved_ms_of_step(self) -> float:
+        return self.num_tokens * self.saved_ms
 
 
 def plan_drafts(
@@ -53,6 +60,7 @@ def plan_drafts(
     """
     tokens, ms = float(load.num_logits), target.predict_ms(load)
     first_rate = rate = tokens / ms
+    num_tokens = tokens
     counts, best = [0] * len(chances), [0] * len(chances)
     rows = list(range(len(chances)))
     for depth in range(1, max((each.most for each in chances), default=0) + 1):
@@ -68,13 +76,16 @@ def plan_drafts(
         ms += drafter.fixed_ms + sum(prices[row] for row in rows)
         if not rows or tokens / ms <= rate:
             break
-        rate = tokens / ms
+        rate, num_tokens = tokens / ms, tokens
         for row in rows:
             counts[row] = depth
         best = counts.copy()
     if rate < MIN_RATIO * first_rate:
-        return DraftNumbers(counts=[0] * len(chances), rate_without=first_rate, rate=first_rate)
-    return DraftNumbers(counts=best, rate_without=first_rate, rate=rate)
+        none, num_tokens = [0] * len(chances), float(load.num_logits)
+        return DraftNumbers(
+            counts=none, num_tokens=num_tokens, rate_without=first_rate, rate=first_rate
+        )
+    return DraftNumbers(counts=best, num_tokens=num_tokens, rate_without=first_rate, rate=rate)
 
 
 def _own_ms(cost: StepCost, chance: DraftChance) -> float:

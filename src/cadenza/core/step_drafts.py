@@ -155,7 +155,7 @@ class StepDrafts:
             return True
         plan = plan_drafts([_chance_of(each) for each in sequences], step.load, step.cost, FREE)
         found = fmean([each.drafting.found for each in sequences if each.drafting])
-        return plan.saved_ms * step.load.num_logits * found >= self._wait_ms
+        return plan.saved_ms_of_step * found >= self._wait_ms
 
     def propose(
         self, shares: list[Share], num_rows: int, number: int, cost: StepCost | None
@@ -223,7 +223,7 @@ class StepDrafts:
             chances = [_chance_of(sequence, len(drafts)) for sequence, drafts in looked_up.items()]
             plan = plan_drafts(chances, step.load, step.cost, FREE)
             is_probe = waits_anyway or step.number % PROBE_EVERY == 0
-            if not is_probe and plan.saved_ms * step.load.num_logits < self._wait_ms:
+            if not is_probe and plan.saved_ms_of_step < self._wait_ms:
                 return found
             counts = plan.counts
         for (sequence, drafts), count in zip(looked_up.items(), counts, strict=True):
