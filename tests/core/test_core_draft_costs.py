@@ -3,6 +3,7 @@
 import pytest
 
 from cadenza.core.draft_costs import FIRST_PRICE, FIRST_STEPS, REFRESH_STEPS, DraftCosts
+from cadenza.core.draft_plan import DraftChance, plan_drafts
 from cadenza.core.step_cost import StepCost, StepLoad
 
 COST = StepCost(fixed_ms=10.0, token_ms=1.0, logit_ms=0.5, key_ms=0.01)
@@ -26,20 +27,20 @@ def test_before_anything_is_measured_they_are_those_of_steps_with_a_margin() -> 
 def test_each_number_of_rows_has_what_was_measured_of_it() -> None:
     costs = DraftCosts()
     for _ in range(30):
-        costs.observe(rows(1), 0, 12.0, COST)
-        costs.observe(rows(1), 4, 14.0, COST)
-        costs.observe(rows(8), 0, 30.0, COST)
-        costs.observe(rows(8), 4, 50.0, COST)
+        costs.observe(rows(1), 12.0, COST)
+        costs.observe_drafts(rows(1), 4, 14.0, COST)
+        costs.observe(rows(8), 30.0, COST)
+        costs.observe_drafts(rows(8), 4, 50.0, COST)
     assert costs.beside(rows(1), COST).predict_ms(rows(1)) == pytest.approx(12.0)
-    assert draft_ms(costs, rows(1)) == pytest.approx(0.5, rel=0.01)
+    assert draft_ms(costs, rows(1)) == pytest.approx(0.5, rel=0.1)
     assert costs.beside(rows(8), COST).predict_ms(rows(8)) == pytest.approx(30.0)
-    assert draft_ms(costs, rows(8)) == pytest.approx(5.0, rel=0.01)
+    assert draft_ms(costs, rows(8)) == pytest.approx(5.0, rel=0.1)
     assert draft_ms(costs, rows(3)) == pytest.approx(FIRST_PRICE * 1.5)
 
 
 def test_a_step_grows_with_its_context_and_with_prompts_beside_its_rows() -> None:
     costs = DraftCosts()
-    costs.observe(rows(2, 100), 0, 20.0, COST)
+    costs.observe(rows(2, 100), 20.0, COST)
     far = rows(2, 600)
     assert costs.beside(far, COST).predict_ms(far) == pytest.approx(20.0 + 500 * 0.01)
     mixed = rows(2, 100, num_prompt=50)
@@ -48,8 +49,8 @@ def test_a_step_grows_with_its_context_and_with_prompts_beside_its_rows() -> Non
 
 def test_steps_with_prompts_say_nothing_of_drafts() -> None:
     costs = DraftCosts()
-    costs.observe(rows(2, 0, num_prompt=50), 0, 500.0, COST)
-    costs.observe(rows(2, 0, num_prompt=50), 3, 900.0, COST)
+    costs.observe(rows(2, 0, num_prompt=50), 500.0, COST)
+    costs.observe_drafts(rows(2, 0, num_prompt=50), 3, 900.0, COST)
     assert costs.beside(rows(2), COST).predict_ms(rows(2)) == pytest.approx(13.0)
     assert not costs.is_stale(rows(2))
 
@@ -60,14 +61,36 @@ def test_a_step_without_drafts_is_wanted_at_first_and_from_time_to_time() -> Non
     for number in range(200):
         is_stale = costs.is_stale(load)
         wanted += [number] * is_stale
-        costs.observe(load, 0 if is_stale else 3, 20.0, COST)
+        if is_stale:
+            costs.observe(load, 20.0, COST)
+        else:
+            costs.observe_drafts(load, 3, 20.0, COST)
     assert wanted == [*range(FIRST_STEPS, 200, REFRESH_STEPS + 1)]
     assert len(wanted) > 3
     assert not costs.is_stale(rows(4, num_prompt=8)), "it would not be measured"
 
 
-def test_one_step_that_was_much_too_slow_does_not_end_drafting() -> None:
-    costs = DraftCosts()
-    costs.observe(rows(1), 0, 12.0, COST)
-    costs.observe(rows(1), 1, 5000.0, COST)
-    assert draft_ms(costs, rows(1)) <= 4 * 1.5
+def test_a_step_that_was_much_too_slow_is_forgotten() -> None:
+    costs, load = DraftCosts(), rows(1)
+    costs.observe(load, 12.0, COST)
+    for _ in range(5):
+        costs.observe_drafts(load, 1, 5000.0, COST)
+    assert draft_ms(costs, load) > 3 * 1.5
+    for _ in range(300):
+        costs.observe(load, 12.0, COST)
+    assert draft_ms(costs, load) < 1.1 * FIRST_PRICE * 1.5
+    costs.observe(load, 5000.0, COST)
+    assert costs.beside(load, COST).predict_ms(load) < 2 * 11.5
+
+
+def test_a_clock_that_stands_still_gives_no_step_without_time() -> None:
+    costs, load = DraftCosts(), rows(2)
+    free = StepCost(fixed_ms=1e-9, token_ms=1e-9, logit_ms=1e-9, key_ms=0.0)
+    for _ in range(10):
+        costs.observe(load, 0.0, free)
+        costs.observe_drafts(load, 2, 0.0, free)
+    assert costs.beside(load, free).predict_ms(load) > 0
+    plan = plan_drafts(
+        [DraftChance(acceptance=0.8, most=4, num_keys=9)], load, costs.beside(load, free)
+    )
+    assert plan.rate > 0

@@ -7,9 +7,9 @@ each number of decoding rows. Knows no sequences and no clock.
 
 from dataclasses import dataclass
 
-from cadenza.core.step_cost import StepCost, StepLoad
+from cadenza.core.step_cost import MAX_RATIO, SMALLEST_MS, StepCost, StepLoad
 
-WEIGHT_OF_NEWEST = 0.3
+WEIGHT_OF_NEWEST, WEIGHT_OF_OLD = 0.3, 0.01
 FIRST_PRICE = 1.25
 """Of a draft, as a multiple of what `StepCost` says, before any was measured."""
 
@@ -36,24 +36,37 @@ class DraftCosts:
     def __init__(self) -> None:
         self._measured: dict[int, _Measured] = {}
 
-    def observe(self, load: StepLoad, num_drafts: int, ms: float, cost: StepCost) -> None:
-        """A step took `ms`. `load` is without its `num_drafts`; one with prompts says nothing."""
+    def observe(self, load: StepLoad, ms: float, cost: StepCost) -> None:
+        """A step without drafts took `ms`; one with prompts says nothing.
+
+        What drafts cost is slowly forgotten meanwhile, so that one measured time that was far too
+        long does not end them.
+        """
         if load.num_tokens != load.num_logits:
             return
         measured = self._measured.setdefault(load.num_logits, _Measured())
-        if not num_drafts:
-            weight = 1.0 if measured.base_ms is None else WEIGHT_OF_NEWEST
-            old_ms = measured.base_ms or 0.0
-            measured.base_ms = old_ms + weight * (ms - old_ms)
-            measured.num_keys += weight * (load.num_keys - measured.num_keys)
-            measured.num_since_base = 0
+        predicted_ms = cost.predict_ms(load)
+        ms = min(MAX_RATIO * predicted_ms, max(predicted_ms / MAX_RATIO, ms))
+        if measured.base_ms is None:
+            measured.base_ms, measured.num_keys, measured.draft_ms = ms, load.num_keys, None
+        measured.base_ms += WEIGHT_OF_NEWEST * (ms - measured.base_ms)
+        measured.num_keys += WEIGHT_OF_NEWEST * (load.num_keys - measured.num_keys)
+        measured.num_since_base = 0
+        if measured.draft_ms is not None:
+            first_ms = FIRST_PRICE * _own_ms(load, cost)
+            measured.draft_ms += WEIGHT_OF_OLD * (first_ms - measured.draft_ms)
+
+    def observe_drafts(self, load: StepLoad, num_drafts: int, ms: float, cost: StepCost) -> None:
+        """A step of `load` and some drafts took `ms`; one with prompts says nothing."""
+        if load.num_tokens != load.num_logits:
             return
+        measured = self._measured.setdefault(load.num_logits, _Measured())
         measured.num_since_base += 1
         own_ms = _own_ms(load, cost)
         draft_ms = (ms - self._base_ms(load, cost)) / num_drafts
         draft_ms = min(MAX_PRICE * own_ms, max(MIN_PRICE * own_ms, draft_ms))
-        old = draft_ms if measured.draft_ms is None else measured.draft_ms
-        measured.draft_ms = old + WEIGHT_OF_NEWEST * (draft_ms - old)
+        old_ms = FIRST_PRICE * own_ms if measured.draft_ms is None else measured.draft_ms
+        measured.draft_ms = old_ms + WEIGHT_OF_NEWEST * (draft_ms - old_ms)
 
     def is_stale(self, load: StepLoad) -> bool:
         """Whether a step of `load` should go without drafts, to be measured."""
@@ -82,10 +95,10 @@ class DraftCosts:
             return predicted_ms
         rows = StepLoad(num_tokens=load.num_logits, num_logits=load.num_logits)
         more_ms = predicted_ms - cost.predict_ms(rows) - cost.key_ms * measured.num_keys
-        return max(measured.base_ms / 2, measured.base_ms + more_ms)
+        return max(measured.base_ms / 2, measured.base_ms + more_ms, SMALLEST_MS)
 
 
 def _own_ms(load: StepLoad, cost: StepCost) -> float:
     """Of one more token with a logit row, beside rows like those of `load`."""
-    num_keys = load.num_keys / load.num_logits if load.num_logits else 0.0
+    num_keys = max(0, load.num_keys) / load.num_logits if load.num_logits else 0.0
     return cost.token_ms + cost.logit_ms + cost.key_ms * num_keys

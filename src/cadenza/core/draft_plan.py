@@ -1,8 +1,7 @@
-"""`plan_drafts`: how many tokens a second model drafts for each sequence of a step.
+"""`plan_drafts`: how many drafts each sequence of a step gets.
 
 Weighs the tokens that a step is expected to give against its time. Pure arithmetic; knows no
-sequence, no model and no clock. Invariant: without a gain of at least `MIN_RATIO` there are no
-drafts.
+sequence, no model and no clock. Invariant: without a gain there are no drafts.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -12,7 +11,14 @@ from cadenza.core.step_cost import StepCost, StepLoad
 
 MIN_RATIO = 1.05
 """The expected rate with drafts, as a multiple of that without, from which they are tried. The
-predictions leave out that a step with drafts is read before the next is launched."""
+predictions leave out that a step with drafts is read before the next is launched; who counts that
+asks for less."""
+
+MARGIN = 1.15
+"""What a draft that costs nothing else has to give, as a multiple of what verifying it costs: the
+rows of a batch that drafts end at different times, which is not foreseen."""
+
+FREE = StepCost(fixed_ms=0.0, token_ms=0.0, logit_ms=0.0, key_ms=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +57,17 @@ def plan_drafts(
     chances: SequenceOf[DraftChance],
     load: StepLoad,
     target: StepCost,
-    drafter: StepCost,
+    drafter: StepCost | None = None,
 ) -> DraftNumbers:
     """Adds one draft to each sequence for which it pays, again and again, while the rate rises.
 
     Args:
         load: of the step without drafts, which samples a token for each of its logit rows.
+        drafter: what drafting costs, of all sequences together; None for nothing: each draft then
+            stands for itself, and has to be worth `MARGIN`.
     """
+    margin, min_ratio = (MARGIN, 1.0) if drafter is None else (1.0, MIN_RATIO)
+    drafter = drafter or FREE
     tokens, ms = float(load.num_logits), target.predict_ms(load)
     first_rate = rate = tokens / ms
     num_tokens = tokens
@@ -70,7 +80,8 @@ def plan_drafts(
         rows = [
             row
             for row in rows
-            if depth <= chances[row].most and chances[row].acceptance ** depth >= rate * prices[row]
+            if depth <= chances[row].most
+            and chances[row].acceptance ** depth >= margin * rate * prices[row]
         ]
         tokens += sum(chances[row].acceptance ** depth for row in rows)
         ms += drafter.fixed_ms + sum(prices[row] for row in rows)
@@ -80,7 +91,7 @@ def plan_drafts(
         for row in rows:
             counts[row] = depth
         best = counts.copy()
-    if rate < MIN_RATIO * first_rate:
+    if rate <= first_rate or rate < min_ratio * first_rate:
         none, num_tokens = [0] * len(chances), float(load.num_logits)
         return DraftNumbers(
             counts=none, num_tokens=num_tokens, rate_without=first_rate, rate=first_rate

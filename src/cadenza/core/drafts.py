@@ -12,6 +12,8 @@ from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
 
 FIRST_PAUSE, MAX_PAUSE = 16, 256
 """Tokens without drafts after the last ones were not worth it; doubled each time."""
+MAX_PAUSE_OF_PLAN = 64
+"""Where a step was too dear for them: others may soon be cheaper."""
 
 WEIGHT_OF_NEWEST = 0.25
 WEIGHT_OF_DRAFT = 0.1
@@ -97,7 +99,7 @@ class Drafting:
     def pause(self, num_tokens: int) -> None:
         """Drafts are not worth their time at this acceptance. What follows may be easier to guess,
         so that it is tried again some time."""
-        self.resumes_at = num_tokens + self._pause
+        self.resumes_at = num_tokens + min(self._pause, MAX_PAUSE_OF_PLAN)
         self._pause = min(2 * self._pause, MAX_PAUSE)
         self.acceptance += (FIRST_ACCEPTANCE - self.acceptance) / 4
 

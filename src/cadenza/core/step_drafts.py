@@ -35,9 +35,6 @@ NO_DRAFTS = Proposal()
 
 Drafts = dict[Sequence, Proposal]
 
-FREE = StepCost(fixed_ms=0.0, token_ms=0.0, logit_ms=0.0, key_ms=0.0)
-"""What looking drafts up costs."""
-
 WEIGHT_OF_NEWEST_WAIT = 0.2
 PROBE_EVERY = 16
 """In one of so many steps the sequences that look drafts up are waited for, whatever it costs: what
@@ -96,7 +93,7 @@ class StepDrafts:
         self._drafter = drafter
         self._costs = DraftCosts()
         self._wait_ms = 0.0
-        """How long the device idles before a step that is scheduled when no step is in flight."""
+        """What is lost before a step that is scheduled when no step is in flight."""
 
     def observe(
         self, batch: Batch, measured_ms: float, cost: StepCost, idle_ms: float | None
@@ -105,8 +102,6 @@ class StepDrafts:
 
         Learns what waiting costs, and what steps with and without drafts cost.
         """
-        if idle_ms is not None:
-            self._wait_ms += WEIGHT_OF_NEWEST_WAIT * (idle_ms - self._wait_ms)
         num_drafts = sum(len(entry.drafts) for entry in batch.entries) if batch.has_drafts else 0
         load = batch.load
         base = StepLoad(
@@ -114,7 +109,15 @@ class StepDrafts:
             num_logits=load.num_logits - num_drafts,
             num_keys=load.num_keys - sum(len(each.drafts) * each.end for each in batch.entries),
         )
-        self._costs.observe(base, num_drafts, measured_ms, cost)
+        if idle_ms is not None:
+            # Where steps that overlap wait for the host, one that does not is shorter.
+            base_ms = self._costs.beside(base, cost).predict_ms(base)
+            wait_ms = max(0.0, idle_ms - max(0.0, base_ms - measured_ms))
+            self._wait_ms += WEIGHT_OF_NEWEST_WAIT * (wait_ms - self._wait_ms)
+        if num_drafts:
+            self._costs.observe_drafts(base, num_drafts, measured_ms, cost)
+        elif idle_ms is None:
+            self._costs.observe(base, measured_ms, cost)
 
     def _step_of(self, number: int, load: StepLoad, cost: StepCost | None) -> DraftStep:
         return DraftStep(number, load, None if cost is None else self._costs.beside(load, cost))
@@ -151,9 +154,12 @@ class StepDrafts:
     def _is_worth_waiting(self, sequences: list[Sequence], step: DraftStep) -> bool:
         """Whether the time that drafts of these sequences are expected to save is worth that in
         which the device idles."""
+        if self._costs.is_stale(step.load):
+            return False
         if step.cost is None or step.number % PROBE_EVERY == 0:
             return True
-        plan = plan_drafts([_chance_of(each) for each in sequences], step.load, step.cost, FREE)
+        chances = [_chance_of(each) for each in sequences]
+        plan = plan_drafts(chances, step.load, step.cost)
         found = fmean([each.drafting.found for each in sequences if each.drafting])
         return plan.saved_ms_of_step * found >= self._wait_ms
 
@@ -196,7 +202,9 @@ class StepDrafts:
                 together.append(sequence)
         step = self._step_of(number, load, cost)
         if looked_up:
-            found = self._worth(looked_up, room, step, waits_anyway=bool(together))
+            has_drafter = self._drafter is not None and self._drafter.is_due(number)
+            waits_anyway = bool(together) and has_drafter
+            found = self._worth(looked_up, room, step, waits_anyway=waits_anyway)
             room -= sum(len(each.tokens) for each in found.values())
         if not together or self._drafter is None or not self._drafter.is_due(number):
             return found
@@ -221,7 +229,7 @@ class StepDrafts:
         counts = [len(drafts) for drafts in looked_up.values()]
         if step.cost is not None:
             chances = [_chance_of(sequence, len(drafts)) for sequence, drafts in looked_up.items()]
-            plan = plan_drafts(chances, step.load, step.cost, FREE)
+            plan = plan_drafts(chances, step.load, step.cost)
             is_probe = waits_anyway or step.number % PROBE_EVERY == 0
             if not is_probe and plan.saved_ms_of_step < self._wait_ms:
                 return found

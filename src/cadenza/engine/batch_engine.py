@@ -242,6 +242,7 @@ class CoreService:
         """The pending commands; without any it waits for one, up to `wait_s` or while the core is
         idle. None once drained or shut down."""
         commands: list[Command] = []
+        start_s = self._clock()
         while not self._is_done():
             is_idle = not commands and self._core.is_idle
             timeout_s = WAKE_S if is_idle else 0.0 if commands else wait_s
@@ -249,10 +250,14 @@ class CoreService:
                 command = self._inbox.get(block=timeout_s > 0, timeout=timeout_s)
             except queue.Empty:
                 if not is_idle:
+                    if wait_s:
+                        self._meter.add_wait(self._clock() - start_s)
                     return commands
                 self._beat_s = self._clock()
                 continue
-            if command is not None:
+            if command is None:
+                wait_s = 0.0  # `drain` has woken it; the loop asks again how long to wait
+            else:
                 commands.append(command)
         return None
 

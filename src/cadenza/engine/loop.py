@@ -171,9 +171,9 @@ class StepLoop:
             return 0.0
         newest = self.in_flight[-1]
         started_s = max(newest.launched_s, self._last_read_s)
-        due_s = started_s + LAUNCH_AT * cost.predict_ms(newest.batch.load) / 1000 - LAUNCH_S
-        wait_s = due_s - self._clock()
-        return min(MAX_WAIT_S, wait_s) if wait_s >= MIN_WAIT_S else 0.0
+        after_s = LAUNCH_AT * cost.predict_ms(newest.batch.load) / 1000 - LAUNCH_S
+        wait_s = started_s + min(MAX_WAIT_S, after_s) - self._clock()
+        return wait_s if wait_s >= MIN_WAIT_S else 0.0
 
     def step(self, announce: Announce | None = None) -> list[Event]:
         """Launches the next step if there is one, and reads the oldest if it is due.

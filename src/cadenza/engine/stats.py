@@ -135,20 +135,23 @@ class StepMeter:
         self._count_compiles = count_compiles
         self._seconds = Tally(STEP_SECONDS_BOUNDS)
         self._tokens = Tally(STEP_TOKENS_BOUNDS)
-        self._busy_since_s: float | None = None
+        self._waited_s = 0.0
         self.last_s = 0.0
-        """How long the newest step took: since the end of the one before it, or since its call if
-        there was no request then."""
+        """How long the newest step took: the call, and the time for which it was put off while
+        another one was computed."""
+
+    def add_wait(self, seconds: float) -> None:
+        """The next step is put off for so long."""
+        self._waited_s += seconds
 
     def step(self, announce: Announce | None = None) -> list[Event]:
         """Calls the core's `step`; records how long it took if it scheduled a step."""
         scheduler = self._core.scheduler
         num_steps, num_tokens = scheduler.num_steps, scheduler.num_scheduled_tokens
-        start_s = self._clock() if self._busy_since_s is None else self._busy_since_s
+        start_s = self._clock()
         events = self._core.step(announce)
-        end_s = self._clock()
-        self.last_s = end_s - start_s
-        self._busy_since_s = end_s if self._core.has_requests else None
+        self.last_s = self._clock() - start_s + self._waited_s
+        self._waited_s = 0.0
         if scheduler.num_steps > num_steps:
             self._seconds.add(self.last_s)
             self._tokens.add(scheduler.num_scheduled_tokens - num_tokens)

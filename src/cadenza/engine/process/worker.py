@@ -108,7 +108,10 @@ class Worker:
     def _receive(self, wait_s: float) -> list[Command] | None:
         if wait_s:
             self._announce_slow_step()
+        start_s = self._clock()
         messages = self._link.receive(IDLE_BEAT_S if self._is_idle else wait_s)
+        if wait_s:
+            self.meter.add_wait(self._clock() - start_s)
         if not messages:
             return None if messages is None else []
         commands: list[Command] = []
