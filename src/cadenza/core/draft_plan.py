@@ -11,8 +11,7 @@ from cadenza.core.step_cost import StepCost, StepLoad
 
 MIN_RATIO = 1.05
 """The expected rate with drafts, as a multiple of that without, from which they are tried. The
-predictions leave out that a step with drafts is read before the next is launched; who counts that
-asks for less."""
+predictions leave out that a step with drafts is read before the next is launched."""
 
 MARGIN = 1.15
 """What a draft that costs nothing else has to give, as a multiple of what verifying it costs: the

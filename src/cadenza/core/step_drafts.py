@@ -10,13 +10,13 @@ from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch
+from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.constraint import Lookahead
 from cadenza.core.draft_costs import DraftCosts
 from cadenza.core.draft_plan import DraftChance, plan_drafts
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_cost import StepCost, StepLoad
+from cadenza.core.step_cost import StepCost, StepLoad, num_keys
 
 Share = tuple[Sequence, int]
 """A sequence and the number of its tokens that a step computes."""
@@ -107,13 +107,15 @@ class StepDrafts:
         base = StepLoad(
             num_tokens=load.num_tokens - num_drafts,
             num_logits=load.num_logits - num_drafts,
-            num_keys=load.num_keys - sum(len(each.drafts) * each.end for each in batch.entries),
+            num_keys=load.num_keys - sum(map(_keys_of_drafts, batch.entries)),
         )
         if idle_ms is not None:
             # Where steps that overlap wait for the host, one that does not is shorter.
             base_ms = self._costs.beside(base, cost).predict_ms(base)
             wait_ms = max(0.0, idle_ms - max(0.0, base_ms - measured_ms))
             self._wait_ms += WEIGHT_OF_NEWEST_WAIT * (wait_ms - self._wait_ms)
+        if batch.num_prompt_rows:
+            return  # not all rows of logits are those of decoding rows
         if num_drafts:
             self._costs.observe_drafts(base, num_drafts, measured_ms, cost)
         elif idle_ms is None:
@@ -158,7 +160,7 @@ class StepDrafts:
             return False
         if step.cost is None or step.number % PROBE_EVERY == 0:
             return True
-        chances = [_chance_of(each) for each in sequences]
+        chances = [chance_of(each, each.drafting.most) for each in sequences if each.drafting]
         plan = plan_drafts(chances, step.load, step.cost)
         found = fmean([each.drafting.found for each in sequences if each.drafting])
         return plan.saved_ms_of_step * found >= self._wait_ms
@@ -201,17 +203,18 @@ class StepDrafts:
             elif count == 1 and sequence.page_copy is None and drafting.is_due(end):
                 together.append(sequence)
         step = self._step_of(number, load, cost)
+        drafter = self._drafter if together else None
+        if drafter is not None and not drafter.is_due(number):
+            drafter = None
         if looked_up:
-            has_drafter = self._drafter is not None and self._drafter.is_due(number)
-            waits_anyway = bool(together) and has_drafter
-            found = self._worth(looked_up, room, step, waits_anyway=waits_anyway)
+            found = self._worth(looked_up, room, step, waits_anyway=drafter is not None)
             room -= sum(len(each.tokens) for each in found.values())
-        if not together or self._drafter is None or not self._drafter.is_due(number):
+        if drafter is None:
             return found
         wishes = self._wishes(together, room, num_masks)
         if not wishes:
             return found
-        return found | self._drafter.propose(wishes, step)
+        return found | drafter.propose(wishes, step)
 
     def _worth(
         self,
@@ -228,7 +231,7 @@ class StepDrafts:
         found: Drafts = {}
         counts = [len(drafts) for drafts in looked_up.values()]
         if step.cost is not None:
-            chances = [_chance_of(sequence, len(drafts)) for sequence, drafts in looked_up.items()]
+            chances = [chance_of(sequence, len(drafts)) for sequence, drafts in looked_up.items()]
             plan = plan_drafts(chances, step.load, step.cost)
             is_probe = waits_anyway or step.number % PROBE_EVERY == 0
             if not is_probe and plan.saved_ms_of_step < self._wait_ms:
@@ -279,14 +282,14 @@ class StepDrafts:
         return len(sequence.page_table) * self._limits.page_size - end
 
 
-def _chance_of(sequence: Sequence, most: int | None = None) -> DraftChance:
-    drafting = sequence.drafting
-    assert drafting is not None
-    return DraftChance(
-        acceptance=drafting.acceptance,
-        most=drafting.most if most is None else most,
-        num_keys=sequence.num_tokens,
-    )
+def chance_of(sequence: Sequence, most: int) -> DraftChance:
+    """Of `most` drafts behind the sequence's newest token."""
+    acceptance = 0.0 if sequence.drafting is None else sequence.drafting.acceptance
+    return DraftChance(acceptance=acceptance, most=most, num_keys=sequence.num_tokens)
+
+
+def _keys_of_drafts(entry: BatchEntry) -> int:
+    return num_keys(entry.end - len(entry.drafts), len(entry.drafts))
 
 
 def _has_undecided_mask(sequence: Sequence) -> bool:

@@ -15,13 +15,13 @@ from cadenza.backends.base import Runner, StepHandle
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch, BatchEntry, PageUpdate
 from cadenza.core.constraint import Lookahead
-from cadenza.core.draft_plan import DraftChance, DraftNumbers, plan_drafts
+from cadenza.core.draft_plan import DraftNumbers, plan_drafts
 from cadenza.core.drafts import SharedAcceptance
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost, StepLoad, num_keys
-from cadenza.core.step_drafts import Drafts, DraftStep, DraftWish, Proposal
+from cadenza.core.step_drafts import Drafts, DraftStep, DraftWish, Proposal, chance_of
 from cadenza.core.step_schema import StepOutput
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class ModelDrafter:
         own, cost = self._model.cost, step.cost
         if cost is None or own is None:
             return True
-        chances = [_chance(each, each.drafting.most) for each in sequences if each.drafting]
+        chances = [chance_of(each, each.drafting.most) for each in sequences if each.drafting]
         plan = plan_drafts(chances, step.load, cost, _scaled(own, self._scale))
         if not any(plan.counts):
             self._rests_until = step.number + REST_STEPS
@@ -212,7 +212,7 @@ class ModelDrafter:
         if cost is None or own is None:
             return budget
         own = _scaled(own, self._scale)
-        chances = [_chance(row.sequence, row.count) for row in rows]
+        chances = [chance_of(row.sequence, row.count) for row in rows]
         plan = plan_drafts(chances, step.load, cost, own)
         for row, count in zip(rows, plan.counts, strict=True):
             row.count = count
@@ -338,11 +338,6 @@ def _scaled(cost: StepCost, scale: float) -> StepCost:
         logit_ms=cost.logit_ms * scale,
         key_ms=cost.key_ms * scale,
     )
-
-
-def _chance(sequence: Sequence, most: int) -> DraftChance:
-    acceptance = 0.0 if sequence.drafting is None else sequence.drafting.acceptance
-    return DraftChance(acceptance=acceptance, most=most, num_keys=sequence.num_tokens)
 
 
 def _pays(row: _Row, plan: DraftNumbers, own: StepCost) -> bool:
