@@ -49,8 +49,8 @@ class LaunchedStep:
     launched_s: float = 0.0
     num_hidden: int = 0
     idle_s: float | None = None
-    """How long the device had nothing to do before it, if it waited for the step before it to be
-    read."""
+    """How long the device had nothing to do before `launched_s`, if the step waited for the one
+    before it to be read; its launch is part of that time and of no other."""
 
 
 class Steps(Protocol):
@@ -218,7 +218,8 @@ class StepLoop:
         try:
             step = self._step_runner.launch(batch, self._clock(), masks_follow=masks_follow)
             if has_waited:
-                step = replace(step, idle_s=self._clock() - self._last_read_s)
+                now_s = self._clock()
+                step = replace(step, launched_s=now_s, idle_s=now_s - self._last_read_s)
             self.in_flight.append(step)
         except Exception:
             logger.exception("launching step %d failed", batch.step_id)
