@@ -7,7 +7,16 @@ from cadenza.core.batch import Batch
 from cadenza.core.drafts import Drafting
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost
-from cadenza.core.step_drafts import PROBE_EVERY, Drafts, DraftStep, DraftWish, StepDrafts
+from cadenza.core.step_drafts import (
+    NO_HOLDS,
+    PROBE_EVERY,
+    Drafts,
+    DraftStep,
+    DraftWish,
+    StepDrafts,
+    chance_of,
+    pace_of,
+)
 from tests.core.builders import scheduler_of, sequence_of
 
 COST = StepCost(fixed_ms=4.0, token_ms=0.1, logit_ms=0.0, key_ms=0.0)
@@ -30,6 +39,13 @@ class Asked:
 
     def propose(self, wishes: SequenceOf[DraftWish], step: DraftStep) -> Drafts:
         raise AssertionError("nothing is scheduled")
+
+
+def tried(drafting: Drafting) -> Drafting:
+    acceptance = drafting.acceptance
+    drafting.learn(8, 1, 1)
+    drafting.acceptance, drafting.num_accepted = acceptance, 0
+    return drafting
 
 
 class Silent:
@@ -63,19 +79,36 @@ def test_a_second_model_is_waited_for_only_if_its_drafts_are_worth_their_time() 
 
 def test_sequences_that_look_drafts_up_are_waited_for_while_that_saves_time() -> None:
     """A step takes 4.2 ms and gives two tokens; the device idles for 1 ms before one that waits."""
-    drafting = Drafting(source=Silent(), most=4)
+    drafting = tried(Drafting(source=Silent(), most=4))
     drafts, running = drafts_of(), running_of(drafting)
     assert drafts.need_newest_tokens(running, 1, COST), "no wait has been measured"
     for _ in range(50):
         drafts.observe(Batch(0), 4.2, COST, 1.0)
     cases = {(0.9, 1.0): True, (0.9, 0.5): True, (0.9, 0.1): False, (0.4, 1.0): False}
+    number = PROBE_EVERY + 2
     for (acceptance, found), is_worth in cases.items():
         drafting.acceptance, drafting.found = acceptance, found
-        assert drafts.need_newest_tokens(running, 1, COST) is is_worth, (acceptance, found)
+        assert drafts.need_newest_tokens(running, number, COST) is is_worth, (acceptance, found)
+        number += NO_HOLDS
         assert drafts.need_newest_tokens(running, PROBE_EVERY, COST)
         assert drafts.need_newest_tokens(running, 1, None), "nothing is known of the time"
+    drafting.acceptance, drafting.found = 0.9, 1.0
+    assert not drafts.need_newest_tokens(running, number - 1, COST), "a no holds"
+    assert drafts.need_newest_tokens(running, number, COST)
     drafting.resumes_at = 100
     assert not drafts.need_newest_tokens(running, PROBE_EVERY, COST)
+
+
+def test_a_sequence_that_has_not_drafted_is_waited_for_until_its_source_is_silent() -> None:
+    drafting = Drafting(source=Silent(), most=4, acceptance=0.4)
+    drafts, running = drafts_of(), running_of(drafting)
+    for _ in range(50):
+        drafts.observe(Batch(0), 4.2, COST, 1.0)
+    answers = list[bool]()
+    for number in range(1, 7):
+        answers.append(drafts.need_newest_tokens(running, number, COST))
+        drafting.propose([0] * 8, 4)
+    assert answers == [True] * 3 + [False] * 3
 
 
 class Zeros:
@@ -113,10 +146,39 @@ def test_drafts_that_save_less_than_the_next_steps_wait_are_not_made() -> None:
     for _ in range(50):
         drafts.observe(Batch(0), 4.2, COST, 1.0)
     assert proposed(drafts, Drafting(source=Zeros(), most=4, acceptance=0.9), 1) > 0
-    doubtful = Drafting(source=Zeros(), most=4, acceptance=0.4)
+    doubtful = tried(Drafting(source=Zeros(), most=4, acceptance=0.4))
     assert proposed(drafts, doubtful, 1) == 0
     assert doubtful.is_due(8), "it does not pause: others may make the wait worth it"
     assert proposed(drafts, doubtful, PROBE_EVERY) > 0
+
+
+def test_tokens_of_a_sequence_that_is_ahead_of_others_are_worth_less() -> None:
+    ahead, behind = sequence_of(0, 8), sequence_of(1, 8)
+    for sequence, num_accepted in ((ahead, 20), (behind, 4)):
+        sequence.token_ids += [0] * 32
+        sequence.drafting = Drafting(source=Zeros(), most=4, num_accepted=num_accepted)
+    pace = pace_of([ahead, behind])
+    assert 40 / 36 < pace < 40 / 20
+    assert chance_of(behind, 4, pace).worth == 1.0
+    assert chance_of(ahead, 4, pace).worth < 0.5
+    for same in (ahead, behind):
+        assert chance_of(same, 4, pace_of([same])).worth == 1.0
+    assert pace_of([]) == pace_of([sequence_of(2, 8)]) == 1.0
+
+
+def test_drafts_of_a_sequence_far_ahead_are_not_made() -> None:
+    cost = StepCost(fixed_ms=3.0, token_ms=0.5, logit_ms=0.0, key_ms=0.0)
+    counts = list[int]()
+    for num_accepted in (0, 56):
+        drafting = tried(Drafting(source=Zeros(), most=4, acceptance=0.9))
+        drafting.num_accepted = num_accepted
+        running = running_of(drafting)
+        for sequence in running:
+            sequence.token_ids += [0] * 64
+            sequence.num_computed_tokens, sequence.num_pending_tokens = 71, 0
+        found = drafts_of().propose([(each, 1) for each in running], 100, 1, cost)
+        counts.append(sum(len(proposal.tokens) for proposal in found.values()))
+    assert counts == [4, 0]
 
 
 def test_nobody_is_waited_for_where_nobody_drafts() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
+from cadenza.core.batch import Batch
 from cadenza.core.step_cost import StepBound, StepCost
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.batch_engine import Command, CoreService, Submit, run_steps
@@ -37,6 +38,7 @@ class Device(FakeRunner):
     """Computes its steps one after the other, each in `step_ms`; a read waits for its end."""
 
     step_ms: float = STEP_MS
+    launch_ms: float = 0.0
     now_s: float = 0.0
     free_s: float = 0.0
     pauses_s: list[float] = field(default_factory=list)
@@ -48,6 +50,7 @@ class Device(FakeRunner):
         return self.now_s
 
     def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+        self.now_s += self.launch_ms / 1000
         self.pauses_s.append(max(0.0, self.now_s - self.free_s))
         self.sizes.append(inputs.num_tokens)
         end_s = self.free_s = max(self.now_s, self.free_s) + self.step_ms / 1000
@@ -206,3 +209,24 @@ def test_a_service_waits_between_its_steps() -> None:
     assert time.perf_counter() - start_s >= 5 * 0.6 * STEP_MS / 1000
     assert len([event for event in events if isinstance(event, Token)]) == 6
     assert len(device.pauses_s) == 6
+
+
+def test_the_launch_of_a_step_that_waits_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is time in which the device idles, and no part of what the step takes."""
+    engine, device = engine_of(COST)
+    device.launch_ms = 8.0
+    seen: list[tuple[float, float | None]] = []
+
+    def observe(batch: Batch, measured_ms: float, idle_ms: float | None = None) -> None:
+        seen.append((measured_ms, idle_ms))
+
+    monkeypatch.setattr(engine.scheduler, "observe", observe)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, speculative=True)
+    engine.submit(Request(prompt_token_ids=(1, 2, 3) * 4, params=params))
+    while not engine.is_idle:
+        engine.step()
+    waited = [(ms, idle_ms) for ms, idle_ms in seen if idle_ms is not None]
+    assert len(waited) > 3
+    for ms, idle_ms in waited:
+        assert ms == pytest.approx(STEP_MS)
+        assert idle_ms == pytest.approx(device.launch_ms)

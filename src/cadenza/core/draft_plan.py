@@ -23,12 +23,13 @@ FREE = StepCost(fixed_ms=0.0, token_ms=0.0, logit_ms=0.0, key_ms=0.0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChance:
     """One sequence: the chance that a draft is accepted if those before it were, how many drafts
-    it may have, and the keys that each attends to.
+    it may have, the keys that each attends to, and what a token of it is worth.
     """
 
     acceptance: float
     most: int
     num_keys: int
+    worth: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +81,9 @@ def plan_drafts(
             row
             for row in rows
             if depth <= chances[row].most
-            and chances[row].acceptance ** depth >= margin * rate * prices[row]
+            and _gained(chances[row], depth) >= margin * rate * prices[row]
         ]
-        tokens += sum(chances[row].acceptance ** depth for row in rows)
+        tokens += sum(_gained(chances[row], depth) for row in rows)
         ms += drafter.fixed_ms + sum(prices[row] for row in rows)
         if not rows or tokens / ms <= rate:
             break
@@ -96,6 +97,11 @@ def plan_drafts(
             counts=none, num_tokens=num_tokens, rate_without=first_rate, rate=first_rate
         )
     return DraftNumbers(counts=best, num_tokens=num_tokens, rate_without=first_rate, rate=rate)
+
+
+def _gained(chance: DraftChance, depth: int) -> float:
+    """Of a draft behind `depth` - 1 others."""
+    return chance.worth * chance.acceptance**depth
 
 
 def _own_ms(cost: StepCost, chance: DraftChance) -> float:

@@ -19,6 +19,8 @@ WEIGHT_OF_NEWEST = 0.25
 WEIGHT_OF_DRAFT = 0.1
 """Of one draft in the acceptance; the first ones weigh more."""
 NUM_PRIOR = 2
+MIN_FOUND = 0.5
+"""Of the steps that asked a source: below this, a sequence counts as tried."""
 MIN_GAIN = 0.15
 """Accepted tokens for each step that tries: below this, drafting pauses."""
 
@@ -65,6 +67,7 @@ class Drafting:
         found: the share of such steps in which it knew some.
         resumes_at: the number of tokens from which the sequence drafts again after a pause.
         shared: what other sequences with the same `Drafter` meet.
+        num_accepted: of all its drafts so far.
     """
 
     source: DraftSource | None
@@ -74,12 +77,19 @@ class Drafting:
     found: float = 1.0
     resumes_at: int = 0
     shared: SharedAcceptance | None = None
+    num_accepted: int = 0
     _pause: int = field(default=FIRST_PAUSE, init=False)
     _num_tried: int = field(default=0, init=False)
 
     def is_due(self, num_tokens: int) -> bool:
         """False during a pause of a sequence with `num_tokens` tokens."""
         return num_tokens >= self.resumes_at
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether nothing is known yet of how often drafts are accepted, and `source` has not been
+        asked in vain again and again."""
+        return not self._num_tried and self.found > MIN_FOUND
 
     def propose(self, token_ids: list[int], most: int) -> tuple[int, ...]:
         """Up to `most` drafts; none if it pauses or the source knows nothing."""
@@ -105,6 +115,7 @@ class Drafting:
 
     def learn(self, num_tokens: int, num_drafts: int, num_accepted: int) -> None:
         """A step verified `num_drafts`, and `num_accepted` stayed; there are now `num_tokens`."""
+        self.num_accepted += num_accepted
         for is_accepted in [True] * num_accepted + [False] * (num_accepted < num_drafts):
             self._num_tried += 1
             weight = max(WEIGHT_OF_DRAFT, 1 / (self._num_tried + NUM_PRIOR))

@@ -6,7 +6,7 @@ others; a sequence drafts only behind its newest token, which has been read.
 """
 
 from collections.abc import Sequence as SequenceOf
-from statistics import fmean
+from statistics import fmean, harmonic_mean
 from typing import NamedTuple, Protocol
 
 from cadenza.config import EngineLimits
@@ -36,9 +36,17 @@ NO_DRAFTS = Proposal()
 Drafts = dict[Sequence, Proposal]
 
 WEIGHT_OF_NEWEST_WAIT = 0.2
+STEEPNESS = 4
+"""How fast a token is worth less, the further its sequence is ahead of the others. With 2 the mean
+time for a token would be least; what is started together also ends only with its slowest."""
+PRIOR_STEPS = 8
+"""Steps with one token each, from which the pace of a sequence starts."""
 PROBE_EVERY = 16
-"""In one of so many steps the sequences that look drafts up are waited for, whatever it costs: what
-follows may be easier to guess than what came before."""
+"""In one of so many steps the sequences that look drafts up are waited for, whatever it costs, as
+they are before their first drafts: what follows may be easier to guess than what came before."""
+
+NO_HOLDS = 4
+"""Steps for which a plan without drafts holds: planning takes a tenth of a short step's time."""
 
 MAX_STEP_MASKS, MAX_ROW_MASKS = 16, 8
 """Masks that a step makes for drafts of all constrained sequences, and of one. Each waits for the
@@ -93,6 +101,7 @@ class StepDrafts:
         self._drafter = drafter
         self._costs = DraftCosts()
         self._wait_ms = 0.0
+        self._asks_at = 0
         """What is lost before a step that is scheduled when no step is in flight."""
 
     def observe(
@@ -151,19 +160,27 @@ class StepDrafts:
         drafter = self._drafter
         if together and drafter and drafter.is_due(number) and drafter.is_worth(together, step):
             return True
-        return bool(looking_up) and self._is_worth_waiting(looking_up, step)
+        return bool(looking_up) and self._is_worth_waiting(looking_up, running, step)
 
-    def _is_worth_waiting(self, sequences: list[Sequence], step: DraftStep) -> bool:
+    def _is_worth_waiting(
+        self, sequences: list[Sequence], running: SequenceOf[Sequence], step: DraftStep
+    ) -> bool:
         """Whether the time that drafts of these sequences are expected to save is worth that in
         which the device idles."""
         if self._costs.is_stale(step.load):
             return False
-        if step.cost is None or step.number % PROBE_EVERY == 0:
+        if step.cost is None or _is_probe(step, sequences):
             return True
-        chances = [chance_of(each, each.drafting.most) for each in sequences if each.drafting]
+        if step.number < self._asks_at:
+            return False
+        pace = pace_of(running)
+        chances = [chance_of(each, each.drafting.most, pace) for each in sequences if each.drafting]
         plan = plan_drafts(chances, step.load, step.cost)
         found = fmean([each.drafting.found for each in sequences if each.drafting])
-        return plan.saved_ms_of_step * found >= self._wait_ms
+        is_worth = plan.saved_ms_of_step * found >= self._wait_ms
+        if not is_worth:
+            self._asks_at = step.number + NO_HOLDS
+        return is_worth
 
     def propose(
         self, shares: list[Share], num_rows: int, number: int, cost: StepCost | None
@@ -207,7 +224,8 @@ class StepDrafts:
         if drafter is not None and not drafter.is_due(number):
             drafter = None
         if looked_up:
-            found = self._worth(looked_up, room, step, waits_anyway=drafter is not None)
+            pace = pace_of([sequence for sequence, _ in shares])
+            found = self._worth(looked_up, room, step, pace, waits_anyway=drafter is not None)
             room -= sum(len(each.tokens) for each in found.values())
         if drafter is None:
             return found
@@ -221,6 +239,7 @@ class StepDrafts:
         looked_up: dict[Sequence, tuple[int, ...]],
         room: int,
         step: DraftStep,
+        pace: float,
         *,
         waits_anyway: bool,
     ) -> Drafts:
@@ -231,10 +250,12 @@ class StepDrafts:
         found: Drafts = {}
         counts = [len(drafts) for drafts in looked_up.values()]
         if step.cost is not None:
-            chances = [chance_of(sequence, len(drafts)) for sequence, drafts in looked_up.items()]
+            chances = [
+                chance_of(sequence, len(drafts), pace) for sequence, drafts in looked_up.items()
+            ]
             plan = plan_drafts(chances, step.load, step.cost)
-            is_probe = waits_anyway or step.number % PROBE_EVERY == 0
-            if not is_probe and plan.saved_ms_of_step < self._wait_ms:
+            is_free = waits_anyway or _is_probe(step, list(looked_up))
+            if not is_free and plan.saved_ms_of_step < self._wait_ms:
                 return found
             counts = plan.counts
         for (sequence, drafts), count in zip(looked_up.items(), counts, strict=True):
@@ -282,10 +303,35 @@ class StepDrafts:
         return len(sequence.page_table) * self._limits.page_size - end
 
 
-def chance_of(sequence: Sequence, most: int) -> DraftChance:
-    """Of `most` drafts behind the sequence's newest token."""
+def chance_of(sequence: Sequence, most: int, pace: float | None = None) -> DraftChance:
+    """Of `most` drafts behind the sequence's newest token, in a step of sequences of this pace.
+
+    A token of a sequence that is ahead of the others is worth less: their steps take longer, and
+    they end later.
+    """
     acceptance = 0.0 if sequence.drafting is None else sequence.drafting.acceptance
-    return DraftChance(acceptance=acceptance, most=most, num_keys=sequence.num_tokens)
+    worth = 1.0 if pace is None else min(1.0, (pace / _pace(sequence)) ** STEEPNESS)
+    return DraftChance(acceptance=acceptance, most=most, num_keys=sequence.num_tokens, worth=worth)
+
+
+def pace_of(sequences: SequenceOf[Sequence]) -> float:
+    """Tokens in each step so far, of a typical one of `sequences`: the harmonic mean, since it is
+    their time for a token that is to fall."""
+    return harmonic_mean(map(_pace, sequences)) if sequences else 1.0
+
+
+def _pace(sequence: Sequence) -> float:
+    """Tokens in each step of a sequence so far; starts at 1."""
+    accepted = 0 if sequence.drafting is None else sequence.drafting.num_accepted
+    num_tokens = sequence.num_generated_tokens + PRIOR_STEPS
+    return num_tokens / max(1, num_tokens - accepted)
+
+
+def _is_probe(step: DraftStep, sequences: list[Sequence]) -> bool:
+    """Whether the step tries drafts of these sequences although it is not known to save time."""
+    if step.number % PROBE_EVERY == 0:
+        return True
+    return any(each.drafting is not None and each.drafting.is_untried for each in sequences)
 
 
 def _keys_of_drafts(entry: BatchEntry) -> int:
