@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from cadenza.core.batch import Batch
 from cadenza.core.drafts import Drafting
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost
 from cadenza.core.step_drafts import (
+    FIRST_PROBE,
+    LAST_PROBE,
     NO_HOLDS,
-    PROBE_EVERY,
     Drafts,
     DraftStep,
     DraftWish,
+    Probes,
     StepDrafts,
     chance_of,
     pace_of,
@@ -85,18 +88,40 @@ def test_sequences_that_look_drafts_up_are_waited_for_while_that_saves_time() ->
     for _ in range(50):
         drafts.observe(Batch(0), 4.2, COST, 1.0)
     cases = {(0.9, 1.0): True, (0.9, 0.5): True, (0.9, 0.1): False, (0.4, 1.0): False}
-    number = PROBE_EVERY + 2
+    assert drafts.need_newest_tokens(running, FIRST_PROBE, COST)
+    number = FIRST_PROBE + 1
     for (acceptance, found), is_worth in cases.items():
         drafting.acceptance, drafting.found = acceptance, found
         assert drafts.need_newest_tokens(running, number, COST) is is_worth, (acceptance, found)
         number += NO_HOLDS
-        assert drafts.need_newest_tokens(running, PROBE_EVERY, COST)
         assert drafts.need_newest_tokens(running, 1, None), "nothing is known of the time"
     drafting.acceptance, drafting.found = 0.9, 1.0
     assert not drafts.need_newest_tokens(running, number - 1, COST), "a no holds"
     assert drafts.need_newest_tokens(running, number, COST)
+    drafting.acceptance = 0.4
+    assert [n for n in range(number, 200) if drafts.need_newest_tokens(running, n, COST)] == [
+        FIRST_PROBE + 32,
+        FIRST_PROBE + 96,
+        FIRST_PROBE + 160,
+    ]
     drafting.resumes_at = 100
-    assert not drafts.need_newest_tokens(running, PROBE_EVERY, COST)
+    assert not drafts.need_newest_tokens(running, 1000, COST)
+
+
+def test_probes_become_rare_unless_drafts_are_worth_their_time() -> None:
+    probes = Probes()
+
+    def next_after(number: int) -> int:
+        return next(each for each in range(number + 1, number + 1000) if probes.takes(each))
+
+    found = [0]
+    for _ in range(5):
+        found.append(next_after(found[-1]))
+        assert probes.takes(found[-1]), "whoever asks about the same step"
+    assert [b - a for a, b in pairwise(found)] == [FIRST_PROBE, 32, LAST_PROBE, 64, 64]
+    probes.note_worth()
+    assert next_after(found[-1]) - found[-1] == LAST_PROBE
+    assert next_after(found[-1] + LAST_PROBE) - found[-1] == LAST_PROBE + 32
 
 
 def test_a_sequence_that_has_not_drafted_is_waited_for_until_its_source_is_silent() -> None:
@@ -132,7 +157,7 @@ def test_a_sequence_has_as_many_drafts_as_are_worth_their_time() -> None:
     dear = StepCost(fixed_ms=1.0, token_ms=1.0, logit_ms=0.0, key_ms=0.0)
     for cost, acceptance, count in (
         (COST, 0.95, 4),
-        (COST, 0.3, 2),
+        (COST, 0.3, 1),
         (dear, 0.5, 0),
         (None, 0.1, 4),
     ):
@@ -149,7 +174,7 @@ def test_drafts_that_save_less_than_the_next_steps_wait_are_not_made() -> None:
     doubtful = tried(Drafting(source=Zeros(), most=4, acceptance=0.4))
     assert proposed(drafts, doubtful, 1) == 0
     assert doubtful.is_due(8), "it does not pause: others may make the wait worth it"
-    assert proposed(drafts, doubtful, PROBE_EVERY) > 0
+    assert proposed(drafts, doubtful, FIRST_PROBE) > 0
 
 
 def test_tokens_of_a_sequence_that_is_ahead_of_others_are_worth_less() -> None:
@@ -178,7 +203,7 @@ def test_drafts_of_a_sequence_far_ahead_are_not_made() -> None:
             sequence.num_computed_tokens, sequence.num_pending_tokens = 71, 0
         found = drafts_of().propose([(each, 1) for each in running], 100, 1, cost)
         counts.append(sum(len(proposal.tokens) for proposal in found.values()))
-    assert counts == [4, 0]
+    assert counts == [3, 0]
 
 
 def test_nobody_is_waited_for_where_nobody_drafts() -> None:

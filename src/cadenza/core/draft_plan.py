@@ -5,7 +5,7 @@ sequence, no model and no clock. Invariant: without a gain there are no drafts.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cadenza.core.step_cost import StepCost, StepLoad
 
@@ -67,8 +67,14 @@ def plan_drafts(
             stands for itself, and has to be worth `MARGIN`.
     """
     margin, min_ratio = (MARGIN, 1.0) if drafter is None else (1.0, MIN_RATIO)
-    drafter = drafter or FREE
     tokens, ms = float(load.num_logits), target.predict_ms(load)
+    if drafter is None and load.num_logits:
+        # Sequences without drafts take as many steps as ever: what each step costs whatever it
+        # holds is saved only as far as all sequences advance.
+        share_left = max(0.0, 1 - len(chances) / load.num_logits)
+        worth = 1 - share_left * max(0.0, target.fixed_ms) / ms
+        chances = [replace(each, worth=each.worth * worth) for each in chances]
+    drafter = drafter or FREE
     first_rate = rate = tokens / ms
     num_tokens = tokens
     counts, best = [0] * len(chances), [0] * len(chances)

@@ -6,6 +6,7 @@ others; a sequence drafts only behind its newest token, which has been read.
 """
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from statistics import fmean, harmonic_mean
 from typing import NamedTuple, Protocol
 
@@ -41,9 +42,9 @@ STEEPNESS = 4
 time for a token would be least; what is started together also ends only with its slowest."""
 PRIOR_STEPS = 8
 """Steps with one token each, from which the pace of a sequence starts."""
-PROBE_EVERY = 16
-"""In one of so many steps the sequences that look drafts up are waited for, whatever it costs, as
-they are before their first drafts: what follows may be easier to guess than what came before."""
+FIRST_PROBE, LAST_PROBE = 16, 64
+"""After so many steps the sequences that look drafts up are waited for, whatever it costs, as they
+are before their first drafts: what follows may be easier to guess than what came before."""
 
 NO_HOLDS = 4
 """Steps for which a plan without drafts holds: planning takes a tenth of a short step's time."""
@@ -90,6 +91,29 @@ class Drafter(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Probes:
+    """Which steps try drafts although they are not known to save time: fewer and fewer, while they
+    do not.
+    """
+
+    _at: int = FIRST_PROBE
+    _every: int = FIRST_PROBE
+    _newest: int = -1
+
+    def takes(self, number: int) -> bool:
+        """Whether the step of this number is one, now or when it was asked before."""
+        if number >= self._at:
+            self._newest = number
+            self._every = min(2 * self._every, LAST_PROBE)
+            self._at = number + self._every
+        return number == self._newest
+
+    def note_worth(self) -> None:
+        """Drafts were worth their time in a step that was none."""
+        self._every = FIRST_PROBE
+
+
 class StepDrafts:
     """`drafter` is None if each sequence that drafts has a source of its own."""
 
@@ -100,8 +124,9 @@ class StepDrafts:
         self._kv_cache = kv_cache
         self._drafter = drafter
         self._costs = DraftCosts()
-        self._wait_ms = 0.0
         self._asks_at = 0
+        self._probes = Probes()
+        self._wait_ms = 0.0
         """What is lost before a step that is scheduled when no step is in flight."""
 
     def observe(
@@ -169,7 +194,7 @@ class StepDrafts:
         which the device idles."""
         if self._costs.is_stale(step.load):
             return False
-        if step.cost is None or _is_probe(step, sequences):
+        if step.cost is None or self._is_probe(step, sequences):
             return True
         if step.number < self._asks_at:
             return False
@@ -181,6 +206,12 @@ class StepDrafts:
         if not is_worth:
             self._asks_at = step.number + NO_HOLDS
         return is_worth
+
+    def _is_probe(self, step: DraftStep, sequences: list[Sequence]) -> bool:
+        """Whether the step tries drafts of these although it is not known to save time."""
+        return self._probes.takes(step.number) or any(
+            each.drafting is not None and each.drafting.is_untried for each in sequences
+        )
 
     def propose(
         self, shares: list[Share], num_rows: int, number: int, cost: StepCost | None
@@ -254,9 +285,11 @@ class StepDrafts:
                 chance_of(sequence, len(drafts), pace) for sequence, drafts in looked_up.items()
             ]
             plan = plan_drafts(chances, step.load, step.cost)
-            is_free = waits_anyway or _is_probe(step, list(looked_up))
-            if not is_free and plan.saved_ms_of_step < self._wait_ms:
-                return found
+            is_probe = self._is_probe(step, list(looked_up))
+            if not (waits_anyway or is_probe):
+                if plan.saved_ms_of_step < self._wait_ms:
+                    return found
+                self._probes.note_worth()
             counts = plan.counts
         for (sequence, drafts), count in zip(looked_up.items(), counts, strict=True):
             if not count:
@@ -325,13 +358,6 @@ def _pace(sequence: Sequence) -> float:
     accepted = 0 if sequence.drafting is None else sequence.drafting.num_accepted
     num_tokens = sequence.num_generated_tokens + PRIOR_STEPS
     return num_tokens / max(1, num_tokens - accepted)
-
-
-def _is_probe(step: DraftStep, sequences: list[Sequence]) -> bool:
-    """Whether the step tries drafts of these sequences although it is not known to save time."""
-    if step.number % PROBE_EVERY == 0:
-        return True
-    return any(each.drafting is not None and each.drafting.is_untried for each in sequences)
 
 
 def _keys_of_drafts(entry: BatchEntry) -> int:
