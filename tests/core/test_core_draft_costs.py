@@ -75,12 +75,28 @@ def test_a_step_that_was_much_too_slow_is_forgotten() -> None:
     costs.observe(load, 12.0, COST)
     for _ in range(5):
         costs.observe_drafts(load, 1, 5000.0, COST)
-    assert draft_ms(costs, load) > 3 * 1.5
+    assert draft_ms(costs, load) > 2 * 1.5
     for _ in range(300):
         costs.observe(load, 12.0, COST)
     assert draft_ms(costs, load) < 1.1 * FIRST_PRICE * 1.5
     costs.observe(load, 5000.0, COST)
     assert costs.beside(load, COST).predict_ms(load) < 2 * 11.5
+
+
+def test_one_measured_time_moves_what_is_known_by_little() -> None:
+    costs, load = DraftCosts(), rows(4)
+    for _ in range(30):
+        costs.observe(load, 20.0, COST)
+        costs.observe_drafts(load, 4, 28.0, COST)
+    for ms in (20.0, 10.0, 100.0):
+        costs.observe(load, ms, COST)
+        assert costs.beside(load, COST).predict_ms(load) == pytest.approx(20.0, rel=0.1)
+    before_ms = draft_ms(costs, load)
+    costs.observe_drafts(load, 4, 100.0, COST)
+    assert before_ms < draft_ms(costs, load) <= 1.16 * before_ms
+    for _ in range(30):
+        costs.observe(load, 30.0, COST)
+    assert costs.beside(load, COST).predict_ms(load) == pytest.approx(30.0, rel=0.01)
 
 
 def test_a_clock_that_stands_still_gives_no_step_without_time() -> None:

@@ -13,6 +13,10 @@ WEIGHT_OF_NEWEST, WEIGHT_OF_OLD = 0.3, 0.01
 FIRST_PRICE = 1.25
 """Of a draft, as a multiple of what `StepCost` says, before any was measured."""
 
+MAX_CHANGE, MAX_DRAFT_CHANGE = 1.25, 1.5
+"""How far one measured time may be from what a step, or a draft, is known to take; what is further
+counts as so far: now and then a step takes twice as long, for reasons of the host."""
+
 MIN_PRICE, MAX_PRICE = 0.2, 4.0
 FIRST_STEPS, REFRESH_STEPS = 4, 64
 """Steps with drafts after which one without is wanted, to measure what it costs: for the first
@@ -49,6 +53,9 @@ class DraftCosts:
         ms = min(MAX_RATIO * predicted_ms, max(predicted_ms / MAX_RATIO, ms))
         if measured.base_ms is None:
             measured.base_ms, measured.num_keys, measured.draft_ms = ms, load.num_keys, None
+        else:
+            known_ms = self._base_ms(load, cost)
+            ms = min(MAX_CHANGE * known_ms, max(known_ms / MAX_CHANGE, ms))
         measured.base_ms += WEIGHT_OF_NEWEST * (ms - measured.base_ms)
         measured.num_keys += WEIGHT_OF_NEWEST * (load.num_keys - measured.num_keys)
         measured.num_since_base = 0
@@ -64,8 +71,9 @@ class DraftCosts:
         measured.num_since_base += 1
         own_ms = _own_ms(load, cost)
         draft_ms = (ms - self._base_ms(load, cost)) / num_drafts
-        draft_ms = min(MAX_PRICE * own_ms, max(MIN_PRICE * own_ms, draft_ms))
         old_ms = FIRST_PRICE * own_ms if measured.draft_ms is None else measured.draft_ms
+        draft_ms = min(MAX_DRAFT_CHANGE * old_ms, max(old_ms / MAX_DRAFT_CHANGE, draft_ms))
+        draft_ms = min(MAX_PRICE * own_ms, max(MIN_PRICE * own_ms, draft_ms))
         measured.draft_ms = old_ms + WEIGHT_OF_NEWEST * (draft_ms - old_ms)
 
     def is_stale(self, load: StepLoad) -> bool:
