@@ -136,6 +136,15 @@ def test_a_sequence_that_has_not_drafted_is_waited_for_until_its_source_is_silen
     assert answers == [True] * 3 + [False] * 3
 
 
+def test_a_new_sequence_is_not_waited_for_where_no_draft_would_be_made() -> None:
+    dear = StepCost(fixed_ms=0.1, token_ms=4.0, logit_ms=0.0, key_ms=0.0)
+    drafts, running = drafts_of(), running_of(Drafting(source=Silent(), most=4))
+    for _ in range(50):
+        drafts.observe(Batch(0), 4.2, COST, 1.0)
+    assert drafts.need_newest_tokens(running, 1, COST)
+    assert not drafts.need_newest_tokens(running, 2, dear)
+
+
 class Zeros:
     def propose(self, token_ids: list[int], most: int) -> list[int]:
         return [0] * most

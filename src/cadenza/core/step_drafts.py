@@ -194,7 +194,7 @@ class StepDrafts:
         which the device idles."""
         if self._costs.is_stale(step.load):
             return False
-        if step.cost is None or self._is_probe(step, sequences):
+        if step.cost is None or self._probes.takes(step.number):
             return True
         if step.number < self._asks_at:
             return False
@@ -203,15 +203,10 @@ class StepDrafts:
         plan = plan_drafts(chances, step.load, step.cost)
         found = fmean([each.drafting.found for each in sequences if each.drafting])
         is_worth = plan.saved_ms_of_step * found >= self._wait_ms
-        if not is_worth:
+        if not is_worth and not (_has_untried(sequences) and any(plan.counts)):
             self._asks_at = step.number + NO_HOLDS
-        return is_worth
-
-    def _is_probe(self, step: DraftStep, sequences: list[Sequence]) -> bool:
-        """Whether the step tries drafts of these although it is not known to save time."""
-        return self._probes.takes(step.number) or any(
-            each.drafting is not None and each.drafting.is_untried for each in sequences
-        )
+            return False
+        return True
 
     def propose(
         self, shares: list[Share], num_rows: int, number: int, cost: StepCost | None
@@ -285,11 +280,12 @@ class StepDrafts:
                 chance_of(sequence, len(drafts), pace) for sequence, drafts in looked_up.items()
             ]
             plan = plan_drafts(chances, step.load, step.cost)
-            is_probe = self._is_probe(step, list(looked_up))
-            if not (waits_anyway or is_probe):
-                if plan.saved_ms_of_step < self._wait_ms:
-                    return found
+            is_worth = any(plan.counts) and plan.saved_ms_of_step >= self._wait_ms
+            is_probe = self._probes.takes(step.number) or _has_untried(list(looked_up))
+            if is_worth and not is_probe:
                 self._probes.note_worth()
+            if not (is_worth or is_probe or waits_anyway):
+                return found
             counts = plan.counts
         for (sequence, drafts), count in zip(looked_up.items(), counts, strict=True):
             if not count:
@@ -358,6 +354,10 @@ def _pace(sequence: Sequence) -> float:
     accepted = 0 if sequence.drafting is None else sequence.drafting.num_accepted
     num_tokens = sequence.num_generated_tokens + PRIOR_STEPS
     return num_tokens / max(1, num_tokens - accepted)
+
+
+def _has_untried(sequences: list[Sequence]) -> bool:
+    return any(each.drafting is not None and each.drafting.is_untried for each in sequences)
 
 
 def _keys_of_drafts(entry: BatchEntry) -> int:
