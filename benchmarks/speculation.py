@@ -5,9 +5,9 @@
     python benchmarks/speculation.py --shape llama-3.2-1b --acceptance 0.6,0.8
 
 Each round answers the same greedy requests with `speculative` unset and with `speculative: false`;
-the table has the medians, also of the ratios, and the answers must be equal. Two tasks: a copying
-one, which repeats a text with a change, and a free one. The default is the bundled model with
-`ngram`.
+the table has the medians, also of the ratios, and the answers must be equal. Three tasks: a copying
+one, which repeats a text with a change, a summary, and a free one. The default is the bundled model
+with `ngram`.
 
 With `--acceptance` the drafts are made up: each is the token that the model chooses there with such
 a chance, and costs nothing. Random weights of a shape then show what verifying is worth. Beside the
@@ -49,8 +49,17 @@ def variance(numbers):
         total = total + (number - middle) * (number - middle)
     return total / len(numbers)
 """
+REPORT = """The harbour of Lindvik was closed for three days last week. A storm had torn the larger
+of its two cranes from its rails, and nobody could say how soon it would stand again. Fishing boats
+were sent to the neighbouring harbour of Osmund, where the ice for their catch was sold out by noon.
+The ferry to the islands kept its timetable, since it does not depend on the cranes. On Friday the
+smaller crane was tested and found to be safe. The harbour master expects that container ships can
+be unloaded again from Monday, at half the usual speed, and that the larger crane will be repaired
+by the end of the month.
+"""
 TASKS = {
     "edit": f"Rename `total` to `result` in this code and repeat all of it:\n\n{CODE}",
+    "summary": f"Summarise this text in a few of its own sentences:\n\n{REPORT}",
     "free": "Explain in some detail how a bicycle stays upright.",
 }
 
@@ -99,7 +108,7 @@ def measure(llm: LLM, task: str, rows: int, options: argparse.Namespace) -> str:
     on, off = statistics.median(rates[True]), statistics.median(rates[False])
     share = accepted / drafted if drafted else 0.0
     return (
-        f"{task:6} {rows:4} {off:9.1f} {on:9.1f} {ratio_of(rates):7.2f} {share:10.2f} "
+        f"{task:7} {rows:4} {off:9.1f} {on:9.1f} {ratio_of(rates):7.2f} {share:10.2f} "
         f"{accepted / (options.rounds * options.length * rows):12.2f}"
     )
 
@@ -247,7 +256,7 @@ def main() -> None:
                 for each in rows:
                     print(measure_made_up(llm, acceptance, each, options), flush=True)
             return
-        print("task   rows   off t/s    on t/s   ratio   accepted   of all tokens", flush=True)
+        print("task    rows   off t/s    on t/s   ratio   accepted   of all tokens", flush=True)
         for task in TASKS:
             for each in rows:
                 print(measure(llm, task, each, options), flush=True)
