@@ -12,8 +12,8 @@ with `ngram`.
 With `--acceptance` the drafts are made up: each is the token that the model chooses there with such
 a chance, and costs nothing. Random weights of a shape then show what verifying is worth. Beside the
 ratio stands the best one that the measured costs of steps allow. With the method of a second model
-that model drafts, too, at its own cost, and each of its drafts is exchanged for a made-up one:
-`--method quantised --shape llama-3.2-1b --acceptance 0.93`.
+that model drafts, too, at its own cost, which the best one leaves out, and each of its drafts is
+exchanged for a made-up one: `--method quantised --shape llama-3.2-1b --acceptance 0.93`.
 """
 
 import argparse

@@ -35,7 +35,7 @@ class DraftChance:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftNumbers:
     """Numbers of drafts, the tokens that the step is then expected to give, and the tokens of all
-    sequences for each millisecond, without and with.
+    sequences for each millisecond, without and with; those of drafts count by their worth.
     """
 
     counts: list[int]

@@ -43,8 +43,8 @@ time for a token would be least; what is started together also ends only with it
 PRIOR_STEPS = 8
 """Steps with one token each, from which the pace of a sequence starts."""
 FIRST_PROBE, LAST_PROBE = 16, 64
-"""After so many steps the sequences that look drafts up are waited for, whatever it costs, as they
-are before their first drafts: what follows may be easier to guess than what came before."""
+"""After so many steps the sequences that look drafts up are waited for, whatever it costs: what
+follows may be easier to guess than what came before."""
 
 NO_HOLDS = 4
 """Steps for which a plan without drafts holds: planning takes a tenth of a short step's time."""
@@ -357,6 +357,7 @@ def _pace(sequence: Sequence) -> float:
 
 
 def _has_untried(sequences: list[Sequence]) -> bool:
+    """Whether one of them is to be waited for although it is not known that this saves time."""
     return any(each.drafting is not None and each.drafting.is_untried for each in sequences)
 
 
