@@ -1,10 +1,10 @@
-// Times each operation of a step separately, with the shapes and the number of layers of
-// SmolLM2-135M, then all of them in the order of a step. Sums each layer's best time over the repeats,
+// Times each operation of a step separately, with the shapes and the number of layers of a model,
+// then all of them in the order of a step. Sums each layer's best time over the repeats,
 // which reduces noise from other load. The step's bound is the larger of reading its weights and KV
 // and of multiplying; both rates are measured between its runs.
 //
-//   build/native/bench [--threads N] [--rows 1,4,8] [--context 128] [--prefill 512] [--behind 0]
-//   [--repeats 10] [--steps 4] [--cpu-time] [--kv-int8]
+//   build/native/bench [--shape smollm2-135m|llama-3.2-1b] [--threads N] [--rows 1,4,8]
+//   [--context 128] [--prefill 512] [--behind 0] [--repeats 10] [--steps 4] [--cpu-time] [--kv-int8]
 //
 // --prefill N tokens of a prompt are computed behind --behind of it; the rows behind --context.
 // --cpu-time measures the calling thread's CPU time instead of wall time; use it with one thread
@@ -28,12 +28,22 @@ using namespace cadenza;
 
 namespace {
 
-constexpr int64_t kLayers = 30, kHidden = 576, kHeads = 9, kKvHeads = 3, kSize = 64, kFfn = 1536;
-constexpr int64_t kVocab = 49152, kPage = 16, kMaxContext = 8192;
+constexpr int64_t kPage = 16, kMaxContext = 8192;
 constexpr int kPeakRepeats = 10;
 constexpr int64_t kReadBytes = 256 << 20;
 
+struct Shape {
+  const char* name;
+  int64_t layers, hidden, heads, kv_heads, size, ffn, vocab;
+
+  int64_t qkv_width() const { return (heads + 2 * kv_heads) * size; }
+};
+
+constexpr Shape kShapes[] = {{"smollm2-135m", 30, 576, 9, 3, 64, 1536, 49152},
+                             {"llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128256}};
+
 struct Options {
+  Shape shape = kShapes[0];
   int threads = 1;
   int64_t context = 128, prefill = 512, behind = 0;
   std::vector<int64_t> rows{1, 4, 8, 16, 32, 64};
@@ -72,6 +82,7 @@ struct Step {
   std::vector<int32_t> out;
   std::vector<SampleParams> params;
   float* rope;
+  const Shape& shape = options.shape;
 
   void linear_layer(int64_t l, const bf16* w, int64_t n, int64_t k, bool adds) {
     LinearTask task{tokens,
@@ -86,15 +97,19 @@ struct Step {
     linear(runtime, DType::kBf16, task);
   }
   void gated_layer(int64_t l) {
-    GatedTask task{
-        tokens, kFfn, kHidden, wide, gate_up_w + l * 2 * kFfn * kHidden, nullptr, Activation::kSilu,
-        act};
+    GatedTask task{tokens,
+                   shape.ffn,
+                   shape.hidden,
+                   wide,
+                   gate_up_w + l * 2 * shape.ffn * shape.hidden,
+                   nullptr,
+                   Activation::kSilu,
+                   act};
     gated_linear(runtime, DType::kBf16, task);
   }
   void norm_layer(int64_t) {
     for (int i = 0; i < 2; i++) {
-      rms_norm(runtime, DType::kBf16,
-               {tokens, kHidden, x, norm, 1e-5f, nullptr, act, false});
+      rms_norm(runtime, DType::kBf16, {tokens, shape.hidden, x, norm, 1e-5f, nullptr, act, false});
     }
   }
   void attend_layer(int64_t l) {
@@ -104,11 +119,11 @@ struct Step {
     task.pages_per_row = int64_t(table.size()) / rows;
     task.page_size = kPage;
     task.num_pages = int64_t(table.size());
-    task.num_layers = kLayers;
+    task.num_layers = shape.layers;
     task.layer = l;
-    task.heads = kHeads;
-    task.kv_heads = kKvHeads;
-    task.head_size = task.rotary_size = kSize;
+    task.heads = shape.heads;
+    task.kv_heads = shape.kv_heads;
+    task.head_size = task.rotary_size = shape.size;
     task.rope_rows = kMaxContext;
     task.scale = 0.125f;
     task.qkv = wide;
@@ -125,34 +140,35 @@ struct Step {
     rope_append_attend(runtime, DType::kBf16, task);
   }
   void run() {
-    constexpr int64_t kWidth = (kHeads + 2 * kKvHeads) * kSize;
-    for (int64_t l = 0; l < kLayers; l++) {
-      linear_layer(l, qkv_w, kWidth, kHidden, false);
+    for (int64_t l = 0; l < shape.layers; l++) {
+      linear_layer(l, qkv_w, shape.qkv_width(), shape.hidden, false);
       attend_layer(l);
-      linear_layer(l, o_w, kHidden, kHidden, true);
+      linear_layer(l, o_w, shape.hidden, shape.hidden, true);
       gated_layer(l);
-      linear_layer(l, down_w, kHidden, kFfn, true);
+      linear_layer(l, down_w, shape.hidden, shape.ffn, true);
       norm_layer(l);
     }
     head();
   }
   int64_t bytes() const {
-    int64_t layer = (kHeads + 2 * kKvHeads) * kSize + kHidden + 3 * kFfn;
-    int64_t token = options.kv_int8 ? kv_code_bytes(kSize) : 2 * kSize;
-    int64_t kv = rows * context * 2 * kKvHeads * token;
-    return kLayers * (2 * layer * kHidden + kv) + 2 * kVocab * kHidden;
+    int64_t layer = shape.qkv_width() + shape.hidden + 3 * shape.ffn;
+    int64_t token = options.kv_int8 ? kv_code_bytes(shape.size) : 2 * shape.size;
+    int64_t kv = rows * context * 2 * shape.kv_heads * token;
+    return shape.layers * (2 * layer * shape.hidden + kv) + 2 * shape.vocab * shape.hidden;
   }
   double operations() const {
-    int64_t layer = (kHeads + 2 * kKvHeads) * kSize + kHidden + 3 * kFfn;
+    int64_t layer = shape.qkv_width() + shape.hidden + 3 * shape.ffn;
     int64_t seen = context - (tokens / rows - 1) / 2;
-    return 2.0 * double(kLayers * tokens * (layer * kHidden + 2 * seen * kHeads * kSize) +
-                        rows * kVocab * kHidden);
+    return 2.0 * double(shape.layers * tokens *
+                            (layer * shape.hidden + 2 * seen * shape.heads * shape.size) +
+                        rows * shape.vocab * shape.hidden);
   }
   void head() {
-    NextTokenTask task{{rows, kVocab, kHidden, wide, head_w, nullptr, nullptr, nullptr, false},
-                       params.data(),
-                       out.data(),
-                       {}};
+    NextTokenTask task{
+        {rows, shape.vocab, shape.hidden, wide, head_w, nullptr, nullptr, nullptr, false},
+        params.data(),
+        out.data(),
+        {}};
     next_token(runtime, DType::kBf16, task);
   }
 };
@@ -167,20 +183,22 @@ Step make_step(const Options& options, Runtime runtime, int64_t rows, int64_t qu
          {},      {},      {},
          {},      {},      {},
          {},      {},      {}};
-  constexpr int64_t kWidth = (kHeads + 2 * kKvHeads) * kSize;
-  s.qkv_w = shared ? shared->qkv_w : weights(kWidth, kHidden * kLayers);
-  s.o_w = shared ? shared->o_w : weights(kHidden, kHidden * kLayers);
-  s.gate_up_w = shared ? shared->gate_up_w : weights(2 * kFfn, kHidden * kLayers);
-  s.down_w = shared ? shared->down_w : weights(kHidden, kFfn * kLayers);
-  s.head_w = shared ? shared->head_w : weights(kVocab, kHidden);
-  s.rope = shared ? shared->rope : filled<float>(kMaxContext * kSize, 0.7f);
-  s.norm = shared ? shared->norm : filled<float>(kHidden, 1.0f);
+  const Shape& shape = options.shape;
+  s.qkv_w = shared ? shared->qkv_w : weights(shape.qkv_width(), shape.hidden * shape.layers);
+  s.o_w = shared ? shared->o_w : weights(shape.hidden, shape.hidden * shape.layers);
+  s.gate_up_w = shared ? shared->gate_up_w : weights(2 * shape.ffn, shape.hidden * shape.layers);
+  s.down_w = shared ? shared->down_w : weights(shape.hidden, shape.ffn * shape.layers);
+  s.head_w = shared ? shared->head_w : weights(shape.vocab, shape.hidden);
+  s.rope = shared ? shared->rope : filled<float>(kMaxContext * shape.size, 0.7f);
+  s.norm = shared ? shared->norm : filled<float>(shape.hidden, 1.0f);
   int64_t pages = ceil_div(context, kPage);
-  s.act = filled<bf16>(s.tokens * 2 * kFfn, bf16{0x3c00});
-  s.wide = weights(s.tokens, kFfn);
-  s.x = filled<float>(s.tokens * kHidden, 0.01f);
-  s.k_pool = filled<bf16>(kLayers * rows * pages * kPage * kKvHeads * kSize, bf16{0x3c00});
-  s.v_pool = filled<bf16>(kLayers * rows * pages * kPage * kKvHeads * kSize, bf16{0x3c00});
+  s.act = filled<bf16>(s.tokens * 2 * shape.ffn, bf16{0x3c00});
+  s.wide = weights(s.tokens, shape.ffn);
+  s.x = filled<float>(s.tokens * shape.hidden, 0.01f);
+  s.k_pool =
+      filled<bf16>(shape.layers * rows * pages * kPage * shape.kv_heads * shape.size, bf16{0x3c00});
+  s.v_pool =
+      filled<bf16>(shape.layers * rows * pages * kPage * shape.kv_heads * shape.size, bf16{0x3c00});
   for (int64_t i = 0; i < rows * pages; i++) s.table.push_back(int32_t(i * 7 % (rows * pages)));
   for (int64_t r = 0; r <= rows; r++) s.starts.push_back(int32_t(r * queries));
   for (int64_t r = 0; r < rows; r++) {
@@ -238,16 +256,18 @@ void report_step(Step& s, const void* memory) {
 }
 
 void report(Step& s) {
-  constexpr int64_t kWidth = (kHeads + 2 * kKvHeads) * kSize;
-  double qkv = best(s.options, kLayers,
-                    [&](int64_t l) { s.linear_layer(l, s.qkv_w, kWidth, kHidden, false); });
-  double o = best(s.options, kLayers,
-                  [&](int64_t l) { s.linear_layer(l, s.o_w, kHidden, kHidden, true); });
-  double gate_up = best(s.options, kLayers, [&](int64_t l) { s.gated_layer(l); });
-  double down = best(s.options, kLayers,
-                     [&](int64_t l) { s.linear_layer(l, s.down_w, kHidden, kFfn, true); });
-  double norm = best(s.options, kLayers, [&](int64_t l) { s.norm_layer(l); });
-  double attend = best(s.options, kLayers, [&](int64_t l) { s.attend_layer(l); });
+  const Shape& shape = s.shape;
+  const int64_t width = shape.qkv_width();
+  double qkv = best(s.options, shape.layers,
+                    [&](int64_t l) { s.linear_layer(l, s.qkv_w, width, shape.hidden, false); });
+  double o = best(s.options, shape.layers,
+                  [&](int64_t l) { s.linear_layer(l, s.o_w, shape.hidden, shape.hidden, true); });
+  double gate_up = best(s.options, shape.layers, [&](int64_t l) { s.gated_layer(l); });
+  double down = best(s.options, shape.layers, [&](int64_t l) {
+    s.linear_layer(l, s.down_w, shape.hidden, shape.ffn, true);
+  });
+  double norm = best(s.options, shape.layers, [&](int64_t l) { s.norm_layer(l); });
+  double attend = best(s.options, shape.layers, [&](int64_t l) { s.attend_layer(l); });
   double head = best(s.options, 1, [&](int64_t) { s.head(); });
   double total = qkv + o + gate_up + down + norm + attend + head;
   auto rate = [&](double n, double k, double layers, double ms, double tokens) {
@@ -256,11 +276,12 @@ void report(Step& s) {
   std::printf(
       "%4ld tokens: qkv %6.2f (%3.0f GF) o %6.2f (%3.0f) gate-up %6.2f (%3.0f) down %6.2f (%3.0f) "
       "norm %5.2f attend %6.2f head %6.2f (%3.0f)  total %7.2f ms = %6.0f tok/s\n",
-      long(s.tokens), qkv, rate(kWidth, kHidden, kLayers, qkv, double(s.tokens)), o,
-      rate(kHidden, kHidden, kLayers, o, double(s.tokens)), gate_up,
-      rate(2 * kFfn, kHidden, kLayers, gate_up, double(s.tokens)), down,
-      rate(kHidden, kFfn, kLayers, down, double(s.tokens)), norm, attend, head,
-      rate(kVocab, kHidden, 1, head, double(s.rows)), total, double(s.tokens) / total * 1e3);
+      long(s.tokens), qkv, rate(width, shape.hidden, shape.layers, qkv, double(s.tokens)), o,
+      rate(shape.hidden, shape.hidden, shape.layers, o, double(s.tokens)), gate_up,
+      rate(2 * shape.ffn, shape.hidden, shape.layers, gate_up, double(s.tokens)), down,
+      rate(shape.hidden, shape.ffn, shape.layers, down, double(s.tokens)), norm, attend, head,
+      rate(shape.vocab, shape.hidden, 1, head, double(s.rows)), total,
+      double(s.tokens) / total * 1e3);
   std::fflush(stdout);
 }
 
@@ -276,6 +297,16 @@ Options parse(int argc, char** argv) {
     if (name == "--kv-int8") {
       options.kv_int8 = true;
       continue;
+    }
+    if (name == "--shape") {
+      const auto* found =
+          std::find_if(std::begin(kShapes), std::end(kShapes),
+                       [&](const Shape& shape) { return value == std::string(shape.name); });
+      if (found == std::end(kShapes)) {
+        std::fprintf(stderr, "no shape '%s'\n", value);
+        std::exit(1);
+      }
+      options.shape = *found;
     }
     if (name == "--threads") options.threads = std::atoi(value);
     if (name == "--steps") options.steps = std::atoi(value);
