@@ -58,7 +58,7 @@ struct Reduction<Float8<T>> {
                                              const PanelProduct<Float8<T>>& product, int64_t row,
                                              int column, SpreadPrefetch prefetch,
                                              UpcomingBlocks* upcoming) {
-    const Input<Float8<T>>* x = product.x + row * product.k;
+    const Input<Float8<T>>* x = product.x + row * product.row_stride;
     const uint8_t* block = &product.w->code;
     clear(sums);
     for (int64_t begin = 0; begin < product.k; begin += kFloat8Block) {
@@ -66,8 +66,8 @@ struct Reduction<Float8<T>> {
       prefetch_steps(prefetch, kFloat8ScaleBytes / kFloat8StepBytes);
       const auto* codes = reinterpret_cast<const Float8<T>*>(block + kFloat8ScaleBytes);
       Vec acc[MR][NR];
-      reduce_run<Float8<T>, MR, NR>(acc, x + begin, product.k, codes + column * 2, count, prefetch,
-                                    upcoming);
+      reduce_run<Float8<T>, MR, NR>(acc, x + begin, product.row_stride, codes + column * 2, count,
+                                    prefetch, upcoming);
       const float* scales = reinterpret_cast<const float*>(block) + column;
 #pragma GCC unroll 4
       for (int j = 0; j < NR; j++) {

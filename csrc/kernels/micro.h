@@ -6,16 +6,27 @@
 
 namespace cadenza::CADENZA_ISA {
 
-// A range to prefetch, spread evenly over the steps of the reduction.
+// A range to prefetch, spread evenly over the steps of the reduction. What is read much later is
+// `for_later`: into the second-level cache, as it would not stay in the first, and would meanwhile
+// hold what the first needs to read the second (avx512_bf16, 16 rows: 1.17 times the time).
 struct SpreadPrefetch {
   const char* at = nullptr;
   int64_t bytes_per_step = 0;
+  bool for_later = false;
+
+  [[gnu::always_inline]] void line(int64_t offset) const {
+    if (for_later) {
+      __builtin_prefetch(at + offset, 0, 2);
+    } else {
+      __builtin_prefetch(at + offset, 0, 3);
+    }
+  }
 };
 
 [[gnu::always_inline]] inline void prefetch_step(SpreadPrefetch& prefetch) {
   if (prefetch.bytes_per_step == 0) return;
-  __builtin_prefetch(prefetch.at, 0, 3);
-  if (prefetch.bytes_per_step > 64) __builtin_prefetch(prefetch.at + 64, 0, 3);
+  prefetch.line(0);
+  if (prefetch.bytes_per_step > kCacheLine) prefetch.line(kCacheLine);
   prefetch.at += prefetch.bytes_per_step;
 }
 

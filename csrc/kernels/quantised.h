@@ -24,9 +24,7 @@ struct QuantisedProduct {
 
 // Prefetches the bytes of one group.
 [[gnu::always_inline]] inline void prefetch_group(SpreadPrefetch& prefetch) {
-  for (int64_t at = 0; at < prefetch.bytes_per_step; at += kCacheLine) {
-    __builtin_prefetch(prefetch.at + at, 0, 3);
-  }
+  for (int64_t at = 0; at < prefetch.bytes_per_step; at += kCacheLine) prefetch.line(at);
   prefetch.at += prefetch.bytes_per_step;
 }
 
@@ -248,11 +246,11 @@ inline SpreadPrefetch prefetch_of_unit(const CodePanel& panel, int64_t count, bo
   const int64_t share = round_up(ceil_div(group_bytes, count), kCacheLine);
   if (is_last_of_share) {
     SpreadPrefetch prefetch;
-    if (!worker.prefetch.empty()) prefetch = {worker.prefetch.at, share};
+    if (!worker.prefetch.empty()) prefetch = {worker.prefetch.at, share, count == 2};
     worker.prefetch.at += panel.bytes;
     return prefetch;
   }
-  return has_next ? SpreadPrefetch{own + panel.bytes, share} : SpreadPrefetch{};
+  return has_next ? SpreadPrefetch{own + panel.bytes, share, count == 2} : SpreadPrefetch{};
 }
 
 // Computes units [begin, end), divided into row tiles and row blocks as in kernels/linear.h.

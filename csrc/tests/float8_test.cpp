@@ -146,10 +146,9 @@ TEST(every_float8_code_has_its_value) {
 }
 
 template <class T>
-void check_batches(const Context& context) {
+void check_batches(const Context& context, int64_t k, int most) {
   Random random(6);
-  const int most = context.quick ? 65 : 257;
-  Codes8 w(random, 77, 151, *context.executors[0]);
+  Codes8 w(random, 77, k, *context.executors[0]);
   std::vector<T> x = random_values<T>(random, most * w.k);
   auto run = [&](const RowBatch& batch) {
     std::vector<T> taken = take_rows(batch, x, w.k);
@@ -159,8 +158,14 @@ void check_batches(const Context& context) {
 }
 
 TEST(a_float8_row_does_not_depend_on_its_batch) {
-  check_batches<bf16>(context);
-  check_batches<float>(context);
+  const int most = context.quick ? 65 : 257;
+  check_batches<bf16>(context, 151, most);
+  check_batches<float>(context, 151, most);
+}
+
+TEST(a_float8_row_that_is_copied_apart_from_others_does_not_depend_on_its_batch) {
+  check_batches<bf16>(context, 2048, 33);
+  check_batches<float>(context, 2048, 33);
 }
 
 TEST(a_nan_code_and_a_nan_scale_spoil_their_column_only) {
