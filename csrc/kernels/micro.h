@@ -6,20 +6,26 @@
 
 namespace cadenza::CADENZA_ISA {
 
-// A range to prefetch, spread evenly over the steps of the reduction. What is read much later is
-// `for_later`: into the second-level cache, as it would not stay in the first, and would meanwhile
-// hold what the first needs to read the second (avx512_bf16, 16 rows: 1.17 times the time).
+// The caches into which a range is prefetched. A read from memory holds one of the few buffers of
+// the first level's misses until it is done, also while the second level would have what is read
+// next.
+enum class CacheLevels {
+  kFirst,
+  kSecond,  // what would not stay in the first
+  kBoth,    // first the second, and kFirstLevelLag bytes later the first
+};
+constexpr int64_t kFirstLevelLag = 8192;
+
+// A range to prefetch, spread evenly over the steps of the reduction.
 struct SpreadPrefetch {
   const char* at = nullptr;
   int64_t bytes_per_step = 0;
-  bool for_later = false;
+  CacheLevels levels = CacheLevels::kFirst;
 
   [[gnu::always_inline]] void line(int64_t offset) const {
-    if (for_later) {
-      __builtin_prefetch(at + offset, 0, 2);
-    } else {
-      __builtin_prefetch(at + offset, 0, 3);
-    }
+    if (levels != CacheLevels::kFirst) __builtin_prefetch(at + offset, 0, 2);
+    if (levels == CacheLevels::kFirst) __builtin_prefetch(at + offset, 0, 3);
+    if (levels == CacheLevels::kBoth) __builtin_prefetch(at + offset - kFirstLevelLag, 0, 3);
   }
 };
 

@@ -246,11 +246,12 @@ inline SpreadPrefetch prefetch_of_unit(const CodePanel& panel, int64_t count, bo
   const int64_t share = round_up(ceil_div(group_bytes, count), kCacheLine);
   if (is_last_of_share) {
     SpreadPrefetch prefetch;
-    if (!worker.prefetch.empty()) prefetch = {worker.prefetch.at, share, count == 2};
+    if (!worker.prefetch.empty()) prefetch = {worker.prefetch.at, share, levels_of_next_panel(count)};
     worker.prefetch.at += panel.bytes;
     return prefetch;
   }
-  return has_next ? SpreadPrefetch{own + panel.bytes, share, count == 2} : SpreadPrefetch{};
+  if (!has_next) return {};
+  return {own + panel.bytes, share, levels_of_next_panel(count)};
 }
 
 // Computes units [begin, end), divided into row tiles and row blocks as in kernels/linear.h.
