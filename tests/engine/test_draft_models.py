@@ -15,12 +15,13 @@ import pytest
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
 from cadenza.core.admission import Admission
+from cadenza.core.draft_costs import DecodeCost
 from cadenza.core.draft_plan import MIN_RATIO, DraftChance, plan_drafts
 from cadenza.core.drafts import PROBE_EVERY, Drafting, SharedAcceptance
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.scheduler import Scheduler, SchedulerOptions
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_cost import StepCost, StepLoad
+from cadenza.core.step_cost import StepCost
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import MAX_FAILURES, DraftModel, ModelDrafter
@@ -246,17 +247,16 @@ def chances(*acceptances: float, most: int = 5) -> list[DraftChance]:
     return [DraftChance(acceptance=each, most=most, num_keys=10) for each in acceptances]
 
 
-def load(num_rows: int) -> StepLoad:
-    return StepLoad(num_tokens=num_rows, num_logits=num_rows, num_keys=0)
+def target(num_rows: int) -> DecodeCost:
+    return DecodeCost.linear(5.0 + 0.2 * num_rows, 0.2)
 
 
-TARGET = StepCost(fixed_ms=5.0, token_ms=0.1, logit_ms=0.1, key_ms=0.0)
 QUARTER = StepCost(fixed_ms=1.2, token_ms=0.03, logit_ms=0.03, key_ms=0.0)
 
 
 def test_more_is_drafted_where_more_is_accepted() -> None:
     counts = [
-        plan_drafts(chances(each), load(1), TARGET, QUARTER).counts[0]
+        plan_drafts(chances(each), 1, target(1), QUARTER).counts[0]
         for each in (0.1, 0.5, 0.8, 0.95, 1.0)
     ]
     assert counts == sorted(counts)
@@ -267,7 +267,7 @@ def test_more_is_drafted_where_more_is_accepted() -> None:
 def test_a_plan_is_the_best_of_all_equal_numbers_of_drafts() -> None:
     for acceptance in (0.3, 0.6, 0.8, 0.93):
         for rows in (1, 2, 4, 8):
-            plan = plan_drafts(chances(*[acceptance] * rows), load(rows), TARGET, QUARTER)
+            plan = plan_drafts(chances(*[acceptance] * rows), rows, target(rows), QUARTER)
             rates = [expected_rate(acceptance, rows, count) for count in range(6)]
             best = max(rates)
             if best < MIN_RATIO * rates[0]:
@@ -285,7 +285,7 @@ def expected_rate(acceptance: float, rows: int, count: int) -> float:
 
 
 def test_a_sequence_that_accepts_little_does_not_draft_beside_one_that_accepts_much() -> None:
-    plan = plan_drafts(chances(0.95, 0.02), load(2), TARGET, QUARTER)
+    plan = plan_drafts(chances(0.95, 0.02), 2, target(2), QUARTER)
     assert plan.counts[0] > 1
     assert plan.counts[1] == 0
 

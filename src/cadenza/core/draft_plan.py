@@ -6,8 +6,10 @@ sequence, no model and no clock. Invariant: without a gain there are no drafts.
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from cadenza.core.step_cost import StepCost, StepLoad
+from cadenza.core.draft_costs import DecodeCost
+from cadenza.core.step_cost import StepCost
 
 MIN_RATIO = 1.05
 """The expected rate with drafts, as a multiple of that without, from which they are tried. The
@@ -17,7 +19,8 @@ MARGIN = 1.15
 """What a draft that costs nothing else has to give, as a multiple of what verifying it costs: the
 rows of a batch that drafts end at different times, which is not foreseen."""
 
-FREE = StepCost(fixed_ms=0.0, token_ms=0.0, logit_ms=0.0, key_ms=0.0)
+LEAST_GAIN = 0.01
+"""Tokens; of a draft that is never worth its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,59 +58,71 @@ class DraftNumbers:
 
 def plan_drafts(
     chances: SequenceOf[DraftChance],
-    load: StepLoad,
-    target: StepCost,
+    num_rows: int,
+    target: DecodeCost,
     drafter: StepCost | None = None,
 ) -> DraftNumbers:
-    """Adds one draft to each sequence for which it pays, again and again, while the rate rises.
+    """Takes the drafts in the order of what they are expected to give, as many as give the best
+    rate.
 
     Args:
-        load: of the step without drafts, which samples a token for each of its logit rows.
+        num_rows: that sample a token each in the step without drafts.
+        target: what the step costs.
         drafter: what drafting costs, of all sequences together; None for nothing: each draft then
             stands for itself, and has to be worth `MARGIN`.
     """
     margin, min_ratio = (MARGIN, 1.0) if drafter is None else (1.0, MIN_RATIO)
-    tokens, ms = float(load.num_logits), target.predict_ms(load)
-    if drafter is None and load.num_logits:
+    if drafter is None and num_rows:
         # Sequences without drafts take as many steps as ever: what each step costs whatever it
         # holds is saved only as far as all sequences advance.
-        share_left = max(0.0, 1 - len(chances) / load.num_logits)
-        worth = 1 - share_left * max(0.0, target.fixed_ms) / ms
+        share_left = max(0.0, 1 - len(chances) / num_rows)
+        worth = 1 - share_left * target.fixed_ms(num_rows) / target.base_ms
         chances = [replace(each, worth=each.worth * worth) for each in chances]
-    drafter = drafter or FREE
-    first_rate = rate = tokens / ms
-    num_tokens = tokens
-    counts, best = [0] * len(chances), [0] * len(chances)
-    rows = list(range(len(chances)))
-    for depth in range(1, max((each.most for each in chances), default=0) + 1):
-        prices = {
-            row: _own_ms(target, chances[row]) + _own_ms(drafter, chances[row]) for row in rows
-        }
-        rows = [
-            row
-            for row in rows
-            if depth <= chances[row].most
-            and _gained(chances[row], depth) >= margin * rate * prices[row]
-        ]
-        tokens += sum(_gained(chances[row], depth) for row in rows)
-        ms += drafter.fixed_ms + sum(prices[row] for row in rows)
-        if not rows or tokens / ms <= rate:
-            break
-        rate, num_tokens = tokens / ms, tokens
-        for row in rows:
-            counts[row] = depth
-        best = counts.copy()
-    if rate <= first_rate or rate < min_ratio * first_rate:
-        none, num_tokens = [0] * len(chances), float(load.num_logits)
-        return DraftNumbers(
-            counts=none, num_tokens=num_tokens, rate_without=first_rate, rate=first_rate
-        )
-    return DraftNumbers(counts=best, num_tokens=num_tokens, rate_without=first_rate, rate=rate)
+    tokens, drafting_ms, deepest = float(num_rows), 0.0, 0
+    first = best = _Taken(tokens, target.base_ms, 0)
+    drafts = _drafts_of(chances)
+    for number, (gained, depth, row) in enumerate(drafts, start=1):
+        tokens += gained
+        if drafter is not None:
+            drafting_ms += (depth > deepest) * drafter.fixed_ms + _own_ms(drafter, chances[row])
+            deepest = max(depth, deepest)
+        ms = target.base_ms + target.added_ms(number) + drafting_ms
+        is_worth = tokens - best.tokens >= margin * best.rate * (ms - best.ms)
+        if is_worth and tokens / ms > best.rate:
+            best = _Taken(tokens, ms, number)
+    if best.rate < min_ratio * first.rate:
+        best = first
+    counts = [0] * len(chances)
+    for _, _, row in drafts[: best.number]:
+        counts[row] += 1
+    return DraftNumbers(
+        counts=counts, num_tokens=best.tokens, rate_without=first.rate, rate=best.rate
+    )
 
 
-def _gained(chance: DraftChance, depth: int) -> float:
-    """Of a draft behind `depth` - 1 others."""
-    return chance.worth * chance.acceptance**depth
+class _Taken(NamedTuple):
+    """The tokens and the time of a step with the first `number` drafts."""
+
+    tokens: float
+    ms: float
+    number: int
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.ms
+
+
+def _drafts_of(chances: SequenceOf[DraftChance]) -> list[tuple[float, int, int]]:
+    """Of each draft that may be accepted: what it is expected to give, its depth and its row; the
+    best first, and each behind those before it."""
+    drafts = [
+        (gained, depth, row)
+        for row, chance in enumerate(chances)
+        for depth in range(1, chance.most + 1)
+        if (gained := chance.worth * chance.acceptance**depth) > LEAST_GAIN
+    ]
+    drafts.sort(key=lambda draft: (-draft[0], draft[1]))
+    return drafts
 
 
 def _own_ms(cost: StepCost, chance: DraftChance) -> float:

@@ -5,6 +5,7 @@ rows and no arrays. Invariants: drafts take only what the step has left over, an
 others; a sequence drafts only behind its newest token, which has been read.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from statistics import fmean, harmonic_mean
@@ -13,7 +14,7 @@ from typing import NamedTuple, Protocol
 from cadenza.config import EngineLimits
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.constraint import Lookahead
-from cadenza.core.draft_costs import DraftCosts
+from cadenza.core.draft_costs import DecodeCost, DraftCosts
 from cadenza.core.draft_plan import DraftChance, plan_drafts
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence
@@ -65,12 +66,12 @@ class DraftWish(NamedTuple):
 
 class DraftStep(NamedTuple):
     """The step for which drafts are wanted: its number, its load without drafts, and what it costs
-    with a few; None if that is not known.
+    with so many; None if that is not known.
     """
 
     number: int
     load: StepLoad
-    cost: StepCost | None
+    cost: DecodeCost | None
 
 
 class Drafter(Protocol):
@@ -145,7 +146,7 @@ class StepDrafts:
         )
         if idle_ms is not None:
             # Where steps that overlap wait for the host, one that does not is shorter.
-            base_ms = self._costs.beside(base, cost).predict_ms(base)
+            base_ms = self._costs.beside(base, cost).base_ms
             wait_ms = max(0.0, idle_ms - max(0.0, base_ms - measured_ms))
             self._wait_ms += WEIGHT_OF_NEWEST_WAIT * (wait_ms - self._wait_ms)
         if batch.num_prompt_rows:
@@ -200,7 +201,7 @@ class StepDrafts:
             return False
         pace = pace_of(running)
         chances = [chance_of(each, each.drafting.most, pace) for each in sequences if each.drafting]
-        plan = plan_drafts(chances, step.load, step.cost)
+        plan = plan_drafts(chances, step.load.num_logits, step.cost)
         found = fmean([each.drafting.found for each in sequences if each.drafting])
         is_worth = plan.saved_ms_of_step * found >= self._wait_ms
         if not is_worth and not (_has_untried(sequences) and any(plan.counts)):
@@ -279,7 +280,7 @@ class StepDrafts:
             chances = [
                 chance_of(sequence, len(drafts), pace) for sequence, drafts in looked_up.items()
             ]
-            plan = plan_drafts(chances, step.load, step.cost)
+            plan = plan_drafts(chances, step.load.num_logits, step.cost)
             is_worth = any(plan.counts) and plan.saved_ms_of_step >= self._wait_ms
             is_probe = self._probes.takes(step.number) or _has_untried(list(looked_up))
             if is_worth and not is_probe:
@@ -287,10 +288,12 @@ class StepDrafts:
             if not (is_worth or is_probe or waits_anyway):
                 return found
             counts = plan.counts
+        least = _least_acceptance(looked_up, counts)
         for (sequence, drafts), count in zip(looked_up.items(), counts, strict=True):
+            assert sequence.drafting is not None
             if not count:
-                assert sequence.drafting is not None
-                sequence.drafting.pause(len(sequence.token_ids))
+                if sequence.drafting.acceptance < least:
+                    sequence.drafting.pause(len(sequence.token_ids))
             elif room > 0:
                 found[sequence] = self._fitting(
                     sequence, len(sequence.token_ids), drafts[: min(count, room)]
@@ -354,6 +357,15 @@ def _pace(sequence: Sequence) -> float:
     accepted = 0 if sequence.drafting is None else sequence.drafting.num_accepted
     num_tokens = sequence.num_generated_tokens + PRIOR_STEPS
     return num_tokens / max(1, num_tokens - accepted)
+
+
+def _least_acceptance(sequences: Iterable[Sequence], counts: list[int]) -> float:
+    """Of those that draft: others that are accepted as often only have no turn in this step."""
+    drafting = zip(sequences, counts, strict=True)
+    return min(
+        [each.drafting.acceptance for each, count in drafting if each.drafting and count],
+        default=1.0,
+    )
 
 
 def _has_untried(sequences: list[Sequence]) -> bool:

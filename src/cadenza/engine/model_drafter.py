@@ -139,7 +139,7 @@ class ModelDrafter:
         if cost is None or own is None:
             return True
         chances = [chance_of(each, each.drafting.most) for each in sequences if each.drafting]
-        plan = plan_drafts(chances, step.load, cost, _scaled(own, self._scale))
+        plan = plan_drafts(chances, step.load.num_logits, cost, _scaled(own, self._scale))
         if not any(plan.counts):
             self._rests_until = step.number + REST_STEPS
         return any(plan.counts)
@@ -213,7 +213,7 @@ class ModelDrafter:
             return budget
         own = _scaled(own, self._scale)
         chances = [chance_of(row.sequence, row.count) for row in rows]
-        plan = plan_drafts(chances, step.load, cost, own)
+        plan = plan_drafts(chances, step.load.num_logits, cost, own)
         for row, count in zip(rows, plan.counts, strict=True):
             row.count = count
             if count and not _pays(row, plan, own):
@@ -221,7 +221,7 @@ class ModelDrafter:
                 assert row.sequence.drafting is not None
                 row.sequence.drafting.resumes_at = len(row.sequence.token_ids) + PAUSE_TOKENS
         # As long as the step itself: streams wait at most twice as long meanwhile.
-        in_time = int(cost.predict_ms(step.load) / own.token_ms)
+        in_time = int(cost.base_ms / own.token_ms)
         return min(budget, max(LEAST_CATCH_UP, in_time))
 
     def _draft(self, rows: list[_Row], catch_up: int) -> Drafts:
