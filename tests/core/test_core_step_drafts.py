@@ -4,7 +4,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from cadenza.core.batch import Batch
+from cadenza.core.batch import Batch, BatchEntry
+from cadenza.core.draft_costs import FIRST_STEPS
 from cadenza.core.drafts import Drafting
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost
@@ -78,6 +79,26 @@ def test_a_second_model_is_waited_for_only_if_its_drafts_are_worth_their_time() 
         running = running_of(Drafting(source=None, most=4))
         assert drafts.need_newest_tokens(running, 7, COST) is answer
         assert drafter.steps == [7]
+
+
+def test_a_step_that_is_to_be_measured_without_drafts_waits_for_nobody() -> None:
+    """One that waited would not be measured, and a second model is asked in every step."""
+    drafts = drafts_of(Asked(answer=True))
+    running = running_of(Drafting(source=None, most=4))
+    with_drafts = Batch(0, num_tokens=4, num_keys=36, num_choices=4, has_drafts=True)
+    with_drafts.entries += [
+        BatchEntry(running[0], 0, 8, 1, 1, 0),
+        BatchEntry(running[1], 1, 8, 3, 3, 0, drafts=(0, 0)),
+    ]
+    without = Batch(0, num_tokens=2, num_keys=18, num_choices=2)
+    for _ in range(FIRST_STEPS):
+        assert drafts.need_newest_tokens(running, 1, COST)
+        drafts.observe(with_drafts, 4.4, COST, 0.1)
+    assert not drafts.need_newest_tokens(running, 1, COST)
+    drafts.observe(without, 4.2, COST, 0.1)
+    assert not drafts.need_newest_tokens(running, 1, COST), "it followed one with drafts"
+    drafts.observe(without, 4.2, COST, None)
+    assert drafts.need_newest_tokens(running, 1, COST)
 
 
 def test_sequences_that_look_drafts_up_are_waited_for_while_that_saves_time() -> None:

@@ -24,12 +24,12 @@ MAX_CHANGE, MAX_DRAFT_CHANGE = 1.25, 1.5
 """How far one measured time may be from what a step, or its drafts, are known to take; what is
 further counts as so far: now and then a step takes twice as long, for reasons of the host."""
 
+LEAST_CHANGE = 0.03
+"""The same for drafts that are nearly free, as a share of the step."""
+
 FAR_STEPS, FAR_SHARE = 3, 0.2
 """So many such times in succession count in full, as when other work on the machine began or ended.
 Of steps with drafts, which are far from this share of the step on, they ask for some without."""
-
-LEAST_CHANGE = 0.03
-"""The same for drafts, as a share of the step, where they are nearly free."""
 
 NUM_TRUSTED = 2
 """Measured times of so many drafts from which single ones count within those bounds."""

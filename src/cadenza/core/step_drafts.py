@@ -8,6 +8,7 @@ others; a sequence drafts only behind its newest token, which has been read.
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from math import inf
 from statistics import fmean, harmonic_mean
 from typing import NamedTuple, Protocol
 
@@ -182,6 +183,8 @@ class StepDrafts:
         if not looking_up and not together:
             return False
         load = _load_of([(each, 1) for each in running])
+        if self._costs.is_stale(load):
+            return False  # a step that waited would not be measured
         step = self._step_of(number, load, cost)
         drafter = self._drafter
         if together and drafter and drafter.is_due(number) and drafter.is_worth(together, step):
@@ -193,8 +196,6 @@ class StepDrafts:
     ) -> bool:
         """Whether the time that drafts of these sequences are expected to save is worth that in
         which the device idles."""
-        if self._costs.is_stale(step.load):
-            return False
         if step.cost is None or self._probes.takes(step.number):
             return True
         if step.number < self._asks_at:
@@ -364,7 +365,7 @@ def _least_acceptance(sequences: Iterable[Sequence], counts: list[int]) -> float
     drafting = zip(sequences, counts, strict=True)
     return min(
         [each.drafting.acceptance for each, count in drafting if each.drafting and count],
-        default=1.0,
+        default=inf,
     )
 
 
