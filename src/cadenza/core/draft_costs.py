@@ -122,14 +122,17 @@ class _Measured:
         if not self.num_far:
             self.num_since_base = 0
 
+    def is_trusted(self, num_drafts: int) -> bool:
+        point = self.points.get(_bucket(num_drafts))
+        return point is not None and point.num_measured >= NUM_TRUSTED
+
     def learn_drafts(self, num_drafts: int, old_ms: float, ms: float, slack_ms: float) -> None:
         """Drafts added `ms`, and were known to add `old_ms`."""
         bucket = _bucket(num_drafts)
-        point = self.points.setdefault(bucket, _Point(num_drafts, old_ms))
-        if point.num_measured >= NUM_TRUSTED:
+        if self.is_trusted(num_drafts):
             ms = min(ms, max(MAX_DRAFT_CHANGE * old_ms, old_ms + slack_ms))
             ms = max(ms, min(old_ms / MAX_DRAFT_CHANGE, old_ms - slack_ms))
-        point.learn(num_drafts, ms)
+        self.points.setdefault(bucket, _Point(num_drafts, old_ms)).learn(num_drafts, ms)
         for other in [each for each in self.points if each != bucket]:
             self.points[other].num_elsewhere += 1
             if self.points[other].num_elsewhere > FORGET_STEPS:
@@ -170,9 +173,10 @@ class DraftCosts:
         known = self.beside(load, cost)
         old_ms, own_ms = known.added_ms(num_drafts), num_drafts * _own_ms(load, cost)
         added_ms = min(MAX_PRICE * own_ms, max(MIN_PRICE * own_ms, ms - known.base_ms))
-        measured.learn_drafts(num_drafts, old_ms, added_ms, LEAST_CHANGE * known.base_ms)
         error_ms, far_ms = ms - known.base_ms - old_ms, FAR_SHARE * known.base_ms
-        error_ms = error_ms if abs(error_ms) > far_ms else 0.0
+        is_far = measured.is_trusted(num_drafts) and abs(error_ms) > far_ms
+        measured.learn_drafts(num_drafts, old_ms, added_ms, LEAST_CHANGE * known.base_ms)
+        error_ms = error_ms if is_far else 0.0
         measured.num_far_drafts = _in_succession(measured.num_far_drafts, error_ms)
         if abs(measured.num_far_drafts) >= FAR_STEPS:
             measured.num_far_drafts = 0
