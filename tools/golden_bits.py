@@ -35,8 +35,8 @@ from cadenza.checkpoint.random_checkpoint import (
 from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Token
+from cadenza.fingerprint import ARITHMETIC_REVISION
 from cadenza.loading.build import build_runner, make_setup, plan_model
-from cadenza.loading.fingerprint import ARITHMETIC_REVISION
 from cadenza.request import Request, SamplingParams
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "golden" / "bits.json"
@@ -153,7 +153,7 @@ def record(corpus: Corpus, cases: list[Case], arithmetic: str = "portable") -> C
         if before != digest:
             raise SystemExit(
                 f"{case.name}: the bits of {name} changed; raise ARITHMETIC_REVISION in "
-                f"loading/fingerprint.py, and record all cases anew"
+                f"cadenza/fingerprint.py, and record all cases anew"
             )
     return Corpus(revision=ARITHMETIC_REVISION, classes=classes)
 

@@ -2,7 +2,7 @@
 //
 // The Python suite has a larger corpus (tests/golden); this one runs where Python cannot, such as
 // under an emulator. Everything here is made of integers and of exactly rounded operations. A
-// changed digest needs another ARITHMETIC_REVISION (loading/fingerprint.py).
+// changed digest needs another ARITHMETIC_REVISION (src/cadenza/fingerprint.py).
 #include "core/kv_codes.h"
 #include "core/quantised.h"
 #include "tests/check.h"

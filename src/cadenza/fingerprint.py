@@ -1,12 +1,16 @@
 """`Fingerprint`: what an answer's tokens depend on besides its request, in named parts.
 
-Owns the parts and their digest. Invariant: answers to equal requests whose fingerprints are equal
-have equal tokens and log probabilities, on any machine and in any batch.
+Owns the parts, their digest and `ARITHMETIC_REVISION`. Invariant: answers to equal requests whose
+fingerprints are equal have equal tokens and log probabilities, on any machine and in any batch.
 """
 
 import hashlib
 
 import msgspec
+
+ARITHMETIC_REVISION = 2
+"""Of the named classes of arithmetic. To be raised when any bit of a step changes:
+`python -m tools.golden_bits --record` then records the corpus anew, and refuses to without it."""
 
 PREFIX = "cdz-"
 _DIGEST_CHARS = 24

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from cadenza.checkpoint import Checkpoint, declare, named_shape, open_checkpoint
 from cadenza.checkpoint.quantised_folder import write_quantised_folder
@@ -89,6 +90,25 @@ def test_a_quantised_folder_is_not_quantised_again(tmp_path: Path):
     write_quantised_folder(original(tmp_path / "plain"), tmp_path / "out", "int8")
     with pytest.raises(CheckpointError, match="already stored as compressed-tensors"):
         write_quantised_folder(open_checkpoint(tmp_path / "out"), tmp_path / "again", "int4")
+
+
+def test_the_first_layer_is_floats_beside_int4(tmp_path: Path):
+    """A reader with kernels for 4 bits alone can then compute with the folder."""
+    plain = original(tmp_path / "plain", "tiny-qwen3-moe")
+    write_quantised_folder(plain, tmp_path / "out", "int4")
+    with safe_open(tmp_path / "out" / "model.safetensors", "numpy") as file:
+        stored = set(file.keys())
+    first = [spec for spec in declare(plain.config) if spec.is_in_first_layer]
+    assert {spec.name for spec in first} <= stored
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    ignored = settings["quantization_config"]["ignore"]
+    linears = {
+        spec.name.removesuffix(".weight") for spec in first if spec.kind in ("linear", "router")
+    }
+    assert linears <= set(ignored)
+    scheme = open_checkpoint(tmp_path / "out").scheme
+    assert scheme is not None
+    assert "first layer int8 at load" in scheme.name
 
 
 def test_another_value_of_the_setting_for_load_is_refused(tmp_path: Path):

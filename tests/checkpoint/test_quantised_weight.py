@@ -73,7 +73,8 @@ def test_routers_norms_and_biases_keep_their_type():
     kinds = {spec.kind: format_of(spec, "bfloat16", "int8").name for spec in specs}
     assert kinds["router"] == kinds["norm"] == "bfloat16"
     assert kinds["linear"] == kinds["embedding"] == "int8"
-    kinds = {spec.kind: format_of(spec, "bfloat16", "int4").name for spec in specs}
+    later = [spec for spec in specs if not spec.is_in_first_layer]
+    kinds = {spec.kind: format_of(spec, "bfloat16", "int4").name for spec in later}
     assert kinds == {
         "embedding": "int8",
         "head": "int8",
@@ -81,6 +82,17 @@ def test_routers_norms_and_biases_keep_their_type():
         "router": "bfloat16",
         "norm": "bfloat16",
     }
+
+
+def test_the_first_layer_has_8_bits_beside_4():
+    first = [spec for spec in declare(named_shape("tiny-qwen3-moe")) if spec.is_in_first_layer]
+    kinds = {(spec.kind, format_of(spec, "bfloat16", "int4").name) for spec in first}
+    assert kinds == {("linear", "int8"), ("router", "bfloat16"), ("norm", "bfloat16")}
+    assert not any(
+        spec.is_in_first_layer
+        for spec in declare(named_shape("smollm2-135m"))
+        if spec.name.startswith(("model.layers.1", "model.embed", "model.norm"))
+    )
 
 
 def test_quantised_bytes_count_codes_scales_and_complete_groups():

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from cadenza.backends.xla.ops.native_library import NativeLibrary
-from cadenza.loading.fingerprint import ARITHMETIC_REVISION
+from cadenza.fingerprint import ARITHMETIC_REVISION
 from tools.golden_bits import Case, all_cases, compare, read_corpus, record
 
 pytestmark = pytest.mark.native

@@ -28,6 +28,8 @@ INPUT_PROJ = "model.input_proj.weight"
 HIDDEN_NORM = "model.hidden_layernorm.weight"
 EMBEDDING_NORM = "model.token_layernorm.weight"
 
+_FIRST_LAYER = "model.layers.0."
+
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Rotary frequencies stored by old Llama checkpoints; ignored, because the config implies them."""
 
@@ -45,6 +47,10 @@ class TensorSpec:
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_in_first_layer(self) -> bool:
+        return self.name.startswith(_FIRST_LAYER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 Owns the content of the folder: compressed-tensors in `pack-quantized`, which vLLM and transformers
 read, with the codes that `--quantization` makes at load, so that both give the same bits. Embedding
-and head stay floats in the file, because other readers expect them so; a setting of config.json of
-our own, which others ignore, says that they are rounded to int8 at load. Invariant: the folder
-appears complete or not at all.
+and head stay floats in the file, because other readers expect them so, and so does the first layer
+beside int4, because not all readers of 4 bits read 8; a setting of config.json of our own, which
+others ignore, says that they are rounded to int8 at load. Invariant: the folder appears complete or
+not at all.
 """
 
 import json
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from cadenza.checkpoint.config_json import CONFIG_FILE
 from cadenza.checkpoint.declaration import TensorSpec, declare
 from cadenza.checkpoint.folder import Checkpoint, OnProgress
-from cadenza.checkpoint.formats.at_load import format_at_load
+from cadenza.checkpoint.formats.at_load import format_at_load, is_float_until_load
 from cadenza.checkpoint.json_object import read_json_object
 from cadenza.checkpoint.quantised_weight import quantise_int4, quantise_int8
 from cadenza.checkpoint.safetensors_writer import (
@@ -60,7 +61,7 @@ def write_quantised_folder(
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{str(out)!r} exists and is not an empty folder; name another one")
-    parts = _parts(checkpoint, _BITS[quantization])
+    parts = _parts(checkpoint, quantization)
     total, written = sum(part.num_bytes for part in parts), 0
 
     def advance(num_bytes: int) -> None:
@@ -75,15 +76,17 @@ def write_quantised_folder(
             folder.mkdir()
             _copy_small_files(checkpoint.folder, folder)
             write_shards(folder, parts, max_shard_bytes=max_shard_bytes, on_written=advance)
-            _write_config(checkpoint, folder, _BITS[quantization])
+            _write_config(checkpoint, folder, quantization)
             os.replace(folder, out)
     except OSError as error:
         raise CheckpointError(f"{str(out)!r} cannot be written: {error.strerror}") from error
 
 
-def _parts(checkpoint: Checkpoint, bits: int) -> list[Part]:
+def _parts(checkpoint: Checkpoint, quantization: Quantization) -> list[Part]:
     return [
-        _linear(checkpoint, spec, bits) if spec.kind == "linear" else _copied(checkpoint, spec)
+        _linear(checkpoint, spec, _BITS[quantization])
+        if spec.kind == "linear" and not is_float_until_load(spec, quantization)
+        else _copied(checkpoint, spec)
         for spec in declare(checkpoint.config)
     ]
 
@@ -129,13 +132,14 @@ def _packed(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(padded).view("<i4")
 
 
-def _write_config(checkpoint: Checkpoint, folder: Path, bits: int) -> None:
+def _write_config(checkpoint: Checkpoint, folder: Path, quantization: Quantization) -> None:
     values = dict(read_json_object(checkpoint.folder / CONFIG_FILE).values)
-    routers = [
+    ignored = [
         spec.name.removesuffix(".weight")
         for spec in declare(checkpoint.config)
-        if spec.kind == "router"
+        if spec.kind == "router" or is_float_until_load(spec, quantization)
     ]
+    bits = _BITS[quantization]
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -149,9 +153,9 @@ def _write_config(checkpoint: Checkpoint, folder: Path, bits: int) -> None:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head", *routers],
+        "ignore": ["lm_head", *ignored],
     }
-    values |= format_at_load()
+    values |= format_at_load(quantization)
     text = json.dumps(values, indent=2) + "\n"
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 

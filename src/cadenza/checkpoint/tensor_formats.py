@@ -29,8 +29,7 @@ StoredFormat = Callable[[str], WeightFormat | None]
 """Of the tensor of a name that a checkpoint stores as codes; None for floats."""
 
 _QUANTISED_KINDS: frozenset[TensorKind] = frozenset({"embedding", "head", "linear"})
-"""Routers choose experts, where a small error is a large one; norms and biases are small. Embedding
-and head have 8 bits in either case: 4 bits there would cost much accuracy."""
+"""Routers choose experts, where a small error is a large one; norms and biases are small."""
 
 
 def format_of(
@@ -47,7 +46,13 @@ def format_of(
         return stored
     if quantization == "none" or spec.kind not in _QUANTISED_KINDS:
         return FLOAT_FORMATS[dtype]
-    return INT4 if quantization == "int4" and spec.kind == "linear" else INT8
+    return INT4 if quantization == "int4" and not needs_8_bits(spec) else INT8
+
+
+def needs_8_bits(spec: TensorSpec) -> bool:
+    """Whether 4 bits would cost too much accuracy: in embedding, head and the first layer, whose
+    error every other layer amplifies."""
+    return spec.kind != "linear" or spec.is_in_first_layer
 
 
 def held_formats(config: ModelConfig, weights: Weights) -> StoredFormat:

@@ -1,6 +1,6 @@
 """`make_fingerprint`: what the answers of a planned engine depend on besides their requests.
 
-Owns `ARITHMETIC_REVISION`. Knows no backend in particular. Invariant: see `Fingerprint`.
+Knows no backend in particular. Invariant: see `Fingerprint`.
 """
 
 import hashlib
@@ -9,14 +9,10 @@ from pathlib import Path
 from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig
-from cadenza.fingerprint import Fingerprint
+from cadenza.fingerprint import ARITHMETIC_REVISION, Fingerprint
 from cadenza.loading.build import cache_folder, make_setup
 from cadenza.loading.content_digest import content_digest
 from cadenza.loading.plan import EnginePlan
-
-ARITHMETIC_REVISION = 1
-"""Of the named classes of arithmetic. To be raised when any bit of a step changes:
-`python -m tools.golden_bits --record` then records the corpus anew, and refuses to without it."""
 
 _DIGEST_CHARS = 16
 

@@ -15,6 +15,7 @@ from cadenza.backends.base import Backend, RunnerSetup
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.page_folder import PageFolder
+from cadenza.fingerprint import ARITHMETIC_REVISION
 from cadenza.loading.content_digest import content_digest
 from cadenza.loading.plan import EnginePlan
 
@@ -39,6 +40,7 @@ def open_page_folder(
     is_named = backend.name_arithmetic(checkpoint, setup) is not None
     parts = (
         __version__,  # the layout of a page, which is that of the kernels
+        str(ARITHMETIC_REVISION),
         content_digest(checkpoint, setup.cache_folder),
         *backend.describe_arithmetic(config.device, config.ops, checkpoint),
         *(() if is_named else _describe_machine(plan.limits)),

@@ -17,6 +17,7 @@ from cadenza import __version__
 from cadenza.backends.base import Backend, RunnerSetup
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig
+from cadenza.fingerprint import ARITHMETIC_REVISION
 from cadenza.loading.content_digest import content_digest
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ def _name(checkpoint: Checkpoint, setup: RunnerSetup, backend: Backend) -> str:
     assert setup.cache_folder is not None
     parts = (
         __version__,
+        str(ARITHMETIC_REVISION),
         content_digest(checkpoint, setup.cache_folder),
         repr(checkpoint.config),  # an MTP layer lies in the files of its model
         *backend.describe_arithmetic(setup.device, setup.ops, checkpoint),

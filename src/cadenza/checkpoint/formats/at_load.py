@@ -3,7 +3,6 @@
 Owns the setting of config.json that says so. Other readers ignore it and use the floats.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,37 +12,50 @@ from cadenza.checkpoint.formats.scheme import QuantisationScheme
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.quantised_weight import QuantisedWeight, quantise_int8
 from cadenza.checkpoint.stored_weight import StoredWeight
+from cadenza.checkpoint.tensor_formats import needs_8_bits
 from cadenza.checkpoint.weight_format import INT8
 from cadenza.checkpoint.weights import Weights
+from cadenza.config import Quantization
 
 SETTING = "cadenza_quantization"
-_KINDS = ("embedding", "head")
-_STORED: Mapping[str, object] = dict.fromkeys(_KINDS, "int8")
+_PLACES = ("embedding", "head")
+_FIRST_LAYER = "first_layer"
+_SCHEMES: tuple[Quantization, ...] = ("int8", "int4")
 _ROWS = 256
 """Rows that are quantised together: few enough for their float32 copies to stay in the cache."""
 
 
-def format_at_load() -> dict[str, object]:
-    """The setting that `with_weights_at_load` follows."""
-    return {SETTING: dict(_STORED)}
+def format_at_load(quantization: Quantization) -> dict[str, object]:
+    """The setting that `with_weights_at_load` follows, of a folder in int8 or int4."""
+    places = (*_PLACES, _FIRST_LAYER) if quantization == "int4" else _PLACES
+    return {SETTING: dict.fromkeys(places, "int8")}
+
+
+def is_float_until_load(spec: TensorSpec, quantization: Quantization) -> bool:
+    """Whether such a folder has a weight as floats that are quantised at load."""
+    is_linear = spec.kind == "linear"
+    return quantization == "int4" and is_linear and needs_8_bits(spec)
 
 
 @dataclass(frozen=True, slots=True)
 class WithWeightsAtLoad:
-    """A `QuantisationScheme` whose embedding and head are quantised to int8 at load."""
+    """A `QuantisationScheme` whose embedding and head are quantised to int8 at load, and the
+    linears of the first layer too if they are floats."""
 
     stored: QuantisationScheme
+    has_first_layer: bool
 
     @property
     def name(self) -> str:
-        return f"{self.stored.name}, embedding and head int8 at load"
+        places = "embedding, head and first layer" if self.has_first_layer else "embedding and head"
+        return f"{self.stored.name}, {places} int8 at load"
 
     @property
     def activations(self) -> str | None:
         return self.stored.activations
 
     def find(self, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
-        if spec.kind not in _KINDS or spec.name not in weights:
+        if not self._is_at_load(spec) or spec.name not in weights:
             return self.stored.find(spec, weights)
         entry = weights.entry(spec.name)
         return StoredWeight(
@@ -54,15 +66,21 @@ class WithWeightsAtLoad:
             load=lambda: _quantised(weights, spec),
         )
 
+    def _is_at_load(self, spec: TensorSpec) -> bool:
+        if spec.kind == "linear":
+            return self.has_first_layer and spec.is_in_first_layer
+        return spec.kind in _PLACES
+
 
 def with_weights_at_load(config: JsonObject, stored: QuantisationScheme) -> QuantisationScheme:
     """The scheme, with the setting of a config.json. Raises `CheckpointError`."""
     found = config.get(SETTING)
     if found is None:
         return stored
-    if found != _STORED:
-        raise config.wrong(SETTING, f"{dict(_STORED)}, or absent")
-    return WithWeightsAtLoad(stored)
+    settings = {quantization: format_at_load(quantization)[SETTING] for quantization in _SCHEMES}
+    if found not in settings.values():
+        raise config.wrong(SETTING, " or ".join(map(str, settings.values())) + ", or absent")
+    return WithWeightsAtLoad(stored, has_first_layer=found == settings["int4"])
 
 
 def _quantised(weights: Weights, spec: TensorSpec) -> QuantisedWeight:
