@@ -5,13 +5,15 @@
 //   largest = max |x|; code = round_even(x * (127 / largest)); scale = largest / 127.
 //   Below a largest of 2^-64, codes and scale are 0. With a NaN or an infinity the codes are 0 and
 //   the scale is NaN, so that every query that sees the token gets NaN.
-// A query head is quantised in the same way, from f32, after norm and RoPE.
-// Scores, where the dot of codes is an exact integer:
-//   score = (f32(dot) * query scale) * key scale
+// A query head is quantised more finely, from f32, after norm and RoPE, to coarse and fine codes:
+//   y = x * (127 / largest); coarse = round_even(y); fine = round_even((y - coarse) * 254);
+//   scale = largest / (127 * 254); the query is (254 * coarse + fine) * scale.
+// Scores, where the dots of codes are exact integers:
+//   score = (f32(254 * coarse dot + fine dot) * query scale) * key scale
 // Softmax spans and their maxima are those of attention over KV in the activations' type; with
 // p = exp2(scaled score - maximum), the denominator is the sum of p. Each sub-block of sixteen
 // tokens at an absolute position then has weights w = p * value scale, 0 outside the query's range,
-// which are quantised like a key, to codes from 0 to 127. Sub-blocks are folded in ascending order,
+// which are quantised like a key, but to codes from 0 to 254. Sub-blocks are folded in ascending order,
 // from 0:
 //   numerator = fma(f32(dot of weight codes and value codes), weight scale, numerator)
 // Every rounding depends on one query, one token or one sub-block alone, so the bits depend neither
@@ -28,12 +30,14 @@ namespace cadenza {
 // Bytes of one token's codes and scale, for one KV head's key or value.
 constexpr int64_t kv_code_bytes(int64_t head_size) { return head_size + int64_t(sizeof(float)); }
 
-// What belongs to the codes of a vector: their scale and their sum.
+// What belongs to the codes of a query: their scale, and their sum, 254 for each coarse one.
 struct CodeTerms {
   float scale;
   int32_t sum;
 };
 
 constexpr float kMostCode = 127.0f;
+constexpr int32_t kFinePerCoarse = 254;
+constexpr float kMostWeightCode = 254.0f;
 
 }  // namespace cadenza

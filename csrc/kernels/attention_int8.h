@@ -18,29 +18,68 @@ struct CodeKv {
   static int64_t token_bytes(int64_t head_size) { return kv_code_bytes(head_size); }
 };
 
-// Quantises the elements of a head; returns the scale, and the sum of the codes.
+// The largest magnitude of a head's elements: NaN if one is NaN. Without codes they are all 0, and
+// the scale is 0, or NaN beside an element that is not finite.
+struct Largest {
+  uint32_t bits;
+
+  template <class T>
+  static Largest of(const T* x, int64_t size) {
+    const VecI magnitude = set1_i(0x7fffffff);
+    VecI most = set1_i(0);
+    for (int64_t d = 0; d < size; d += kLanes) {
+      most = max_u(most, and_i(as_int(Elem<T>::load(x + d)), magnitude));
+    }
+    return {reduce_max_u(most)};
+  }
+
+  bool has_codes() const { return bits >= kSmallestLargest && bits < 0x7f800000u; }
+  float scale_without_codes() const {
+    return bits < kSmallestLargest ? 0.0f : __builtin_nanf("");
+  }
+  float value() const {
+    float largest;
+    __builtin_memcpy(&largest, &bits, sizeof(largest));
+    return largest;
+  }
+};
+
+// Quantises the elements of a key or value; returns the scale.
 template <class T>
-inline CodeTerms quantise_head(const T* x, int64_t size, int8_t* codes) {
-  const VecI magnitude = set1_i(0x7fffffff);
-  VecI most = set1_i(0);
-  for (int64_t d = 0; d < size; d += kLanes) {
-    most = max_u(most, and_i(as_int(Elem<T>::load(x + d)), magnitude));
-  }
-  const uint32_t largest_bits = reduce_max_u(most);
-  if (largest_bits < kSmallestLargest || largest_bits >= 0x7f800000u) {
+inline float quantise_head(const T* x, int64_t size, int8_t* codes) {
+  const Largest largest = Largest::of(x, size);
+  if (!largest.has_codes()) {
     __builtin_memset(codes, 0, size_t(size));
-    return {largest_bits < kSmallestLargest ? 0.0f : __builtin_nanf(""), 0};
+    return largest.scale_without_codes();
   }
-  float largest;
-  __builtin_memcpy(&largest, &largest_bits, sizeof(largest));
-  const Vec inverse = set1(kMostCode / largest);
-  Vec sum = zero();
+  const Vec inverse = set1(kMostCode / largest.value());
   for (int64_t d = 0; d < size; d += kLanes) {
-    Vec rounded = round_even(mul(Elem<T>::load(x + d), inverse));
-    store_codes(codes + d, rounded);
-    sum = add(sum, rounded);
+    store_codes(codes + d, round_even(mul(Elem<T>::load(x + d), inverse)));
   }
-  return {largest / kMostCode, int32_t(reduce_add(sum))};
+  return largest.value() / kMostCode;
+}
+
+// Quantises the elements of a query.
+inline CodeTerms quantise_query(const float* x, int64_t size, int8_t* coarse, int8_t* fine) {
+  const Largest largest = Largest::of(x, size);
+  if (!largest.has_codes()) {
+    __builtin_memset(coarse, 0, size_t(size));
+    __builtin_memset(fine, 0, size_t(size));
+    return {largest.scale_without_codes(), 0};
+  }
+  const Vec inverse = set1(kMostCode / largest.value()), steps = set1(float(kFinePerCoarse));
+  Vec coarse_sum = zero(), fine_sum = zero();
+  for (int64_t d = 0; d < size; d += kLanes) {
+    const Vec exact = mul(load(x + d), inverse), rounded = round_even(exact);
+    const Vec rest = round_even(mul(sub(exact, rounded), steps));
+    store_codes(coarse + d, rounded);
+    store_codes(fine + d, rest);
+    coarse_sum = add(coarse_sum, rounded);
+    fine_sum = add(fine_sum, rest);
+  }
+  const int32_t sum = kFinePerCoarse * int32_t(reduce_add(coarse_sum));
+  return {largest.value() / (kMostCode * float(kFinePerCoarse)),
+          sum + int32_t(reduce_add(fine_sum))};
 }
 
 template <class T>
@@ -51,7 +90,7 @@ inline float* scales_of_block(const AttendTask& task, T* block) {
 template <class T>
 inline void write_key(CodeKv<T>, const AttendTask& task, const T* key, char* block, int64_t lane) {
   alignas(64) int8_t codes[kMaxHeadSize];
-  scales_of_block(task, block)[lane] = quantise_head(key, task.head_size, codes).scale;
+  scales_of_block(task, block)[lane] = quantise_head(key, task.head_size, codes);
   uint32_t* to = reinterpret_cast<uint32_t*>(block) + lane;
   for (int64_t i = 0; i < task.head_size; i += 4) {
     to[i / 4 * kLanes] = four_codes(codes + i) ^ 0x80808080u;
@@ -64,7 +103,7 @@ inline void append_value(CodeKv<T>, const AttendTask& task, NewTokens, int64_t t
                          const T* value, char* block) {
   alignas(64) int8_t codes[kMaxHeadSize];
   const int64_t lane = task.slot_mapping[token] % kLanes;
-  scales_of_block(task, block)[lane] = quantise_head(value, task.head_size, codes).scale;
+  scales_of_block(task, block)[lane] = quantise_head(value, task.head_size, codes);
   char* to = block + lane / 4 * 4 * task.head_size + lane % 4;
   for (int64_t i = 0; i < task.head_size; i++) to[4 * i] = char(codes[i]);
 }
@@ -72,14 +111,16 @@ inline void append_value(CodeKv<T>, const AttendTask& task, NewTokens, int64_t t
 template <class T>
 struct AttendOperands<CodeKv<T>> {
   AttendOperands(Arena& arena, int64_t head_size)
-      : queries(arena.take<int8_t>(kAttendRows * head_size)),
+      : coarse(arena.take<int8_t>(kAttendRows * head_size)),
+        fine(arena.take<int8_t>(kAttendRows * head_size)),
         weights(arena.take<int8_t>(kAttendRows * kSpan)),
         largest(arena.take<float>(kAttendRows * kBlocksPerSpan)),
         scales(arena.take<float>(kAttendRows * kBlocksPerSpan)) {}
 
-  int8_t* const queries;
-  CodeTerms terms[kAttendRows];  // of the queries' codes
-  int8_t* const weights;
+  int8_t* const coarse;          // of the queries
+  int8_t* const fine;            // of the queries
+  CodeTerms terms[kAttendRows];  // of both
+  int8_t* const weights;         // less kWeightBias
   float* const largest;  // [count, 32]: the largest weight of each sub-block before it is quantised
   float* const scales;   // [count, 32]: of each sub-block's weights
 };
@@ -90,7 +131,9 @@ inline void prepare_query(AttendTile<CodeKv<T>>& tile, int i) {
   const int64_t size = tile.task.head_size;
   prepare_head<T>(tile.task, tile.token(i), tile.head(i),
                   [&](int64_t d, Vec values) { store(query + d, values); });
-  tile.operands.terms[i] = quantise_head(query, size, tile.operands.queries + i * size);
+  auto& operands = tile.operands;
+  operands.terms[i] =
+      quantise_query(query, size, operands.coarse + i * size, operands.fine + i * size);
 }
 
 // Column vectors of a tile of MR rows.
@@ -106,19 +149,11 @@ template <int MR, class Body>
   if constexpr (MR % kRows != 0) body(Count<MR % kRows>{}, row);
 }
 
-// Scores of queries [row, row + MR) and NR sub-blocks from `block` on.
-template <class T, int MR, int NR>
-[[gnu::always_inline]] inline void score_blocks(AttendTile<CodeKv<T>>& tile, int row, int block) {
-  const AttendTask& task = tile.task;
-  const int64_t size = task.head_size;
-  const int8_t* queries = tile.operands.queries + row * size;
-  const CodeTerms* terms = tile.operands.terms + row;
-  const uint8_t* const* keys = tile.keys(block);
-  VecI dots[MR][NR];
-#pragma GCC unroll 8
-  for (int i = 0; i < MR; i++)
-#pragma GCC unroll 4
-    for (int j = 0; j < NR; j++) dots[i][j] = set1_i(uint32_t((kCodeBias - 128) * terms[i].sum));
+// Adds the dots of MR queries' codes with the keys of NR sub-blocks; prefetches the sub-blocks
+// after them.
+template <bool kPrefetches, int MR, int NR>
+[[gnu::always_inline]] inline void add_dots(VecI (&dots)[MR][NR], const int8_t* queries,
+                                            const uint8_t* const* keys, int64_t size) {
   for (int64_t d = 0; d < size; d += 4) {
     CodeVec columns[NR];
 #pragma GCC unroll 4
@@ -129,9 +164,33 @@ template <class T, int MR, int NR>
 #pragma GCC unroll 4
       for (int j = 0; j < NR; j++) dots[i][j] = dot_codes(dots[i][j], columns[j], codes);
     }
+    if constexpr (!kPrefetches) continue;
 #pragma GCC unroll 4
     for (int j = 0; j < NR; j++) __builtin_prefetch(keys[kAttendVecs + j] + d * kLanes, 0, 3);
   }
+}
+
+// Scores of queries [row, row + MR) and NR sub-blocks from `block` on.
+template <class T, int MR, int NR>
+[[gnu::always_inline]] inline void score_blocks(AttendTile<CodeKv<T>>& tile, int row, int block) {
+  const AttendTask& task = tile.task;
+  const int64_t size = task.head_size;
+  const CodeTerms* terms = tile.operands.terms + row;
+  const uint8_t* const* keys = tile.keys(block);
+  VecI dots[MR][NR];
+#pragma GCC unroll 8
+  for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < NR; j++) dots[i][j] = set1_i(0);
+  add_dots<true>(dots, tile.operands.coarse + row * size, keys, size);
+#pragma GCC unroll 8
+  for (int i = 0; i < MR; i++) {
+    const VecI bias = set1_i(uint32_t(kCodeBias - 128) * uint32_t(terms[i].sum));
+#pragma GCC unroll 4
+    for (int j = 0; j < NR; j++)
+      dots[i][j] = add_i(mul_i(dots[i][j], set1_i(kFinePerCoarse)), bias);
+  }
+  add_dots<false>(dots, tile.operands.fine + row * size, keys, size);
 #pragma GCC unroll 4
   for (int j = 0; j < NR; j++) {
     const Vec scales = load(scales_of_block(task, keys[j]));
@@ -171,7 +230,7 @@ inline void store_weights(AttendTile<CodeKv<T>>& tile, int i, int block, Vec p) 
 inline void scale_weights(const float* largest, Mask is_mine, float* scales, float* inverses) {
   float smallest;
   __builtin_memcpy(&smallest, &kSmallestLargest, sizeof(smallest));
-  const Vec most = load(largest), code = set1(kMostCode);
+  const Vec most = load(largest), code = set1(kMostWeightCode);
   const Vec infinity = set1(__builtin_inff()), nan = set1(__builtin_nanf(""));
   const Mask is_used = mask_and(cmp_ge(most, set1(smallest)), cmp_gt(infinity, most));
   const Vec unused = select(cmp_gt(set1(smallest), most), zero(), nan);
@@ -196,11 +255,30 @@ inline void quantise_weights(AttendTile<CodeKv<T>>& tile, int i) {
   }
   for (int block = tile.first_block; block < end; block++) {
     if (block < mine.begin || block >= mine.end) {
-      __builtin_memset(codes + block * kLanes, 0, kLanes);
+      __builtin_memset(codes + block * kLanes, -kWeightBias, kLanes);
       continue;
     }
     Vec scaled = mul(load(weights + block * kLanes), set1(inverses[block]));
-    store_codes(codes + block * kLanes, round_even(max(scaled, zero())));  // NaN becomes 0
+    store_weights(codes + block * kLanes, round_even(max(scaled, zero())));  // NaN becomes 0
+  }
+}
+
+// What the bias of the weights' codes takes from the dots with NR vectors of a sub-block's values.
+template <int NR>
+[[gnu::always_inline]] inline void start_dots(VecI (&dots)[NR], const uint8_t* values,
+                                              int64_t size) {
+  constexpr int8_t kOnes[4] = {1, 1, 1, 1};
+#pragma GCC unroll 4
+  for (int j = 0; j < NR; j++) {
+    dots[j] = set1_i(0);
+    if constexpr (kWeightBias == 0) continue;
+#pragma GCC unroll 4
+    for (int step = 0; step < kLanes / 4; step++) {
+      const uint8_t* column = values + step * 4 * size + j * 64;
+      const SignedCodeVec codes = load_signed_codes(reinterpret_cast<const int8_t*>(column));
+      dots[j] = dot_signed_codes(dots[j], codes, broadcast_codes(kOnes));
+    }
+    dots[j] = mul_i(dots[j], set1_i(kWeightBias));
   }
 }
 
@@ -216,10 +294,11 @@ template <class T, int MR, int NR>
     const uint8_t* values = tile.values(block)[0] + 4 * d;
     const uint8_t* next = tile.values(block)[kAttendVecs] + 4 * d;
     VecI dots[MR][NR];
+    start_dots(dots[0], values, size);
 #pragma GCC unroll 8
-    for (int i = 0; i < MR; i++)
+    for (int i = 1; i < MR; i++)
 #pragma GCC unroll 4
-      for (int j = 0; j < NR; j++) dots[i][j] = set1_i(0);
+      for (int j = 0; j < NR; j++) dots[i][j] = dots[0][j];
 #pragma GCC unroll 4
     for (int step = 0; step < kLanes / 4; step++) {
       SignedCodeVec columns[NR];

@@ -226,14 +226,14 @@ std::vector<double> reference_head(const Shape& shape, const Engine<T>& engine,
   return x;
 }
 
-// Rounds `count` elements to the multiples that their codes stand for (core/kv_codes.h); returns
-// the scale.
-double round_to_codes(double* x, size_t count) {
+// Rounds `count` elements to the multiples that their codes, of at most `most`, stand for
+// (core/kv_codes.h); returns the scale.
+double round_to_codes(double* x, size_t count, double most = 127) {
   double largest = 0;
   for (size_t i = 0; i < count; i++) largest = std::max(largest, std::abs(x[i]));
   if (largest == 0) return 0;
-  for (size_t i = 0; i < count; i++) x[i] = std::nearbyint(x[i] * 127 / largest) * largest / 127;
-  return largest / 127;
+  for (size_t i = 0; i < count; i++) x[i] = std::nearbyint(x[i] * most / largest) * largest / most;
+  return largest / most;
 }
 
 // The weights of tokens from `begin` on as the codes of their sub-blocks stand for them.
@@ -241,7 +241,7 @@ void round_weights(std::vector<double>& weights, int64_t begin, const std::vecto
   for (size_t i = 0; i < weights.size();) {
     size_t count = std::min(weights.size() - i, kLanes - (size_t(begin) + i) % kLanes);
     for (size_t j = i; j < i + count; j++) weights[j] *= scales[size_t(begin) + j];
-    round_to_codes(&weights[i], count);
+    round_to_codes(&weights[i], count, kMostWeightCode);
     for (size_t j = i; j < i + count; j++) weights[j] /= scales[size_t(begin) + j];
     i += count;
   }
@@ -270,7 +270,7 @@ void check_reference(const Context& context, Shape shape, int64_t length) {
     }
     for (int64_t p = 0; p < length; p += 7) {
       std::vector<double> q = reference_head(shape, engine, sequence, p, h);
-      if (has_codes) round_to_codes(q.data(), q.size());
+      if (has_codes) round_to_codes(q.data(), q.size(), kMostCode * kFinePerCoarse);
       std::vector<double> sum(size_t(shape.size), 0.0), weights;
       int64_t begin = shape.window > 0 ? std::max<int64_t>(0, p - shape.window + 1) : 0;
       double total = 0, highest = -1e300;

@@ -216,11 +216,11 @@ constexpr Style kStyles[] = {
     {"gelu_tanh, soft cap", Activation::kGeluTanh, 8, 0, -1, KvFormat::kActivations,
      {0x8cd7ed99ae9637fd, 0x95d47a6d6b847a01}},
     {"int8 KV", Activation::kSilu, 0, 0, -1, KvFormat::kInt8,
-     {0x74a50d45f723ce51, 0x1ed3e6f46c1fbd0a}},
+     {0xe426fc6390221770, 0x06c477b8f228f432}},
     {"int8", Activation::kSilu, 0, 0, kInt8Format, KvFormat::kActivations,
      {0x75ee0ec0b3f7bd0a, 0xba9fcf5fb3ef4be7}},
     {"int4, int8 KV", Activation::kSilu, 0, 0, kInt4Format, KvFormat::kInt8,
-     {0xc3b7dcd1ee008f6d, 0x34f1f65507866515}},
+     {0xaae1943208d53567, 0xd722541d069a5a0e}},
 };
 
 // A line for each number of threads with other bits.

@@ -1,6 +1,6 @@
 // Dot products of integer codes: sixteen columns of four unsigned weight codes with four signed
-// activation codes, added to sixteen int32 sums; or of four signed codes with four in [0, 127].
-// Exact on every ISA: no step saturates.
+// activation codes, added to sixteen int32 sums; or of four signed codes with four weights in
+// [0, 254], less kWeightBias. Exact on every ISA: no step saturates.
 #pragma once
 
 #include "core/half.h"
@@ -18,7 +18,8 @@ inline uint32_t four_codes(const int8_t* p) {
 
 using CodeVec = __m512i;
 using CodeOperand = __m512i;
-constexpr int kCodeBias = 0;  // what load_codes subtracts from every code
+constexpr int kCodeBias = 0;    // what load_codes subtracts from every code
+constexpr int kWeightBias = 0;  // what store_weights subtracts from every weight
 // Bytes of codes as words, and the other way round.
 inline VecI load_words(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline CodeVec codes_of(VecI words) { return words; }
@@ -82,11 +83,11 @@ inline VecI dot_signed_codes(VecI sums, const SignedCodeVec& w, CodeOperand x) {
 }
 constexpr int kDotRows = 3;
 constexpr int kCodeBias = 0;
+constexpr int kWeightBias = 0;
 #else
 // vpmaddubsw adds products of unsigned with signed bytes in pairs of 16 bits, and saturates. It does
 // not here: 8 bits are multiplied as the magnitude of a code without bias, at most 128, with the
-// activation code of at most 127 that has the code's sign; signed codes with unsigned ones of at
-// most 127.
+// activation code or the weight less its bias, of at most 127, that has the code's sign.
 struct CodeVec {
   VecI magnitudes, signs;
 };
@@ -112,13 +113,13 @@ inline VecI dot_codes(VecI sums, const CodeVec& w, CodeOperand x) {
   return {dot_half(sums.lo, w.magnitudes.lo, w.signs.lo, x),
           dot_half(sums.hi, w.magnitudes.hi, w.signs.hi, x)};
 }
-using SignedCodeVec = VecI;
+using SignedCodeVec = CodeVec;
 inline SignedCodeVec load_signed_codes(const int8_t* p) {
-  return load_words(reinterpret_cast<const uint8_t*>(p));
+  const VecI codes = load_words(reinterpret_cast<const uint8_t*>(p));
+  return {{_mm256_abs_epi8(codes.lo), _mm256_abs_epi8(codes.hi)}, codes};
 }
 inline VecI dot_signed_codes(VecI sums, const SignedCodeVec& w, CodeOperand x) {
-  return {add_pairs(sums.lo, _mm256_maddubs_epi16(x, w.lo)),
-          add_pairs(sums.hi, _mm256_maddubs_epi16(x, w.hi))};
+  return dot_codes(sums, w, x);
 }
 inline VecI codes_of(VecI words) { return words; }  // narrow ones
 inline void load_nibbles(const uint8_t* p, VecI& low, VecI& high) {
@@ -128,6 +129,7 @@ inline void load_nibbles(const uint8_t* p, VecI& low, VecI& high) {
 }
 constexpr int kDotRows = 4;
 constexpr int kCodeBias = 128;
+constexpr int kWeightBias = 127;
 #endif
 constexpr int kDotVecs = 1;
 inline Vec load_u8(const uint8_t* p) {
@@ -141,8 +143,10 @@ inline Vec load_f16(const uint16_t* p) {
 inline void store_codes(int8_t* p, Vec integers) {
   __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(integers.lo),
                                      _mm256_cvtps_epi32(integers.hi));
+  words = _mm256_and_si256(words, _mm256_set1_epi16(255));  // the lower bytes, with or without sign
   words = _mm256_permute4x64_epi64(words, 0xd8);
-  __m128i codes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  __m128i codes =
+      _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes);
 }
 
@@ -153,6 +157,7 @@ struct CodeVec {
 };
 using CodeOperand = int8x16_t;
 constexpr int kCodeBias = 128;
+constexpr int kWeightBias = 127;
 inline VecI load_words(const uint8_t* p) {
   return map_parts_i([=](int i) { return vreinterpretq_u32_u8(vld1q_u8(p + 16 * i)); });
 }
@@ -233,6 +238,7 @@ struct CodeOperand {
   int8_t codes[4];
 };
 constexpr int kCodeBias = 0;
+constexpr int kWeightBias = 127;
 inline VecI load_words(const uint8_t* p) {
   VecI words;
   memcpy(words.v, p, sizeof(words.v));
@@ -291,6 +297,11 @@ constexpr int kDotRows = 2;
 constexpr int kDotVecs = 1;
 
 #endif
+
+// Stores weights from 0 to 254, less their bias; as bytes without sign if there is none.
+inline void store_weights(int8_t* p, Vec integers) {
+  store_codes(p, sub(integers, set1(float(kWeightBias))));
+}
 
 // The dots of one row with a column vector of codes of 4 or 5 bits.
 #if defined(CADENZA_VEC_AVX2) && !defined(__AVXVNNI__)

@@ -123,9 +123,9 @@ def turned(
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def rounded_to_codes(vectors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Vectors [..., n] rounded to multiples of a 127th of their largest element."""
-    scales = np.abs(vectors).max(axis=-1, keepdims=True) / 127
+def rounded_to_codes(vectors: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.float64]:
+    """Vectors [..., n] rounded to multiples of a `most`-th of their largest element."""
+    scales = np.abs(vectors).max(axis=-1, keepdims=True) / most
     return np.round(np.divide(vectors, scales, where=scales > 0, out=vectors * 0)) * scales
 
 
@@ -136,7 +136,7 @@ def rounded_weights(
     scales = np.abs(value).max(axis=-1).T[:, None, :]
     padded = np.pad(weights * scales, ((0, 0), (0, 0), (0, -LENGTH % 16)))
     blocks = padded.reshape(*weights.shape[:2], -1, 16)
-    return rounded_to_codes(blocks).reshape(padded.shape)[..., :LENGTH] / scales
+    return rounded_to_codes(blocks, 254).reshape(padded.shape)[..., :LENGTH] / scales
 
 
 def reference(qkv: npt.NDArray[Any], variant: Variant) -> npt.NDArray[np.float64]:
@@ -147,7 +147,8 @@ def reference(qkv: npt.NDArray[Any], variant: Variant) -> npt.NDArray[np.float64
     query, key = turned(query, weights[0], variant), turned(key, weights[1], variant)
     query, key = (part.astype(qkv.dtype).astype(np.float64) for part in (query, key))
     if variant.has_codes:
-        query, key, value = map(rounded_to_codes, (query, key, value))
+        query = rounded_to_codes(query, 127 * 254)
+        key, value = rounded_to_codes(key, 127), rounded_to_codes(value, 127)
     key, value = (np.repeat(part, HEADS // KV_HEADS, axis=1) for part in (key, value))
     scores = np.einsum("qhd,khd->hqk", query, key) * SIZE**-0.5
     if variant.soft_cap:

@@ -1,20 +1,24 @@
 """Attention over KV in int8, in plain jnp: the definition of its arithmetic.
 
 `csrc/core/kv_codes.h` states the rules. Each key and value of a head is codes with one scale; the
-query and the weights of each sub-block of `SUB_BLOCK` tokens are quantised too, so that the dots of
-codes are exact integers. Legend as in `ops.reference`; N sub-blocks.
+query and the weights of each sub-block of `SUB_BLOCK` tokens are quantised too, more finely, so
+that the dots of codes are exact integers. Legend as in `ops.reference`; N sub-blocks.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from cadenza.backends.xla.ops.quantised import quantise_groups
+from cadenza.backends.xla.ops.quantised import quantise_groups, scale_groups
 from cadenza.checkpoint.quantised_weight import MOST_CODE
 
 SUB_BLOCK = 16
 """Tokens whose weights have one scale; sub-blocks start at multiples of it."""
+
+FINE_PER_COARSE = 254
+MOST_WEIGHT_CODE = 254
 
 
 class CodedHeads(NamedTuple):
@@ -37,8 +41,15 @@ def encode_heads(heads: jax.Array) -> CodedHeads:
 
 def code_scores(query: jax.Array, keys: CodedHeads) -> jax.Array:
     """Products of queries [T, Hkv, G, D] in float32 and keys [T, B, Hkv, D]: [T, Hkv, G, B]."""
-    codes, scales = quantise_groups(query)
-    dots = _integer_einsum("tkgd,tbkd->tkgb", codes, keys.codes)
+    exact, largest = scale_groups(query, MOST_CODE)
+    coarse = jnp.round(exact)
+    fine = jnp.round((exact - coarse) * np.float32(FINE_PER_COARSE))
+    coarse_dots, fine_dots = (
+        _integer_einsum("tkgd,tbkd->tkgb", codes, keys.codes).astype(jnp.int32)
+        for codes in (coarse, fine)
+    )
+    dots = (FINE_PER_COARSE * coarse_dots + fine_dots).astype(jnp.float32)
+    scales = largest / np.float32(MOST_CODE * FINE_PER_COARSE)
     return dots * scales[..., None] * _by_head(keys.scales)
 
 
@@ -48,7 +59,8 @@ def sum_code_values(weights: jax.Array, values: CodedHeads) -> jax.Array:
     Lanes with a weight of 0 must have finite scales.
     """
     blocks = (weights * _by_head(values.scales)).reshape(*weights.shape[:3], -1, SUB_BLOCK)
-    codes, scales = quantise_groups(blocks)  # [T, Hkv, G, N, 16], [T, Hkv, G, N]
+    exact, largest = scale_groups(blocks, MOST_WEIGHT_CODE)  # [T, Hkv, G, N, 16], [T, Hkv, G, N]
+    codes, scales = jnp.round(exact), largest / np.float32(MOST_WEIGHT_CODE)
     tokens, lanes, heads, size = values.codes.shape
     by_block = values.codes.reshape(tokens, lanes // SUB_BLOCK, SUB_BLOCK, heads, size)
     dots = _integer_einsum("tkgnb,tnbkd->tkgnd", codes, by_block)

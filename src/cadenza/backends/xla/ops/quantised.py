@@ -143,13 +143,22 @@ def quantise_groups(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     A group that is not finite has codes 0 and a NaN scale.
     """
+    exact, largest = scale_groups(groups, MOST_CODE)
+    return jnp.round(exact).astype(jnp.int8), largest / np.float32(MOST_CODE)
+
+
+def scale_groups(groups: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """Groups of n elements [..., n] in float32, scaled so that the largest magnitude of each is
+    `most`, and these magnitudes [...].
+
+    A group that is not finite is scaled to 0 and has NaN; one of very small elements has 0 in both.
+    """
     largest = jnp.max(jnp.abs(groups), axis=-1)  # NaN propagates
     is_finite = jnp.isfinite(largest)
     is_used = is_finite & (largest >= SMALLEST_LARGEST)
-    inverse = jnp.where(is_used, MOST_CODE / jnp.where(is_used, largest, 1.0), 0.0)
-    codes = jnp.round(jnp.where(is_used[..., None], groups, 0.0) * inverse[..., None])
-    scales = jnp.where(is_used, largest / np.float32(MOST_CODE), 0.0)
-    return codes.astype(jnp.int8), jnp.where(is_finite, scales, jnp.nan)
+    inverse = jnp.where(is_used, most / jnp.where(is_used, largest, 1.0), 0.0)
+    exact = jnp.where(is_used[..., None], groups, 0.0) * inverse[..., None]
+    return exact, jnp.where(is_finite, jnp.where(is_used, largest, 0.0), jnp.nan)
 
 
 def quantised_product(x: jax.Array, parts: CodedParts) -> jax.Array:
