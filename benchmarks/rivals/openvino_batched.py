@@ -21,7 +21,7 @@ import openvino_genai as genai
 
 def main() -> None:
     options = parse_arguments()
-    settings = {} if options.kv is None else {"KV_CACHE_PRECISION": ov.Type(options.kv)}
+    settings = {} if options.kv is None else {"KV_CACHE_PRECISION": getattr(ov.Type, options.kv)}
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_batched_tokens = 2048
     scheduler.max_num_seqs = 64

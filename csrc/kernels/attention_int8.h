@@ -4,9 +4,8 @@
 // what unwritten slots hold can enter only by their scales, which are masked.
 #pragma once
 
-#include "core/quantised.h"
 #include "kernels/attention.h"
-#include "vec/dot.h"
+#include "kernels/query_codes.h"
 
 namespace cadenza::CADENZA_ISA {
 
@@ -16,32 +15,6 @@ struct CodeKv {
   using Activation = T;
   using Stored = uint8_t;
   static int64_t token_bytes(int64_t head_size) { return kv_code_bytes(head_size); }
-};
-
-// The largest magnitude of a head's elements: NaN if one is NaN. Without codes they are all 0, and
-// the scale is 0, or NaN beside an element that is not finite.
-struct Largest {
-  uint32_t bits;
-
-  template <class T>
-  static Largest of(const T* x, int64_t size) {
-    const VecI magnitude = set1_i(0x7fffffff);
-    VecI most = set1_i(0);
-    for (int64_t d = 0; d < size; d += kLanes) {
-      most = max_u(most, and_i(as_int(Elem<T>::load(x + d)), magnitude));
-    }
-    return {reduce_max_u(most)};
-  }
-
-  bool has_codes() const { return bits >= kSmallestLargest && bits < 0x7f800000u; }
-  float scale_without_codes() const {
-    return bits < kSmallestLargest ? 0.0f : __builtin_nanf("");
-  }
-  float value() const {
-    float largest;
-    __builtin_memcpy(&largest, &bits, sizeof(largest));
-    return largest;
-  }
 };
 
 // Quantises the elements of a key or value; returns the scale.
@@ -57,29 +30,6 @@ inline float quantise_head(const T* x, int64_t size, int8_t* codes) {
     store_codes(codes + d, round_even(mul(Elem<T>::load(x + d), inverse)));
   }
   return largest.value() / kMostCode;
-}
-
-// Quantises the elements of a query.
-inline CodeTerms quantise_query(const float* x, int64_t size, int8_t* coarse, int8_t* fine) {
-  const Largest largest = Largest::of(x, size);
-  if (!largest.has_codes()) {
-    __builtin_memset(coarse, 0, size_t(size));
-    __builtin_memset(fine, 0, size_t(size));
-    return {largest.scale_without_codes(), 0};
-  }
-  const Vec inverse = set1(kMostCode / largest.value()), steps = set1(float(kFinePerCoarse));
-  Vec coarse_sum = zero(), fine_sum = zero();
-  for (int64_t d = 0; d < size; d += kLanes) {
-    const Vec exact = mul(load(x + d), inverse), rounded = round_even(exact);
-    const Vec rest = round_even(mul(sub(exact, rounded), steps));
-    store_codes(coarse + d, rounded);
-    store_codes(fine + d, rest);
-    coarse_sum = add(coarse_sum, rounded);
-    fine_sum = add(fine_sum, rest);
-  }
-  const int32_t sum = kFinePerCoarse * int32_t(reduce_add(coarse_sum));
-  return {largest.value() / (kMostCode * float(kFinePerCoarse)),
-          sum + int32_t(reduce_add(fine_sum))};
 }
 
 template <class T>
@@ -111,16 +61,13 @@ inline void append_value(CodeKv<T>, const AttendTask& task, NewTokens, int64_t t
 template <class T>
 struct AttendOperands<CodeKv<T>> {
   AttendOperands(Arena& arena, int64_t head_size)
-      : coarse(arena.take<int8_t>(kAttendRows * head_size)),
-        fine(arena.take<int8_t>(kAttendRows * head_size)),
+      : queries(arena, kAttendRows, head_size),
         weights(arena.take<int8_t>(kAttendRows * kSpan)),
         largest(arena.take<float>(kAttendRows * kBlocksPerSpan)),
         scales(arena.take<float>(kAttendRows * kBlocksPerSpan)) {}
 
-  int8_t* const coarse;          // of the queries
-  int8_t* const fine;            // of the queries
-  CodeTerms terms[kAttendRows];  // of both
-  int8_t* const weights;         // less kWeightBias
+  QueryCodes queries;
+  int8_t* const weights;  // less kWeightBias
   float* const largest;  // [count, 32]: the largest weight of each sub-block before it is quantised
   float* const scales;   // [count, 32]: of each sub-block's weights
 };
@@ -128,12 +75,9 @@ struct AttendOperands<CodeKv<T>> {
 template <class T>
 inline void prepare_query(AttendTile<CodeKv<T>>& tile, int i) {
   alignas(64) float query[kMaxHeadSize];
-  const int64_t size = tile.task.head_size;
   prepare_head<T>(tile.task, tile.token(i), tile.head(i),
                   [&](int64_t d, Vec values) { store(query + d, values); });
-  auto& operands = tile.operands;
-  operands.terms[i] =
-      quantise_query(query, size, operands.coarse + i * size, operands.fine + i * size);
+  tile.operands.queries.set(i, query);
 }
 
 // Column vectors of a tile of MR rows.
@@ -149,55 +93,21 @@ template <int MR, class Body>
   if constexpr (MR % kRows != 0) body(Count<MR % kRows>{}, row);
 }
 
-// Adds the dots of MR queries' codes with the keys of NR sub-blocks; prefetches the sub-blocks
-// after them.
-template <bool kPrefetches, int MR, int NR>
-[[gnu::always_inline]] inline void add_dots(VecI (&dots)[MR][NR], const int8_t* queries,
-                                            const uint8_t* const* keys, int64_t size) {
-  for (int64_t d = 0; d < size; d += 4) {
-    CodeVec columns[NR];
-#pragma GCC unroll 4
-    for (int j = 0; j < NR; j++) columns[j] = load_codes(keys[j] + d * kLanes);
-#pragma GCC unroll 8
-    for (int i = 0; i < MR; i++) {
-      CodeOperand codes = broadcast_codes(queries + i * size + d);
-#pragma GCC unroll 4
-      for (int j = 0; j < NR; j++) dots[i][j] = dot_codes(dots[i][j], columns[j], codes);
-    }
-    if constexpr (!kPrefetches) continue;
-#pragma GCC unroll 4
-    for (int j = 0; j < NR; j++) __builtin_prefetch(keys[kAttendVecs + j] + d * kLanes, 0, 3);
-  }
-}
-
 // Scores of queries [row, row + MR) and NR sub-blocks from `block` on.
 template <class T, int MR, int NR>
 [[gnu::always_inline]] inline void score_blocks(AttendTile<CodeKv<T>>& tile, int row, int block) {
   const AttendTask& task = tile.task;
-  const int64_t size = task.head_size;
-  const CodeTerms* terms = tile.operands.terms + row;
+  const QueryCodes& queries = tile.operands.queries;
   const uint8_t* const* keys = tile.keys(block);
   VecI dots[MR][NR];
-#pragma GCC unroll 8
-  for (int i = 0; i < MR; i++)
-#pragma GCC unroll 4
-    for (int j = 0; j < NR; j++) dots[i][j] = set1_i(0);
-  add_dots<true>(dots, tile.operands.coarse + row * size, keys, size);
-#pragma GCC unroll 8
-  for (int i = 0; i < MR; i++) {
-    const VecI bias = set1_i(uint32_t(kCodeBias - 128) * uint32_t(terms[i].sum));
-#pragma GCC unroll 4
-    for (int j = 0; j < NR; j++)
-      dots[i][j] = add_i(mul_i(dots[i][j], set1_i(kFinePerCoarse)), bias);
-  }
-  add_dots<false>(dots, tile.operands.fine + row * size, keys, size);
+  queries.dot(dots, row, keys, keys + kAttendVecs);
 #pragma GCC unroll 4
   for (int j = 0; j < NR; j++) {
     const Vec scales = load(scales_of_block(task, keys[j]));
     __builtin_prefetch(scales_of_block(task, tile.values(block)[j]), 0, 3);
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++) {
-      Vec score = mul(mul(from_i32(dots[i][j]), set1(terms[i].scale)), scales);
+      Vec score = mul(mul(from_i32(dots[i][j]), set1(queries.scale(row + i))), scales);
       store(tile.scores + (row + i) * kSpan + (block + j) * kLanes, score);
     }
   }

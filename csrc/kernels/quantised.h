@@ -166,7 +166,7 @@ template <class F, int MR, int NR>
 // Folds the groups of MR rows and NR column vectors from vector `first` on.
 template <class F, int MR, int NR>
 [[gnu::always_inline]] inline void fold_groups(Vec (&sums)[MR][NR], const QuantisedProduct& product,
-                                               int64_t row, int first, SpreadPrefetch prefetch) {
+                                               int64_t row, int first, SpreadPrefetch& prefetch) {
   constexpr CodeFormat kFormat = F::kFormat;
   constexpr int kParts = kFormat.num_parts();
   const int64_t groups = ceil_div(product.k, kGroup), stride = code_row_bytes(product.k);
@@ -201,20 +201,28 @@ template <class F, int MR, int NR>
   }
 }
 
+// Column vectors of a tile of so many rows: those of a panel if their sums stay in registers. Else
+// the tile passes over the panel more than once.
+constexpr int vecs_of_tile(int rows) {
+  return rows * kPanelVecs <= kDotRows * kDotVecs ? kPanelVecs : kDotVecs;
+}
+constexpr int num_passes(int rows) { return kPanelVecs / vecs_of_tile(rows); }
+
 // Computes MR rows of a panel.
 template <int Format, int MR>
-void quantised_tile(const QuantisedProduct& product, int64_t row, SpreadPrefetch prefetch,
+void quantised_tile(const QuantisedProduct& product, int64_t row, SpreadPrefetch& prefetch,
                     Vec (*sums)[kPanelVecs]) {
-  for (int j = 0; j < kPanelVecs; j += kDotVecs) {
-    Vec part[MR][kDotVecs];
-    fold_groups<Codes<Format>>(part, product, row, j, j == 0 ? prefetch : SpreadPrefetch{});
+  constexpr int NR = vecs_of_tile(MR);
+  for (int j = 0; j < kPanelVecs; j += NR) {
+    Vec part[MR][NR];
+    fold_groups<Codes<Format>>(part, product, row, j, prefetch);
     for (int i = 0; i < MR; i++) {
-      for (int v = 0; v < kDotVecs; v++) sums[i][j + v] = part[i][v];
+      for (int v = 0; v < NR; v++) sums[i][j + v] = part[i][v];
     }
   }
 }
 
-using Tile = void (*)(const QuantisedProduct& product, int64_t row, SpreadPrefetch prefetch,
+using Tile = void (*)(const QuantisedProduct& product, int64_t row, SpreadPrefetch& prefetch,
                       Vec (*sums)[kPanelVecs]);
 
 struct FormatTiles {
@@ -237,7 +245,20 @@ constexpr Tiles make_tiles(std::integer_sequence<int, Format...>) {
 
 constexpr Tiles kTiles = make_tiles(std::make_integer_sequence<int, kNumCodeFormats>());
 
-// What a unit of `count` row tiles prefetches: as run_panels of kernels/linear.h, group by group.
+// The row tiles of a block: tile t has rows [t * rows / tiles, (t + 1) * rows / tiles).
+struct TileRange {
+  int64_t begin, end, rows, tiles;
+
+  int64_t first_row(int64_t tile) const { return tile * rows / tiles; }
+  int count(int64_t tile) const { return int(first_row(tile + 1) - first_row(tile)); }
+  int64_t passes() const {
+    int64_t passes = 0;
+    for (int64_t tile = begin; tile < end; tile++) passes += num_passes(count(tile));
+    return passes;
+  }
+};
+
+// What a unit prefetches in `count` passes: as run_panels of kernels/linear.h, group by group.
 inline SpreadPrefetch prefetch_of_unit(const CodePanel& panel, int64_t count, bool is_last_of_share,
                                        bool has_next, Worker& worker) {
   const char* own = reinterpret_cast<const char*>(panel.data);
@@ -265,19 +286,20 @@ inline void run_code_panels(const void* x, const void* w, const Grid& grid, int6
     const CodePanel panel = code_panel(w, index);
     product.w = panel.data;
     auto epilogue = make_epilogue(index);
-    int64_t first_tile = block * tiles / grid.row_blocks;
-    int64_t last_tile = (block + 1) * tiles / grid.row_blocks, count = last_tile - first_tile;
-    SpreadPrefetch prefetch = prefetch_of_unit(
-        panel, count, unit + 1 == worker.share_end, index + 1 < grid.panels, worker);
+    const TileRange range{block * tiles / grid.row_blocks, (block + 1) * tiles / grid.row_blocks,
+                          rows, tiles};
+    const int64_t passes = range.passes();
+    SpreadPrefetch prefetch = prefetch_of_unit(panel, passes, unit + 1 == worker.share_end,
+                                               index + 1 < grid.panels, worker);
     const char* start = prefetch.at;
-    for (int64_t tile = first_tile; tile < last_tile; tile++) {
-      int64_t row = tile * rows / tiles, next = (tile + 1) * rows / tiles;
+    int64_t done = 0;
+    for (int64_t tile = range.begin; tile < range.end; tile++) {
+      const int64_t row = range.first_row(tile);
       Vec sums[kDotRows][kPanelVecs];
-      kTiles.of_formats[panel.format].of_rows[next - row - 1](product, row, prefetch, sums);
-      for (int64_t i = row; i < next; i++) epilogue(i, sums[i - row]);
-      if (prefetch.bytes_per_step != 0) {
-        prefetch.at = start + (tile + 1 - first_tile) * panel.bytes / count;
-      }
+      kTiles.of_formats[panel.format].of_rows[range.count(tile) - 1](product, row, prefetch, sums);
+      for (int i = 0; i < range.count(tile); i++) epilogue(row + i, sums[i]);
+      done += num_passes(range.count(tile));
+      if (prefetch.bytes_per_step != 0) prefetch.at = start + done * panel.bytes / passes;
     }
   }
 }

@@ -130,6 +130,34 @@ inline void load_nibbles(const uint8_t* p, VecI& low, VecI& high) {
 constexpr int kDotRows = 4;
 constexpr int kCodeBias = 128;
 constexpr int kWeightBias = 127;
+// Dots of eight columns of four codes without sign with codes of 16 bits; low and high are four
+// columns, and a dot is the sum of a pair.
+struct WideCodes {
+  __m256i low, high;
+};
+struct WideDots {
+  __m256i low, high;
+};
+inline WideCodes load_wide(const uint8_t* p) {
+  const __m128i* from = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtepu8_epi16(_mm_loadu_si128(from)),
+          _mm256_cvtepu8_epi16(_mm_loadu_si128(from + 1))};
+}
+inline void add_wide(WideDots& dots, const WideCodes& w, const int16_t* x) {
+  int64_t four;
+  __builtin_memcpy(&four, x, sizeof(four));
+  const __m256i codes = _mm256_set1_epi64x(four);
+  dots.low = _mm256_add_epi32(dots.low, _mm256_madd_epi16(w.low, codes));
+  dots.high = _mm256_add_epi32(dots.high, _mm256_madd_epi16(w.high, codes));
+}
+inline __m256i columns_of(const WideDots& dots) {
+  return _mm256_permute4x64_epi64(_mm256_hadd_epi32(dots.low, dots.high), 0xd8);
+}
+inline void store_wide(int16_t* p, Vec integers) {
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(integers.lo),
+                                           _mm256_cvtps_epi32(integers.hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(words, 0xd8));
+}
 #endif
 constexpr int kDotVecs = 1;
 inline Vec load_u8(const uint8_t* p) {
