@@ -13,8 +13,8 @@
 // Softmax spans and their maxima are those of attention over KV in the activations' type; with
 // p = exp2(scaled score - maximum), the denominator is the sum of p. Each sub-block of sixteen
 // tokens at an absolute position then has weights w = p * value scale, 0 outside the query's range,
-// which are quantised like a key, but to codes from 0 to 254. Sub-blocks are folded in ascending order,
-// from 0:
+// which are quantised like a key, but to codes from 0 to 254. Sub-blocks are folded in ascending
+// order, from 0:
 //   numerator = fma(f32(dot of weight codes and value codes), weight scale, numerator)
 // Every rounding depends on one query, one token or one sub-block alone, so the bits depend neither
 // on the number of rows nor on chunks and pages.

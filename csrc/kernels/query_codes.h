@@ -8,8 +8,8 @@
 
 namespace cadenza::CADENZA_ISA {
 
-// The largest magnitude of a vector's elements: NaN if one is NaN. Without codes they are all 0, and
-// the scale is 0, or NaN beside an element that is not finite.
+// The largest magnitude of a vector's elements: NaN if one is NaN. Without codes they are all 0,
+// and the scale is 0, or NaN beside an element that is not finite.
 struct Largest {
   uint32_t bits;
 
@@ -165,8 +165,9 @@ class QueryCodes {
       coarse_sum = add(coarse_sum, coarse);
       fine_sum = add(fine_sum, fine);
     }
-    terms_[i].scale = largest.value() / (kMostCode * float(kFinePerCoarse));
-    terms_[i].sum = kFinePerCoarse * int32_t(reduce_add(coarse_sum)) + int32_t(reduce_add(fine_sum));
+    const int32_t sum = kFinePerCoarse * int32_t(reduce_add(coarse_sum));
+    terms_[i] = {largest.value() / (kMostCode * float(kFinePerCoarse)),
+                 sum + int32_t(reduce_add(fine_sum))};
   }
 
   // The dots of queries [row, row + MR) with the keys of NR sub-blocks; prefetches those of `next`.
