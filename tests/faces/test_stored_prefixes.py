@@ -74,6 +74,15 @@ def test_an_engine_that_computes_other_bits_takes_nothing(
     assert ask(tmp_path, **{"dtype": "bfloat16", **other}).num_cached_tokens == 0
 
 
+def test_pages_of_another_revision_of_the_arithmetic_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(tmp_path)
+    monkeypatch.setattr("cadenza.loading.page_folder.ARITHMETIC_REVISION", 0)
+    assert ask(tmp_path).num_cached_tokens == 0
+    assert (ask(tmp_path).num_cached_tokens or 0) > 0
+
+
 def usage(serving: ServeProcess) -> tuple[str, int]:
     body = {"prompt": STORY, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     answer = serving.post("/v1/completions", body).json()

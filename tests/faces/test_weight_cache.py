@@ -57,6 +57,14 @@ def test_a_file_is_named_for_what_its_content_depends_on(setup: RunnerSetup):
     assert file_for(setup) == file_for(replace(setup, fill=1.0)) in paths
 
 
+def test_a_file_of_another_revision_of_the_arithmetic_has_another_name(
+    setup: RunnerSetup, monkeypatch: pytest.MonkeyPatch
+):
+    before = file_for(setup)
+    monkeypatch.setattr("cadenza.loading.weight_cache.ARITHMETIC_REVISION", 0)
+    assert file_for(setup) != before
+
+
 def test_weights_that_are_not_quantised_or_are_small_are_not_kept(setup: RunnerSetup):
     assert file_for(setup) is not None
     assert file_for(replace(setup, quantization="none")) is None
