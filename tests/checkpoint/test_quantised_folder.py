@@ -8,10 +8,12 @@ import pytest
 from safetensors import safe_open
 
 from cadenza.checkpoint import Checkpoint, declare, named_shape, open_checkpoint
+from cadenza.checkpoint.formats.at_load import format_at_load
 from cadenza.checkpoint.quantised_folder import write_quantised_folder
 from cadenza.checkpoint.quantised_weight import QuantisedWeight, quantise_int4, quantise_int8
 from cadenza.checkpoint.random_checkpoint import write_random_checkpoint
 from cadenza.checkpoint.tensor_formats import format_of
+from cadenza.checkpoint.weight_format import INT4
 from cadenza.config import Quantization
 from cadenza.errors import CheckpointError
 
@@ -109,6 +111,19 @@ def test_the_first_layer_is_floats_beside_int4(tmp_path: Path):
     scheme = open_checkpoint(tmp_path / "out").scheme
     assert scheme is not None
     assert "first layer int8 at load" in scheme.name
+
+
+def test_a_folder_of_int4_whose_first_layer_has_4_bits_is_read_as_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plain = original(tmp_path / "plain")
+    written_by = "cadenza.checkpoint.quantised_folder"
+    monkeypatch.setattr(f"{written_by}.is_float_until_load", lambda *_: False)
+    monkeypatch.setattr(f"{written_by}.format_at_load", lambda _: format_at_load("int8"))
+    write_quantised_folder(plain, tmp_path / "out", "int4")
+    found = open_checkpoint(tmp_path / "out")
+    linears = [spec for spec in declare(plain.config) if spec.kind == "linear"]
+    assert {found.weights.format(spec.name) for spec in linears} == {INT4}
 
 
 def test_another_value_of_the_setting_for_load_is_refused(tmp_path: Path):

@@ -33,8 +33,7 @@ def format_at_load(quantization: Quantization) -> dict[str, object]:
 
 def is_float_until_load(spec: TensorSpec, quantization: Quantization) -> bool:
     """Whether such a folder has a weight as floats that are quantised at load."""
-    is_linear = spec.kind == "linear"
-    return quantization == "int4" and is_linear and needs_8_bits(spec)
+    return quantization == "int4" and spec.kind == "linear" and needs_8_bits(spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +66,8 @@ class WithWeightsAtLoad:
         )
 
     def _is_at_load(self, spec: TensorSpec) -> bool:
-        if spec.kind == "linear":
-            return self.has_first_layer and spec.is_in_first_layer
-        return spec.kind in _PLACES
+        is_first = self.has_first_layer and is_float_until_load(spec, "int4")
+        return is_first or spec.kind in _PLACES
 
 
 def with_weights_at_load(config: JsonObject, stored: QuantisationScheme) -> QuantisationScheme:
