@@ -87,7 +87,11 @@ def undisturbed() -> dict[StreamId, list[object]]:
 
 
 def wait_all(front: Front) -> None:
+    """Until no request is open and the last events have come, which are emitted after it."""
     front.wait(lambda: front.engine.load().num_open == 0)
+    ends = front.engine.request_stats().ends
+    num_ends = sum(count for reason, count in ends.items() if reason != "abort")
+    front.wait(lambda: sum(isinstance(each, Finished) for each in front.events) == num_ends)
 
 
 def kill(front: Front, number: signal.Signals = signal.SIGKILL) -> None:
