@@ -1,7 +1,8 @@
 """What a long prompt does to running streams: the worst gap between two of their chunks, and how
 long a short prompt behind the long one waits.
 
-    python benchmarks/long_prompts.py [--shape smollm2-135m] [--tokens 2000,7900] [--streams 8]
+    python benchmarks/long_prompts.py [--shape smollm2-135m] [--quantization int8]
+        [--tokens 2000,7900] [--streams 8]
     python benchmarks/long_prompts.py --url http://127.0.0.1:8000
 
 Starts `cadenza serve` for random weights of a shape; with `--url` a running server is asked, any of
@@ -11,7 +12,8 @@ many streams run, a prompt of each length is sent and, as long as it is being co
 percentile of gaps, until a second after the long prompt's first token; the time to the first token
 of the long prompt, alone on the server beforehand and beside the streams; and that of the short
 ones, medians of several alone, beside the streams, and behind the long one (also the longest of
-these). Of Cadenza it also prints the bound of a step (`--max-itl-ms`).
+these). Of Cadenza it also prints the bound of a step (`--max-itl-ms`), the lowest and the highest
+that it stated meanwhile, and the worst gap as a multiple of the bound that it stated at that time.
 Client and server share the machine.
 """
 
@@ -40,6 +42,7 @@ PAUSE_S = 0.2
 """Between two short prompts; up to this much more at random, so that they come at any time of a
 step."""
 AFTER_S = 1.0
+WATCH_S = 0.5
 NUM_IDS = 20_000
 
 
@@ -49,10 +52,31 @@ class Stream:
 
     times_s: list[float] = field(default_factory=list[float])
 
-    def gaps_s(self, start_s: float, end_s: float) -> list[float]:
-        """Between two chunks, of which the second came in this time."""
+    def gaps(self, start_s: float, end_s: float) -> list[tuple[float, float]]:
+        """Seconds between two chunks and when the second came, of those that came in this time."""
         pairs = zip(self.times_s, self.times_s[1:], strict=False)
-        return [b - a for a, b in pairs if start_s <= b <= end_s]
+        return [(b - a, b) for a, b in pairs if start_s <= b <= end_s]
+
+
+@dataclass(slots=True)
+class Bounds:
+    """The bounds of a step that Cadenza stated, and when; none of other servers."""
+
+    stated: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+
+    def at(self, time_s: float) -> float:
+        """The one that was stated last before a time, or else the first."""
+        before = [bound_s for at_s, bound_s in self.stated if at_s <= time_s]
+        return before[-1] if before else self.stated[0][1]
+
+    def cells(self, gaps: list[tuple[float, float]]) -> str:
+        """Lowest and highest bound, and the worst gap as a multiple of its own."""
+        if not self.stated:
+            return "      -"
+        bounds_s = [bound_s for _, bound_s in self.stated]
+        worst = max(gap_s / self.at(at_s) for gap_s, at_s in gaps)
+        low, high = 1000 * min(bounds_s), 1000 * max(bounds_s)
+        return f"{low:5.0f}..{high:.0f}{worst:7.2f}"
 
 
 class Server:
@@ -121,11 +145,26 @@ class Server:
         async for time_s in self.chunks(16, max_tokens):
             stream.times_s.append(time_s)
 
-    async def bound_ms(self) -> str:
-        """Of a step, as Cadenza states it; nothing of other servers."""
-        text = (await self._client.get(f"{self._url}/metrics")).text
-        found = re.search(r"^cadenza:max_itl_seconds\S* (\S+)", text, re.MULTILINE)
-        return f"{1000 * float(found[1]):.0f}" if found else "-"
+    @asynccontextmanager
+    async def bounds(self) -> AsyncGenerator[Bounds]:
+        """What Cadenza states until the block ends."""
+        bounds = Bounds()
+        task = asyncio.create_task(self._watch(bounds))
+        try:
+            yield bounds
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _watch(self, bounds: Bounds) -> None:
+        while True:
+            text = (await self._client.get(f"{self._url}/metrics")).text
+            found = re.search(r"^cadenza:max_itl_seconds\S* (\S+)", text, re.MULTILINE)
+            if found is None:
+                return
+            bounds.stated.append((time.perf_counter(), float(found[1])))
+            await asyncio.sleep(WATCH_S)
 
 
 async def measure(server: Server, num_tokens: int, options: argparse.Namespace) -> str:
@@ -138,21 +177,21 @@ async def measure(server: Server, num_tokens: int, options: argparse.Namespace) 
         short_beside_s = await server.short_ttfts_s()
         await asyncio.sleep(AFTER_S)
         start_s = time.perf_counter()
-        long = asyncio.create_task(server.ttft_s(num_tokens))
-        await asyncio.sleep(BEHIND_S)
-        short_s, long_s = await server.short_ttfts_s(long), await long
-        await asyncio.sleep(AFTER_S)
+        async with server.bounds() as bounds:
+            long = asyncio.create_task(server.ttft_s(num_tokens))
+            await asyncio.sleep(BEHIND_S)
+            short_s, long_s = await server.short_ttfts_s(long), await long
+            await asyncio.sleep(AFTER_S)
         end_s = time.perf_counter()
     before, beside = (
-        sorted(gap_s for each in streams for gap_s in each.gaps_s(*part))
+        sorted(gap for each in streams for gap in each.gaps(*part))
         for part in ((before_s, start_s), (start_s, end_s))
     )
-    p99_s = beside[len(beside) * 99 // 100]
-    gaps = before[-1], p99_s, beside[-1]
+    gaps = before[-1][0], beside[len(beside) * 99 // 100][0], beside[-1][0]
     shorts_s = [median(each) for each in (short_alone_s, short_beside_s, short_s)]
     numbers = (*gaps, long_alone_s, long_s, *shorts_s, max(short_s))
     cells = "".join(f"{1000 * each:8.0f}" for each in numbers)
-    return f"{num_tokens:7}{cells} {await server.bound_ms():>7}"
+    return f"{num_tokens:7}{cells} {bounds.cells(beside)}"
 
 
 async def measure_all(options: argparse.Namespace) -> None:
@@ -171,7 +210,8 @@ async def measure_all(options: argparse.Namespace) -> None:
             "behind",
             "longest",
         )
-        print(" tokens" + "".join(f"{name:>8}" for name in names) + "   bound", flush=True)
+        header = "".join(f"{name:>8}" for name in names)
+        print(f" tokens{header}      bound  worst/bound", flush=True)
         for _ in range(options.rounds):
             for each in options.tokens.split(","):
                 print(await measure(server, int(each), options), flush=True)
@@ -181,6 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Worst gaps of streams beside long prompts.")
     parser.add_argument("--url")
     parser.add_argument("--shape", default="smollm2-135m")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--tokens", default="2000,7900")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=4000, help="of each stream, at most")
@@ -189,7 +230,8 @@ def main() -> None:
     with ExitStack() as stack:
         if options.url is None:
             folder = cached_checkpoint(options.shape, cache_folder(), lambda _: None)
-            options.url = stack.enter_context(serving(folder, "--disable-log-requests"))
+            flags = ("--disable-log-requests", "--quantization", options.quantization)
+            options.url = stack.enter_context(serving(folder, *flags))
         asyncio.run(measure_all(options))
 
 

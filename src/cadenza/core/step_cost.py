@@ -181,7 +181,7 @@ def derive_bound_ms(cost: StepCost, num_rows: int, max_model_len: int) -> float:
     return max(MIN_BOUND_MS, DECODE_STEPS_PER_BOUND * decode_ms, granted_ms)
 
 
-TOLERANCE = 1.25
+TOLERANCE = 1.1
 """Steps that take up to this multiple of the bound are as they should be; see `StepBound.tail`."""
 
 TAIL_SHARE, TAIL_STEP = 0.01, 0.05
