@@ -168,6 +168,16 @@ def test_timed_steps_give_the_runners_cost() -> None:
         assert cost.predict_ms(load) == pytest.approx(TRUE_COST.predict_ms(load), rel=0.05)
 
 
+@pytest.mark.parametrize(("fixed_ms", "num_timed"), [(5.0, 16), (400.0, 12), (1000.0, 4)])
+def test_long_steps_are_timed_fewer_times(fixed_ms: float, num_timed: int) -> None:
+    """Of four kinds: an engine should not start later for it."""
+    runner = runner_of(LIMITS)
+    runner.cost = replace(TRUE_COST, fixed_ms=fixed_ms)
+    cost = measure_step_cost(runner, LIMITS, runner.clock)
+    assert len(runner.step_ms) == num_timed
+    assert cost.fixed_ms == pytest.approx(fixed_ms, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
