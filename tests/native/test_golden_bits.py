@@ -24,8 +24,6 @@ QUICK = [Case(shape="tiny-gemma2", format="bfloat16"), Case(shape="tiny-qwen3-mo
 """An ulp in a coefficient of the exponential is seen in them on every table."""
 BF16_PRODUCTS = ("bfloat16", "int8")
 """Formats with products of bfloat16: int8 has them in attention, over KV in bfloat16."""
-NOT_RECORDED = {"mimo bfloat16", "mimo int8"}
-"""Cases added where no CPU with bf16 instructions was at hand."""
 PORTABLE_ISAS = ("avx512", "avx2", "neon", "scalar")
 
 
@@ -52,7 +50,7 @@ def test_the_corpus_is_of_this_revision_and_has_every_case():
     assert corpus.classes["portable"].keys() == {case.name for case in all_cases()}
     own, portable = corpus.classes["avx512_bf16"], corpus.classes["portable"]
     bf16_products = {case.name for case in all_cases() if case.format in BF16_PRODUCTS}
-    assert own.keys() == bf16_products - NOT_RECORDED
+    assert own.keys() == bf16_products
     equal = {name for name, digest in own.items() if digest == portable[name]}
     assert not any(name.endswith(" bfloat16") for name in equal), "the classes have other bits"
 
