@@ -221,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Worst gaps of streams beside long prompts.")
     parser.add_argument("--url")
     parser.add_argument("--shape", default="smollm2-135m")
-    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--quantization", default="none", help="of the shape's weights")
     parser.add_argument("--tokens", default="2000,7900")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=4000, help="of each stream, at most")
