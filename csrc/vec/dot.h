@@ -109,9 +109,15 @@ inline __m256i add_pairs(__m256i sums, __m256i pairs) {
 inline __m256i dot_half(__m256i sums, __m256i magnitudes, __m256i signs, __m256i x) {
   return add_pairs(sums, _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(x, signs)));
 }
+// The compiler takes these additions in the order of the calls. g++ 12 would otherwise reassociate a
+// sum of integers, multiply everything first and spill most of the products.
+inline VecI in_order(__m256i low, __m256i high) {
+  asm("" : "+x"(low), "+x"(high));
+  return {low, high};
+}
 inline VecI dot_codes(VecI sums, const CodeVec& w, CodeOperand x) {
-  return {dot_half(sums.lo, w.magnitudes.lo, w.signs.lo, x),
-          dot_half(sums.hi, w.magnitudes.hi, w.signs.hi, x)};
+  return in_order(dot_half(sums.lo, w.magnitudes.lo, w.signs.lo, x),
+                  dot_half(sums.hi, w.magnitudes.hi, w.signs.hi, x));
 }
 using SignedCodeVec = CodeVec;
 inline SignedCodeVec load_signed_codes(const int8_t* p) {
@@ -340,8 +346,8 @@ struct NarrowDots {
   static constexpr int max_steps(int bits) { return bits == 4 ? 8 : 4; }
   static NarrowDots begin(VecI) { return {set1_i(0)}; }
   void add(const Codes& w, CodeOperand x) {
-    pairs.lo = _mm256_add_epi16(pairs.lo, _mm256_maddubs_epi16(w.lo, x));
-    pairs.hi = _mm256_add_epi16(pairs.hi, _mm256_maddubs_epi16(w.hi, x));
+    pairs = in_order(_mm256_add_epi16(pairs.lo, _mm256_maddubs_epi16(w.lo, x)),
+                     _mm256_add_epi16(pairs.hi, _mm256_maddubs_epi16(w.hi, x)));
   }
   VecI end(VecI sums) const {
     return {add_pairs(sums.lo, pairs.lo), add_pairs(sums.hi, pairs.hi)};
