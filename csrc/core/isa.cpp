@@ -130,6 +130,12 @@ bool has_bf16_instructions(const std::string& isa) {
   return isa.find("_bf16") != std::string::npos;
 }
 
+// A variable of the environment; empty if it is not set.
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
 // Bits of an ISA's vectors; 0 for scalar kernels.
 int vector_bits(const std::string& isa) {
   if (isa.rfind("avx512", 0) == 0) return 512;
@@ -159,23 +165,20 @@ const KernelTable& kernels_for(const std::string& name) {
 }
 
 const KernelTable& kernels() {
-  static const KernelTable& chosen = [&]() -> const KernelTable& {
-    const char* name = std::getenv("CADENZA_CPU_ISA");
-    return kernels_for(name == nullptr ? "" : name);
-  }();
-  return chosen;
+  static const KernelTable* const chosen = &kernels_for(environment("CADENZA_CPU_ISA"));
+  return *chosen;
 }
 
 const KernelTable& portable_kernels() {
-  static const KernelTable& chosen = [&]() -> const KernelTable& {
-    const KernelTable& first = kernels();
-    if (!has_bf16_instructions(first.isa)) return first;
+  static const KernelTable* const chosen = [] {
+    const KernelTable* first = &kernels();
+    if (!has_bf16_instructions(first->isa)) return first;
     for (const Candidate& candidate : candidates()) {
-      if (candidate.can_run && !has_bf16_instructions(candidate.table->isa)) return *candidate.table;
+      if (candidate.can_run && !has_bf16_instructions(candidate.table->isa)) return candidate.table;
     }
-    return scalar_kernels;
+    return &scalar_kernels;
   }();
-  return chosen;
+  return *chosen;
 }
 
 std::vector<std::string> available_integer_isas() {
@@ -200,11 +203,9 @@ const IntegerKernels& integer_kernels_for(const std::string& name, const std::st
 }
 
 const IntegerKernels& integer_kernels() {
-  static const IntegerKernels& chosen = [&]() -> const IntegerKernels& {
-    const char* name = std::getenv("CADENZA_CPU_INTEGER_ISA");
-    return integer_kernels_for(name == nullptr ? "" : name, kernels().isa);
-  }();
-  return chosen;
+  static const IntegerKernels* const chosen =
+      &integer_kernels_for(environment("CADENZA_CPU_INTEGER_ISA"), kernels().isa);
+  return *chosen;
 }
 
 }  // namespace cadenza

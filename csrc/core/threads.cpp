@@ -1,7 +1,7 @@
 // The number of threads: environment, affinity mask and cgroup CPU quota.
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -41,17 +41,27 @@ struct QuotaFiles {
 constexpr QuotaFiles kVersion1{"/sys/fs/cgroup/cpu", "/cpu.cfs_quota_us", "/cpu.cfs_period_us"};
 constexpr QuotaFiles kVersion2{"/sys/fs/cgroup", "/cpu.max", nullptr};
 
-// Quota of one group in cores; infinity without a limit ("max 100000", or no file).
+// The content of a file; empty if it cannot be read. Without streams: a library whose C++ runtime is
+// linked in crashes in them beside another copy of that runtime, such as jaxlib's.
+std::string read_text(const std::string& path) {
+  std::string text;
+  std::FILE* file = std::fopen(path.c_str(), "r");
+  if (file == nullptr) return text;
+  char part[4096];
+  for (size_t n; (n = std::fread(part, 1, sizeof(part), file)) > 0;) text.append(part, n);
+  std::fclose(file);
+  return text;
+}
+
+// Quota of one group in cores; infinity without a limit ("max 100000", "-1", or no file).
 double quota_of(const std::string& group, const QuotaFiles& files) {
-  double quota = 0, period = 0;
-  std::ifstream limit(group + files.quota);
-  limit >> quota;
-  if (files.period == nullptr) {
-    limit >> period;
-  } else {
-    std::ifstream(group + files.period) >> period;
-  }
-  return quota > 0 && period > 0 ? quota / period : std::numeric_limits<double>::infinity();
+  std::string limit = read_text(group + files.quota);
+  if (files.period != nullptr) limit += " " + read_text(group + files.period);
+  char* rest = nullptr;
+  const long long quota = std::strtoll(limit.c_str(), &rest, 10);
+  const long long period = std::strtoll(rest, nullptr, 10);
+  if (quota <= 0 || period <= 0) return std::numeric_limits<double>::infinity();
+  return double(quota) / double(period);
 }
 
 // The smallest quota of a group and its ancestors.
@@ -70,8 +80,11 @@ double least_quota(const std::string& mount, std::string path, const QuotaFiles&
 int cgroup_cores(const std::string& root) {
   double least = std::min(quota_of(root + kVersion1.mount, kVersion1),
                           quota_of(root + kVersion2.mount, kVersion2));
-  std::ifstream groups(root + "/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {
+  const std::string groups = read_text(root + "/proc/self/cgroup");
+  for (size_t at = 0; at < groups.size();) {
+    const size_t end = std::min(groups.find('\n', at), groups.size());
+    const std::string line = groups.substr(at, end - at);
+    at = end + 1;
     size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";

@@ -102,6 +102,17 @@ def test_a_fault_that_needs_long_prompts_is_skipped_in_a_short_context(library: 
     assert result.last_line == "SELF-TEST PASS caught=4 skipped=1 ops=native"
 
 
+def test_the_library_reads_nothing_by_streams():
+    """Where the C++ runtime is linked in, they crash beside jaxlib's copy; XLA's headers only write
+    to streams, and only errors."""
+    if shutil.which("nm") is None and not must_have_native():
+        pytest.skip("nm not found")
+    named = subprocess.run(["nm", "-C", library_path()], capture_output=True, text=True, check=True)
+    assert "cadenza_configure" in named.stdout
+    assert "fstream" not in named.stdout
+    assert "istream::" not in named.stdout
+
+
 def test_the_library_that_is_installed_holds_no_faults(library: NativeLibrary):
     """A wheel takes the package's library, which is compiled without the flag, and no other."""
     assert not hasattr(library.handle, "cadenza_inject_fault")
