@@ -178,4 +178,4 @@ def _tokenizer_bytes(checkpoint: Checkpoint) -> int:
     source = checkpoint.tokenizer_source
     if source is None:
         return 0
-    return source.stat().st_size if isinstance(source, Path) else len(source.read())
+    return source.stat().st_size if isinstance(source, Path) else source.num_bytes

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -27,7 +28,7 @@ SHORT_TEXT = 2048
 _UNENCODABLE = "this text; its tokenizer.json has no token for a part of it"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenizerSource:
     """The content of a tokenizer.json that is not a file of its own, made by `read` when needed.
 
@@ -36,6 +37,11 @@ class TokenizerSource:
 
     name: str
     read: Callable[[], bytes]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """The content's length; it is made for this once, and not kept."""
+        return len(self.read())
 
 
 class Tokenizer:

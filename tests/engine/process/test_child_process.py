@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.engine.process.child_process import ChildProcess
+from cadenza.engine.process.child_process import LARGE_PAGES, ChildProcess, execute
 from cadenza.engine.process.engine_process import LOG_EVERY_S, SHORTAGE
 from cadenza.engine.process.messages import OUTPUT_LOGGER
 from cadenza.errors import EngineUnavailableError
@@ -53,6 +53,22 @@ def test_a_process_that_prints_without_end_does_not_keep_its_front_end() -> None
         child.unregister(selector)
     assert 0 < follow.num_lines < MANY_LINES
     assert child.close(within_s=0) < 0
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.check=0"])
+def test_the_engine_may_have_huge_pages_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    (name, default), *_ = LARGE_PAGES.items()
+    monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(name, own)
+    reader, writer = os.pipe()
+    command = (sys.executable, "-c", f"import os; print(os.environ[{name!r}], end='')")
+    assert execute(command, (), writer).wait(TIMEOUT_S) == 0
+    os.close(writer)
+    with open(reader, encoding="utf-8") as printed:
+        assert printed.read() == (own or default)
 
 
 def open_descriptors() -> set[int]:
