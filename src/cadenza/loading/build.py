@@ -171,13 +171,24 @@ def open_planned(
     memory: HostMemory = HOST_MEMORY,
     bodies_bytes: int = 0,
 ) -> tuple[Checkpoint, EnginePlan]:
-    """Opens the checkpoint and plans for it; loads no weights. `config.backend` is in `backends`.
+    """Opens the checkpoint and plans for it; loads no weights, but has the system begin to read
+    their files. `config.backend` is in `backends`.
 
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: see `find_checkpoint`, `plan_model`.
     """
     checkpoint = find_configured(model, config, backends)
+    if _may_read_ahead(checkpoint, config, memory):
+        checkpoint.weights.read_ahead()
     return checkpoint, plan_model(checkpoint, config, backends, memory, bodies_bytes)
+
+
+def _may_read_ahead(checkpoint: Checkpoint, config: EngineConfig, memory: HostMemory) -> bool:
+    """Whether all weights will be read, and their files stay in memory until they are."""
+    if not checkpoint.is_known or config.quantization != "none":  # these may be cached, packed
+        return False
+    num_bytes = sum(len(file.data) for file in checkpoint.weights.files)
+    return 2 * num_bytes <= memory.available_bytes
 
 
 def build_core(
