@@ -1,9 +1,7 @@
 """Finding tensors in one file or many, and comparing them with the declaration."""
 
 import json
-import os
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,34 +43,6 @@ def write_shards(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, str]
         weight_map |= dict.fromkeys(part, shard)
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     return weight_map
-
-
-def is_in_memory(path: Path) -> bool:
-    """Whether the last byte of a file can be read without the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.preadv(descriptor, [bytearray(1)], path.stat().st_size - 1, os.RWF_NOWAIT) == 1
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-
-
-@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system has no RWF_NOWAIT")
-def test_files_are_read_ahead_without_waiting_for_them(tmp_path: Path):
-    path = tmp_path / "model.safetensors"
-    write_tensors(path, {"one": np.zeros(16 << 20, np.uint8)})
-    weights = open_weights(tmp_path)
-    with path.open("r+b") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if is_in_memory(path):
-        pytest.skip("this file system keeps its files in memory")
-    weights.read_ahead()
-    until_s = time.monotonic() + 60
-    while not is_in_memory(path):
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
 
 
 def test_shards_and_a_single_file_hold_the_same(tmp_path: Path):

@@ -9,7 +9,6 @@ import shutil
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from msgspec import structs
 
 from cadenza import EngineConfig, SamplingParams
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
-from cadenza.checkpoint.tensor_file import TensorFile
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
 from cadenza.engine.process.messages import Start
 from cadenza.errors import ConfigError
-from cadenza.loading.build import find_checkpoint, open_planned, plan_model
+from cadenza.loading.build import find_checkpoint, plan_model
 from cadenza.loading.engine_program import open_start
 from cadenza.loading.memory import HostMemory, private_memory_bytes
 from cadenza.loading.plan import EnginePlan
@@ -195,29 +193,6 @@ def test_what_the_front_end_has_is_counted_once_and_its_bodies_are(tmp_path: Pat
     bodies = opened(bodies_bytes=100 * MB)
     assert bodies.footprint.bodies_bytes == 100 * MB
     assert bodies.kv_bytes < plain.kv_bytes < front_end.kv_bytes
-
-
-@pytest.mark.parametrize(
-    ("limit_mb", "config", "is_read"),
-    [
-        (2000, EngineConfig(), True),
-        (2000, EngineConfig(quantization="int8"), False),
-        (8, EngineConfig(), False),
-    ],
-)
-def test_weights_are_read_ahead_where_they_will_be_read_and_stay_in_memory(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    limit_mb: int,
-    config: EngineConfig,
-    is_read: bool,
-) -> None:
-    read: list[str] = []
-    monkeypatch.setattr(TensorFile, "read_ahead", lambda file: read.append(file.name))
-    memory = HostMemory(make_root(tmp_path, version_2, limit_mb * MB))
-    with nullcontext() if limit_mb > 8 else pytest.raises(ConfigError, match="are available"):
-        open_planned(None, config, memory=memory)
-    assert bool(read) == is_read
 
 
 def planned_bytes(serving: ServeProcess) -> int:

@@ -96,10 +96,6 @@ class TensorFile:
         assert not isinstance(found, BlockWeight), f"{name} is in blocks"
         return found
 
-    def read_ahead(self) -> None:
-        """Has the system read the file in large parts from now on, and does not wait for it."""
-        self.data.madvise(mmap.MADV_WILLNEED)
-
     def raw_bytes(self, name: str) -> memoryview:
         """A tensor's stored bytes, without a copy."""
         entry = self.entries[name]

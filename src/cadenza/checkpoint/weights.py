@@ -60,11 +60,6 @@ class Weights:
         stored = self.quantised.get(name)
         return self._file_of[name].view(name) if stored is None else stored.load()
 
-    def read_ahead(self) -> None:
-        """As `TensorFile.read_ahead`, of all files."""
-        for file in self.files:
-            file.read_ahead()
-
     def __contains__(self, name: str) -> bool:
         return name in self._file_of or name in self.quantised
 

@@ -29,6 +29,7 @@ from cadenza.loading.footprint import front_end_bytes_of
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import Beside, DraftPlan, EnginePlan, device_share, make_plan
+from cadenza.loading.read_ahead import read_ahead
 from cadenza.loading.weight_cache import packed_weights_file
 from cadenza.text.token_constraint import ConstraintCompiler
 
@@ -178,17 +179,9 @@ def open_planned(
         CheckpointError, ConfigError, DeviceUnavailableError: see `find_checkpoint`, `plan_model`.
     """
     checkpoint = find_configured(model, config, backends)
-    if _may_read_ahead(checkpoint, config, memory):
-        checkpoint.weights.read_ahead()
+    if config.quantization == "none":  # otherwise packed weights may be stored
+        read_ahead(checkpoint, memory.available_bytes)
     return checkpoint, plan_model(checkpoint, config, backends, memory, bodies_bytes)
-
-
-def _may_read_ahead(checkpoint: Checkpoint, config: EngineConfig, memory: HostMemory) -> bool:
-    """Whether all weights will be read, and their files stay in memory until they are."""
-    if not checkpoint.is_known or config.quantization != "none":  # these may be cached, packed
-        return False
-    num_bytes = sum(len(file.data) for file in checkpoint.weights.files)
-    return 2 * num_bytes <= memory.available_bytes
 
 
 def build_core(
