@@ -16,8 +16,8 @@ _PART_BYTES = 512 << 10
 
 
 def read_ahead(checkpoint: Checkpoint, available_bytes: int) -> threading.Thread | None:
-    """Starts a thread that asks for all files of weights, in their order, and ends when it has; none
-    where files of this size may not stay in memory, or the system has no such request.
+    """Starts a thread that asks for all files of weights, in their order; none where files of this
+    size may not stay in memory, or the system has no such request.
     """
     if not checkpoint.is_known or not hasattr(os, "posix_fadvise"):
         return None
