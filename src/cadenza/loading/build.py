@@ -29,7 +29,6 @@ from cadenza.loading.footprint import front_end_bytes_of
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import Beside, DraftPlan, EnginePlan, device_share, make_plan
-from cadenza.loading.read_ahead import read_ahead
 from cadenza.loading.weight_cache import packed_weights_file
 from cadenza.text.token_constraint import ConstraintCompiler
 
@@ -172,15 +171,12 @@ def open_planned(
     memory: HostMemory = HOST_MEMORY,
     bodies_bytes: int = 0,
 ) -> tuple[Checkpoint, EnginePlan]:
-    """Opens the checkpoint and plans for it; loads no weights, but has the system begin to read
-    their files. `config.backend` is in `backends`.
+    """Opens the checkpoint and plans for it; loads no weights. `config.backend` is in `backends`.
 
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: see `find_checkpoint`, `plan_model`.
     """
     checkpoint = find_configured(model, config, backends)
-    if config.quantization == "none":  # otherwise packed weights may be stored
-        read_ahead(checkpoint, memory.available_bytes)
     return checkpoint, plan_model(checkpoint, config, backends, memory, bodies_bytes)
 
 
