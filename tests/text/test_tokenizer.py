@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as NativeTokenizer
 from cadenza.errors import CheckpointError, InvalidRequestError
 from cadenza.text import Tokenizer
 from cadenza.text.provenance import written_by_template
+from cadenza.text.tokenizer import TokenizerSource
 from tests.text.vocabularies import SPECIAL, byte_level
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -160,3 +161,15 @@ def test_a_garbage_tokenizer_is_a_named_error(tmp_path: Path, content: bytes):
 def test_an_absent_tokenizer_is_a_named_error(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         Tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_source_is_made_once_to_be_measured():
+    made: list[bytes] = []
+
+    def read() -> bytes:
+        made.append(b"made")
+        return made[-1]
+
+    source = TokenizerSource(name="model.gguf", read=read)
+    assert (source.num_bytes, source.num_bytes) == (4, 4)
+    assert len(made) == 1
