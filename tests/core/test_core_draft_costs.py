@@ -152,6 +152,14 @@ def test_more_drafts_may_cost_more_each() -> None:
     assert cost.added_ms(10) == pytest.approx(12.0 + 2 * FIRST_PRICE * 1.5, rel=0.1)
 
 
+@pytest.mark.parametrize("counts", [(0.0,), (0.0, 2.0), (0.0, 0.5, 2.25, 2.5), (0.0, 3.0, 9.0)])
+def test_what_several_numbers_of_drafts_cost_is_what_each_does(counts: tuple[float, ...]) -> None:
+    cost = DecodeCost(10.0, counts, tuple(count**1.5 for count in counts), 3.0)
+    for most in (0, 1, 2, 6, 12):
+        each = [cost.added_ms(number) for number in range(most + 1)]
+        assert cost.added_up_to(most) == pytest.approx(each)
+
+
 def test_drafts_are_taken_up_to_where_they_become_dear() -> None:
     """The rate is 4 / 50 without drafts, 6.4 / 53 with one each, and 7.84 / 74 with two."""
     chance = DraftChance(acceptance=0.6, most=5, num_keys=0)

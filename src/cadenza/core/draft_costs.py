@@ -8,7 +8,7 @@ number of decoding rows, and for several numbers of drafts. Knows no sequences a
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import log2
+from math import ceil, log2
 
 from cadenza.core.step_cost import MAX_RATIO, SMALLEST_MS, StepCost, StepLoad
 
@@ -66,11 +66,22 @@ class DecodeCost:
 
     def added_ms(self, num_drafts: float) -> float:
         at = bisect_right(self.counts, num_drafts) - 1
-        count, ms = self.counts[at], self.more_ms[at]
+        return self.more_ms[at] + self._draft_ms_from(at) * (num_drafts - self.counts[at])
+
+    def added_up_to(self, num_drafts: int) -> list[float]:
+        """`added_ms` of 0 to `num_drafts` drafts."""
+        found: list[float] = []
+        for at, end in enumerate((*self.counts[1:], num_drafts + 1)):
+            count, ms, draft_ms = self.counts[at], self.more_ms[at], self._draft_ms_from(at)
+            numbers = range(len(found), min(ceil(end), num_drafts + 1))
+            found += [ms + draft_ms * (number - count) for number in numbers]
+        return found
+
+    def _draft_ms_from(self, at: int) -> float:
+        """Of each draft between the number at this place in `counts` and the next."""
         if at + 1 == len(self.counts):
-            return ms + self.draft_ms * (num_drafts - count)
-        share = (num_drafts - count) / (self.counts[at + 1] - count)
-        return ms + share * (self.more_ms[at + 1] - ms)
+            return self.draft_ms
+        return (self.more_ms[at + 1] - self.more_ms[at]) / (self.counts[at + 1] - self.counts[at])
 
     def fixed_ms(self, num_rows: int) -> float:
         """What the step costs whatever it holds, if its rows cost as much as so many drafts."""

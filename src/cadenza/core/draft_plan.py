@@ -5,8 +5,7 @@ sequence, no model and no clock. Invariant: without a gain there are no drafts.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from cadenza.core.draft_costs import DecodeCost
 from cadenza.core.step_cost import StepCost
@@ -72,56 +71,48 @@ def plan_drafts(
             stands for itself, and has to be worth `MARGIN`.
     """
     margin, min_ratio = (MARGIN, 1.0) if drafter is None else (1.0, MIN_RATIO)
+    worth = 1.0
     if drafter is None and num_rows:
         # Sequences without drafts take as many steps as ever: what each step costs whatever it
         # holds is saved only as far as all sequences advance.
         share_left = max(0.0, 1 - len(chances) / num_rows)
-        worth = 1 - share_left * target.fixed_ms(num_rows) / target.base_ms
-        chances = [replace(each, worth=each.worth * worth) for each in chances]
+        worth -= share_left * target.fixed_ms(num_rows) / target.base_ms
+    drafts = _drafts_of(chances, worth)
     tokens, drafting_ms, deepest = float(num_rows), 0.0, 0
-    first = best = _Taken(tokens, target.base_ms, 0)
-    drafts = _drafts_of(chances)
+    most_tokens, least_ms, best_number = tokens, target.base_ms, 0
+    first_rate = best_rate = tokens / least_ms
+    more_ms = target.added_up_to(len(drafts))
     for number, (gained, depth, row) in enumerate(drafts, start=1):
-        tokens += gained
+        tokens -= gained
         if drafter is not None:
             drafting_ms += (depth > deepest) * drafter.fixed_ms + _own_ms(drafter, chances[row])
             deepest = max(depth, deepest)
-        ms = target.base_ms + target.added_ms(number) + drafting_ms
-        is_worth = tokens - best.tokens >= margin * best.rate * (ms - best.ms)
-        if is_worth and tokens / ms > best.rate:
-            best = _Taken(tokens, ms, number)
-    if best.rate < min_ratio * first.rate:
-        best = first
+        ms = target.base_ms + more_ms[number] + drafting_ms
+        is_worth = tokens - most_tokens >= margin * best_rate * (ms - least_ms)
+        if is_worth and tokens / ms > best_rate:
+            most_tokens, least_ms, best_number, best_rate = tokens, ms, number, tokens / ms
+    if best_rate < min_ratio * first_rate:
+        most_tokens, best_number, best_rate = float(num_rows), 0, first_rate
     counts = [0] * len(chances)
-    for _, _, row in drafts[: best.number]:
+    for _, _, row in drafts[:best_number]:
         counts[row] += 1
     return DraftNumbers(
-        counts=counts, num_tokens=best.tokens, rate_without=first.rate, rate=best.rate
+        counts=counts, num_tokens=most_tokens, rate_without=first_rate, rate=best_rate
     )
 
 
-class _Taken(NamedTuple):
-    """The tokens and the time of a step with the first `number` drafts."""
-
-    tokens: float
-    ms: float
-    number: int
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.ms
-
-
-def _drafts_of(chances: SequenceOf[DraftChance]) -> list[tuple[float, int, int]]:
-    """Of each draft that may be accepted: what it is expected to give, its depth and its row; the
-    best first, and each behind those before it."""
-    drafts = [
-        (gained, depth, row)
-        for row, chance in enumerate(chances)
-        for depth in range(1, chance.most + 1)
-        if (gained := chance.worth * chance.acceptance**depth) > LEAST_GAIN
-    ]
-    drafts.sort(key=lambda draft: (-draft[0], draft[1]))
+def _drafts_of(chances: SequenceOf[DraftChance], worth: float) -> list[tuple[float, int, int]]:
+    """Of each draft that may be accepted: what it is expected to give, negative, its depth and its
+    row; the best first, and each behind those before it."""
+    drafts: list[tuple[float, int, int]] = []
+    for row, chance in enumerate(chances):
+        gained = chance.worth * worth
+        for depth in range(1, chance.most + 1):
+            gained *= chance.acceptance
+            if gained <= LEAST_GAIN:
+                break
+            drafts.append((-gained, depth, row))
+    drafts.sort()
     return drafts
 
 

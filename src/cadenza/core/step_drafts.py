@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from math import inf
-from statistics import fmean, harmonic_mean
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from cadenza.config import EngineLimits
@@ -17,6 +17,7 @@ from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.constraint import Lookahead
 from cadenza.core.draft_costs import DecodeCost, DraftCosts
 from cadenza.core.draft_plan import DraftChance, plan_drafts
+from cadenza.core.drafts import Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.sequence import Sequence
 from cadenza.core.step_cost import StepCost, StepLoad, num_keys
@@ -103,6 +104,10 @@ class Probes:
     _every: int = FIRST_PROBE
     _newest: int = -1
 
+    def are_due(self, number: int) -> bool:
+        """Whether the step of this number is one, or was taken."""
+        return number >= self._at or number == self._newest
+
     def takes(self, number: int) -> bool:
         """Whether the step of this number is one, now or when it was asked before."""
         if number >= self._at:
@@ -138,13 +143,14 @@ class StepDrafts:
 
         Learns what waiting costs, and what steps with and without drafts cost.
         """
-        num_drafts = sum(len(entry.drafts) for entry in batch.entries) if batch.has_drafts else 0
-        load = batch.load
-        base = StepLoad(
-            num_tokens=load.num_tokens - num_drafts,
-            num_logits=load.num_logits - num_drafts,
-            num_keys=load.num_keys - sum(map(_keys_of_drafts, batch.entries)),
-        )
+        num_drafts, base = 0, batch.load
+        if batch.has_drafts:
+            num_drafts = sum([len(entry.drafts) for entry in batch.entries])
+            base = StepLoad(
+                num_tokens=base.num_tokens - num_drafts,
+                num_logits=base.num_logits - num_drafts,
+                num_keys=base.num_keys - sum(map(_keys_of_drafts, batch.entries)),
+            )
         if idle_ms is not None:
             # Where steps that overlap wait for the host, one that does not is shorter.
             base_ms = self._costs.beside(base, cost).base_ms
@@ -182,6 +188,8 @@ class StepDrafts:
                 together.append(sequence)
         if not looking_up and not together:
             return False
+        if not together and cost is not None and not self._asks(number):
+            return False
         load = _load_of([(each, 1) for each in running])
         if self._costs.is_stale(load):
             return False  # a step that waited would not be measured
@@ -191,6 +199,11 @@ class StepDrafts:
             return True
         return bool(looking_up) and self._is_worth_waiting(looking_up, running, step)
 
+    def _asks(self, number: int) -> bool:
+        """Whether it is asked at the step of this number if drafts that are looked up are worth
+        waiting for: not just after they were not."""
+        return number >= self._asks_at or self._probes.are_due(number)
+
     def _is_worth_waiting(
         self, sequences: list[Sequence], running: SequenceOf[Sequence], step: DraftStep
     ) -> bool:
@@ -198,7 +211,7 @@ class StepDrafts:
         which the device idles."""
         if step.cost is None or self._probes.takes(step.number):
             return True
-        if step.number < self._asks_at:
+        if not self._asks(step.number):
             return False
         pace = pace_of(running)
         chances = [chance_of(each, each.drafting.most, pace) for each in sequences if each.drafting]
@@ -222,35 +235,27 @@ class StepDrafts:
         found: Drafts = {}
         if any(_has_undecided_mask(sequence) for sequence, _ in shares):
             return found
+        num_masks = _num_masks([sequence for sequence, _ in shares])
+        able = self._able(shares, num_rows, num_masks)
+        if not able:
+            return found
         load = _load_of(shares)
         if self._costs.is_stale(load):
             return found
         together: list[Sequence] = []
         looked_up: dict[Sequence, tuple[int, ...]] = {}
-        room = self._limits.max_num_batched_tokens - sum(count for _, count in shares)
-        room = min(room, num_rows)
-        num_masks = _num_masks([sequence for sequence, _ in shares])
-        for sequence, count in shares:
-            drafting, end = sequence.drafting, sequence.num_computed_tokens + count
-            # At its end, all its tokens are known: none is still on the device.
-            if drafting is None or end != len(sequence.token_ids) or sequence.is_retried:
-                continue
-            most = min(room, sequence.max_num_tokens - end - 1)
-            if sequence.constraint is not None:
-                most = min(most, num_masks)
-            if most <= 0:
-                continue
-            if drafting.source is not None:
-                drafts = drafting.propose(sequence.token_ids, most)
-                if drafts:
-                    looked_up[sequence] = drafts
-            # One new token, behind pages that are the sequence's own.
-            elif count == 1 and sequence.page_copy is None and drafting.is_due(end):
+        for sequence, drafting, most in able:
+            if drafting.source is None:
                 together.append(sequence)
+            elif drafts := drafting.propose(sequence.token_ids, most):
+                looked_up[sequence] = drafts
+        if not looked_up and not together:
+            return found
         step = self._step_of(number, load, cost)
         drafter = self._drafter if together else None
         if drafter is not None and not drafter.is_due(number):
             drafter = None
+        room = self._room(shares, num_rows)
         if looked_up:
             pace = pace_of([sequence for sequence, _ in shares])
             found = self._worth(looked_up, room, step, pace, waits_anyway=drafter is not None)
@@ -261,6 +266,35 @@ class StepDrafts:
         if not wishes:
             return found
         return found | drafter.propose(wishes, step)
+
+    def _able(
+        self, shares: list[Share], num_rows: int, num_masks: int
+    ) -> list[tuple[Sequence, Drafting, int]]:
+        """Sequences that may have drafts behind their newest token, and how many each."""
+        found: list[tuple[Sequence, Drafting, int]] = []
+        room = self._room(shares, num_rows)
+        for sequence, count in shares:
+            drafting, end = sequence.drafting, sequence.num_computed_tokens + count
+            # At its end, all its tokens are known: none is still on the device.
+            if drafting is None or end != len(sequence.token_ids) or sequence.is_retried:
+                continue
+            if not drafting.is_due(end):
+                continue
+            # A `Drafter` needs one new token, behind pages that are the sequence's own.
+            if drafting.source is None and not (count == 1 and sequence.page_copy is None):
+                continue
+            most = min(room, sequence.max_num_tokens - end - 1)
+            if sequence.constraint is not None:
+                most = min(most, num_masks)
+            if most > 0:
+                found.append((sequence, drafting, most))
+        return found
+
+    def _room(self, shares: list[Share], num_rows: int) -> int:
+        """Tokens that are left for drafts beside the step's own."""
+        return min(
+            num_rows, self._limits.max_num_batched_tokens - sum([count for _, count in shares])
+        )
 
     def _worth(
         self,
@@ -350,7 +384,7 @@ def chance_of(sequence: Sequence, most: int, pace: float | None = None) -> Draft
 def pace_of(sequences: SequenceOf[Sequence]) -> float:
     """Tokens in each step so far, of a typical one of `sequences`: the harmonic mean, since it is
     their time for a token that is to fall."""
-    return harmonic_mean(map(_pace, sequences)) if sequences else 1.0
+    return len(sequences) / sum([1 / _pace(each) for each in sequences]) if sequences else 1.0
 
 
 def _pace(sequence: Sequence) -> float:
