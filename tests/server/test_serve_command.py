@@ -85,6 +85,19 @@ def test_debug_lines_hold_the_resolved_configuration(serving: ServeProcess) -> N
     assert "api_key=0" in front["message"]
 
 
+def test_both_processes_leave_what_they_have_loaded_out_of_collections(
+    serving: ServeProcess,
+) -> None:
+    pattern = re.compile(r"(\d+) objects are left out of garbage collections")
+
+    def frozen() -> list[int] | None:
+        found = [pattern.fullmatch(line["message"]) for line in serving.lines]
+        counts = [int(each[1]) for each in found if each]
+        return counts if len(counts) == 2 else None
+
+    assert min(serving.wait_for(frozen)) > 10_000
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -221,6 +221,7 @@ class Opening:
 async def _run(engine: "EngineProcess", service: "Service", opening: Opening) -> None:
     """Serves until the server is shut down. Raises the error when the model cannot be loaded, or
     when the address cannot be had then."""
+    from cadenza.engine.process.heap import freeze_heap
     from cadenza.server.run import run_server, shut_down_on_signals
 
     loop = asyncio.get_running_loop()
@@ -236,6 +237,7 @@ async def _run(engine: "EngineProcess", service: "Service", opening: Opening) ->
     async def watch_load() -> None:
         try:
             await asyncio.to_thread(engine.wait_ready, MAX_LOAD_S)
+            freeze_heap()
             if opening.sockets is None and not service.is_draining:
                 lifecycles[0].listen(await asyncio.to_thread(opening.open, service))
         except CadenzaError as error:

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from cadenza.engine.batch_engine import STOPPED
 from cadenza.engine.core import EngineCore
+from cadenza.engine.process.heap import freeze_heap
 from cadenza.engine.process.messages import (
     EngineIdentity,
     Failed,
@@ -178,6 +179,7 @@ def _serve(link: SocketLink, load: Load) -> int:
         link.send(Failed(type(error).__name__, str(error), is_shortage))
         return COULD_NOT_LOAD
     startup.end()
+    freeze_heap()
     worker = Worker(serving.core, link, count_compiles=serving.count_compiles)
     link.send(
         Ready(
