@@ -36,6 +36,8 @@ help: ## list the targets
 run: .venv/.has-cadenza ## answer eight prompts at once with the bundled model
 	$(BIN)/cadenza generate --prompts-file examples/prompts.txt --max-tokens 48
 
+# Hundreds of processes start in the tests: they keep their byte code, whatever the environment says.
+test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/.has-tools ## run the tests, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
