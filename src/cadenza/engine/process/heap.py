@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_heap() -> None:
-    """Called once, when the process is ready; what becomes garbage later is collected as ever."""
+    """Called once, when the process is ready; what is made later is collected as ever."""
     gc.collect()
     gc.freeze()
     logger.debug("%d objects are left out of garbage collections", gc.get_freeze_count())
