@@ -82,8 +82,8 @@ def plan_drafts(
     most_tokens, least_ms, best_number = tokens, target.base_ms, 0
     first_rate = best_rate = tokens / least_ms
     more_ms = target.added_up_to(len(drafts))
-    for number, (gained, depth, row) in enumerate(drafts, start=1):
-        tokens -= gained
+    for number, (negative, depth, row) in enumerate(drafts, start=1):
+        tokens -= negative
         if drafter is not None:
             drafting_ms += (depth > deepest) * drafter.fixed_ms + _own_ms(drafter, chances[row])
             deepest = max(depth, deepest)

@@ -236,7 +236,9 @@ class StepDrafts:
         if any(_has_undecided_mask(sequence) for sequence, _ in shares):
             return found
         num_masks = _num_masks([sequence for sequence, _ in shares])
-        able = self._able(shares, num_rows, num_masks)
+        room = self._limits.max_num_batched_tokens - sum([count for _, count in shares])
+        room = min(room, num_rows)
+        able = _able(shares, room, num_masks)
         if not able:
             return found
         load = _load_of(shares)
@@ -255,7 +257,6 @@ class StepDrafts:
         drafter = self._drafter if together else None
         if drafter is not None and not drafter.is_due(number):
             drafter = None
-        room = self._room(shares, num_rows)
         if looked_up:
             pace = pace_of([sequence for sequence, _ in shares])
             found = self._worth(looked_up, room, step, pace, waits_anyway=drafter is not None)
@@ -266,35 +267,6 @@ class StepDrafts:
         if not wishes:
             return found
         return found | drafter.propose(wishes, step)
-
-    def _able(
-        self, shares: list[Share], num_rows: int, num_masks: int
-    ) -> list[tuple[Sequence, Drafting, int]]:
-        """Sequences that may have drafts behind their newest token, and how many each."""
-        found: list[tuple[Sequence, Drafting, int]] = []
-        room = self._room(shares, num_rows)
-        for sequence, count in shares:
-            drafting, end = sequence.drafting, sequence.num_computed_tokens + count
-            # At its end, all its tokens are known: none is still on the device.
-            if drafting is None or end != len(sequence.token_ids) or sequence.is_retried:
-                continue
-            if not drafting.is_due(end):
-                continue
-            # A `Drafter` needs one new token, behind pages that are the sequence's own.
-            if drafting.source is None and not (count == 1 and sequence.page_copy is None):
-                continue
-            most = min(room, sequence.max_num_tokens - end - 1)
-            if sequence.constraint is not None:
-                most = min(most, num_masks)
-            if most > 0:
-                found.append((sequence, drafting, most))
-        return found
-
-    def _room(self, shares: list[Share], num_rows: int) -> int:
-        """Tokens that are left for drafts beside the step's own."""
-        return min(
-            num_rows, self._limits.max_num_batched_tokens - sum([count for _, count in shares])
-        )
 
     def _worth(
         self,
@@ -368,6 +340,27 @@ class StepDrafts:
         if not count or self._kv_cache.try_grow(sequence, end + count):
             return count
         return len(sequence.page_table) * self._limits.page_size - end
+
+
+def _able(shares: list[Share], room: int, num_masks: int) -> list[tuple[Sequence, Drafting, int]]:
+    """Sequences that may have drafts behind their newest token, and how many each."""
+    found: list[tuple[Sequence, Drafting, int]] = []
+    for sequence, count in shares:
+        drafting, end = sequence.drafting, sequence.num_computed_tokens + count
+        # At its end, all its tokens are known: none is still on the device.
+        if drafting is None or end != len(sequence.token_ids) or sequence.is_retried:
+            continue
+        if not drafting.is_due(end):
+            continue
+        # A `Drafter` needs one new token, behind pages that are the sequence's own.
+        if drafting.source is None and not (count == 1 and sequence.page_copy is None):
+            continue
+        most = min(room, sequence.max_num_tokens - end - 1)
+        if sequence.constraint is not None:
+            most = min(most, num_masks)
+        if most > 0:
+            found.append((sequence, drafting, most))
+    return found
 
 
 def chance_of(sequence: Sequence, most: int, pace: float | None = None) -> DraftChance:
