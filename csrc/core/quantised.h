@@ -4,6 +4,9 @@
 //   largest = max |x| of the group; code = round_even(x * (127 / largest)); scale = largest / 127.
 //   A group whose largest is below 2^-64 has codes and scale 0, so no later value is denormal. One
 //   with a NaN or an infinity has codes 0 and a NaN scale, so that the row's outputs are NaN.
+// Most of a product's error comes from the groups with the largest scales, so one of every 64 groups has
+// second codes: that with the largest `largest`, the first of equals. They are the codes of its
+// remainders, fma(-code, scale, x), by the same rules, with a scale of their own.
 // Weights are integer codes with one scale for each column and group of 32 or 16 elements, and with a
 // zero point, an offset or neither (core/code_format.h); an element is (code - zero point) * scale +
 // offset. Quantised from floats, in groups of 32 with f16 scales:
@@ -17,6 +20,7 @@
 // code * (weight code - zero point) and total = the sum of the activation codes:
 //   sum = fma(f32(dot) * activation scale, weight scale, sum), then with offsets
 //   sum = fma(f32(total) * activation scale, offset, sum)
+// and then the second codes in the same way, with the weights of their groups.
 // Dots and totals are exact integers, so these roundings are all: the bits depend neither on the
 // number of rows nor on the instruction set.
 #pragma once
@@ -32,9 +36,22 @@ struct GroupTerms {
   int16_t totals[2];  // the sums of the first and of the last sixteen codes
 };
 
-// Bytes of a row of activation codes: [groups][32] int8, zero beyond K, then [groups] GroupTerms.
-constexpr int64_t code_row_bytes(int64_t k) {
+// The second codes of one group.
+struct Remainder {
+  int8_t codes[kGroup];
+  GroupTerms terms;
+  int64_t group;
+};
+constexpr int64_t kRemainderSpan = 64;  // groups, of which one has a remainder
+
+// Bytes of a row of activation codes: [groups][32] int8, zero beyond K, [groups] GroupTerms, then
+// a Remainder for each span of groups that begins.
+constexpr int64_t remainders_at(int64_t k) {
   return ceil_div(k, kGroup) * int64_t(kGroup + sizeof(GroupTerms));
+}
+constexpr int64_t num_remainders(int64_t k) { return ceil_div(k, kGroup * kRemainderSpan); }
+constexpr int64_t code_row_bytes(int64_t k) {
+  return remainders_at(k) + num_remainders(k) * int64_t(sizeof(Remainder));
 }
 
 // The smallest largest magnitude of a group that is not zero, as bits: 2^-64.

@@ -126,6 +126,32 @@ struct GroupPart {
   int64_t lane;  // of the first column
 };
 
+// Part `part` of a group whose bytes are `w`, from column vector `first` on.
+template <class F>
+[[gnu::always_inline]] inline GroupPart group_part(const uint8_t* w, const uint8_t* factors,
+                                                   const uint8_t* x, int part, int first) {
+  constexpr CodeFormat kFormat = F::kFormat;
+  constexpr int kParts = kFormat.num_parts();
+  return {w + part * kFormat.code_bytes() / kParts + first * 64,
+          w + kFormat.code_bytes() + part * kFormat.scale_bytes() / kParts,
+          w + kFormat.corrections_at() + part * kFormat.correction_bytes() / kParts,
+          factors,
+          x + part * kFormat.group,
+          first * kLanes};
+}
+
+// The factors of group g's scales in a panel.
+template <class F>
+inline const uint8_t* group_factors(const uint8_t* panel, int64_t g) {
+  return panel + g / (kNested / kGroup) * F::kFormat.factor_bytes();
+}
+
+// The sum of the codes of a group's part.
+template <class F>
+inline int32_t part_total(const GroupTerms& terms, int part) {
+  return F::kFormat.num_parts() == 2 ? terms.totals[part] : terms.totals[0] + terms.totals[1];
+}
+
 // Folds one part into the sums; row i's activations have `scales[i]` and sum up to `totals[i]`.
 template <class F, int MR, int NR>
 [[gnu::always_inline]] inline void fold_part(Vec (&sums)[MR][NR], const GroupPart& part,
@@ -182,22 +208,43 @@ template <class F, int MR, int NR>
       GroupTerms term;
       __builtin_memcpy(&term, terms + i * stride, sizeof(term));
       scales[i] = term.scale;
-      totals[0][i] = term.totals[0] + (kParts == 1 ? term.totals[1] : 0);
-      if constexpr (kParts == 2) totals[1][i] = term.totals[1];
+      for (int part = 0; part < kParts; part++) totals[part][i] = part_total<F>(term, part);
     }
+    const uint8_t* factors = group_factors<F>(product.w, g);
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; part++) {
-      const GroupPart at{w + part * kFormat.code_bytes() / kParts + first * 64,
-                         w + kFormat.code_bytes() + part * kFormat.scale_bytes() / kParts,
-                         w + kFormat.corrections_at() + part * kFormat.correction_bytes() / kParts,
-                         product.w + g / (kNested / kGroup) * kFormat.factor_bytes(),
-                         x + part * kFormat.group, first * kLanes};
+      const GroupPart at = group_part<F>(w, factors, x, part, first);
       fold_part<F>(sums, at, stride, scales, totals[part]);
     }
     prefetch_group(prefetch);
     x += kGroup;
     terms += sizeof(GroupTerms);
     w += kFormat.group_bytes();
+  }
+}
+
+// Folds the second codes of `count` rows into their sums.
+template <int Format>
+void fold_remainders(const QuantisedProduct& product, int64_t row, int count,
+                     Vec (*sums)[kPanelVecs]) {
+  using F = Codes<Format>;
+  const uint8_t* x = product.x + row * code_row_bytes(product.k) + remainders_at(product.k);
+  const uint8_t* groups = product.w + F::kFormat.groups_at(product.k);
+  for (int i = 0; i < count; i++, x += code_row_bytes(product.k)) {
+    Vec own[1][kPanelVecs];
+    for (int v = 0; v < kPanelVecs; v++) own[0][v] = sums[i][v];
+    for (int64_t span = 0; span < num_remainders(product.k); span++) {
+      Remainder remainder;
+      const uint8_t* at = x + span * int64_t(sizeof(remainder));
+      __builtin_memcpy(&remainder, at, sizeof(remainder));
+      const uint8_t* w = groups + remainder.group * F::kFormat.group_bytes();
+      const uint8_t* factors = group_factors<F>(product.w, remainder.group);
+      for (int part = 0; part < F::kFormat.num_parts(); part++) {
+        fold_part<F, 1, kPanelVecs>(own, group_part<F>(w, factors, at, part, 0), 0,
+                                    {remainder.terms.scale}, {part_total<F>(remainder.terms, part)});
+      }
+    }
+    for (int v = 0; v < kPanelVecs; v++) sums[i][v] = own[0][v];
   }
 }
 
@@ -225,13 +272,17 @@ void quantised_tile(const QuantisedProduct& product, int64_t row, SpreadPrefetch
 using Tile = void (*)(const QuantisedProduct& product, int64_t row, SpreadPrefetch& prefetch,
                       Vec (*sums)[kPanelVecs]);
 
+using RemainderFn = void (*)(const QuantisedProduct& product, int64_t row, int count,
+                             Vec (*sums)[kPanelVecs]);
+
 struct FormatTiles {
   Tile of_rows[kDotRows];  // index 0 has one row
+  RemainderFn remainders;
 };
 
 template <int Format, int... Row>
 constexpr FormatTiles tiles_of_format(std::integer_sequence<int, Row...>) {
-  return {{quantised_tile<Format, Row + 1>...}};
+  return {{quantised_tile<Format, Row + 1>...}, fold_remainders<Format>};
 }
 
 struct Tiles {
@@ -293,12 +344,15 @@ inline void run_code_panels(const void* x, const void* w, const Grid& grid, int6
                                                index + 1 < grid.panels, worker);
     const char* start = prefetch.at;
     int64_t done = 0;
+    const FormatTiles& tile_of = kTiles.of_formats[panel.format];
     for (int64_t tile = range.begin; tile < range.end; tile++) {
       const int64_t row = range.first_row(tile);
+      const int count = range.count(tile);
       Vec sums[kDotRows][kPanelVecs];
-      kTiles.of_formats[panel.format].of_rows[range.count(tile) - 1](product, row, prefetch, sums);
-      for (int i = 0; i < range.count(tile); i++) epilogue(row + i, sums[i]);
-      done += num_passes(range.count(tile));
+      tile_of.of_rows[count - 1](product, row, prefetch, sums);
+      tile_of.remainders(product, row, count, sums);
+      for (int i = 0; i < count; i++) epilogue(row + i, sums[i]);
+      done += num_passes(count);
       if (prefetch.bytes_per_step != 0) prefetch.at = start + done * panel.bytes / passes;
     }
   }
@@ -319,44 +373,77 @@ struct CodeProduct {
   }
 };
 
-// Quantises up to 32 elements.
+// The elements of a group, zero beyond K.
+struct GroupValues {
+  Vec low, high;
+};
+
+// Group g of a row of k elements, read in an order if there is one.
 template <class T>
-inline void quantise_group(const T* x, int64_t count, int8_t* codes, GroupTerms& terms) {
-  Vec low = load_some(x, int(count < kLanes ? count : kLanes)), high = zero();
-  if (count > kLanes) high = load_some(x + kLanes, int(count - kLanes));
+inline GroupValues load_group(const T* x, const int32_t* order, int64_t k, int64_t g) {
+  const int64_t at = g * kGroup, count = k - at < kGroup ? k - at : kGroup;
+  const T* group = x + at;
+  T gathered[kGroup];
+  if (order != nullptr) {
+    for (int64_t i = 0; i < count; i++) gathered[i] = x[order[at + i]];
+    group = gathered;
+  }
+  GroupValues values{load_some(group, int(count < kLanes ? count : kLanes)), zero()};
+  if (count > kLanes) values.high = load_some(group + kLanes, int(count - kLanes));
+  return values;
+}
+
+// Returns the largest magnitude, or 0 if all codes are 0.
+inline float quantise_group(const GroupValues& values, int8_t* codes, GroupTerms& terms) {
   const VecI magnitude = set1_i(0x7fffffff);
-  uint32_t largest_bits =
-      reduce_max_u(max_u(and_i(as_int(low), magnitude), and_i(as_int(high), magnitude)));
+  uint32_t largest_bits = reduce_max_u(
+      max_u(and_i(as_int(values.low), magnitude), and_i(as_int(values.high), magnitude)));
   float largest;
   __builtin_memcpy(&largest, &largest_bits, sizeof(largest));
   if (largest_bits < kSmallestLargest || largest_bits >= 0x7f800000u) {
     __builtin_memset(codes, 0, kGroup);
     terms = {largest_bits < kSmallestLargest ? 0.0f : __builtin_nanf(""), {0, 0}};
-    return;
+    return 0.0f;
   }
   Vec inverse = set1(127.0f / largest);
-  low = round_even(mul(low, inverse));
-  high = round_even(mul(high, inverse));
+  const Vec low = round_even(mul(values.low, inverse));
+  const Vec high = round_even(mul(values.high, inverse));
   store_codes(codes, low);
   store_codes(codes + kLanes, high);
   terms = {largest / 127.0f, {int16_t(reduce_add(low)), int16_t(reduce_add(high))}};
+  return largest;
 }
 
-// Quantises a row of k elements, read in an order if there is one.
+// What codes leave of elements whose largest magnitude is `largest`.
+inline Vec remainder_of(Vec x, float largest) {
+  return fnma(round_even(mul(x, set1(127.0f / largest))), set1(largest / 127.0f), x);
+}
+
 template <class T>
 inline void quantise_row(const T* x, const int32_t* order, int64_t k, uint8_t* out) {
   const int64_t groups = ceil_div(k, kGroup);
-  for (int64_t g = 0; g < groups; g++) {
-    const int64_t at = g * kGroup, count = k - at < kGroup ? k - at : kGroup;
-    const T* group = x + at;
-    T gathered[kGroup];
-    if (order != nullptr) {
-      for (int64_t i = 0; i < count; i++) gathered[i] = x[order[at + i]];
-      group = gathered;
+  uint8_t *all_terms = out + groups * kGroup, *remainders = out + remainders_at(k);
+  for (int64_t begin = 0; begin < groups; begin += kRemainderSpan) {
+    const int64_t end = begin + kRemainderSpan < groups ? begin + kRemainderSpan : groups;
+    Remainder remainder{{}, {}, begin};
+    float most = 0.0f;
+    for (int64_t g = begin; g < end; g++) {
+      GroupTerms terms;
+      auto* codes = reinterpret_cast<int8_t*>(out + g * kGroup);
+      const float largest = quantise_group(load_group(x, order, k, g), codes, terms);
+      __builtin_memcpy(all_terms + g * int64_t(sizeof(terms)), &terms, sizeof(terms));
+      if (largest > most) {
+        most = largest;
+        remainder.group = g;
+      }
     }
-    GroupTerms terms;
-    quantise_group(group, count, reinterpret_cast<int8_t*>(out + at), terms);
-    __builtin_memcpy(out + groups * kGroup + g * int64_t(sizeof(terms)), &terms, sizeof(terms));
+    if (most > 0.0f) {
+      const GroupValues values = load_group(x, order, k, remainder.group);
+      quantise_group({remainder_of(values.low, most), remainder_of(values.high, most)},
+                     remainder.codes, remainder.terms);
+    }
+    __builtin_memcpy(remainders, &remainder, sizeof(remainder));
+    remainders += sizeof(remainder);
   }
 }
 

@@ -59,19 +59,36 @@ struct Codes {
   }
 };
 
+float largest_of(const float* x, int64_t begin, int64_t end) {
+  float largest = 0;
+  for (int64_t i = begin; i < end; i++) largest = std::max(largest, std::abs(x[i]));
+  return largest >= 0x1p-64f ? largest : 0.0f;
+}
+
+int32_t code_of(float x, float largest) {
+  return largest == 0 ? 0 : int32_t(std::nearbyint(x * (127.0f / largest)));
+}
+
 // One element of a product, written from the rules of core/quantised.h.
 float definition(const float* x, Codes& w, int64_t column) {
   float sum = 0;
-  for (int64_t begin = 0; begin < w.k; begin += kGroup) {
-    int64_t end = std::min(begin + kGroup, w.k);
-    float largest = 0;
-    for (int64_t i = begin; i < end; i++) largest = std::max(largest, std::abs(x[i]));
+  const auto fold = [&](const float* values, int64_t begin, int64_t end) {
+    const float largest = largest_of(values, begin, end);
     int32_t dot = 0;
-    for (int64_t i = begin; i < end && largest >= 0x1p-64f; i++) {
-      dot += int32_t(std::nearbyint(x[i] * (127.0f / largest))) * w.code(column, i);
+    for (int64_t i = begin; i < end; i++) dot += code_of(values[i], largest) * w.code(column, i);
+    sum = std::fma(float(dot) * (largest / 127.0f), w.scale(column, begin / kGroup), sum);
+  };
+  for (int64_t begin = 0; begin < w.k; begin += kGroup) fold(x, begin, std::min(begin + kGroup, w.k));
+  for (int64_t span = 0; span < w.k; span += kGroup * kRemainderSpan) {
+    int64_t chosen = span;
+    float most = 0;
+    for (int64_t begin = span; begin < std::min(span + kGroup * kRemainderSpan, w.k); begin += kGroup) {
+      const float largest = largest_of(x, begin, std::min(begin + kGroup, w.k));
+      if (largest > most) most = largest, chosen = begin;
     }
-    float scale = largest >= 0x1p-64f ? largest / 127.0f : 0.0f;
-    sum = std::fma(float(dot) * scale, w.scale(column, begin / kGroup), sum);
+    std::vector<float> left(x, x + w.k);
+    for (float& each : left) each = std::fma(float(-code_of(each, most)), most / 127.0f, each);
+    if (most > 0) fold(left.data(), chosen, std::min(chosen + kGroup, w.k));
   }
   return sum;
 }
@@ -108,6 +125,7 @@ TEST(a_quantised_product_is_its_definition_on_every_integer_isa) {
                               {kInt8Format, 33, 31},
                               {kInt8Format, 20, 130},
                               {kInt8Format, 1, 1},
+                              {kInt8Format, 3, 4200},
                               {kInt4Format, 70, 96},
                               {kInt4Format, 33, 31},
                               {kInt4Format, 20, 130},

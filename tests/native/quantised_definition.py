@@ -26,7 +26,7 @@ from cadenza.backends.xla.ops.native_library import (
 )
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
-from cadenza.backends.xla.ops.quantised import orders_of
+from cadenza.backends.xla.ops.quantised import REMAINDER_SPAN, orders_of
 from cadenza.checkpoint.block_weight import BlockWeight
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.quantised_weight import (
@@ -52,8 +52,8 @@ ROWS = {
     "few": (1, 2, 3, 5, 6, 7, 17, 40, 65),
     "all": (*range(1, 41), 63, 64, 65, 255, 256, 257),
 }
-SHAPES = ((70, 96), (33, 31), (64, 32), (100, 57), (17, 130))
-"""Columns and reductions, most with incomplete panels and groups."""
+SHAPES = ((70, 96), (33, 31), (64, 32), (100, 57), (17, 130), (5, 2100))
+"""Columns and reductions, most with incomplete panels and groups; the last has two spans."""
 
 QUANTISED = {INT8: quantise_int8, INT4: quantise_int4}
 
@@ -88,10 +88,25 @@ def fma(a: Float32Array, b: Float32Array, c: Float32Array) -> Float32Array:
     return odd.astype(np.float32)
 
 
-def quantise_rows(x: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int32], Float32Array]:
-    """Codes [T, G, GROUP] and scales [T, G] of activations [T, K]."""
+Coded = tuple[npt.NDArray[np.int32], Float32Array]
+"""Codes [T, G, GROUP] and scales [T, G] of activations."""
+
+
+def quantise_rows(x: npt.NDArray[Any]) -> tuple[Coded, Coded]:
+    """The codes of activations [T, K], and the second codes: 0 but in one group of each span."""
     padded = np.pad(x.astype(np.float32), ((0, 0), (0, -x.shape[1] % GROUP)))
     groups = padded.reshape(len(x), -1, GROUP)
+    codes, scales = quantise_groups(groups)
+    left = fma(-codes.astype(np.float32), np.broadcast_to(scales[..., None], codes.shape), groups)
+    for row, of_row in zip(left, np.nan_to_num(scales, nan=0.0), strict=True):
+        for begin in range(0, len(of_row), REMAINDER_SPAN):
+            span = of_row[begin : begin + REMAINDER_SPAN]
+            is_kept = (np.arange(len(span)) == span.argmax()) & (span > 0)
+            row[begin : begin + len(span)][~is_kept] = 0.0
+    return (codes, scales), quantise_groups(left)
+
+
+def quantise_groups(groups: Float32Array) -> Coded:
     largest = np.abs(groups).max(axis=-1)
     is_used = np.isfinite(largest) & (largest >= np.float32(2.0**-64))
     safe = np.where(is_used, largest, np.float32(1.0))
@@ -105,21 +120,24 @@ def quantise_rows(x: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int32], Float32Ar
 def product(x: npt.NDArray[Any], *parts: QuantisedWeight) -> Float32Array:
     """x [T, K] times the transposed weights [Ni, K] side by side."""
     order = parts[0].order
-    codes, scales = quantise_rows(x if order is None else x[:, order])
-    return np.concatenate([_product(codes, scales, weight) for weight in parts], axis=1)
+    first, second = quantise_rows(x if order is None else x[:, order])
+
+    def product_with(weight: QuantisedWeight) -> Float32Array:
+        zeros = np.zeros((len(x), len(weight)), np.float32)
+        return fold(fold(zeros, first, weight), second, weight)
+
+    return np.concatenate([product_with(weight) for weight in parts], axis=1)
 
 
-def _product(
-    codes: npt.NDArray[np.int32], scales: Float32Array, weight: QuantisedWeight
-) -> Float32Array:
-    """Activation codes [T, G, GROUP] with scales [T, G] times one weight."""
+def fold(total: Float32Array, coded: Coded, weight: QuantisedWeight) -> Float32Array:
+    """Adds the codes of activations times one weight to a total [T, N], group by group."""
+    codes, scales = coded
     rows, num_groups = len(weight), weight.scales.shape[1]
     padded = np.pad(weight.codes.astype(np.int32), ((0, 0), (0, -weight.shape[1] % weight.group)))
     columns = padded.reshape(rows, num_groups, weight.group)
     if weight.zero_points is not None:
         columns = columns - weight.zero_points[..., None]
     own = codes.reshape(len(codes), -1, weight.group)
-    total = np.zeros((len(codes), rows), np.float32)
     for group in range(num_groups):
         scale = scales[:, group * weight.group // GROUP, None]
         dot = (own[:, group] @ columns[:, group].T).astype(np.float32)

@@ -18,8 +18,10 @@ from cadenza.backends.xla.ops.native_library import (
     packed_bytes,
 )
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
+from cadenza.backends.xla.ops.quantised import REMAINDER_SPAN
 from cadenza.checkpoint.quantised_weight import QuantisedWeight, quantise_int4, quantise_int8
 from cadenza.checkpoint.weight_format import (
+    GROUP,
     INT4,
     INT8,
     WeightFormat,
@@ -29,7 +31,16 @@ from cadenza.checkpoint.weight_format import (
 )
 from cadenza.errors import ConfigError
 from tests.native.each_isa import run_on_each
-from tests.native.quantised_definition import FORMATS, ROWS, linear, pack, product, random_weight
+from tests.native.quantised_definition import (
+    FORMATS,
+    ROWS,
+    fold,
+    linear,
+    pack,
+    product,
+    quantise_rows,
+    random_weight,
+)
 
 pytestmark = pytest.mark.native
 
@@ -43,10 +54,29 @@ def test_every_instruction_set_gives_the_bits_of_the_definition(library: NativeL
     """Of every format of codes and every type of GGUF."""
     module = "tests.native.quantised_definition"
     found = run_on_each(library.available_integer_isas, "CADENZA_CPU_INTEGER_ISA", module, rows)
-    products = len(ROWS[rows]) * (20 + 5 * 12 + 2 + 1 + 9 * 2 + 2)
+    products = len(ROWS[rows]) * (24 + 6 * 12 + 2 + 1 + 9 * 2 + 2)
     assert {count for count, _ in found.values()} == {products}
     assert "scalar" in found
     assert len(set(found.values())) == 1, found
+
+
+def test_the_largest_group_of_each_span_is_rounded_to_16_bits(random: np.random.Generator):
+    """Beside a group of such elements the error of all others is small."""
+    width, loud = 2 * REMAINDER_SPAN * GROUP, [3, REMAINDER_SPAN + 7]
+    weight = quantise_int8(random.normal(size=(33, width)).astype(np.float32))
+    x = random.normal(size=(5, width)).astype(np.float32)
+    groups = x.reshape(len(x), -1, GROUP)
+    groups[:, loud] *= 1e4
+    steps = np.abs(groups).max(axis=-1) / 127
+    steps[:, loud] /= 2 * 127
+    exact = x.astype(np.float64) @ weight.dequantised().T.astype(np.float64)
+    magnitudes = np.abs(weight.dequantised()).reshape(len(weight), -1, GROUP).sum(axis=-1)
+    bound = 0.51 * steps @ magnitudes.T + 1e-5 * np.abs(x) @ np.abs(weight.dequantised()).T
+    found = np.asarray(linear(x, pack(INT8, weight), np.int32(5), columns=33))
+    assert (np.abs(found - exact) < bound).all()
+    first_codes, _ = quantise_rows(x)
+    without = fold(np.zeros((5, 33), np.float32), first_codes, weight)
+    assert (np.abs(without - exact) > bound).any()
 
 
 def test_another_order_of_the_groups_is_seen(random: np.random.Generator):

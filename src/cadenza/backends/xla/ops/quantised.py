@@ -1,7 +1,8 @@
 """Products with quantised weights in plain jnp: the definition of their arithmetic.
 
 `csrc/core/quantised.h` states the rules. Activations are rounded to int8 for each row and group;
-the dot of a group's codes is an exact integer, and the groups are folded in ascending order.
+the dot of a group's codes is an exact integer, and the groups are folded in ascending order. The
+largest group of each span has second codes, of what the first leave, which are folded at the end.
 
 Legend as in `ops.table`; G groups of `GROUP` elements of K, which consist of one or two parts with
 one scale of the weight each.
@@ -30,6 +31,10 @@ from cadenza.checkpoint.weight_format import GROUP, INT4, WeightFormat
 
 SMALLEST_LARGEST = np.float32(2.0**-64)
 """A group whose largest magnitude is smaller counts as zero, so that no later value is denormal."""
+
+
+REMAINDER_SPAN = 64
+"""Groups of a row, of which one has second codes."""
 
 
 class Codes(NamedTuple):
@@ -129,13 +134,32 @@ def stack_codes(weights: Sequence[CodedParts], orders: Sequence[InputOrder | Non
 
 
 def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Codes int8 [T, G, GROUP] and scales float32 [T, G] of activations [T, K].
+    """Codes int8 [T, 2 G, GROUP] and scales float32 [T, 2 G] of activations [T, K]: those of the
+    groups, then their second codes, which are 0 in all but one group of each span.
 
     A group that is not finite has a NaN scale, so that its row's outputs are NaN.
     """
     wide = x.astype(jnp.float32)
     padded = jnp.pad(wide, ((0, 0), (0, -x.shape[1] % GROUP)))
-    return quantise_groups(padded.reshape(len(x), -1, GROUP))
+    groups = padded.reshape(len(x), -1, GROUP)
+    codes, scales = quantise_groups(groups)
+    left = groups - codes.astype(jnp.float32) * scales[..., None]
+    second = quantise_groups(jnp.where(_is_largest(scales)[..., None], left, 0.0))
+    all_codes, all_scales = (
+        jnp.concatenate(pair, axis=1) for pair in zip((codes, scales), second, strict=True)
+    )
+    return all_codes, all_scales
+
+
+def _is_largest(scales: jax.Array) -> jax.Array:
+    """Whether a group has the largest scale of its span and is the first with it: bool [T, G]."""
+    used = jnp.nan_to_num(scales, nan=0.0)
+    num_groups = scales.shape[1]
+    padded = jnp.pad(used, ((0, 0), (0, -num_groups % REMAINDER_SPAN)))
+    spans = padded.reshape(len(scales), -1, REMAINDER_SPAN)
+    first = jnp.argmax(spans, axis=-1)[..., None]
+    is_first = jnp.arange(REMAINDER_SPAN) == first
+    return is_first.reshape(len(scales), -1)[:, :num_groups] & (used > 0)
 
 
 def quantise_groups(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -169,26 +193,27 @@ def quantised_product(x: jax.Array, parts: CodedParts) -> jax.Array:
 
 
 def _product(codes: jax.Array, scales: jax.Array, weight: Codes) -> jax.Array:
-    """Codes [T, G, GROUP] with scales [T, G] times one weight."""
-    num_parts, part_len = weight.codes.shape[-2:]
+    """Codes [T, 2 G, GROUP] with scales [T, 2 G] times one weight."""
+    num_groups, num_parts, part_len = weight.codes.shape[-3:]
     cut = codes.reshape(*codes.shape[:2], num_parts, part_len)
-    totals = jnp.sum(cut.astype(jnp.int32), axis=-1)  # [T, G, parts]
+    totals = jnp.sum(cut.astype(jnp.int32), axis=-1)  # [T, 2 G, parts]
 
     def fold(step: jax.Array, sums: jax.Array) -> jax.Array:
         group, part = step // num_parts, step % num_parts
+        of_weight = group % num_groups
         scale = scales[:, group, None]
         dot = jax.lax.dot_general(
             cut[:, group, part],
-            weight.codes[:, group, part],
+            weight.codes[:, of_weight, part],
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.int32,
         )
         total = totals[:, group, part, None]
         if weight.zero_points is not None:
-            dot = dot - total * weight.zero_points[:, group, part]
-        sums = sums + dot.astype(jnp.float32) * scale * _wide(weight.scales[:, group, part])
+            dot = dot - total * weight.zero_points[:, of_weight, part]
+        sums = sums + dot.astype(jnp.float32) * scale * _wide(weight.scales[:, of_weight, part])
         if weight.offsets is not None:
-            sums += total.astype(jnp.float32) * scale * _wide(weight.offsets[:, group, part])
+            sums += total.astype(jnp.float32) * scale * _wide(weight.offsets[:, of_weight, part])
         return sums
 
     start = jnp.zeros((len(codes), weight.scales.shape[0]), jnp.float32)
