@@ -2,13 +2,14 @@
 
 One sequence with contiguous KV and an unblocked softmax; no pages, batches or op table. `cadenza
 verify` compares the engine with it. It shares only the loading of the checkpoint with the engine;
-rope factors are computed by `reference_rope`.
+rope factors are computed by `reference_rope`. A layer is a program of its own, compiled once for
+all layers of a kind.
 
 Legend: C tokens of a chunk · N positions of the context · E embed · Hq/Hkv heads · D head size.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,12 @@ from cadenza.checkpoint.weights import Weights
 CHUNK = 64
 """Prompt tokens per forward pass; the last chunk is padded."""
 
+EMBEDDING = "model.embed_tokens.weight"
+
 _Cache = tuple[jax.Array, jax.Array]
+_Tensors = dict[str, jax.Array]
+
+_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 class ReferenceModel:
@@ -32,12 +38,18 @@ class ReferenceModel:
     def __init__(self, model: ModelConfig, weights: Weights, max_model_len: int) -> None:
         self._model = model
         self._context = -(-max_model_len // CHUNK) * CHUNK
-        self._tensors: dict[str, jax.Array] = {
-            name: jnp.asarray(np.asarray(weights[name]).astype(np.float32)) for name in weights
-        }
+        self._layers: list[_Tensors] = [{} for _ in range(model.num_layers)]
+        self._outer: _Tensors = {}
+        for name in weights:
+            tensor = jnp.asarray(np.asarray(weights[name]).astype(np.float32))
+            if (inner := _LAYER_TENSOR.fullmatch(name)) is None:
+                self._outer[name] = tensor
+            elif int(inner[1]) < model.num_layers:
+                self._layers[int(inner[1])][inner[2]] = tensor
         self._ropes = [jnp.asarray(self._padded_rope(max_model_len, kind)) for kind in model.ropes]
-        self._forward: Callable[..., Any] = jax.jit(self._chunk_logits, donate_argnums=1)
-        self._caches: tuple[_Cache, ...] = ()
+        self._embed, self._logits = jax.jit(self._embedded), jax.jit(self._head)
+        self._apply_layer = jax.jit(self._layer, static_argnames="kind", donate_argnames="cache")
+        self._caches: list[_Cache] = []
         self._length = 0
 
     @property
@@ -53,10 +65,10 @@ class ReferenceModel:
         """Resets to an empty sequence; the next token is at position 0."""
         model = self._model
         shape = (self._context, model.num_kv_heads, model.head_dim)
-        self._caches = tuple(
+        self._caches = [
             (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
             for _ in range(model.num_layers)
-        )
+        ]
         self._length = 0
 
     def append(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
@@ -68,48 +80,51 @@ class ReferenceModel:
             padded = np.zeros(width, np.int32)
             padded[: len(part)] = part
             start, last = np.int32(self._length), np.int32(len(part) - 1)
-            row, self._caches = self._forward(self._tensors, self._caches, padded, start, last)
+            logits = np.asarray(self._forward(padded, start, last))
             self._length += len(part)
-            logits = np.asarray(row)
         return logits
 
-    def _chunk_logits(
-        self,
-        tensors: dict[str, jax.Array],
-        caches: tuple[_Cache, ...],
-        token_ids: jax.Array,
-        start: jax.Array,
-        last: jax.Array,
-    ) -> tuple[jax.Array, tuple[_Cache, ...]]:
-        model, table = self._model, tensors["model.embed_tokens.weight"]
-        x = table[token_ids] * model.embedding_scale  # [C, E]
-        new_caches: list[_Cache] = []
-        for index, cache in enumerate(caches):
-            prefix = f"model.layers.{index}."
-            layer = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            names = _norm_names(model)
-            hidden = self._norm(x, layer.get(names.before_attention))
-            kind = model.layer_kinds[index]
-            attended, new_cache = self._attention(layer, hidden, cache, start, kind)
-            new_caches.append(new_cache)
-            x = x + model.residual_scale * self._norm(attended, layer.get(names.after_attention))
-            hidden = self._norm(x, layer.get(names.before_mlp))
-            mlp = self._mixture if kind.has_experts else self._mlp
-            projected = mlp(layer, hidden)
-            x = x + model.residual_scale * self._norm(projected, layer.get(names.after_mlp))
-        final = self._norm(x[last], tensors["model.norm.weight"])
-        head = table if model.tie_word_embeddings else tensors["lm_head.weight"]
-        logits = jnp.matmul(head, final, precision="highest") / model.logit_divisor
-        return _capped(logits, model.logit_soft_cap), tuple(new_caches)
+    def _forward(
+        self, token_ids: npt.NDArray[np.int32], start: np.int32, last: np.int32
+    ) -> jax.Array:
+        """The logits [V] after token `last` of a chunk [C] at position `start`."""
+        x = self._embed(self._outer, token_ids)
+        for index, kind in enumerate(self._model.layer_kinds):
+            x, self._caches[index] = self._apply_layer(
+                self._layers[index], x, self._caches[index], start, kind=kind
+            )
+        return self._logits(self._outer, x, last)
 
-    def _mlp(self, layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    def _embedded(self, outer: _Tensors, token_ids: jax.Array) -> jax.Array:
+        return outer[EMBEDDING][token_ids] * self._model.embedding_scale  # [C, E]
+
+    def _layer(
+        self, layer: _Tensors, x: jax.Array, cache: _Cache, start: jax.Array, *, kind: LayerKind
+    ) -> tuple[jax.Array, _Cache]:
+        model, names = self._model, _norm_names(self._model)
+        hidden = self._norm(x, layer.get(names.before_attention))
+        attended, new_cache = self._attention(layer, hidden, cache, start, kind)
+        x = x + model.residual_scale * self._norm(attended, layer.get(names.after_attention))
+        hidden = self._norm(x, layer.get(names.before_mlp))
+        projected = (self._mixture if kind.has_experts else self._mlp)(layer, hidden)
+        x = x + model.residual_scale * self._norm(projected, layer.get(names.after_mlp))
+        return x, new_cache
+
+    def _head(self, outer: _Tensors, x: jax.Array, last: jax.Array) -> jax.Array:
+        model = self._model
+        final = self._norm(x[last], outer["model.norm.weight"])
+        head = outer[EMBEDDING if model.tie_word_embeddings else "lm_head.weight"]
+        logits = jnp.matmul(head, final, precision="highest") / model.logit_divisor
+        return _capped(logits, model.logit_soft_cap)
+
+    def _mlp(self, layer: _Tensors, x: jax.Array) -> jax.Array:
         if self._model.has_fused_tensors:
             gate, up = jnp.split(_project(layer, "mlp.gate_up_proj", x), 2, axis=-1)
         else:
             gate, up = _project(layer, "mlp.gate_proj", x), _project(layer, "mlp.up_proj", x)
         return _project(layer, "mlp.down_proj", _activated(gate, self._model.activation) * up)
 
-    def _mixture(self, layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    def _mixture(self, layer: _Tensors, x: jax.Array) -> jax.Array:
         """The weighted sum of all experts; those that are not chosen have weight 0."""
         experts = self._model.experts
         assert experts is not None, "the model has no experts"
@@ -129,7 +144,7 @@ class ReferenceModel:
 
     def _attention(
         self,
-        layer: dict[str, jax.Array],
+        layer: _Tensors,
         x: jax.Array,
         cache: _Cache,
         start: jax.Array,
@@ -154,7 +169,7 @@ class ReferenceModel:
         return _project(layer, "self_attn.o_proj", mixed.reshape(count, -1)), (keys, values)
 
     def _query_key_value(
-        self, layer: dict[str, jax.Array], x: jax.Array
+        self, layer: _Tensors, x: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query, key and value heads [C, H, D], with the model's query and key norms applied."""
         model = self._model
@@ -218,7 +233,7 @@ def _capped(values: jax.Array, cap: float | None) -> jax.Array:
     return values if cap is None else cap * jnp.tanh(values / cap)
 
 
-def _project(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
+def _project(layer: _Tensors, name: str, x: jax.Array) -> jax.Array:
     y = jnp.matmul(x, layer[f"{name}.weight"].T, precision="highest")
     bias = layer.get(f"{name}.bias")
     return y if bias is None else y + bias
