@@ -218,9 +218,9 @@ constexpr Style kStyles[] = {
     {"int8 KV", Activation::kSilu, 0, 0, -1, KvFormat::kInt8,
      {0xe426fc6390221770, 0x06c477b8f228f432}},
     {"int8", Activation::kSilu, 0, 0, kInt8Format, KvFormat::kActivations,
-     {0x75ee0ec0b3f7bd0a, 0xba9fcf5fb3ef4be7}},
+     {0xd8ff9569b379da32, 0x9d6335ec7f6968a9}},
     {"int4, int8 KV", Activation::kSilu, 0, 0, kInt4Format, KvFormat::kInt8,
-     {0xaae1943208d53567, 0xd722541d069a5a0e}},
+     {0x2f5b8f30583d61bc, 0x0e8fc3c528a6153b}},
 };
 
 // A line for each number of threads with other bits.
