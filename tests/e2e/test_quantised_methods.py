@@ -69,7 +69,7 @@ def test_info_tells_the_activations_that_a_folder_states_and_those_that_are_used
     assert main(["info", str(folder), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["model"]["stated_activations"] == stated
-    assert facts["engine"]["activations"] == "int8 per token and group of 32"
+    assert facts["engine"]["activations"] == "int8 per token and group of 32, 16 bits in one of 64"
 
 
 @needs_mlx

@@ -137,7 +137,7 @@ def test_info_tells_that_activations_are_rounded(mixed: Path, capsys: pytest.Cap
     facts = json.loads(capsys.readouterr().out)
     assert facts["model"]["stated_activations"] is None
     assert facts["engine"]["dtype"] == "bfloat16"
-    assert facts["engine"]["activations"] == "int8 per token and group of 32"
+    assert facts["engine"]["activations"] == "int8 per token and group of 32, 16 bits in one of 64"
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3-moe"])

@@ -216,7 +216,7 @@ def _activations(plan: "EnginePlan") -> str:
     A backend that brings its models' arithmetic states their memory, and rounds no activations.
     """
     rounds = plan.is_quantised and plan.traits.memory is None
-    return "int8 per token and group of 32" if rounds else plan.dtype
+    return "int8 per token and group of 32, 16 bits in one of 64" if rounds else plan.dtype
 
 
 def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
