@@ -64,11 +64,20 @@ PAGE_IO = 16
 MASK_ROWS = 32
 """Records per call of `copy_rules` and `write_masks`."""
 
-_STEP_OPTIONS: dict[str, dict[str, str | bool]] = {
+_Options = dict[str, str | bool]
+"""Compiler options of XLA."""
+
+_STEP_OPTIONS: dict[str, _Options] = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 }
-"""Compiler options by platform. The concurrency-optimised schedule runs operations on XLA's own
-threads beside the kernels, which use every core: a step of one row takes 10 % longer."""
+"""By platform. The concurrency-optimised schedule runs operations on XLA's own threads beside the
+kernels, which use every core: a step of one row takes 10 % longer."""
+
+_ROUTING_OPTIONS: dict[str, _Options] = {
+    "cpu": {"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": False}
+}
+"""By platform, for programs that only pass a few integers on, which take as long without XLA's
+optimisations and are compiled three times as fast."""
 
 
 class RowState(NamedTuple):
@@ -126,8 +135,8 @@ class RowPrograms:
 class Programs:
     """The compiled programs; `step` maps a bucket (padded tokens) to its step.
 
-    `begin` and `choose` are its two parts, for steps whose masks follow; none if the op table
-    cannot split a step, or the model reads hidden states.
+    `begin` and `choose` are its two parts, for steps whose masks follow; none if XLA sees the
+    operations of a step, or the model reads hidden states.
     """
 
     step: dict[int, Compiled]
@@ -414,19 +423,21 @@ def _compile_page_programs(num_pages: int, state: Any, pages: Any, count: Any) -
     )
 
 
-def _compile_row_programs(rows: RowState, sharding: Any) -> RowPrograms:
+def _compile_row_programs(rows: RowState, sharding: Any, platform: str) -> RowPrograms:
     """From abstract rows."""
     num_words = rows.rule_records.shape[1]
 
-    def compile_update(function: Callable[..., RowState], *shapes: tuple[int, ...]) -> Compiled:
+    def lower(function: Callable[..., RowState], *shapes: tuple[int, ...]) -> Any:
         inputs = [jax.ShapeDtypeStruct(each, jnp.int32, sharding=sharding) for each in shapes]
-        return jax.jit(function, donate_argnums=0).lower(rows, *inputs).compile()
+        return jax.jit(function, donate_argnums=0).lower(rows, *inputs)
+
+    options = _ROUTING_OPTIONS.get(platform)
 
     return RowPrograms(
-        write_page_table=compile_update(write_page_table, (PAGE_UPDATES, 3)),
-        write_rules=compile_update(write_rules, (), (num_words,)),
-        copy_rules=compile_update(copy_rules, (MASK_ROWS, 2)),
-        write_masks=compile_update(write_masks, (MASK_ROWS,), (MASK_ROWS, num_words - MASK)),
+        write_page_table=lower(write_page_table, (PAGE_UPDATES, 3)).compile(options),
+        write_rules=lower(write_rules, (), (num_words,)).compile(options),
+        copy_rules=lower(copy_rules, (MASK_ROWS, 2)).compile(options),
+        write_masks=lower(write_masks, (MASK_ROWS,), (MASK_ROWS, num_words - MASK)).compile(),
     )
 
 
@@ -477,7 +488,14 @@ def _step_functions(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Ste
     if shape.keeps_hidden:
         step = partial(keeping_step_function, ops, spec)
         begin = partial(keeping_begin_function, ops, spec)
-    return StepFunctions(step, begin if ops.can_split_steps else None)
+    return StepFunctions(step, begin if ops.is_opaque else None)
+
+
+def _step_options(ops: OpTable, spec: DecoderSpec, shape: ProgramShape, platform: str) -> _Options:
+    options = _STEP_OPTIONS.get(platform, {})
+    if ops.is_opaque and not (shape.keeps_hidden or spec.model.reads_hidden):
+        return options | _ROUTING_OPTIONS.get(platform, {})
+    return options
 
 
 def compile_programs(
@@ -499,6 +517,7 @@ def compile_programs(
     state = abstract(jax.eval_shape(new_state))
     abstract_weights = abstract(weights)
     functions = _step_functions(ops, spec, shape)
+    options = _step_options(ops, spec, shape, device.platform)
     steps: dict[int, Compiled] = {}
     begins: dict[int, Compiled] = {}
     chooses: dict[int, Compiled] = {}
@@ -506,7 +525,7 @@ def compile_programs(
     def compile_part(function: Callable[..., Any], *inputs: Any) -> Any:
         """The compiled function, which takes over its second input, and its abstract results."""
         lowered = jax.jit(function, donate_argnums=1).lower(*inputs)
-        return lowered.compile(_STEP_OPTIONS.get(device.platform)), abstract(lowered.out_info)
+        return lowered.compile(options), abstract(lowered.out_info)
 
     whole = abstract_weights, state
     for bucket in shape.token_buckets:
@@ -526,7 +545,7 @@ def compile_programs(
         begin=begins,
         choose=chooses,
         new_state=jax.jit(new_state, out_shardings=sharding).lower().compile(),
-        rows=_compile_row_programs(state.rows, sharding),
+        rows=_compile_row_programs(state.rows, sharding, device.platform),
         copy_pages=jax.jit(copy_function(ops, spec.page_size), donate_argnums=0)
         .lower(state, copies, count)
         .compile(),

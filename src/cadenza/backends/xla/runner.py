@@ -213,7 +213,7 @@ class XlaRunner:
 
     @property
     def _can_split_steps(self) -> bool:
-        return self._ops.can_split_steps and not self._model.reads_hidden
+        return self._ops.is_opaque and not self._model.reads_hidden
 
     @property
     def vocab_size(self) -> int:

@@ -69,7 +69,7 @@ class NativeOps:
     """Implements `OpTable`. Weights are packed once, when the checkpoint is loaded."""
 
     name = "native"
-    can_split_steps = True
+    is_opaque = True
 
     def __init__(self, spec: DecoderSpec, library: NativeLibrary | None = None) -> None:
         self._library = library or load_native_library()

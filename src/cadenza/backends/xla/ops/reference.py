@@ -85,7 +85,7 @@ class ReferenceOps:
     """
 
     name = "reference"
-    can_split_steps = False  # XLA may fuse an operation with those around it, and round elsewhere
+    is_opaque = False  # XLA may fuse an operation with those around it, and round elsewhere
 
     def __init__(self, spec: DecoderSpec) -> None:
         self._spec = spec

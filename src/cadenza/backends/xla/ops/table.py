@@ -164,8 +164,12 @@ class OpTable(Protocol):
     def name(self) -> str: ...
 
     @property
-    def can_split_steps(self) -> bool:
-        """Whether a step has the same bits when its tokens are chosen in a `compute` of its own."""
+    def is_opaque(self) -> bool:
+        """Whether XLA does not see the operations of a `compute`.
+
+        Then a step has the same bits when its tokens are chosen in a `compute` of its own, and XLA
+        has nothing to optimise.
+        """
         ...
 
     def loading(self, packed: Path | None) -> AbstractContextManager[None]:
