@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,9 +58,9 @@ class Mutant:
     """A small fault and the tests that must catch it.
 
     `suites` are test files or node ids, the fastest first. `objects` are the object files below
-    csrc/build/native/csrc to compile again; `{isa}` is replaced by the ISA in use. `equivalent`
-    explains why a mutant changes nothing that can be observed; it must survive. With `may_hang` a
-    run that times out counts as caught.
+    csrc/build/native/csrc to compile again; `{isa}` and `{integer_isa}` are replaced by the ISAs in
+    use. `equivalent` explains why a mutant changes nothing that can be observed; it must survive.
+    With `may_hang` a run that times out counts as caught.
     """
 
     name: str
@@ -272,13 +272,14 @@ def build_native(tree: Path, objects: Iterable[str]) -> None:
         raise MutantsError(f"the native library does not build:\n{made.tail}")
 
 
-def isa_in_use(tree: Path) -> str:
-    """The ISA whose kernels this machine runs."""
+def isas_in_use(tree: Path) -> dict[str, str]:
+    """The ISAs whose kernels this machine runs, by the names that `Mutant.objects` has for them."""
     code = (
         "from cadenza.backends.xla.ops.native_library import load_native_library as load\n"
-        "print(load().cpu_isa)"
+        "print(load().cpu_isa, load().cpu_integer_isa)"
     )
-    return run(tree, [sys.executable, "-c", code], 120.0).output.strip()
+    isa, integer_isa = run(tree, [sys.executable, "-c", code], 120.0).output.split()
+    return {"isa": isa, "integer_isa": integer_isa}
 
 
 # --- verdicts -------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ def judge(mutant: Mutant, tests: SuiteRun) -> tuple[Verdict, str]:
     return Verdict.CAUGHT, failed[1]
 
 
-def try_mutant(base: Path, mutant: Mutant, *, isa: str, timeout_s: float) -> Outcome:
+def try_mutant(base: Path, mutant: Mutant, *, isas: Mapping[str, str], timeout_s: float) -> Outcome:
     """Applies a mutant to a copy of `base` and runs its tests there."""
     start_s = time.monotonic()
     try:
@@ -309,7 +310,7 @@ def try_mutant(base: Path, mutant: Mutant, *, isa: str, timeout_s: float) -> Out
             apply_edits(tree, mutant.edits)
             check_import(tree)
             if mutant.objects:
-                build_native(tree, [name.format(isa=isa) for name in mutant.objects])
+                build_native(tree, [name.format(**isas) for name in mutant.objects])
             verdict, detail = judge(mutant, run_tests(tree, mutant.suites, timeout_s))
     except MutantsError as error:
         verdict, detail = Verdict.BROKEN, str(error)
@@ -317,8 +318,8 @@ def try_mutant(base: Path, mutant: Mutant, *, isa: str, timeout_s: float) -> Out
     return Outcome(mutant=mutant, verdict=verdict, detail=detail, seconds=seconds)
 
 
-def prepare(base: Path, mutants: Sequence[Mutant], timeout_s: float) -> str:
-    """Checks that every patch applies and that the tests pass without mutants; returns the ISA.
+def prepare(base: Path, mutants: Sequence[Mutant], timeout_s: float) -> dict[str, str]:
+    """Checks that every patch applies and that the tests pass without mutants; returns the ISAs.
 
     Raises:
         MutantsError: a patch does not apply, or a test fails.
@@ -337,7 +338,7 @@ def prepare(base: Path, mutants: Sequence[Mutant], timeout_s: float) -> str:
     tests = run_tests(base, suites, timeout_s * max(1, len(mutants)))
     if tests.returncode != 0:
         raise MutantsError(f"the tests fail without any mutant:\n{tests.tail}")
-    return isa_in_use(base) if needs_build else ""
+    return isas_in_use(base) if needs_build else {}
 
 
 @contextmanager
@@ -367,14 +368,14 @@ def run_all(
     """
 
     def try_one(mutant: Mutant) -> Outcome:
-        outcome = try_mutant(base, mutant, isa=isa, timeout_s=timeout_s)
+        outcome = try_mutant(base, mutant, isas=isas, timeout_s=timeout_s)
         line = f"{outcome.verdict.value}: {mutant.name} ({outcome.seconds:.0f} s)"
         console.print(line, markup=False, highlight=False)
         return outcome
 
     with copy_of(root) as base, ThreadPoolExecutor(jobs) as pool:
         console.print(f"running the tests of {len(mutants)} mutants without any of them …")
-        isa = prepare(base, mutants, timeout_s)
+        isas = prepare(base, mutants, timeout_s)
         return list(pool.map(try_one, mutants))
 
 
