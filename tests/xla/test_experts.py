@@ -5,6 +5,7 @@ differs from token to token; or a neighbour's numbers are not finite. Legend as 
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -161,14 +162,22 @@ def runner(request: pytest.FixtureRequest, lab: Lab, make_ops: MakeOps) -> XlaRu
     return make_runner(lab, make_ops, request.param)
 
 
+@pytest.fixture(scope="module")
+def played_alone(runner: XlaRunner) -> np.ndarray:
+    return play(runner, 0, alone)
+
+
 @pytest.mark.parametrize("tokens", [the_same_tokens, other_tokens, cursed_tokens])
 @pytest.mark.parametrize(("row", "others"), [(0, [1, 2, 3, 4, 5, 6, 7]), (7, [0, 3]), (3, [1])])
 def test_a_row_has_the_same_bits_whoever_shares_its_experts(
-    runner: XlaRunner, tokens: Callable[[int, int], list[int]], row: int, others: list[int]
+    runner: XlaRunner,
+    played_alone: np.ndarray,
+    tokens: Callable[[int, int], list[int]],
+    row: int,
+    others: list[int],
 ):
-    expected = play(runner, 0, alone)
-    assert (expected[:, COLUMN_STATE] == STATE_CHOSEN).all()
-    assert np.array_equal(play(runner, row, Crowd(others, tokens)), expected)
+    assert (played_alone[:, COLUMN_STATE] == STATE_CHOSEN).all()
+    assert np.array_equal(play(runner, row, Crowd(others, tokens)), played_alone)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -202,19 +211,34 @@ def test_the_cursed_neighbour_is_not_finite(lab: Lab, make_ops: MakeOps):
     assert not run_step(cursed, [stream.chunk([CURSED_TOKEN], samples=True)], GEOMETRY).is_finite[0]
 
 
-HEAVY = {"dot", "reduce", "reduce-window", "sort", "exponential", "rsqrt", "while"}
+HEAVY = {"dot", "reduce", "reduce-window", "sort", "exponential", "rsqrt"}
+PASSING_ON = {"parameter", "get-tuple-element", "tuple", "custom-call"}
+NUM_SCATTERS = 2
+"""Loops over integers: the tokens into the history, and the newest choice of each row."""
 
 
-def operations_of(runner: XlaRunner) -> set[str]:
-    """What the compiled step consists of."""
+def operations_of(runner: XlaRunner) -> list[tuple[str, str]]:
+    """What the compiled step consists of: the type and name of each operation."""
     text = runner.programs.step[VARIANT.bucket].as_text()
-    return set(re.findall(r"= (?:\(.*?\)|\S+) ([a-z][a-z-]*)\(", text))
+    return re.findall(r"= (\(.*?\)|\S+) ([a-z][a-z-]*)\(", text)
+
+
+def names_of(operations: list[tuple[str, str]]) -> Counter[str]:
+    return Counter(name for _, name in operations)
+
+
+def names_with_floats(operations: list[tuple[str, str]]) -> set[str]:
+    return {name for result, name in operations if re.search(r"\bb?f\d+\[", result)}
 
 
 @pytest.mark.native
 def test_a_native_step_leaves_nothing_heavy_to_xla(lab: Lab):
     runner = make_runner(lab, NativeOps, "as drawn")
-    assert not operations_of(runner) & HEAVY
+    operations = operations_of(runner)
+    assert not names_of(operations).keys() & HEAVY
+    assert names_of(operations)["while"] <= NUM_SCATTERS
+    assert names_with_floats(operations) <= PASSING_ON
     text = runner.programs.step[VARIANT.bucket].as_text()
     assert len(re.findall(r'custom_call_target="\w*cadenza_program"', text)) == 1
-    assert operations_of(make_runner(lab, ReferenceOps, "as drawn")) >= {"dot", "reduce"}
+    by_xla = operations_of(make_runner(lab, ReferenceOps, "as drawn"))
+    assert names_with_floats(by_xla) >= {"dot", "reduce"}
