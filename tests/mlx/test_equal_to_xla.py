@@ -109,6 +109,7 @@ def test_every_rule_gives_the_same_tokens_as_on_xla(prompts: list[tuple[int, ...
             dtype="float32",
             max_model_len=128,
             max_num_seqs=4,
+            max_num_batched_tokens=64,
             max_num_queued_reqs=64,
         )
         with closing(load_model(None, config)) as loaded:

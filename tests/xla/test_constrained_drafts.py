@@ -2,7 +2,7 @@
 give the same tokens and log probabilities."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,12 +10,12 @@ import pytest
 
 from cadenza.backends.xla.runner import XlaLateStepHandle
 from cadenza.checkpoint import open_checkpoint
-from cadenza.config import EngineConfig, SchedulerLoop
+from cadenza.config import EngineConfig, EngineLimits, SchedulerLoop
 from cadenza.core.drafts import DraftCounts
 from cadenza.core.step_schema import MaskUpdate
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Event, Finished, Token
-from cadenza.loading.build import load_runners, plan_model
+from cadenza.loading.build import Runners, load_runners, plan_model
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import ConstraintSpec, StructuredOutput, ThinkingBound
@@ -105,32 +105,40 @@ class Played:
     num_preemptions: int
 
 
-def play(
-    compiler: ConstraintCompiler,
-    requests: list[Request],
-    speculation: SpeculativeConfig | None,
-    *,
-    loop: SchedulerLoop = "overlap",
-    **options: object,
-) -> Played:
-    """Drafts are made whatever they cost; without `speculation` there are none at all."""
-    sizes = {"max_num_seqs": 4, "max_model_len": 192, "max_num_batched_tokens": 32, **options}
-    config = EngineConfig(speculative_config=speculation, **sizes)  # type: ignore[arg-type]
-    if speculation is None:
-        requests = [
-            replace(each, prediction=(), params=replace(each.params, speculative=False))
-            for each in requests
-        ]
-    checkpoint = open_checkpoint(None)
-    plan = plan_model(checkpoint, config)
-    with closing(load_runners(checkpoint, plan, config, fill=float("nan"))) as runners:
-        runners.warmup()
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Warm runners of the bundled model, and of what drafts for it."""
+
+    runners: Runners
+    limits: EngineLimits
+    speculation: SpeculativeConfig | None
+
+    def play(
+        self,
+        compiler: ConstraintCompiler,
+        requests: list[Request],
+        *,
+        loop: SchedulerLoop = "overlap",
+        **limits: Any,
+    ) -> Played:
+        """Drafts are made whatever they cost; without `speculation` there are none at all.
+
+        `limits` are the scheduler's, within those of the runners.
+        """
+        if self.speculation is None:
+            requests = [
+                replace(each, prediction=(), params=replace(each.params, speculative=False))
+                for each in requests
+            ]
+        draft = self.runners.draft
+        for runner in (self.runners.target, *([] if draft is None else [draft.runner])):
+            runner.reset()
         core = EngineCore(
-            runners.target,
-            replace(plan.limits, max_num_queued_reqs=64),
+            self.runners.target,
+            replace(self.limits, max_num_queued_reqs=64, **limits),
             CoreOptions(
-                speculation=speculation,
-                draft_model=runners.draft,
+                speculation=self.speculation,
+                draft_model=draft,
                 reserved_output=0.0,
                 compile_constraint=compiler.compile,
                 loop=loop,
@@ -139,6 +147,17 @@ def play(
         for request in requests:
             core.submit(request)
         return drain(core, requests)
+
+
+@contextmanager
+def warm(speculation: SpeculativeConfig | None, **options: object) -> Iterator[Warm]:
+    sizes = {"max_num_seqs": 4, "max_model_len": 192, "max_num_batched_tokens": 32, **options}
+    config = EngineConfig(speculative_config=speculation, **sizes)  # type: ignore[arg-type]
+    checkpoint = open_checkpoint(None)
+    plan = plan_model(checkpoint, config)
+    with closing(load_runners(checkpoint, plan, config, fill=float("nan"))) as runners:
+        runners.warmup()
+        yield Warm(runners, plan.limits, speculation)
 
 
 def drain(core: EngineCore, requests: list[Request]) -> Played:
@@ -161,36 +180,42 @@ def drain(core: EngineCore, requests: list[Request]) -> Played:
     return Played(streams, num_drafts, scheduler.draft_counts, scheduler.num_preemptions)
 
 
+POOLS: dict[str, dict[str, Any]] = {
+    "ample": {},
+    "too small": {"num_pages": 14, "enable_prefix_caching": False},
+}
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"num_pages": 14, "enable_prefix_caching": False},
-        pytest.param({"ops": "reference"}, marks=pytest.mark.soak),
-    ],
-    ids=["plain", "preemption", "reference ops"],
+    [{}, pytest.param({"ops": "reference"}, marks=pytest.mark.soak)],
+    ids=["native", "reference ops"],
 )
 def test_drafts_of_constrained_streams_change_no_bit(
     compiler: ConstraintCompiler, tokenizer: Tokenizer, options: dict[str, object]
 ) -> None:
     requests = requests_of(tokenizer)
-    plain = play(compiler, requests, None, **options)
-    assert plain.counts.num_drafts == 0
-    assert all(stream[-1][1] is None for stream in plain.streams.values())  # type: ignore[index]
+    with warm(None, **options) as runners:
+        plain = {name: runners.play(compiler, requests, **pool) for name, pool in POOLS.items()}
+    for name, played in plain.items():
+        assert played.counts.num_drafts == 0
+        assert all(stream[-1][1] is None for stream in played.streams.values())  # type: ignore[index]
+        assert (played.num_preemptions > 0) == (name == "too small")
     for speculation in (LOOKUP, COPY):
-        drafted = play(compiler, requests, speculation, **options)
-        assert drafted.streams == plain.streams
-        assert drafted.num_constrained_drafts > 30
-    assert (plain.num_preemptions > 0) == ("num_pages" in options)
+        with warm(speculation, **options) as runners:
+            for name, pool in POOLS.items():
+                drafted = runners.play(compiler, requests, **pool)
+                assert drafted.streams == plain[name].streams
+                assert drafted.num_constrained_drafts > 30
 
 
 @pytest.mark.native
 @pytest.mark.parametrize(
-    "options",
+    ("options", "pool"),
     [
-        {},
-        {"dtype": "float32", "num_pages": 14, "enable_prefix_caching": False},
-        {"quantization": "int4", "kv_cache_dtype": "int8"},
+        ({}, "ample"),
+        ({"dtype": "float32"}, "too small"),
+        ({"quantization": "int4", "kv_cache_dtype": "int8"}, "ample"),
     ],
     ids=["bf16", "preemption", "codes"],
 )
@@ -199,6 +224,7 @@ def test_masks_that_follow_a_launch_change_no_bit(
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, object],
+    pool: str,
 ) -> None:
     num_masks: list[int] = []
     finish = XlaLateStepHandle.choose
@@ -209,9 +235,10 @@ def test_masks_that_follow_a_launch_change_no_bit(
 
     monkeypatch.setattr(XlaLateStepHandle, "choose", choose)
     requests = requests_of(tokenizer)
-    plain = play(compiler, requests, None, loop="plain", **options)
-    assert not any(num_masks), "the plain loop reads each step before the next"
-    overlapped = play(compiler, requests, None, loop="overlap", **options)
+    with warm(None, **options) as runners:
+        plain = runners.play(compiler, requests, loop="plain", **POOLS[pool])
+        assert not any(num_masks), "the plain loop reads each step before the next"
+        overlapped = runners.play(compiler, requests, loop="overlap", **POOLS[pool])
     assert sum(map(bool, num_masks)) > 30
     assert overlapped.streams == plain.streams
-    assert (overlapped.num_preemptions > 0) == ("num_pages" in options)
+    assert (overlapped.num_preemptions > 0) == (pool == "too small")

@@ -2,21 +2,22 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
-from cadenza.config import EngineConfig
+from cadenza.config import EngineConfig, EngineLimits
 from cadenza.core.drafts import DraftCounts
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.events import Finished, Token
-from cadenza.loading.build import load_runners, plan_model
+from cadenza.loading.build import Runners, load_runners, plan_model
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
 
@@ -37,16 +38,57 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
     return make
 
 
-def play(
-    folder: Path | None,
-    requests: list[Request],
-    speculation: SpeculativeConfig | None,
-    **options: object,
-) -> tuple[Streams, DraftCounts, int]:
-    """Everything that is told of each stream, the drafts, and the number of preemptions.
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Warm runners of a model, and of what drafts for it."""
 
-    Drafts are made whatever they cost.
-    """
+    runners: Runners
+    limits: EngineLimits
+    speculation: SpeculativeConfig | None
+
+    def play(
+        self, requests: list[Request], *, one_by_one: bool = False, **limits: Any
+    ) -> tuple[Streams, DraftCounts, int]:
+        """Everything that is told of each stream, the drafts, and the number of preemptions.
+
+        Drafts are made whatever they cost. `limits` are the scheduler's, within those of the
+        runners; `one_by_one`, no two requests are in the engine together.
+        """
+        draft = self.runners.draft
+        for runner in (self.runners.target, *([] if draft is None else [draft.runner])):
+            runner.reset()
+        core = EngineCore(
+            self.runners.target,
+            replace(self.limits, max_num_queued_reqs=64, **limits),
+            CoreOptions(speculation=self.speculation, draft_model=draft, reserved_output=0.0),
+        )
+        streams: Streams = {}
+        for request in requests:
+            core.submit(request)
+            if one_by_one:
+                drain(core, streams)
+        drain(core, streams)
+        scheduler = core.scheduler
+        return streams, scheduler.draft_counts, scheduler.num_preemptions
+
+
+def drain(core: EngineCore, streams: Streams) -> None:
+    while not core.is_idle:
+        for event in core.step():
+            if isinstance(event, Token):
+                told: object = (event.token_id, event.logprobs)
+            elif isinstance(event, Finished):
+                told = (event.finish_reason, event.num_generated_tokens)
+            else:
+                continue
+            streams.setdefault((event.request_id, event.sample), []).append(told)
+        core.check_invariants()
+
+
+@contextmanager
+def warm(
+    folder: Path | None, speculation: SpeculativeConfig | None, **options: object
+) -> Iterator[Warm]:
     config = EngineConfig(
         speculative_config=speculation,
         **{"max_num_seqs": 3, "max_model_len": 96, "max_num_batched_tokens": 24, **options},  # type: ignore[arg-type]
@@ -55,26 +97,18 @@ def play(
     plan = plan_model(checkpoint, config)
     with closing(load_runners(checkpoint, plan, config, fill=float("nan"))) as runners:
         runners.warmup()
-        core = EngineCore(
-            runners.target,
-            replace(plan.limits, max_num_queued_reqs=64),
-            CoreOptions(speculation=speculation, draft_model=runners.draft, reserved_output=0.0),
-        )
-        streams: Streams = {}
-        for request in requests:
-            core.submit(request)
-        while not core.is_idle:
-            for event in core.step():
-                if isinstance(event, Token):
-                    told: object = (event.token_id, event.logprobs)
-                elif isinstance(event, Finished):
-                    told = (event.finish_reason, event.num_generated_tokens)
-                else:
-                    continue
-                streams.setdefault((event.request_id, event.sample), []).append(told)
-            core.check_invariants()
-        scheduler = core.scheduler
-        return streams, scheduler.draft_counts, scheduler.num_preemptions
+        yield Warm(runners, plan.limits, speculation)
+
+
+def play(
+    folder: Path | None,
+    requests: list[Request],
+    speculation: SpeculativeConfig | None,
+    **options: object,
+) -> tuple[Streams, DraftCounts, int]:
+    """`Warm.play` on runners of its own."""
+    with warm(folder, speculation, **options) as runners:
+        return runners.play(requests)
 
 
 def varied(vocab_size: int) -> list[Request]:
@@ -104,24 +138,30 @@ def varied(vocab_size: int) -> list[Request]:
     [
         ("tiny-llama", {}),
         ("tiny-gemma3", {"kv_cache_dtype": "int8"}),
-        ("tiny-llama", {"num_pages": 7, "enable_prefix_caching": False}),
         pytest.param("tiny-llama", {"ops": "reference"}, marks=pytest.mark.soak),
     ],
-    ids=["plain", "int8 kv, windows", "preemption", "reference ops"],
+    ids=["plain", "int8 kv, windows", "reference ops"],
 )
 def test_drafts_of_a_second_model_change_no_bit(
     make_folder: Callable[[str, int], Path], shape: str, options: dict[str, object]
 ) -> None:
+    """In an ample pool, and in one that is too small for all."""
     folder, draft = make_folder(shape, 1), make_folder("tiny-mixtral", 2)
     config = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=3)
     requests = varied(331)
-    plain, _, num_preemptions = play(folder, requests, None, **options)
+    small: dict[str, Any] = {"num_pages": 7, "enable_prefix_caching": False}
+    with warm(folder, None, **options) as runners:
+        plain, _, num_preemptions = runners.play(requests)
+        plain_small, _, num_preemptions_small = runners.play(requests, **small)
+    assert num_preemptions == 0 < num_preemptions_small
     for speculation in (config, COPY):
-        drafted, counts, _ = play(folder, requests, speculation, **options)
+        with warm(folder, speculation, **options) as runners:
+            drafted, counts, _ = runners.play(requests)
+            drafted_small, counts_small, _ = runners.play(requests, **small)
         assert drafted == plain
-        assert counts.num_draft_tokens > 100
-    assert counts.num_accepted_tokens > 0
-    assert (num_preemptions > 0) == ("num_pages" in options)
+        assert drafted_small == plain_small
+        assert min(counts.num_draft_tokens, counts_small.num_draft_tokens) > 100
+    assert min(counts.num_accepted_tokens, counts_small.num_accepted_tokens) > 0
 
 
 def test_most_drafts_of_the_bundled_models_copy_are_accepted() -> None:

@@ -150,9 +150,15 @@ def kv_of_page(runner: XlaRunner, page: int, variant: Variant) -> np.ndarray:
     return np.concatenate(sides, axis=1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "ops", [ReferenceOps, pytest.param(NativeOps, marks=pytest.mark.native)], ids=lambda o: o.name
+    ("ops", "dtype"),
+    [
+        pytest.param(NativeOps, "float32", marks=pytest.mark.native),
+        pytest.param(NativeOps, "bfloat16", marks=pytest.mark.native),
+        (ReferenceOps, "float32"),
+        pytest.param(ReferenceOps, "bfloat16", marks=pytest.mark.soak),
+    ],
+    ids=lambda each: getattr(each, "name", each),
 )
 def test_a_fork_copies_the_blocks_with_its_tokens_and_nothing_behind_them(
     lab: Lab, ops: type[ReferenceOps], dtype: WeightDType

@@ -35,6 +35,12 @@ VARIANTS = {
     "full, bfloat16, KV in int8": replace(FULL, dtype="bfloat16", kv_cache_dtype="int8"),
     "windows, KV in int8": replace(FULL, shape="tiny-gemma3", kv_cache_dtype="int8"),
 }
+BY_DAY = [
+    pytest.param(name, marks=pytest.mark.soak if name == "windows, KV in int8" else ())
+    for name in VARIANTS
+]
+"""Windows and KV in int8 come by day, each beside something else."""
+
 MODES = {
     "at once": Mode(caching=False),
     "joining, in odd chunks": Mode(caching=False, budget=101, arrival_seed=4, loop="plain"),
@@ -64,7 +70,7 @@ def check_alone(lab: Lab, variant: Variant, requests: list[Request], streams: li
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", BY_DAY)
 def test_long_rows_together_are_bitwise_those_alone(lab: Lab, name: str, mode: str):
     variant = VARIANTS[name]
     requests = requests_of(variant)
@@ -73,7 +79,7 @@ def test_long_rows_together_are_bitwise_those_alone(lab: Lab, name: str, mode: s
     assert bool(served.num_preemptions) == (mode == "preempted")
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", BY_DAY)
 def test_a_long_prefix_from_the_cache_changes_no_bit(lab: Lab, name: str):
     """Hits of up to 2,096 tokens, and of 1,600 with another end."""
     variant = VARIANTS[name]

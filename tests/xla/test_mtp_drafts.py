@@ -7,7 +7,7 @@ layout.
 """
 
 import json
-import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from cadenza.errors import CheckpointError, ConfigError
 from cadenza.loading.build import plan_model
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig, parse_speculative_config
-from tests.xla.test_draft_models import play, varied
+from tests.xla.test_draft_models import Warm, play, varied, warm
 
 pytestmark = pytest.mark.native
 
 MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
 VOCAB_SIZE = 64
+INPUT_LINEARS = ("input_proj.weight", ".fc.weight", ".eh_proj.weight")
 SHIFT = 11
 """In the predictable model each token is followed by the one that is so much larger."""
 
@@ -42,19 +43,16 @@ SHAPES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("models") / "mimo"
-    write_random_checkpoint(SHAPES["mimo"], made, seed=3, dtype="float32")
-    return made
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a random checkpoint of one of `SHAPES`."""
+    root = tmp_path_factory.mktemp("models")
 
+    def folder_of(name: str) -> Path:
+        if not (root / name).exists():
+            write_random_checkpoint(SHAPES[name], root / name, seed=3, dtype="float32")
+        return root / name
 
-@pytest.fixture(
-    scope="module", params=["mimo", "qwen", pytest.param("deepseek", marks=pytest.mark.soak)]
-)
-def any_folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("models") / request.param
-    write_random_checkpoint(SHAPES[request.param], made, seed=3, dtype="float32")
-    return made
+    return folder_of
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +60,11 @@ def predictable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_predictable("mimo", tmp_path_factory.mktemp("models") / "predictable")
 
 
-@pytest.fixture(scope="module", params=[name for name in SHAPES if name != "mimo"])
-def other_predictable(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_predictable(request.param, tmp_path_factory.mktemp("models") / "predictable")
+@pytest.fixture(scope="module")
+def runners(predictable: Path) -> Iterator[tuple[Warm, Warm]]:
+    """Of the predictable model without and with drafts."""
+    with warm(predictable, None) as plain, warm(predictable, MTP) as drafting:
+        yield plain, drafting
 
 
 def make_predictable(name: str, made: Path) -> Path:
@@ -94,31 +94,47 @@ def predictable_weight(name: str, found: np.ndarray) -> np.ndarray:
         return unit
     if "lm_head" in name:
         return np.ascontiguousarray(8 * follows)
-    if "input_proj" in name:
-        return np.concatenate([follows, np.zeros_like(unit)], axis=1)
-    if name.endswith((".fc.weight", ".eh_proj.weight")):
-        return np.concatenate([np.zeros_like(unit), follows], axis=1)
+    if name.endswith(INPUT_LINEARS):
+        halves = [follows, np.zeros_like(unit)]
+        return np.concatenate(halves if "input_proj" in name else halves[::-1], axis=1)
     return np.ones_like(found) if "norm" in name else found
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("shape", "options"),
     [
-        {},
-        {"kv_cache_dtype": "int8", "dtype": "bfloat16", "quantization": "int8"},
-        {"num_pages": 7, "enable_prefix_caching": False},
-        {"kv_layout": "dense"},
+        pytest.param(shape, options, id=f"{shape}-{name}", marks=() if by_day else pytest.mark.soak)
+        for shape in SHAPES
+        for name, options, by_day in (
+            ("plain", {}, shape == "mimo"),
+            (
+                "int8",
+                {"kv_cache_dtype": "int8", "dtype": "bfloat16", "quantization": "int8"},
+                shape == "mimo",
+            ),
+            ("dense", {"kv_layout": "dense"}, shape == "qwen"),
+        )
     ],
-    ids=["plain", "int8", "preemption", "dense"],
 )
-def test_drafts_of_the_mtp_layer_change_no_bit(any_folder: Path, options: dict[str, object]):
+def test_drafts_of_the_mtp_layer_change_no_bit(
+    folders: Callable[[str], Path], shape: str, options: dict[str, object]
+):
+    """In an ample pool and, if a row does not have its own place, in one that is too small."""
     requests = varied(331)
-    plain, _, num_preemptions = play(any_folder, requests, None, **options)
-    drafted, counts, _ = play(any_folder, requests, MTP, **options)
-    assert drafted == plain
-    assert counts.num_draft_tokens > 100
-    assert counts.num_accepted_tokens < counts.num_draft_tokens
-    assert (num_preemptions > 0) == ("num_pages" in options)
+    pools: list[dict[str, Any]] = [{}, {"num_pages": 7, "enable_prefix_caching": False}]
+    if "kv_layout" in options:
+        del pools[1]
+    with warm(folders(shape), None, **options) as runners:
+        plain = [runners.play(requests, **pool) for pool in pools]
+    with warm(folders(shape), MTP, **options) as runners:
+        drafted = [runners.play(requests, **pool) for pool in pools]
+    for pool, (streams, _, num_preemptions), (same, counts, _) in zip(
+        pools, plain, drafted, strict=True
+    ):
+        assert same == streams
+        assert counts.num_draft_tokens > 100
+        assert counts.num_accepted_tokens < counts.num_draft_tokens
+        assert (num_preemptions > 0) == ("num_pages" in pool)
 
 
 def following(prompt_sizes: tuple[int, ...], **options: Any) -> list[Request]:
@@ -133,22 +149,13 @@ def following(prompt_sizes: tuple[int, ...], **options: Any) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("requests", "options"),
-    [
-        (following((5, 1, 2)), {}),
-        (following((40, 40, 37)), {"max_num_seqs": 1}),
-        (following((20, 33), n=3, temperature=0.7, seed=1), {}),
-        (following((20, 30, 33)), {"num_pages": 7, "enable_prefix_caching": False}),
-        (following((20, 5)), {"dtype": "bfloat16", "quantization": "int8"}),
-        (following((60, 35)), {"max_num_batched_tokens": 16}),
-    ],
-    ids=["short", "cached prefix", "samples", "preemption", "int8", "small steps"],
-)
-def test_right_drafts_stay(predictable: Path, requests: list[Request], options: dict[str, Any]):
-    plain, _, _ = play(predictable, requests, None, **options)
-    drafted, counts, num_preemptions = play(predictable, requests, MTP, **options)
-    assert drafted == plain
+def check_right_drafts(
+    plain: Warm, drafting: Warm, requests: list[Request], **options: Any
+) -> None:
+    """Raises AssertionError if a draft did not stay, or if drafts change a stream."""
+    streams, _, _ = plain.play(requests, **options)
+    drafted, counts, num_preemptions = drafting.play(requests, **options)
+    assert drafted == streams
     assert counts.num_accepted_tokens == counts.num_draft_tokens > 24
     assert (num_preemptions > 0) == ("num_pages" in options)
 
@@ -156,29 +163,49 @@ def test_right_drafts_stay(predictable: Path, requests: list[Request], options: 
 @pytest.mark.parametrize(
     ("requests", "options"),
     [
-        (following((40, 1, 37)), {"max_num_seqs": 2}),
-        (following((20, 33), n=2, temperature=0.7, seed=1), {"dtype": "bfloat16"}),
+        (following((5, 1, 2)), {}),
+        (following((40, 40, 37)), {"one_by_one": True}),
+        (following((20, 33), n=3, temperature=0.7, seed=1), {}),
+        (following((20, 30, 33)), {"num_pages": 7, "enable_prefix_caching": False}),
+        (following((60, 35)), {"max_num_batched_tokens": 16}),
     ],
-    ids=["cached prefix", "samples"],
+    ids=["short", "cached prefix", "samples", "preemption", "small steps"],
 )
-def test_right_drafts_of_other_layouts_stay(
-    other_predictable: Path, requests: list[Request], options: dict[str, Any]
+def test_right_drafts_stay(
+    runners: tuple[Warm, Warm], requests: list[Request], options: dict[str, Any]
 ):
-    plain, _, _ = play(other_predictable, requests, None, **options)
-    drafted, counts, _ = play(other_predictable, requests, MTP, **options)
-    assert drafted == plain
-    assert counts.num_accepted_tokens == counts.num_draft_tokens > 24
+    check_right_drafts(*runners, requests, **options)
 
 
-def test_drafts_from_swapped_inputs_would_be_noticed(other_predictable: Path, tmp_path: Path):
-    """The negative control: with the halves of the input's linear swapped, no draft stays."""
-    shutil.copytree(other_predictable, tmp_path / "swapped")
-    file = tmp_path / "swapped" / "model.safetensors"
-    tensors = load_file(file)
-    (name,) = (name for name in tensors if name.endswith(("fc.weight", "eh_proj.weight")))
-    save_file({**tensors, name: np.roll(tensors[name], VOCAB_SIZE, axis=1)}, file)
-    _, counts, _ = play(tmp_path / "swapped", following((40, 1, 37)), MTP)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ("qwen", {"dtype": "bfloat16", "quantization": "int8"}),
+        ("deepseek", {"dtype": "bfloat16"}),
+        pytest.param("mimo", {"quantization": "int8"}, marks=pytest.mark.soak),
+        pytest.param("qwen", {}, marks=pytest.mark.soak),
+    ],
+    ids=["qwen, int8", "deepseek", "mimo, int8", "qwen"],
+)
+def test_right_drafts_of_other_layouts_and_types_stay(
+    shape: str, options: dict[str, Any], tmp_path: Path
+):
+    """Behind a prefix from the cache, and of several samples of a prompt. The negative control:
+    with the halves of the input's linear swapped, no draft stays."""
+    folder = make_predictable(shape, tmp_path / "predictable")
+    known = following((40, 1, 37))
+    with warm(folder, None, **options) as plain, warm(folder, MTP, **options) as drafting:
+        check_right_drafts(plain, drafting, known, one_by_one=True)
+        check_right_drafts(plain, drafting, following((20, 33), n=2, temperature=0.7, seed=1))
+    swap_halves(folder / "model.safetensors")
+    _, counts, _ = play(folder, known, MTP, **options)
     assert counts.num_draft_tokens > counts.num_accepted_tokens == 0
+
+
+def swap_halves(file: Path) -> None:
+    tensors = load_file(file)
+    (name,) = (name for name in tensors if name.endswith(INPUT_LINEARS))
+    save_file({**tensors, name: np.roll(tensors[name], VOCAB_SIZE, axis=1)}, file)
 
 
 def test_a_model_without_mtp_layers_is_refused():
@@ -187,14 +214,17 @@ def test_a_model_without_mtp_layers_is_refused():
         plan_model(open_bundled_draft(open_checkpoint(None)), config)
 
 
-def test_operations_that_keep_no_hidden_states_are_refused(folder: Path):
+def test_operations_that_keep_no_hidden_states_are_refused(folders: Callable[[str], Path]):
     """Those of the reference table: with hidden states XLA makes another program of them."""
     config = EngineConfig(speculative_config=MTP, ops="reference")
     with pytest.raises(ConfigError, match="xla:cpu with reference ops does not keep"):
-        plan_model(open_checkpoint(folder), config)
+        plan_model(open_checkpoint(folders("mimo")), config)
 
 
-def test_the_plan_counts_the_memory_of_the_layer_and_of_hidden_states(folder: Path):
+def test_the_plan_counts_the_memory_of_the_layer_and_of_hidden_states(
+    folders: Callable[[str], Path],
+):
+    folder = folders("mimo")
     checkpoint, size = open_checkpoint(folder), {"max_model_len": 256, "max_num_seqs": 4}
     plain = plan_model(checkpoint, EngineConfig(**size))  # type: ignore[arg-type]
     plan = plan_model(checkpoint, EngineConfig(speculative_config=MTP, **size))  # type: ignore[arg-type]

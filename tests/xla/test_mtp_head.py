@@ -6,7 +6,7 @@ its drafts to `NumpyDecoder.mtp_drafts`, over both op tables. Unwritten KV is Na
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,9 @@ PAGES, OTHER_PAGES = [9, 3, 4, 8, 1, 20, 21], [2, 5, 6, 7, 10, 11, 12]
 DRAW = Draw(num_logprobs=NUM_TOP)
 TOLERANCE = 1e-4
 
+Pair = tuple[XlaRunner, XlaRunner]
+"""A target and its head."""
+
 with np.load(FOLDER / "expected.npz", allow_pickle=False) as _expected:
     TOKEN_IDS: list[int] = _expected["token_ids"].tolist()
     MTP_LOGITS: np.ndarray = _expected["mtp_logits"]
@@ -54,26 +57,38 @@ def numpy_decoder() -> NumpyDecoder:
     return NumpyDecoder.open(FOLDER)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((NativeOps, "float32"), id="native", marks=pytest.mark.native),
-        pytest.param((ReferenceOps, "float32"), id="reference"),
-    ],
-)
-def warm_pair(request: Any) -> Iterator[tuple[XlaRunner, XlaRunner]]:
-    pair = make_pair(*request.param)
-    yield pair
-    for runner in reversed(pair):
-        runner.close()
+WarmPair = Callable[[MakeOps, str], Pair]
 
 
-def make_pair(make_ops: MakeOps, dtype: str) -> tuple[XlaRunner, XlaRunner]:
+@pytest.fixture(scope="module")
+def warm_pair() -> Iterator[WarmPair]:
+    """Gives the pair of an op table and a type, of which each is made once."""
+    made: dict[tuple[MakeOps, str], Pair] = {}
+
+    def pair_of(make_ops: MakeOps, dtype: str) -> Pair:
+        key = (make_ops, dtype)
+        if key not in made:
+            made[key] = make_pair(make_ops, dtype)
+        for runner in made[key]:
+            runner.reset()
+        return made[key]
+
+    yield pair_of
+    for target, head in made.values():
+        head.close()
+        target.close()
+
+
+def make_pair(make_ops: MakeOps, dtype: str) -> Pair:
     """A warm runner that keeps hidden states, and one of the head that reads them."""
     checkpoint = open_checkpoint(FOLDER)
     head = mtp_head_of(checkpoint)
     options = RunnerOptions(
-        dtype=dtype, make_ops=make_ops, fill=NAN, keeps_hidden=True, copies_pages=True
+        dtype=dtype,
+        make_ops=make_ops,
+        fill=NAN,
+        keeps_hidden=True,
+        copies_pages=make_ops is NativeOps,
     )
     target = XlaRunner(checkpoint.config, checkpoint.weights, LIMITS, options)
     options = RunnerOptions(dtype=dtype, make_ops=make_ops, fill=NAN, hidden_of=target)
@@ -83,11 +98,25 @@ def make_pair(make_ops: MakeOps, dtype: str) -> tuple[XlaRunner, XlaRunner]:
     return target, drafter
 
 
+@pytest.fixture(
+    params=[
+        pytest.param(NativeOps, id="native", marks=pytest.mark.native),
+        pytest.param(ReferenceOps, id="reference", marks=pytest.mark.soak),
+    ],
+)
+def pair(warm_pair: WarmPair, request: Any) -> Pair:
+    """Engines refuse the method over the reference table, which takes long to compile."""
+    return warm_pair(request.param, "float32")
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: Any) -> str:
+    return request.param
+
+
 @pytest.fixture
-def pair(warm_pair: tuple[XlaRunner, XlaRunner]) -> tuple[XlaRunner, XlaRunner]:
-    for runner in warm_pair:
-        runner.reset()
-    return warm_pair
+def native_pair(warm_pair: WarmPair, dtype: str) -> Pair:
+    return warm_pair(NativeOps, dtype)
 
 
 def compute_target(target: XlaRunner, token_ids: list[int], chunk: int, pages: list[int]) -> None:
@@ -120,16 +149,14 @@ def head_errors(head: XlaRunner, chunk: int, logits: np.ndarray = MTP_LOGITS) ->
 
 @pytest.mark.parametrize(("of_target", "of_head"), [(32, 1), (7, 7), (1, 32)])
 def test_the_heads_log_probabilities_are_those_of_its_definition(
-    pair: tuple[XlaRunner, XlaRunner], of_target: int, of_head: int
+    pair: Pair, of_target: int, of_head: int
 ):
     target, head = pair
     compute_target(target, TOKEN_IDS, of_target, PAGES)
     assert max(head_errors(head, of_head)) <= TOLERANCE
 
 
-def test_another_hidden_state_would_be_noticed(
-    pair: tuple[XlaRunner, XlaRunner], numpy_decoder: NumpyDecoder
-):
+def test_another_hidden_state_would_be_noticed(pair: Pair, numpy_decoder: NumpyDecoder):
     """That after the final norm, or that of the token itself, as far as it is known."""
     target, head = pair
     compute_target(target, TOKEN_IDS, 32, PAGES)
@@ -142,7 +169,7 @@ def test_another_hidden_state_would_be_noticed(
 
 
 def test_drafts_behind_the_first_follow_from_the_heads_own_output(
-    pair: tuple[XlaRunner, XlaRunner], numpy_decoder: NumpyDecoder
+    pair: Pair, numpy_decoder: NumpyDecoder
 ):
     """With the rows of other streams beside it, from which nothing follows."""
     target, head = pair
@@ -162,7 +189,7 @@ def test_drafts_behind_the_first_follow_from_the_heads_own_output(
     assert drafts == numpy_decoder.mtp_drafts(known, 3)
 
 
-def test_hidden_states_are_copied_with_their_pages(pair: tuple[XlaRunner, XlaRunner]):
+def test_hidden_states_are_copied_with_their_pages(pair: Pair):
     target, head = pair
     compute_target(target, TOKEN_IDS[:30], 32, PAGES)
     copied = Stream(row=2, pages=[PAGES[0], OTHER_PAGES[0]], num_computed=29)
@@ -174,8 +201,8 @@ def test_hidden_states_are_copied_with_their_pages(pair: tuple[XlaRunner, XlaRun
 
 
 @pytest.mark.native
-def test_hidden_states_are_kept_by_steps_whose_masks_follow():
-    target, head = make_pair(NativeOps, "float32")
+def test_hidden_states_are_kept_by_steps_whose_masks_follow(native_pair: Pair, dtype: str):
+    target, head = native_pair
     assert "late_masks" in target.capabilities
     assert "late_masks" not in head.capabilities
     stream = Stream(row=1, pages=PAGES)
@@ -185,45 +212,46 @@ def test_hidden_states_are_kept_by_steps_whose_masks_follow():
         assert isinstance(handle, LateStepHandle)
         handle.choose(())
         handle.result()
-    assert max(head_errors(head, 32)) <= TOLERANCE
+    assert max(head_errors(head, 32)) <= tolerance_of(dtype)
+
+
+def tolerance_of(dtype: str) -> float:
+    return TOLERANCE if dtype == "float32" else 0.01
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pages_that_were_copied_to_the_host_have_their_hidden_states(dtype: str):
-    target, head = make_pair(NativeOps, dtype)
+def test_pages_that_were_copied_to_the_host_have_their_hidden_states(native_pair: Pair, dtype: str):
+    target, head = native_pair
     compute_target(target, TOKEN_IDS, 32, PAGES)
     contents = target.read_pages(PAGES)
     target.reset()
     target.write_pages(PAGES, contents)
-    assert max(head_errors(head, 32)) <= (TOLERANCE if dtype == "float32" else 0.01)
+    assert max(head_errors(head, 32)) <= tolerance_of(dtype)
+
+
+def outputs_of(target: XlaRunner) -> list[StepOutput]:
+    stream, outputs = Stream(row=1, pages=PAGES, draw=DRAW), list[StepOutput]()
+    for start, count in ((0, 32), (32, 9), (41, 1), (42, 20)):
+        chunk = stream.chunk(TOKEN_IDS[start : start + count], samples=True)
+        outputs.append(run_step(target, [chunk], GEOMETRY))
+    return outputs
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keeping_hidden_states_changes_no_bit_of_the_target(dtype: str):
+def test_keeping_hidden_states_changes_no_bit_of_the_target(native_pair: Pair, dtype: str):
     checkpoint = open_checkpoint(FOLDER)
-    found: list[list[StepOutput]] = []
-    for keeps_hidden in (False, True):
-        options = RunnerOptions(
-            dtype=dtype, make_ops=NativeOps, fill=NAN, keeps_hidden=keeps_hidden
-        )
-        runner = XlaRunner(checkpoint.config, checkpoint.weights, LIMITS, options)
-        runner.warmup()
-        stream, outputs = Stream(row=1, pages=PAGES, draw=DRAW), list[StepOutput]()
-        for start, count in ((0, 32), (32, 9), (41, 1), (42, 20)):
-            chunk = stream.chunk(TOKEN_IDS[start : start + count], samples=True)
-            outputs.append(run_step(runner, [chunk], GEOMETRY))
-        found.append(outputs)
-    for plain, keeping in zip(*found, strict=True):
+    options = RunnerOptions(dtype=dtype, make_ops=NativeOps, fill=NAN)
+    plain_target = XlaRunner(checkpoint.config, checkpoint.weights, LIMITS, options)
+    plain_target.warmup()
+    for plain, keeping in zip(outputs_of(plain_target), outputs_of(native_pair[0]), strict=True):
         assert np.array_equal(plain.top_logprobs, keeping.top_logprobs)
         assert np.array_equal(plain.token_ids, keeping.token_ids)
 
 
 @pytest.mark.native
-def test_a_head_in_bfloat16_is_close_to_the_definition():
+def test_a_head_in_bfloat16_is_close_to_the_definition(warm_pair: WarmPair):
     """Its hidden states are stored in 16 bits."""
-    target, head = make_pair(NativeOps, "bfloat16")
+    target, head = warm_pair(NativeOps, "bfloat16")
     assert target.kept_hidden.dtype == np.uint16
     compute_target(target, TOKEN_IDS, 32, PAGES)
     assert max(head_errors(head, 16)) < 0.01
@@ -238,9 +266,8 @@ def stored_states(runner: XlaRunner, operations: str) -> list[str]:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_hidden_states_are_written_in_place(dtype: str):
-    target, head = make_pair(NativeOps, dtype)
+def test_hidden_states_are_written_in_place(native_pair: Pair):
+    target, head = native_pair
     for runner in (target, head):
         assert stored_states(runner, "parameter")
         assert not stored_states(runner, "copy|convert")

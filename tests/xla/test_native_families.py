@@ -18,7 +18,7 @@ from cadenza.config import EngineLimits
 
 pytestmark = pytest.mark.native
 
-BUCKET = 96
+BUCKET = 64
 LIMITS = EngineLimits(
     max_num_seqs=4,
     max_num_batched_tokens=BUCKET,
@@ -71,9 +71,9 @@ def test_nothing_heavy_is_left_to_xla(family: str, tmp_path: Path):
 def test_an_operation_of_xlas_own_would_be_noticed():
     """The negative control, in the form that XLA writes: a fusion over the residual stream."""
     text = (
-        "HloModule step\n\nENTRY %main (p: f32[96,40]) -> f32[96,40] {\n"
-        "  %p = f32[96,40]{1,0} parameter(0)\n"
-        "  %call = f32[96,40]{1,0} custom-call(%p)\n"
-        "  ROOT %fused = f32[96,40]{1,0} fusion(%call), kind=kLoop\n}\n"
+        "HloModule step\n\nENTRY %main (p: f32[64,40]) -> f32[64,40] {\n"
+        "  %p = f32[64,40]{1,0} parameter(0)\n"
+        "  %call = f32[64,40]{1,0} custom-call(%p)\n"
+        "  ROOT %fused = f32[64,40]{1,0} fusion(%call), kind=kLoop\n}\n"
     )
-    assert own_operations(text, 96 * 40) == ["fusion f32[96,40]"]
+    assert own_operations(text, 64 * 40) == ["fusion f32[64,40]"]

@@ -10,6 +10,7 @@ in its attention, whose softmax weights are bfloat16 too, 2^-8 of the row's larg
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -214,11 +215,16 @@ def test_the_same_logit_rows_are_taken(pair: Pair):
             assert taken[: len(rows)].tobytes() == np.asarray(x)[rows].tobytes()
 
 
+@functools.cache  # so that no bucket is traced twice
+def jitted_linear(ops: OpTable) -> Any:
+    return jax.jit(ops.linear, static_argnames="num_out")
+
+
 def run_linear(
     ops: OpTable, x: np.ndarray, weight: Linear, count: int, residual: Any = None
 ) -> np.ndarray:
-    call = jax.jit(ops.linear, static_argnames="num_out")
-    return np.asarray(call(x, weight, num_out=NUM_OUT, count=np.int32(count), residual=residual))
+    options = {"num_out": NUM_OUT, "count": np.int32(count), "residual": residual}
+    return np.asarray(jitted_linear(ops)(x, weight, **options))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -275,30 +281,36 @@ MIXTURES = {
 }
 
 
-def mix(ops: OpTable, x: np.ndarray, residual: np.ndarray, count: int) -> list[np.ndarray]:
+Mix = Callable[[np.ndarray, np.ndarray, int], list[np.ndarray]]
+
+
+def mixture(ops: OpTable, width: int) -> Mix:
     """The three operations of a mixture over the same weights: ids, inner, out."""
-    width, inner = x.shape[1], 37
-    router = ops.load_linear([normal(45, 11, width)], [])
+    inner, router = 37, ops.load_linear([normal(45, 11, width)], [])
     gate_up = ops.load_experts_gate_up(
         [(normal(100 + i, inner, width), normal(200 + i, inner, width)) for i in range(11)]
     )
     down = ops.load_experts_down([normal(300 + i, width, inner) for i in range(11)])
 
+    @jax.jit
     def run(weights: tuple[Linear, ...], x: Any, residual: Any, count: Any) -> tuple[Any, ...]:
         choice = ops.route_experts(x, weights[0], count)
         gated = ops.grouped_gated_linear(x, weights[1], choice, count)
         return *choice, gated, ops.grouped_linear(gated, weights[2], choice, residual, count)
 
-    return list(jax.jit(run)((router, gate_up, down), x, residual, np.int32(count)))
+    return lambda x, residual, count: list(
+        run((router, gate_up, down), x, residual, np.int32(count))
+    )
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_of_experts_agrees(name: str, dtype: str):
     pair = make_pair(MIXTURES[name], dtype)
     x, residual = pair.activations(46, BUCKETS[-1], 40), normal(47, BUCKETS[-1], 40)
-    expected = mix(pair.reference, x, residual, BUCKETS[-1])
+    expected = mixture(pair.reference, 40)(x, residual, BUCKETS[-1])
+    mix = mixture(pair.native, 40)
     for bucket, count in SIZES:
-        ours = mix(pair.native, x[:bucket], residual[:bucket], count)
+        ours = mix(x[:bucket], residual[:bucket], count)
         assert np.array_equal(ours[0][:count], expected[0][:count])
         for mine, theirs in zip(ours[1:], expected[1:], strict=True):
             pair.check(mine, theirs, count)
@@ -368,13 +380,26 @@ def attend(
 def reference_attention(
     shape: str, dtype: str, kv_cache_dtype: KVCacheDType = "auto"
 ) -> list[np.ndarray]:
-    """Computed once: what a page holds cannot depend on its size."""
+    """Computed once, since what a page holds cannot depend on its size, and in one bucket."""
     pair = make_pair(SHAPES[shape], dtype, kv_cache_dtype=kv_cache_dtype)
-    return attend(pair, pair.reference)
+    return attend(pair, pair.reference, (560, 560))
+
+
+def shapes_and_types(*by_day: str) -> list[Any]:
+    """All pairs; `make test` takes those named, since compiling the reference takes seconds."""
+    pairs = [(shape, dtype) for dtype in ("float32", "bfloat16") for shape in SHAPES]
+    names = [f"{dtype}-{shape}" for shape, dtype in pairs]
+    return [
+        pytest.param(*pair, id=name, marks=() if name in by_day else pytest.mark.soak)
+        for name, pair in zip(names, pairs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    shapes_and_types("float32-hostile", "float32-wide", "bfloat16-wide", "bfloat16-scaled"),
+)
 def test_attention_agrees_over_chunks_and_decodes(shape: str, dtype: str, page_size: int):
     pair = make_pair(SHAPES[shape], dtype, page_size)
     ours, expected = attend(pair, pair.native), reference_attention(shape, dtype)
@@ -386,7 +411,9 @@ def test_attention_agrees_over_chunks_and_decodes(shape: str, dtype: str, page_s
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), shapes_and_types("float32-hostile", "bfloat16-wide", "float32-scaled")
+)
 def test_attention_over_kv_in_int8_agrees_with_its_definition(
     shape: str, dtype: str, page_size: int
 ):
@@ -453,13 +480,19 @@ def sampling_step(sampling: LogitInputs[Any], count: int) -> StepArrays:
     return StepArrays(**{**nothing, **changes})
 
 
-def native_choices(logits: np.ndarray, sampling: LogitInputs[Any], dtype: str) -> np.ndarray:
-    """The native result [L, C] on exactly these logits, which must be representable."""
-    vocab_size = logits.shape[1]
+@functools.cache
+def chooser(vocab_size: int, dtype: str) -> Callable[[np.ndarray, StepArrays], np.ndarray]:
+    """The native choices from the products with an identity."""
     ops = make_pair(replace(HOSTILE, vocab_size=vocab_size), dtype).native
     identity = ops.load_linear([np.eye(vocab_size, dtype=np.float32)], [])
-    step = sampling_step(sampling, len(logits))
-    return np.asarray(jax.jit(ops.next_tokens)(logits.astype(jnp.dtype(dtype)), identity, step))
+    call = jax.jit(ops.next_tokens)
+    return lambda logits, step: np.asarray(call(logits, identity, step))
+
+
+def native_choices(logits: np.ndarray, sampling: LogitInputs[Any], dtype: str) -> np.ndarray:
+    """The native result [L, C] on exactly these logits, which must be representable."""
+    choose = chooser(logits.shape[1], dtype)
+    return choose(logits.astype(jnp.dtype(dtype)), sampling_step(sampling, len(logits)))
 
 
 def representable(logits: np.ndarray, dtype: str) -> np.ndarray:
@@ -535,8 +568,12 @@ def test_greedy_ties_go_to_the_lowest_id_in_a_large_vocabulary(num_logprobs: int
     check_details(ours, np.asarray(choose_on_device(logits, sampling)), logits, params)
 
 
-def test_next_tokens_agrees_on_random_heads(pair: Pair):
+@pytest.mark.parametrize(
+    ("shape", "dtype"), shapes_and_types("float32-hostile", "bfloat16-wide", "float32-scaled")
+)
+def test_next_tokens_agrees_on_random_heads(shape: str, dtype: str):
     """The head's product too: logits are only as equal as two orders of summation make them."""
+    pair = make_pair(SHAPES[shape], dtype)
     model = pair.model
     head, x = normal(110, model.vocab_size, model.hidden_size), normal(111, 16, model.hidden_size)
     params = [SamplingParams(temperature=0.0, logprobs=20)] * 16
@@ -555,11 +592,9 @@ def test_next_tokens_agrees_on_random_heads(pair: Pair):
 def test_rows_beyond_the_count_are_not_chosen_for():
     sampling = arrays_of([SamplingParams(temperature=0.0)] * ROWS, np.zeros(ROWS))
     logits = representable(random_logits(np.random.default_rng(120), 23), "float32")
-    ops = make_pair(replace(HOSTILE, vocab_size=23), "float32").native
-    identity = ops.load_linear([np.eye(23, dtype=np.float32)], [])
     spoilt = logits.copy()
     spoilt[5:] = NAN
-    ours = np.asarray(jax.jit(ops.next_tokens)(spoilt, identity, sampling_step(sampling, 5)))
+    ours = chooser(23, "float32")(spoilt, sampling_step(sampling, 5))
     assert np.array_equal(ours[:5, COLUMN_TOKEN], logits[:5].argmax(axis=1))
     assert (ours[:5, COLUMN_STATE] == 1).all()
     assert (ours[5:] == 0).all()

@@ -30,19 +30,27 @@ MODEL = named_shape("tiny-qwen3-moe")
 TOKENS = 40
 
 
+def spec_of(dtype: str) -> DecoderSpec:
+    return DecoderSpec(model=MODEL, dtype=jnp.dtype(dtype).type, page_size=16, quantization="int8")
+
+
 @pytest.fixture(params=["float32", "bfloat16"])
 def spec(request: pytest.FixtureRequest) -> DecoderSpec:
-    return DecoderSpec(
-        model=MODEL,
-        dtype=jnp.dtype(request.param).type,
-        page_size=16,
-        quantization="int8",
-    )
+    return spec_of(request.param)
 
 
-@pytest.fixture(params=[INT8, INT4], ids=lambda each: each.name)
-def format(request: pytest.FixtureRequest) -> WeightFormat:
-    return request.param
+@pytest.fixture(
+    params=[
+        pytest.param(("float32", INT4), id="float32-int4"),
+        pytest.param(("bfloat16", INT8), id="bfloat16-int8"),
+        pytest.param(("float32", INT8), id="float32-int8", marks=pytest.mark.soak),
+        pytest.param(("bfloat16", INT4), id="bfloat16-int4", marks=pytest.mark.soak),
+    ]
+)
+def case(request: pytest.FixtureRequest) -> tuple[DecoderSpec, WeightFormat]:
+    """Each type and each format by day, and every pair of them in `make soak`."""
+    dtype, format = request.param
+    return spec_of(dtype), format
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -71,7 +79,8 @@ def step(model: ModelConfig) -> StepArrays:
     return jax.jit(unpack, static_argnums=0)(shape, inputs.words, last, table)
 
 
-def test_fused_linears_with_biases_agree(spec: DecoderSpec, format: WeightFormat):
+def test_fused_linears_with_biases_agree(case: tuple[DecoderSpec, WeightFormat]):
+    spec, format = case
     parts, bias = [normal(1, 40, 70), normal(2, 21, 70)], [normal(3, 40), normal(4, 21)]
     x = normal(5, TOKENS, 70).astype(spec.dtype)
     ours, expected = (
@@ -183,7 +192,8 @@ def test_an_embedding_whose_inputs_are_ordered_gives_its_rows(spec: DecoderSpec)
         np.testing.assert_allclose(np.asarray(rows)[:TOKENS], expected, rtol=1e-6)
 
 
-def test_gated_linears_agree(spec: DecoderSpec, format: WeightFormat):
+def test_gated_linears_agree(case: tuple[DecoderSpec, WeightFormat]):
+    spec, format = case
     gate, up = normal(6, MODEL.intermediate_size, 70), normal(7, MODEL.intermediate_size, 70)
     x = normal(8, TOKENS, 70).astype(spec.dtype)
     ours, expected = (
@@ -193,7 +203,8 @@ def test_gated_linears_agree(spec: DecoderSpec, format: WeightFormat):
     assert_close(ours, expected, spec)
 
 
-def test_mixtures_of_experts_agree(spec: DecoderSpec, format: WeightFormat):
+def test_mixtures_of_experts_agree(case: tuple[DecoderSpec, WeightFormat]):
+    spec, format = case
     assert MODEL.experts is not None
     count, inner, width = MODEL.experts.num_experts, MODEL.experts.intermediate_size, 70
     x, residual = normal(9, TOKENS, width).astype(spec.dtype), normal(10, TOKENS, width)
@@ -218,8 +229,9 @@ def test_mixtures_of_experts_agree(spec: DecoderSpec, format: WeightFormat):
 
 
 def test_embedded_rows_and_chosen_tokens_are_those_of_the_tied_table(
-    spec: DecoderSpec, format: WeightFormat
+    case: tuple[DecoderSpec, WeightFormat],
 ):
+    spec, format = case
     model = replace(MODEL, logit_soft_cap=None)
     table = normal(12, model.vocab_size, model.hidden_size)
     found = []

@@ -59,9 +59,9 @@ def frequencies(params: SamplingParams, streams: Streams) -> np.ndarray:
     """How often each token came in NUM_DRAWS draws [V]."""
     logits = np.tile(LOGITS, (BATCH, 1))
     counts = np.zeros(VOCAB_SIZE, np.int64)
+    arrays = arrays_of([params] * BATCH, np.zeros(BATCH))
     for start in range(0, NUM_DRAWS, BATCH):
         seeds, positions = streams(np.arange(start, start + BATCH))
-        arrays = arrays_of([params] * BATCH, np.zeros(BATCH))
         keys = draw_keys(seeds, positions.astype(np.int32))
         counts += np.bincount(tokens_of(logits, replace(arrays, keys=keys)), minlength=VOCAB_SIZE)
     return counts
