@@ -55,7 +55,7 @@ def test_throughput_prints_one_object_whose_figures_agree(run: Run, shape_file: 
     assert "tiny-bfloat16-" in err
 
 
-@pytest.mark.parametrize("sampling", ["one", "all"])
+@pytest.mark.parametrize("sampling", [pytest.param("one", marks=pytest.mark.soak), "all"])
 def test_rows_can_be_sampled_with_penalties(run: Run, shape_file: Path, sampling: str):
     flags = ("--sampling", sampling, "--json")
     code, out, _ = run("throughput", "--shape", shape_file, *SIZES, *flags)
@@ -117,7 +117,8 @@ def test_roofline_prints_one_object(run: Run):
 
 def test_startup_reports_every_phase_of_cold_and_warm_starts(run: Run, tmp_path: Path):
     run("make-checkpoint", "--shape", "tiny-llama", tmp_path / "made")
-    code, out, _ = run("startup", tmp_path / "made", "--repeats", "1", "--json")
+    limits = ("-np", "2", "-c", "64", "--max-num-batched-tokens", "64")
+    code, out, _ = run("startup", tmp_path / "made", *limits, "--repeats", "1", "--json")
     assert code == 0
     cold, warm = json.loads(out)["results"]
     assert (cold["caches"], warm["caches"]) == ("cold", "warm")

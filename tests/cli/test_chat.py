@@ -1,6 +1,6 @@
 """`cadenza chat` with stdin piped: each line answered, the history kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,85 +9,93 @@ from cadenza import LLM
 from cadenza.loading.plan import EnginePlan
 from tests.cli.harness import Ran
 
-FLAGS = ("-np", 2, "-c", 256, "--seed", 2, "--max-tokens", 12, "--ignore-eos")
+LIMITS = ("-np", 2, "-c", 256, "--num-pages", 16, "--max-num-batched-tokens", 64)
+FLAGS = (*LIMITS, "--seed", 2, "--max-tokens", 12, "--ignore-eos")
 
 
-def answers(model: Path, *turns: str, system: str | None = None) -> list[str]:
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    limits = {"max_num_seqs": 2, "max_model_len": 256, "max_num_batched_tokens": 64}
+    with LLM(model, num_pages=16, **limits) as llm:
+        yield llm
+
+
+def answers(llm: LLM, *turns: str, system: str | None = None) -> list[str]:
     """What `LLM.chat` answers to each of a conversation's turns."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     found: list[str] = []
-    with LLM(model, max_num_seqs=2, max_model_len=256) as llm:
-        params = llm.default_params(seed=2, max_tokens=12, ignore_eos=True)
-        for turn in turns:
-            messages.append({"role": "user", "content": turn})
-            text = llm.chat(messages, params)[0].outputs[0].text
-            messages.append({"role": "assistant", "content": text})
-            found.append(text)
+    params = llm.default_params(seed=2, max_tokens=12, ignore_eos=True)
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        text = llm.chat(messages, params)[0].outputs[0].text
+        messages.append({"role": "assistant", "content": text})
+        found.append(text)
     return found
 
 
 def test_piped_lines_are_answered_with_the_history_and_without_decoration(
-    cadenza: Callable[..., Ran], model: Path
+    cadenza: Callable[..., Ran], model: Path, llm: LLM
 ):
     ran = cadenza("chat", model, *FLAGS, stdin="the quick\n\none two\n")
-    first, second = answers(model, "the quick", "one two")
+    first, second = answers(llm, "the quick", "one two")
     assert ran == Ran(0, f"{first}\n{second}\n", "")
-    assert second != answers(model, "one two")[0]
+    assert second != answers(llm, "one two")[0]
 
 
 def test_the_pool_has_one_context_unless_a_flag_says_otherwise(
     cadenza: Callable[..., Ran], model: Path, plans: list[EnginePlan]
 ):
     """The answer goes on to the end of the context."""
-    given = ("chat", model, "-np", 4, "-c", 64, "--seed", 2, "--ignore-eos")
+    few = ("--max-num-batched-tokens", 64)
+    given = ("chat", model, "-np", 4, "-c", 64, "--seed", 2, "--ignore-eos", *few)
     runs = [cadenza(*given, *flags, stdin="the\n") for flags in ((), ("--num-pages", 16))]
     assert [each.limits.num_pages for each in plans] == [4, 16]
     assert runs[0] == runs[1]
     assert (runs[0].code, runs[0].err) == (0, "")
 
 
-def test_reset_forgets_and_exit_ends(cadenza: Callable[..., Ran], model: Path):
+def test_reset_forgets_and_exit_ends(cadenza: Callable[..., Ran], model: Path, llm: LLM):
     ran = cadenza("chat", "--model", model, *FLAGS, stdin="the\n/reset\none\n/exit\nnever\n")
-    expected = answers(model, "the") + answers(model, "one")
+    expected = answers(llm, "the") + answers(llm, "one")
     assert ran == Ran(0, "".join(f"{text}\n" for text in expected), "")
 
 
 @pytest.mark.parametrize("end", ["/bye", "/exit", "/quit"])
 def test_the_conversation_ends_by_each_of_the_usual_words(
-    cadenza: Callable[..., Ran], model: Path, end: str
+    cadenza: Callable[..., Ran], model: Path, llm: LLM, end: str
 ):
     ran = cadenza("chat", model, *FLAGS, stdin=f"the\n{end}\nnever\n")
-    assert ran == Ran(0, f"{answers(model, 'the')[0]}\n", "")
+    assert ran == Ran(0, f"{answers(llm, 'the')[0]}\n", "")
 
 
 def test_retry_asks_the_last_question_again_with_the_history_before_it(
-    cadenza: Callable[..., Ran], model: Path
+    cadenza: Callable[..., Ran], model: Path, llm: LLM
 ):
     ran = cadenza("chat", model, *FLAGS, stdin="the\none\n/retry\ntwo\n")
-    first, second, third = answers(model, "the", "one", "two")
+    first, second, third = answers(llm, "the", "one", "two")
     assert ran == Ran(0, f"{first}\n{second}\n{second}\n{third}\n", "")
 
 
-def test_retry_without_a_question_asks_nothing(cadenza: Callable[..., Ran], model: Path):
+def test_retry_without_a_question_asks_nothing(cadenza: Callable[..., Ran], model: Path, llm: LLM):
     assert cadenza("chat", model, *FLAGS, stdin="/retry\n") == Ran(0, "", "")
     ran = cadenza("chat", model, *FLAGS, stdin="the\n/reset\n/retry\n")
-    assert ran == Ran(0, f"{answers(model, 'the')[0]}\n", "")
+    assert ran == Ran(0, f"{answers(llm, 'the')[0]}\n", "")
 
 
 def test_system_sets_and_removes_the_system_message_and_reset_keeps_it(
-    cadenza: Callable[..., Ran], model: Path
+    cadenza: Callable[..., Ran], model: Path, llm: LLM
 ):
     turns = "/system be quick\nthe\n/reset\nthe\n/system\n/reset\nthe\n"
     ran = cadenza("chat", model, *FLAGS, stdin=turns)
-    with_system = answers(model, "the", system="be quick")[0]
-    without = answers(model, "the")[0]
+    with_system = answers(llm, "the", system="be quick")[0]
+    without = answers(llm, "the")[0]
     assert with_system != without
     assert ran == Ran(0, f"{with_system}\n{with_system}\n{without}\n", "")
 
 
-def test_a_system_message_comes_first(cadenza: Callable[..., Ran], model: Path):
+def test_a_system_message_comes_first(cadenza: Callable[..., Ran], model: Path, llm: LLM):
     ran = cadenza("chat", model, *FLAGS, "--system", "be quick", stdin="the\n")
-    assert ran.out == answers(model, "the", system="be quick")[0] + "\n"
+    assert ran.out == answers(llm, "the", system="be quick")[0] + "\n"
 
 
 def test_verbose_tells_prefix_cache_reuse_on_stderr(cadenza: Callable[..., Ran], model: Path):

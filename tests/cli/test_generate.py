@@ -11,7 +11,12 @@ from cadenza.loading.plan import EnginePlan
 from tests.cli.harness import COMMAND, ENGINE, Ran
 
 PROMPTS = ("the quick brown", "one two", "three four five six seven the lazy dog")
-OPTIONS = {"max_num_seqs": 4, "max_model_len": 256, "num_pages": 64}
+OPTIONS = {
+    "max_num_seqs": 4,
+    "max_model_len": 256,
+    "num_pages": 64,
+    "max_num_batched_tokens": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +51,19 @@ def test_the_pool_is_planned_for_the_prompts_unless_a_flag_says_otherwise(
     cadenza: Callable[..., Ran], model: Path, n: int, num_pages: int, plans: list[EnginePlan]
 ):
     """A sample needs 13 pages; 16 rows of the whole context have the 8,192 of the flag."""
-    given = ("generate", model, "the", "--max-tokens", 200, "--n", n, "--ignore-eos", "--json")
+    few = ("--max-num-batched-tokens", 64)
+    given = (
+        "generate",
+        model,
+        "the",
+        "--max-tokens",
+        200,
+        "--n",
+        n,
+        "--ignore-eos",
+        "--json",
+        *few,
+    )
     runs: list[list[object]] = []
     for flags in ((), ("--num-pages", 8192)):
         ran = cadenza(*given, "--seed", 3, *flags)

@@ -166,8 +166,19 @@ OUTPUTS = {
 }
 
 
+BUFFERED_BY_DAY = OUTPUTS.keys() - {"info_json", "generate"}
+"""These two take a path of another: that of `info`, and of `generate` as JSON or unbuffered."""
+
+
 @pytest.mark.parametrize(
-    ("name", "unbuffered"), [*((name, "") for name in OUTPUTS), ("generate", "1")]
+    ("name", "unbuffered"),
+    [
+        *(
+            pytest.param(name, "", marks=() if name in BUFFERED_BY_DAY else pytest.mark.soak)
+            for name in OUTPUTS
+        ),
+        ("generate", "1"),
+    ],
 )
 def test_a_full_disk_is_told_in_one_line_and_by_the_exit_code(
     model: Path, name: str, unbuffered: str
@@ -204,7 +215,15 @@ def test_an_error_that_cannot_be_told_still_has_its_exit_code(
     assert ran.returncode == code
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    [
+        ">&-",
+        "<&- >&- 2>&-",
+        pytest.param("<&-", marks=pytest.mark.soak),
+        pytest.param("2>&-", marks=pytest.mark.soak),
+    ],
+)
 def test_streams_that_are_closed_are_no_error(model: Path, closed: str):
     ran = subprocess.run(
         ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", *COMMAND, "info", str(model)],

@@ -12,13 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-import pytest
-
 from tests.cli.harness import COMMAND, ENGINE, TINY, write_model
 
 READ_S = 120.0
 END_S = 60.0
 PRESS_AGAIN_S = 5.0
+FEW = ("--max-num-batched-tokens", 64)
 PROMPTS = ("the quick brown", "one two", "three four five six seven the lazy dog")
 
 
@@ -99,7 +98,7 @@ class Terminal:
 
 
 def test_a_terminal_shows_rows_at_work_and_ends_with_a_table(model: Path):
-    flags = ("--max-tokens", 60, "--ignore-eos", "-np", 2, "-c", 256)
+    flags = ("--max-tokens", 60, "--ignore-eos", "-np", 2, "-c", 256, *FEW)
     with Terminal("generate", model, *PROMPTS, *flags) as shown:
         shown.read_until(r"loading the model")
         shown.read_until(r"/2 rows")
@@ -108,22 +107,15 @@ def test_a_terminal_shows_rows_at_work_and_ends_with_a_table(model: Path):
         assert shown.end() == 0
 
 
-def test_ctrl_c_ends_generate_quietly_with_130(model: Path):
-    flags = ("--max-tokens", 8000, "--ignore-eos", "-np", 1, "-c", 8192)
+def test_ctrl_c_in_the_live_view_keeps_what_was_written_and_ends_quietly_with_130(model: Path):
+    flags = ("--max-tokens", 8000, "--ignore-eos", "-np", 1, "-c", 8192, *FEW)
     many = PROMPTS * 20  # minutes of work, however late the interrupt is
     with Terminal("generate", model, *many, *flags) as shown:
         shown.read_until(r"step [1-9]")
-        shown.interrupt()
-        assert shown.end() == 130
-        assert "Traceback" not in shown.seen
-
-
-def test_ctrl_c_in_the_live_view_keeps_what_was_written(model: Path):
-    flags = ("--max-tokens", 8000, "--ignore-eos", "-np", 1, "-c", 8192)
-    with Terminal("generate", model, *PROMPTS * 20, *flags) as shown:
         shown.read_until(r"row 0 · [1-9]\d* tokens")
         shown.interrupt()
         assert shown.end() == 130
+        assert "Traceback" not in shown.seen
     plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown.seen)
     result = plain[plain.rindex("1 the quick brown") :]
     assert re.search(r"TTFT.*tok/s(?s:.*)abort", result)
@@ -132,7 +124,7 @@ def test_ctrl_c_in_the_live_view_keeps_what_was_written(model: Path):
     assert answer.strip()
 
 
-def test_chat_says_what_the_model_is_and_lists_its_commands(model: Path):
+def test_chat_lists_its_commands_and_ctrl_c_drops_a_line_that_is_typed(model: Path):
     with Terminal("chat", model, "-np", 1, "-c", 64, "--max-tokens", 4) as shown:
         shown.read_until(r"tiny: llama, \d+\.\d K parameters in float32, context of 64 tokens")
         shown.read_until(r"/help lists(?s:.*)> ")
@@ -140,7 +132,10 @@ def test_chat_says_what_the_model_is_and_lists_its_commands(model: Path):
         shown.read_until(r"no command /nonsense(?s:.*)/retry(?s:.*)> ")
         shown.write("/retry\n")
         shown.read_until(r"Nothing was asked yet(?s:.*)> ")
-        shown.write("/bye\n")
+        shown.write("half a line")
+        shown.read_until(r"half a line")
+        shown.interrupt_until(r"> ")
+        shown.write("/exit\n")
         assert shown.end() == 0
 
 
@@ -155,26 +150,24 @@ def test_the_bundled_model_says_what_to_ask_it():
         assert shown.end() == 0
 
 
-@pytest.mark.parametrize(
-    "typed",
-    ["\x1b[200~the quick\nbrown fox\x1b[201~\n", '"""the quick\nbrown fox"""\n'],
-    ids=["pasted", "quoted"],
-)
-def test_several_lines_are_one_message(model: Path, typed: str):
-    flags = ("--ignore-eos", "-np", 1, "-c", 128, "--max-tokens", 4, "--verbose")
+def test_several_lines_are_one_message_if_they_are_pasted_or_quoted(model: Path):
+    flags = ("--ignore-eos", "-np", 1, "-c", 128, "--max-tokens", 4, "--verbose", *FEW)
+    typed = ("\x1b[200~the quick\nbrown fox\x1b[201~\n", '"""the quick\nbrown fox"""\n')
     with Terminal("chat", model, *flags) as shown:
         shown.read_until(r"> ")
-        shown.write(typed)
-        shown.read_until(r"tok/s\)(?s:.*)> ")
+        for num_answers, message in enumerate(typed, start=1):
+            shown.write(message)
+            shown.read_until(r"tok/s\)(?s:.*)> ")
+            assert shown.seen.count("tok/s)") == num_answers
         shown.write("/bye\n")
         assert shown.end() == 0
-    assert shown.seen.count("tok/s)") == 1
+    assert shown.seen.count("tok/s)") == len(typed)
 
 
 def test_ctrl_c_in_chat_stops_the_answer_and_ctrl_d_ends(tmp_path: Path):
     # So deep that an answer is not over, however late the interrupt is.
-    model = write_model(tmp_path / "deep", replace(TINY, num_layers=64))
-    with Terminal("chat", model, "--ignore-eos", "-np", 1, "-c", 8192, "--verbose") as shown:
+    model = write_model(tmp_path / "deep", replace(TINY, num_layers=24))
+    with Terminal("chat", model, "--ignore-eos", "-np", 1, "-c", 8192, "--verbose", *FEW) as shown:
         shown.read_until(r"> ")
         shown.write("hello\n")
         shown.read_until(r"hello\r\n(?s:.{200})")
@@ -187,16 +180,6 @@ def test_ctrl_c_in_chat_stops_the_answer_and_ctrl_d_ends(tmp_path: Path):
         shown.write("\x04")
         assert shown.end() == 0
         assert "Traceback" not in shown.seen
-
-
-def test_ctrl_c_while_a_line_is_typed_drops_the_line(model: Path):
-    with Terminal("chat", model, "--ignore-eos", "-np", 1, "-c", 64, "--max-tokens", 4) as shown:
-        shown.read_until(r"> ")
-        shown.write("half a line")
-        shown.read_until(r"half a line")
-        shown.interrupt_until(r"> ")
-        shown.write("/exit\n")
-        assert shown.end() == 0
 
 
 def test_json_on_a_terminal_is_json_alone(model: Path):

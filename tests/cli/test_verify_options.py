@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from cadenza.verification.option_matrix import make_matrix
-from tests.cli.harness import ENGINE, Ran
+from tests.cli.harness import LIMITS, Ran
 
 
 def test_the_command_plays_the_matrix(cadenza: Callable[..., Ran], model: Path):
-    flags = ("--options", "all", "--reference", "solo", "--max-tokens", 4, *ENGINE)
+    flags = ("--options", "all", "--reference", "solo", "--max-tokens", 4, *LIMITS)
     ran = cadenza("verify", model, *flags)
     assert ran.code == 0, ran.out
     last = ran.out.splitlines()[-1]
@@ -43,8 +43,8 @@ def test_flags_that_do_not_go_together_are_refused(
 
 def test_the_portable_digest_tells_weights_apart(cadenza: Callable[..., Ran], model: Path):
     def digest(*flags: object) -> str:
-        given = ("--portable", "--reference", "solo", "--max-tokens", 4, "--json")
-        ran = cadenza("verify", *flags, *given, *ENGINE)
+        given = ("--portable", "--reference", "solo", "--num-requests", 6, "--max-tokens", 4)
+        ran = cadenza("verify", *flags, *given, "--json", *LIMITS)
         assert ran.code == 0, ran.out + ran.err
         return ran.objects[0]["digest"]
 

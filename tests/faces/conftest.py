@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,9 @@ from cadenza import LLM
 from cadenza.checkpoint import named_shape, open_checkpoint, write_random_checkpoint
 from cadenza.frontend.text_frontend import TextFrontend
 from tests.cli.harness import write_model
+
+LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64}
+"""Of all tests' engines here where no others matter, so that their programs compile once."""
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +25,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm(tiny_folder: Path) -> Iterator[LLM]:
-    with LLM(tiny_folder, max_num_seqs=4, max_model_len=256) as llm:
+    with LLM(tiny_folder, **LIMITS) as llm:
         yield llm
 
 
@@ -32,7 +36,7 @@ def worded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def worded(worded_folder: Path) -> Iterator[LLM]:
-    with LLM(worded_folder, max_num_seqs=4, max_model_len=256) as llm:
+    with LLM(worded_folder, **LIMITS) as llm:
         yield llm
 
 

@@ -9,6 +9,7 @@ from cadenza import LLM, AsyncEngine, EngineConfig, Request, RequestOutput, Samp
 from cadenza.engine.batch_engine import CoreService
 from cadenza.errors import ConfigError, EngineClosedError, InvalidRequestError
 from cadenza.frontend.loaded_model import load_model
+from tests.faces.conftest import LIMITS
 from tests.faces.held_engine import HeldEngine
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 50, [9], [11] * 20, [12, 13]]
@@ -21,12 +22,12 @@ async def collect(engine: AsyncEngine, prompt: list[int]) -> list[RequestOutput]
 
 
 def open_engine(folder: Path) -> AsyncEngine:
-    return AsyncEngine.from_model(folder, max_num_seqs=4, max_model_len=256)
+    return AsyncEngine.from_model(folder, **LIMITS)
 
 
 def open_held_engine(folder: Path) -> AsyncEngine:
     """No stream of it is over before somebody ends one."""
-    loaded = load_model(folder, EngineConfig(max_num_seqs=4, max_model_len=256))
+    loaded = load_model(folder, EngineConfig(**LIMITS))
     return AsyncEngine(HeldEngine(CoreService(loaded.core)), loaded.text)
 
 
@@ -67,7 +68,7 @@ def test_leaving_early_cancels_the_request_and_the_next_one_works(tiny_folder: P
 def test_a_request_that_is_not_started_in_time_ends_with_an_error(tiny_folder: Path) -> None:
     async def play() -> list[RequestOutput]:
         engine = AsyncEngine.from_model(
-            tiny_folder, max_num_seqs=1, max_model_len=256, queue_timeout=0.001
+            tiny_folder, **{**LIMITS, "max_num_seqs": 1}, queue_timeout=0.001
         )
         async with engine:
             first = engine.generate([1], SamplingParams(max_tokens=200, ignore_eos=True))

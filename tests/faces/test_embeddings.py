@@ -12,6 +12,7 @@ from cadenza import LLM, AsyncEngine, EmbeddingRequestOutput, PoolingParams, Sam
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.text_frontend import TextFrontend
 from tests.checkpoint.files import write_base_model
+from tests.faces.conftest import LIMITS
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 50, [9], [11] * 200, [12, 13]]
 MEAN = PoolingParams(pooling="mean")
@@ -73,7 +74,7 @@ def test_texts_are_embedded_as_their_tokens(worded: LLM, worded_text: TextFronte
 
 def test_concurrent_callers_get_what_llm_gives(tiny_folder: Path, llm: LLM) -> None:
     async def play() -> list[EmbeddingRequestOutput]:
-        async with AsyncEngine.from_model(tiny_folder, max_num_seqs=4, max_model_len=256) as engine:
+        async with AsyncEngine.from_model(tiny_folder, **LIMITS) as engine:
             stream = engine.generate([1], SamplingParams(max_tokens=200, ignore_eos=True))
             await anext(stream)
             calls = (engine.embed(prompt, MEAN) for prompt in PROMPTS)
@@ -90,10 +91,10 @@ def test_the_pooling_is_that_of_the_checkpoint(tiny_folder: Path, tmp_path: Path
     (folder / "1_Pooling").mkdir()
     settings = folder / "1_Pooling" / "config.json"
     settings.write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    with LLM(folder, max_num_seqs=4, max_model_len=256) as mean:
+    with LLM(folder, **LIMITS) as mean:
         assert vectors(mean.embed(PROMPTS)) == vectors(llm.embed(PROMPTS, MEAN))
     settings.write_text(json.dumps({"pooling_mode": "cls"}))
-    with LLM(folder, max_num_seqs=4, max_model_len=256) as odd:
+    with LLM(folder, **LIMITS) as odd:
         with pytest.raises(InvalidRequestError, match="name last or mean") as refusal:
             odd.embed([1])
         assert refusal.value.param == "pooling"
@@ -104,7 +105,7 @@ def test_a_model_without_a_head_embeds_and_does_not_generate(
     tiny_folder: Path, tmp_path: Path, llm: LLM
 ) -> None:
     folder = write_base_model(tmp_path / "base", tiny_folder)
-    with LLM(folder, max_num_seqs=4, max_model_len=256) as base:
+    with LLM(folder, **LIMITS) as base:
         assert vectors(base.embed(PROMPTS, MEAN)) == vectors(llm.embed(PROMPTS, MEAN))
         with pytest.raises(InvalidRequestError, match="cannot generate; ask for embeddings"):
             base.generate([1, 2])

@@ -10,7 +10,7 @@ from cadenza.cli import main
 from cadenza.verification.run import verify
 from tests.checkpoint.quantised_folders import write_quantised
 from tests.checkpoint.test_float8_weights import CASES
-from tests.faces.test_verification import OPTIONS, ignore
+from tests.faces.test_verification import SMALL, ignore
 
 
 @pytest.mark.native
@@ -23,7 +23,7 @@ def test_the_gate_holds_float8_streams_to_the_exact_reference(
 ):
     settings, writer = CASES[case]
     folder = write_quantised(tmp_path, shape, settings, writer)
-    result, _ = verify(replace(OPTIONS, shape=None, model=str(folder)), ignore)
+    result, _ = verify(replace(SMALL, shape=None, model=str(folder)), ignore)
     assert result.last_line.startswith("REFERENCE-EXACT PASS bitwise requests=8 modes=7 ")
     assert result.witness_difference is None, "activations are not rounded"
 

@@ -13,7 +13,12 @@ from tests.checkpoint.gguf_models import convert
 from tests.tools.gguf_files import BYTE_LEVEL, TEMPLATE
 
 PROMPTS = [[5, 9, 300, 17, 4, 4, 120], list(range(3, 60)), [7]]
-OPTIONS = {"max_num_seqs": 4, "max_model_len": 128, "kv_cache_memory_bytes": 1 << 22}
+OPTIONS = {
+    "max_num_seqs": 4,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory_bytes": 1 << 22,
+}
 SEEDED = {"temperature": 1.0, "seed": 3, "max_tokens": 12, "ignore_eos": True, "logprobs": 3}
 
 

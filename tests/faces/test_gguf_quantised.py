@@ -39,13 +39,19 @@ MIXED = {
 
 
 def write(
-    folder: Path, kind: str, kinds: dict[str, str], *, shape: str = "llama", width: int = 256
+    folder: Path,
+    kind: str,
+    kinds: dict[str, str],
+    *,
+    shape: str = "llama",
+    width: int = 256,
+    num_layers: int = 2,
 ) -> Path:
     config = replace(
         tiny_config(shape), hidden_size=width, num_heads=width // 64, head_dim=64, num_kv_heads=2
     )
     rope = replace(config.rope, rotary_dim=64)
-    config = replace(config, num_layers=2, intermediate_size=512, rope=rope)
+    config = replace(config, num_layers=num_layers, intermediate_size=512, rope=rope)
     if config.experts is not None:
         experts = replace(config.experts, intermediate_size=256)
         config = replace(config, experts=experts)
@@ -61,9 +67,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verify_file(path: Path) -> None:
-    options = VerifyOptions(
-        model=str(path), num_requests=6, max_tokens=12, config=EngineConfig(max_num_seqs=4)
-    )
+    config = EngineConfig(max_num_seqs=4, max_model_len=300)
+    options = VerifyOptions(model=str(path), num_requests=6, max_tokens=12, config=config)
     result, _ = verify(options, lambda _: None)
     assert result.passed, result.last_line
     assert result.witness_difference is not None
@@ -84,13 +89,13 @@ def test_the_gate_passes_on_a_file_of_each_type(tmp_path: Path, kind: str, shape
 
 
 def test_the_experts_of_a_file_are_computed_from_their_codes(tmp_path: Path):
-    kinds = {f"blk.{index}.ffn_gate_inp.weight": "F32" for index in range(2)}
-    kinds["blk.1.ffn_up_exps.weight"] = "Q5_0"
-    path = write(tmp_path, "Q4_K", kinds, shape="qwen3-moe")
+    kinds = {"blk.0.ffn_gate_inp.weight": "F32", "blk.0.ffn_up_exps.weight": "Q5_0"}
+    path = write(tmp_path, "Q4_K", kinds, shape="qwen3-moe", num_layers=1)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
     found = []
     for ops in ("native", "reference"):
-        with LLM(path, max_num_seqs=4, max_model_len=64, ops=ops, dtype="float32") as llm:
+        limits = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 16}
+        with LLM(path, **limits, ops=ops, dtype="float32") as llm:
             found.append(llm.generate([[5, 9, 300, 17]], params)[0].outputs[0])
     assert found[0].token_ids == found[1].token_ids
     ours, theirs = ([next(iter(each.values())).logprob for each in one.logprobs] for one in found)

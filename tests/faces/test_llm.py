@@ -6,6 +6,7 @@ import pytest
 
 from cadenza import LLM, SamplingParams
 from cadenza.errors import CheckpointError, ConfigError, EngineClosedError, InvalidRequestError
+from tests.faces.conftest import LIMITS
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 50, [9], [11] * 20, [12, 13]]
 
@@ -172,7 +173,7 @@ def test_a_folder_that_is_not_there_is_a_named_error(tmp_path: Path) -> None:
 
 
 def test_a_closed_llm_says_so(tiny_folder: Path) -> None:
-    llm = LLM(tiny_folder, max_num_seqs=2, max_model_len=64)
+    llm = LLM(tiny_folder, **LIMITS)
     llm.close()
     llm.close()
     with pytest.raises(EngineClosedError):
@@ -196,6 +197,6 @@ def test_no_option_of_the_engine_changes_a_stream(
 ) -> None:
     params = [greedy(), SamplingParams(max_tokens=12, seed=5, top_p=0.9, ignore_eos=True)] * 3
     expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-    with LLM(tiny_folder, **{"max_num_seqs": 4, "max_model_len": 256, **options}) as other:
+    with LLM(tiny_folder, **{**LIMITS, **options}) as other:
         outputs = other.generate(PROMPTS, params)
     assert [output.outputs[0].token_ids for output in outputs] == expected

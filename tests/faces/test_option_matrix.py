@@ -58,6 +58,15 @@ EVERY_FIFTH = [
     if name != FORM_FIELD
 ]
 
+ALONE_BY_DAY = {"allowed_token_ids", "n"}
+"""A request with a mask and one with samples; in company more options are tried, which is quick."""
+
+SEEN_ALONE = [
+    name if name in ALONE_BY_DAY else pytest.param(name, marks=pytest.mark.soak)
+    for name in NAMES
+    if name != FORM_FIELD
+]
+
 Wrap = Callable[[Runner, EngineLimits, CoreOptions], EngineCore]
 
 
@@ -65,7 +74,7 @@ def workload(
     matrix: OptionMatrix, vocab_size: int, eos: tuple[int, ...], forms: Forms | None = None
 ) -> tuple[Arrival, ...]:
     shape = WorkloadShape(
-        num_requests=len(matrix.rows), rows=4, max_tokens=24, context=96, vocab_size=vocab_size
+        num_requests=len(matrix.rows), rows=4, max_tokens=16, context=96, vocab_size=vocab_size
     )
     going_on = frozenset[int]() if forms is None else forms.going_on
     vocabulary = MatrixVocabulary(size=vocab_size, eos_token_ids=eos, going_on=going_on)
@@ -212,7 +221,9 @@ def test_an_engine_that_ignores_structured_outputs_fails(formed: Bench):
         assert result.mismatch is not None
 
 
+@pytest.mark.soak
 def test_the_sound_engine_passes(bench: Bench):
+    """By day the sound engine passes over the options and structured outputs together."""
     result = bench.play(EngineCore)
     assert result.passed, result.last_line
     assert result.last_line.endswith(
@@ -221,7 +232,7 @@ def test_the_sound_engine_passes(bench: Bench):
     )
 
 
-@pytest.mark.parametrize("name", EVERY_FIFTH)
+@pytest.mark.parametrize("name", SEEN_ALONE)
 def test_an_engine_that_ignores_one_option_fails(bench: Bench, name: str):
     result = bench.play(lambda *parts: Forgetful(*parts, forgets=name))
     assert result.mismatch is not None

@@ -44,6 +44,8 @@ from cadenza.verification.workload import (
 OPTIONS = VerifyOptions(
     shape="tiny-qwen3", num_requests=8, max_tokens=32, config=EngineConfig(max_num_seqs=4)
 )
+SMALL = replace(OPTIONS, max_tokens=16, config=EngineConfig(max_num_seqs=4, max_model_len=300))
+"""Without the prompts that pass every window, for gates that are not about them."""
 SHAPE = WorkloadShape(num_requests=9, rows=4, max_tokens=32, context=256, vocab_size=50)
 
 
@@ -71,8 +73,8 @@ def test_the_gate_passes_on_random_weights_and_shows_every_mode() -> None:
 def test_the_gate_scores_quantised_streams_with_the_unquantised_reference(
     quantization: Quantization,
 ) -> None:
-    config = replace(OPTIONS.config, quantization=quantization)
-    result, plan = verify(replace(OPTIONS, config=config), ignore)
+    config = replace(SMALL.config, quantization=quantization)
+    result, plan = verify(replace(SMALL, config=config), ignore)
     assert result.passed, result.last_line
     assert plan.quantization == quantization
     assert result.witness_difference is not None
@@ -81,9 +83,14 @@ def test_the_gate_scores_quantised_streams_with_the_unquantised_reference(
 
 
 @pytest.mark.native
-def test_the_gate_passes_over_kv_in_int8_and_scores_it_with_the_unquantised_reference() -> None:
-    config = replace(OPTIONS.config, kv_cache_dtype="int8")
-    result, plan = verify(replace(OPTIONS, config=config), ignore)
+@pytest.mark.parametrize(
+    "options", [SMALL, pytest.param(OPTIONS, marks=pytest.mark.soak)], ids=["small", "long"]
+)
+def test_the_gate_passes_over_kv_in_int8_and_scores_it_with_the_unquantised_reference(
+    options: VerifyOptions,
+) -> None:
+    config = replace(options.config, kv_cache_dtype="int8")
+    result, plan = verify(replace(options, config=config), ignore)
     assert result.passed, result.last_line
     assert plan.kv_cache_dtype == "int8"
     assert result.witness_difference is not None
@@ -248,8 +255,7 @@ def test_the_longest_prompt_passes_every_window() -> None:
 
 
 def test_a_short_context_is_used_up_and_the_verdict_says_how_far_it_went() -> None:
-    config = replace(OPTIONS.config, max_model_len=300)
-    result, plan = verify(replace(OPTIONS, config=config, reference="solo"), ignore)
+    result, plan = verify(replace(SMALL, reference="solo"), ignore)
     assert result.passed
     assert plan.limits.max_model_len == 300
     assert result.last_line.endswith(" longest=300")
@@ -259,7 +265,7 @@ def test_a_short_context_is_used_up_and_the_verdict_says_how_far_it_went() -> No
 
 def test_two_rows_are_enough_to_show_every_mode() -> None:
     """A long prompt fills most of a tight pool, and still another request is preempted."""
-    options = replace(OPTIONS, num_requests=6, max_tokens=24, reference="solo")
+    options = replace(OPTIONS, num_requests=6, max_tokens=12, reference="solo")
     result, _ = verify(replace(options, config=EngineConfig(max_num_seqs=2)), ignore)
     assert result.passed, result.last_line
     assert result.counts.preempted > 0

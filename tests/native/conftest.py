@@ -1,6 +1,6 @@
 """What the native tests share: the loaded library, and calling a target once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -27,7 +27,11 @@ def library() -> NativeLibrary:
 
 @pytest.fixture
 def call(library: NativeLibrary) -> Call:
-    """Calls an operation as a program of its own; `aliases` also donates the operands they name."""
+    """Calls an operation as a program of its own; `aliases` also donates the operands they name.
+
+    A test's equal calls are one program.
+    """
+    programs: dict[Hashable, Callable[..., Any]] = {}
 
     def run(
         name: str, out: Any, *args: Any, aliases: dict[int, int] | None = None, **attrs: Any
@@ -38,7 +42,10 @@ def call(library: NativeLibrary) -> Call:
             program = NativeProgram(library)
             return program.emit(program.call(name, out, aliases)(*operands, **attrs))
 
-        return jax.jit(compute, donate_argnums=tuple(aliases or ()))(*args)
+        key = repr((name, out, aliases, attrs))
+        if key not in programs:
+            programs[key] = jax.jit(compute, donate_argnums=tuple(aliases or ()))
+        return programs[key](*args)
 
     return run
 

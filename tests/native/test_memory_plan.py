@@ -148,9 +148,26 @@ def check_engine(folder: Path, version: Any, model: Path | None, config: EngineC
 BUNDLED = EngineConfig(max_num_seqs=128, max_model_len=2048)
 
 
-@pytest.mark.parametrize("version", [version_1, version_2])
+@pytest.mark.parametrize("version", [pytest.param(version_1, marks=pytest.mark.soak), version_2])
 def test_an_engine_keeps_to_a_plan_for_its_control_group(tmp_path: Path, version: Any) -> None:
+    """By day in one version: an engine knows no more of the other than the bytes of its limit."""
     check_engine(tmp_path, version, None, BUNDLED)
+
+
+def test_both_versions_of_control_groups_give_the_same_plan(tmp_path: Path) -> None:
+    checkpoint, limit_bytes = find_checkpoint(None), 400 * MB
+    plans = [
+        plan_model(
+            checkpoint,
+            BUNDLED,
+            memory=HostMemory(make_root(tmp_path / version.__name__, version, limit_bytes)),
+        )
+        for version in (version_1, version_2)
+    ]
+    assert plans[0] == plans[1]
+    assert plans[0].planned_bytes <= limit_bytes
+    free = HostMemory(make_root(tmp_path / "free", version_1, 1 << 40))
+    assert plan_model(checkpoint, BUNDLED, memory=free).planned_bytes > limit_bytes
 
 
 def test_a_group_too_small_for_the_engine_is_refused_with_what_to_set(tmp_path: Path) -> None:

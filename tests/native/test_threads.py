@@ -43,15 +43,32 @@ def test_the_affinity_of_the_process_is_honoured() -> None:
     assert count_threads(code) == "1"
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "two", "100000"])
-def test_an_impossible_number_of_threads_is_a_named_error(value: str) -> None:
-    assert "CADENZA_NUM_THREADS" in count_threads(CADENZA_NUM_THREADS=value)
+REFUSALS = """
+import os
+from cadenza.backends.xla.ops.native_library import load_native_library
+from cadenza.errors import ConfigError
+
+for name, value in {settings}:
+    os.environ[name] = value
+    try:
+        load_native_library()
+    except ConfigError as error:
+        print(error)
+    del os.environ[name]
+"""
 
 
-def test_an_unknown_isa_is_a_named_error_that_lists_the_possible_ones() -> None:
-    message = count_threads(CADENZA_CPU_ISA="avx9000")
-    assert "CADENZA_CPU_ISA" in message
-    assert "scalar" in message
+def test_an_impossible_setting_is_a_named_error() -> None:
+    """Of an ISA, where the error lists the possible ones, or of the number of threads."""
+    values = ("0", "-1", "two", "100000")
+    settings = [("CADENZA_CPU_ISA", "avx9000")]  # first: the library keeps the ISA that it chose
+    settings += [("CADENZA_NUM_THREADS", value) for value in values]
+    of_isa, *of_threads = count_threads(REFUSALS.format(settings=settings)).splitlines()
+    assert "CADENZA_CPU_ISA" in of_isa
+    assert "scalar" in of_isa
+    assert len(of_threads) == len(values)
+    for value, message in zip(values, of_threads, strict=True):
+        assert f"CADENZA_NUM_THREADS is {value!r}" in message
 
 
 def share_of_an_idle_engine(folder: Path, seconds: float) -> float:

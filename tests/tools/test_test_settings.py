@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
+PLUGINS = ("-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin")
+"""Those that the settings are for."""
 OK, FAILED, INTERRUPTED, USAGE_ERROR = 0, 1, 2, 4
 
 
@@ -26,9 +28,14 @@ def run_pytest(
     shutil.copytree(REPOSITORY / "tools", root / "tools", dirs_exist_ok=True)
     shutil.copy(REPOSITORY / "pyproject.toml", root)
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *PLUGINS, *options],
         cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root), "CADENZA_REQUIRE_NATIVE": require_native},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(root),
+            "CADENZA_REQUIRE_NATIVE": require_native,
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # some take seconds to import
+        },
         capture_output=True,
         text=True,
         check=False,
