@@ -155,6 +155,7 @@ def start_and_stop(folder: Path, turn: int, rng: random.Random, figures: Figures
                 pass
             case 1 | 2:
                 assert serving.url
+                assert all(path.stat().st_mode & 0o077 == 0 for path in folder.glob("*.sock"))
             case 3:
                 serving.engine_pid()
                 moment_s = time.monotonic() + rng.random()
@@ -168,8 +169,9 @@ def start_and_stop(folder: Path, turn: int, rng: random.Random, figures: Figures
 
 @pytest.mark.slow
 def test_starts_and_stops_at_any_time_leave_nothing(tmp_path: Path) -> None:
+    """While it serves and while it loads; under load is above."""
     figures = Figures(LENIENT)
-    for turn in (1, 3, 4):
+    for turn in (1, 3):
         start_and_stop(tmp_path, turn, random.Random(turn), figures)
     figures.tell("starts and stops")
 

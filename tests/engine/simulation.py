@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -131,6 +131,14 @@ class Scenario:
 
     def client(self, index: int) -> Client:
         """The `index`-th client; one in a few asks for more than the engine can ever hold."""
+        return self._clients(index)
+
+    @cached_property
+    def _clients(self) -> Callable[[int], Client]:
+        """Each is made once for all runs, and for all times that it finds the queue full."""
+        return cache(self._make_client)
+
+    def _make_client(self, index: int) -> Client:
         rng = random.Random(f"client {self.seed} {index}")
         kind = rng.choice(["opens a chat", *["goes on with it"] * 2, *["asks once"] * 5])
         if kind == "opens a chat":

@@ -149,7 +149,7 @@ def test_the_workload_lasts_for_as_many_steps_as_engines_are_killed_at(loop: Sch
 @pytest.mark.parametrize("loop", LOOPS)
 def test_an_engine_killed_at_any_step_changes_no_stream(loop: SchedulerLoop) -> None:
     command = f"python -m pytest '{HERE}::test_an_engine_killed_at_any_step_changes_no_stream'"
-    kill_at(range(1, NUM_RUN_STEPS, 7), loop, command)
+    kill_at(range(1, NUM_RUN_STEPS, 13), loop, command)
 
 
 @pytest.mark.soak

@@ -69,7 +69,7 @@ def test_submits_and_cancels_at_random_leak_no_page_and_end_once(loop: Scheduler
     num_operations = 0
     for seed in range(NUM_CHURN_SEEDS):
         with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{loop}]'"):
-            scenario = Scenario(seed=seed, num_steps=600, arrival=0.9, hang_up=0.7, max_len=24)
+            scenario = Scenario(seed=seed, num_steps=500, arrival=0.9, hang_up=0.7, max_len=24)
             record = simulate(scenario, loop)
             num_accepted = len(record.streams)
             assert num_accepted == len(record.finished) + record.num_cancels

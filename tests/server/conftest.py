@@ -51,8 +51,9 @@ def scripted(script: tuple[int, ...], text: TextFrontend) -> Iterator[RunningSer
 
 @pytest.fixture(scope="session")
 def loaded() -> Iterator[LoadedModel]:
-    """The bundled model."""
-    loaded = load_model(None, EngineConfig(max_num_seqs=8, max_num_queued_reqs=64))
+    """The bundled model, of whose step one program is compiled."""
+    config = EngineConfig(max_num_seqs=8, max_num_queued_reqs=64, max_num_batched_tokens=64)
+    loaded = load_model(None, config)
     yield loaded
     loaded.close()
 

@@ -17,7 +17,9 @@ import httpx
 from tests.cli.harness import COMMAND
 from tests.server.harness import TIMEOUT_S, read_events
 
-POLL_S = 0.02
+POLL_S = 0.05
+PLAIN: dict[str, Any] = {"timeout": TIMEOUT_S, "trust_env": False, "verify": False}
+"""Of a client that speaks plain HTTP: without `verify` it need not read the certificates first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,16 +83,16 @@ class ServeProcess:
             return None
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=TIMEOUT_S, trust_env=False)
+        return httpx.get(self.url + path, **PLAIN)
 
     def post(self, path: str, body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=TIMEOUT_S, trust_env=False)
+        return httpx.post(self.url + path, json=body, **PLAIN)
 
     @contextmanager
     def streaming(self, body: dict[str, Any]) -> Generator[Iterator[str]]:
         """The lines of a completion's stream that are not empty, as they come."""
         with (
-            httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
+            httpx.Client(**PLAIN) as client,
             client.stream("POST", f"{self.url}/v1/completions", json=body) as response,
         ):
             assert response.status_code == 200, response.read()
@@ -98,7 +100,7 @@ class ServeProcess:
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         with (
-            httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
+            httpx.Client(**PLAIN) as client,
             client.stream("POST", self.url + path, json=body) as response,
         ):
             assert response.status_code == 200, response.read()

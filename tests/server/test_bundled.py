@@ -32,7 +32,7 @@ def test_four_completions_overlap_and_are_what_each_is_alone(
     bodies = [
         {
             "prompt": prompt,
-            "max_tokens": 200,
+            "max_tokens": 100,
             "ignore_eos": True,
             "seed": 5,
             "return_token_ids": True,
@@ -61,7 +61,7 @@ def test_evaluation_harnesses_get_the_log_probabilities_of_their_prompts(
     body = {"prompt": prompts, "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}
     choices = bundled.post("/v1/completions", body).json()["choices"]
     params = SamplingParams(prompt_logprobs=2, max_tokens=1, temperature=0)
-    with LLM(max_num_seqs=4, max_model_len=256) as llm:
+    with LLM(max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64) as llm:
         outputs = llm.generate(prompts, params)
     for choice, output, prompt in zip(choices, outputs, prompts, strict=True):
         told = choice["logprobs"]["token_logprobs"]
@@ -106,7 +106,7 @@ def test_probes_answer_throughout_long_prefills(bundled: RunningServer) -> None:
     One that waits for the prefill answers the first probe with it, and few more before its answer
     has been read.
     """
-    prompts = [[first] * 2000 for first in range(7, 15)]
+    prompts = [[first] * 2000 for first in range(7, 11)]
     body = {"prompt": prompts, "max_tokens": 1, "cache_salt": "prefill"}
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(bundled.post("/v1/completions", body)))

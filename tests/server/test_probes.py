@@ -16,7 +16,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from tests.cli.harness import write_model
 from tests.server.harness import TIMEOUT_S, running_server
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.serve_process import ServeProcess, serve_process
+from tests.server.serve_process import PLAIN, ServeProcess, serve_process
 
 PATHS = ("/live", "/ready", "/metrics")
 ENOUGH = 2 * len(PATHS)
@@ -38,12 +38,14 @@ LONG_CALLS: dict[str, tuple[str, Any, int]] = {
     "ids": ("/v1/completions", {"prompt": [7] * 2_000_000, **CUT}, 200),
 }
 """Path, body and status; no text of the bundled model's context comes near this length."""
+LONG_BY_DAY = {"refused", "chat", "tokenize", "ids"}
+"""The others are tokenised and cut as a chat is."""
 
 
 def ask_probes(url: str, face: "SlowFace") -> int:
     """How many are answered while a text is tokenised; that goes on until they are `ENOUGH`."""
     num_answered = 0
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
+    with httpx.Client(base_url=url, **PLAIN) as client:
         for path in cycle(PATHS):
             if face.ended.is_set():
                 break
@@ -61,7 +63,13 @@ def serving() -> Iterator[ServeProcess]:
         yield serving
 
 
-@pytest.mark.parametrize("kind", LONG_CALLS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in LONG_BY_DAY else pytest.mark.soak)
+        for kind in LONG_CALLS
+    ],
+)
 def test_a_call_of_four_megabytes_is_answered(serving: ServeProcess, kind: str) -> None:
     path, body, status = LONG_CALLS[kind]
     answer = serving.post(path, body)

@@ -1,10 +1,13 @@
 """`cadenza serve` as people run it: the bundled model, two processes, signals, flags."""
 
+import json
 import os
 import re
 import signal
 import ssl
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +22,7 @@ from cadenza.cli.interrupts import TERMINATED, terminable
 from tests.checkpoint.hub_server import NAME as HUB_NAME
 from tests.checkpoint.hub_server import FakeHub
 from tests.checkpoint.hub_server import serving as hub_serving
-from tests.cli.harness import ENGINE, run_cadenza, write_model
+from tests.cli.harness import ENGINE, Ran, run_cadenza, write_model
 from tests.server.harness import TIMEOUT_S, read_events
 from tests.server.serve_process import ServeProcess, is_alive, serve_process
 
@@ -27,9 +30,9 @@ CERTIFICATE = Path(__file__).with_name("localhost.pem")
 """Self-signed, with its key, for tests only."""
 FLAGS = ("--max-num-seqs", "4", "--max-model-len", "1024")
 LONG = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
-WIDE = {**LONG, "n": 8}
-"""So long that it is not over when a busy machine comes to the next line of a test."""
-ENDLESS = {**WIDE, "prompt": ["Once"] * 4}
+WIDE = {**LONG, "n": 5}
+"""More than the rows: it is not over when a busy machine comes to the next line of a test."""
+ENDLESS = {**LONG, "n": 8, "prompt": ["Once"] * 4}
 """The most that one call may ask for: only something else than its end ends it in a test."""
 IGNORING_SIGHUP = ("sh", "-c", 'trap "" HUP; exec "$@"', "sh")
 """As `nohup` does, which would also redirect the output that goes to a terminal."""
@@ -60,13 +63,22 @@ def test_its_token_ids_are_those_of_generate(serving: ServeProcess) -> None:
     assert [choice["token_ids"] for choice in together] == expected
 
 
-def test_a_start_is_logged_in_four_lines(tmp_path: Path) -> None:
+def test_a_start_at_a_unix_socket_is_logged_in_four_lines_and_its_end_removes_it(
+    tmp_path: Path,
+) -> None:
+    """The socket's mode where none is given is that of `listening`."""
     path = tmp_path / "cadenza.sock"
     flags = ("--uds", str(path), "--uds-mode", "0660", "--log-level", "info", *FLAGS)
     with serve_process(*flags) as serving:
         serving.wait_for(lambda: "engine ready" in serving.log or None)
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         told = [line["message"] for line in serving.lines]
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://cadenza") as client:
+            assert client.get("/live").status_code == 200
+        serving.terminate()
+        serving.wait()
+        assert not path.exists()
     assert serving.other_lines == []
     serves, plan, bound, ready = told
     assert serves == f"cadenza {__version__} serves bundled at unix:{path}"
@@ -98,20 +110,6 @@ def test_both_processes_leave_what_they_have_loaded_out_of_collections(
     assert min(serving.wait_for(frozen)) > 10_000
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--uds-mode", "rw"), "--uds-mode 'rw' is not three octal digits"),
-        (("--uds-mode", "0888"), "--uds-mode '0888' is not three octal digits"),
-        (("--log-level", "loud"), "--log-level 'loud' is not one of debug, info, warning, error"),
-    ],
-)
-def test_a_mode_or_level_that_is_none_is_refused(flags: tuple[str, str], said: str) -> None:
-    ran = run_cadenza(["serve", *flags])
-    assert (ran.code, ran.out) == (2, "")
-    assert said in ran.err
-
-
 def test_each_request_has_one_line_with_its_numbers(serving: ServeProcess) -> None:
     body = {"prompt": "the fox", "max_tokens": 5, "request_id": "numbers-1", "user": "ann"}
     usage = serving.post("/v1/completions", body).json()["usage"]
@@ -128,12 +126,15 @@ def test_each_request_has_one_line_with_its_numbers(serving: ServeProcess) -> No
 
 @pytest.mark.parametrize(
     ("flags", "environment"),
-    [(("--queue-timeout", "0.2"), "3600"), ((), "0.2")],
-    ids=["flag before environment", "environment"],
+    [
+        pytest.param(("--queue-timeout", "0.2"), "3600", id="flag before environment"),
+        pytest.param((), "0.2", id="environment", marks=pytest.mark.soak),
+    ],
 )
 def test_the_queues_timeout_is_as_it_is_given_and_a_504_says_so(
     flags: tuple[str, ...], environment: str
 ) -> None:
+    """By day other flags are set by the environment: `keyed` and `without_template`."""
     one_row = ("--max-num-seqs", "1", "--max-model-len", "1024")
     with serve_process(*one_row, *flags, CADENZA_QUEUE_TIMEOUT=environment) as serving:
         serving.wait_ready()
@@ -149,32 +150,19 @@ def test_the_queues_timeout_is_as_it_is_given_and_a_504_says_so(
         assert '"finish_reason":"length"' in events[-2]
 
 
-def test_sigterm_lets_streams_finish_and_refuses_new_ones_at_once() -> None:
+def test_sighup_lets_streams_finish_and_refuses_new_ones_at_once_however_often_it_comes() -> None:
+    """As SIGTERM does, of which `tests/e2e` shows that streams finish."""
     with serve_process(*FLAGS, "--shutdown-timeout", "600") as serving:
         serving.wait_ready()
         engine = serving.engine_pid()
         with serving.streaming(WIDE) as lines:
             next(lines)
-            serving.terminate()
+            serving.process.send_signal(signal.SIGHUP)
             serving.wait_for(lambda: serving.status("/ready") == 503)
             refused = serving.post("/v1/completions", {"prompt": "the fox"})
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "draining"
             assert serving.status("/live") == 200
-            events = list(lines)
-        assert events[-1] == "data: [DONE]"
-        assert '"finish_reason":"length"' in events[-2]
-        assert serving.wait() == 0
-        assert not is_alive(engine)
-
-
-def test_sighup_drains_however_often_it_comes() -> None:
-    with serve_process(*FLAGS, "--shutdown-timeout", "600") as serving:
-        serving.wait_ready()
-        with serving.streaming(WIDE) as lines:
-            next(lines)
-            serving.process.send_signal(signal.SIGHUP)
-            serving.wait_for(lambda: serving.status("/ready") == 503)
             serving.process.send_signal(signal.SIGHUP)
             serving.terminate()
             events = list(lines)
@@ -182,17 +170,7 @@ def test_sighup_drains_however_often_it_comes() -> None:
         assert '"finish_reason":"length"' in events[-2]
         assert serving.wait() == 0
         assert "ending at once" not in serving.log
-
-
-def test_sighup_is_ignored_under_nohup() -> None:
-    with serve_process(*FLAGS, before=IGNORING_SIGHUP) as serving:
-        serving.wait_ready()
-        serving.process.send_signal(signal.SIGHUP)
-        for _ in range(3):  # a signal is taken before the next request
-            assert serving.post("/v1/completions", PLAIN).status_code == 200
-        assert "draining" not in serving.log
-        serving.terminate()
-        assert serving.wait() == 0
+        assert not is_alive(engine)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -209,22 +187,15 @@ def test_a_signal_before_it_serves_leaves_the_contexts_of_what_it_has_made(
         signal.signal(number, previous)
 
 
-def test_after_the_drain_time_streams_end_with_a_clean_error() -> None:
-    with serve_process(*FLAGS, "--shutdown-timeout", "0") as serving:
-        serving.wait_ready()
-        with serving.streaming(ENDLESS) as lines:
-            next(lines)
-            serving.terminate()
-            rest = list(lines)
-        assert rest[-1] == "data: [DONE]"
-        assert '"code":"draining"' in rest[-2]
-        assert serving.wait() == 0
-
-
-def test_a_second_signal_ends_it_at_once() -> None:
+def test_under_nohup_sighup_is_ignored_and_a_second_sigterm_ends_it_at_once() -> None:
     """That it takes less than two seconds is shown under load by `tests/e2e`."""
-    with serve_process(*FLAGS, "--shutdown-timeout", "600") as serving:
+    flags = (*FLAGS, "--shutdown-timeout", "600")
+    with serve_process(*flags, before=IGNORING_SIGHUP) as serving:
         serving.wait_ready()
+        serving.process.send_signal(signal.SIGHUP)
+        for _ in range(3):  # a signal is taken before the next request
+            assert serving.post("/v1/completions", PLAIN).status_code == 200
+        assert "draining" not in serving.log
         engine = serving.engine_pid()
         lines: list[str] = []
         client = threading.Thread(target=_read_to_end, args=(serving, lines))
@@ -248,8 +219,10 @@ def _read_to_end(serving: ServeProcess, lines: list[str]) -> None:
         lines.extend(stream)
 
 
-def test_a_killed_engine_is_told_to_its_clients_if_they_are_not_to_wait() -> None:
-    with serve_process(*FLAGS, "--on-engine-failure", "error") as serving:
+def test_streams_end_with_a_clean_error_by_a_killed_engine_and_by_the_drain_times_end() -> None:
+    """Where clients are not to wait for another engine, nor the server for streams."""
+    flags = (*FLAGS, "--on-engine-failure", "error", "--shutdown-timeout", "0")
+    with serve_process(*flags) as serving:
         serving.wait_ready()
         engine = serving.engine_pid()
         with serving.streaming(ENDLESS) as lines:
@@ -264,23 +237,18 @@ def test_a_killed_engine_is_told_to_its_clients_if_they_are_not_to_wait() -> Non
         assert serving.post("/v1/completions", {"prompt": "the fox"}).status_code == 200
         assert 'engine_restarts_total{model_name="bundled"} 1.0' in serving.get("/metrics").text
         assert 'cadenza:max_itl_seconds{model_name="bundled"}' in serving.get("/metrics").text
-
-
-def test_a_unix_socket_serves_and_is_removed(tmp_path: Path) -> None:
-    path = tmp_path / "cadenza.sock"
-    with serve_process(*FLAGS, "--uds", path) as serving:
-        serving.wait_for(path.exists)
-        assert path.stat().st_mode & 0o077 == 0
-        transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(transport=transport, base_url="http://cadenza") as client:
-            assert client.get("/live").status_code == 200
-        serving.terminate()
-        serving.wait()
-        assert not path.exists()
+        with serving.streaming(ENDLESS) as lines:
+            next(lines)
+            serving.terminate()
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]"
+        assert '"code":"draining"' in rest[-2]
+        assert serving.wait() == 0
 
 
 def test_tls_serves_whole_answers_and_streams() -> None:
-    with serve_process("--ssl-certfile", CERTIFICATE, "--ssl-keyfile", CERTIFICATE) as serving:
+    flags = (*FLAGS, "--ssl-certfile", CERTIFICATE, "--ssl-keyfile", CERTIFICATE)
+    with serve_process(*flags) as serving:
         assert serving.url.startswith("https://")
         trusted = ssl.create_default_context(cafile=CERTIFICATE)
         with httpx.Client(
@@ -295,10 +263,14 @@ def test_tls_serves_whole_answers_and_streams() -> None:
             assert "".join(event["choices"][0]["text"] for event in events) == whole
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "my-model")
+
+
 def test_a_folder_is_served_by_its_last_part_and_nobody_is_told_where_it_lies(
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
-    folder = write_model(tmp_path / "models" / "my-model")
     with serve_process(f"{folder}/", *ENGINE) as serving:
         serving.wait_ready()
         (card,) = serving.get("/v1/models").json()["data"]
@@ -309,21 +281,52 @@ def test_a_folder_is_served_by_its_last_part_and_nobody_is_told_where_it_lies(
         unknown = serving.post("/v1/completions", {"prompt": "the fox", "model": "models"})
         assert unknown.status_code == 404
         told = [unknown.text, serving.get("/metrics").text, serving.get("/v1/models").text]
-        assert not [text for text in told if str(tmp_path) in text]
-    with serve_process(folder, "--served-model-name", "ours", *ENGINE) as serving:
+        assert not [text for text in told if str(folder.parent) in text]
+
+
+@pytest.fixture(scope="module")
+def without_template(folder: Path) -> Iterator[ServeProcess]:
+    """A folder under another name, without the chat template that it has."""
+    flags = ("--served-model-name", "ours", "--no-chat-template")
+    with serve_process(folder, *flags, *ENGINE, CADENZA_IGNORE_UNKNOWN_FIELDS="1") as serving:
         serving.wait_ready()
-        assert [card["id"] for card in serving.get("/v1/models").json()["data"]] == ["ours"]
-        for name in ("my-model", str(folder)):
-            body = {"prompt": "the fox", "max_tokens": 2, "model": name}
-            assert serving.post("/v1/completions", body).status_code == 404
+        yield serving
+
+
+def test_a_folder_with_another_name_has_no_other(
+    without_template: ServeProcess, folder: Path
+) -> None:
+    cards = without_template.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["ours"]
+    for name in ("my-model", str(folder)):
+        body = {"prompt": "the fox", "max_tokens": 2, "model": name}
+        assert without_template.post("/v1/completions", body).status_code == 404
+
+
+def test_ignoring_unknown_fields_is_logged(without_template: ServeProcess) -> None:
+    answer = without_template.post("/tokenize", {"prompt": "x", "frob": 1})
+    assert answer.status_code == 200, answer.text
+    assert "--ignore-unknown-fields" in without_template.log
+
+
+def test_chat_needs_a_template(without_template: ServeProcess) -> None:
+    chat = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 2}
+    refused = without_template.post("/v1/chat/completions", chat)
+    assert refused.status_code == 400
+    assert "no chat template" in refused.json()["error"]["message"]
+    assert without_template.post("/v1/completions", PLAIN).status_code == 200
 
 
 KEYS = ("first-key", "second-key")
 
 
+ACCEPTED = ("--quantization", "none", "--batching", "continuous", "--generation-config", "none")
+"""Values that ask for what there is."""
+
+
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[ServeProcess]:
-    with serve_process(*FLAGS, CADENZA_API_KEY=" ".join(KEYS)) as serving:
+    with serve_process(*FLAGS, *ACCEPTED, CADENZA_API_KEY=" ".join(KEYS)) as serving:
         serving.wait_ready()
         yield serving
 
@@ -366,38 +369,69 @@ def test_another_tenants_cancel_is_that_of_an_unknown_request(keyed: ServeProces
             assert '"finish_reason":"length"' in list(lines)[-2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--quantization", "awq"], 2, "--quantization 'awq' is not one of none, int8, int4"),
-        (["--kv-cache-dtype", "fp8"], 2, "less accurate than int8 and slower on a CPU"),
-        (["--kv-cache-dtype", "int4"], 2, "--kv-cache-dtype 'int4' is not one of auto, int8"),
-        (["--scheduler-policy", "random"], 2, "fcfs, shortest_first, priority"),
-        (["--starvation-guard", "0"], 2, "--starvation-guard"),
-        (["--max-itl-ms", "0"], 2, "--max-itl-ms"),
-        (["--api-key", "short"], 2, "API key"),
-        (["--allowed-origins", "https://your.page/"], 2, "--allowed-origins"),
-        (["--log-format", "xml"], 2, "--log-format"),
-        (["--ssl-certfile", "nowhere.pem"], 2, "--ssl-keyfile"),
-        (["--shutdown-timeout", "-1"], 2, "--shutdown-timeout"),
-        (["--queue-timeout", "0"], 2, "--queue-timeout"),
-        (["--request-timeout", "nan"], 2, "--request-timeout"),
-        (["/nowhere/at/all"], 3, "nowhere"),
-        (["--frobnicate"], 2, "--frobnicate"),
-        (["--no-chat-template", "--chat-template", "{{ 1 }}"], 2, "both given; give one"),
-        (["--generation-config", "vllm"], 2, "--generation-config 'vllm' is not one of auto, none"),
-    ],
-)
-def test_what_cannot_work_is_said_at_once(arguments: list[str], code: int, words: str) -> None:
-    ran = run_cadenza(["serve", "--port", "0", *arguments])
-    assert ran.code == code, ran
+REFUSED = [
+    (["--quantization", "awq"], 2, "--quantization 'awq' is not one of none, int8, int4"),
+    (["--kv-cache-dtype", "fp8"], 2, "less accurate than int8 and slower on a CPU"),
+    (["--kv-cache-dtype", "int4"], 2, "--kv-cache-dtype 'int4' is not one of auto, int8"),
+    (["--scheduler-policy", "random"], 2, "fcfs, shortest_first, priority"),
+    (["--starvation-guard", "0"], 2, "--starvation-guard"),
+    (["--max-itl-ms", "0"], 2, "--max-itl-ms"),
+    (["--api-key", "short"], 2, "API key"),
+    (["--allowed-origins", "https://your.page/"], 2, "--allowed-origins"),
+    (["--log-format", "xml"], 2, "--log-format"),
+    (["--log-level", "loud"], 2, "--log-level 'loud' is not one of debug, info, warning, error"),
+    (["--uds-mode", "rw"], 2, "--uds-mode 'rw' is not three octal digits"),
+    (["--uds-mode", "0888"], 2, "--uds-mode '0888' is not three octal digits"),
+    (["--ssl-certfile", "nowhere.pem"], 2, "--ssl-keyfile"),
+    (["--shutdown-timeout", "-1"], 2, "--shutdown-timeout"),
+    (["--queue-timeout", "0"], 2, "--queue-timeout"),
+    (["--request-timeout", "nan"], 2, "--request-timeout"),
+    (["/nowhere/at/all"], 3, "nowhere"),
+    (["--frobnicate"], 2, "--frobnicate"),
+    (["--no-chat-template", "--chat-template", "{{ 1 }}"], 2, "both given; give one"),
+    (["--generation-config", "vllm"], 2, "--generation-config 'vllm' is not one of auto, none"),
+]
+RUN_EACH = """
+import json, os, sys, tempfile
+from cadenza.cli import main
+main(["serve", "--api-key", "short"])
+for arguments in json.load(sys.stdin):
+    out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+    child = os.fork()
+    if not child:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        sys.exit(main(["serve", "--port", "0", *arguments]))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    out.seek(0)
+    err.seek(0)
+    print(json.dumps([code, out.read(), err.read()]), flush=True)
+"""
+"""Each in a process of its own. The first call has imported what they need."""
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[tuple[str, ...], Ran]:
+    asked = [arguments for arguments, _, _ in REFUSED]
+    ran = subprocess.run(
+        [sys.executable, "-c", RUN_EACH],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S * 2,
+        check=True,
+    )
+    told = [Ran(*json.loads(line)) for line in ran.stdout.splitlines()]
+    return dict(zip(map(tuple, asked), told, strict=True))
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), REFUSED)
+def test_what_cannot_work_is_said_at_once(
+    refusals: dict[tuple[str, ...], Ran], arguments: list[str], code: int, words: str
+) -> None:
+    ran = refusals[tuple(arguments)]
+    assert (ran.code, ran.out) == (code, "")
     assert words in ran.err
-
-
-def test_values_that_ask_for_what_there_is_are_accepted() -> None:
-    flags = ("--quantization", "none", "--batching", "continuous", "--generation-config", "none")
-    with serve_process(*FLAGS, *flags) as serving:
-        serving.wait_for(lambda: serving.status("/live") == 200)
 
 
 def test_both_processes_open_the_one_commit_that_the_revision_was(tmp_path: Path) -> None:
@@ -413,20 +447,6 @@ def test_both_processes_open_the_one_commit_that_the_revision_was(tmp_path: Path
     assert looked_up[0] == "v1"
     assert len(looked_up) > 1
     assert set(looked_up[1:]) == {commit}
-
-
-def test_ignoring_unknown_fields_is_logged_and_chat_needs_a_template() -> None:
-    flags = (*FLAGS, "--no-chat-template")
-    with serve_process(*flags, CADENZA_IGNORE_UNKNOWN_FIELDS="1") as serving:
-        answer = serving.post("/tokenize", {"prompt": "x", "frob": 1})
-        assert answer.status_code == 200, answer.text
-        assert "--ignore-unknown-fields" in serving.log
-        serving.wait_ready()
-        chat = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 2}
-        refused = serving.post("/v1/chat/completions", chat)
-        assert refused.status_code == 400
-        assert "no chat template" in refused.json()["error"]["message"]
-        assert serving.post("/v1/completions", PLAIN).status_code == 200
 
 
 def test_a_port_in_use_is_said(serving: ServeProcess) -> None:

@@ -22,7 +22,7 @@ def wait_until(look: Callable[[], Any], within_s: float = TIMEOUT_S) -> None:
     deadline = time.monotonic() + within_s
     while not look():
         assert time.monotonic() < deadline
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("changes", [{}, {"stream": True}, {"prompt": ["a", "b", "c"]}])

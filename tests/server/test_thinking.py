@@ -52,7 +52,8 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     file.write_text(json.dumps(described))
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
-    loaded = load_model(str(folder), EngineConfig(max_num_seqs=4, max_model_len=2048))
+    config = EngineConfig(max_num_seqs=4, max_model_len=2048, max_num_batched_tokens=64)
+    loaded = load_model(str(folder), config)
     yield loaded
     loaded.close()
 

@@ -15,12 +15,13 @@ import httpx
 from tests.cli.harness import COMMAND, ENGINE, write_model
 from tests.ports import kept_port
 from tests.server.harness import TIMEOUT_S
+from tests.server.serve_process import PLAIN
 from tests.server.test_streams import wait_until
 
 FLAGS = ("--max-num-seqs", "4", "--max-model-len", "256", "--log-format", "json")
 WIDE_USER = "\N{GRINNING FACE}" * 256
 """In JSON 3 KB of a request's line: what the pipe and the queue take is full after 400 of them."""
-NUM_REQUESTS = 600
+NUM_REQUESTS = 500
 DROPPED = re.compile(r"(\d+) log lines dropped: ")
 
 
@@ -63,7 +64,7 @@ def unread_server(*flags: object, is_full: bool = False) -> Generator[UnreadServ
     with ExitStack() as stack:
         port = stack.enter_context(kept_port())
         url = f"http://127.0.0.1:{port}"
-        client = stack.enter_context(httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False))
+        client = stack.enter_context(httpx.Client(base_url=url, **PLAIN))
         reader, writer = os.pipe()
         stack.callback(os.close, reader)
         if is_full:
@@ -85,8 +86,8 @@ def fill(writer: int) -> None:
         os.set_blocking(writer, True)
 
 
-def test_unread_lines_are_dropped_and_counted_and_everybody_is_answered() -> None:
-    with unread_server() as server:
+def test_unread_lines_are_dropped_and_counted_and_everybody_is_answered(tmp_path: Path) -> None:
+    with unread_server(write_model(tmp_path / "model"), *ENGINE) as server:
         server.wait_ready()
         assert {server.complete(WIDE_USER).status_code for _ in range(NUM_REQUESTS)} == {200}
         assert server.status("/live") == 200
@@ -108,8 +109,11 @@ def test_unread_lines_are_dropped_and_counted_and_everybody_is_answered() -> Non
     assert requests[-1] == "later"
 
 
-def test_a_server_whose_stderr_is_full_from_the_start_serves_and_ends_in_time() -> None:
-    with unread_server("--shutdown-timeout", "5", is_full=True) as server:
+def test_a_server_whose_stderr_is_full_from_the_start_serves_and_ends_in_time(
+    tmp_path: Path,
+) -> None:
+    flags = (write_model(tmp_path / "model"), *ENGINE, "--shutdown-timeout", "5")
+    with unread_server(*flags, is_full=True) as server:
         server.wait_ready()
         assert server.complete().status_code == 200
         server.process.terminate()

@@ -79,7 +79,12 @@ def forgetful(
 ) -> Iterator[tuple[ForgetfulInCompany, RunningServer]]:
     """An engine with random weights, which hide no error behind margins, and its server."""
     folder = write_model(tmp_path_factory.mktemp("models") / "random")
-    config = EngineConfig(max_num_seqs=4, max_num_queued_tokens=300, max_model_len=256)
+    config = EngineConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_num_queued_tokens=300,
+        max_model_len=256,
+    )
     loaded = load_model(folder, config)
     engine = ForgetfulInCompany(loaded.core)
     with running_server(engine, loaded.text) as server:
@@ -131,16 +136,25 @@ def test_a_server_whose_queue_is_full_at_times_passes(
 ) -> None:
     engine, server = forgetful
     engine.forgets = ""
-    result = verify_url(UrlOptions(url=server.url, max_tokens=24, matrix=TWICE), ignore)
+    result = verify_url(UrlOptions(url=server.url, max_tokens=24, matrix=ONCE), ignore)
     assert result.passed, result.last_line
     assert result.left_out == (UNSEEDED,)
     assert sum(engine.request_stats().rejections.values()) > 0
 
 
-@pytest.mark.parametrize("name", ["structured", "bad_words", "logit_bias", "min_tokens"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "structured",
+        "bad_words",
+        pytest.param("logit_bias", marks=pytest.mark.soak),
+        pytest.param("min_tokens", marks=pytest.mark.soak),
+    ],
+)
 def test_a_server_that_ignores_an_option_in_company_fails(
     forgetful: tuple[ForgetfulInCompany, RunningServer], name: str
 ) -> None:
+    """By day the options that are forgotten in a way of their own."""
     engine, server = forgetful
     engine.forgets = name
     result = verify_url(UrlOptions(url=server.url, max_tokens=24, matrix=TWICE), ignore)
@@ -148,10 +162,31 @@ def test_a_server_that_ignores_an_option_in_company_fails(
     assert result.mismatch.mode == "together, cold"
 
 
-def test_what_a_server_cannot_be_asked_for_is_left_out_and_named(
+def test_what_a_server_cannot_be_asked_for_is_left_out(scripted: RunningServer) -> None:
+    """The scripted engine follows no forms, and ends no text."""
+    result = verify_url(UrlOptions(url=scripted.url, max_tokens=8, matrix=ONCE), ignore)
+    assert result.passed, result.last_line
+    assert result.left_out[0] == UNSEEDED
+    assert any(
+        "structured outputs: " in each and "status 400: " in each for each in result.left_out
+    )
+
+
+def test_the_command_asks_a_server(
+    scripted: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    flags = ("--url", scripted.url, "--num-requests", "12", "--max-tokens", "8")
+    assert main(["verify", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "REFERENCE-EXACT PASS bitwise requests=12 " in out.splitlines()[-1]
+
+
+@pytest.mark.soak
+def test_the_command_names_what_a_server_cannot_be_asked_for(
     script: tuple[int, ...], text: TextFrontend, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The scripted engine follows no forms, and ends no text."""
+    """Of the whole matrix, which by day the tests above play once."""
     with running_server(ScriptedEngine(script), text) as server:
         flags = ("--url", server.url, "--options", "all", "--max-tokens", "8")
         capsys.readouterr()

@@ -175,7 +175,8 @@ for output in llm.generate(["The capital of France is", "12 + 30 ="], params):
     "the command": """
 from cadenza.cli import main
 llm.close()
-sys.exit(main(["generate", "The capital of France is", "--max-tokens", "8"]))
+flags = ["--max-num-seqs", "4", "--max-model-len", "256", "--max-num-batched-tokens", "64"]
+sys.exit(main(["generate", "The capital of France is", "--max-tokens", "8", *flags]))
 """,
     "an exception in the middle of a stream": """
 next(llm.stream("The capital of France is", params))
@@ -226,10 +227,18 @@ import os, signal, sys, threading, warnings
 from cadenza import LLM, SamplingParams
 from cadenza.errors import EngineClosedError
 warnings.simplefilter("ignore")
-llm = LLM()
+llm = LLM(max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64)
 params = SamplingParams(max_tokens=64, ignore_eos=True)
 """
 INTERRUPTED = "Ctrl-C in the middle of a stream"
+BY_DAY = {
+    INTERRUPTED,
+    "a daemon thread that steps",
+    "a forked child that closes its parent's engine",
+}
+"""With steps in flight on the main thread and on another, and in a child. Each test of the command
+in `tests/cli` is one of its exit code.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +252,10 @@ def load() -> Generator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("load")
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=() if each in BY_DAY else pytest.mark.soak) for each in PROGRAMS],
+)
 def test_a_process_that_never_closed_its_engine_exits_without_an_abort(name: str) -> None:
     for _ in range(NUM_RUNS):
         run = subprocess.run(

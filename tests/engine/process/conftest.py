@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import Clock
 from cadenza.engine.open_requests import RequestTimeouts
-from cadenza.engine.process.child_process import ChildProcess
+from cadenza.engine.process.child_process import ChildProcess, Execute, execute
 from cadenza.engine.process.engine_process import EngineProcess, OnEngineFailure, ProcessOptions
 from cadenza.engine.process.supervision import Patience
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams
+from tests.engine.process.fork_server import ForkServer
 
 SCRIPT = Path(__file__).with_name("scripted_child.py")
 TIMEOUT_S = 120.0
@@ -135,10 +137,25 @@ class Front:
 OpenFront = Callable[..., Front]
 
 
+@pytest.fixture(scope="session")
+def execute_scripted() -> Iterator[Execute]:
+    """Starts a scripted engine with what it imports already imported, where processes fork so."""
+    if sys.platform != "linux":
+        yield execute
+        return
+    server = ForkServer()
+    yield server.execute
+    server.close()
+
+
 @pytest.fixture
-def open_front() -> Iterator[OpenFront]:
-    """Opens scripted engines; keywords that are not named here are the script's."""
+def open_front(execute_scripted: Execute) -> Iterator[OpenFront]:
+    """Opens scripted engines; keywords that are not named here are the script's.
+
+    With `open_child=ChildProcess` an engine is a child of this process and imports while it starts.
+    """
     fronts: list[Front] = []
+    forked = partial(ChildProcess, execute=execute_scripted)
 
     def open_one(
         config: EngineConfig | None = None,
@@ -146,7 +163,7 @@ def open_front() -> Iterator[OpenFront]:
         timeouts: RequestTimeouts | None = None,
         max_unsent_bytes: int = 64 << 20,
         clock: Clock = time.monotonic,
-        open_child: Callable[[Sequence[str]], ChildProcess] = ChildProcess,
+        open_child: Callable[[Sequence[str]], ChildProcess] = forked,
         on_failure: OnEngineFailure = "resume",
         **script: Any,
     ) -> Front:

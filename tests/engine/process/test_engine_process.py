@@ -15,6 +15,7 @@ import pytest
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import CoreService
 from cadenza.engine.open_requests import RequestTimeouts
+from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
 from cadenza.engine.process.supervision import Patience, usage_of
 from cadenza.errors import (
@@ -154,7 +155,9 @@ def test_an_engine_without_progress_is_killed_and_replaced(
     open_front: OpenFront, tmp_path: Path, command: int
 ):
     clock, stuck = HandClock(), tmp_path / "stuck"
-    front = open_front(patience=IMPATIENT, clock=clock, stuck=stuck, on_failure="error")
+    front = open_front(
+        patience=IMPATIENT, clock=clock, stuck=stuck, on_failure="error", open_child=ChildProcess
+    )
     front.engine.wait_ready(TIMEOUT_S)
     front.engine.submit(request())
     front.wait_ends(1)
@@ -220,7 +223,7 @@ def test_a_step_that_fails_twice_ends_its_request_and_the_engine_goes_on(open_fr
     front = open_front()
     front.engine.wait_ready(TIMEOUT_S)
     pid = front.engine.pid
-    for _ in range(15):
+    for _ in range(8):
         broken = front.engine.submit(request(RAISE))
         assert front.wait_ends(broken + 1)[broken].error_kind == "step_failed"
         fine = front.engine.submit(request())
@@ -292,7 +295,7 @@ def test_a_slow_start_says_what_it_does_and_refuses_meanwhile(
 def test_a_load_that_hangs_is_killed_tried_again_and_given_up_with_the_reason(
     open_front: OpenFront, caplog: pytest.LogCaptureFixture
 ):
-    front = open_front(patience=IMPATIENT, load_s=3600)
+    front = open_front(patience=IMPATIENT, load_s=3600, open_child=ChildProcess)
     front.wait(lambda: front.engine.status().cause)
     hang = r"no progress in its start, at '(python|load)', for \d+ seconds"
     assert re.search(hang, front.engine.status().cause or "")
@@ -430,7 +433,8 @@ def test_draining_ends_what_takes_too_long(open_front: OpenFront):
 
 
 def test_a_second_call_while_draining_ends_at_once_even_a_hung_engine(open_front: OpenFront):
-    front = open_front(patience=Patience(hung_after_s=TIMEOUT_S, stop_s=0.5))
+    patience = Patience(hung_after_s=TIMEOUT_S, stop_s=0.5)
+    front = open_front(patience=patience, open_child=ChildProcess)
     front.engine.wait_ready(TIMEOUT_S)
     front.engine.submit(request(HANG))
     front.engine.drain(within_s=TIMEOUT_S)
@@ -462,17 +466,17 @@ def test_an_engine_with_a_disk_gets_time_to_write_what_is_left(
 
 
 def test_a_stalled_engine_blocks_neither_submit_nor_cancel(open_front: OpenFront):
-    front = open_front(EngineConfig(max_num_seqs=8, max_num_queued_reqs=5000), QUICK)
+    front = open_front(EngineConfig(max_num_seqs=8, max_num_queued_reqs=2000), QUICK)
     front.engine.wait_ready(TIMEOUT_S)
     pid = front.engine.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    for _ in range(5000):
+    for _ in range(2000):
         request_id = front.engine.submit(request(*[1] * 200, max_tokens=1))
         if request_id % 2:
             front.engine.cancel(request_id)
     os.kill(pid, signal.SIGCONT)
-    front.wait_ends(2500)
+    front.wait_ends(1000)
 
 
 def test_what_waits_for_a_stalled_engine_is_bounded(open_front: OpenFront):
