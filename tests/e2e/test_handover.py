@@ -46,7 +46,7 @@ PROMPTS = ("The capital of France is", "12 + 30 =", "Once upon a time", "The dog
 def body_of(index: int) -> dict[str, Any]:
     return {
         "prompt": PROMPTS[index % len(PROMPTS)],
-        "max_tokens": (10, 40, 160)[index % 3],
+        "max_tokens": (10, 60, 400)[index % 3],
         "temperature": 0.0 if index % 2 else 1.0,
         "seed": index,
         "ignore_eos": True,

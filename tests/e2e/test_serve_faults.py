@@ -52,7 +52,7 @@ def body_of(index: int) -> dict[str, Any]:
 
 
 FULL = [body_of(index) for index in range(64)]
-SMALL = [body | {"max_tokens": body["max_tokens"] // 4} for body in FULL[:24]]
+SMALL = [body | {"max_tokens": body["max_tokens"] // 3} for body in FULL[:24]]
 
 
 def most_done(bodies: list[dict[str, Any]]) -> int:

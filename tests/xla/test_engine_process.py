@@ -39,7 +39,7 @@ CONFIG = EngineConfig(
 FAULTY = (sys.executable, str(Path(__file__).with_name("faulty_child.py")))
 LOAD_S = 120.0
 NUM_STREAMS = 64
-NUM_TOKENS = 200
+NUM_TOKENS = 400
 LENIENT = 60.0
 LENIENT_TIMEOUTS = RequestTimeouts(queue_s=3600.0, total_s=3600.0)
 MOST_ROUNDS = 50
@@ -78,8 +78,8 @@ def mixed_requests() -> list[Request]:
         Request(
             prompt_token_ids=tuple(rng.choices(range(3, 2000), k=rng.choice([3, 20, 200]))),
             params=SamplingParams(
-                max_tokens=rng.choice([20, 60, 125]),
-                min_tokens=rng.choice([0, 15]),
+                max_tokens=rng.choice([40, 120, 250]),
+                min_tokens=rng.choice([0, 30]),
                 temperature=rng.choice([0.0, 0.8]),
                 top_p=rng.choice([1.0, 0.9]),
                 seed=index,
@@ -154,7 +154,7 @@ def kill_again_and_again(times: int) -> None:
     rounds, rng = Rounds(front := open_front()), random.Random(times)
     figures = Figures(LENIENT)
     for turn in range(times):
-        rounds.begin(rng.randint(1, 1500))
+        rounds.begin(rng.randint(1, 3000))
         if front.engine.load().num_open:
             start_s = time.monotonic()
             rounds.signal(signal.SIGKILL)
