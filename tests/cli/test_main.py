@@ -14,6 +14,7 @@ from typer.main import get_command
 import cadenza as package
 from cadenza.cli.app import build_app
 from cadenza.cli.options import VARIABLES_WITHOUT_FLAG, variables_of
+from tests.by_day import by_day
 from tests.cli.harness import COMMAND, ENGINE, Ran, run_cadenza
 
 COMMANDS = ("generate", "chat", "info", "verify")
@@ -216,13 +217,7 @@ def test_an_error_that_cannot_be_told_still_has_its_exit_code(
 
 
 @pytest.mark.parametrize(
-    "closed",
-    [
-        ">&-",
-        "<&- >&- 2>&-",
-        pytest.param("<&-", marks=pytest.mark.soak),
-        pytest.param("2>&-", marks=pytest.mark.soak),
-    ],
+    "closed", by_day(["<&-", ">&-", "2>&-", "<&- >&- 2>&-"], {">&-", "<&- >&- 2>&-"})
 )
 def test_streams_that_are_closed_are_no_error(model: Path, closed: str):
     ran = subprocess.run(

@@ -15,6 +15,7 @@ from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
 from cadenza.events import Event
 from cadenza.request import Request, SamplingParams
+from tests.by_day import by_day
 from tests.engine.simulation import (
     IN_ORDER,
     REAL_PARTS,
@@ -154,7 +155,7 @@ def check_scarcity(
 
 
 @pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("seed", range(1))
+@pytest.mark.parametrize("seed", range(2))
 def test_all_finish_and_wait_no_longer_than_fair_in_pools_of_any_size(
     seed: int, factor: float
 ) -> None:
@@ -205,9 +206,7 @@ def check_oversubscription(seed: int, *, parts: Parts = REAL_PARTS) -> None:
     assert 0 <= num_recomputed <= measured.num_useful_tokens, "more was recomputed than useful"
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(each, marks=pytest.mark.soak) for each in (1, 2))]
-)
+@pytest.mark.parametrize("seed", by_day(range(3), {0}))
 def test_at_fourfold_oversubscription_less_is_recomputed_than_is_useful(seed: int) -> None:
     name = "test_at_fourfold_oversubscription_less_is_recomputed_than_is_useful"
     with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):

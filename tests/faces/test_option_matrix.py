@@ -41,6 +41,7 @@ from cadenza.verification.option_matrix import (
 from cadenza.verification.pairwise import all_pairs, covering_rows, missing_pairs
 from cadenza.verification.reference import ReferenceEngine, build_reference, ruled_logits
 from cadenza.verification.workload import Arrival, WorkloadShape, make_workload
+from tests.by_day import by_day
 
 CONFIG = EngineConfig(max_num_seqs=4, max_model_len=256)
 
@@ -61,11 +62,7 @@ EVERY_FIFTH = [
 ALONE_BY_DAY = {"allowed_token_ids", "n"}
 """A request with a mask and one with samples; in company more options are tried, which is quick."""
 
-SEEN_ALONE = [
-    name if name in ALONE_BY_DAY else pytest.param(name, marks=pytest.mark.soak)
-    for name in NAMES
-    if name != FORM_FIELD
-]
+SEEN_ALONE = by_day([name for name in NAMES if name != FORM_FIELD], ALONE_BY_DAY)
 
 Wrap = Callable[[Runner, EngineLimits, CoreOptions], EngineCore]
 

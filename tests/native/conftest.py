@@ -42,7 +42,7 @@ def call(library: NativeLibrary) -> Call:
             program = NativeProgram(library)
             return program.emit(program.call(name, out, aliases)(*operands, **attrs))
 
-        key = repr((name, out, aliases, attrs))
+        key = repr((name, out, aliases)), *sorted(attrs.items())
         if key not in programs:
             programs[key] = jax.jit(compute, donate_argnums=tuple(aliases or ()))
         return programs[key](*args)

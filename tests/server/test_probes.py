@@ -13,6 +13,7 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.frontend.text_frontend import TextFrontend
+from tests.by_day import by_day
 from tests.cli.harness import write_model
 from tests.server.harness import TIMEOUT_S, running_server
 from tests.server.scripted_engine import ScriptedEngine
@@ -63,13 +64,7 @@ def serving() -> Iterator[ServeProcess]:
         yield serving
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind in LONG_BY_DAY else pytest.mark.soak)
-        for kind in LONG_CALLS
-    ],
-)
+@pytest.mark.parametrize("kind", by_day(LONG_CALLS, LONG_BY_DAY))
 def test_a_call_of_four_megabytes_is_answered(serving: ServeProcess, kind: str) -> None:
     path, body, status = LONG_CALLS[kind]
     answer = serving.post(path, body)

@@ -27,6 +27,7 @@ from cadenza.verification.remote_server import (
     body_of,
 )
 from cadenza.verification.workload import LONGEST_PROMPT
+from tests.by_day import by_day
 from tests.cli.harness import write_model
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
@@ -144,12 +145,7 @@ def test_a_server_whose_queue_is_full_at_times_passes(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "structured",
-        "bad_words",
-        pytest.param("logit_bias", marks=pytest.mark.soak),
-        pytest.param("min_tokens", marks=pytest.mark.soak),
-    ],
+    by_day(["structured", "bad_words", "logit_bias", "min_tokens"], {"structured", "bad_words"}),
 )
 def test_a_server_that_ignores_an_option_in_company_fails(
     forgetful: tuple[ForgetfulInCompany, RunningServer], name: str

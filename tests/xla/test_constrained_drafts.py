@@ -2,7 +2,7 @@
 give the same tokens and log probabilities."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,18 +10,18 @@ import pytest
 
 from cadenza.backends.xla.runner import XlaLateStepHandle
 from cadenza.checkpoint import open_checkpoint
-from cadenza.config import EngineConfig, EngineLimits, SchedulerLoop
+from cadenza.config import SchedulerLoop
 from cadenza.core.drafts import DraftCounts
 from cadenza.core.step_schema import MaskUpdate
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Event, Finished, Token
-from cadenza.loading.build import Runners, load_runners, plan_model
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import ConstraintSpec, StructuredOutput, ThinkingBound
 from cadenza.text.grammar import grammar_of
 from cadenza.text.token_constraint import ConstraintCompiler
 from cadenza.text.tokenizer import Tokenizer
+from tests.xla.warm_runners import WarmRunners, warm_runners
 
 VOCAB_SIZE = 2560
 COPY = SpeculativeConfig(method="quantised", num_speculative_tokens=4)
@@ -37,7 +37,7 @@ PERSON = {
     "additionalProperties": False,
 }
 EXAMPLE = '{"name": "Anna", "age": 31, "colours": ["red", "green", "red"]}'
-Streams = dict[tuple[int, int], list[object]]
+Streams = dict[tuple[int, int], list[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +107,9 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """Warm runners of the bundled model, and of what drafts for it."""
+    """What streams are on warm runners of the bundled model."""
 
-    runners: Runners
-    limits: EngineLimits
-    speculation: SpeculativeConfig | None
+    runners: WarmRunners
 
     def play(
         self,
@@ -121,43 +119,24 @@ class Warm:
         loop: SchedulerLoop = "overlap",
         **limits: Any,
     ) -> Played:
-        """Drafts are made whatever they cost; without `speculation` there are none at all.
-
-        `limits` are the scheduler's, within those of the runners.
-        """
-        if self.speculation is None:
+        """Without a `speculation` of the runners there are no drafts at all."""
+        if self.runners.speculation is None:
             requests = [
                 replace(each, prediction=(), params=replace(each.params, speculative=False))
                 for each in requests
             ]
-        draft = self.runners.draft
-        for runner in (self.runners.target, *([] if draft is None else [draft.runner])):
-            runner.reset()
-        core = EngineCore(
-            self.runners.target,
-            replace(self.limits, max_num_queued_reqs=64, **limits),
-            CoreOptions(
-                speculation=self.speculation,
-                draft_model=draft,
-                reserved_output=0.0,
-                compile_constraint=compiler.compile,
-                loop=loop,
-            ),
-        )
+        options = CoreOptions(compile_constraint=compiler.compile, loop=loop)
+        core = self.runners.new_core(options, **limits)
         for request in requests:
             core.submit(request)
         return drain(core, requests)
 
 
 @contextmanager
-def warm(speculation: SpeculativeConfig | None, **options: object) -> Iterator[Warm]:
+def warm(speculation: SpeculativeConfig | None, **options: Any) -> Iterator[Warm]:
     sizes = {"max_num_seqs": 4, "max_model_len": 192, "max_num_batched_tokens": 32, **options}
-    config = EngineConfig(speculative_config=speculation, **sizes)  # type: ignore[arg-type]
-    checkpoint = open_checkpoint(None)
-    plan = plan_model(checkpoint, config)
-    with closing(load_runners(checkpoint, plan, config, fill=float("nan"))) as runners:
-        runners.warmup()
-        yield Warm(runners, plan.limits, speculation)
+    with warm_runners(None, speculation, **sizes) as runners:
+        yield Warm(runners)
 
 
 def drain(core: EngineCore, requests: list[Request]) -> Played:
@@ -199,7 +178,7 @@ def test_drafts_of_constrained_streams_change_no_bit(
         plain = {name: runners.play(compiler, requests, **pool) for name, pool in POOLS.items()}
     for name, played in plain.items():
         assert played.counts.num_drafts == 0
-        assert all(stream[-1][1] is None for stream in played.streams.values())  # type: ignore[index]
+        assert all(stream[-1][1] is None for stream in played.streams.values())
         assert (played.num_preemptions > 0) == (name == "too small")
     for speculation in (LOOKUP, COPY):
         with warm(speculation, **options) as runners:

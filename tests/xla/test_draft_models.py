@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,15 @@ import pytest
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
-from cadenza.config import EngineConfig, EngineLimits
+from cadenza.config import EngineConfig
 from cadenza.core.drafts import DraftCounts
-from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.core import EngineCore
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.events import Finished, Token
-from cadenza.loading.build import Runners, load_runners, plan_model
+from cadenza.loading.build import plan_model
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
+from tests.xla.warm_runners import WarmRunners, warm_runners
 
 COPY = SpeculativeConfig(method="quantised", num_speculative_tokens=4)
 Streams = dict[tuple[int, int], list[object]]
@@ -40,28 +41,19 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """Warm runners of a model, and of what drafts for it."""
+    """What streams are on warm runners."""
 
-    runners: Runners
-    limits: EngineLimits
-    speculation: SpeculativeConfig | None
+    runners: WarmRunners
 
     def play(
         self, requests: list[Request], *, one_by_one: bool = False, **limits: Any
     ) -> tuple[Streams, DraftCounts, int]:
         """Everything that is told of each stream, the drafts, and the number of preemptions.
 
-        Drafts are made whatever they cost. `limits` are the scheduler's, within those of the
-        runners; `one_by_one`, no two requests are in the engine together.
+        `limits` are those of `WarmRunners.new_core`; `one_by_one`, no two requests are in the
+        engine together.
         """
-        draft = self.runners.draft
-        for runner in (self.runners.target, *([] if draft is None else [draft.runner])):
-            runner.reset()
-        core = EngineCore(
-            self.runners.target,
-            replace(self.limits, max_num_queued_reqs=64, **limits),
-            CoreOptions(speculation=self.speculation, draft_model=draft, reserved_output=0.0),
-        )
+        core = self.runners.new_core(**limits)
         streams: Streams = {}
         for request in requests:
             core.submit(request)
@@ -87,24 +79,18 @@ def drain(core: EngineCore, streams: Streams) -> None:
 
 @contextmanager
 def warm(
-    folder: Path | None, speculation: SpeculativeConfig | None, **options: object
+    folder: Path | None, speculation: SpeculativeConfig | None, **options: Any
 ) -> Iterator[Warm]:
-    config = EngineConfig(
-        speculative_config=speculation,
-        **{"max_num_seqs": 3, "max_model_len": 96, "max_num_batched_tokens": 24, **options},  # type: ignore[arg-type]
-    )
-    checkpoint = open_checkpoint(folder)
-    plan = plan_model(checkpoint, config)
-    with closing(load_runners(checkpoint, plan, config, fill=float("nan"))) as runners:
-        runners.warmup()
-        yield Warm(runners, plan.limits, speculation)
+    sizes = {"max_num_seqs": 3, "max_model_len": 96, "max_num_batched_tokens": 24, **options}
+    with warm_runners(folder, speculation, **sizes) as runners:
+        yield Warm(runners)
 
 
 def play(
     folder: Path | None,
     requests: list[Request],
     speculation: SpeculativeConfig | None,
-    **options: object,
+    **options: Any,
 ) -> tuple[Streams, DraftCounts, int]:
     """`Warm.play` on runners of its own."""
     with warm(folder, speculation, **options) as runners:

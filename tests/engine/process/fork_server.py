@@ -6,6 +6,7 @@ ended. Knows Linux only. Invariant: an engine has the descriptors that it was se
 the tests'; when these are gone, so is the server.
 """
 
+import importlib
 import os
 import select
 import signal
@@ -125,7 +126,6 @@ def become_engine(link: int, lifeline: int, output: int) -> None:
 if __name__ == "__main__":
     if os.fork():
         os._exit(0)
-    import scripted_child  # noqa: F401 - so that forked ones have it
-
+    importlib.import_module("scripted_child")  # so that forked ones have it
     with socket.socket(fileno=int(sys.argv[1])) as ours:
         serve(ours)

@@ -21,6 +21,7 @@ from cadenza.engine.process.recovery import ENGINE_FAILED, TRIAL_TOKENS, Recover
 from cadenza.errors import EngineUnavailableError, QueueFullError
 from cadenza.events import Event, Finished, Started, Token
 from cadenza.request import Request, SamplingParams
+from tests.by_day import by_day
 from tests.engine.process.conftest import (
     IMPATIENT,
     QUICK,
@@ -109,12 +110,7 @@ def begin(front: Front, num_events: int) -> None:
     front.wait(lambda: len(front.events) >= num_events)
 
 
-SOAK = pytest.mark.soak
-
-
-@pytest.mark.parametrize(
-    "num_events", [pytest.param(1, marks=SOAK), 300, pytest.param(1200, marks=SOAK)]
-)
+@pytest.mark.parametrize("num_events", by_day([1, 300, 1200], {300}))
 def test_a_killed_engine_changes_no_stream(open_front: OpenFront, num_events: int):
     front = open_front(CONFIG)
     begin(front, num_events)
@@ -159,7 +155,7 @@ def test_a_stopped_engine_changes_no_stream(open_front: OpenFront):
     assert content_of(front.events) == undisturbed()
 
 
-@pytest.mark.parametrize("first_token", [pytest.param(KILL, marks=SOAK), KILL_LATE])
+@pytest.mark.parametrize("first_token", by_day([KILL, KILL_LATE], {KILL_LATE}))
 def test_a_request_that_kills_the_engine_fails_alone_within_three_restarts(
     open_front: OpenFront, caplog: pytest.LogCaptureFixture, first_token: int
 ):
