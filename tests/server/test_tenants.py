@@ -317,6 +317,31 @@ def flooded(
         yield Flooded(server, engine, sockets)
 
 
+def test_without_keys_only_the_queue_itself_is_full(
+    script: tuple[int, ...], text: TextFrontend
+) -> None:
+    """Calls whose bodies are still read take no share of the queue; a refusal names its flag."""
+    engine = ScriptedEngine(script, max_num_queued_reqs=12)
+    body = json.dumps({"prompt": [6], "max_tokens": 2, "ignore_eos": True}).encode()
+    with running_server(engine, text) as server, ExitStack() as sockets:
+        engine.pause()
+        crowd = Flooded(server, engine, sockets)
+        slow = [sockets.enter_context(server.connect()) for _ in range(16)]
+        for connection in slow:
+            connection.sendall(raw_post("/v1/completions", body)[:-1])
+        wait_until(lambda: crowd.counts() == {"": 16})
+        calls = [crowd.ask("", [6]) for _ in range(16)]
+        assert not any(map(is_answered, calls)), answer_of(calls[-1])
+        for connection in slow:
+            connection.sendall(body[-1:])
+            status, answer = answer_of(connection)
+            assert status == 429
+            assert b"--max-num-queued-reqs" in answer
+            assert b"share" not in answer
+        engine.resume()
+        assert [answer_of(call)[0] for call in calls] == [200] * 16
+
+
 TWO = "[tenants.one]\nkeys = ['key-of-one']\n{}\n[tenants.other]\nkeys = ['key-of-other']"
 MANY: list[Any] = [[5]] * 8
 """Of one call: as many as enter together, half of the places."""

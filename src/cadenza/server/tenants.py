@@ -228,8 +228,10 @@ class Tenants:
         Raises ApiError (429) where the tenant has too many, or has used up a rate.
         """
         use = self._use(name, now_s)
-        most = max(1, int(use.limits.queue_share * num_places))
-        if use.num_open >= most:
+        share = use.limits.queue_share
+        most = max(1, int(share * num_places))
+        # With all places there is no share: the bound of the queue itself is what refuses.
+        if share < 1.0 and use.num_open >= most:
             self._counts.reject("tenant_queue_full")
             raise queue_full(
                 f"{use.num_open} of your requests are open, and the queue_share of your key allows "
