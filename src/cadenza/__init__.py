@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cadenza.config import EngineConfig
+    from cadenza.config import EngineConfig, EngineOptions
     from cadenza.engine.core import EngineCore
     from cadenza.events import Finished, Token
     from cadenza.frontend.async_engine import AsyncEngine
@@ -34,6 +34,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineConfig",
     "EngineCore",
+    "EngineOptions",
     "Finished",
     "Logprob",
     "PoolingParams",
@@ -53,6 +54,7 @@ _HOMES = {
     "EmbeddingRequestOutput": "cadenza.outputs",
     "EngineConfig": "cadenza.config",
     "EngineCore": "cadenza.engine.core",
+    "EngineOptions": "cadenza.config",
     "Finished": "cadenza.events",
     "LLM": "cadenza.frontend.llm",
     "Logprob": "cadenza.outputs",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypedDict, cast, get_args
 
 from cadenza.errors import ConfigError, show
 from cadenza.speculative_config import SpeculativeConfig, parse_speculative_config
@@ -28,6 +28,8 @@ SchedulingPolicy = Literal["fcfs", "shortest_first", "priority"]
 AdmissionMode = Literal["conservative", "balanced", "optimistic"]
 MaxItlMs = float | str
 """Milliseconds, "auto" or "none"."""
+WholeOrAuto = int | Literal["auto"] | None
+"""None is as "auto"; `EngineConfig` says what that is."""
 
 PAGE_SIZE_UNIT = 16
 MAX_NUM_SEQS_BOUND = 1 << 14
@@ -47,6 +49,8 @@ MIN_DISK_BYTES = 1 << 20
 class EngineConfig:
     """Engine options; `None` means that a value is chosen at load time.
 
+    Options take the words that their flags take: "auto" for a whole number, or for a share that may
+    be None, is None, or the field's default where None is no value of it.
     `backend` is only checked to be printable; `backends.find_backend` refuses unknown names.
     `max_itl_ms` bounds the time of a step; "none" does not, "auto" derives the bound of a server
     from measured steps and is "none" elsewhere.
@@ -94,6 +98,7 @@ class EngineConfig:
     """None or "none": no drafts. Other text, and a mapping, is parsed."""
 
     def __post_init__(self) -> None:
+        self._resolve_auto()
         if self.speculative_config is not None:
             given: object = self.speculative_config
             is_off = isinstance(given, str) and given == "none"
@@ -146,6 +151,55 @@ class EngineConfig:
     def speculation(self) -> SpeculativeConfig | None:
         """`speculative_config`, parsed."""
         return cast(SpeculativeConfig | None, self.speculative_config)
+
+    def _resolve_auto(self) -> None:
+        for field in fields(self):
+            is_number = field.name in _RANGES or field.name in _OPTIONAL
+            given: object = getattr(self, field.name)
+            if is_number and isinstance(given, str) and given == "auto":
+                chosen = None if field.name in _OPTIONAL else field.default
+                object.__setattr__(self, field.name, chosen)
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of `LLM` and `AsyncEngine.from_model`: `EngineConfig`'s fields, with what may be
+    given in place of their values."""
+
+    backend: str
+    device: str
+    ops: Ops
+    revision: str | None
+    dtype: DType
+    quantization: Quantization
+    weight_cache_bytes: WholeOrAuto
+    kv_cache_dtype: KVCacheDType
+    arithmetic: Arithmetic
+    max_model_len: WholeOrAuto
+    max_num_seqs: WholeOrAuto
+    max_num_batched_tokens: WholeOrAuto
+    kv_cache_memory_bytes: WholeOrAuto
+    num_pages: WholeOrAuto
+    gpu_memory_utilization: float | Literal["auto"] | None
+    scheduler_headroom_gb: float
+    kv_layout: KVLayout
+    page_size: int | Literal["auto"]
+    enable_prefix_caching: bool
+    prefix_cache_memory_share: float
+    prefix_cache_disk: str | Path | None
+    prefix_cache_disk_bytes: WholeOrAuto
+    scheduler: SchedulerLoop
+    max_num_queued_reqs: WholeOrAuto
+    max_num_queued_tokens: WholeOrAuto
+    max_consecutive_step_errors: int | Literal["auto"]
+    max_itl_ms: MaxItlMs
+    batching: Batching
+    scheduling_policy: SchedulingPolicy
+    starvation_guard: float
+    admission: AdmissionMode
+    seed: int | Literal["auto"]
+    generation_config: GenerationConfig
+    chat_template: str | Path | None
+    speculative_config: SpeculativeConfig | Mapping[str, object] | str | None
 
 
 def _as_chat_template(value: object) -> str:
@@ -219,13 +273,13 @@ def refuse_fp8_kv(kv_cache_dtype: object) -> None:
         )
 
 
-def config_from_options(options: Mapping[str, Any]) -> EngineConfig:
+def config_from_options(options: Mapping[str, object]) -> EngineConfig:
     """An `EngineConfig` from keyword options. Raises ConfigError, also for unknown names."""
     known = [field.name for field in fields(EngineConfig)]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigError(f"there is no option {', '.join(unknown)}; there are {', '.join(known)}")
-    return EngineConfig(**options)
+    return EngineConfig(**cast(Mapping[str, Any], options))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

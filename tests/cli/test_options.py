@@ -1,7 +1,8 @@
 """Flags: each field of `EngineConfig` is one, aliases work, a flag goes before the environment."""
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import typer
@@ -10,9 +11,16 @@ from typer.testing import CliRunner
 from cadenza.bench.traffic import TrafficOptions
 from cadenza.bench.workloads import ServeOptions, Workload
 from cadenza.cli.bench import SERVE_FLAGS, TRAFFIC_FLAGS, WORKLOAD_FLAGS
-from cadenza.cli.options import ENGINE_FLAGS, EngineFlags, flag, flags_of, with_flags
+from cadenza.cli.options import (
+    ENGINE_FLAGS,
+    EngineFlags,
+    flag,
+    flags_of,
+    whole_or_auto,
+    with_flags,
+)
 from cadenza.cli.sampling_flags import SamplingFlags
-from cadenza.config import EngineConfig
+from cadenza.config import EngineConfig, EngineOptions, config_from_options
 from cadenza.errors import ConfigError
 from cadenza.speculative_config import SpeculativeConfig
 
@@ -122,6 +130,43 @@ def test_the_environment_sets_a_field_and_a_flag_comes_before_it(name: str):
     # As a sampling flag, a seed of 0 is a seed; any word names a revision, a file or a folder.
     if name not in ("seed", "revision", "chat_template", "prefix_cache_disk"):
         assert getattr(config_of(flag, given, env=env), name) == default
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_an_option_takes_in_python_what_its_flag_takes(name: str):
+    written, meant = VALUES[name]
+    flag = "--" + name.replace("_", "-")
+    assert getattr(config_of(flag, written), name) == getattr(
+        config_from_options({name: meant}), name
+    )
+    for word in ("auto", "none"):
+        try:
+            of_flag = config_of(flag, word)
+        except (ConfigError, SystemExit):
+            continue
+        assert config_from_options({name: word}) == of_flag
+
+
+def test_the_typed_options_of_python_are_the_fields_of_engine_config_and_what_they_take():
+    typed, own = get_type_hints(EngineOptions), get_type_hints(EngineConfig)
+    assert set(typed) == set(own)
+    for name, kind in own.items():
+        assert kinds_of(kind) <= kinds_of(typed[name]), name
+        settings = ENGINE_FLAGS[name].settings
+        takes_auto = settings.get("parser") is whole_or_auto or "auto" in settings.get(
+            "metavar", ""
+        )
+        if {int, float} & kinds_of(kind) and str not in kinds_of(kind):
+            assert takes_auto is (Literal["auto"] in kinds_of(typed[name])), name
+
+
+def kinds_of(kind: object) -> set[object]:
+    """The types of a union, with each word of a Literal as a Literal of its own."""
+    if get_origin(kind) is Literal:
+        return {Literal[word] for word in get_args(kind)}  # type: ignore[valid-type]
+    if get_origin(kind) in (Union, UnionType):
+        return set().union(*map(kinds_of, get_args(kind)))
+    return {kind}
 
 
 def test_prefix_caching_is_a_switch_on_the_command_line_and_in_the_environment():

@@ -153,7 +153,7 @@ def test_an_invalid_request_is_refused_and_harms_nobody(tiny_folder: Path) -> No
 
 def test_an_unknown_option_is_refused_with_the_known_ones(tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_sequences.*max_num_seqs"):
-        AsyncEngine.from_model(tiny_folder, max_sequences=3)
+        AsyncEngine.from_model(tiny_folder, max_sequences=3)  # type: ignore[call-arg]
 
 
 def test_an_aborted_stream_ends_with_an_output_that_says_so(tiny_folder: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_wrong_number_of_params_is_refused(llm: LLM) -> None:
 
 def test_an_unknown_option_is_refused_with_the_known_ones(tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_sequences.*max_num_seqs"):
-        LLM(tiny_folder, max_sequences=3)
+        LLM(tiny_folder, max_sequences=3)  # type: ignore[call-arg]
 
 
 def test_a_folder_that_is_not_there_is_a_named_error(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ PUBLIC_NAMES = (
     "EmbeddingRequestOutput",
     "EngineConfig",
     "EngineCore",
+    "EngineOptions",
     "Finished",
     "LLM",
     "Logprob",

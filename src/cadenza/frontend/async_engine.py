@@ -12,9 +12,9 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, Unpack
 
-from cadenza.config import config_from_options
+from cadenza.config import EngineOptions, config_from_options
 from cadenza.engine.batch_engine import BatchEngine, CoreService
 from cadenza.engine.open_requests import RequestTimeouts
 from cadenza.errors import InvalidRequestError, show
@@ -67,7 +67,7 @@ class AsyncEngine:
         *,
         queue_timeout: float = DEFAULT_TIMEOUTS.queue_s,
         request_timeout: float = DEFAULT_TIMEOUTS.total_s,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> Self:
         """Loads a model as `LLM` does.
 

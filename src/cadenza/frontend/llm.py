@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, Unpack, cast
 
-from cadenza.config import config_from_options, is_integer
+from cadenza.config import EngineOptions, config_from_options, is_integer
 from cadenza.engine.batch_engine import Submit, run_steps
 from cadenza.errors import InvalidRequestError, show
 from cadenza.events import Event
@@ -31,14 +31,15 @@ class LLM:
     """A model and its engine.
 
     Args:
-        model: a folder in Hugging Face's layout; None is the bundled model.
-        options: the flags of `cadenza serve` as keywords (`EngineConfig`'s fields).
+        model: a folder in Hugging Face's layout, a GGUF file or a hub id; None is the bundled
+            model.
+        options: the engine's flags of `cadenza serve` as keywords (`EngineOptions`).
 
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: it could not be loaded.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
         self._loaded = load_model(model, config_from_options(options))
         self.core = self._loaded.core
         self.plan = self._loaded.plan
