@@ -13,7 +13,7 @@ from numbers import Real
 from operator import index
 from typing import Any, Literal, cast, get_args
 
-from cadenza.config import MAX_LOGPROBS_BOUND, MAX_SEED, is_integer
+from cadenza.config import MAX_LOGPROBS_BOUND, is_integer
 from cadenza.errors import InvalidRequestError, show
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, Speculative, as_speculative
 from cadenza.structured import ConstraintSpec, StructuredOutput
@@ -27,6 +27,9 @@ MAX_PRIORITY = 1000
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures mean greedy sampling, as in vLLM."""
+
+NO_SEED = -1
+"""Means that there is no seed, as in llama.cpp and LM Studio."""
 
 MAX_BAD_WORD_TOKENS = 1000
 """Tokens of all bad words of a request; each word counts one extra token for its length."""
@@ -58,7 +61,7 @@ BOUNDS: Mapping[str, NumberBound | ListBound] = {
     "top_p": NumberBound(1e-6, 1.0),
     "min_p": NumberBound(0.0, 1.0),
     "top_n_sigma": NumberBound(-1.0, 100.0),
-    "seed": NumberBound(0, MAX_SEED, is_integer=True, is_optional=True),
+    "seed": NumberBound(-(1 << 63), (1 << 64) - 1, is_integer=True, is_optional=True),
     "presence_penalty": NumberBound(-2.0, 2.0),
     "frequency_penalty": NumberBound(-2.0, 2.0),
     "repetition_penalty": NumberBound(0.01, 100.0),
@@ -68,7 +71,7 @@ BOUNDS: Mapping[str, NumberBound | ListBound] = {
     "truncate_prompt_tokens": NumberBound(1, 1 << 31, is_integer=True, is_optional=True),
     "stop_token_ids": ListBound(128),
     "allowed_token_ids": ListBound(1 << 20),
-    "stop": ListBound(4, max_chars=256),
+    "stop": ListBound(64, max_chars=256),
     "bad_words": ListBound(128, max_chars=256),
 }
 """Bounds of the numeric and list fields of `SamplingParams`; `BIAS` bounds `logit_bias`."""
@@ -106,7 +109,9 @@ class SamplingParams:
         min_p: drop tokens less likely than `min_p` times the most likely one.
         top_n_sigma: drop tokens whose logit is more than this many standard deviations (of the
             allowed tokens' logits) below the largest; 0 or less is off.
-        seed: seed of the draws; `None` derives one from the engine's seed and the request id.
+        seed: seed of the draws, any integer of 64 bits, with or without a sign; it is stored as the
+            unsigned one of the same bits. `None` derives one from the engine's seed and the request
+            id, and so does -1, which is stored as `None`.
         presence_penalty: subtracted from the logits of tokens that were generated.
         frequency_penalty: subtracted once for each time a token was generated.
         repetition_penalty: divides positive and multiplies negative logits of tokens that are in
@@ -117,7 +122,7 @@ class SamplingParams:
         n: number of continuations of the prompt, each with its own seed.
         ignore_eos: the end-of-sequence token does not stop the request.
         stop_token_ids: additional tokens that stop it.
-        stop: strings that stop it, at most 4.
+        stop: strings that stop it, at most 64.
         include_stop_str_in_output: keep the matched stop string in the output.
         skip_special_tokens: leave special tokens out of the output text.
         logprobs: return log probabilities of the chosen token and of this many most likely tokens;
@@ -187,6 +192,9 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
         if self.speculative is not None:
             object.__setattr__(self, "speculative", as_speculative(self.speculative))
+        if self.seed is not None and self.seed < 0:
+            unsigned = None if self.seed == NO_SEED else self.seed + (1 << 64)
+            object.__setattr__(self, "seed", unsigned)
         self._check_together()
 
     @property
@@ -473,11 +481,10 @@ def _as_number(name: str, value: object, bound: NumberBound) -> int | float:
     # The comparison is false for NaN and works for integers of any size.
     if is_number and not isinstance(value, bool) and bound.low <= cast(float, value) <= bound.high:
         return index(cast(int, value)) if is_integer(value) else float(cast(float, value))
-    kind = "a whole number" if bound.is_integer else "a number"
-    raise InvalidRequestError(
-        f"{name} is {show(value)}; it must be {kind} from {bound.low:g} to {bound.high:g}",
-        param=name,
-    )
+    wanted = f"a number from {bound.low:g} to {bound.high:g}"
+    if bound.is_integer:
+        wanted = f"a whole number from {int(bound.low)} to {int(bound.high)}"
+    raise InvalidRequestError(f"{name} is {show(value)}; it must be {wanted}", param=name)
 
 
 def _as_tuple(name: str, value: object, bound: ListBound) -> tuple[Any, ...]:

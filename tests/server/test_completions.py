@@ -367,3 +367,29 @@ def test_a_stop_string_ends_the_answer_before_it(server: RunningServer) -> None:
     assert (found["finish_reason"], found["stop_reason"]) == ("stop", stop)
     events = server.events("/v1/completions", {**body, "stop": [stop], "stream": True})
     assert joined(events, 0, ("text",)) == found["text"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
+def test_sixty_four_long_stops_end_what_one_of_them_ends(
+    scripted: RunningServer, path: str
+) -> None:
+    name, asked = {
+        "/v1/completions": ("stop", {"prompt": "the fox", "max_tokens": 24}),
+        "/v1/messages": ("stop_sequences", {"messages": CHAT, "max_tokens": 24}),
+        "/v1/responses": ("stop", {"input": "the fox", "max_output_tokens": 24}),
+    }[path]
+    others = [f"{place:02} " + "x" * 253 for place in range(63)]
+    answers = [
+        scripted.post(path, {**asked, name: stops}) for stops in (["lazy"], [*others, "lazy"])
+    ]
+    one, many = (text_of(answer.json()) for answer in answers)
+    assert one == many
+    assert one.rstrip().endswith("over the")
+    refused = scripted.post(path, {**asked, name: [*others, "y", "z"]})
+    assert refused.status_code == 400
+    assert "from 0 to 64 are allowed" in refused.json()["error"]["message"]
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    (found,) = answer.get("choices") or answer.get("content") or answer["output"][0]["content"]
+    return found["text"]

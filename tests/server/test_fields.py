@@ -129,14 +129,17 @@ def good_values(kind: FieldType[Any]) -> list[Any]:
 def bad_values(kind: FieldType[Any]) -> list[Any]:
     if isinstance(kind, Integer | Number):
         around = [kind.low - 1, kind.high + 1]
-        fits = {Integer: lambda v: False, Number: lambda v: v == 1.5 and kind.low <= v <= kind.high}
+        fits = {
+            Integer: lambda v: type(v) is int and kind.low <= v <= kind.high,
+            Number: lambda v: v == 1.5 and kind.low <= v <= kind.high,
+        }
         return [*around, *(value for value in ODD if not fits[type(kind)](value))]
     if isinstance(kind, Boolean):
         return [value for value in ODD if value is not True]
     if isinstance(kind, TokenIds):
         return [1, "x", [-1], [1.5], [True], [2**63], [math.nan], ["1"], [None], [[1]]]
     if isinstance(kind, OneOrMany):
-        return [1, [1], {}, [None], True, [""], ["x"] * 5, "x" * 257, "\ud800"]
+        return [1, [1], {}, [None], True, [""], ["x"] * 65, "x" * 257, "\ud800"]
     return [math.nan, 2**63]
 
 

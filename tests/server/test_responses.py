@@ -365,7 +365,7 @@ def test_a_tenant_reaches_only_its_own_responses(
         ({"top_logprobs": 2}, "top_logprobs", "log probabilities"),
         ({"include": ["message.output_text.logprobs"]}, "include", "output_text.logprobs"),
         ({"text": {"format": {"type": "grammar"}}}, "text", "grammar"),
-        ({"text": {"verbosity": "low"}}, "text", 'leave the field out or send "medium"'),
+        ({"text": {"verbosity": "chatty"}}, "text", "one of low, medium, high"),
         ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text", "not"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning", "summary"),
         ({"tools": [{"type": "web_search"}]}, "tools", "'web_search' is not built"),

@@ -20,6 +20,7 @@ from cadenza.structured import ConstraintSpec, ThinkingBound
 from cadenza.text.thinking_constraint import ThinkingConstraint
 from tests.cli.harness import write_model
 from tests.server.harness import RunningServer, running_server
+from tests.server.scripted_engine import ScriptedEngine
 from tests.server.watched_service import WatchedService
 
 BEGIN, END = 311, 312
@@ -141,6 +142,33 @@ def test_an_effort_turns_thinking_off_or_bounds_it(thinker: LoadedModel, effort:
     bound = None if most is None else ThinkingBound(begin=None, end=END, max_tokens=most)
     spec = None if bound is None else ConstraintSpec(thinking=bound)
     assert request.constraint == spec
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (CHAT, {"messages": BODY["messages"], "verbosity": "low"}),
+        ("/v1/responses", {"input": "the fox", "text": {"verbosity": "low"}}),
+    ],
+)
+def test_a_verbosity_is_told_to_a_template_that_reads_it_and_else_changes_nothing(
+    tmp_path: Path, script: tuple[int, ...], text: TextFrontend, path: str, asked: dict[str, Any]
+) -> None:
+    folder = write_model(tmp_path / "verbose")
+    file = folder / "tokenizer_config.json"
+    template = "{{ messages[0].content }}{% if verbosity is defined %} {{ verbosity }}{% endif %}"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    reader = TextFrontend(open_checkpoint(folder))
+    unsaid = {name: value for name, value in asked.items() if name not in ("verbosity", "text")}
+    told: list[str] = []
+    for front_end, body in ((reader, asked), (reader, unsaid), (text, asked), (text, unsaid)):
+        engine = ScriptedEngine(script)
+        with running_server(engine, front_end) as server:
+            answer = server.post(path, body)
+        assert answer.status_code == 200, answer.text
+        told.append(front_end.decode(engine.submitted[-1].prompt_token_ids))
+    assert told[:2] == ["the fox low", "the fox"]
+    assert told[2] == told[3]
 
 
 def test_a_bound_needs_marks_that_are_tokens(scripted: RunningServer, text: TextFrontend) -> None:

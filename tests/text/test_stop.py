@@ -47,6 +47,17 @@ def test_any_split_gives_the_text_cut_afterwards(
     check_split(text, stops, cuts, is_included)
 
 
+@settings(max_examples=NUM_CASES)
+@given(
+    text=LETTERS,
+    stops=st.lists(st.text("ab", min_size=1, max_size=24), min_size=65, max_size=65, unique=True),
+    cuts=CUTS,
+)
+def test_so_do_many_stop_strings(text: str, stops: list[str], cuts: list[int]) -> None:
+    long = [stop for stop in stops if len(stop) > 4]
+    check_split(text, long, cuts, is_included=False)
+
+
 @pytest.mark.soak
 @settings(max_examples=NUM_SOAK_CASES)
 @given(text=LETTERS, stops=STOPS, cuts=CUTS, is_included=st.booleans())

@@ -3,21 +3,23 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cadenza.core.draw_keys import derive_seed, draw_keys
+from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.errors import InvalidRequestError
 from cadenza.request import MAX_BAD_WORD_TOKENS, MAX_BIASES, Attachment, Request, SamplingParams
 
-MAX_SEED = 2**63 - 1
 BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (1e-6, 1.0),
     "min_p": (0.0, 1.0),
     "top_n_sigma": (-1.0, 100.0),
     "top_k": (-1, 2**31),
-    "seed": (0, MAX_SEED),
+    "seed": (-(2**63), 2**64 - 1),
     "max_tokens": (0, 2**31),
     "min_tokens": (0, 2**31),
     "presence_penalty": (-2.0, 2.0),
@@ -40,7 +42,7 @@ WHOLE = (
 )
 OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
-TEXT_LISTS = {"stop": 4, "bad_words": 128}
+TEXT_LISTS = {"stop": 64, "bad_words": 128}
 ID_LISTS = {"stop_token_ids": 128, "allowed_token_ids": 2**20}
 NOT_NUMBERS: tuple[object, ...] = (
     math.nan,
@@ -74,7 +76,7 @@ def refused_param(**params: object) -> str | None:
 def test_both_bounds_of_a_number_are_allowed(name: str) -> None:
     for bound in BOUNDS[name]:
         params = params_with(name, bound)
-        assert getattr(params, name) == bound
+        assert getattr(params, name) == (bound % 2**64 if name == "seed" else bound)
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -82,6 +84,7 @@ def test_what_is_just_past_a_bound_is_refused_by_name(name: str) -> None:
     low, high = BOUNDS[name]
     if name in WHOLE:
         beyond: list[float] = [low - 1, high + 1, 2**63, -(2**63), 2**64, 10**30]
+        beyond = [value for value in beyond if not low <= value <= high]
     else:
         beyond = [math.nextafter(low, -9), math.nextafter(high, 1e9), 2**63, -(2**63), -2.001]
     for value in beyond:
@@ -123,8 +126,33 @@ def test_params_that_exist_are_finite_and_within_bounds(value: float, name: str)
     else:
         param = None
         low, high = BOUNDS[name]
-        assert low <= getattr(params, name) <= high
+        kept = getattr(params, name)
+        assert (low <= kept <= high) if (name, value) != ("seed", -1) else kept is None
     assert param in (None, name)
+
+
+@pytest.mark.parametrize(
+    ("seed", "kept"),
+    [
+        (None, None),
+        (-1, None),
+        (0, 0),
+        (2**63 - 1, 2**63 - 1),
+        (2**63, 2**63),
+        (2**64 - 1, 2**64 - 1),
+        (-2, 2**64 - 2),
+        (-(2**63), 2**63),
+    ],
+)
+def test_a_seed_is_any_integer_of_64_bits_and_minus_one_is_none(
+    seed: int | None, kept: int | None
+) -> None:
+    assert SamplingParams(seed=seed).seed == kept
+    assert SamplingParams(seed=SamplingParams(seed=seed).seed).seed == kept
+    used = seed_of_sample(SamplingParams(seed=seed), 0, request_id=5, engine_seed=3)
+    assert used == (derive_seed(3, 5) if kept is None else kept)
+    keys = draw_keys(np.array([used], np.uint64), np.array([1], np.int32))
+    assert keys.shape == (1, 2)
 
 
 @pytest.mark.parametrize(

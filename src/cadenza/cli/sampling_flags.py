@@ -124,7 +124,7 @@ class SamplingFlags:
     )
     min_tokens: int | None = _recommended("Tokens before which nothing ends the answer")
     stop: list[str] | None = flag(
-        None, "A text that ends the answer; up to four times.", metavar="TEXT"
+        None, "A text that ends the answer; up to 64 times.", metavar="TEXT"
     )
     include_stop_str_in_output: bool | None = flag(None, "Keep the text that ended the answer.")
     stop_token_ids: tuple[int, ...] | None = _token_ids("Tokens that end the answer.")

@@ -36,6 +36,8 @@ from cadenza.server.schemas.reasoning import (
     BUDGET_HELP,
     EFFORT,
     EFFORT_HELP,
+    VERBOSITY,
+    VERBOSITY_HELP,
     bound_of,
 )
 from cadenza.server.schemas.tools import ToolChoice, Tools, has_constrained_calls, tool_use
@@ -53,6 +55,7 @@ class ChatRequest(ConversationBody, ChoicesRequest):
     top_logprobs = optional(LOGPROBS, "And of this many likeliest; with logprobs.")
     reasoning_effort = optional(EFFORT, EFFORT_HELP)
     thinking_token_budget = optional(BUDGET, BUDGET_HELP)
+    verbosity = optional(VERBOSITY, VERBOSITY_HELP)
     tools = optional(Tools(), "Functions that the answer may call.")
     tool_choice = optional(
         ToolChoice(), "none; auto: the model decides; required; or a function that is called."
@@ -66,7 +69,6 @@ class ChatRequest(ConversationBody, ChoicesRequest):
     function_call = unsupported("calling functions", "none", "auto")
     web_search_options = unsupported("searching the web")
     include_reasoning = unsupported("leaving reasoning out", True)
-    verbosity = unsupported("a choice of verbosity", "medium")
     modalities = unsupported("another modality than text", ["text"])
     audio = unsupported("audio")
     media_io_kwargs = unsupported("another modality than text", {})
@@ -119,6 +121,7 @@ class ChatRequest(ConversationBody, ChoicesRequest):
             use=self.tool_use(),
             effort=self.reasoning_effort,
             max_thinking=bound_of(self.thinking_token_budget),
+            verbosity=self.verbosity,
             template_kwargs=self.template_kwargs(),
         )
         prepared = conversation.prepare(text, params, max_num_tokens)

@@ -23,6 +23,7 @@ class AskedConversation:
         use: the tools that the answer may call; None: none.
         effort: of reasoning, one of `EFFORTS`; None: as the model does.
         max_thinking: the most tokens of thinking, whatever the effort; None: as the effort says.
+        verbosity: for the chat template; None: as the template does.
         template_kwargs: what the chat template is rendered with.
     """
 
@@ -30,6 +31,7 @@ class AskedConversation:
     use: ToolUse | None
     effort: str | None = None
     max_thinking: int | None = None
+    verbosity: str | None = None
     template_kwargs: Mapping[str, Any]
 
     def prepare(
@@ -55,9 +57,11 @@ class AskedConversation:
 
     def _kwargs(self, text: TextFrontend) -> dict[str, Any]:
         """What the template is rendered with; what the request gives itself comes first."""
-        if self.effort is None:
-            return {**self.template_kwargs}
-        switches = {"enable_thinking": self.effort != "none", "reasoning_effort": self.effort}
+        switches: dict[str, Any] = {}
+        if self.effort is not None:
+            switches |= {"enable_thinking": self.effort != "none", "reasoning_effort": self.effort}
+        if self.verbosity is not None:
+            switches["verbosity"] = self.verbosity
         known = {k: v for k, v in switches.items() if k in text.chat_template_options}
         return {**known, **self.template_kwargs}
 

@@ -181,6 +181,7 @@ class ResponseRequest(LabelledBody, GenerationRequest):
             use=self.tool_use(),
             effort=None if self.reasoning is None else self.reasoning.effort,
             max_thinking=bound_of(self.thinking_token_budget),
+            verbosity=self._verbosity,
             template_kwargs={} if switches is None else switches.values,
         )
         prepared = conversation.prepare(text, params, max_num_tokens)
@@ -212,6 +213,10 @@ class ResponseRequest(LabelledBody, GenerationRequest):
     @property
     def _form(self) -> StructuredOutput | None:
         return self._text_format.form
+
+    @property
+    def _verbosity(self) -> str | None:
+        return None if self.text is None else self.text.verbosity
 
     @property
     def _text_format(self) -> AskedForm:
@@ -246,9 +251,14 @@ class ResponseRequest(LabelledBody, GenerationRequest):
         """What the response repeats of the request as it was given."""
         return {
             "metadata": self.metadata or {},
-            "text": {"format": self._text_format.given},
+            "text": {"format": self._text_format.given, **_given(verbosity=self._verbosity)},
             "tools": [_shown_tool(tool) for tool in self.tools or ()],
         }
+
+
+def _given(**members: object) -> dict[str, object]:
+    """Those that are not None."""
+    return {name: value for name, value in members.items() if value is not None}
 
 
 def _check_unicode(name: str, value: object) -> None:

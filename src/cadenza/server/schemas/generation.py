@@ -178,7 +178,7 @@ class SamplingBody(CallBody):
     presence_penalty = SamplingField("Taken off the logit of each generated token.", 0.0)
     frequency_penalty = SamplingField("The same, once for each time.", 0.0)
     repetition_penalty = SamplingField("Divides logits of tokens of prompt and output.", 1.0)
-    seed = SamplingField("Fixes the randomness.", None)
+    seed = SamplingField("Fixes the randomness; -1 is none.", None)
     min_tokens = SamplingField("No end before this many new tokens.", 0)
     stop_token_ids = SamplingField("Tokens that end the answer.", None)
     include_stop_str_in_output = SamplingField("Show the text that stopped it.", False)
@@ -221,7 +221,7 @@ class GenerationBody(LabelledBody):
     """And what completions and chat completions have in common."""
 
     max_tokens = SamplingField("Most new tokens (completions 16; chat: the rest).", None)
-    stop = SamplingField("Texts that end the answer.", None)
+    stop = SamplingField("Texts that end the answer, at most 64.", None)
     n = SamplingField("Answers to each prompt.", 1)
     prompt_logprobs = SamplingField("Log probabilities of the prompt's tokens.", None)
 

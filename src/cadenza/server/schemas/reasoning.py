@@ -1,7 +1,7 @@
-"""The fields of bodies that say how much a model reasons.
+"""The fields of bodies that say how much a model reasons, and how much it writes.
 
-Owns the efforts and their bounds. Knows no model. Invariant: an effort bounds reasoning, or says
-nothing; it never asks for more than the model gives.
+Owns the efforts with their bounds, and the verbosities. Knows no model. Invariant: an effort bounds
+reasoning, or says nothing; it never asks for more than the model gives. A verbosity is advice.
 """
 
 from collections.abc import Mapping
@@ -25,6 +25,9 @@ EFFORT_HELP = (
     "For the chat template, where it has efforts or a switch; otherwise minimal and low bound the "
     "tokens of thinking."
 )
+
+VERBOSITY = OneOf(("low", "medium", "high"))
+VERBOSITY_HELP = "For the chat template, where it reads `verbosity`; otherwise without effect."
 
 UNBOUNDED = -1
 BUDGET = Integer(UNBOUNDED, 1 << 31)

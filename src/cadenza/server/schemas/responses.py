@@ -10,7 +10,7 @@ from cadenza.request import show
 from cadenza.server.errors import not_built
 from cadenza.server.schemas.body import DeclaredObject, label, optional, unsupported
 from cadenza.server.schemas.field_types import OneOf, Schema, refuse
-from cadenza.server.schemas.reasoning import EFFORT, EFFORT_HELP
+from cadenza.server.schemas.reasoning import EFFORT, EFFORT_HELP, VERBOSITY, VERBOSITY_HELP
 from cadenza.server.schemas.structured import schema_format, structured_of
 from cadenza.structured import StructuredOutput
 
@@ -78,7 +78,7 @@ class TextOptions(DeclaredObject):
     """The members of `text`."""
 
     format = optional(TextFormat(), "The answer's form: text, or JSON.")
-    verbosity = unsupported("a choice of verbosity", "medium")
+    verbosity = optional(VERBOSITY, VERBOSITY_HELP)
 
 
 class ReasoningOptions(DeclaredObject):
