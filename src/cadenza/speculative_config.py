@@ -47,7 +47,8 @@ class SpeculativeConfig:
         model: the draft model, as models are named; only for "draft_model", where None is the one
             that the package has for the bundled model.
         quantization: how the draft model's weights are quantised while they are loaded; None is
-            "none", and "int4" for "quantised".
+            "none", and "int4" for "quantised". An instance always has it set, and a method without
+            a draft model has "none".
         prompt_lookup_max: tokens that a place earlier in the stream is compared by, at most.
         prompt_lookup_min: tokens that must be equal there, at least.
 
@@ -69,6 +70,10 @@ class SpeculativeConfig:
                 f"{', '.join(get_args(SpeculativeMethod))}"
             )
         self._check_model()
+        for name in ("method", "model", "quantization"):
+            given = getattr(self, name)
+            # Of a subclass of str only the text can go to another process.
+            object.__setattr__(self, name, None if given is None else str.__str__(given))
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= high:
@@ -96,7 +101,7 @@ class SpeculativeConfig:
         if chosen is None:
             default = "int4" if self.method == "quantised" else "none"
             object.__setattr__(self, "quantization", default)
-        elif self.method in ("ngram", "mtp"):
+        elif self.method in ("ngram", "mtp") and chosen != "none":
             raise ConfigError(
                 f"{_FLAG}: the quantization {show(chosen)} is for the methods draft_model and "
                 f"quantised; leave it out with {self.method}"

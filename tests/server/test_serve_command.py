@@ -322,11 +322,12 @@ KEYS = ("first-key", "second-key")
 
 ACCEPTED = ("--quantization", "none", "--batching", "continuous", "--generation-config", "none")
 """Values that ask for what there is."""
+DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
 
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[ServeProcess]:
-    with serve_process(*FLAGS, *ACCEPTED, CADENZA_API_KEY=" ".join(KEYS)) as serving:
+    with serve_process(*FLAGS, *ACCEPTED, *DRAFTS, CADENZA_API_KEY=" ".join(KEYS)) as serving:
         serving.wait_ready()
         yield serving
 
@@ -342,6 +343,15 @@ def test_keys_come_from_the_environment(keyed: ServeProcess) -> None:
         with with_key(keyed, place) as client:
             assert client.get("/v1/models").status_code == 200
     assert KEYS[0] not in keyed.log
+
+
+def test_drafts_are_made_as_the_flag_says(keyed: ServeProcess) -> None:
+    pattern = re.compile(r"^vllm:spec_decode_num_drafts_total\S* [1-9]", re.MULTILINE)
+    with with_key(keyed, 0) as client:
+        prompt = "The cat sat on the mat. " * 3
+        body = {"prompt": prompt, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        keyed.wait_for(lambda: pattern.search(client.get("/metrics").text))
 
 
 def test_another_tenants_cancel_is_that_of_an_unknown_request(keyed: ServeProcess) -> None:
@@ -386,7 +396,7 @@ REFUSED = [
     (["--shutdown-timeout", "-1"], 2, "--shutdown-timeout"),
     (["--queue-timeout", "0"], 2, "--queue-timeout"),
     (["--request-timeout", "nan"], 2, "--request-timeout"),
-    (["/nowhere/at/all"], 3, "nowhere"),
+    (["/nowhere/at/all"], 2, "nowhere"),
     (["--frobnicate"], 2, "--frobnicate"),
     (["--no-chat-template", "--chat-template", "{{ 1 }}"], 2, "both given; give one"),
     (["--generation-config", "vllm"], 2, "--generation-config 'vllm' is not one of auto, none"),
@@ -408,6 +418,17 @@ for arguments in json.load(sys.stdin):
     print(json.dumps([code, out.read(), err.read()]), flush=True)
 """
 """Each in a process of its own. The first call has imported what they need."""
+
+
+def test_what_only_the_engine_process_can_refuse_is_one_line_and_no_other_start(
+    folder: Path,
+) -> None:
+    with serve_process(folder, *ENGINE, "--device", "tpu:7", "--log-level", "info") as serving:
+        assert serving.wait() == 2
+    assert [line["level"] for line in serving.lines if line["level"] != "info"] == []
+    assert "draining" not in serving.log
+    (told,) = serving.other_lines
+    assert told.startswith("cadenza: error: --device tpu:7: this machine has 0 devices")
 
 
 @pytest.fixture(scope="module")

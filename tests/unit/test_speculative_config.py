@@ -1,5 +1,8 @@
 """--speculative-config: what is accepted, and what is said otherwise."""
 
+from dataclasses import asdict
+from typing import Any
+
 import pytest
 
 from cadenza.config import EngineConfig, config_from_options
@@ -34,10 +37,17 @@ def test_text_and_mappings_give_the_same_config() -> None:
         ('{"method": "ngram", "prompt_lookup_min": 9}', "is above prompt_lookup_max 5"),
         ('{"method": "ngram", "prompt_lookup_max": 1000}', "from 1 to 64"),
         ('{"method": "draft_model", "model": ""}', "must be a folder, a GGUF file or a hub model"),
-        ('{"method": "mtp", "quantization": "none"}', "quantised; leave it out with mtp"),
+        ('{"method": "mtp", "quantization": "int8"}', "quantised; leave it out with mtp"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(value: object, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         config_from_options({"speculative_config": value})
     assert "--speculative-config" in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_a_config_is_made_of_its_own_values_again(method: Any) -> None:
+    config = SpeculativeConfig(method=method)
+    assert config.quantization == "none"
+    assert SpeculativeConfig(**asdict(config)) == config

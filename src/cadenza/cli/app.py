@@ -20,8 +20,8 @@ from cadenza.cli.verify import verify_command
 
 EPILOG = (
     "Engine flags can also be set in the environment: --max-num-seqs as CADENZA_MAX_NUM_SEQS, and "
-    "so on; a flag comes first. Exit codes: 0 done, 1 a check or a request failed, 2 wrong use, "
-    "3 could not load."
+    "so on; a flag comes first. Exit codes: 0 done, 1 a check or a request failed, 2 wrong use or, "
+    "of serve, a server that cannot come up, 3 could not load."
 )
 
 NO_COMMAND = 2

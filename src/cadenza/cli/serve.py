@@ -1,15 +1,15 @@
 """`cadenza serve`: the OpenAI-compatible server, its engine in a process of its own.
 
 Owns the command's flags and the order of starting. Knows the server through `Service` and
-`run_server`. Invariant: what cannot work is refused before a port is open; a model that cannot be
-loaded ends the command with exit code 3.
+`run_server`. Invariant: what cannot work is refused before a port is open, as far as it can be
+known then; a server that cannot come up prints one line and ends with exit code 2.
 """
 
 import asyncio
 import logging
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,7 @@ from cadenza import __version__
 from cadenza.cli.options import EngineFlags, ModelArgument, ModelFlag, flag
 from cadenza.cli.prompts import only_model
 from cadenza.config import EngineConfig
-from cadenza.errors import CadenzaError, ConfigError
+from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError
 
 if TYPE_CHECKING:
     from cadenza.engine.process.engine_process import EngineProcess
@@ -165,13 +165,31 @@ def serve(
     SIGHUP let open requests finish; a second Ctrl-C or SIGTERM ends them at once.
     """
     del unbuilt  # each of its flags was refused by its own callback
+    with _one_exit_code():
+        _serve(only_model(folder, flags.model), flags, config)
+
+
+@contextmanager
+def _one_exit_code() -> Generator[None]:
+    """Whatever keeps the server from coming up is wrong use, so that it has one exit code: flags, a
+    model that cannot be loaded, a device that is not there, too little memory. An engine that was
+    given up is none of these: it may come up when it is tried again.
+    """
+    try:
+        yield
+    except (ConfigError, EngineUnavailableError):
+        raise
+    except CadenzaError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _serve(name: str | None, flags: ServeFlags, config: EngineConfig) -> None:
     from cadenza.cli.interrupts import terminable
     from cadenza.server.connections import raise_descriptor_limit
     from cadenza.server.handover import find_predecessor, opened, taken_over
     from cadenza.server.log_output import set_up_logging
 
     raise_descriptor_limit()
-    name = only_model(folder, flags.model)
     options, address = _options(name, flags), _address(flags)
     if flags.no_chat_template:
         config = _without_template(config)
@@ -243,7 +261,7 @@ async def _run(engine: "EngineProcess", service: "Service", opening: Opening) ->
         except CadenzaError as error:
             if not service.is_draining:
                 failures.append(error)
-                lifecycles[0].ask()
+                lifecycles[0].leave()
 
     watching = asyncio.create_task(watch_load())
     await run_server(service, opening.address, start)

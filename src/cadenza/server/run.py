@@ -149,6 +149,11 @@ class Lifecycle:
         self._front.force_exit = True
         self._front.should_exit = True
 
+    def leave(self) -> None:
+        """As `drain`, where the server cannot serve and its error is told by who ends it."""
+        self._service.drain()
+        self._end_when_done()
+
     async def close(self) -> None:
         """Closes the sockets, unless a successor has them."""
         if self._offering is not None:

@@ -25,6 +25,7 @@ from cadenza.errors import (
     EngineUnavailableError,
     InvalidRequestError,
     QueueFullError,
+    RunnerError,
 )
 from cadenza.events import Event, Finished, Token
 from tests.engine.process.conftest import (
@@ -259,13 +260,32 @@ def test_three_crashes_are_the_end_and_it_says_so(open_front: OpenFront):
 
 @pytest.mark.parametrize("kind", [CheckpointError, ConfigError])
 def test_a_load_that_fails_raises_the_engines_own_error_here(
-    open_front: OpenFront, kind: type[Exception]
+    open_front: OpenFront, kind: type[Exception], caplog: pytest.LogCaptureFixture
 ):
     front = open_front(fail=kind.__name__)
     with pytest.raises(kind, match="the script says so"):
         front.engine.wait_ready(TIMEOUT_S)
     assert front.engine.status().state == "dead"
     assert front.engine.status().num_restarts == 0
+    assert caplog.text == "", "it is raised, and not told twice"
+
+
+class OtherWords(ChildProcess):
+    """Sends what no engine process knows."""
+
+    def send(self, frame: bytes) -> None:
+        super().send(len(b"\xc1").to_bytes(4, "little") + b"\xc1")
+
+
+def test_a_start_that_the_process_refuses_is_its_one_error_and_is_not_tried_again(
+    open_front: OpenFront, caplog: pytest.LogCaptureFixture
+):
+    front = open_front(open_child=OtherWords)
+    with pytest.raises(RunnerError, match="the front end sent something unknown"):
+        front.engine.wait_ready(TIMEOUT_S)
+    assert front.engine.status().state == "dead"
+    assert front.engine.status().num_restarts == 0
+    assert caplog.text == ""
 
 
 def test_a_load_that_crashes_is_tried_again_and_then_given_up(open_front: OpenFront):

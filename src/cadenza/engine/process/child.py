@@ -164,18 +164,20 @@ def run_child(arguments: list[str], load: Load) -> None:
 
 def _serve(link: SocketLink, load: Load) -> int:
     startup = _Startup(link, time.monotonic)
-    start = link.receive_one()
-    if not isinstance(start, Start):
-        raise WireError(f"the first message is a {type(start).__name__}")
-    _log_to_stderr(start.log_level)
     try:
+        start = link.receive_one()
+        if not isinstance(start, Start):
+            raise WireError(f"the first message is a {type(start).__name__}")
+        _log_to_stderr(start.log_level)
         serving = load(start, startup.begin)
+    except FrontEndGone:
+        raise
     except Exception as error:
         is_shortage = is_descriptor_shortage(error)
         if not is_shortage and not isinstance(error, CadenzaError):
             raise
         if not is_shortage:
-            logger.info("could not load", exc_info=True)
+            logger.debug("could not load", exc_info=True)
         link.send(Failed(type(error).__name__, str(error), is_shortage))
         return COULD_NOT_LOAD
     startup.end()

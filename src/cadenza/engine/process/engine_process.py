@@ -481,7 +481,9 @@ class EngineProcess:
         if is_postponed:
             self._postpone(loss.error, emit)
             return
-        logger.error("engine process %d: %s (exit status %d)", child.pid, loss.error, code)
+        # Whoever waits for the first load raises its error, which is then not told twice.
+        level = logging.DEBUG if could_not_load else logging.ERROR
+        logger.log(level, "engine process %d: %s (exit status %d)", child.pid, loss.error, code)
         if failed is not None and could_not_load:
             self._failure = _exception_of(failed)
         self._settle_if_dead(emit)
