@@ -1,6 +1,8 @@
 """`AsyncEngine`: concurrent callers, leaving early, shutting down."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -170,3 +172,108 @@ def test_an_aborted_stream_ends_with_an_output_that_says_so(tiny_folder: Path) -
     assert last.finished
     assert last.outputs[0].finish_reason == "abort"
     assert others[-1].outputs[0].finish_reason == "length"
+
+
+def test_a_request_starts_the_engine(tiny_folder: Path, llm: LLM) -> None:
+    async def play() -> list[RequestOutput]:
+        engine = open_engine(tiny_folder)
+        try:
+            return await asyncio.wait_for(collect(engine, [1, 2, 3]), TIMEOUT_S)
+        finally:
+            await engine.stop()
+
+    (expected,) = llm.generate([1, 2, 3], PARAMS)
+    assert asyncio.run(play())[-1].outputs == expected.outputs
+
+
+def test_an_engine_goes_on_in_the_next_event_loop_when_the_first_is_closed(
+    tiny_folder: Path, llm: LLM
+) -> None:
+    engine = open_engine(tiny_folder)
+    left_open: list[object] = []
+
+    async def leave() -> None:
+        stream = engine.submit(Request(prompt_token_ids=(1,), params=PARAMS))
+        left_open.append(stream)
+        await stream.next()
+
+    async def play() -> list[RequestOutput]:
+        return await asyncio.wait_for(collect(engine, [4, 5]), TIMEOUT_S)
+
+    asyncio.run(leave())
+    (expected,) = llm.generate([4, 5], PARAMS)
+    assert asyncio.run(play())[-1].outputs == expected.outputs
+    asyncio.run(engine.stop())
+
+
+def test_a_second_event_loop_is_refused_while_the_first_is_open(tiny_folder: Path) -> None:
+    engine = open_engine(tiny_folder)
+    with asyncio.Runner() as first, asyncio.Runner() as second:
+        assert first.run(collect(engine, [2]))[-1].finished
+        with pytest.raises(EngineClosedError, match="bound to another event loop"):
+            second.run(collect(engine, [2]))
+        first.run(engine.stop())
+
+
+def test_an_engine_that_was_never_started_can_be_stopped(tiny_folder: Path) -> None:
+    engine = open_engine(tiny_folder)
+    asyncio.run(engine.stop())
+    with pytest.raises(EngineClosedError):
+        asyncio.run(collect(engine, [1]))
+
+
+def test_a_conversation_is_answered_as_llm_answers_it(worded_folder: Path, worded: LLM) -> None:
+    messages = [{"role": "user", "content": "the dog"}]
+
+    async def play() -> RequestOutput:
+        async with open_engine(worded_folder) as engine:
+            return [output async for output in engine.chat(messages, PARAMS)][-1]
+
+    (expected,) = worded.chat(messages, PARAMS)
+    output = asyncio.run(play())
+    assert (output.prompt, output.outputs) == (expected.prompt, expected.outputs)
+
+
+IN_A_FORK = """
+import asyncio, multiprocessing, sys, warnings
+from cadenza import LLM, AsyncEngine
+from cadenza.errors import EngineClosedError
+
+def ask(call):
+    try:
+        call()
+    except EngineClosedError as error:
+        assert f"process {parent}," in str(error), error
+    else:
+        sys.exit("an answer in a fork")
+
+def child():
+    with llm:
+        ask(lambda: llm.generate([1]))
+        ask(lambda: llm.embed([1]))
+        ask(lambda: next(stream))
+    ask(lambda: asyncio.run(anext(engine.generate([1]))))
+    asyncio.run(engine.stop())
+
+warnings.simplefilter("ignore")
+parent = multiprocessing.current_process().pid
+options = {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64}
+llm, engine = (load(sys.argv[1], **options) for load in (LLM, AsyncEngine.from_model))
+stream = llm.stream([1])
+next(stream)
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join(60)
+print(process.exitcode, len([*stream][-1].outputs[0].token_ids))
+"""
+
+
+def test_a_forked_child_gets_an_error_and_its_parent_goes_on(tiny_folder: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", IN_A_FORK, str(tiny_folder)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert ran.stdout.split() == ["0", "16"], ran.stderr

@@ -4,7 +4,8 @@ error of our own tree with a message; and numpy's whole numbers are whole number
 
 import asyncio
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from cadenza import LLM, AsyncEngine, EngineConfig, ReferenceEngine, Request, SamplingParams
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.config import EngineLimits, config_from_options
-from cadenza.engine.batch_engine import CoreService
+from cadenza.engine.batch_engine import CoreService, Emit
 from cadenza.engine.process.messages import Start, Submit, decode_to_engine, encode
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import CadenzaError, ConfigError, InvalidRequestError
@@ -85,6 +86,8 @@ CHECK = RequestCheck(
     capabilities=frozenset({"logprobs", "drafts"}),
 )
 WHOLE = {"max_tokens": 5, "top_k": 3, "seed": 7, "n": 2, "logprobs": 1, "min_tokens": 2}
+
+TIMEOUT_S = 600.0
 
 Call = Callable[[Any], object]
 
@@ -192,10 +195,20 @@ def test_anything_given_to_an_llm_is_refused_or_served(
     assert worded.core.is_idle
 
 
+class StillService(CoreService):
+    """Accepts requests, and computes nothing."""
+
+    def serve(self, emit: Emit) -> None:
+        self.may_end.wait(TIMEOUT_S)
+
+    may_end = threading.Event()
+
+
 @pytest.fixture(scope="module")
-def served(worded: LLM) -> Callable[[Callable[[AsyncEngine], Call], Any], object]:
+def served(worded: LLM) -> Iterator[Callable[[Callable[[AsyncEngine], Call], Any], object]]:
     """Asks an `AsyncEngine` over the core of `worded`, which is not served meanwhile."""
-    engine = AsyncEngine(CoreService(worded.core), worded._loaded.text)
+    still = StillService(worded.core)
+    engine = AsyncEngine(still, worded._loaded.text)
 
     def ask(make: Callable[[AsyncEngine], Call], value: Any) -> object:
         async def run() -> object:
@@ -204,7 +217,8 @@ def served(worded: LLM) -> Callable[[Callable[[AsyncEngine], Call], Any], object
 
         return asyncio.run(run())
 
-    return ask
+    yield ask
+    still.may_end.set()
 
 
 async def first(stream: Any) -> object:

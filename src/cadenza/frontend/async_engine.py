@@ -2,6 +2,7 @@
 
 Owns the serving thread and the transfer of events to the event loop: once a step, in one call,
 which makes text of all events and then calls the listener of each request that has new output.
+The first request, or `start`, binds it to the running loop.
 Knows text through `TextFrontend` and the engine through `BatchEngine`. Invariants: leaving an
 iterator cancels its request; for a slow reader one request's output accumulates, never a queue of
 outputs.
@@ -9,21 +10,28 @@ outputs.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from pathlib import Path
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from cadenza.config import EngineOptions, config_from_options
 from cadenza.engine.batch_engine import BatchEngine, CoreService
 from cadenza.engine.open_requests import RequestTimeouts
-from cadenza.errors import InvalidRequestError, show
+from cadenza.errors import EngineClosedError, InvalidRequestError, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.embeddings import embedding_of
-from cadenza.frontend.loaded_model import load_model
+from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
-from cadenza.frontend.text_frontend import Params, PreparedRequest, Prompt, TextFrontend
+from cadenza.frontend.text_frontend import (
+    Message,
+    Params,
+    PreparedRequest,
+    Prompt,
+    TextFrontend,
+)
 from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput
 from cadenza.request import PoolingParams, Request
 
@@ -53,6 +61,7 @@ class AsyncEngine:
         self._engine = engine
         self._text = text
         self._fingerprint = fingerprint
+        self._owner = EngineOwner()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._router = OutputRouter(engine.cancel)
         self._listeners: dict[int, Callable[[], object]] = {}
@@ -88,14 +97,42 @@ class AsyncEngine:
         await self.stop()
 
     def start(self) -> None:
-        """Binds to the running event loop and starts serving."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        """Binds to the running event loop and starts serving, unless it does already; requests
+        begin with it. Once that loop is closed, another one may follow.
+
+        Raises:
+            EngineClosedError: another event loop runs it, or this is a forked child.
+        """
+        self._owner.check()
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is None:
+            self._loop = loop
+            self._thread.start()
+        elif self._loop.is_closed():
+            self._move_to(loop)
+        else:
+            raise EngineClosedError(
+                "the engine is bound to another event loop, which is not closed; make all requests "
+                "on one loop, or load one AsyncEngine for each"
+            )
 
     async def stop(self) -> None:
-        """Ends every stream with an error and joins the thread."""
+        """Ends every stream with an error and joins the thread. Nothing in a forked child."""
+        if not self._owner.is_here:
+            return
         self._engine.shutdown()
+        if self._loop is None:
+            self.start()  # the serving thread frees the engine, also one that has served nothing
         await asyncio.to_thread(self._thread.join, JOIN_S)
+
+    def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Leaves what is still open of a loop that is closed, where nobody can read it."""
+        for request_id in [*self._listeners]:
+            self._leave(request_id)
+        with self._lock:  # an event that comes from here on is delivered to the new loop
+            self._loop, self._arrived = loop, []
 
     async def generate(
         self,
@@ -111,7 +148,34 @@ class AsyncEngine:
         Raises:
             InvalidRequestError, QueueFullError, EngineClosedError: as `submit`.
         """
+        self.start()
         prepared = await self._prepare(request, params)
+        with self.submit(prepared, kind=kind) as stream:
+            async for output in stream:
+                yield output
+
+    async def chat(
+        self,
+        messages: SequenceOf[Message],
+        params: Params = None,
+        *,
+        kind: OutputKind = "cumulative",
+        tools: SequenceOf[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answers one conversation through the model's chat template; yields as `generate` does.
+
+        Raises:
+            InvalidRequestError, QueueFullError, EngineClosedError: as `submit`.
+        """
+        self.start()
+        prepared = await asyncio.to_thread(
+            self._text.prepare_chat,
+            messages,
+            params,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+        )
         with self.submit(prepared, kind=kind) as stream:
             async for output in stream:
                 yield output
@@ -124,6 +188,7 @@ class AsyncEngine:
         Raises:
             InvalidRequestError, QueueFullError, EngineClosedError: as `submit`.
         """
+        self.start()
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             prepared = await asyncio.to_thread(self._text.prepare_pooled, prompt, params)
         else:
@@ -149,6 +214,7 @@ class AsyncEngine:
         Raises:
             InvalidRequestError, QueueFullError, EngineClosedError: as `BatchEngine.submit`.
         """
+        self.start()
         check_kind(kind)
         if not isinstance(request, PreparedRequest):
             request = PreparedRequest(text=None, request=self._text.resolve(request))

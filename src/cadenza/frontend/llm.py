@@ -15,9 +15,15 @@ from cadenza.errors import InvalidRequestError, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.embeddings import embedding_of
-from cadenza.frontend.loaded_model import load_model
+from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
-from cadenza.frontend.text_frontend import Message, Params, PreparedRequest, Prompt
+from cadenza.frontend.text_frontend import (
+    Message,
+    Params,
+    PreparedRequest,
+    Prompt,
+    TextFrontend,
+)
 from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput
 from cadenza.request import PoolingParams, SamplingParams, prompt_only, sequence_of
 
@@ -43,6 +49,7 @@ class LLM:
         self._loaded = load_model(model, config_from_options(options))
         self.core = self._loaded.core
         self.plan = self._loaded.plan
+        self._owner = EngineOwner()
         self._router = OutputRouter(self.core.cancel)
         self._news: dict[int, _News] = {}
 
@@ -53,8 +60,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Frees the memory; idempotent."""
-        self._loaded.close()
+        """Frees the memory; idempotent. Nothing in a forked child, where the memory is a copy."""
+        if self._owner.is_here:
+            self._loaded.close()
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -99,7 +107,7 @@ class LLM:
         chosen = self._params_for(len(conversations), params)
         return self._run(
             [
-                self._loaded.text.prepare_chat(
+                self._text.prepare_chat(
                     conversation, each, tools=tools, template_kwargs=chat_template_kwargs
                 )
                 for conversation, each in zip(conversations, chosen, strict=True)
@@ -123,7 +131,7 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or the params cannot be served; nothing was started.
         """
-        given, text = prompt_only(truncate_prompt_tokens), self._loaded.text
+        given, text = prompt_only(truncate_prompt_tokens), self._text
         prepared = [text.prepare_pooled(each, params, given) for each in _prompt_list(prompts)]
         return [embedding_of(output) for output in self._run(prepared)]
 
@@ -151,15 +159,21 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[RequestOutput]:
         """Streams the answer to one conversation, as `chat` and `stream` do."""
-        prepared = self._loaded.text.prepare_chat(
+        prepared = self._text.prepare_chat(
             messages, params, tools=tools, template_kwargs=chat_template_kwargs
         )
         return self._stream([prepared], kind)
 
+    @property
+    def _text(self) -> TextFrontend:
+        """Of requests. Raises EngineClosedError in a forked child, before anything is computed."""
+        self._owner.check()
+        return self._loaded.text
+
     def _prepare(self, prompts: list[Prompt], params: ParamsOfMany) -> list[PreparedRequest]:
         chosen = self._params_for(len(prompts), params)
         pairs = zip(prompts, chosen, strict=True)
-        return [self._loaded.text.prepare(prompt, each) for prompt, each in pairs]
+        return [self._text.prepare(prompt, each) for prompt, each in pairs]
 
     def _params_for(self, count: int, params: ParamsOfMany) -> SequenceOf[Params]:
         if params is None or isinstance(params, SamplingParams | Mapping):
@@ -201,6 +215,7 @@ class LLM:
         open_ids: set[int] = set()
 
         def receive(_: float) -> list[Submit] | None:
+            self._owner.check()
             if not waiting and not open_ids:
                 return None
             commands: list[Submit] = []

@@ -4,6 +4,7 @@
 its plan replaced by one that is made for them.
 """
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from cadenza.backends import BACKENDS, Backends
 from cadenza.checkpoint import Checkpoint, OnProgress
 from cadenza.config import EngineConfig
 from cadenza.engine.core import EngineCore
+from cadenza.errors import EngineClosedError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers
 from cadenza.frontend.text_frontend import DEFAULT_PARSERS, TextFrontend
@@ -20,6 +22,27 @@ from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
 from cadenza.text.grammar import StartChecks
 from cadenza.text.grammar_check import start_checks
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOwner:
+    """The process that an engine was loaded in. A forked child has a copy of its memory, and none
+    of its threads: a call there would wait for ever."""
+
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def is_here(self) -> bool:
+        return os.getpid() == self.pid
+
+    def check(self) -> None:
+        """Raises EngineClosedError in another process."""
+        if not self.is_here:
+            raise EngineClosedError(
+                f"the engine was loaded in process {self.pid}, of which process {os.getpid()} is a "
+                f"fork without the engine's threads; load the model in the child, or start the "
+                f"child with multiprocessing.get_context('spawn')"
+            )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
