@@ -238,7 +238,7 @@ def test_a_revision_leads_nowhere_else(tmp_path: Path, revision: str):
 def test_a_local_folder_comes_before_the_hub(tmp_path: Path, monkeypatch: Any):
     monkeypatch.chdir(tmp_path)
     os.makedirs(NAME)
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
+    with pytest.raises(CheckpointError, match=r"is empty"):
         find_checkpoint(NAME)
 
 

@@ -156,6 +156,19 @@ def test_garbage_tells_no_facts_and_fails_cleanly(cadenza: Callable[..., Ran], t
     assert (ran.objects[0]["model"]["stated"], ran.objects[0]["model"]["tensors"]) == ({}, {})
 
 
+def test_an_empty_folder_and_a_folder_of_models_are_told_as_such(
+    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+):
+    empty = cadenza("info", tmp_path)
+    assert empty.code == 3
+    assert f"the folder '{tmp_path}' is empty; name a folder" in empty.err
+    assert [line for line in empty.out.splitlines() if not line.startswith(" ")] == ["model"]
+    (tmp_path / "some-model").symlink_to(model)
+    above = cadenza("info", tmp_path)
+    assert above.code == 3
+    assert "has no config.json, but its folders some-model have one" in above.err
+
+
 def test_a_mixtures_experts_are_told_and_all_of_them_are_in_the_memory_plan(
     cadenza: Callable[..., Ran], tmp_path: Path
 ):

@@ -171,6 +171,15 @@ def test_a_model_of_a_shorter_context_is_told_beside_other_verdicts(
     assert equal["is_equal"]
 
 
+def test_a_replay_without_a_model_says_that_it_took_the_bundled_one(
+    cadenza: Callable[..., Ran], receipts: list[dict[str, Any]], tmp_path: Path
+):
+    ran = cadenza("replay", written(tmp_path, receipts[0]))
+    assert ran.code == 1
+    assert "name the receipt's own model with --model" in ran.out.splitlines()[0]
+    assert "the checkpoint does not fit" in ran.out
+
+
 def test_a_file_that_is_no_receipt_is_refused(cadenza: Callable[..., Ran], tmp_path: Path):
     for content in ("", "{}", "no", '{"receipt": 1}\n{"receipt": 1}', "[1]"):
         file = tmp_path / "none.json"

@@ -41,6 +41,9 @@ from cadenza.text.tokenizer import TokenizerSource
 
 MAX_CONFIG_BYTES = 4 << 20
 
+MAX_ENTRIES = 1000
+MAX_NAMED = 4
+"""Of a folder: entries that are looked at, and folders that an error names."""
 MAX_UNREAD_BYTES = 1 << 20
 """Bytes of each file in the digest of a model that only a backend reads."""
 
@@ -295,10 +298,22 @@ def _local_folder(path: Path) -> Path:
         )
     if not (path / CONFIG_FILE).exists():
         raise CheckpointError(
-            f"the folder {str(path)!r} has no {CONFIG_FILE}; name a folder in the Hugging Face "
-            f"layout, or one with a GGUF file"
+            f"the folder {str(path)!r} {_lack_of(path)}; name a folder in the Hugging Face layout, "
+            f"or one with a GGUF file"
         )
     return path
+
+
+def _lack_of(path: Path) -> str:
+    """What a folder has in place of a model: nothing, folders of models, or other files."""
+    try:
+        entries = sorted(path.iterdir())[:MAX_ENTRIES]
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    models = [each.name for each in entries if (each / CONFIG_FILE).exists()]
+    if models:
+        return f"has no {CONFIG_FILE}, but its folders {', '.join(models[:MAX_NAMED])} have one"
+    return f"has no {CONFIG_FILE}" if entries else "is empty"
 
 
 def _unite_eos(

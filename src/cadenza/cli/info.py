@@ -108,8 +108,9 @@ def _show_refused(name: str, reason: str, *, as_json: bool) -> None:
 
 
 def _as_text(facts: Facts) -> str:
-    width = max(len(key) for section in facts.values() for key in section)
-    return "\n\n".join(section_text(title, section, width) for title, section in facts.items())
+    shown = {title: section for title, section in facts.items() if section}
+    width = max(len(key) for section in shown.values() for key in section)
+    return "\n\n".join(section_text(title, section, width) for title, section in shown.items())
 
 
 def describe(

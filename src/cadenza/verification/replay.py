@@ -106,15 +106,19 @@ def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iter
         try:
             planned = open_model(model, config)
         except ConfigError as error:
-            yield from (_verdict(each, _other_model(each.receipt, error)) for each in group)
+            for each in group:
+                found = (*_untold_model(model), *_other_model(each.receipt, error))
+                yield _verdict(each, found)
             continue
         here = make_fingerprint(planned.checkpoint, planned.plan, config)
         fitting = [each for each in group if not _unfit(each.receipt, here)]
         for each in group:
             if each not in fitting:
+                is_other = each.receipt.fingerprint.checkpoint != here.checkpoint
+                untold = _untold_model(model) if is_other else ()
+                unfit = (*_changes(each.receipt), *_unfit(each.receipt, here))
                 advice = _advice(each.receipt, here, config)
-                unfit = (*_changes(each.receipt), *_unfit(each.receipt, here), *advice)
-                yield _verdict(each, unfit)
+                yield _verdict(each, (*untold, *unfit, *advice))
         if fitting:
             with closing(_load(planned, fitting)) as loaded:
                 for each in fitting:
@@ -140,6 +144,16 @@ def config_of(fingerprint: Fingerprint) -> EngineConfig:
         )
     except CadenzaError as error:
         raise ReceiptError(f"the receipt's fingerprint has unknown parts: {error}") from error
+
+
+def _untold_model(model: str | None) -> tuple[str, ...]:
+    """For a receipt that does not fit the model: says so where none was named."""
+    if model is not None:
+        return ()
+    return (
+        "it is not from the bundled model, which is taken without --model; name the receipt's own "
+        "model with --model",
+    )
 
 
 def _other_model(receipt: Receipt, error: ConfigError) -> Iterator[str]:
