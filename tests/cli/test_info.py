@@ -49,6 +49,11 @@ def test_json_and_text_tell_the_plan(cadenza: Callable[..., Ran], model: Path):
     terms = ("weight", "kv", "scratch", "process", "front_end", "bodies")
     planned = sum(facts["memory"][f"{term}_bytes"] for term in terms)
     assert facts["memory"]["planned_bytes"] == planned < facts["memory"]["available_bytes"]
+    at_start, reserved = (
+        facts["memory"][f"{term}_bytes"] for term in ("resident_at_start", "reserved")
+    )
+    assert at_start + reserved == planned
+    assert reserved > facts["memory"]["kv_bytes"]
     shown = cadenza("info", model, "--num-pages", 40, "-c", 100, "-np", 3).out
     for said in ("llama", "num_pages                 40", "num_full_length_requests  5", "bitwise"):
         assert said in shown

@@ -458,6 +458,21 @@ def test_prefixes_are_shared_between_slots_only_where_the_backend_says_how():
     assert (plan().limits.enable_prefix_caching, plan().limits.slot_unit) == (True, None)
 
 
+def test_what_is_resident_at_the_start_has_the_pool_only_where_it_is_filled():
+    def planned(*, fills_kv: bool) -> EnginePlan:
+        traits = replace(TRAITS, fills_kv=fills_kv, process_bytes=1000)
+        return make_plan(EngineConfig(max_num_seqs=4), open_checkpoint(None), traits, GIB)
+
+    filled, reserved = planned(fills_kv=True), planned(fills_kv=False)
+    assert filled.planned_bytes == reserved.planned_bytes
+    assert filled.start_bytes == reserved.start_bytes + reserved.kv_bytes
+    assert reserved.start_bytes > reserved.weight_bytes + 1000
+    limits = reserved.limits
+    of_requests = reserved.footprint.request_bytes * limits.max_num_seqs
+    of_slots = reserved.footprint.slot_bytes * limits.num_pages * limits.page_size
+    assert reserved.reserved_bytes == reserved.kv_bytes + of_requests + of_slots
+
+
 def test_the_headroom_is_left_out_of_the_pool():
     without, beside = plan(GIB), plan(GIB, scheduler_headroom_gb=0.5)
     assert beside.headroom_bytes == 500_000_000

@@ -4,6 +4,7 @@ Measured is private memory, sampled while a process starts and while it serves; 
 belong to the page cache. It may be 5 % more than was planned.
 """
 
+import os
 import re
 import shutil
 import sys
@@ -12,11 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from msgspec import structs
 
 from cadenza import EngineConfig, SamplingParams
+from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.table import DecoderSpec
+from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
+from cadenza.config import KVCacheDType
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
 from cadenza.engine.process.messages import Start
 from cadenza.errors import ConfigError
@@ -212,10 +219,15 @@ def test_what_the_front_end_has_is_counted_once_and_its_bodies_are(tmp_path: Pat
     assert bodies.kv_bytes < plain.kv_bytes < front_end.kv_bytes
 
 
-def planned_bytes(serving: ServeProcess) -> int:
-    """As the engine's line of the start tells it."""
-    (told,) = set(re.findall(r"; ([0-9.]+) MB planned in all", serving.log))
-    return round(float(told) * MB)
+def planned_bytes(serving: ServeProcess) -> tuple[int, int]:
+    """In all and at the start, as the engine's line of the start tells it."""
+    (told,) = set(re.findall(r"; ([0-9.]+) MB planned in all, ([0-9.]+) MB of them", serving.log))
+    in_all, at_start = (round(float(each) * MB) for each in told)
+    return in_all, at_start
+
+
+def private_bytes(*pids: int) -> int:
+    return sum(private_memory_bytes(Path(f"/proc/{pid}/status")) or 0 for pid in pids)
 
 
 def load(serving: ServeProcess, num_requests: int) -> None:
@@ -238,12 +250,17 @@ def check_server(*arguments: object, before: tuple[str, ...] = (), num_requests:
     with serve_process(*arguments, before=before) as serving:
         with PeakWatch(serving.process.pid) as front, PeakWatch(serving.engine_pid()) as engine:
             serving.wait_for(lambda: serving.status("/ready") == 200, LOAD_S)
+            idle_bytes = private_bytes(serving.process.pid, serving.engine_pid())
             load(serving, num_requests)
-        planned = planned_bytes(serving)
+        planned, at_start = planned_bytes(serving)
     peak_bytes = front.peak_bytes + engine.peak_bytes
     print(f"planned {planned / MB:.1f} MB, peak {peak_bytes / MB:.1f} MB")
+    print(f"planned for the start {at_start / MB:.1f} MB, idle {idle_bytes / MB:.1f} MB")
     assert is_kept(planned, peak_bytes)
-    assert peak_bytes > planned / 2
+    assert is_kept(at_start, idle_bytes)
+    # The controls: a plan for twice as much at the start would be noticed, and half a pool.
+    assert idle_bytes > at_start / 2
+    assert not is_kept(at_start, idle_bytes + (planned - at_start) // 2)
 
 
 @pytest.mark.slow
@@ -275,3 +292,26 @@ def test_an_engine_of_a_larger_shape_keeps_to_its_plan(tmp_path: Path, version: 
     write_random_checkpoint(named_shape("smollm2-135m"), folder, seed=1, dtype="bfloat16")
     config = EngineConfig(max_num_seqs=16, max_model_len=512, quantization="int4")
     check_engine(tmp_path, version, folder, config)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pages_take_no_memory_until_they_are_written(
+    dtype: WeightDType, kv_cache_dtype: KVCacheDType
+) -> None:
+    spec = DecoderSpec(
+        model=find_checkpoint(None).config,
+        dtype=jnp.dtype(dtype).type,
+        page_size=16,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    num_pages = 100 * MB // (16 * spec.model.kv_bytes_per_token(dtype, kv_cache_dtype))
+
+    def taken_bytes(fill: float | None) -> int:
+        before = private_bytes(os.getpid())
+        pool = jax.jit(lambda: NativeOps(spec).new_kv_pool(num_pages, fill))()
+        jax.block_until_ready(pool)
+        return private_bytes(os.getpid()) - before
+
+    assert taken_bytes(None) < 20 * MB
+    assert taken_bytes(0.0) > 80 * MB  # the control

@@ -83,7 +83,8 @@ def test_a_start_at_a_unix_socket_is_logged_in_four_lines_and_its_end_removes_it
     serves, plan, bound, ready = told
     assert serves == f"cadenza {__version__} serves bundled at unix:{path}"
     assert re.search(
-        r"bfloat16 weights, .* KV cache, 4 rows, context of 1024 tokens; .* MB planned in all$",
+        r"bfloat16 weights, .* KV cache, 4 rows, context of 1024 tokens; .* MB planned in all, "
+        r".* MB of them resident at the start$",
         plan,
     )
     assert re.search(r"steps .* ms", bound), bound

@@ -79,6 +79,8 @@ class BackendTraits:
         copies_pages: whether its runners can be `PageCopier`s.
         keeps_hidden: whether its runners can keep and read hidden states (`RunnerSetup`), with the
             bits of runners that do not.
+        fills_kv: whether it writes all KV slots when it starts, so that their memory is resident
+            before it is used.
         process_bytes: private memory of a process beside its models: libraries and programs.
         logit_copies: float32 arrays [L, V] that exist at the same time while tokens are chosen.
         gathered_layers: how often a step holds one layer's keys, and values, of a whole context.
@@ -105,6 +107,7 @@ class BackendTraits:
     verifies_drafts: bool = True
     copies_pages: bool = False
     keeps_hidden: bool = False
+    fills_kv: bool = True
     process_bytes: int = 0
     logit_copies: int = 0
     gathered_layers: int = 0
@@ -207,7 +210,8 @@ class RunnerSetup:
             `BackendTraits.quantizations`.
         kv_cache_dtype: the type of KV; one of `BackendTraits.kv_cache_dtypes`.
         arithmetic: one of `BackendTraits.arithmetics`.
-        fill: the initial value of KV slots (`verify` uses `BackendTraits.poison`).
+        fill: the initial value of KV slots (`verify` uses `BackendTraits.poison`); None leaves it
+            to the backend: no slot is read before it is written.
         cache_folder: where to cache compiled programs; None disables the cache.
         kv_of: a warm runner of the same model, perhaps with other weights, on whose KV and rows
             this one computes; it has no pages of its own. `limits` may have a smaller token budget.
@@ -230,7 +234,7 @@ class RunnerSetup:
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDType = "auto"
     arithmetic: Arithmetic = "fast"
-    fill: float = 0.0
+    fill: float | None = None
     cache_folder: Path | None = None
     kv_of: "Runner | None" = None
     keeps_hidden: bool = False

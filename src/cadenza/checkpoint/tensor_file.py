@@ -96,6 +96,12 @@ class TensorFile:
         assert not isinstance(found, BlockWeight), f"{name} is in blocks"
         return found
 
+    def release_pages(self) -> None:
+        """Takes the mapped pages out of this process's resident memory. The page cache keeps them,
+        and the next access maps them again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED)
+
     def raw_bytes(self, name: str) -> memoryview:
         """A tensor's stored bytes, without a copy."""
         entry = self.entries[name]

@@ -70,6 +70,11 @@ class Weights:
     def __len__(self) -> int:
         return len(self._file_of) + len(self.quantised)
 
+    def release_pages(self) -> None:
+        """Makes no page of the files resident in this process; views read them again on access."""
+        for file in self.files:
+            file.release_pages()
+
     def entry(self, name: str) -> TensorEntry:
         """Data type, shape and place of a tensor. Raises `KeyError` for unknown names."""
         return self._file_of[name].entries[name]

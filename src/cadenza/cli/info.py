@@ -131,6 +131,8 @@ def describe(
             "front_end_bytes": plan.footprint.front_end_bytes,
             "bodies_bytes": plan.footprint.bodies_bytes,
             "planned_bytes": plan.planned_bytes,
+            "resident_at_start_bytes": plan.start_bytes,
+            "reserved_bytes": plan.reserved_bytes,
             "kv_bytes_per_token": plan.kv_bytes_per_token,
             "kv_layout": plan.kv_layout,
             "page_size": limits.page_size,

@@ -247,10 +247,18 @@ def load_warm_runners(
     pages = open_page_folder(checkpoint, plan, config, backend, make_setup(plan, config))
     runners = load_runners(checkpoint, plan, config, backends=backends)
     runners = replace(runners, pages=pages)
+    _release_files(checkpoint, plan)
     on_phase_done("load")
     runners.warmup()
     on_phase_done("compile")
     return runners
+
+
+def _release_files(checkpoint: Checkpoint, plan: EnginePlan) -> None:
+    """Leaves the files of loaded weights to the page cache."""
+    for each in (checkpoint, None if plan.draft is None else plan.draft.checkpoint):
+        if each is not None and each.is_known:
+            each.weights.release_pages()
 
 
 def make_core(
@@ -340,10 +348,10 @@ def build_runner(
     plan: EnginePlan,
     config: EngineConfig,
     *,
-    fill: float = 0.0,
+    fill: float | None = None,
     backends: Backends = BACKENDS,
 ) -> Runner:
-    """A runner with all programs compiled; KV slots start as `fill`."""
+    """A runner with all programs compiled; KV slots start as `fill`, or unwritten."""
     runner = load_runner(checkpoint, plan, config, fill=fill, backends=backends)
     runner.warmup()
     return runner
@@ -354,10 +362,10 @@ def load_runners(
     plan: EnginePlan,
     config: EngineConfig,
     *,
-    fill: float = 0.0,
+    fill: float | None = None,
     backends: Backends = BACKENDS,
 ) -> Runners:
-    """Runners with their weights loaded and nothing compiled yet; KV slots start as `fill`."""
+    """Runners with their weights loaded and nothing compiled yet; KV is as in `build_runner`."""
     runner = load_runner(checkpoint, plan, config, fill=fill, backends=backends)
     setup = make_setup(plan, config, fill=fill)
     return Runners(runner, load_draft(runner, plan, config, setup, backends=backends))
@@ -368,10 +376,10 @@ def load_runner(
     plan: EnginePlan,
     config: EngineConfig,
     *,
-    fill: float = 0.0,
+    fill: float | None = None,
     backends: Backends = BACKENDS,
 ) -> Runner:
-    """A runner with its weights loaded and nothing compiled yet; KV slots start as `fill`."""
+    """A runner with its weights loaded and nothing compiled yet; KV is as in `build_runner`."""
     backend = find_backend(config.backend, backends)
     setup = make_setup(plan, config, fill=fill)
     if plan.traits.keeps_packed_weights:
@@ -380,7 +388,7 @@ def load_runner(
     return backend.load_runner(checkpoint, setup)
 
 
-def make_setup(plan: EnginePlan, config: EngineConfig, *, fill: float = 0.0) -> RunnerSetup:
+def make_setup(plan: EnginePlan, config: EngineConfig, *, fill: float | None = None) -> RunnerSetup:
     """How a backend loads the runner of a plan."""
     return RunnerSetup(
         limits=plan.limits,

@@ -99,12 +99,17 @@ class Footprint:
             table_bytes=0,
         )
 
+    def start_bytes(self, *, num_rows: int, num_step_tokens: int) -> int:
+        """The part of `scratch_bytes` that is taken before the first request comes."""
+        return (
+            self.fixed_bytes + num_rows * self.row_bytes + num_step_tokens * self.step_token_bytes
+        )
+
     def scratch_bytes(self, *, num_rows: int, num_step_tokens: int, num_slots: int) -> int:
         """What neither belongs to a process nor is weights or KV; of a footprint `at` a context."""
         return (
-            self.fixed_bytes
-            + num_rows * (self.row_bytes + self.request_bytes)
-            + num_step_tokens * self.step_token_bytes
+            self.start_bytes(num_rows=num_rows, num_step_tokens=num_step_tokens)
+            + num_rows * self.request_bytes
             + num_slots * self.slot_bytes
         )
 

@@ -116,6 +116,28 @@ class EnginePlan:
         )
 
     @property
+    def start_bytes(self) -> int:
+        """Of `planned_bytes`, those that are resident before the first request comes, at most."""
+        limits = self.limits
+        draft_bytes = 0 if self.draft is None else self.draft.weight_bytes
+        filled_bytes = self.kv_bytes + self.draft_bytes - draft_bytes
+        return (
+            self.weight_bytes
+            + draft_bytes
+            + (filled_bytes if self.traits.fills_kv else 0)
+            + self.footprint.start_bytes(
+                num_rows=limits.max_num_seqs, num_step_tokens=limits.max_num_batched_tokens
+            )
+            + self.footprint.process_bytes
+            + self.footprint.front_end_bytes
+        )
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of `planned_bytes`, those that become resident as requests use them."""
+        return self.planned_bytes - self.start_bytes
+
+    @property
     def draft_limits(self) -> EngineLimits:
         """Of the draft model's runner, whose pages have the ids of the target's."""
         draft, limits = self.draft, self.limits
@@ -168,7 +190,8 @@ class EnginePlan:
             f"{self.kv_bytes / 1e6:.1f} MB of {self.kv_name} KV cache, "
             f"{limits.max_num_seqs} rows{self._rows_summary}, "
             f"context of {limits.max_model_len} tokens{self._draft_summary}; "
-            f"{self.planned_bytes / 1e6:.1f} MB planned in all"
+            f"{self.planned_bytes / 1e6:.1f} MB planned in all, {self.start_bytes / 1e6:.1f} MB of "
+            f"them resident at the start"
         )
 
     @property

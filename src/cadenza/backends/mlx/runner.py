@@ -181,7 +181,7 @@ class _Steps:
         self._sizes = SlotSizes(
             num_slots=limits.num_pages,
             capacity=limits.page_size + PAGE_SIZE_UNIT,
-            fill=setup.fill,
+            fill=setup.fill or 0.0,
         )
         mx.set_default_device(device.device)
         limit_memory(device)

@@ -84,6 +84,7 @@ class XlaBackend:
             copies_pages=True,
             # A program that keeps them may be fused, and so rounded, otherwise by XLA.
             keeps_hidden=not is_reference,
+            fills_kv=is_reference,
             arithmetics=("fast",) if is_reference else ("fast", "portable"),
             device_memory_bytes=memory and memory.allocator_bytes,
             device_total_bytes=memory and memory.total_bytes,

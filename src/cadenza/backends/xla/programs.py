@@ -109,7 +109,7 @@ class ProgramShape:
     max_pages_per_seq: int
     num_pages: int
     token_buckets: tuple[int, ...]
-    fill: float
+    fill: float | None
     copies_pages: bool = False
     keeps_hidden: bool = False
 
@@ -444,13 +444,20 @@ def _compile_row_programs(rows: RowState, sharding: Any, platform: str) -> RowPr
 
 
 def state_function(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Callable[[], Any]:
-    """The program () to a new `DeviceState` with every KV element set to `shape.fill`."""
+    """The program () to a new `DeviceState` with every KV element set to `shape.fill`, or with what
+    is written per slot left unwritten."""
 
     num_words = RuleLayout(spec.model.vocab_size).num_words
     num_slots = shape.num_pages * spec.page_size
 
     def states(count: int) -> jax.Array:
         return new_states(count, spec.model.hidden_size, spec.dtype)
+
+    def kept_states() -> jax.Array:
+        if shape.fill is not None:
+            return states(num_slots)
+        like = jax.eval_shape(lambda: states(num_slots))
+        return ops.unwritten(like.shape, like.dtype)
 
     def new_state() -> DeviceState:
         rows = RowState(
@@ -462,7 +469,7 @@ def state_function(ops: OpTable, spec: DecoderSpec, shape: ProgramShape) -> Call
         return DeviceState(
             ops.new_kv_pool(shape.num_pages, shape.fill),
             rows,
-            states(num_slots) if shape.keeps_hidden else None,
+            kept_states() if shape.keeps_hidden else None,
             states(shape.num_rows) if spec.model.reads_hidden else None,
         )
 

@@ -131,7 +131,8 @@ class RunnerOptions:
         hidden_of: the runner whose hidden states it reads, and whose embedding and head it shares,
             if the model reads hidden states.
         make_ops: constructs the op table; None selects the default one (`device.find_ops`).
-        fill: the initial value of KV slots (tests and `verify` use NaN).
+        fill: the initial value of KV slots (tests and `verify` use NaN); None leaves them
+            unwritten.
         copies_pages: compiles what `read_pages` and `write_pages` need.
         packed_weights: the file of the weights as the op table packs them (`OpTable.loading`).
     """
@@ -145,7 +146,7 @@ class RunnerOptions:
     keeps_hidden: bool = False
     hidden_of: "XlaRunner | None" = None
     make_ops: MakeOps | None = None
-    fill: float = 0.0
+    fill: float | None = None
     copies_pages: bool = False
     packed_weights: Path | None = None
 

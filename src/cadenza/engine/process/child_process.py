@@ -25,8 +25,8 @@ from cadenza.engine.process.messages import (
 
 COMMAND = (sys.executable, "-P", "-X", "faulthandler", "-m", "cadenza.loading.engine_program")
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Environment of the engine, unless it is set: large allocations may have huge pages, with which
-the KV pool is filled in half the time. Only glibc reads it."""
+"""Environment of the engine, unless it is set: large allocations may have huge pages, so that a KV
+pool takes a page fault for each 2 MiB that are written. Only glibc reads it."""
 
 _RECEIVE_BYTES = 1 << 18
 _LAST_READS = 16

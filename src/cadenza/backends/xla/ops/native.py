@@ -61,6 +61,9 @@ DEFAULT_MAX_TOKENS = 256
 running streams while a prompt is computed, for 3 % more prompt tokens per second."""
 
 _CODE_OF_ACTIVATION: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_SCALE_BYTES = np.dtype(np.float32).itemsize
+"""Of the scale of a key or value of one head, behind its int8 codes."""
+
 _NO_WINDOW = 0
 _NO_CAP = 0.0
 
@@ -190,16 +193,28 @@ class NativeOps:
 
         return self._memory.hold((len(experts), *shape), jnp.float8_e4m3fn, pack)
 
-    def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
+    def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        program = self._new_program()
+        return program.emit(program.unwritten(_array(shape, dtype)))
+
+    def new_kv_pool(self, num_pages: int, fill: float | None) -> KVPool:
         model = self._model
         head = (model.num_kv_heads, self._spec.page_size, model.head_dim)
         shape = (num_pages, model.num_layers, *head)
+        if fill is None:
+            return KVPool(self._unwritten_side(shape), self._unwritten_side(shape))
         if self._spec.has_kv_codes:
             return KVPool(_filled_codes(shape, 255, fill), _filled_codes(shape, 127, fill))
         element = np.full((), fill, self._spec.dtype)
         if self._spec.dtype == jnp.bfloat16:  # XLA copies bfloat16 by way of float32 on a CPU
             element = element.view(np.uint16)
         return KVPool(jnp.full(shape, element), jnp.full(shape, element))
+
+    def _unwritten_side(self, shape: tuple[int, ...]) -> jax.Array:
+        if self._spec.has_kv_codes:
+            return self.unwritten((*shape[:-1], shape[-1] + _SCALE_BYTES), np.uint8)
+        is_stored_as_words = self._spec.dtype == jnp.bfloat16
+        return self.unwritten(shape, np.uint16 if is_stored_as_words else self._spec.dtype)
 
     def copy_slots(
         self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
@@ -403,7 +418,7 @@ def _filled_codes(shape: tuple[int, ...], code: int, fill: float) -> jax.Array:
     scales = np.full(PAGE_SIZE_UNIT, fill / MOST_CODE, np.float32).view(np.uint8)
     block = np.concatenate([np.full(PAGE_SIZE_UNIT * head_dim, code, np.uint8), scales])
     blocks = jnp.broadcast_to(block, (*pages, page_size // PAGE_SIZE_UNIT, len(block)))
-    return blocks.reshape(*pages, page_size, head_dim + np.dtype(np.float32).itemsize)
+    return blocks.reshape(*pages, page_size, head_dim + _SCALE_BYTES)
 
 
 def _columns(logits: LogitInputs[jax.Array]) -> jax.Array:

@@ -99,6 +99,12 @@ class NativeProgram:
 
         return record
 
+    def unwritten(self, shape: jax.ShapeDtypeStruct) -> Recorded:
+        """An array that no operation has to write. As an output of the program it has the memory
+        as the allocator gives it: of a large one, pages that are not resident before they are
+        written."""
+        return self._result(shape, None)
+
     def emit(self, outputs: Any) -> Any:
         """Calls the program; returns the tree `outputs` of `Recorded` as arrays."""
         leaves, tree = jax.tree.flatten(outputs)

@@ -163,7 +163,11 @@ class ReferenceOps:
         codes = [quantise_parts(own, operand) for operand in operands]
         return Linear(stack_codes(codes, orders_of(operands)), None, common)
 
-    def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
+    def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jnp.zeros(shape, dtype)
+
+    def new_kv_pool(self, num_pages: int, fill: float | None) -> KVPool:
+        fill = fill or 0.0
         slots = num_pages * self._spec.page_size
         model = self._model
         shape = (slots, model.num_layers, model.num_kv_heads, model.head_dim)

@@ -225,8 +225,16 @@ class OpTable(Protocol):
         """Each expert's weight [E, F], for `grouped_linear`."""
         ...
 
-    def new_kv_pool(self, num_pages: int, fill: float) -> KVPool:
-        """A pool of `num_pages` with every element set to `fill`; called under tracing."""
+    def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """An array whose content nothing reads before it is written; called under tracing.
+
+        Its memory is reserved, and becomes resident as it is written, where the table can do that.
+        """
+        ...
+
+    def new_kv_pool(self, num_pages: int, fill: float | None) -> KVPool:
+        """A pool of `num_pages` with every element set to `fill`, or `unwritten`; called under
+        tracing."""
         ...
 
     def copy_slots(
