@@ -54,6 +54,7 @@ def test_a_file_is_no_folder(tmp_path: Path):
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("none")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         open_checkpoint(tmp_path)
 
