@@ -18,7 +18,7 @@ from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, describe_api, o
 from cadenza.server.schemas.body import optional, required
 from cadenza.server.schemas.field_types import OneOf, String
 from cadenza.server.service import Service
-from cadenza.server.sse import AnswerHead, PromptInfo, StreamEncoder, Usage
+from cadenza.server.sse import KEEP_ALIVE, AnswerHead, PromptInfo, StreamEncoder, Usage
 from tests.server.harness import TIMEOUT_S, options
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -67,6 +67,9 @@ class EventEncoder:
         return b"".join(
             b"event: delta\ndata: " + self._shown(output.text) + b"\n\n" for output in outputs
         )
+
+    def silence(self) -> bytes:
+        return KEEP_ALIVE
 
     def closing(self) -> bytes:
         return b"event: end\ndata: {}\n\n"

@@ -16,6 +16,7 @@ from cadenza.config import GenerationConfig, is_integer
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import InvalidRequestError, TextTooLongError, show
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
+from cadenza.frontend.model_facts import facts_of
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.request import PoolingParams, Request, SamplingParams, as_token_ids, prompt_only
@@ -84,6 +85,7 @@ class TextFrontend:
         self._start_checks = start_checks
         source = checkpoint.tokenizer_source
         self._files = checkpoint.tokenizer
+        self.facts = facts_of(checkpoint)
         self._tokenizer = None if source is None else Tokenizer(source)
         self._template = ChatTemplate.from_checkpoint(checkpoint)
         self._planner = None
@@ -113,6 +115,21 @@ class TextFrontend:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its source; None without one."""
+        return None if self._template is None else self._template.source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self._template is not None and self._template.reads_tools
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the model marks its reasoning, as far as the chat template shows."""
+        return self._planner is not None and self._planner.has_reasoning
 
     @property
     def chat_template_options(self) -> frozenset[str]:

@@ -1,7 +1,8 @@
 """`Dialect`: whose API a path belongs to, for what is common to all of its answers.
 
-Owns the shapes of errors, and the headers that name a request. Knows no route. Invariant: an error
-has the same meaning in each dialect; only its shape differs, and 503, which is 529 in Anthropic's.
+Owns the shapes of errors, the type of streams, and the headers that name a request. Knows no route.
+Invariant: an error has the same meaning in each dialect; only its shape differs, and 503, which is
+529 in Anthropic's.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +12,9 @@ from typing import Any
 import msgspec
 
 from cadenza.server.errors import ApiError, invalid_value
+
+EVENT_STREAM = "text/event-stream"
+NDJSON = "application/x-ndjson"
 
 ANTHROPIC_VERSIONS = ("2023-06-01", "2026-10-21")
 """Of which the newer one allows less in requests; what it removes is accepted all the same."""
@@ -38,6 +42,9 @@ class Dialect:
         status_of: of an error's answer.
         error_body: the JSON of an error, of the request with an id.
         check_version: refuses a version of the API; takes a header's value.
+        error_schema: the name of its errors' schema in the API's description.
+        stream_type: the media type of a stream.
+        takes_forms: whether a body may be labelled as a form's, as `curl -d` labels any.
     """
 
     id_headers: tuple[str, ...]
@@ -45,6 +52,9 @@ class Dialect:
     status_of: Callable[[ApiError], int]
     error_body: Callable[[ApiError, str], bytes]
     check_version: Callable[[bytes], None]
+    error_schema: str = "Error"
+    stream_type: str = EVENT_STREAM
+    takes_forms: bool = False
 
 
 def anthropic_status(error: ApiError) -> int:
@@ -70,6 +80,11 @@ def _with_field(error: ApiError) -> str:
     return f"{param}: {error.message}"
 
 
+def ollama_error(error: ApiError) -> dict[str, str]:
+    """The answer, or a stream's last line: a text alone, which names the field at fault."""
+    return {"error": _with_field(error)}
+
+
 def _check_anthropic_version(version: bytes) -> None:
     text = version.decode("latin-1").strip()
     if text not in ANTHROPIC_VERSIONS:
@@ -90,12 +105,25 @@ ANTHROPIC = Dialect(
     status_of=anthropic_status,
     error_body=lambda error, request_id: msgspec.json.encode(anthropic_error(error, request_id)),
     check_version=_check_anthropic_version,
+    error_schema="MessageError",
+)
+OLLAMA = Dialect(
+    id_headers=("x-request-id",),
+    version_header=None,
+    status_of=lambda error: error.status,
+    error_body=lambda error, _: msgspec.json.encode(ollama_error(error)),
+    check_version=lambda _: None,
+    error_schema="TextError",
+    stream_type=NDJSON,
+    takes_forms=True,
 )
 
-ANTHROPIC_PATH = "/v1/messages"
+_PATHS = {"/v1/messages": ANTHROPIC, "/api": OLLAMA}
 
 
 def dialect_of(path: str) -> Dialect:
     """Also of a path where there is nothing."""
-    is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
-    return ANTHROPIC if is_anthropic else OPENAI
+    for place, dialect in _PATHS.items():
+        if path == place or path.startswith(f"{place}/"):
+            return dialect
+    return OPENAI

@@ -23,7 +23,7 @@ from cadenza.server.http_exchange import ClientLeftError, Exchange, Response
 from cadenza.server.job import Job
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.service import Service
-from cadenza.server.sse import KEEP_ALIVE, AnswerEncoder, AnswerHead, StreamEncoder
+from cadenza.server.sse import AnswerEncoder, AnswerHead, StreamEncoder
 
 logger = logging.getLogger("cadenza.server")
 
@@ -111,6 +111,17 @@ class Generation:
                 responses=service.responses,
             )
         )
+        head = AnswerHead(
+            request_id=exchange.request_id,
+            created=int(service.options.now()),
+            model=model,
+            system_fingerprint=service.system_fingerprint,
+            times=record.times,
+        )
+        immediate = request.immediate(head)
+        if immediate is not None:
+            await exchange.answer(Response(body=immediate))
+            return
         with service.preparing(check.limits):
             try:
                 prepared = await service.work.do(
@@ -122,12 +133,6 @@ class Generation:
                 raise error_of(error, service.engine_state, request.param_of) from error
             service.check_id(exchange.request_id)
             job = service.submit(prepared, exchange.tenant, record)
-        head = AnswerHead(
-            request_id=exchange.request_id,
-            created=int(service.options.now()),
-            model=model,
-            system_fingerprint=service.system_fingerprint,
-        )
         streamed = request.stream_encoder(head, record.usage, service.text)
         encoder = streamed or request.encoder(head, record.usage, service.text)
         end_error = partial(error_of_end, monitor=service.monitor, param_of=request.param_of)
@@ -177,7 +182,7 @@ async def _stream(
     try:
         while job.num_unfinished:
             news = await job.news(exchange.limits.keep_alive_s)
-            made: list[bytes] = [] if news else [KEEP_ALIVE]
+            made: list[bytes] = [] if news else [encoder.silence()]
             for place, request, outputs in news:
                 failed = record.take(place, request.num_cached_tokens, outputs)
                 if failed is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import cadenza
-from cadenza.server.dialect import OPENAI, dialect_of
+from cadenza.server.dialect import dialect_of
 from cadenza.server.errors import STATUSES
 from cadenza.server.schemas.body import Body, UnknownFields
 from cadenza.server.schemas.field_types import Schema, or_null
@@ -77,13 +77,20 @@ _MESSAGE_ERROR = object_of(
     }
 )
 
+_ERRORS = {
+    "Error": _ERROR,
+    "MessageError": _MESSAGE_ERROR,
+    "TextError": object_of({"error": TEXT}),
+}
+"""By the names that dialects give them."""
+
 
 def describe_api(
     routes: Iterable[ApiRoute], *, needs_key: bool, unknown_fields: UnknownFields = "refuse"
 ) -> dict[str, Any]:
     """The description in OpenAPI 3.1."""
     paths: dict[str, Any] = {}
-    schemas: dict[str, Schema] = {"Error": _ERROR, "MessageError": _MESSAGE_ERROR}
+    schemas: dict[str, Schema] = {**_ERRORS}
     for route in routes:
         path = route.path.replace(":path}", "}")
         operation = _operation(route, needs_key, unknown_fields)
@@ -135,12 +142,12 @@ def _answer(route: ApiRoute) -> dict[str, Any]:
         "application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}
     }
     if route.can_stream:
-        content["text/event-stream"] = {"schema": TEXT}
+        content[dialect_of(route.path).stream_type] = {"schema": TEXT}
     return {"description": route.summary, "content": content}
 
 
 def _error(status: int, path: str) -> dict[str, Any]:
-    name = "Error" if dialect_of(path) is OPENAI else "MessageError"
+    name = dialect_of(path).error_schema
     return {
         "description": STATUSES[status].summary,
         "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},

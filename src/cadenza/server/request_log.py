@@ -59,6 +59,23 @@ class Usage:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTimes:
+    """Seconds of a call so far.
+
+    Args:
+        total_s: since it arrived.
+        first_s: until its first token; None without one.
+        prompt_s: until its first token, or until its prompts were read where nothing is generated.
+        decode_s: from its first token to its newest.
+    """
+
+    total_s: float = 0.0
+    first_s: float | None = None
+    prompt_s: float = 0.0
+    decode_s: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class PromptTimes:
     """The times of a prompt's first and newest output tokens, and of its end where it has none;
@@ -159,6 +176,26 @@ class RequestRecord:
             line = self._line(now_s, rest)
             logger.info("request", extra={"request": line})
 
+    def times(self) -> AnswerTimes:
+        return self._times(self.clock())
+
+    def _times(self, now_s: float) -> AnswerTimes:
+        begun = self._begun()
+        first_s = min((times.first_s or 0.0 for times in begun), default=None)
+        last_s = max((times.last_s for times in begun), default=0.0)
+        read_s = max((times.read_s or 0.0 for times in self.prompts), default=0.0)
+        ttft_s = None if first_s is None else first_s - self.arrived_s
+        return AnswerTimes(
+            total_s=now_s - self.arrived_s,
+            first_s=ttft_s,
+            prompt_s=read_s - self.arrived_s if ttft_s is None else ttft_s,
+            decode_s=0.0 if first_s is None else last_s - first_s,
+        )
+
+    def _begun(self) -> list[PromptTimes]:
+        """Those of prompts that have output tokens."""
+        return [times for times in self.prompts if times.first_s is not None]
+
     def _num_generated(self, prompt: int) -> int:
         indices = range(prompt * self.n, (prompt + 1) * self.n)
         return sum(self.usage.generated.get(index, 0) for index in indices)
@@ -166,14 +203,7 @@ class RequestRecord:
     def _line(self, now_s: float, rest: FinishReason) -> dict[str, Any]:
         prompt_tokens = self.usage.prompt_tokens
         completion_tokens = self.usage.completion_tokens
-        begun = [times for times in self.prompts if times.first_s is not None]
-        first_s = min((times.first_s or 0.0 for times in begun), default=None)
-        last_s = max((times.last_s for times in begun), default=0.0)
-        latency_s = now_s - self.arrived_s
-        ttft_s = None if first_s is None else first_s - self.arrived_s
-        read_s = max((times.read_s or 0.0 for times in self.prompts), default=0.0)
-        prompt_s = read_s - self.arrived_s if ttft_s is None else ttft_s
-        decode_s = 0.0 if first_s is None else last_s - first_s
+        times, num_begun = self._times(now_s), len(self._begun())
         reasons = sorted(set(self.ends.values())) or [rest]
         line = {
             "request_id": self.request_id,
@@ -182,11 +212,11 @@ class RequestRecord:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tps": _rate(prompt_tokens, prompt_s),
-            "generation_tps": _rate(completion_tokens - len(begun), decode_s),
-            "total_tps": _rate(prompt_tokens + completion_tokens, latency_s),
-            "latency_ms": round(latency_s * 1e3, 3),
-            "ttft_ms": None if ttft_s is None else round(ttft_s * 1e3, 3),
+            "prompt_tps": _rate(prompt_tokens, times.prompt_s),
+            "generation_tps": _rate(completion_tokens - num_begun, times.decode_s),
+            "total_tps": _rate(prompt_tokens + completion_tokens, times.total_s),
+            "latency_ms": round(times.total_s * 1e3, 3),
+            "ttft_ms": None if times.first_s is None else round(times.first_s * 1e3, 3),
             "finish_reason": ",".join(reasons),
         }
         return line if self.user is None else {**line, "user": self.user}

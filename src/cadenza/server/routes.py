@@ -12,6 +12,9 @@ from cadenza.server.endpoints.completions import COMPLETIONS
 from cadenza.server.endpoints.embeddings import EMBEDDINGS
 from cadenza.server.endpoints.generating import GeneratingEndpoint
 from cadenza.server.endpoints.messages import MESSAGES
+from cadenza.server.endpoints.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
+from cadenza.server.endpoints.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
+from cadenza.server.endpoints.ollama_models import OLLAMA_ROUTES, OllamaHandlers
 from cadenza.server.endpoints.responses import RESPONSES
 from cadenza.server.endpoints.status import STATUS_ROUTES, StatusHandlers
 from cadenza.server.endpoints.stored_responses import (
@@ -30,6 +33,10 @@ GENERATING: tuple[GeneratingEndpoint, ...] = (
     RESPONSES,
     MESSAGES,
     EMBEDDINGS,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
 )
 
 ROUTES: tuple[ApiRoute, ...] = (
@@ -37,6 +44,7 @@ ROUTES: tuple[ApiRoute, ...] = (
     *STORED_RESPONSE_ROUTES,
     *STATUS_ROUTES,
     *TOKEN_ROUTES,
+    *OLLAMA_ROUTES,
 )
 
 OPEN_PATHS = frozenset(route.path for route in ROUTES if route.policy == "open")
@@ -53,4 +61,5 @@ def make_handlers(service: Service) -> Mapping[str, Handler]:
         **StoredResponseHandlers(service).by_route(),
         **StatusHandlers(service, description).by_route(),
         **TokenHandlers(service).by_route(),
+        **OllamaHandlers(service).by_route(),
     }

@@ -44,6 +44,9 @@ from cadenza.server.schemas.body import UnknownFields
 from cadenza.server.tenants import TenantFile, Tenants
 from cadenza.tenant import ONE_TENANT
 
+DEFAULT_TAG = ":latest"
+"""Of a model's name without a tag, to Ollama's clients."""
+
 
 class ServedEngine(BatchEngine, EngineMonitor, Protocol):
     """What a server needs of an engine."""
@@ -161,10 +164,13 @@ class Service:
 
     def check_model(self, model: str | None) -> str:
         """The model's name in the answer. Raises ApiError (404)."""
-        names = self.options.model_names
-        if model is not None and model not in (*names, *self.options.model_aliases):
+        names = self.model_names
+        if model is None:
+            return names[0]
+        known = {*names, *self.options.model_aliases}
+        if known.isdisjoint({model, model.removesuffix(DEFAULT_TAG), model + DEFAULT_TAG}):
             raise model_not_found(model, names)
-        return model or names[0]
+        return model
 
     @property
     def system_fingerprint(self) -> str | None:
@@ -176,6 +182,11 @@ class Service:
         """That of the engine's answers when a call was last admitted; None before, and where it is
         not known."""
         return self._fingerprint
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Those that are listed."""
+        return self.options.model_names
 
     def engine_limits(self) -> EngineLimits | None:
         """None until the engine has been loaded once."""

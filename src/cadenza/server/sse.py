@@ -6,7 +6,7 @@ or text chunks, one finish reason for each choice, usage if asked for, and `[DON
 ends.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,10 +14,11 @@ import msgspec
 
 from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
 from cadenza.server.errors import ApiError
-from cadenza.server.request_log import Usage
+from cadenza.server.request_log import AnswerTimes, Usage
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment."""
 
 _encode = msgspec.json.encode
 
@@ -32,6 +33,8 @@ class AnswerHead:
     created: int
     model: str
     system_fingerprint: str | None = None
+    times: Callable[[], AnswerTimes] = AnswerTimes
+    """Of the answer so far."""
 
     def fields(self, id_prefix: str, object_name: str) -> dict[str, Any]:
         return {
@@ -85,6 +88,10 @@ class StreamEncoder(AnswerEncoder, Protocol):
 
     def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
         """The events of new outputs of the prompt at `place` in the call."""
+        ...
+
+    def silence(self) -> bytes:
+        """What is sent where there has been nothing for a while, so that no proxy gives up."""
         ...
 
     def closing(self) -> bytes:
@@ -178,6 +185,9 @@ class ChunkEncoder:
                 after = self._after if self._is_after_fixed else self._next_after(request)
                 made += (self._before, _encode(part), after)
         return b"".join(made)
+
+    def silence(self) -> bytes:
+        return KEEP_ALIVE
 
     def closing(self) -> bytes:
         if not self._options.include_usage:

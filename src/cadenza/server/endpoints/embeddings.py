@@ -30,7 +30,7 @@ from cadenza.server.schemas.prompts import PlainPrompts
 from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
 
 MAX_ANSWER_BYTES = 64 << 20
-_FLOAT_BYTES, _BASE64_BYTES = 22, 16 / 3
+FLOAT_BYTES, _BASE64_BYTES = 22, 16 / 3
 """Of a number in an answer: a usual float32 as a double's shortest text, with its comma."""
 
 _encode = msgspec.json.encode
@@ -83,14 +83,10 @@ class EmbeddingRequest(CallRequest):
     def check_size(self, hidden_size: int | None) -> None:
         num_values = min(self.dimensions or sys.maxsize, hidden_size or 0)
         is_base64 = self.encoding_format == "base64"
-        value_bytes = _BASE64_BYTES if is_base64 else _FLOAT_BYTES
-        if self.num_prompts * num_values * value_bytes > MAX_ANSWER_BYTES:
-            base64 = "" if is_base64 else "encoding_format base64, "
-            raise invalid_value(
-                f"{self.num_prompts} embeddings of {num_values} numbers are an answer of over "
-                f"{MAX_ANSWER_BYTES >> 20} MiB; use {base64}dimensions or fewer inputs",
-                "input",
-            )
+        value_bytes = _BASE64_BYTES if is_base64 else FLOAT_BYTES
+        base64 = "" if is_base64 else "encoding_format base64, "
+        advice = f"use {base64}dimensions or fewer inputs"
+        check_embeddings_size(self.num_prompts, num_values, value_bytes, advice)
 
     def sampling(self, text: TextFrontend) -> SamplingParams:
         del text  # no checkpoint recommends anything for it
@@ -116,6 +112,18 @@ class EmbeddingRequest(CallRequest):
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
         del text  # an embedding has none
         return EmbeddingEncoder(head, usage, is_base64=self.encoding_format == "base64")
+
+
+def check_embeddings_size(
+    num_prompts: int, num_values: int, value_bytes: float, advice: str
+) -> None:
+    """Raises ApiError (400) where so many embeddings, of so many numbers, are too large."""
+    if num_prompts * num_values * value_bytes > MAX_ANSWER_BYTES:
+        raise invalid_value(
+            f"{num_prompts} embeddings of {num_values} numbers are an answer of over "
+            f"{MAX_ANSWER_BYTES >> 20} MiB; {advice}",
+            "input",
+        )
 
 
 class EmbeddingEncoder:

@@ -107,6 +107,10 @@ class CallRequest(CallBody, ABC):
         """Raises ApiError (400) where the answer would be too large; `hidden_size` is that of an
         embedding, if the engine gives some."""
 
+    def immediate(self, head: AnswerHead) -> bytes | None:
+        """The whole answer, where it needs no engine but a ready one; None where it does."""
+        del head
+
     @abstractmethod
     def sampling(self, text: TextFrontend) -> SamplingParams:
         """The sampling parameters; unset ones are the checkpoint's recommendations.

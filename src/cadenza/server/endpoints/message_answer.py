@@ -15,7 +15,7 @@ from cadenza.server.dialect import anthropic_error
 from cadenza.server.endpoints.blocks import Block, BlockEvent, BlockReader
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import Usage
-from cadenza.server.sse import AnswerHead, PromptInfo
+from cadenza.server.sse import KEEP_ALIVE, AnswerHead, PromptInfo
 
 MESSAGE_PREFIX = "msg_"
 
@@ -58,6 +58,9 @@ class MessageEncoder:
             for event in self._read(output):
                 made += self._events_of(event)
         return b"".join(made)
+
+    def silence(self) -> bytes:
+        return KEEP_ALIVE
 
     def closing(self) -> bytes:
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}

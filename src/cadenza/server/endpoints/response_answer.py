@@ -18,7 +18,7 @@ from cadenza.server.endpoints.blocks import Block, BlockEvent, BlockReader
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import Usage
 from cadenza.server.response_store import ResponseStore, StoredResponse
-from cadenza.server.sse import PromptInfo
+from cadenza.server.sse import KEEP_ALIVE, PromptInfo
 
 Status = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
 
@@ -75,6 +75,9 @@ class ResponseEncoder:
             for event in self._read(output):
                 made += self._events_of(event)
         return b"".join(made)
+
+    def silence(self) -> bytes:
+        return KEEP_ALIVE
 
     def closing(self) -> bytes:
         name = "completed" if self._status == "completed" else "incomplete"

@@ -1,0 +1,335 @@
+"""The routes of Ollama's API that tell of models, or would change them; and llama.cpp's /props.
+
+Owns their answers. Knows `Service` and `Exchange`. Invariant: what is listed can be asked for by
+the listed name; what would change the models of this server is refused, with what to do instead.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import cadenza
+from cadenza.errors import CadenzaError
+from cadenza.server.endpoints.ollama_answer import time_of
+from cadenza.server.errors import ApiError, error_of, invalid_value, not_built
+from cadenza.server.http_exchange import Exchange, Handler, send_object
+from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of
+from cadenza.server.schemas.body import Body, label, optional
+from cadenza.server.schemas.field_types import AnyJson, Boolean, Schema, String
+from cadenza.server.service import DEFAULT_TAG, Service
+
+API_VERSION = "0.13.0"
+"""Of Ollama, whose API this is; clients refuse servers that are too old for them."""
+
+_NEVER_S = 4_102_444_800
+"""When a model that stays loaded is unloaded: at the end of the century."""
+_NEUTRAL_PARAMETERS = {
+    "temperature": ("temperature", None),
+    "top_k": ("top_k", 0),
+    "top_p": ("top_p", 1.0),
+    "min_p": ("min_p", 0.0),
+    "repeat_penalty": ("repetition_penalty", 1.0),
+}
+"""Ollama's names, `SamplingParams`' names, and the values that are not shown."""
+
+
+class NamedModelBody(Body):
+    """A body that names a model and asks for no tokens."""
+
+    name = optional(String(min_chars=1, max_chars=256), "Older name of model.")
+    verbose = label(Boolean())
+    stream = label(Boolean())
+    insecure = label(Boolean())
+    system = label(AnyJson(max_chars=1 << 16))
+    template = label(AnyJson(max_chars=1 << 16))
+    options = label(AnyJson(max_chars=1 << 16))
+
+    @property
+    def asked(self) -> str | None:
+        return self.model or self.name
+
+
+def tagged(name: str) -> str:
+    """A model's name as Ollama's clients expect it: with a tag."""
+    return name if ":" in name.rpartition("/")[2] else name + DEFAULT_TAG
+
+
+class OllamaHandlers:
+    """One method for each of `OLLAMA_ROUTES`; all that is refused shares one."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def by_route(self) -> Mapping[str, Handler]:
+        return {
+            "ollama_version": self._version,
+            "ollama_tags": self._tags,
+            "ollama_ps": self._ps,
+            "ollama_show": self._show,
+            "ollama_pull": self._pull,
+            "props": self._props,
+            **{f"ollama_{name}": _Refusal(name) for name in _REFUSED},
+        }
+
+    async def _version(self, exchange: Exchange) -> None:
+        await send_object(exchange, {"version": API_VERSION, "cadenza": cadenza.__version__})
+
+    async def _tags(self, exchange: Exchange) -> None:
+        cards = [self._card(name) for name in self._service.model_names]
+        await send_object(exchange, {"models": cards})
+
+    async def _ps(self, exchange: Exchange) -> None:
+        service = self._service
+        names = service.model_names if service.monitor.status().is_ready else ()
+        loaded = {
+            "expires_at": time_of(_NEVER_S),
+            "size_vram": 0,
+            "context_length": self._context_length(),
+        }
+        await send_object(exchange, {"models": [self._card(name) | loaded for name in names]})
+
+    async def _show(self, exchange: Exchange) -> None:
+        name = self._service.check_model((await self._read(exchange)).asked)
+        await send_object(exchange, self._shown(name))
+
+    async def _pull(self, exchange: Exchange) -> None:
+        """A model that is here is pulled already."""
+        asked = (await self._read(exchange)).asked
+        if asked is None:
+            raise invalid_value("model is missing; it is needed here", "model")
+        try:
+            self._service.check_model(asked)
+        except ApiError:
+            names = ", ".join(self._service.model_names)
+            advice = f"this server has {names}; {_INSTEAD}"
+            raise not_built("/api/pull", "fetching a model", advice=advice) from None
+        await send_object(exchange, {"status": "success"})
+
+    async def _props(self, exchange: Exchange) -> None:
+        service, limits = self._service, self._service.engine_limits()
+        described: dict[str, Any] = {}
+        with suppress(CadenzaError):  # there may be no tokenizer
+            described = service.text.describe_tokenizer()
+        props = {
+            "default_generation_settings": {
+                "n_ctx": self._context_length(),
+                "params": self._parameters(),
+            },
+            "total_slots": 0 if limits is None else limits.max_num_seqs,
+            "model_alias": service.model_names[0],
+            "model_path": service.model_names[0],
+            "chat_template": service.text.chat_template or "",
+            "bos_token": described.get("bos_token") or "",
+            "eos_token": described.get("eos_token") or "",
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"cadenza {cadenza.__version__}",
+            "is_sleeping": False,
+        }
+        await send_object(exchange, props)
+
+    async def _read(self, exchange: Exchange) -> NamedModelBody:
+        service, unknown = self._service, self._service.options.unknown_fields
+        async with exchange.body() as raw:
+            try:
+                return await service.work.do(
+                    "tokenize", len(raw), lambda: NamedModelBody.read(raw, unknown)
+                )
+            except CadenzaError as error:  # the server is ending
+                raise error_of(error, service.engine_state) from error
+
+    def _card(self, name: str) -> dict[str, Any]:
+        facts = self._service.text.facts
+        return {
+            "name": tagged(name),
+            "model": tagged(name),
+            "modified_at": time_of(self._service.created),
+            "size": facts.num_bytes or 0,
+            "digest": facts.digest,
+            "details": self._details(),
+        }
+
+    def _details(self) -> dict[str, Any]:
+        facts = self._service.text.facts
+        return {
+            "parent_model": "",
+            "format": facts.format,
+            "family": facts.family,
+            "families": [facts.family],
+            "parameter_size": _shown_count(facts.num_parameters),
+            "quantization_level": facts.stored_type,
+        }
+
+    def _shown(self, name: str) -> dict[str, Any]:
+        text = self._service.text
+        facts, family = text.facts, text.facts.family
+        info = {
+            "general.architecture": family,
+            "general.basename": name,
+            "general.parameter_count": facts.num_parameters,
+            f"{family}.context_length": self._context_length(),
+            f"{family}.embedding_length": facts.hidden_size,
+            f"{family}.block_count": facts.num_layers,
+            f"{family}.vocab_size": facts.vocab_size,
+        }
+        parameters = self._parameters()
+        return {
+            "modelfile": f"FROM {name}\n",
+            "parameters": "\n".join(f"{key} {value}" for key, value in parameters.items()),
+            "template": text.chat_template or "",
+            "details": self._details(),
+            "model_info": {key: value for key, value in info.items() if value is not None},
+            "capabilities": self._capabilities(),
+            "modified_at": time_of(self._service.created),
+        }
+
+    def _capabilities(self) -> list[str]:
+        text = self._service.text
+        if not text.facts.can_generate:
+            return ["embedding"]
+        has = {"tools": text.takes_tools, "thinking": text.has_reasoning}
+        return ["completion", *(name for name, is_there in has.items() if is_there)]
+
+    def _parameters(self) -> dict[str, Any]:
+        """The recommended sampling, where it is not neutral."""
+        params = self._service.text.default_params(max_tokens=None)
+        found = {
+            name: (getattr(params, field), neutral)
+            for name, (field, neutral) in _NEUTRAL_PARAMETERS.items()
+        }
+        return {name: value for name, (value, neutral) in found.items() if value != neutral}
+
+    def _context_length(self) -> int:
+        limits = self._service.engine_limits()
+        if limits is None:
+            return self._service.text.facts.max_position_embeddings
+        return limits.max_model_len
+
+
+def _shown_count(count: int | None) -> str:
+    """In Ollama's units, such as 135M or 1.2B."""
+    if count is None:
+        return ""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= size:
+            return f"{count / size:.4g}{unit}"
+    return str(count)
+
+
+_INSTEAD = "a model is chosen when the server starts: cadenza serve MODEL"
+_REFUSED: Mapping[str, tuple[str, str]] = {
+    "push": ("publishing a model", "leave it out"),
+    "create": ("making a model of another", _INSTEAD),
+    "blobs": ("taking a model's file", _INSTEAD),
+    "copy": (
+        "a copy under another name",
+        "start the server with one more --served-model-name",
+    ),
+    "delete": ("deleting a model", "end the server, and remove the model's files yourself"),
+}
+"""What each would do, and what to do instead."""
+
+
+class _Refusal:
+    """The handler of a route that would change the models."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    async def __call__(self, exchange: Exchange) -> None:
+        del exchange  # whatever it asks for
+        what, advice = _REFUSED[self._name]
+        raise not_built(f"/api/{self._name}", what, advice=advice)
+
+
+_DETAILS = object_of({"format": TEXT, "family": TEXT, "parameter_size": TEXT})
+_CARD: dict[str, Schema] = {
+    "name": TEXT,
+    "model": TEXT,
+    "modified_at": TEXT,
+    "size": COUNT,
+    "digest": TEXT,
+    "details": _DETAILS,
+}
+_LOADED = {**_CARD, "expires_at": TEXT, "size_vram": COUNT, "context_length": COUNT}
+_SHOWN = object_of(
+    {
+        "modelfile": TEXT,
+        "template": TEXT,
+        "details": _DETAILS,
+        "model_info": {"type": "object"},
+        "capabilities": list_of(TEXT),
+    }
+)
+_PROPS = object_of(
+    {
+        "default_generation_settings": object_of({"n_ctx": COUNT}),
+        "total_slots": COUNT,
+        "model_path": TEXT,
+        "chat_template": TEXT,
+        "build_info": TEXT,
+    }
+)
+_STATUS = AnswerSchema(name="OllamaStatus", schema=object_of({"status": TEXT}))
+_BODY_STATUSES = (404, 413, 415, 429, 503)
+
+
+def _get(name: str, path: str, summary: str, schema: Schema) -> ApiRoute:
+    return ApiRoute(
+        name=name,
+        method="GET",
+        path=path,
+        policy="key",
+        summary=summary,
+        answers=AnswerSchema(name=name.title().replace("_", ""), schema=schema),
+    )
+
+
+def _post(name: str, summary: str, answers: AnswerSchema) -> ApiRoute:
+    return ApiRoute(
+        name=f"ollama_{name}",
+        method="POST",
+        path=f"/api/{name}",
+        policy="key",
+        summary=summary,
+        answers=answers,
+        statuses=_BODY_STATUSES,
+        body=NamedModelBody,
+    )
+
+
+def _refused(name: str) -> ApiRoute:
+    what, _ = _REFUSED[name]
+    return ApiRoute(
+        name=f"ollama_{name}",
+        method="DELETE" if name == "delete" else "POST",
+        path="/api/blobs/{id:path}" if name == "blobs" else f"/api/{name}",
+        policy="key",
+        summary=f"Not built: {what}.",
+        answers=_STATUS,
+    )
+
+
+OLLAMA_ROUTES: tuple[ApiRoute, ...] = (
+    _get(
+        "ollama_version",
+        "/api/version",
+        "The version of Ollama whose API this is.",
+        object_of({"version": TEXT}),
+    ),
+    _get(
+        "ollama_tags",
+        "/api/tags",
+        "The models that are served, as Ollama lists them.",
+        object_of({"models": list_of(object_of(_CARD))}),
+    ),
+    _get(
+        "ollama_ps",
+        "/api/ps",
+        "Those that are loaded.",
+        object_of({"models": list_of(object_of(_LOADED))}),
+    ),
+    _post("show", "One of them.", AnswerSchema(name="OllamaShow", schema=_SHOWN)),
+    _post("pull", "Succeeds for a model that is served.", _STATUS),
+    *(_refused(name) for name in _REFUSED),
+    _get("props", "/props", "What llama.cpp tells of its model.", _PROPS),
+)

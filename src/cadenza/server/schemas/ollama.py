@@ -1,0 +1,280 @@
+"""The fields of Ollama's bodies, checked into what the other APIs' fields are checked into.
+
+Owns Ollama's options, forms, thinking and messages. Knows no endpoint. Invariant: an option that
+would change an answer is followed, or refused by name; what says how a model is loaded is a label.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from cadenza.request import show
+from cadenza.server.errors import invalid_value, not_built
+from cadenza.server.schemas.body import DeclaredObject, Effect, Field, label
+from cadenza.server.schemas.field_types import (
+    AnyJson,
+    Boolean,
+    FieldType,
+    Integer,
+    Number,
+    OneOf,
+    Schema,
+    Unsupported,
+    check_member,
+    members_of,
+    refuse,
+)
+from cadenza.server.schemas.generation import sampling_type
+from cadenza.server.schemas.messages import ChatMessage, Messages
+from cadenza.server.schemas.structured import structured_of
+from cadenza.structured import StructuredOutput
+
+_LOADING = AnyJson(max_chars=64)
+_UNBOUNDED = 0
+"""And below: as many tokens as there is room for."""
+_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""The penalties, by `SamplingParams`' names."""
+
+
+def _option(type: FieldType[Any]) -> Field[Any]:
+    return Field(type, "", effect=Effect.SAMPLING)
+
+
+def _loading() -> Field[None]:
+    """How Ollama loads a model: that is decided by the flags of this server's start."""
+    return label(_LOADING)
+
+
+class OptionFields(DeclaredObject):
+    """The members of `options` that are known; Ollama's names, some of which differ."""
+
+    temperature = _option(sampling_type("temperature"))
+    top_k = _option(sampling_type("top_k"))
+    top_p = _option(sampling_type("top_p"))
+    min_p = _option(sampling_type("min_p"))
+    seed = _option(sampling_type("seed"))
+    num_predict = _option(Integer(-2, 1 << 31))
+    stop = _option(sampling_type("stop"))
+    repeat_penalty = _option(sampling_type("repetition_penalty"))
+    presence_penalty = _option(sampling_type("presence_penalty"))
+    frequency_penalty = _option(sampling_type("frequency_penalty"))
+    repeat_last_n = _option(Integer(-1, 1 << 31))
+    penalize_newline = _option(Boolean())
+
+    mirostat = label(Unsupported("mirostat sampling", (0,)))
+    mirostat_tau = label(Number(-1e6, 1e6))
+    mirostat_eta = label(Number(-1e6, 1e6))
+    tfs_z = label(Unsupported("tail-free sampling", (1,)))
+    typical_p = label(Unsupported("typical sampling", (1, 0)))
+
+    num_ctx = _loading()
+    num_batch = _loading()
+    num_gpu = _loading()
+    num_keep = _loading()
+    num_thread = _loading()
+    main_gpu = _loading()
+    low_vram = _loading()
+    numa = _loading()
+    f16_kv = _loading()
+    logits_all = _loading()
+    vocab_only = _loading()
+    use_mmap = _loading()
+    use_mlock = _loading()
+    embedding_only = _loading()
+    draft_num_predict = _loading()
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaOptions:
+    """`options`, checked into values of `SamplingParams` by their names.
+
+    Unknown ones are ignored, as by Ollama.
+    """
+
+    def check(self, name: str, value: object) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise refuse(name, value, "an object")
+        found: dict[str, Any] = {}
+        for key, item in cast(dict[str, object], value).items():
+            field = OptionFields.fields.get(key)
+            if field is None or item is None:
+                continue
+            checked = check_member(name, key, field.type, item)
+            if field.effect is Effect.SAMPLING:
+                found[key] = checked
+        return _sampling_of(name, found)
+
+    def schema(self) -> Schema:
+        return {**OptionFields.object_schema(), "additionalProperties": True}
+
+
+def _sampling_of(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Raises ApiError (400)."""
+    num_tokens = options.pop("num_predict", _UNBOUNDED)
+    if num_tokens > _UNBOUNDED:
+        options["max_tokens"] = num_tokens
+    if "repeat_penalty" in options:
+        options["repetition_penalty"] = options.pop("repeat_penalty")
+    window = options.pop("repeat_last_n", -1)
+    counts_newlines = options.pop("penalize_newline", True)
+    penalties = [key for key, neutral in _NEUTRAL.items() if options.get(key, neutral) != neutral]
+    if not window:
+        options |= {key: _NEUTRAL[key] for key in penalties}
+    elif penalties and window > 0:
+        raise not_built(f"{name}.repeat_last_n", "a penalty of the last tokens only", (-1, 0))
+    elif penalties and not counts_newlines:
+        raise not_built(f"{name}.penalize_newline", "a penalty without line breaks", (True,))
+    return options
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaFormat:
+    """`format`: "json", a JSON Schema, or nothing (None)."""
+
+    def check(self, name: str, value: object) -> StructuredOutput | None:
+        if value == "":
+            return None
+        if value == "json":
+            return structured_of(name, json_object=True)
+        if isinstance(value, dict):
+            return structured_of(name, json=cast(object, value))
+        raise refuse(name, value, '"json" or a JSON Schema')
+
+    def schema(self) -> Schema:
+        return {"anyOf": [{"type": "string", "enum": ["", "json"]}, {"type": "object"}]}
+
+
+_EFFORTS = OneOf(("low", "medium", "high", "max"))
+
+
+@dataclass(frozen=True, slots=True)
+class Think:
+    """`think`: true, false, or how much; checked into one of `EFFORTS`."""
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, bool):
+            return "medium" if value else "none"
+        return _EFFORTS.check(name, value)
+
+    def schema(self) -> Schema:
+        return {"anyOf": [Boolean().schema(), _EFFORTS.schema()]}
+
+
+@dataclass(frozen=True, slots=True)
+class NoImages:
+    """`images` of a prompt, of which there may be none."""
+
+    def check(self, name: str, value: object) -> None:
+        if value != []:
+            raise not_built(name, "images", ([],))
+
+    def schema(self) -> Schema:
+        return {"type": "array", "maxItems": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaMessages:
+    """`messages`, checked into those of chat; an empty list asks for no answer.
+
+    Ollama's calls have no ids, which some templates need: they are numbered, and results take the
+    numbers of the calls that they follow.
+    """
+
+    def check(self, name: str, value: object) -> tuple[dict[str, Any], ...]:
+        if not isinstance(value, list):
+            raise refuse(name, value, "a list of messages")
+        items, numbers = cast(list[object], value), _CallNumbers()
+        converted = [_converted(name, item, numbers) for item in items]
+        return Messages().check(name, converted) if converted else ()
+
+    def schema(self) -> Schema:
+        message: Schema = {
+            "type": "object",
+            "properties": {
+                "role": ChatMessage.fields["role"].type.schema(),
+                "content": {"type": ["string", "null"]},
+                "thinking": {"type": ["string", "null"]},
+                "images": NoImages().schema(),
+                "tool_calls": {"type": ["array", "null"], "items": _CALL},
+                "tool_name": {"type": ["string", "null"]},
+            },
+            "required": ["role"],
+        }
+        return {"type": "array", "items": message}
+
+
+_CALL: Schema = {
+    "type": "object",
+    "properties": {
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "minLength": 1},
+                "arguments": {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+        }
+    },
+    "required": ["function"],
+}
+
+
+class _CallNumbers:
+    """Gives the calls of a conversation numbers, and finds those that a result may answer."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._open: list[tuple[object, str]] = []
+
+    def add(self, call: Mapping[str, Any]) -> str:
+        """Nine digits, as some templates ask for."""
+        given = call.get("id")
+        number = given if isinstance(given, str) and given else f"{self._num_calls:09d}"
+        self._num_calls += 1
+        self._open.append((members_of(call.get("function")).get("name"), number))
+        return number
+
+    def answered(self, tool: object) -> str | None:
+        """The oldest open call of the tool, or of any if it has no name."""
+        asked = enumerate(self._open)
+        place = next((n for n, (name, _) in asked if tool in (None, "", name)), None)
+        return None if place is None else self._open.pop(place)[1]
+
+
+_RENAMED = {"thinking": "reasoning_content", "tool_name": "name"}
+
+
+def _converted(name: str, item: object, numbers: _CallNumbers) -> object:
+    """A message with chat's members. Raises ApiError (400) for images."""
+    if not isinstance(item, dict):
+        return item  # which is refused as in chat
+    given = cast(dict[str, Any], item)
+    message = {_RENAMED.get(key, key): part for key, part in given.items() if part is not None}
+    if message.pop("images", []) != []:
+        raise not_built(name, "images in messages", ([],))
+    message.setdefault("content", "")
+    if not message.get("reasoning_content", "x"):
+        del message["reasoning_content"]
+    calls: object = message.get("tool_calls")
+    if isinstance(calls, list):
+        message["tool_calls"] = [
+            {**members_of(call), "id": numbers.add(members_of(call)), "type": "function"}
+            for call in cast(list[object], calls)
+        ]
+    if message.get("role") == "tool" and "tool_call_id" not in message:
+        number = numbers.answered(message.get("name"))
+        message |= {} if number is None else {"tool_call_id": number}
+    return message
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaName:
+    """A model's name, as the bodies that name one and nothing else have it."""
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, str) and 1 <= len(value) <= 256:
+            return value
+        raise invalid_value(f"{name} is {show(value)}; it must be a model's name", name)
+
+    def schema(self) -> Schema:
+        return {"type": "string", "minLength": 1, "maxLength": 256}

@@ -1,0 +1,462 @@
+"""Ollama's API: recorded requests of its clients, lines of streams, options, models, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cadenza.frontend.loaded_model import LoadedModel
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.outputs import CompletionOutput, OutputPart, RequestOutput
+from cadenza.server.access import ApiKeys
+from cadenza.server.endpoints.chat import ChatRequest
+from cadenza.server.endpoints.ollama import OllamaChatRequest
+from cadenza.server.endpoints.ollama_answer import ChatShape, LineEncoder
+from cadenza.server.endpoints.ollama_models import tagged
+from cadenza.server.errors import ApiError
+from cadenza.server.request_log import AnswerTimes, Usage
+from cadenza.server.sse import AnswerHead
+from tests.server.harness import RunningServer, options, running_server
+from tests.server.scripted_engine import ScriptedEngine
+
+RECORDED = json.loads((Path(__file__).parent / "ollama_requests.json").read_text())
+CHAT, GENERATE = "/api/chat", "/api/generate"
+MESSAGES = [{"role": "user", "content": "the fox"}]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NOW = {"type": "function", "function": {"name": "now", "description": "The time."}}
+
+
+def ask(server: RunningServer, path: str = CHAT, **fields: Any) -> httpx.Response:
+    given = {"messages": MESSAGES} if path == CHAT else {"prompt": "the fox"}
+    return server.post(path, {"options": {"num_predict": 4}, **given, **fields})
+
+
+def lines_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.headers["content-type"].startswith("application/x-ndjson")
+    return [json.loads(line) for line in answer.text.removesuffix("\n").split("\n")]
+
+
+def refused(answer: httpx.Response) -> tuple[int, str]:
+    assert answer.json().keys() == {"error"}
+    return answer.status_code, answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "call", RECORDED, ids=lambda call: f"{call['client']} {call['path'].rpartition('/')[2]}"
+)
+def test_recorded_requests_of_clients_are_answered(
+    bundled: RunningServer, call: dict[str, Any]
+) -> None:
+    with bundled.client() as client:
+        answer = client.request(call["method"], call["path"], json=call["body"])
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+def test_the_lines_of_a_stream_are_the_whole_answer(scripted: RunningServer, path: str) -> None:
+    whole = ask(scripted, path, stream=False).json()
+    *parts, end = lines_of(ask(scripted, path))
+
+    def text_of(held: dict[str, Any]) -> str:
+        return held["message"]["content"] if path == CHAT else held["response"]
+
+    assert "".join(map(text_of, parts)) == text_of(whole) != ""
+    assert not any(part["done"] for part in parts)
+    for last in (whole, end):
+        assert (last["done"], last["done_reason"], last["eval_count"]) == (True, "length", 4)
+        assert last["total_duration"] >= last["prompt_eval_duration"] > 0 < last["eval_duration"]
+    assert text_of(end) == ""
+    assert end["prompt_eval_count"] == whole["prompt_eval_count"]
+    assert {line["model"] for line in (*parts, end)} == {"scripted"}
+
+
+def test_durations_and_counts_are_those_of_the_call() -> None:
+    times = AnswerTimes(total_s=2.5, first_s=0.5, prompt_s=0.5, decode_s=1.75)
+    usage = Usage(prompt={0: 7}, generated={0: 3})
+    head = AnswerHead(request_id="1", created=1_700_000_000, model="m", times=lambda: times)
+    end = json.loads(LineEncoder(head, usage, ChatShape(), None).closing())
+    assert end == {
+        "model": "m",
+        "created_at": "2023-11-14T22:13:20+00:00",
+        "message": {"role": "assistant", "content": ""},
+        "done": True,
+        "done_reason": None,
+        "total_duration": 2_500_000_000,
+        "load_duration": 0,
+        "prompt_eval_count": 7,
+        "prompt_eval_duration": 500_000_000,
+        "eval_count": 3,
+        "eval_duration": 1_750_000_000,
+    }
+
+
+def sample(*parts: OutputPart, end: str | None = None) -> CompletionOutput:
+    return CompletionOutput(
+        index=0,
+        text="".join(part.text for part in parts),
+        token_ids=(),
+        logprobs=None,
+        cumulative_logprob=None,
+        finish_reason=end,  # pyright: ignore[reportArgumentType]
+        stop_reason=None,
+        parts=parts,
+    )
+
+
+def test_thinking_and_calls_have_their_members() -> None:
+    outputs = [
+        sample(OutputPart("reasoning", "two and")),
+        sample(OutputPart("reasoning", " three"), OutputPart("content", "I add.")),
+        sample(OutputPart("tool_call", '{"a": 2}', name="add")),
+        sample(OutputPart("tool_call", '{"a": 3}', name="add"), end="stop"),
+    ]
+    head = AnswerHead(request_id="1", created=0, model="m")
+    streaming = LineEncoder(head, Usage(), ChatShape(), None)
+    request = RequestOutput(
+        request_id=0,
+        prompt=None,
+        prompt_token_ids=(1,),
+        prompt_logprobs=None,
+        num_cached_tokens=0,
+        outputs=(sample(*(part for each in outputs for part in each.parts or ()), end="stop"),),
+        finished=True,
+    )
+    made = b"".join(streaming.take(0, request, [each]) for each in outputs)
+    messages = [json.loads(line)["message"] for line in made.splitlines()]
+    whole = json.loads(LineEncoder(head, Usage(), ChatShape(), None).whole([request]))
+    assert whole["done_reason"] == "stop"
+    assert whole["message"]["thinking"] == "two and three"
+    assert whole["message"]["content"] == "I add."
+    calls = [call["function"] for call in whole["message"]["tool_calls"]]
+    assert calls == [
+        {"index": 0, "name": "add", "arguments": {"a": 2}},
+        {"index": 1, "name": "add", "arguments": {"a": 3}},
+    ]
+    assert "".join(each.get("thinking", "") for each in messages) == "two and three"
+    assert "".join(each["content"] for each in messages) == "I add."
+    streamed = [call["function"] for each in messages for call in each.get("tool_calls", ())]
+    assert streamed == calls
+
+
+def test_a_silence_is_a_line_that_adds_nothing() -> None:
+    head = AnswerHead(request_id="1", created=0, model="m")
+    line = json.loads(LineEncoder(head, Usage(), ChatShape(), None).silence())
+    assert (line["message"]["content"], line["done"]) == ("", False)
+
+
+def test_log_probabilities_go_with_their_lines(scripted: RunningServer) -> None:
+    whole = ask(scripted, stream=False, logprobs=True, top_logprobs=2).json()["logprobs"]
+    lines = lines_of(ask(scripted, logprobs=True, top_logprobs=2))
+    assert [each for line in lines for each in line.get("logprobs", ())] == whole
+    assert len(whole) == 4
+    assert [len(each["top_logprobs"]) for each in whole] == [2] * 4
+
+
+def test_a_conversation_with_calls_has_chats_prompt(loaded: LoadedModel) -> None:
+    """Results follow their calls by name; chat's ids are those that the calls get here."""
+    call = {"function": {"name": "now", "arguments": {"zone": "UTC"}}}
+    other = {"function": {"name": "then", "arguments": {}}}
+    asked = OllamaChatRequest.read(
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": "When?"},
+                    {"role": "assistant", "tool_calls": [other, call], "thinking": "Hm."},
+                    {"role": "tool", "tool_name": "now", "content": "noon"},
+                    {"role": "tool", "content": "dawn"},
+                ],
+                "tools": [NOW],
+            }
+        ).encode()
+    )
+    calls = [{"id": f"{n:09d}", "type": "function", **each} for n, each in enumerate((other, call))]
+    for each in calls:
+        function = each["function"]
+        each["function"] = {**function, "arguments": json.dumps(function["arguments"])}
+    chat = ChatRequest.read(
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": "When?"},
+                    {"role": "assistant", "tool_calls": calls, "reasoning_content": "Hm."},
+                    {"role": "tool", "name": "now", "content": "noon", "tool_call_id": "000000001"},
+                    {"role": "tool", "content": "dawn", "tool_call_id": "000000000"},
+                ],
+                "tools": [NOW],
+            }
+        ).encode()
+    )
+    assert [*asked.messages] == [*chat.messages]
+    prompts = [
+        each.prepare(loaded.text, each.sampling(loaded.text), None)[0].request.prompt_token_ids
+        for each in (asked, chat)
+    ]
+    assert prompts[0] == prompts[1]
+
+
+def test_options_have_their_meaning(server: RunningServer, engine: ScriptedEngine) -> None:
+    given = {
+        "temperature": 0.25,
+        "top_k": 7,
+        "top_p": 0.5,
+        "min_p": 0.125,
+        "seed": 11,
+        "num_predict": 3,
+        "stop": ["\n", "user:"],
+        "repeat_penalty": 1.5,
+        "repeat_last_n": -1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "num_ctx": 1024,
+        "numa": False,
+        "an_option_of_tomorrow": 1,
+    }
+    assert ask(server, options=given).status_code == 200
+    params = engine.submitted[-1].params
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.25, 7, 0.5, 0.125)
+    assert (params.seed, params.max_tokens) == (11, 3)
+    assert params.stop == ("\n", "user:")
+    assert params.repetition_penalty == 1.5
+    assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
+
+
+def test_numbers_that_ask_for_nothing_are_no_numbers(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    none = {"num_predict": -1, "seed": -1, "repeat_penalty": 1.5, "repeat_last_n": 0}
+    assert ask(server, options=none, stream=False).json()["eval_count"] > 100
+    params = engine.submitted[-1].params
+    assert (params.max_tokens, params.seed, params.repetition_penalty) == (None, None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"options": {"mirostat": 2}}, "options.mirostat: mirostat sampling"),
+        ({"options": {"tfs_z": 0.5}}, "options.tfs_z"),
+        ({"options": {"typical_p": 0.7}}, "options.typical_p"),
+        ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "options.repeat_last_n"),
+        ({"options": {"repeat_penalty": 1.1, "penalize_newline": False}}, "penalize_newline"),
+        ({"options": {"temperature": "hot"}}, "options.temperature"),
+        ({"options": 3}, "options is 3"),
+        ({"format": "yaml"}, '"json" or a JSON Schema'),
+        ({"think": "much"}, "low, medium, high"),
+        ({"messages": [{**MESSAGES[0], "images": ["aGk="]}]}, "images in messages"),
+        ({"top_logprobs": 2}, "needs logprobs"),
+        ({"model": "llama3.2:1b"}, "there is no model 'llama3.2:1b' here"),
+    ],
+)
+def test_what_would_change_an_answer_is_refused_by_name(
+    scripted: RunningServer, fields: dict[str, Any], words: str
+) -> None:
+    status, message = refused(ask(scripted, **fields))
+    assert status == (404 if "model" in fields else 400)
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"images": ["aGk="]}, "images"),
+        ({"suffix": "end"}, "suffix"),
+        ({"template": "{{ .Prompt }}"}, "template"),
+        ({"context": [1, 2]}, "/api/chat"),
+        ({"raw": True, "system": "Be brief."}, "system"),
+    ],
+)
+def test_what_a_prompt_cannot_have_is_refused_by_name(
+    scripted: RunningServer, fields: dict[str, Any], words: str
+) -> None:
+    status, message = refused(ask(scripted, GENERATE, **fields))
+    assert status == 400
+    assert words in message
+
+
+def test_a_prompt_is_a_users_message_unless_it_is_raw(
+    server: RunningServer, engine: ScriptedEngine, text: TextFrontend
+) -> None:
+    ask(server, GENERATE, system="one")
+    rendered = "<|system|>one<|end|><|user|>the fox<|end|><|assistant|>"
+    assert text.decode(engine.submitted[-1].prompt_token_ids) == rendered
+    ask(server, GENERATE, raw=True)
+    assert text.decode(engine.submitted[-1].prompt_token_ids) == "the fox"
+
+
+def test_a_last_message_of_the_assistant_is_continued(
+    server: RunningServer, engine: ScriptedEngine, text: TextFrontend
+) -> None:
+    ask(server, messages=[*MESSAGES, {"role": "assistant", "content": "one two"}])
+    prompt = text.decode(engine.submitted[-1].prompt_token_ids)
+    assert prompt == "<|user|>the fox<|end|><|assistant|>one two"
+
+
+@pytest.mark.parametrize("form", ["json", CITY])
+def test_an_answer_has_the_form_that_is_asked_for(bundled: RunningServer, form: Any) -> None:
+    answer = ask(bundled, format=form, stream=False, options={"num_predict": 60, "temperature": 0})
+    assert answer.status_code == 200, answer.text
+    if form is CITY:
+        assert json.loads(answer.json()["message"]["content"]).keys() == {"city"}
+    else:
+        assert answer.json()["message"]["content"].startswith("{")
+
+
+@pytest.mark.parametrize(("path", "empty"), [(CHAT, {"messages": []}), (GENERATE, {"prompt": ""})])
+def test_without_a_prompt_the_model_is_loaded(
+    server: RunningServer, engine: ScriptedEngine, path: str, empty: dict[str, Any]
+) -> None:
+    answer = server.post(path, {"model": "scripted", "keep_alive": 0, **empty})
+    assert answer.headers["content-type"] == "application/json"
+    assert (answer.json()["done"], answer.json()["done_reason"]) == (True, "load")
+    assert not engine.submitted
+
+
+def test_a_failed_stream_ends_with_a_line_that_says_so(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    engine.failing = "step_failed"
+    (line,) = lines_of(ask(server))
+    assert line == {"error": "the computation failed; the server's log has the cause"}
+
+
+def test_embeddings_are_those_of_the_other_endpoint(scripted: RunningServer) -> None:
+    texts = ["the fox", "one two"]
+    answer = scripted.post("/v1/embeddings", {"input": texts, "dimensions": 3}).json()
+    vectors = [each["embedding"] for each in answer["data"]]
+    found = scripted.post("/api/embed", {"input": texts, "dimensions": 3}).json()
+    assert found["embeddings"] == vectors
+    assert found["prompt_eval_count"] == answer["usage"]["prompt_tokens"]
+    alone = scripted.post("/v1/embeddings", {"input": "the fox"}).json()["data"][0]["embedding"]
+    assert scripted.post("/api/embed", {"input": "the fox"}).json()["embeddings"] == [alone]
+    older = scripted.post("/api/embeddings", {"prompt": "the fox"}).json()
+    assert older == {"embedding": alone}
+    assert scripted.post("/api/embed", {"input": []}).json()["embeddings"] == []
+    assert scripted.post("/api/embeddings", {}).json() == {"embedding": []}
+    assert refused(scripted.post("/api/embed", {"input": ["a", ""]}))[0] == 400
+
+
+def test_models_are_listed_by_names_that_work(script: tuple[int, ...], text: TextFrontend) -> None:
+    names = ("tiny", "owner/model", "small:4b")
+    with running_server(ScriptedEngine(script), text, options(model_names=names)) as server:
+        listed = server.get("/api/tags").json()["models"]
+        assert [each["model"] for each in listed] == [
+            "tiny:latest",
+            "owner/model:latest",
+            "small:4b",
+        ]
+        assert listed == [
+            {key: each[key] for key in listed[0]} for each in server.get("/api/ps").json()["models"]
+        ]
+        for each in listed:
+            shown = server.post("/api/show", {"name": each["name"]}).json()
+            assert shown["details"] == each["details"]
+            family = shown["model_info"]["general.architecture"]
+            assert shown["model_info"][f"{family}.context_length"] == 256
+            answer = ask(server, stream=False, model=each["model"])
+            assert answer.json()["model"] == each["model"]
+        assert refused(server.post("/api/show", {"model": "small"}))[0] == 404
+
+
+def test_tags_are_added_to_names_without_one() -> None:
+    assert tagged("a") == "a:latest"
+    assert tagged("host:5000/a") == "host:5000/a:latest"
+    assert tagged("owner/a:Q4_K_M") == "owner/a:Q4_K_M"
+
+
+def test_a_models_facts_are_told(bundled: RunningServer) -> None:
+    shown = bundled.post("/api/show", {"model": "scripted"}).json()
+    assert shown["capabilities"] == ["completion", "tools"]
+    assert shown["model_info"]["general.parameter_count"] == 3_410_688
+    assert shown["details"]["parameter_size"] == "3.411M"
+    assert "tools" in shown["template"]
+    props = bundled.get("/props").json()
+    assert props["chat_template"] == shown["template"]
+    assert props["total_slots"] == 8
+    assert props["default_generation_settings"]["n_ctx"] == 2048
+    version = bundled.get("/api/version").json()["version"]
+    assert [int(part) for part in version.split(".")] >= [0, 6, 4]
+
+
+def test_a_model_that_still_loads_is_listed_and_not_loaded(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    engine.state = "loading"
+    assert server.get("/api/ps").json() == {"models": []}
+    assert len(server.get("/api/tags").json()["models"]) == 1
+    assert refused(ask(server))[0] == 503
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [
+        ("POST", "/api/pull", "cadenza serve MODEL"),
+        ("POST", "/api/create", "cadenza serve MODEL"),
+        ("POST", "/api/blobs/sha256:00", "cadenza serve MODEL"),
+        ("POST", "/api/copy", "--served-model-name"),
+        ("DELETE", "/api/delete", "remove the model's files"),
+        ("POST", "/api/push", "publishing a model"),
+    ],
+)
+def test_changing_the_models_is_refused_with_what_to_do(
+    scripted: RunningServer, method: str, path: str, words: str
+) -> None:
+    with scripted.client() as client:
+        status, message = refused(client.request(method, path, json={"model": "llama3.2"}))
+    assert status == 400
+    assert path.split("/")[2] in message
+    assert words in message
+
+
+def test_a_model_that_is_served_is_pulled_already(scripted: RunningServer) -> None:
+    assert scripted.post("/api/pull", {"model": "scripted:latest"}).json() == {"status": "success"}
+
+
+def test_a_body_without_a_type_of_its_own_is_read_unless_a_page_sent_it(
+    scripted: RunningServer,
+) -> None:
+    """As `curl -d` sends it; a browser would send a form to any server, but names the page."""
+    body = json.dumps({"messages": MESSAGES, "options": {"num_predict": 1}}).encode()
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    with scripted.client() as client:
+        assert client.post(CHAT, content=body, headers=form).status_code == 200
+        for origin in ("http://evil.example", "null"):
+            sent = {**form, "origin": origin}
+            assert client.post(CHAT, content=body, headers=sent).status_code == 415
+        two = [*form.items(), ("origin", "http://a"), ("origin", "http://b")]
+        assert client.post(CHAT, content=body, headers=two).status_code == 415
+        assert client.post("/v1/chat/completions", content=body, headers=form).status_code == 415
+
+
+def test_without_a_key_the_error_is_a_text(script: tuple[int, ...], text: TextFrontend) -> None:
+    locked = options(keys=ApiKeys(["a-good-key"]))
+    with running_server(ScriptedEngine(script), text, locked) as server:
+        status, message = refused(server.get("/api/tags"))
+        assert (status, "API key" in message) == (401, True)
+        key = {"authorization": "Bearer a-good-key"}
+        assert server.get("/api/tags", headers=key).status_code == 200
+
+
+def test_fields_at_fault_are_named() -> None:
+    with pytest.raises(ApiError) as error:
+        OllamaChatRequest.read(b'{"messages": [{"role": "judge", "content": "x"}]}')
+    assert error.value.param == "messages"
+
+
+def test_ollamas_own_client_works(bundled: RunningServer) -> None:
+    ollama = pytest.importorskip("ollama")
+    greedy = {"num_predict": 4, "temperature": 0}
+    with ollama.Client(bundled.url, trust_env=False) as client:
+        (model,) = client.list().models
+        told = client.chat(model.model, MESSAGES, options=greedy)
+        parts = client.chat(model.model, MESSAGES, stream=True, options=greedy)
+        assert "".join(part.message.content for part in parts) == told.message.content
+        assert told.eval_count == 4
+        with pytest.raises(ollama.ResponseError) as error:
+            client.chat("llama3.2:1b", MESSAGES)
+        assert error.value.status_code == 404
