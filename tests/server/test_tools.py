@@ -200,13 +200,6 @@ def test_tools_that_cannot_be_called_are_refused(
     assert named in answer.json()["error"]["message"]
 
 
-def test_a_template_without_a_place_for_tools_is_a_400(scripted: RunningServer) -> None:
-    answer = scripted.post(CHAT, {"messages": [{"role": "user", "content": "the"}], "tools": TOOLS})
-    assert answer.status_code == 400
-    assert "chat template has no place for tools" in answer.json()["error"]["message"]
-    assert answer.json()["error"]["param"] == "tools"
-
-
 def test_calls_in_messages_become_what_templates_read() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     body = {

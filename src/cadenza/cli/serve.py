@@ -93,6 +93,11 @@ class ServeFlags:
         "How the model writes tool calls: hermes, mistral, llama3_json, pythonic, functiongemma or "
         "json; auto is as the chat template shows.",
     )
+    strict_tools: bool = _flag(
+        False,
+        "Refuse tools where the chat template has no place for them; otherwise the system message "
+        "describes them.",
+    )
     reasoning_parser: str = _flag(
         "auto",
         "How the model marks its reasoning: think, mistral or granite; auto is as the chat "
@@ -283,9 +288,18 @@ def _make(
     from cadenza.text.grammar_worker import GrammarWorker
 
     checkpoint = find_configured(name, config)
-    parsers = AnswerParsers(reasoning=flags.reasoning_parser, tool_calls=flags.tool_call_parser)
+    parsers = AnswerParsers(
+        reasoning=flags.reasoning_parser,
+        tool_calls=flags.tool_call_parser,
+        strict_tools=flags.strict_tools,
+    )
     checks = GrammarWorker().start_checks
     text = open_text(checkpoint, config, start_checks=checks, parsers=parsers)
+    if text.has_chat_template and not (text.takes_tools or flags.strict_tools):
+        logger.info(
+            "the chat template has no place for tools: the system message describes them, and "
+            "results are user turns (--strict-tools refuses them)"
+        )
     # The engine process opens the same commit now and at each restart, even if a branch moves, and
     # has the same template, even if its file changes.
     template = config.chat_template and (checkpoint.chat_template or "none")

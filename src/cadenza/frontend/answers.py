@@ -34,6 +34,7 @@ from cadenza.text.part_parser import (
 )
 from cadenza.text.tool_calls import (
     FORCED,
+    GENERIC,
     TOOL_ALIASES,
     TOOL_FORMATS,
     ToolFormat,
@@ -88,11 +89,15 @@ class AskedAnswer:
 class AnswerParsers:
     """The names of the parsers: auto is as the chat template shows, none is without.
 
+    Args:
+        strict_tools: refuse tools where the chat template has no place for them.
+
     Raises ConfigError.
     """
 
     reasoning: str = AUTO
     tool_calls: str = AUTO
+    strict_tools: bool = False
 
     def __post_init__(self) -> None:
         reasoning = (AUTO, NO_PARSER, *REASONING_FORMATS, *REASONING_ALIASES)
@@ -119,13 +124,25 @@ class AnswerPlanner:
 
     Args:
         template: the source of its chat template.
+        reads_tools: the template has a place for tools.
     """
 
-    def __init__(self, template: str, tokenizer: Tokenizer, parsers: AnswerParsers) -> None:
+    def __init__(
+        self,
+        template: str,
+        tokenizer: Tokenizer,
+        parsers: AnswerParsers,
+        *,
+        reads_tools: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
         self._reasoning = _reasoning_format(parsers.reasoning, template)
-        name = parsers.tool_calls
-        self._tools = TOOL_FORMATS[format_shown_by(template) if name == AUTO else _tool_name(name)]
+        self._tools = _tool_format(parsers.tool_calls, template, reads_tools=reads_tools)
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls."""
+        return self._tools
 
     @property
     def has_reasoning(self) -> bool:
@@ -249,5 +266,7 @@ def _reasoning_format(name: str, template: str) -> ReasoningFormat | None:
     return next((each for each in shown.values() if each.end in template), None)
 
 
-def _tool_name(name: str) -> str:
-    return TOOL_ALIASES.get(name, name)
+def _tool_format(name: str, template: str, *, reads_tools: bool) -> ToolFormat:
+    if name != AUTO:
+        return TOOL_FORMATS[TOOL_ALIASES.get(name, name)]
+    return TOOL_FORMATS[format_shown_by(template)] if reads_tools else GENERIC

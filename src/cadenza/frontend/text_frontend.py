@@ -30,6 +30,7 @@ from cadenza.text import (
     bad_word_token_ids,
     plan_decoder,
 )
+from cadenza.text.generic_tools import generic_messages, has_calls
 from cadenza.text.grammar import GrammarCheck, StartChecks, grammar_of, refused
 from cadenza.text.grammar_check import start_checks
 from cadenza.text.output_parser import MakeParser
@@ -90,8 +91,13 @@ class TextFrontend:
         self._template = ChatTemplate.from_checkpoint(checkpoint)
         self._planner = None
         if self._template is not None and self._tokenizer is not None:
-            source = self._template.source
-            self._planner = AnswerPlanner(source, self._tokenizer, parsers)
+            self._planner = AnswerPlanner(
+                self._template.source,
+                self._tokenizer,
+                parsers,
+                reads_tools=self._template.reads_tools,
+            )
+        self._is_strict = parsers.strict_tools
         self._max_model_len = max_model_len
         self._pooling = checkpoint.pooling
         self._can_generate = checkpoint.can_generate
@@ -338,7 +344,23 @@ class TextFrontend:
                 f"template's own options",
                 param="chat_template_kwargs",
             )
+        if self._is_generic(self._template, messages, tools):
+            assert self._planner is not None
+            messages, tools = generic_messages(messages, tools, self._planner.tool_format), None
         return self._template.render(messages, tools, **cast(Mapping[str, Any], given))
+
+    def _is_generic(
+        self,
+        template: ChatTemplate,
+        messages: SequenceOf[Message],
+        tools: SequenceOf[Message] | None,
+    ) -> bool:
+        """Whether a conversation has tools, or calls, for which its template has no place."""
+        if self._is_strict or self._planner is None or template.reads_tools:
+            return False
+        if not (_are_objects(messages) and _are_objects(tools or ())):
+            return False  # the template refuses them
+        return bool(tools) or (not template.reads_calls and has_calls(messages))
 
     def _encode_rendered(self, text: str, max_num_tokens: int | None) -> tuple[int, ...]:
         """The template writes its own special tokens."""
@@ -424,6 +446,12 @@ def _constraint_of(structured: StructuredOutput, check: GrammarCheck) -> Constra
     if problem is not None:
         raise refused(f"the structured output's {structured.kind} is refused: {problem}")
     return ConstraintSpec(grammar=grammar)
+
+
+def _are_objects(values: object) -> bool:
+    if not isinstance(values, list | tuple):
+        return False
+    return all(isinstance(each, Mapping) for each in cast(SequenceOf[object], values))
 
 
 def _whole(value: object, otherwise: int) -> int:

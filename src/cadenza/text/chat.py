@@ -94,6 +94,11 @@ class ChatTemplate:
         return "tools" in self._tools_template.variables
 
     @property
+    def reads_calls(self) -> bool:
+        """Whether it has a place for calls that were made before."""
+        return self.reads_tools or "tool_calls" in self.source
+
+    @property
     def options(self) -> frozenset[str]:
         """Additional variables that the template reads, such as `enable_thinking`."""
         read = self._template.variables | self._tools_template.variables

@@ -141,6 +141,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 FORCED = TOOL_FORMATS["json"]
 """What a constrained answer is written in where the family's own notation is not JSON."""
 
+GENERIC = ToolFormat(openers="[{", read=read_objects)
+"""Of models whose chat template has no place for tools: objects, one a line."""
+
 _SHOWN_BY = (
     ("<start_function_call>", "functiongemma"),
     ("<tool_call>", "hermes"),

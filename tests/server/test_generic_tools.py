@@ -1,0 +1,194 @@
+"""Tools over HTTP with a chat template that has no place for them."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from cadenza.checkpoint import open_checkpoint
+from cadenza.errors import InvalidRequestError
+from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.request import SamplingParams
+from cadenza.text.answer_grammar import Tool
+from tests.server.harness import RunningServer, running_server
+from tests.server.scripted_engine import ScriptedEngine
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "weather", "description": "The weather.", "parameters": CITY}
+TOOL = Tool(name="weather", description="The weather.", parameters=CITY)
+QUESTION = {"role": "user", "content": "Which weather?"}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Oslo"}},
+}
+LOOP: list[dict[str, Any]] = [
+    QUESTION,
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "Snow."},
+]
+
+
+def text_of(template: str, parsers: AnswerParsers | None = None) -> TextFrontend:
+    checkpoint = open_checkpoint(None)
+    files = replace(checkpoint.tokenizer, chat_templates={"default": template})
+    changed = replace(checkpoint, tokenizer=files)
+    return TextFrontend(changed, parsers=parsers or AnswerParsers())
+
+
+@pytest.fixture(scope="module")
+def generic() -> TextFrontend:
+    return text_of(TEMPLATE)
+
+
+CALLED = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+
+
+@pytest.fixture(scope="module")
+def server(generic: TextFrontend) -> Iterator[RunningServer]:
+    """Its model answers with a call."""
+    assert generic.tokenizer is not None
+    script = generic.encode(CALLED, add_special_tokens=False)
+    engine = ScriptedEngine(
+        script, vocab_size=generic.tokenizer.vocab_size, max_model_len=1024, hidden_size=None
+    )
+    with running_server(engine, generic) as running:
+        yield running
+
+
+def prompt_of(text: TextFrontend, messages: list[dict[str, Any]], use: ToolUse | None) -> str:
+    prepared = text.prepare_answer(messages, SamplingParams(), asked=AskedAnswer(use=use))
+    assert prepared.text is not None
+    return prepared.text
+
+
+def test_the_system_message_describes_the_tools_and_results_are_user_turns(
+    generic: TextFrontend,
+) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    prompt = prompt_of(generic, [system, *LOOP], ToolUse(tools=(TOOL,)))
+    head, _, rest = prompt.partition("<user>")
+    assert head.startswith("<system>Be brief.\n\nYou are a helpful assistant.")
+    assert json.dumps([FUNCTION]) in head
+    assert '{"name": "tool name", "arguments": {"parameter": "value"}}' in head
+    assert f"<user>{rest}" == (
+        "<user>Which weather?\n<assistant>I look.\n"
+        '<user>Result of weather {"city": "Oslo"}: Snow.\n<assistant>'
+    )
+
+
+def test_a_conversation_with_results_needs_no_tools(generic: TextFrontend) -> None:
+    prompt = prompt_of(generic, LOOP, None)
+    assert prompt.startswith("<user>Which weather?\n<assistant>I look.\n<user>Result of weather")
+    odd = [QUESTION, {"role": "tool", "tool_call_id": "none", "content": [{"text": "7"}]}]
+    assert "<user>Result: 7\n" in prompt_of(generic, odd, None)
+
+
+def test_each_turn_begins_with_all_of_the_one_before(generic: TextFrontend) -> None:
+    use = ToolUse(tools=(TOOL,))
+    before = prompt_of(generic, LOOP[:1], use).removesuffix("<assistant>")
+    assert prompt_of(generic, LOOP, use).startswith(before)
+
+
+def test_the_parser_that_is_named_decides_how_calls_are_asked_for() -> None:
+    text = text_of(TEMPLATE, AnswerParsers(tool_calls="hermes"))
+    prompt = prompt_of(text, [QUESTION], ToolUse(tools=(TOOL,)))
+    assert 'reply only with <tool_call>\n{"name": "tool name"' in prompt
+
+
+def test_strict_tools_are_refused_and_old_calls_are_left_as_they_are() -> None:
+    text = text_of(TEMPLATE, AnswerParsers(strict_tools=True))
+    with pytest.raises(InvalidRequestError, match="no place for tools") as refused:
+        prompt_of(text, [QUESTION], ToolUse(tools=(TOOL,)))
+    assert refused.value.param == "tools"
+    assert "<tool>Snow." in prompt_of(text, LOOP, None)
+
+
+def test_a_template_with_a_place_for_calls_gets_them() -> None:
+    shown = "{% for m in messages %}{{ m.role }}{{ m.tool_calls | length }} {% endfor %}"
+    assert prompt_of(text_of(shown), LOOP, None).startswith("user0 assistant1 tool0")
+
+
+@pytest.mark.parametrize(("named", "num_calls"), [(None, 2), ("weather", 1)])
+def test_a_required_call_is_constrained_to_a_name_and_arguments(
+    generic: TextFrontend, named: str | None, num_calls: int
+) -> None:
+    tools = (TOOL, Tool(name="now"))
+    use = ToolUse(tools=tools, choice="required", named=named, is_parallel=num_calls > 1)
+    asked = AskedAnswer(use=use)
+    prepared = generic.prepare_answer([QUESTION], SamplingParams(), asked=asked)
+    assert prepared.request.constraint is not None
+    grammar = prepared.request.constraint.grammar
+    assert grammar is not None
+    texts = [CALLED, '{"name": "now", "arguments": {}}', f"{CALLED}\n{CALLED}", "Hello"]
+    allowed = [follows(grammar, text) for text in texts]
+    assert allowed == [True, named is None, num_calls > 1, False]
+
+
+def follows(grammar: str, text: str) -> bool:
+    """Whether a grammar allows a text as a whole answer."""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar)
+    data = text.encode()
+    if matcher.validate_tokens([*data]) < len(data):
+        return False
+    return matcher.consume_tokens([*data]) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_every_conversation_api_calls_and_takes_results(server: RunningServer, path: str) -> None:
+    length = len(server.service.text.encode(CALLED, add_special_tokens=False))
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {
+            "messages": [QUESTION],
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "max_tokens": length,
+        },
+        "/v1/responses": {
+            "input": "Which weather?",
+            "tools": [{"type": "function", **FUNCTION}],
+            "store": False,
+            "max_output_tokens": length,
+        },
+        "/v1/messages": {
+            "messages": [QUESTION],
+            "tools": [{"name": "weather", "input_schema": CITY}],
+            "max_tokens": length,
+        },
+    }
+    answer = server.post(path, bodies[path])
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    if path == "/v1/chat/completions":
+        (call,) = told["choices"][0]["message"]["tool_calls"]
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        more = [told["choices"][0]["message"], {**LOOP[2], "tool_call_id": call["id"]}]
+        body = {"messages": [QUESTION, *more], "max_tokens": 4}
+    elif path == "/v1/responses":
+        (call,) = [each for each in told["output"] if each["type"] == "function_call"]
+        name, arguments = call["name"], json.loads(call["arguments"])
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Snow."}
+        body = {"input": [{**QUESTION}, call, result], "max_output_tokens": 4, "store": False}
+    else:
+        (call,) = [each for each in told["content"] if each["type"] == "tool_use"]
+        name, arguments = call["name"], call["input"]
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "Snow."}
+        turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        body = {"messages": [QUESTION, *turns], "max_tokens": 4}
+    assert (name, arguments) == ("weather", {"city": "Oslo"})
+    tools = {"tools": bodies[path]["tools"]}
+    for more_fields in ({}, tools):
+        again = server.post(path, {**body, **more_fields})
+        assert again.status_code == 200, again.text
