@@ -305,6 +305,30 @@ def test_recommended_sampling_is_read(make: Callable[..., Conversion], tmp_path:
     assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.7, 20, 0.8, 0.05)
     assert found.repetition_penalty == 1.5
     assert found.unapplied == ("general.sampling.mirostat",)
+    assert found.assumed == ()
+
+
+@pytest.mark.parametrize(
+    ("stated", "assumed"),
+    [
+        ({}, ("temperature", "top_k", "top_p", "min_p")),
+        ({"temp": 0.25, "top_k": 7}, ("top_p", "min_p")),
+        ({"penalty_repeat": 1.5}, ("temperature", "top_k", "top_p", "min_p")),
+    ],
+)
+def test_what_a_file_does_not_recommend_is_as_in_llama_cpp(
+    make: Callable[..., Conversion],
+    tmp_path: Path,
+    stated: dict[str, float],
+    assumed: tuple[str, ...],
+):
+    values: Metadata = {f"general.sampling.{key}": value for key, value in stated.items()}
+    found = opened(make({}, **values), tmp_path).generation_defaults
+    assert found.temperature == stated.get("temp", 0.8)
+    assert found.top_k == stated.get("top_k", 40)
+    assert (found.top_p, found.min_p) == (0.95, 0.05)
+    assert found.repetition_penalty == stated.get("penalty_repeat")
+    assert found.assumed == assumed
 
 
 def test_a_template_without_end_is_refused(make: Callable[..., Conversion], tmp_path: Path):

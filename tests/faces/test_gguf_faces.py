@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from cadenza import LLM, SamplingParams
+from cadenza import LLM, EngineConfig, SamplingParams
 from cadenza.cli import main
+from cadenza.frontend.loaded_model import open_text
 from cadenza.loading.build import find_checkpoint
 from cadenza.outputs import RequestOutput
+from cadenza.server.endpoints.chat import ChatRequest
 from tests.checkpoint.gguf_models import convert
 from tests.tools.gguf_files import BYTE_LEVEL, TEMPLATE
 
@@ -81,6 +83,8 @@ def test_info_shows_a_files_facts(folder: Path, capsys: pytest.CaptureFixture[st
     assert facts["text"]["tokenizer"] == "tiny.gguf"
     assert facts["text"]["tokenizer_vocab_size"] == len(BYTE_LEVEL["tokens"])
     assert facts["text"]["has_chat_template"] is True
+    assert facts["text"]["generation_defaults"] == LLAMA_CPP
+    assert facts["text"]["assumed_defaults"] == [*LLAMA_CPP]
 
 
 def test_llm_takes_texts_and_conversations(folder: Path):
@@ -92,3 +96,65 @@ def test_llm_takes_texts_and_conversations(folder: Path):
     assert [tokens[token_id] for token_id in plain.prompt_token_ids] == ["ab", "Ġ", "1", "2"]
     assert chat.prompt_token_ids == plain.prompt_token_ids
     assert chat.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+LLAMA_CPP = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+
+
+def test_a_file_without_recommendations_is_sampled_as_in_llama_cpp_where_nothing_is_said(
+    folder: Path,
+):
+    told = {"seed": 5, "max_tokens": 12, "ignore_eos": True}
+    with LLM(folder, **OPTIONS) as llm:
+        assert llm.default_sampling_params == SamplingParams(**LLAMA_CPP)
+        plain, partly, greedy, own = llm.generate(
+            [[5, 9]] * 4,
+            [
+                told,
+                {**told, "temperature": 3.0},
+                {**told, "temperature": 0},
+                SamplingParams(**told),
+            ],
+        )
+        asked = [
+            SamplingParams(**told, **{**LLAMA_CPP, **changes})
+            for changes in ({}, {"temperature": 3.0}, {"temperature": 0.0})
+        ]
+        expected = llm.generate([[5, 9]] * 3, asked)
+    found = [each.outputs[0].token_ids for each in (plain, partly, greedy, own)]
+    assert found[:3] == [each.outputs[0].token_ids for each in expected]
+    with LLM(folder, **OPTIONS, generation_config="none") as neutral:
+        assert neutral.default_sampling_params == SamplingParams()
+        (drawn,) = neutral.generate([[5, 9]], told)
+    assert drawn.outputs[0].token_ids == found[3] != found[0]
+
+
+def test_a_receipt_has_the_sampling_that_was_assumed_and_the_fingerprint_differs_without(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    flags = ("--max-num-seqs", "4", "--max-model-len", "128", "--max-num-batched-tokens", "64")
+    file = tmp_path / "receipt.json"
+    asked = ("generate", "--model", folder, "ab 12", "--max-tokens", "3", "--receipt", file)
+    run(capsys, *asked, *flags)
+    receipt = json.loads(file.read_text())
+    assert {name: receipt["params"][name] for name in LLAMA_CPP} == LLAMA_CPP
+    assert "equal, 3 tokens" in run(capsys, "replay", file, "--model", folder)
+    told = ("info", folder, "--json", *flags)
+    digests = [
+        json.loads(run(capsys, *told, "--generation-config", kind))["answers"]["defaults"]
+        for kind in ("auto", "none")
+    ]
+    assert digests[0] == receipt["fingerprint"]["defaults"] != digests[1]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("auto", LLAMA_CPP), ("none", {})])
+def test_a_server_samples_a_file_as_in_llama_cpp_unless_it_is_asked_not_to(
+    folder: Path, kind: str, expected: dict[str, float]
+):
+    config = EngineConfig(generation_config=kind)  # type: ignore[arg-type]
+    text = open_text(find_checkpoint(folder), config)
+    body = {"model": "m", "messages": [{"role": "user", "content": "ab"}]}
+    for changes in ({}, {"temperature": 0.25}, {"top_k": 3, "min_p": 0.5}):
+        request = ChatRequest.read(json.dumps({**body, **changes}).encode())
+        own = SamplingParams(max_tokens=None, **{**expected, **changes})
+        assert request.sampling(text) == own

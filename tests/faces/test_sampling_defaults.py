@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza import LLM, SamplingParams
-from cadenza.checkpoint import GenerationDefaults, open_checkpoint
+from cadenza.checkpoint import ASSUMED_OF_GGUF, GenerationDefaults, open_checkpoint
+from cadenza.checkpoint.generation_defaults import with_assumed
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.frontend.text_frontend import TextFrontend
@@ -24,6 +25,8 @@ RECOMMENDED = GenerationDefaults(
     min_new_tokens=3,
     max_new_tokens=100,
 )
+ASSUMED = with_assumed(GenerationDefaults(), ASSUMED_OF_GGUF)
+PARTLY = with_assumed(GenerationDefaults(temperature=0.5, top_k=3, top_p=0.5), ASSUMED_OF_GGUF)
 LENGTHS = st.none() | st.integers(1, 300)
 
 
@@ -52,6 +55,45 @@ def test_unset_fields_are_as_recommended_and_set_ones_as_given() -> None:
 def test_without_recommendations_unset_fields_are_those_of_sampling_params() -> None:
     assert SamplingDefaults().complete({}) == SamplingParams()
     assert SamplingDefaults(GenerationDefaults()).complete({}) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("recommended", "source", "sentence"),
+    [
+        (None, "neutral", "temperature 1, no cuts"),
+        (GenerationDefaults(max_new_tokens=9), "neutral", "temperature 1, no cuts"),
+        (
+            GenerationDefaults(temperature=0.6, top_k=20),
+            "model",
+            "temperature 0.6, top_k 20 (as the model recommends)",
+        ),
+        (
+            ASSUMED,
+            "llama.cpp",
+            "temperature 0.8, top_k 40, top_p 0.95, min_p 0.05 (as in llama.cpp: the file "
+            "recommends none)",
+        ),
+        (
+            PARTLY,
+            "llama.cpp",
+            "temperature 0.5, top_k 3, top_p 0.5, min_p 0.05 (min_p as in llama.cpp: the file "
+            "recommends none)",
+        ),
+    ],
+)
+def test_the_defaults_are_described_with_where_they_come_from(
+    recommended: GenerationDefaults | None, source: str, sentence: str
+) -> None:
+    defaults = SamplingDefaults(recommended)
+    assert (defaults.source, defaults.sentence) == (source, sentence)
+    params = defaults.complete({})
+    assert defaults.described == {name: getattr(params, name) for name in defaults.described}
+
+
+def test_what_is_assumed_is_not_in_the_text_that_the_fingerprint_is_made_of() -> None:
+    stated = GenerationDefaults(**ASSUMED_OF_GGUF)  # type: ignore[arg-type]
+    assert repr(ASSUMED) == repr(stated)
+    assert stated != ASSUMED
 
 
 def test_what_was_given_as_none_was_given() -> None:

@@ -30,6 +30,17 @@ def test_every_answer_has_the_fingerprint_of_the_model_list(
     assert {each["system_fingerprint"] for each in events(bundled, path, body)} == {expected}
 
 
+def test_the_model_list_has_the_sampling_of_requests_that_set_none(bundled: RunningServer):
+    assert bundled.get("/v1/models").json()["data"][0]["default_sampling_params"] == {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "source": "model",
+    }
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_receipts_of_an_answer_are_replayed_to_the_bit(
     bundled: RunningServer, tmp_path: Path, stream: bool

@@ -63,7 +63,7 @@ def test_its_token_ids_are_those_of_generate(serving: ServeProcess) -> None:
     assert [choice["token_ids"] for choice in together] == expected
 
 
-def test_a_start_at_a_unix_socket_is_logged_in_four_lines_and_its_end_removes_it(
+def test_a_start_at_a_unix_socket_is_logged_in_five_lines_and_its_end_removes_it(
     tmp_path: Path,
 ) -> None:
     """The socket's mode where none is given is that of `listening`."""
@@ -80,8 +80,11 @@ def test_a_start_at_a_unix_socket_is_logged_in_four_lines_and_its_end_removes_it
         serving.wait()
         assert not path.exists()
     assert serving.other_lines == []
-    serves, plan, bound, ready = told
+    serves, sampling, plan, bound, ready = told
     assert serves == f"cadenza {__version__} serves bundled at unix:{path}"
+    assert sampling == (
+        "sampling of requests that set none: temperature 0 (as the model recommends)"
+    )
     assert re.search(
         r"bfloat16 weights, .* KV cache, 4 rows, context of 1024 tokens; .* MB planned in all, "
         r".* MB of them resident at the start$",

@@ -19,7 +19,7 @@ from cadenza.checkpoint.folder import (
     open_bundled_draft,
     open_checkpoint,
 )
-from cadenza.checkpoint.generation_defaults import GenerationDefaults
+from cadenza.checkpoint.generation_defaults import ASSUMED_OF_GGUF, GenerationDefaults
 from cadenza.checkpoint.hub import Hub, is_hub_id
 from cadenza.checkpoint.model_config import LayerKind, ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape, write_random_checkpoint
@@ -33,6 +33,7 @@ from cadenza.checkpoint.rope_config import (
 from cadenza.checkpoint.weights import Weights, open_weights
 
 __all__ = [
+    "ASSUMED_OF_GGUF",
     "Checkpoint",
     "GenerationDefaults",
     "Hub",

@@ -1,10 +1,12 @@
-"""The recommended sampling settings of generation_config.json: `GenerationDefaults`.
+"""The recommended sampling settings of a model: `GenerationDefaults`.
 
-Owns that file's keys. Knows no requests. Invariant: a key that would change sampling is either a
-field here or named in `unapplied`.
+Owns the keys of generation_config.json, and what is assumed of a file without recommendations.
+Knows no requests. Invariant: a key that would change sampling is either a field here or named in
+`unapplied`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cadenza.checkpoint.json_object import JsonObject, read_json_object
@@ -47,6 +49,8 @@ class GenerationDefaults:
     """The recommended sampling settings; None for those that the file does not set.
 
     `unapplied` lists the unsupported keys that the file sets to other than neutral values.
+    `assumed` lists the fields that the file does not set and that `with_assumed` has set; it is not
+    in the `repr`, from which the fingerprint of answers is made, because it changes no answer.
     """
 
     temperature: float | None = None
@@ -57,6 +61,23 @@ class GenerationDefaults:
     min_new_tokens: int | None = None
     max_new_tokens: int | None = None
     unapplied: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = field(default=(), repr=False)
+
+
+ASSUMED_OF_GGUF: Mapping[str, float] = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.05,
+}
+"""What llama.cpp samples with where a GGUF file recommends nothing. Small and coarsely quantised
+models give few right answers at temperature 1 without cuts."""
+
+
+def with_assumed(stated: GenerationDefaults, assumed: Mapping[str, float]) -> GenerationDefaults:
+    """The stated settings, with those of `assumed` where none is stated."""
+    missing = {name: value for name, value in assumed.items() if getattr(stated, name) is None}
+    return replace(stated, **missing, assumed=tuple(missing))
 
 
 def read_generation_config(folder: Path) -> JsonObject:

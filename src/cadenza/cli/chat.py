@@ -42,7 +42,10 @@ BUNDLED = (
     "Tell me a story about a fox."
 )
 SAME_ANSWER = "(the same again: with greedy decoding or a fixed --seed an answer does not change)"
-OTHER = "{name}: {family}, {size} parameters in {dtype}, context of {context:,} tokens."
+OTHER = (
+    "{name}: {family}, {size} parameters in {dtype}, context of {context:,} tokens.\n"
+    "Sampling where no flag sets it: {sampling}."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,7 @@ def introduction(model: str | None, loaded: "LoadedModel") -> str:
         size=size,
         dtype=loaded.plan.dtype,
         context=loaded.plan.limits.max_model_len,
+        sampling=loaded.text.defaults.sentence,
     )
 
 

@@ -112,7 +112,7 @@ def generate(
             stack.callback(_write_receipts, run, stack.enter_context(_open_new(flags.receipt)))
         interrupts = stack.enter_context(Interrupts())
         if is_live:
-            run_on_terminal(run, interrupts)
+            run_on_terminal(run, interrupts, loaded.text.defaults.sentence)
         elif flags.json:
             run_as_json(run, interrupts, _facts(model, loaded))
         else:
@@ -243,7 +243,7 @@ def run_as_json(run: "BatchRun", interrupts: Interrupts, facts: dict[str, str]) 
             print(line)
 
 
-def run_on_terminal(run: "BatchRun", interrupts: Interrupts) -> None:
+def run_on_terminal(run: "BatchRun", interrupts: Interrupts, sampling: str) -> None:
     """Shows the streams side by side; at the end, and after Ctrl-C, the answers and a table."""
     from rich.console import Console
 
@@ -257,6 +257,7 @@ def run_on_terminal(run: "BatchRun", interrupts: Interrupts) -> None:
                 frames.draw()
     finally:
         print_result(run, console)
+        console.print(f"sampling where no flag sets it: {sampling}", style="dim", soft_wrap=True)
 
 
 def report_failures(run: "BatchRun") -> int:

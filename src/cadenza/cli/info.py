@@ -323,5 +323,6 @@ def _text(checkpoint: "Checkpoint", config: EngineConfig) -> dict[str, Any]:
         "generation_defaults": {
             key: value for key, value in recommended.items() if is_followed and value is not None
         },
+        "assumed_defaults": defaults.assumed if is_followed else (),
         "not_applied": defaults.unapplied if is_followed else (),
     }

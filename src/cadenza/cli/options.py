@@ -225,7 +225,9 @@ ENGINE_FLAGS: Mapping[str, Flag] = {
         metavar="FILE|TEXT|none",
     ),
     "generation_config": _engine(
-        "Whether generation_config.json sets the sampling parameters that are not given."
+        "Whether the model's generation_config.json or GGUF metadata sets the sampling that is not "
+        "given; what a GGUF file leaves open is as in llama.cpp (temperature 0.8, top-k 40, top-p "
+        "0.95, min-p 0.05). none: temperature 1, no cuts."
     ),
 }
 EngineFlags = Annotated[EngineConfig, ENGINE_FLAGS]

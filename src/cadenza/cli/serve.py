@@ -216,6 +216,7 @@ def _serve(name: str | None, flags: ServeFlags, config: EngineConfig) -> None:
             opening = Opening(address, lambda: held.enter_context(taken_over(address)))
             pid, version = predecessor.pid, predecessor.version
             logger.info("takes over from process %d, cadenza %s, once loaded", pid, version)
+        logger.info("sampling of requests that set none: %s", service.text.defaults.sentence)
         asyncio.run(_run(engine, service, opening))
 
 

@@ -1,20 +1,21 @@
 """`SamplingDefaults`: values of the sampling fields that a request does not set.
 
-Owns the mapping from generation_config.json's fields to `SamplingParams`. Knows no engine and no
-text. Invariant: a default never makes an otherwise valid request invalid.
+Owns the mapping from a checkpoint's recommendations to `SamplingParams`, and its description for
+people. Knows no engine and no text. Invariant: a default never makes an otherwise valid request
+invalid.
 """
 
 from collections.abc import Mapping
 from dataclasses import fields
 from operator import index
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-from cadenza.checkpoint import GenerationDefaults
+from cadenza.checkpoint import ASSUMED_OF_GGUF, GenerationDefaults
 from cadenza.config import is_integer
 from cadenza.errors import InvalidRequestError, show
 from cadenza.request import SamplingParams
 
-_OWN = {field.name: field.default for field in fields(SamplingParams)}
+_OWN: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
 FIELD_NAMES = tuple(_OWN)
 
 _RECOMMENDABLE = {
@@ -28,6 +29,12 @@ _RECOMMENDABLE = {
 }
 """Maps fields of `SamplingParams` to fields of `GenerationDefaults`."""
 
+_DESCRIBED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+SamplingSource = Literal["model", "llama.cpp", "neutral"]
+"""Where the defaults come from: the checkpoint's recommendations; what llama.cpp assumes of a GGUF
+file, for at least one field that the file leaves open; nothing that changes the distribution."""
+
 
 class SamplingDefaults:
     """A checkpoint's recommended values; otherwise the defaults of `SamplingParams`."""
@@ -38,6 +45,31 @@ class SamplingDefaults:
             for name, key in _RECOMMENDABLE.items()
             if (value := getattr(recommended, key, None)) is not None
         }
+        self._assumed = () if recommended is None else recommended.assumed
+
+    @property
+    def source(self) -> SamplingSource:
+        if self._assumed:
+            return "llama.cpp"
+        return "model" if self._values.keys() & set(_DESCRIBED) else "neutral"
+
+    @property
+    def described(self) -> dict[str, int | float]:
+        """How tokens are drawn for a request that sets nothing."""
+        return {name: self._values.get(name, _OWN[name]) for name in _DESCRIBED}
+
+    @property
+    def sentence(self) -> str:
+        """What is drawn with, and why, for a person."""
+        if self.source == "neutral":
+            return f"temperature {_OWN['temperature']:g}, no cuts"
+        values = self._values
+        shown = ", ".join(f"{name} {values[name]:g}" for name in _DESCRIBED if name in values)
+        if not self._assumed:
+            return f"{shown} (as the model recommends)"
+        is_all = self._assumed == tuple(ASSUMED_OF_GGUF)
+        those = "" if is_all else f"{', '.join(self._assumed)} "
+        return f"{shown} ({those}as in llama.cpp: the file recommends none)"
 
     def complete(self, given: Mapping[str, object], *, room: int | None = None) -> SamplingParams:
         """`SamplingParams` with the `given` fields; the others have their default values.

@@ -68,7 +68,8 @@ class TextFrontend:
     """Tokenizer, chat template and sampling defaults of a checkpoint.
 
     Args:
-        generation_config: "none" ignores the checkpoint's recommended sampling.
+        generation_config: "none" ignores the checkpoint's recommended sampling, and what is
+            assumed of a GGUF file without one.
         max_model_len: the context length, where it is known; bounds a recommended length.
         start_checks: makes what checks the grammars of a request.
         parsers: of reasoning and tool calls in answers.
@@ -103,7 +104,7 @@ class TextFrontend:
         self._can_generate = checkpoint.can_generate
         is_followed = generation_config == "auto"
         recommended = checkpoint.generation_defaults
-        self._defaults = SamplingDefaults(recommended if is_followed else None)
+        self.defaults = SamplingDefaults(recommended if is_followed else None)
         if is_followed and recommended.unapplied:
             logger.warning(
                 "generation_config.json recommends %s, which Cadenza does not apply; "
@@ -291,7 +292,7 @@ class TextFrontend:
             given = params or {}
             num_kept = min(len(ids), _whole(given.get("truncate_prompt_tokens"), len(ids)))
             room = None if self._max_model_len is None else self._max_model_len - num_kept
-            params = self._defaults.complete(given, room=room)
+            params = self.defaults.complete(given, room=room)
         request = Request(prompt_token_ids=ids, params=params)
         return PreparedRequest(text=text, request=self.resolve(request))
 
@@ -428,8 +429,8 @@ class TextFrontend:
         return described
 
     def default_params(self, **changes: object) -> SamplingParams:
-        """The checkpoint's recommended sampling, with `changes` on top."""
-        return self._defaults.complete(changes)
+        """The sampling of requests that set none (`defaults`), with `changes` on top."""
+        return self.defaults.complete(changes)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -8,7 +8,12 @@ import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cadenza.checkpoint.generation_defaults import GenerationDefaults, parse_generation_defaults
+from cadenza.checkpoint.generation_defaults import (
+    ASSUMED_OF_GGUF,
+    GenerationDefaults,
+    parse_generation_defaults,
+    with_assumed,
+)
 from cadenza.checkpoint.gguf.config import read_config
 from cadenza.checkpoint.gguf.files import open_gguf_files
 from cadenza.checkpoint.gguf.settings import Settings
@@ -98,7 +103,7 @@ def _read_defaults(metadata: JsonObject) -> GenerationDefaults:
         for key, neutral in _UNAPPLIED.items()
         if metadata.get(f"{prefix}{key}") not in (None, neutral)
     ]
-    return replace(defaults, unapplied=tuple(unapplied))
+    return replace(with_assumed(defaults, ASSUMED_OF_GGUF), unapplied=tuple(unapplied))
 
 
 def _default_pooling(settings: Settings) -> DefaultPooling:

@@ -90,6 +90,7 @@ class StatusHandlers:
     def _card(self, name: str) -> dict[str, Any]:
         status = self._service.monitor.status()
         check, fingerprint = status.request_check, status.fingerprint
+        defaults = self._service.text.defaults
         return {
             "id": name,
             "object": "model",
@@ -100,9 +101,11 @@ class StatusHandlers:
             "max_model_len": None if check is None else check.limits.max_model_len,
             "vocab_size": None if check is None else check.vocab_size,
             "system_fingerprint": None if fingerprint is None else fingerprint.digest,
+            "default_sampling_params": {**defaults.described, "source": defaults.source},
         }
 
 
+_NUMBER: Schema = {"type": "number"}
 _MODEL = object_of(
     {
         "id": TEXT,
@@ -111,6 +114,16 @@ _MODEL = object_of(
         "owned_by": TEXT,
         "max_model_len": or_null(COUNT),
         "system_fingerprint": or_null(TEXT),
+        "default_sampling_params": object_of(
+            {
+                "temperature": _NUMBER,
+                "top_k": {"type": "integer"},
+                "top_p": _NUMBER,
+                "min_p": _NUMBER,
+                "repetition_penalty": _NUMBER,
+                "source": one_of("model", "llama.cpp", "neutral"),
+            }
+        ),
     }
 )
 _MODELS: Schema = {**list_of(_MODEL), "minItems": 1}
