@@ -12,11 +12,15 @@ OutputKind = Literal["cumulative", "delta", "final"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """Log probability (natural log) of a token, its rank (1 = most likely) and its text."""
+    """Log probability (natural log) of a token, its rank (1 = most likely) and its text.
+
+    `token_bytes` are those of a token that is a part of a character, which has no text of its own.
+    """
 
     logprob: float
     rank: int | None
     decoded_token: str | None
+    token_bytes: bytes | None = None
 
 
 PartKind = Literal["content", "reasoning", "tool_call"]

@@ -32,6 +32,9 @@ class _Detokenizer:
             break_down()
         return self._whole.push(token_id)
 
+    def drop_incomplete(self) -> None:
+        self._whole.drop_incomplete()
+
     def flush(self) -> str:
         return break_down() if self._fault in {"flush", "detokenizer"} else self._whole.flush()
 

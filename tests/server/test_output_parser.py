@@ -73,6 +73,9 @@ class PieceText:
     def push(self, token_id: int) -> str:
         return self._pieces[token_id]
 
+    def drop_incomplete(self) -> None:
+        """Every piece has whole characters."""
+
     def flush(self) -> str:
         return ""
 

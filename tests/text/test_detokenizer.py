@@ -141,6 +141,20 @@ def test_an_unfinished_character_at_the_end_is_a_replacement(tokenizers: dict[st
     assert stream(tokenizers["byte_level"], token_ids, True) == ["", "", "", "\ufffd"]
 
 
+@shared
+@given(text=TEXT, num_bytes=st.integers(0, 3))
+def test_a_cut_stream_has_whole_characters_only(
+    tokenizers: dict[str, Tokenizer], text: str, num_bytes: int
+):
+    data = [*text.encode(), *"🙂".encode()[:num_bytes]]
+    for kind, token_ids in byte_tokens(tokenizers, data).items():
+        detokenizer = IncrementalDetokenizer(tokenizers[kind])
+        parts = [*map(detokenizer.push, token_ids)]
+        detokenizer.drop_incomplete()
+        expected = tokenizers[kind].decode(token_ids[: len(token_ids) - num_bytes])
+        assert "".join([*parts, detokenizer.flush()]) == expected
+
+
 def test_byte_fallback_spoils_a_whole_run_as_the_library_does(tokenizers: dict[str, Tokenizer]):
     token_ids = byte_tokens(tokenizers, [*"é".encode(), 0xFF])["sentencepiece_bpe"]
     assert stream(tokenizers["sentencepiece_bpe"], token_ids, True)[-1] == "\ufffd" * 3

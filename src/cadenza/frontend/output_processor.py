@@ -20,6 +20,7 @@ from cadenza.frontend.receipts import make_receipt
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputKind, RequestOutput
+from cadenza.text.decoder_stages import REPLACEMENT
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +201,10 @@ class OutputProcessor:
         return described
 
     def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        return Logprob(logprob=logprob, rank=rank, decoded_token=self._text.text_of(token_id))
+        text = self._text.text_of(token_id)
+        is_part = text is not None and REPLACEMENT in text
+        own = self._text.bytes_of(token_id) if is_part else None
+        return Logprob(logprob=logprob, rank=rank, decoded_token=text, token_bytes=own)
 
 
 class OutputRouter:

@@ -188,6 +188,8 @@ class SampleOutput:
 
     def _end(self, ending: Ending) -> None:
         if self._detokenizer is not None:
+            if ending.finish_reason in ("length", "abort"):
+                self._detokenizer.drop_incomplete()
             self._add_text(self._detokenizer.flush())
         if self._matcher is not None:
             self._show(self._matcher.flush())

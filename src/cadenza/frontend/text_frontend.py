@@ -30,6 +30,7 @@ from cadenza.text import (
     bad_word_token_ids,
     plan_decoder,
 )
+from cadenza.text.decoder_stages import bytes_of_token
 from cadenza.text.generic_tools import generic_messages, has_calls
 from cadenza.text.grammar import GrammarCheck, StartChecks, grammar_of, refused
 from cadenza.text.grammar_check import start_checks
@@ -403,6 +404,11 @@ class TextFrontend:
                 text = self._tokenizer.token_of(token_id) or ""
             self._texts[token_id] = text
         return text
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """The bytes of a token that is a part of a character; None if they are not known."""
+        piece = None if self._tokenizer is None else self._tokenizer.token_of(token_id)
+        return None if piece is None else bytes_of_token(piece)
 
     def piece_of(self, token_id: int) -> str | None:
         """A token's entry in the vocabulary, such as `Ġcapital`; None for an unused id.

@@ -99,6 +99,14 @@ class ByteFallbackTokens:
             return []
         return [*self.flush(), token] if self._run else [token]
 
+    def drop_incomplete(self) -> None:
+        """Drops the bytes of a character that is not complete, at the end of the run."""
+        try:
+            whole = codecs.getincrementaldecoder("utf-8")().decode(bytes(self._run))
+        except UnicodeDecodeError:
+            return
+        del self._run[len(whole.encode()) :]
+
     def flush(self) -> list[str]:
         if not self._run:
             return []
@@ -167,6 +175,10 @@ class JoinBytes:
             data = text.encode("utf-8")
         return self._utf8.decode(data)
 
+    def drop_incomplete(self) -> None:
+        """Drops the bytes of a character that is not complete."""
+        self._utf8.reset()
+
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
@@ -226,11 +238,12 @@ class ByteLevelText:
     the first character outside the alphabet, or the end.
     """
 
-    __slots__ = ("_held", "_is_text")
+    __slots__ = ("_drops", "_held", "_is_text")
 
     def __init__(self) -> None:
         self._held: list[str] = []
         self._is_text = False
+        self._drops = False
 
     def push(self, text: str) -> str:
         if self._is_text:
@@ -244,9 +257,14 @@ class ByteLevelText:
             self._held.append(text[num_plain:])
         return text[:num_plain]
 
+    def drop_incomplete(self) -> None:
+        """The end leaves the bytes of a character that is not complete out."""
+        self._drops = True
+
     def flush(self) -> str:
         joiner = JoinBytes()
-        return joiner.push("".join(self._held)) + joiner.flush()
+        text = joiner.push("".join(self._held))
+        return text if self._drops else text + joiner.flush()
 
 
 class ByteFallbackText:
@@ -300,3 +318,12 @@ BYTE_OF_CHARACTER = _byte_alphabet()
 
 _PLAIN = "".join(map(chr, range(0x21, 0x7F)))
 """Printable ASCII, which maps to itself in the byte alphabet."""
+
+
+def bytes_of_token(token: str) -> bytes | None:
+    """The bytes that an entry of a vocabulary of bytes stands for; None if it is another one."""
+    if _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(token[3:5], 16)])
+    if any(character not in BYTE_OF_CHARACTER for character in token):
+        return None
+    return bytes([BYTE_OF_CHARACTER[character] for character in token])

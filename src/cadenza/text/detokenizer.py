@@ -93,6 +93,15 @@ class IncrementalDetokenizer:
             tokens = _push_all(stage, tokens)
         return self._join(tokens[0]) if len(tokens) == 1 else "".join(map(self._join, tokens))
 
+    def drop_incomplete(self) -> None:
+        """Leaves the bytes of a character that is not complete out of the text.
+
+        For a stream that was cut: `flush` then gives no replacement for them.
+        """
+        for stage in (*self._token_stages, *self._text_stages):
+            if isinstance(stage, JoinBytes | ByteFallbackTokens | ByteLevelText):
+                stage.drop_incomplete()
+
     def flush(self) -> str:
         """Ends the stream; returns the text that was held."""
         tokens: list[str] = []

@@ -278,8 +278,9 @@ def _chat_logprob(token_id: int, entry: LogprobEntry, request: ChatRequest) -> d
 
 def _described(token_id: int, found: Logprob, request: ChatRequest) -> dict[str, Any]:
     text = shown_token(token_id, found)
-    # A token that is part of a character has no text of its own, so its bytes are not known.
-    raw = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+    # A token that is part of a character has no text of its own.
+    own = None if found.token_bytes is None else list(found.token_bytes)
+    raw = own if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
     token = token_name(token_id) if request.return_tokens_as_token_ids else text
     return {"token": token, "logprob": finite(found), "bytes": raw}
 
