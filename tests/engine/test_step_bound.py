@@ -190,7 +190,7 @@ def test_long_steps_are_timed_fewer_times(fixed_ms: float, num_timed: int) -> No
 def test_steps_are_timed_within_any_limits(changes: dict[str, int]) -> None:
     limits = replace(LIMITS, **changes)
     runner = runner_of(limits)
-    bound = make_step_bound(runner, limits, None, runner.clock)
+    bound = make_step_bound(measure_step_cost(runner, limits, runner.clock), limits, None)
     assert bound.cost.fixed_ms > 0
     assert bound.max_ms >= 50.0
 
@@ -199,8 +199,9 @@ def test_a_derived_bound_follows_the_machine_and_a_fixed_one_does_not() -> None:
     runner = runner_of(LIMITS)
     full = StepLoad(num_tokens=9, num_logits=9, num_keys=9)
     slow_ms = 8 * TRUE_COST.predict_ms(full)
-    derived = make_step_bound(runner, LIMITS, None, runner.clock)
-    fixed = make_step_bound(runner, LIMITS, 60.0, runner.clock)
+    measured = measure_step_cost(runner, LIMITS, runner.clock)
+    derived = make_step_bound(measured, LIMITS, None)
+    fixed = make_step_bound(measured, LIMITS, 60.0)
     assert derived.max_ms == 50.0
     for _ in range(200):
         for bound in (derived, fixed):

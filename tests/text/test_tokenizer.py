@@ -163,7 +163,7 @@ def test_an_absent_tokenizer_is_a_named_error(tmp_path: Path):
         Tokenizer(tmp_path / "tokenizer.json")
 
 
-def test_a_source_is_made_once_to_be_measured():
+def test_a_source_is_made_once_until_it_is_released():
     made: list[bytes] = []
 
     def read() -> bytes:
@@ -171,5 +171,11 @@ def test_a_source_is_made_once_to_be_measured():
         return made[-1]
 
     source = TokenizerSource(name="model.gguf", read=read)
-    assert (source.num_bytes, source.num_bytes) == (4, 4)
+    assert (source.num_bytes, source.content, source.content) == (4, b"made", b"made")
     assert len(made) == 1
+    source.release()
+    source.release()
+    assert source.num_bytes == 4
+    assert len(made) == 1
+    assert source.content == b"made"
+    assert len(made) == 2

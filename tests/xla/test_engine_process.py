@@ -19,8 +19,8 @@ import pytest
 from cadenza import LLM, AsyncEngine, EngineConfig, SamplingParams
 from cadenza.engine.batch_engine import Clock
 from cadenza.engine.open_requests import RequestTimeouts
-from cadenza.engine.process.child_process import COMMAND
 from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
+from cadenza.engine.process.launch import COMMAND
 from cadenza.engine.process.supervision import Patience
 from cadenza.errors import CheckpointError, EngineUnavailableError
 from cadenza.events import Finished

@@ -69,13 +69,14 @@ def info(
 
 def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> dict[str, Any]:
     """What a step costs, and what --max-itl-ms would then be and mean."""
-    from cadenza.engine.calibration import make_step_bound
+    from cadenza.engine.calibration import make_step_bound, measure_step_cost
     from cadenza.loading.build import build_runner
 
     limits = plan.limits
     runner = build_runner(checkpoint, plan, config)
     try:
-        bound = make_step_bound(runner, limits, None, time.perf_counter)
+        measured = measure_step_cost(runner, limits, time.perf_counter)
+        bound = make_step_bound(measured, limits, None)
     finally:
         runner.close()
     cost = bound.cost

@@ -8,8 +8,8 @@ known then; a server that cannot come up prints one line and ends with exit code
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +24,7 @@ from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError
 
 if TYPE_CHECKING:
     from cadenza.engine.process.engine_process import EngineProcess
+    from cadenza.engine.process.launch import FirstLaunch
     from cadenza.server.handover import ServerSockets
     from cadenza.server.listening import Address
     from cadenza.server.run import Lifecycle
@@ -189,6 +190,15 @@ def _one_exit_code() -> Generator[None]:
 
 
 def _serve(name: str | None, flags: ServeFlags, config: EngineConfig) -> None:
+    from cadenza.engine.process.launch import FirstLaunch
+
+    with closing(FirstLaunch()) as first:  # loads its libraries while those below are loaded
+        _serve_with(first, name, flags, config)
+
+
+def _serve_with(
+    first: "FirstLaunch", name: str | None, flags: ServeFlags, config: EngineConfig
+) -> None:
     from cadenza.cli.interrupts import terminable
     from cadenza.server.connections import raise_descriptor_limit
     from cadenza.server.handover import find_predecessor, opened, taken_over
@@ -201,7 +211,7 @@ def _serve(name: str | None, flags: ServeFlags, config: EngineConfig) -> None:
     level = logging.getLevelNamesMapping()[flags.log_level.upper()]
     lines = set_up_logging(flags.log_format, level)
     options = replace(options, num_dropped_log_lines=lambda: lines.num_dropped)
-    engine, service = _make(name, flags, config, options)
+    engine, service = _make(name, flags, config, options, first)
     logger.debug("resolved configuration: %s %s", config, _without_keys(flags))
     if flags.ignore_unknown_fields:
         logger.warning("--ignore-unknown-fields: unknown fields of requests have no effect")
@@ -277,13 +287,18 @@ async def _run(engine: "EngineProcess", service: "Service", opening: Opening) ->
 
 
 def _make(
-    name: str | None, flags: ServeFlags, config: EngineConfig, options: "ServerOptions"
+    name: str | None,
+    flags: ServeFlags,
+    config: EngineConfig,
+    options: "ServerOptions",
+    first: "FirstLaunch",
 ) -> "tuple[EngineProcess, Service]":
     from cadenza.engine.open_requests import RequestTimeouts
+    from cadenza.engine.process.child_process import ChildProcess
     from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
     from cadenza.frontend.answers import AnswerParsers
     from cadenza.frontend.loaded_model import open_text
-    from cadenza.loading.build import find_configured
+    from cadenza.loading.build import find_configured, release_tokenizer
     from cadenza.loading.memory import private_memory_bytes
     from cadenza.server.service import Service
     from cadenza.text.grammar_worker import GrammarWorker
@@ -301,12 +316,18 @@ def _make(
             "the chat template has no place for tools: the system message describes them, and "
             "results are user turns (--strict-tools refuses them)"
         )
+    release_tokenizer(checkpoint)
     # The engine process opens the same commit now and at each restart, even if a branch moves, and
     # has the same template, even if its file changes.
     template = config.chat_template and (checkpoint.chat_template or "none")
     config = replace(config, revision=checkpoint.revision, chat_template=template)
     timeouts = RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout)
+
+    def open_child(command: Sequence[str]) -> ChildProcess:
+        return ChildProcess(command, launched=first.take())
+
     process = ProcessOptions(
+        open_child=open_child,
         timeouts=timeouts,
         on_failure=flags.on_engine_failure,
         front_end_bytes=private_memory_bytes() or 0,

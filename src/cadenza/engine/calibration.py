@@ -34,11 +34,8 @@ MOST_TIMED, ENOUGH_S = 4, 1.0
 in seconds, and what else runs on the machine is a small part of a long step."""
 
 
-def make_step_bound(
-    runner: Runner, limits: EngineLimits, max_ms: float | None, clock: Callable[[], float]
-) -> StepBound:
+def make_step_bound(cost: StepCost, limits: EngineLimits, max_ms: float | None) -> StepBound:
     """A bound over measured costs; `max_ms` None derives it from them, and keeps it current."""
-    cost = measure_step_cost(runner, limits, clock)
     if max_ms is not None:
         return StepBound(max_ms=max_ms, cost=cost)
 

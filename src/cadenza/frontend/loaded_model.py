@@ -17,7 +17,7 @@ from cadenza.errors import EngineClosedError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers
 from cadenza.frontend.text_frontend import DEFAULT_PARSERS, TextFrontend
-from cadenza.loading.build import OnPhaseDone, build_core, open_planned
+from cadenza.loading.build import OnPhaseDone, build_core, open_planned, release_tokenizer
 from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
 from cadenza.text.grammar import StartChecks
@@ -82,12 +82,14 @@ class PlannedModel:
         with ThreadPoolExecutor(1) as thread:  # reads the weights, while they are loaded
             fingerprint = thread.submit(make_fingerprint, *parts, self.backends)
             core = build_core(*parts, on_phase, backends=self.backends)
+            answers = fingerprint.result()
+        release_tokenizer(self.checkpoint)
         return LoadedModel(
             checkpoint=self.checkpoint,
             plan=self.plan,
             core=core,
             text=self.text,
-            fingerprint=fingerprint.result(),
+            fingerprint=answers,
         )
 
 

@@ -6,7 +6,6 @@ that importing this module is cheap.
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +17,8 @@ from cadenza.checkpoint.tokenizer_files import given_template
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
 from cadenza.core.admission import RESERVED_OUTPUT
 from cadenza.core.queue_policy import QueuePolicy
-from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepLoad, last_granted
-from cadenza.engine.calibration import make_step_bound, measure_step_cost
+from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad, last_granted
+from cadenza.engine.calibration import make_step_bound
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
@@ -29,8 +28,10 @@ from cadenza.loading.footprint import front_end_bytes_of
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import Beside, DraftPlan, EnginePlan, device_share, make_plan
+from cadenza.loading.step_costs import StepCosts, open_step_costs
 from cadenza.loading.weight_cache import packed_weights_file
 from cadenza.text.token_constraint import ConstraintCompiler
+from cadenza.text.tokenizer import TokenizerSource
 
 logger = logging.getLogger(__name__)
 
@@ -215,11 +216,13 @@ def build_serving_core(
 
 @dataclass(frozen=True, slots=True)
 class Runners:
-    """A model's runner, and the model that drafts for it, if there is one."""
+    """A model's runner, and the model that drafts for it, if there is one; what their steps cost
+    is known once they are warm."""
 
     target: Runner
     draft: DraftModel | None
     pages: PageFolder | None = None
+    costs: StepCosts | None = None
 
     def warmup(self) -> None:
         self.target.warmup()
@@ -244,14 +247,23 @@ def load_warm_runners(
     logger.info("%s", plan.summary)
     logger.debug("resolved configuration: %s", plan)
     backend = find_backend(config.backend, backends)
-    pages = open_page_folder(checkpoint, plan, config, backend, make_setup(plan, config))
+    setup = make_setup(plan, config)
+    pages = open_page_folder(checkpoint, plan, config, backend, setup)
+    costs = open_step_costs(checkpoint, plan, backend, setup)
     runners = load_runners(checkpoint, plan, config, backends=backends)
-    runners = replace(runners, pages=pages)
+    runners = replace(runners, pages=pages, costs=costs)
     _release_files(checkpoint, plan)
     on_phase_done("load")
     runners.warmup()
     on_phase_done("compile")
     return runners
+
+
+def release_tokenizer(checkpoint: Checkpoint) -> None:
+    """Frees what was made of a tokenizer that is not a file of its own, once all have read it."""
+    source = checkpoint.tokenizer_source
+    if isinstance(source, TokenizerSource):
+        source.release()
 
 
 def _release_files(checkpoint: Checkpoint, plan: EnginePlan) -> None:
@@ -269,11 +281,13 @@ def make_core(
     constraints: ConstraintCompiler | None,
 ) -> EngineCore:
     """The engine over warm runners; without `constraints` it refuses structured outputs."""
-    runner, limits = runners.target, plan.limits
-    step_bound = _step_bound(runner, limits, config.max_itl_ms)
-    step_cost = None
-    if config.speculation is not None and step_bound is None:
-        step_cost = measure_step_cost(runner, limits, time.perf_counter)
+    runner, limits, costs = runners.target, plan.limits, runners.costs
+    assert costs is not None, "the runners are warm"
+    step_cost = step_bound = None
+    if config.max_itl_ms != "none":
+        step_bound = _step_bound(costs.of("target", runner, limits), limits, config.max_itl_ms)
+    elif config.speculation is not None:
+        step_cost = costs.of("target", runner, limits)
     options = CoreOptions(
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
         loop=config.scheduler,
@@ -286,16 +300,16 @@ def make_core(
         step_bound=step_bound,
         step_cost=step_cost,
         speculation=config.speculation,
-        draft_model=None if runners.draft is None else _measured(runners.draft),
+        draft_model=None if runners.draft is None else _measured(runners.draft, costs),
         compile_constraint=None if constraints is None else constraints.compile,
         page_folder=runners.pages,
     )
     return EngineCore(runner, limits, options)
 
 
-def _measured(draft: DraftModel) -> DraftModel:
+def _measured(draft: DraftModel, costs: StepCosts) -> DraftModel:
     """With the cost of its steps; logs what a draft costs."""
-    cost = measure_step_cost(draft.runner, draft.limits, time.perf_counter)
+    cost = costs.of("draft", draft.runner, draft.limits)
     load = StepLoad(num_tokens=1, num_logits=1, num_keys=1)
     logger.info("a draft of one stream takes %.1f ms", cost.predict_ms(load))
     return replace(draft, cost=cost)
@@ -313,12 +327,10 @@ def constraint_compiler(checkpoint: Checkpoint) -> ConstraintCompiler | None:
     )
 
 
-def _step_bound(runner: Runner, limits: EngineLimits, max_itl_ms: MaxItlMs) -> StepBound | None:
-    """The bound that the options ask for, over costs that are measured now; logs what it means."""
-    if max_itl_ms == "none":
-        return None
+def _step_bound(cost: StepCost, limits: EngineLimits, max_itl_ms: MaxItlMs) -> StepBound:
+    """The bound that the options ask for; logs what it means."""
     given = None if max_itl_ms == "auto" else float(max_itl_ms)
-    bound = make_step_bound(runner, limits, given, time.perf_counter)
+    bound = make_step_bound(cost, limits, given)
     num_tokens = limits.max_num_batched_tokens
     share = bound.cost.prefill_share(bound.max_ms, num_tokens)
     logger.info(

@@ -187,4 +187,4 @@ def _check_vocabulary(name: str, target: Checkpoint, draft: Checkpoint) -> None:
 
 
 def _bytes_of(source: Path | TokenizerSource) -> bytes:
-    return source.read_bytes() if isinstance(source, Path) else source.read()
+    return source.read_bytes() if isinstance(source, Path) else source.content

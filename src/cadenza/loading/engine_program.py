@@ -6,7 +6,9 @@ Started by `EngineProcess`; loads an engine and serves it over an inherited pipe
 import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from cadenza.backends import BACKENDS, Backends, find_backend
@@ -32,7 +34,7 @@ def load_engine(
 ) -> Serving:
     """Loads the model of `start`. Raises the errors of `open_planned` and `build_serving_core`."""
     on_phase("imports")
-    from cadenza.loading.build import build_serving_core
+    from cadenza.loading.build import build_serving_core, release_tokenizer
     from cadenza.loading.fingerprint import make_fingerprint
     from cadenza.loading.identity import identify
 
@@ -47,10 +49,12 @@ def load_engine(
     with ThreadPoolExecutor(1) as thread:  # reads the weights, while they are loaded
         fingerprint = thread.submit(make_fingerprint, checkpoint, plan, config, backends)
         core = build_serving_core(checkpoint, plan, config, after, backends=backends)
+        answers = fingerprint.result()
+    release_tokenizer(checkpoint)
     backend = find_backend(config.backend, backends)
     return Serving(
         core=core,
-        fingerprint=fingerprint.result(),
+        fingerprint=answers,
         identity=identify(checkpoint, plan, config, backend),
         count_compiles=backend.watch_compiles(),
     )
@@ -76,5 +80,12 @@ def open_start(
         return opened
 
 
+def load_libraries() -> None:
+    """Imports what most engines need. What is wrong with a library, the load tells."""
+    with suppress(Exception):
+        import_module("cadenza.loading.build")
+        find_backend("auto")
+
+
 if __name__ == "__main__":
-    run_child(sys.argv[1:], load_engine)
+    run_child(sys.argv[1:], load_engine, load_libraries)

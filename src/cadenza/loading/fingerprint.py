@@ -69,7 +69,7 @@ def _tokenizer_digest(checkpoint: Checkpoint) -> str:
     source = checkpoint.tokenizer_source
     if source is None:
         return ""
-    content = source.read_bytes() if isinstance(source, Path) else source.read()
+    content = source.read_bytes() if isinstance(source, Path) else source.content
     special = _flat(checkpoint.tokenizer.special_tokens)
     return _digest(hashlib.sha256(content).hexdigest(), *special)
 

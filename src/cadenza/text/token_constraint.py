@@ -235,9 +235,11 @@ class ConstraintCompiler:
         from llguidance import LLTokenizer
 
         source, ends = self._source, self._eos_token_ids or None
-        content = source.read_bytes() if isinstance(source, Path) else source.read()
-        described = json.loads(content)
-        text = json.dumps({**described, "truncation": None, "padding": None})
+        content = source.read_bytes() if isinstance(source, Path) else source.content
+        described: dict[str, Any] = json.loads(content)
+        text = content.decode()
+        if described.get("truncation") is not None or described.get("padding") is not None:
+            text = json.dumps({**described, "truncation": None, "padding": None})
         size = max(self._vocab_size, _num_ids(described))
         return LLTokenizer(text, n_vocab=size, eos_token=ends)
 

@@ -39,9 +39,19 @@ class TokenizerSource:
     read: Callable[[], bytes]
 
     @cached_property
+    def content(self) -> bytes:
+        """Made once, and kept until `release`: it takes a quarter of a second, and a start needs it
+        several times."""
+        return self.read()
+
+    @cached_property
     def num_bytes(self) -> int:
-        """The content's length; it is made for this once, and not kept."""
-        return len(self.read())
+        """The content's length."""
+        return len(self.content)
+
+    def release(self) -> None:
+        """Frees the content, which is made again if it is asked for."""
+        vars(self).pop("content", None)
 
 
 class Tokenizer:
@@ -240,7 +250,7 @@ def _tokenizer_errors(subject: str) -> Generator[None]:
 def _open_native(source: Path | TokenizerSource) -> "NativeTokenizer":
     from tokenizers import Tokenizer as NativeTokenizer
 
-    content = _read_file(source) if isinstance(source, Path) else source.read()
+    content = _read_file(source) if isinstance(source, Path) else source.content
     if len(content) > MAX_TOKENIZER_BYTES:
         raise _too_large(source.name)
     try:

@@ -15,8 +15,9 @@ import pytest
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import Clock
 from cadenza.engine.open_requests import RequestTimeouts
-from cadenza.engine.process.child_process import ChildProcess, Execute, execute
+from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.engine_process import EngineProcess, OnEngineFailure, ProcessOptions
+from cadenza.engine.process.launch import Execute, execute
 from cadenza.engine.process.supervision import Patience
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams

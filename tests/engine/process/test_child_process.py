@@ -5,16 +5,18 @@ import logging
 import os
 import resource
 import selectors
+import signal
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cadenza.engine.process.child_process import LARGE_PAGES, ChildProcess, execute
+from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.engine_process import LOG_EVERY_S, SHORTAGE
+from cadenza.engine.process.launch import LARGE_PAGES, FirstLaunch, Program, execute
 from cadenza.engine.process.messages import OUTPUT_LOGGER
 from cadenza.errors import EngineUnavailableError
 from tests.engine.process.conftest import QUICK, TIMEOUT_S, HandClock, OpenFront, request
@@ -108,6 +110,37 @@ def test_a_few_more_descriptors_are_enough_for_a_start() -> None:
         child = ChildProcess((sys.executable, "-c", ""))
     assert child.close(within_s=TIMEOUT_S) == 0
     assert open_descriptors() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd")
+def test_a_process_that_was_launched_before_is_the_front_ends_first_one() -> None:
+    before = open_descriptors()
+    with closing(FirstLaunch((sys.executable, "-c", "import sys; sys.exit(7)"))) as first:
+        child = ChildProcess(("/nowhere",), launched=first.take())
+        assert first.take() is None
+        assert child.close(within_s=TIMEOUT_S) == 7
+    assert open_descriptors() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd")
+def test_a_process_that_nobody_takes_is_ended() -> None:
+    before = open_descriptors()
+    started: list[Program] = []
+
+    def execute_noted(arguments: Sequence[str], fds: Sequence[int], output: int) -> Program:
+        started.append(execute(arguments, fds, output))
+        return started[-1]
+
+    sleeping = (sys.executable, "-c", "import time; time.sleep(3600)")
+    with closing(FirstLaunch(sleeping, execute_noted)):
+        assert open_descriptors() != before
+    assert started[0].wait(0) == -signal.SIGKILL
+    assert open_descriptors() == before
+
+
+def test_a_first_process_that_cannot_be_launched_is_left_to_the_next_launch() -> None:
+    with closing(FirstLaunch(("/nowhere/at/all",))) as first:
+        assert first.take() is None
 
 
 class Wanting:

@@ -138,18 +138,30 @@ class _Startup:
 
     def end(self) -> None:
         if self.phase is not None:
-            self.seconds[self.phase] = self.clock() - self.since_s
+            taken_s = self.clock() - self.since_s
+            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + taken_s
+            self.phase = None
 
 
-def run_child(arguments: list[str], load: Load) -> None:
-    """Serves one front end and exits. `arguments`: socket, lifeline, the front end's process id."""
+def run_child(
+    arguments: list[str], load: Load, load_libraries: Callable[[], None] | None = None
+) -> None:
+    """Serves one front end and exits. `arguments`: socket, lifeline, the front end's process id.
+
+    `load_libraries` is called at once, perhaps before the front end can say what to load.
+    """
     connection_fd, lifeline_fd, parent_pid = map(int, arguments)
     _follow_front_end(lifeline_fd, parent_pid)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     code = 1
     try:
-        code = _serve(SocketLink(socket.socket(fileno=connection_fd)), load)
+        startup = _Startup(SocketLink(socket.socket(fileno=connection_fd)), time.monotonic)
+        if load_libraries is not None:
+            startup.begin("imports")
+            load_libraries()
+            startup.end()
+        code = _serve(startup, load)
     except FrontEndGone:
         code = FRONT_END_GONE
     except BaseException:
@@ -162,8 +174,8 @@ def run_child(arguments: list[str], load: Load) -> None:
         os._exit(code)
 
 
-def _serve(link: SocketLink, load: Load) -> int:
-    startup = _Startup(link, time.monotonic)
+def _serve(startup: _Startup, load: Load) -> int:
+    link = startup.link
     try:
         start = link.receive_one()
         if not isinstance(start, Start):

@@ -8,14 +8,12 @@ import logging
 import os
 import selectors
 import signal
-import socket
 import subprocess
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
+from cadenza.engine.process.launch import COMMAND, Execute, Launched, execute, launch
 from cadenza.engine.process.messages import (
     FrameBuffer,
     FromEngine,
@@ -23,73 +21,34 @@ from cadenza.engine.process.messages import (
     decode_from_engine,
 )
 
-COMMAND = (sys.executable, "-P", "-X", "faulthandler", "-m", "cadenza.loading.engine_program")
-LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Environment of the engine, unless it is set: large allocations may have huge pages, so that a KV
-pool takes a page fault for each 2 MiB that are written. Only glibc reads it."""
-
 _RECEIVE_BYTES = 1 << 18
 _LAST_READS = 16
 """Reads of the pipe after the exit. One empties it; more are needed while the process's own
 children still print."""
 
 
-class Program(Protocol):
-    """The part of `subprocess.Popen` that is used."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def kill(self) -> None: ...
-
-    def send_signal(self, sig: int) -> None: ...
-
-
-def execute(arguments: Sequence[str], fds: Sequence[int], output: int) -> Program:
-    """Starts a process that inherits `fds` and prints to `output`. Raises OSError."""
-    return subprocess.Popen(  # noqa: S603 - this interpreter, our own module
-        arguments,
-        env={**LARGE_PAGES, **os.environ},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=fds,
-        start_new_session=True,
-    )
-
-
-Execute = Callable[[Sequence[str], Sequence[int], int], Program]
-
-
 class ChildProcess:
-    """Starts `command`, with the numbers of its descriptors and this process's id as arguments.
+    """The process `launched`, or a new one of `command`.
 
-    Raises OSError where it cannot be started; then everything that was opened is closed.
+    Raises OSError where none can be started; then everything that was opened is closed.
     """
 
-    def __init__(self, command: Sequence[str] = COMMAND, execute: Execute = execute) -> None:
+    def __init__(
+        self,
+        command: Sequence[str] = COMMAND,
+        execute: Execute = execute,
+        *,
+        launched: Launched | None = None,
+    ) -> None:
         self._frames = FrameBuffer()
         self._log_lines = LogLines()
         self._outbox: deque[memoryview] = deque()
         self.num_unsent_bytes = 0
         self.has_hung_up = False
         self._watched_events = 0
-        with ExitStack() as theirs, ExitStack() as ours:
-            self._socket, their_socket = socket.socketpair()
-            theirs.callback(their_socket.close)
-            ours.callback(self._socket.close)
-            lifeline, self._lifeline = os.pipe()
-            theirs.callback(os.close, lifeline)
-            ours.callback(os.close, self._lifeline)
-            self._output, their_output = os.pipe()
-            theirs.callback(os.close, their_output)
-            ours.callback(os.close, self._output)
-            fds = (their_socket.fileno(), lifeline)
-            arguments = [*command, *map(str, fds), str(os.getpid())]
-            self._process = execute(arguments, fds, their_output)
-            ours.pop_all()
+        launched = launched or launch(command, execute)
+        self._process, self._socket = launched.program, launched.connection
+        self._lifeline, self._output = launched.lifeline, launched.output
         self._socket.setblocking(False)
         os.set_blocking(self._output, False)
 

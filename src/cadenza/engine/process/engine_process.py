@@ -25,7 +25,8 @@ from cadenza import errors
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.batch_engine import DRAINING, SHUT_DOWN, Cancel, Clock, Command, Emit, Submit
 from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
-from cadenza.engine.process.child_process import COMMAND, ChildProcess
+from cadenza.engine.process.child_process import ChildProcess
+from cadenza.engine.process.launch import COMMAND
 from cadenza.engine.process.messages import (
     EngineIdentity,
     EngineOutputs,

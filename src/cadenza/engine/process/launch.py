@@ -1,0 +1,113 @@
+"""`launch`: starts the engine process, with the three descriptors that tie it to its front end.
+
+Knows no messages; imports the standard library only, so that a process can be launched before its
+front end has loaded anything (`FirstLaunch`).
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+COMMAND = (sys.executable, "-P", "-X", "faulthandler", "-m", "cadenza.loading.engine_program")
+LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Environment of the engine, unless it is set: large allocations may have huge pages, so that a KV
+pool takes a page fault for each 2 MiB that are written. Only glibc reads it."""
+
+
+class Program(Protocol):
+    """The part of `subprocess.Popen` that is used."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+def execute(arguments: Sequence[str], fds: Sequence[int], output: int) -> Program:
+    """Starts a process that inherits `fds` and prints to `output`. Raises OSError."""
+    return subprocess.Popen(  # noqa: S603 - this interpreter, our own module
+        arguments,
+        env={**LARGE_PAGES, **os.environ},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=fds,
+        start_new_session=True,
+    )
+
+
+Execute = Callable[[Sequence[str], Sequence[int], int], Program]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A running engine process and the front end's descriptors: the socket of messages, the pipe
+    whose end it sees when the front end exits, and the pipe of what it prints."""
+
+    program: Program
+    connection: socket.socket
+    lifeline: int
+    output: int
+
+    def close(self) -> None:
+        """Closes the descriptors."""
+        self.connection.close()
+        os.close(self.lifeline)
+        os.close(self.output)
+
+
+def launch(command: Sequence[str], execute: Execute = execute) -> Launched:
+    """Starts `command`, with the numbers of its descriptors and this process's id as arguments.
+
+    Raises OSError where it cannot be started; then everything that was opened is closed.
+    """
+    with ExitStack() as theirs, ExitStack() as ours:
+        connection, their_connection = socket.socketpair()
+        theirs.callback(their_connection.close)
+        ours.callback(connection.close)
+        their_lifeline, lifeline = os.pipe()
+        theirs.callback(os.close, their_lifeline)
+        ours.callback(os.close, lifeline)
+        output, their_output = os.pipe()
+        theirs.callback(os.close, their_output)
+        ours.callback(os.close, output)
+        fds = (their_connection.fileno(), their_lifeline)
+        arguments = [*command, *map(str, fds), str(os.getpid())]
+        program = execute(arguments, fds, their_output)
+        ours.pop_all()
+    return Launched(program, connection, lifeline, output)
+
+
+class FirstLaunch:
+    """An engine process that is launched before its front end is ready for it, so that both load
+    their libraries at the same time. `close` ends it if it was not taken.
+
+    Where it cannot be launched there is none, and the front end's own launch tells why.
+    """
+
+    def __init__(self, command: Sequence[str] = COMMAND, execute: Execute = execute) -> None:
+        try:
+            self._launched: Launched | None = launch(command, execute)
+        except OSError:
+            self._launched = None
+
+    def take(self) -> Launched | None:
+        """The process, once."""
+        launched, self._launched = self._launched, None
+        return launched
+
+    def close(self) -> None:
+        launched = self.take()
+        if launched is not None:
+            launched.program.kill()
+            launched.program.wait()
+            launched.close()

@@ -1,0 +1,140 @@
+"""`StepCosts`: what a runner's steps cost, kept from one start to the next.
+
+Owns the folder `steps` of the cache folder. Timing steps takes a start up to some seconds, and what
+is measured is corrected by every step that is read (`core.step_cost`), so that costs of an earlier
+start serve as well. Invariants: the name of a file stands for all that the costs depend on: model,
+options, versions, kernels, processor, cores. A file that is damaged, foreign or old is a miss.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+
+from cadenza import __version__
+from cadenza.backends.base import Backend, Runner, RunnerSetup
+from cadenza.checkpoint import Checkpoint
+from cadenza.config import EngineLimits
+from cadenza.core.step_cost import StepCost
+from cadenza.engine.calibration import measure_step_cost
+from cadenza.loading.memory import usable_cores
+from cadenza.loading.plan import EnginePlan
+
+logger = logging.getLogger(__name__)
+
+MAX_AGE_S = 7 * 24 * 3600.0
+"""Older costs are measured again: the machine may have other work since."""
+
+MAX_FILE_BYTES = 4096
+
+Measure = Callable[[Runner, EngineLimits, Callable[[], float]], StepCost]
+
+
+class StepCosts:
+    """The costs of one engine's runners, in files whose names derive from `key`.
+
+    `folder` None: they are measured at each start.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        key: str,
+        *,
+        measure: Measure = measure_step_cost,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder = folder
+        self._key = key
+        self._measure = measure
+        self._now_s = now_s
+
+    def of(self, name: str, runner: Runner, limits: EngineLimits) -> StepCost:
+        """Of the runner called `name`, which is warm and computes nothing else."""
+        path = self._path(name, runner, limits)
+        kept = None if path is None else self._read(path)
+        if kept is not None:
+            logger.debug("the costs of steps of an earlier start: %s", kept)
+            return kept
+        cost = self._measure(runner, limits, time.perf_counter)
+        if path is not None:
+            _write(path, cost)
+        return cost
+
+    def _path(self, name: str, runner: Runner, limits: EngineLimits) -> Path | None:
+        if self._folder is None:
+            return None
+        return self._folder / _digest((self._key, name, runner.name, repr(limits)))
+
+    def _read(self, path: Path) -> StepCost | None:
+        try:
+            if self._now_s() - path.stat().st_mtime > MAX_AGE_S:
+                return None
+            with path.open("rb") as file:
+                checksum, _, content = file.read(MAX_FILE_BYTES).partition(b"\n")
+        except OSError:
+            return None
+        if checksum.decode("ascii", "replace") != hashlib.sha256(content).hexdigest():
+            return None
+        try:
+            cost = StepCost(**json.loads(content))
+        except (ValueError, TypeError):
+            return None
+        is_sound = all(isinstance(ms, float) and isfinite(ms) for ms in asdict(cost).values())
+        return cost if is_sound and min(asdict(cost).values()) > 0 else None
+
+
+def open_step_costs(
+    checkpoint: Checkpoint, plan: EnginePlan, backend: Backend, setup: RunnerSetup
+) -> StepCosts:
+    """The kept costs of an engine's runners, which are loaded with `setup`."""
+    draft = plan.draft
+    parts = (
+        __version__,
+        checkpoint.digest,
+        *backend.describe_arithmetic(setup.device, setup.ops, checkpoint),
+        setup.arithmetic,
+        setup.dtype,
+        setup.quantization,
+        setup.kv_cache_dtype,
+        "" if draft is None else f"{draft.checkpoint.digest} {draft.dtype} {draft.quantization}",
+        _processor(),
+        str(usable_cores()),
+    )
+    folder = None if setup.cache_folder is None else setup.cache_folder / "steps"
+    return StepCosts(folder, _digest(parts))
+
+
+def _processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Its name and what else the system tells of its model."""
+    told = ("model name", "cpu family", "model", "stepping", "CPU implementer", "CPU part")
+    try:
+        lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    parts = (line.partition(":") for line in lines)
+    own = dict.fromkeys((key.strip(), value.strip()) for key, _, value in parts)
+    return " ".join([platform.machine(), *(value for key, value in own if key in told)])
+
+
+def _write(path: Path, cost: StepCost) -> None:
+    """Best effort: without a file the costs are measured again."""
+    content = json.dumps(asdict(cost)).encode()
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+        partial.replace(path)
+    except OSError as error:
+        logger.debug("the costs of steps cannot be kept: %s", error.strerror)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    framed = "".join(f"{len(part)}:{part}" for part in parts)
+    return hashlib.sha256(framed.encode()).hexdigest()
