@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from cadenza import EngineConfig
 from cadenza.backends import find_backend
 from cadenza.bench.startup import PHASES
+from cadenza.bench.throughput import measure_throughput
+from cadenza.bench.workloads import Workload
 from cadenza.cli import main
+from cadenza.cli.bench_report import print_throughput
+from tests.faces.stub_backend import STUBS
 
 SIZES = ("--input-len", "20", "--output-len", "6", "--repeats", "2", "--concurrency", "1,3")
 
@@ -68,6 +73,27 @@ def test_throughput_prints_a_table_for_people(run: Run, shape_file: Path):
     assert code == 0
     assert "roofline:" in out
     assert "prefill" in out
+
+
+def test_a_device_without_known_bounds_has_rates_without_shares(
+    capsys: pytest.CaptureFixture[str],
+):
+    workload = Workload(input_len=20, output_len=6, repeats=2, concurrency=(1, 3))
+    config = EngineConfig(backend="stub")
+    found = measure_throughput(None, config, workload, lambda _: None, STUBS)
+    print_throughput(found, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["roofline"] is None
+    for each in told["results"]:
+        for kind in ("decode", "prefill"):
+            assert each[f"{kind}_tok_s"] == pytest.approx(sum(each[f"{kind}_tok_s_runs"]) / 2)
+            assert each[f"{kind}_tok_s"] > 0
+            for name in ("share_of_bound", "share_runs", "bound_tok_s", "limit"):
+                assert each[f"{kind}_{name}"] is None
+    print_throughput(found, as_json=False)
+    out = capsys.readouterr().out
+    assert "roofline" not in out
+    assert "no bound is known for stub:cpu, so no share of one" in out
 
 
 @pytest.mark.native

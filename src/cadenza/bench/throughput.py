@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cadenza import EngineConfig, EngineCore
-from cadenza.backends import find_backend
+from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.backends.base import Instruments
 from cadenza.bench import OnStatus
 from cadenza.bench.bounds import Cost, Limit, ModelCost, Prompts, Roofline
@@ -30,7 +30,7 @@ from cadenza.bench.workloads import Workload
 from cadenza.checkpoint.tensor_formats import held_formats
 from cadenza.config import MAX_NUM_SEQS_BOUND
 from cadenza.errors import ConfigError
-from cadenza.frontend.loaded_model import load_model
+from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.loading.build import describe_backend, find_configured
 from cadenza.loading.plan import EnginePlan
 
@@ -43,10 +43,10 @@ _SETTINGS = ("input_len", "output_len", "repeats", "sampling")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatedRun:
-    """A run, and the roofline measured just before and after it."""
+    """A run, and the roofline measured just before and after it; None where none is known."""
 
     run: Timed
-    roofline: Roofline
+    roofline: Roofline | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,12 @@ class Rate:
     """Every repeat of one kind of run, against the bound of its cost.
 
     `cost` is that of `num_tokens` tokens. A run's share of its bound uses the roofline measured
-    around that run, since a machine's memory bandwidth can change from one second to the next.
+    around that run, since a machine's memory bandwidth can change from one second to the next. What
+    concerns the bound is None where no roofline is known.
     """
 
     runs: tuple[RatedRun, ...]
-    cost: Cost
+    cost: Cost | None
     num_tokens: int
     profile: StepProfile | None = None
 
@@ -67,28 +68,43 @@ class Rate:
         return statistics.median(self.tok_s_runs)
 
     @property
-    def bound_tok_s(self) -> float:
-        return statistics.median(map(self._bound_tok_s, self.runs))
+    def bound_tok_s(self) -> float | None:
+        bounds = self._bound_runs
+        return None if bounds is None else statistics.median(bounds)
 
     @property
-    def share_of_bound(self) -> float:
-        return statistics.median(self.share_runs)
+    def share_of_bound(self) -> float | None:
+        shares = self.share_runs
+        return None if shares is None else statistics.median(shares)
 
     @property
     def tok_s_runs(self) -> list[float]:
         return [each.run.tokens_per_s for each in self.runs]
 
     @property
-    def share_runs(self) -> list[float]:
-        return [each.run.tokens_per_s / self._bound_tok_s(each) for each in self.runs]
+    def share_runs(self) -> list[float] | None:
+        bounds = self._bound_runs
+        if bounds is None:
+            return None
+        return [rate / bound for rate, bound in zip(self.tok_s_runs, bounds, strict=True)]
 
     @property
-    def limit(self) -> Limit:
+    def limit(self) -> Limit | None:
         """Whether reading or multiplying sets the bound."""
-        return self.cost.limit(Roofline.median_of([each.roofline for each in self.runs]))
+        cost, rooflines = self.cost, self.rooflines
+        return None if cost is None or not rooflines else cost.limit(Roofline.median_of(rooflines))
 
-    def _bound_tok_s(self, rated: RatedRun) -> float:
-        return self.num_tokens / self.cost.bound_s(rated.roofline)
+    @property
+    def rooflines(self) -> list[Roofline]:
+        return [each.roofline for each in self.runs if each.roofline is not None]
+
+    @property
+    def _bound_runs(self) -> list[float] | None:
+        """Tokens a second of the bound around each run."""
+        cost, rooflines = self.cost, self.rooflines
+        if cost is None or not rooflines:
+            return None
+        return [self.num_tokens / cost.bound_s(each) for each in rooflines]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +117,7 @@ class ConcurrencyResult:
 
     @property
     def rooflines(self) -> list[Roofline]:
-        return [each.roofline for rate in (self.decode, self.prefill) for each in rate.runs]
+        return [*self.decode.rooflines, *self.prefill.rooflines]
 
     @property
     def profiles(self) -> dict[str, StepProfile]:
@@ -112,11 +128,12 @@ class ConcurrencyResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """The results at all concurrencies, with the machine and the setting."""
+    """The results at all concurrencies, with the machine and the setting; no roofline where none is
+    known for the device."""
 
     machine: dict[str, object]
     workload: dict[str, object]
-    roofline: Roofline
+    roofline: Roofline | None
     results: tuple[ConcurrencyResult, ...]
 
 
@@ -136,36 +153,31 @@ def engine_config(
 
 
 def measure_throughput(
-    model: str | Path | None, config: EngineConfig, workload: Workload, report: OnStatus
+    model: str | Path | None,
+    config: EngineConfig,
+    workload: Workload,
+    report: OnStatus,
+    backends: Backends = BACKENDS,
 ) -> Throughput:
-    """Loads the model and times every run, with the roofline measured around each.
+    """Loads the model and times every run, with the roofline measured around each on a CPU.
 
     Raises:
         CheckpointError, ConfigError, DeviceUnavailableError: it cannot be loaded or measured.
         RunnerError: a request failed.
     """
-    traits = describe_backend(config, find_configured(model, config))
-    if traits.device_memory_bytes is not None:
-        raise ConfigError(f"bounds are known for cpu only, not for {traits.name}; use --device cpu")
+    traits = describe_backend(config, find_configured(model, config, backends), backends)
     if workload.profile and traits.ops != "native":
         raise ConfigError(f"--profile needs the native ops; this engine runs the {traits.ops} ops")
     fitted = engine_config(config, workload, traits.max_num_batched_tokens)
-    instruments = find_backend(config.backend).open_instruments()
+    instruments = find_backend(config.backend, backends).open_instruments()
     report("loading the model")
-    loaded = load_model(model, fitted)
+    loaded = load_model(model, fitted, backends=backends)
     try:
         plan = loaded.plan
         runs = _Runs(
             core=loaded.core,
             workload=workload,
-            cost=ModelCost.of(
-                loaded.checkpoint.config,
-                plan.dtype,
-                plan.quantization,
-                held_formats(loaded.checkpoint.config, loaded.checkpoint.weights),
-                kv_cache_dtype=plan.kv_cache_dtype,
-            ),
-            probe=RooflineProbe(instruments, "int8" if plan.is_quantised else plan.dtype),
+            bound=_bound_of(loaded, instruments),
             random=random.Random(fitted.seed),  # noqa: S311 - prompts, not secrets
         )
         results: list[ConcurrencyResult] = []
@@ -177,12 +189,38 @@ def measure_throughput(
             results.append(result)
     finally:
         loaded.close()
+    rooflines = [one for each in results for one in each.rooflines]
     return Throughput(
         machine=describe_machine(instruments),
         workload=_describe(model, workload, plan, fitted),
-        roofline=Roofline.median_of([one for each in results for one in each.rooflines]),
+        roofline=Roofline.median_of(rooflines) if rooflines else None,
         results=tuple(results),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bound:
+    """A model's cost, and what measures the machine's rates for it."""
+
+    cost: ModelCost
+    probe: RooflineProbe
+
+
+def _bound_of(loaded: LoadedModel, instruments: Instruments | None) -> _Bound | None:
+    """None unless the model runs on the processor, whose rates are those that are measured."""
+    plan, checkpoint = loaded.plan, loaded.checkpoint
+    _, _, device = plan.traits.name.partition(":")
+    if device != "cpu" or plan.traits.device_memory_bytes is not None:
+        return None
+    cost = ModelCost.of(
+        checkpoint.config,
+        plan.dtype,
+        plan.quantization,
+        held_formats(checkpoint.config, checkpoint.weights),
+        kv_cache_dtype=plan.kv_cache_dtype,
+    )
+    probe = RooflineProbe(instruments, "int8" if plan.is_quantised else plan.dtype)
+    return _Bound(cost=cost, probe=probe)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +229,7 @@ class _Runs:
 
     core: EngineCore
     workload: Workload
-    cost: ModelCost
-    probe: RooflineProbe
+    bound: _Bound | None
     random: random.Random
 
     def measure(self, rows: int, report: OnStatus) -> ConcurrencyResult:
@@ -207,6 +244,7 @@ class _Runs:
             report(f"concurrency {rows}: run {repeat + 1} of {workload.repeats}")
             decode.append(self._rate(lambda: self._decode(rows, workload.output_len)))
             prefill.append(self._rate(lambda: self._prefill(rows)))
+        cost = None if self.bound is None else self.bound.cost
         prompts = Prompts(
             count=workload.num_prefill_prompts(rows, budget),
             length=workload.input_len,
@@ -216,12 +254,12 @@ class _Runs:
             concurrency=rows,
             decode=Rate(
                 runs=tuple(decode),
-                cost=self.cost.decode_step(rows, decode[0].run.context),
+                cost=cost and cost.decode_step(rows, decode[0].run.context),
                 num_tokens=rows,
             ),
             prefill=Rate(
                 runs=tuple(prefill),
-                cost=self.cost.prefill(prompts),
+                cost=cost and cost.prefill(prompts),
                 num_tokens=prompts.num_tokens,
             ),
         )
@@ -240,9 +278,11 @@ class _Runs:
         )
 
     def _rate(self, run: Callable[[], Timed]) -> RatedRun:
-        before = self.probe.measure(PROBE_REPEATS)
+        if self.bound is None:
+            return RatedRun(run=run(), roofline=None)
+        before = self.bound.probe.measure(PROBE_REPEATS)
         timed = run()
-        after = self.probe.measure(PROBE_REPEATS)
+        after = self.bound.probe.measure(PROBE_REPEATS)
         return RatedRun(run=timed, roofline=Roofline.median_of([before, after]))
 
     def _decode(self, rows: int, output_len: int, profiler: Instruments | None = None) -> Timed:

@@ -129,19 +129,23 @@ def print_throughput(found: Throughput, *, as_json: bool) -> None:
     roofline, setting = found.roofline, found.workload
     if as_json:
         results = [as_object(_THROUGHPUT, each) | _profiles(each) for each in found.results]
-        rates = {"read_gb_s": roofline.read_gb_s, "gflop_s": roofline.gflop_s}
+        rates = roofline and {"read_gb_s": roofline.read_gb_s, "gflop_s": roofline.gflop_s}
         facts = {"machine": found.machine, "workload": setting, "roofline": rates}
         print(json_line(facts | {"results": results}))
         return
     _print_machine(found.machine)
-    print(f"roofline: read {roofline.read_gb_s:.1f} GB/s, {_multiply_text(roofline)}")
+    if roofline is not None:
+        print(f"roofline: read {roofline.read_gb_s:.1f} GB/s, {_multiply_text(roofline)}")
     print(
         f"model: {setting['model']}, {setting['dtype']}, {setting['ops']} ops; "
         f"{setting['input_len']} prompt tokens, {setting['output_len']} new ones; "
         f"medians of {setting['repeats']}"
     )
     print_table(as_table(_THROUGHPUT, found.results))
-    print("tokens per second, their share of the bound, and whether reading or multiplying sets it")
+    if roofline is None:
+        print(f"tokens per second; no bound is known for {setting['backend']}, so no share of one")
+    else:
+        print("tokens per second, share of the bound, whether reading or multiplying sets it")
     for each in found.results:
         for kind, profile in each.profiles.items():
             _print_profile(f"{kind} step at {each.concurrency} rows", profile)
