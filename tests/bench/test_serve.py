@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 
 import httpx
 import pytest
@@ -39,10 +40,12 @@ def test_a_closed_loop_keeps_its_clients_busy_and_counts_what_usage_says():
         options = ServeOptions(
             url=server.url + "/v1/", concurrency=(1, 5), num_requests=15, **SMALL
         )  # type: ignore[arg-type]
-        found = measure_serving(options, no_report)
+        lines: list[str] = []
+        found = measure_serving(options, lines.append)
     plans = [requests for _, requests in options.loads()]
     assert (found.model, found.num_failures) == ("scripted", 0)
     assert [load.concurrency for load in found.loads] == [1, 5]
+    assert re.fullmatch(r"15 requests from 5 clients: 15 done, [\d.]+ tok/s", lines[-1])
     assert server.most_open == 5
     for load, planned in zip(found.loads, plans, strict=True):
         assert load.num_answers == 15

@@ -1,7 +1,10 @@
 """`cadenza generate`: what it prints is what `LLM.generate` gives."""
 
+import io
+import re
 import subprocess
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -223,3 +226,22 @@ def test_texts_for_a_model_without_tokenizer_exit_with_2_and_ids_are_served(
     assert ran.code == 0
     assert ran.objects[0]["text"] == ""
     assert ran.objects[0]["token_ids"]
+
+
+class Screen(io.StringIO):
+    """A terminal that keeps what is written."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_many_prompts_of_a_file_show_a_progress_line_where_stderr_is_a_terminal(
+    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+):
+    (tmp_path / "many.txt").write_text("\n".join(PROMPTS * 8))
+    flags = ("--max-tokens", 200, "--ignore-eos", "--json", *ENGINE)
+    with redirect_stderr(Screen()) as screen:
+        ran = cadenza("generate", model, "--prompts-file", tmp_path / "many.txt", *flags)
+    assert ran.code == 0
+    assert len(ran.objects) == 25
+    assert re.search(r"\d+/24 done, 4 rows, [\d.]+ tok/s", screen.getvalue())

@@ -1,5 +1,6 @@
 """The gate: green on the sound engine, red on each injected fault, red when it shows nothing."""
 
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,10 @@ def ignore(_: str) -> None:
 
 
 def test_the_gate_passes_on_random_weights_and_shows_every_mode() -> None:
-    result, plan = verify(OPTIONS, ignore)
+    told: list[str] = []
+    result, plan = verify(OPTIONS, told.append)
+    assert any(re.match(r"alone: 8/8 done, 1 row, [\d.]+ tok/s", line) for line in told)
+    assert any(re.match(r"plain loop: 3/\d+ done, 4 rows, [\d.]+ tok/s", line) for line in told)
     assert result.passed, result.last_line
     assert result.last_line.startswith("REFERENCE-EXACT PASS bitwise requests=8 modes=7 ")
     counts = result.counts

@@ -85,19 +85,36 @@ async def _measure(options: ServeOptions, report: OnStatus) -> tuple[str, list[_
         loads: list[_MeasuredLoad] = []
         for clients, requests in options.loads():
             how = "at a rate" if clients is None else f"from {clients} clients"
-            report(f"{len(requests)} requests {how}")
-            loads.append(await _load(client, requests, clients))
+            watch = _Watch(len(requests), how, report)
+            loads.append(await _load(client, requests, clients, watch))
     return model, loads
 
 
+class _Watch:
+    """Reports the progress of a load with each request that ends."""
+
+    def __init__(self, num_requests: int, how: str, report: OnStatus) -> None:
+        self._of, self._report = f"{num_requests} requests {how}", report
+        self._num_done = self._num_tokens = 0
+        self._start_s = time.perf_counter()
+        report(self._of)
+
+    def add(self, outcome: Outcome) -> None:
+        self._num_done += 1
+        if isinstance(outcome, CompletedRequest):
+            self._num_tokens += outcome.num_output_tokens or 0
+        rate = self._num_tokens / (time.perf_counter() - self._start_s)
+        self._report(f"{self._of}: {self._num_done} done, {rate:.1f} tok/s")
+
+
 async def _load(
-    client: "ServeClient", requests: Sequence[PlannedRequest], clients: int | None
+    client: "ServeClient", requests: Sequence[PlannedRequest], clients: int | None, watch: _Watch
 ) -> _MeasuredLoad:
     server_before_s, client_before_s = await client.server_cpu_s(), time.process_time()
     if clients is None:
-        outcomes = await _open_loop(client, requests)
+        outcomes = await _open_loop(client, requests, watch)
     else:
-        outcomes = await _closed_loop(client, requests, clients)
+        outcomes = await _closed_loop(client, requests, clients, watch)
     client_s, server_after_s = time.process_time() - client_before_s, await client.server_cpu_s()
     server_s = None
     if server_before_s is not None and server_after_s is not None:
@@ -106,7 +123,7 @@ async def _load(
 
 
 async def _closed_loop(
-    client: "ServeClient", requests: Sequence[PlannedRequest], clients: int
+    client: "ServeClient", requests: Sequence[PlannedRequest], clients: int, watch: _Watch
 ) -> list[Outcome]:
     """Each client sends its next request when its last one is done."""
     left = iter(requests)
@@ -115,17 +132,22 @@ async def _closed_loop(
     async def send_all() -> None:
         for request in left:
             outcomes.append(await client.complete(request))
+            watch.add(outcomes[-1])
 
     await asyncio.gather(*(send_all() for _ in range(clients)))
     return outcomes
 
 
-async def _open_loop(client: "ServeClient", requests: Sequence[PlannedRequest]) -> list[Outcome]:
+async def _open_loop(
+    client: "ServeClient", requests: Sequence[PlannedRequest], watch: _Watch
+) -> list[Outcome]:
     """Each request is sent at its time of arrival, however many are open."""
 
     async def send(request: PlannedRequest) -> Outcome:
         await asyncio.sleep(request.after_s)
-        return await client.complete(request)
+        outcome = await client.complete(request)
+        watch.add(outcome)
+        return outcome
 
     return list(await asyncio.gather(*map(send, requests)))
 

@@ -7,7 +7,7 @@ prompts of a benchmark are alike, so nothing is ever found in the prefix cache.
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -184,7 +184,7 @@ def measure_throughput(
         for rows in workload.concurrency:
             result = runs.measure(rows, report)
             if workload.profile:
-                report(f"concurrency {rows}: profiling")
+                report(f"{rows} rows: profiling")
                 result = runs.add_profiles(result, instruments)
             results.append(result)
     finally:
@@ -196,6 +196,14 @@ def measure_throughput(
         roofline=Roofline.median_of(rooflines) if rooflines else None,
         results=tuple(results),
     )
+
+
+def _speeds(decode: Sequence[RatedRun], prefill: Sequence[RatedRun]) -> str:
+    """Of the runs before this one, for the progress line."""
+    if not decode or not prefill:
+        return ""
+    last = (decode[-1].run.tokens_per_s, prefill[-1].run.tokens_per_s)
+    return f", the last with {last[0]:.0f} tok/s in decode, {last[1]:.0f} in prefill"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,13 +243,13 @@ class _Runs:
     def measure(self, rows: int, report: OnStatus) -> ConcurrencyResult:
         """Warm-up runs, then the repeats."""
         workload, budget = self.workload, self.core.limits.max_num_batched_tokens
-        report(f"concurrency {rows}: warming up")
+        report(f"{rows} rows: warming up")
         self._decode(rows, min(_WARM_TOKENS, workload.output_len))
         self._prefill(rows)
         decode: list[RatedRun] = []
         prefill: list[RatedRun] = []
         for repeat in range(workload.repeats):
-            report(f"concurrency {rows}: run {repeat + 1} of {workload.repeats}")
+            report(f"{rows} rows: run {repeat + 1} of {workload.repeats}{_speeds(decode, prefill)}")
             decode.append(self._rate(lambda: self._decode(rows, workload.output_len)))
             prefill.append(self._rate(lambda: self._prefill(rows)))
         cost = None if self.bound is None else self.bound.cost

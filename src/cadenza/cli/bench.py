@@ -1,7 +1,7 @@
 """`cadenza bench …`: measures this machine, an engine on it, and how fast it starts.
 
 Owns the flags of its subcommands; what is measured is `bench`'s, what is printed `bench_report`'s.
-Invariant: with --json exactly one object goes to stdout, and progress goes to stderr.
+Invariant: with --json exactly one object goes to stdout; progress is shown on a terminal only.
 """
 
 from collections.abc import Callable, Mapping
@@ -157,7 +157,7 @@ def bench_throughput(
     from cadenza.cli.bench_report import print_throughput
 
     chosen = _model_or_shape(model, shape)
-    with status_line("starting", elsewhere=_on_stderr) as report:
+    with status_line("starting") as report:
         found = measure_throughput(chosen, config, workload, report)
     print_throughput(found, as_json=json)
 
@@ -173,7 +173,7 @@ def bench_serve(
     from cadenza.bench.serve import measure_serving
     from cadenza.cli.bench_report import print_serving
 
-    with status_line("starting", elsewhere=_on_stderr) as report:
+    with status_line("starting") as report:
         found = measure_serving(options, report)
     print_serving(found, options, as_json=json)
     return 1 if found.num_failures else 0
@@ -204,7 +204,7 @@ def bench_startup(
     from cadenza.bench.startup import measure_startup
     from cadenza.cli.bench_report import print_startup
 
-    with status_line("starting", elsewhere=_on_stderr) as report:
+    with status_line("starting") as report:
         found = measure_startup(model, config, repeats=repeats, report=report)
     print_startup(_machine(config), found, as_json=json)
 
@@ -221,7 +221,7 @@ def bench_load(
     from cadenza.cli.bench_report import print_load
 
     chosen = _model_or_shape(model, shape)
-    with status_line("starting", elsewhere=_on_stderr) as report:
+    with status_line("starting") as report:
         found = measure_load(chosen, config, repeats=repeats, report=report)
     print_load(_machine(config), found, as_json=json)
 
@@ -248,7 +248,7 @@ def bench_simulate(
     if options.plot is not None:
         check_plot(Path(options.plot))
     chosen = _model_or_shape(model, shape)
-    with status_line("measuring steps", elsewhere=_on_stderr):
+    with status_line("measuring steps"):
         if options.step_cost is None:
             server = measure_server(chosen, config)
         else:
@@ -280,7 +280,7 @@ def bench_make_checkpoint(
     check_whole("seed", seed, 0, MAX_SEED)
     config = named_shape(shape)
     weights = RandomWeights(shape=config, dtype=dtype or config.dtype, seed=seed)
-    with status_line("writing random weights", elsewhere=_on_stderr) as report:
+    with status_line("writing random weights") as report:
         make_checkpoint(weights, out, report)
     print(f"{out}: {bytes_text(weights.num_bytes)} as {weights.dtype}, seed {seed}")
 
@@ -309,10 +309,6 @@ def build_bench(epilog: str) -> typer.Typer:
     return app
 
 
-def _on_stderr(line: str) -> None:
-    typer.echo(line, err=True)
-
-
 def _machine(config: EngineConfig) -> dict[str, object]:
     from cadenza.backends import find_backend
     from cadenza.bench.machine import describe_machine
@@ -329,7 +325,5 @@ def _model_or_shape(model: str | None, shape: str | None) -> str | Path | None:
     from cadenza.bench.checkpoints import cached_checkpoint
     from cadenza.loading.build import cache_folder
 
-    with status_line("opening random weights", elsewhere=_on_stderr) as report:
-        folder = cached_checkpoint(shape, cache_folder(), report)
-    _on_stderr(f"random weights of {shape}: {folder}")
-    return folder
+    with status_line("opening random weights") as report:
+        return cached_checkpoint(shape, cache_folder(), report)

@@ -212,6 +212,21 @@ def _steps(run: "BatchRun", interrupts: Interrupts) -> Iterator[list["BatchStrea
         yield run.step()
 
 
+def _steps_with_progress(run: "BatchRun", interrupts: Interrupts) -> Iterator[list["BatchStream"]]:
+    """As `_steps`, with a line on stderr if that is a terminal."""
+    from cadenza.frontend.progress import progress_line
+
+    with progress_line(run.num_requests) as line:
+        for news in _steps(run, interrupts):
+            if line.is_due:
+                line.show(
+                    num_done=sum(stream.is_finished for stream in run.streams),
+                    num_rows=len(run.core.scheduler.running),
+                    num_tokens=run.num_tokens,
+                )
+            yield news
+
+
 def run_as_text(run: "BatchRun", interrupts: Interrupts) -> None:
     """Prints each answer when it is finished; after Ctrl-C also those that had begun."""
     from cadenza.cli.generate_report import block
@@ -224,7 +239,7 @@ def run_as_text(run: "BatchRun", interrupts: Interrupts) -> None:
             print(block(stream, len(run.streams)), end="", flush=True)
 
     try:
-        for news in _steps(run, interrupts):
+        for news in _steps_with_progress(run, interrupts):
             show([stream for stream in news if stream.is_finished])
     except KeyboardInterrupt:
         show([stream for stream in left if stream.text])
@@ -236,7 +251,7 @@ def run_as_json(run: "BatchRun", interrupts: Interrupts, facts: dict[str, str]) 
     from cadenza.cli.generate_report import json_lines
 
     try:
-        for _ in _steps(run, interrupts):
+        for _ in _steps_with_progress(run, interrupts):
             pass
     finally:
         for line in json_lines(run, facts):

@@ -142,18 +142,13 @@ def _number_text(key: str, value: float) -> str:
 
 
 @contextmanager
-def status_line(
-    first: str, elsewhere: Callable[[str], None] = lambda _: None
-) -> Generator[Callable[[str], None]]:
-    """Shows what is being done, as a live line where stderr is a terminal.
-
-    Elsewhere the lines go to `elsewhere`, which by default drops them.
-    """
+def status_line(first: str) -> Generator[Callable[[str], None]]:
+    """Shows what is being done, as a live line where stderr is a terminal; nothing elsewhere."""
     from rich.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield elsewhere
+        yield lambda _: None
         return
     with console.status(first) as status:
         yield status.update

@@ -4,7 +4,7 @@ Owns the filling of the engine's bounded queue; runs the step loop on the caller
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
@@ -17,6 +17,7 @@ from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.embeddings import embedding_of
 from cadenza.frontend.loaded_model import EngineOwner, load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
+from cadenza.frontend.progress import progress_line
 from cadenza.frontend.text_frontend import (
     Message,
     Params,
@@ -79,7 +80,11 @@ class LLM:
         return self._loaded.text.default_params(**changes)
 
     def generate(
-        self, prompts: Prompt | SequenceOf[Prompt], params: ParamsOfMany = None
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: ParamsOfMany = None,
+        *,
+        progress: bool = True,
     ) -> list[RequestOutput]:
         """Continues every prompt; results in the prompts' order.
 
@@ -88,11 +93,12 @@ class LLM:
             params: one for all, or one for each prompt. `SamplingParams` are taken as they are; a
                 mapping names some of its fields, and the others, like all of None's, are as the
                 checkpoint recommends.
+            progress: a line on stderr, if that is a terminal, with what is done and the speed.
 
         Raises:
             InvalidRequestError: a prompt or its params cannot be served; nothing was started.
         """
-        return self._run(self._prepare(_prompt_list(prompts), params))
+        return self._run(self._prepare(_prompt_list(prompts), params), progress)
 
     def chat(
         self,
@@ -101,8 +107,10 @@ class LLM:
         *,
         tools: SequenceOf[Message] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several, through the model's chat template."""
+        """Answers one conversation or several, through the model's chat template; otherwise as
+        `generate`."""
         conversations = _conversation_list(messages)
         chosen = self._params_for(len(conversations), params)
         return self._run(
@@ -111,7 +119,8 @@ class LLM:
                     conversation, each, tools=tools, template_kwargs=chat_template_kwargs
                 )
                 for conversation, each in zip(conversations, chosen, strict=True)
-            ]
+            ],
+            progress,
         )
 
     def embed(
@@ -120,6 +129,7 @@ class LLM:
         params: PoolingParams | None = None,
         *,
         truncate_prompt_tokens: int | None = None,
+        progress: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of every prompt, from the model's last hidden states; in their order.
 
@@ -127,13 +137,14 @@ class LLM:
             prompts: as of `generate`.
             params: for all of them; None is as the checkpoint recommends.
             truncate_prompt_tokens: keep only the last tokens of each prompt.
+            progress: as of `generate`.
 
         Raises:
             InvalidRequestError: a prompt or the params cannot be served; nothing was started.
         """
         given, text = prompt_only(truncate_prompt_tokens), self._text
         prepared = [text.prepare_pooled(each, params, given) for each in _prompt_list(prompts)]
-        return [embedding_of(output) for output in self._run(prepared)]
+        return [embedding_of(output) for output in self._run(prepared, progress)]
 
     def stream(
         self,
@@ -191,8 +202,21 @@ class LLM:
             )
         return params
 
-    def _run(self, prepared: list[PreparedRequest]) -> list[RequestOutput]:
-        done = [each for each in self._follow(prepared) if each.is_finished]
+    def _run(self, prepared: list[PreparedRequest], progress: bool) -> list[RequestOutput]:
+        done: list[OutputProcessor] = []
+        running: dict[int, OutputProcessor] = {}
+        with progress_line(len(prepared), is_wanted=progress) as line:
+
+            def on_step() -> None:
+                if line.is_due:
+                    num_tokens = sum(each.num_tokens for each in (*done, *running.values()))
+                    num_rows = len(self.core.scheduler.running)
+                    line.show(num_done=len(done), num_rows=num_rows, num_tokens=num_tokens)
+
+            for each in self._follow(prepared, on_step):
+                running[each.request_id] = each
+                if each.is_finished:
+                    done.append(running.pop(each.request_id))
         return [each.output() for each in sorted(done, key=lambda each: each.request_id)]
 
     def _stream(self, prepared: list[PreparedRequest], kind: OutputKind) -> Iterator[RequestOutput]:
@@ -200,13 +224,18 @@ class LLM:
         made = (each.make_output(kind) for each in self._follow(prepared))
         return (output for output in made if output is not None)
 
-    def _follow(self, prepared: list[PreparedRequest]) -> Iterator[OutputProcessor]:
+    def _follow(
+        self, prepared: list[PreparedRequest], on_step: Callable[[], object] = lambda: None
+    ) -> Iterator[OutputProcessor]:
         for each in prepared:
             self.core.check(each.request)
-        return self._pump(deque(prepared))
+        return self._pump(deque(prepared), on_step)
 
-    def _pump(self, waiting: deque[PreparedRequest]) -> Iterator[OutputProcessor]:
-        """Fills the engine's queue and steps it; yields the requests that have new output.
+    def _pump(
+        self, waiting: deque[PreparedRequest], on_step: Callable[[], object]
+    ) -> Iterator[OutputProcessor]:
+        """Fills the engine's queue and steps it; yields the requests that have new output. Calls
+        `on_step` before each step.
 
         Several streams may be read in turns: a step of any of them may bring news of the others,
         which those yield before they step themselves.
@@ -216,6 +245,7 @@ class LLM:
 
         def receive(_: float) -> list[Submit] | None:
             self._owner.check()
+            on_step()
             if not waiting and not open_ids:
                 return None
             commands: list[Submit] = []

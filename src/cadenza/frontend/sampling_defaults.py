@@ -56,7 +56,8 @@ class SamplingDefaults:
     @property
     def described(self) -> dict[str, int | float]:
         """How tokens are drawn for a request that sets nothing."""
-        return {name: self._values.get(name, _OWN[name]) for name in _DESCRIBED}
+        own: dict[str, int | float] = {name: _OWN[name] for name in _DESCRIBED}
+        return {name: self._values.get(name, value) for name, value in own.items()}
 
     @property
     def sentence(self) -> str:

@@ -16,6 +16,7 @@ from cadenza.backends.base import Exactness
 from cadenza.config import EngineLimits
 from cadenza.core.draw_keys import derive_seed
 from cadenza.engine.core import CoreOptions
+from cadenza.frontend.progress import BatchProgress
 from cadenza.request import Request
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.verification.modes import (
@@ -225,7 +226,6 @@ class Gate:
             modes = with_drafts(modes, self.speculation)
         for mode in modes:
             self._run_mode(mode, alone, result)
-            self.report(mode.name)
             if result.mismatch is not None:
                 return result
         if self.witness is not None and self.witness.tolerance is not None:
@@ -236,9 +236,17 @@ class Gate:
 
     def _play_alone(self, make_core: MakeCore, arrivals: tuple[Arrival, ...]) -> list[Stream]:
         alone: list[Stream] = []
+        start_s = self.clock()
         for streams in play_alone(make_core, self.limits, arrivals):
             alone += streams
-            self.report(f"alone {streams[0].request + 1}/{len(arrivals)}")
+            progress = BatchProgress(
+                num_done=streams[0].request + 1,
+                num_requests=len(arrivals),
+                num_rows=1,
+                num_tokens=sum(len(stream.tokens) for stream in alone),
+                elapsed_s=self.clock() - start_s,
+            )
+            self.report(f"alone: {progress.text}")
         return alone
 
     def _length(self, stream: Stream) -> int:
@@ -255,11 +263,15 @@ class Gate:
 
     def _play(self, mode: Mode) -> Play:
         """Plays a mode, then its alternatives until all counts of `shows` are above zero."""
-        played = play(self.make_core, mode, self.arrivals)
+
+        def report(progress: BatchProgress) -> None:
+            self.report(f"{mode.name}: {progress.text}")
+
+        played = play(self.make_core, mode, self.arrivals, report)
         for limits in mode.alternatives:
             if all(getattr(played.counts, name) for name in mode.shows):
                 break
-            played = play(self.make_core, replace(mode, limits=limits), self.arrivals)
+            played = play(self.make_core, replace(mode, limits=limits), self.arrivals, report)
         return played
 
     def _run_mode(self, mode: Mode, alone: list[Stream], result: GateResult) -> None:

@@ -15,6 +15,7 @@ from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.sequence import Sequence
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Finished, PromptLogprobs, Started, Token, TokenLogprobs
+from cadenza.frontend.progress import BatchProgress
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.verification.workload import Arrival
 
@@ -22,6 +23,8 @@ MAX_GATE_STEPS = 1_000_000
 
 MakeCore = Callable[[EngineLimits, CoreOptions], EngineCore]
 """Makes an engine on the runner under test, with its pages reset."""
+
+OnProgress = Callable[[BatchProgress], object]
 
 TokenRecord = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]
 """(token id, logprob, rank, top ids, top logprobs), which are compared bit for bit.
@@ -97,6 +100,9 @@ class Play:
     def num_tokens(self) -> int:
         """Number of tokens generated in the last round."""
         return sum(len(stream.tokens) for stream in self.rounds[-1])
+
+
+def _ignore(_: BatchProgress) -> None: ...
 
 
 def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[Mode, ...]:
@@ -175,8 +181,10 @@ def _paged_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[M
     )
 
 
-def play(make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...]) -> Play:
-    """Runs a workload in one engine, once for each round."""
+def play(
+    make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...], report: OnProgress = _ignore
+) -> Play:
+    """Runs a workload in one engine, once for each round; reports each step's progress."""
     options = CoreOptions(
         loop=mode.loop, reserved_output=mode.reserved_output, speculation=mode.speculation
     )
@@ -186,7 +194,7 @@ def play(make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...]) -> Play
     seconds = 0.0
     for _ in range(mode.rounds):
         start = time.perf_counter()
-        rounds.append(_play_round(core, dict(enumerate(arrivals)), counts))
+        rounds.append(_play_round(core, dict(enumerate(arrivals)), counts, report))
         seconds = time.perf_counter() - start
     counts.preempted = core.scheduler.num_preemptions
     counts.accepted_drafts = core.scheduler.draft_counts.num_accepted_tokens
@@ -205,7 +213,10 @@ def play_alone(
 
 
 def _play_round(
-    core: EngineCore, arrivals: Mapping[int, Arrival], counts: Counts
+    core: EngineCore,
+    arrivals: Mapping[int, Arrival],
+    counts: Counts,
+    report: OnProgress = _ignore,
 ) -> tuple[Stream, ...]:
     """Runs arrivals (ordered by step) with their keys as request ids."""
     streams = {
@@ -214,7 +225,8 @@ def _play_round(
         for sample in range(arrival.request.params.n)
     }
     coming = list(arrivals.items())
-    watch = _RowWatch()
+    watch, start_s = _RowWatch(), time.perf_counter()
+    num_done = num_tokens = 0
     for step in range(MAX_GATE_STEPS):
         while coming and coming[0][1].step <= step:
             request_id, arrival = coming.pop(0)
@@ -227,7 +239,18 @@ def _play_round(
                 continue
             sample = 0 if isinstance(event, PromptLogprobs) else event.sample
             _record(streams[event.request_id, sample], event, counts)
+            num_tokens += isinstance(event, Token)
+            num_done += isinstance(event, Finished)
         watch.look(core.scheduler.running)
+        report(
+            BatchProgress(
+                num_done=num_done,
+                num_requests=len(streams),
+                num_rows=len(core.scheduler.running),
+                num_tokens=num_tokens,
+                elapsed_s=time.perf_counter() - start_s,
+            )
+        )
     counts.admitted_midstream += watch.num_midstream
     counts.rows_reused += watch.num_reused
     return tuple(streams.values())

@@ -8,11 +8,12 @@ requests overlapped and every response was equal.
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+from cadenza.frontend.progress import BatchProgress
 from cadenza.request import Request
 from cadenza.verification.gate import GateResult, Mismatch, ModeResult, ReportProgress
 from cadenza.verification.modes import Counts
@@ -69,11 +70,11 @@ def _verify(options: UrlOptions, server: RemoteServer, report: ReportProgress) -
     ):
         if result.mismatch is not None:
             break
-        report(name)
         start_s = options.clock()
         num_open = len(requests) if options.matrix is None else MAX_OPEN
+        reports = _Reports(name, len(requests), num_open, report, options.clock)
         answers = _play_together(
-            server, [(index, requests[index]) for index in order], salt, num_open
+            server, [(index, requests[index]) for index in order], salt, reports
         )
         _compare(result, name, alone, answers, options.clock() - start_s)
     return result
@@ -109,9 +110,10 @@ def _play_alone(
     """Sends one request after the other, each with a salt of its own."""
     start_s = options.clock()
     alone: list[Answer] = []
+    reports = _Reports("alone", len(requests), 1, report, options.clock)
     for request in requests:
         alone.append(server.play(request, secrets.token_hex(8)))
-        report(f"alone {len(alone)}/{len(requests)}")
+        reports.add(alone[-1])
     tokens = sum(answer.num_tokens for answer in alone)
     result.sequential_tokens_per_s = tokens / (options.clock() - start_s)
     result.longest = max(
@@ -163,13 +165,44 @@ def _mismatch_alone(request: int, expected: str, actual: str, sample: int = 0) -
     )
 
 
+class _Reports:
+    """Reports the progress of a mode with each answer; at most `num_open` requests are open."""
+
+    def __init__(
+        self,
+        mode: str,
+        num_requests: int,
+        num_open: int,
+        report: ReportProgress,
+        clock: Callable[[], float],
+    ) -> None:
+        self.num_open = num_open
+        self._mode, self._num_requests, self._report = mode, num_requests, report
+        self._clock, self._start_s = clock, clock()
+        self._num_done = self._num_tokens = 0
+
+    def add(self, answer: Answer) -> None:
+        self._num_done += 1
+        self._num_tokens += answer.num_tokens
+        progress = BatchProgress(
+            num_done=self._num_done,
+            num_requests=self._num_requests,
+            num_rows=min(self.num_open, self._num_requests - self._num_done),
+            num_tokens=self._num_tokens,
+            elapsed_s=self._clock() - self._start_s,
+        )
+        self._report(f"{self._mode}: {progress.text}")
+
+
 def _play_together(
-    server: RemoteServer, requests: Sequence[tuple[int, Request]], salt: str, num_open: int
+    server: RemoteServer, requests: Sequence[tuple[int, Request]], salt: str, reports: _Reports
 ) -> list[Answer]:
     """Sends requests in their order, so many at once; the answers by index. Raises a failure."""
-    with ThreadPoolExecutor(max_workers=num_open) as threads:
+    with ThreadPoolExecutor(max_workers=reports.num_open) as threads:
         sent = {index: threads.submit(server.play, each, salt) for index, each in requests}
         try:
+            for each in as_completed(sent.values()):
+                reports.add(each.result())
             return [sent[index].result() for index in sorted(sent)]
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)

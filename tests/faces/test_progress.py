@@ -1,0 +1,92 @@
+"""The progress line: what it says, when it is drawn, and that nothing is written elsewhere."""
+
+import io
+import sys
+from contextlib import redirect_stderr
+
+from rich.console import Console
+
+from cadenza import LLM, SamplingParams
+from cadenza.frontend.progress import EVERY_S, FIRST_S, BatchProgress, ProgressLine, progress_line
+
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+class Screen(io.StringIO):
+    """A terminal that keeps what is written."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class TickingClock:
+    """Each reading is `step_s` later than the one before."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now_s, self._step_s = 0.0, step_s
+
+    def __call__(self) -> float:
+        self.now_s += self._step_s
+        return self.now_s
+
+
+def console_of(screen: Screen) -> Console:
+    return Console(
+        file=screen, force_terminal=True, width=100, color_system=None, legacy_windows=False
+    )
+
+
+def test_the_line_tells_what_is_done_the_rows_and_the_speed() -> None:
+    progress = BatchProgress(
+        num_done=12, num_requests=64, num_rows=16, num_tokens=500, elapsed_s=2.0
+    )
+    assert progress.text == "12/64 done, 16 rows, 250.0 tok/s"
+    nothing = BatchProgress(num_done=0, num_requests=3, num_rows=1, num_tokens=0, elapsed_s=9.0)
+    assert nothing.text == "0/3 done, 1 row"
+
+
+def test_the_line_is_drawn_late_and_seldom_and_is_gone_at_the_end() -> None:
+    screen, clock = Screen(), TickingClock(0.0)
+    with ProgressLine(64, console_of(screen), clock) as line:
+        for now_s, is_drawn in (
+            (FIRST_S / 2, False),
+            (FIRST_S, True),
+            (FIRST_S + EVERY_S / 2, False),
+            (FIRST_S + 2 * EVERY_S, True),
+        ):
+            clock.now_s = now_s
+            before = screen.getvalue()
+            assert line.is_due is is_drawn
+            line.show(num_done=3, num_rows=4, num_tokens=100)
+            assert (screen.getvalue() != before) is is_drawn
+    assert "3/64 done, 4 rows, 200.0 tok/s" in screen.getvalue()
+    last = screen.getvalue().rpartition("done")[2]
+    assert "\x1b[2K" in last, "the line is erased at the end"
+
+
+def test_llm_shows_the_line_on_a_terminal_unless_it_is_not_wanted(llm: LLM) -> None:
+    long = SamplingParams(max_tokens=250, temperature=0.0, ignore_eos=True)
+    prompts, screens = [[1], [2, 3]] * 8, (Screen(), Screen())
+    while not screens[0].getvalue():
+        for screen, is_wanted in zip(screens, (True, False), strict=True):
+            with redirect_stderr(screen):
+                llm.generate(prompts, long, progress=is_wanted)
+    assert "/16 done, 4 rows" in screens[0].getvalue()
+    assert screens[1].getvalue() == ""
+
+
+def test_there_is_no_line_where_stderr_is_piped() -> None:
+    with redirect_stderr(Screen()):
+        assert progress_line(3).has_terminal
+        assert not progress_line(3, is_wanted=False).has_terminal
+    with redirect_stderr(io.StringIO()):
+        assert not progress_line(3).has_terminal
+    late = ProgressLine(3, None, TickingClock(1e9))
+    late.show(num_done=1, num_rows=1, num_tokens=1)
+    assert not late.is_due
+
+
+def test_a_process_without_stderr_has_no_line(llm: LLM) -> None:
+    with redirect_stderr(None):
+        assert sys.stderr is None
+        assert len(llm.generate([[1], [2]], PARAMS)) == 2
