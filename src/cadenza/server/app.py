@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from cadenza.server.base_url import address_of, base_url_advice
 from cadenza.server.dialect import dialect_of
 from cadenza.server.errors import (
     ApiError,
@@ -34,6 +35,8 @@ from cadenza.server.schemas.field_types import String
 from cadenza.server.service import Service
 
 EXCHANGE = "cadenza.exchange"
+MAX_SHOWN_PATH = 256
+_PATHS = frozenset(route.path for route in ROUTES)
 _BODY_PATHS = frozenset(route.path for route in ROUTES if route.body is not None)
 """Paths whose requests may take long; they are refused while connections are scarce."""
 
@@ -152,7 +155,11 @@ class _Endpoint:
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     del receive, send  # the app answers
-    raise unknown_url(scope["method"], scope["path"][:256])
+    exchange: Exchange = scope[EXCHANGE]
+    path: str = scope["path"]
+    address = address_of(scope["scheme"], exchange.header(b"host"))
+    advice = base_url_advice(path, _PATHS, address) if len(path) <= MAX_SHOWN_PATH else None
+    raise unknown_url(scope["method"], path[:MAX_SHOWN_PATH], advice)
 
 
 async def _fail(exchange: Exchange, error: ApiError) -> None:

@@ -168,7 +168,11 @@ def invalid_api_key() -> ApiError:
 
 
 def model_not_found(model: str, served: tuple[str, ...]) -> ApiError:
-    message = f"there is no model {model!r} here; this server has {', '.join(served)}"
+    listed = ", ".join(served)
+    message = (
+        f"there is no model {model!r} here; this server has {listed}: ask for that, or start it "
+        f"with --served-model-name and the name that clients use"
+    )
     return ApiError(404, "model_not_found", message, param="model")
 
 
@@ -189,10 +193,10 @@ def response_not_found(response_id: str, param: str | None = None) -> ApiError:
     return ApiError(status, code, message, param=param or "id")
 
 
-def unknown_url(method: str, path: str) -> ApiError:
-    return ApiError(
-        404, "unknown_url", f"there is nothing at {method} {path}; GET /openapi.json has what is"
-    )
+def unknown_url(method: str, path: str, advice: str | None = None) -> ApiError:
+    """`advice`: on the client's base URL, where the path tells that it is not the right one."""
+    described = advice or "GET /openapi.json has what is"
+    return ApiError(404, "unknown_url", f"there is nothing at {method} {path}; {described}")
 
 
 def method_not_allowed(method: str, allowed: tuple[str, ...]) -> ApiError:
