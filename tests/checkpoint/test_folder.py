@@ -48,9 +48,22 @@ def test_what_is_no_local_folder_says_that_only_those_are_read(path: str):
 
 
 def test_a_file_is_no_folder(tmp_path: Path):
-    (tmp_path / "model.bin").write_bytes(b"GGUF")
+    (tmp_path / "model.bin").write_bytes(b"GGU")
     with pytest.raises(CheckpointError, match="is a file"):
         open_checkpoint(tmp_path / "model.bin")
+
+
+@pytest.mark.parametrize("name", ["llama3.2:1b", "qwen3:latest"])
+def test_a_name_as_ollama_has_it_says_where_its_file_is(name: str):
+    with pytest.raises(CheckpointError, match=f"ollama show --modelfile {name}"):
+        open_checkpoint(Path(name))
+
+
+@pytest.mark.parametrize("name", ["absent", "owner/llama3.2:1b", "a:b:c", ":1b"])
+def test_other_names_say_nothing_of_ollama(name: str):
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(Path(name))
+    assert "ollama" not in str(error.value)
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path):

@@ -66,6 +66,14 @@ def test_a_models_config_and_weights_are_those_of_its_folder(
     assert ours.layer_kinds == theirs.layer_kinds
 
 
+def test_a_file_without_a_suffix_is_known_by_its_beginning(make: Make, tmp_path: Path):
+    """As Ollama keeps them."""
+    model = make()
+    found = open_checkpoint(model.write(tmp_path / "sha256-00"))
+    assert found.format == "gguf"
+    assert_same_weights(found, open_checkpoint(model.original))
+
+
 def test_rows_that_are_stored_in_pairs_are_not_those_of_the_folder(make: Make):
     """The negative control of the test above: the reader has to put them into order."""
     model = make("llama")

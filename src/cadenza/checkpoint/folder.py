@@ -6,6 +6,7 @@ and executes nothing from the folder.
 """
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -24,6 +25,7 @@ from cadenza.checkpoint.generation_defaults import (
 )
 from cadenza.checkpoint.gguf.files import find_gguf, is_gguf_name
 from cadenza.checkpoint.gguf.model import open_gguf_model
+from cadenza.checkpoint.gguf.reader import MAGIC as GGUF_MAGIC
 from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_small_file
 from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.outline import ModelOutline, outline_of, read_outline
@@ -46,6 +48,8 @@ MAX_NAMED = 4
 """Of a folder: entries that are looked at, and folders that an error names."""
 MAX_UNREAD_BYTES = 1 << 20
 """Bytes of each file in the digest of a model that only a backend reads."""
+
+_OLLAMA_NAME = re.compile(r"[\w.-]{1,80}:[\w.-]{1,80}", re.ASCII)
 
 _MODELS, _BUNDLED, _BUNDLED_DRAFT = "models", "bundled", "bundled-draft"
 
@@ -229,11 +233,21 @@ def _digest_of_unread(folder: Path) -> str:
 
 
 def _gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path names, or that lies in a folder without safetensors weights."""
+    """The GGUF file that a path names, or that lies in a folder without safetensors weights. Ollama
+    keeps such files under names without a suffix."""
     if path.is_dir():
         has_weights = any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
         return None if has_weights else find_gguf(path)
-    return path if path.is_file() and is_gguf_name(path.name) else None
+    is_gguf = path.is_file() and (is_gguf_name(path.name) or _begins_as_gguf(path))
+    return path if is_gguf else None
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError:
+        return False
 
 
 def _open_gguf(file: Path, revision: str | None, folder: Path | None) -> Checkpoint:
@@ -295,6 +309,7 @@ def _local_folder(path: Path) -> Path:
         raise CheckpointError(
             f"the model folder {str(path)!r} {found}; name a folder with config.json and "
             f"safetensors weights, a GGUF file (.gguf), or a hub model as owner/model"
+            f"{_advice_on_name(str(path))}"
         )
     if not (path / CONFIG_FILE).exists():
         raise CheckpointError(
@@ -314,6 +329,16 @@ def _lack_of(path: Path) -> str:
     if models:
         return f"has no {CONFIG_FILE}, but its folders {', '.join(models[:MAX_NAMED])} have one"
     return f"has no {CONFIG_FILE}" if entries else "is empty"
+
+
+def _advice_on_name(name: str) -> str:
+    """For a name that Ollama's library has, or might have."""
+    if _OLLAMA_NAME.fullmatch(name) is None:
+        return ""
+    return (
+        f"; {name} is how Ollama names models: `ollama show --modelfile {name}` prints the file "
+        f"of such a model (FROM ...), a GGUF file that can be named here"
+    )
 
 
 def _unite_eos(
