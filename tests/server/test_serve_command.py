@@ -23,6 +23,7 @@ from tests.checkpoint.hub_server import NAME as HUB_NAME
 from tests.checkpoint.hub_server import FakeHub
 from tests.checkpoint.hub_server import serving as hub_serving
 from tests.cli.harness import ENGINE, Ran, run_cadenza, write_model
+from tests.ports import kept_port
 from tests.server.harness import TIMEOUT_S, read_events
 from tests.server.serve_process import ServeProcess, is_alive, serve_process
 
@@ -322,6 +323,8 @@ def test_chat_needs_a_template(without_template: ServeProcess) -> None:
 
 
 KEYS = ("first-key", "second-key")
+METRICS_KEY = "metrics-key"
+BARE = {"timeout": TIMEOUT_S, "trust_env": False}
 
 
 ACCEPTED = ("--quantization", "none", "--batching", "continuous", "--generation-config", "none")
@@ -330,8 +333,16 @@ DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens":
 
 
 @pytest.fixture(scope="module")
-def keyed() -> Iterator[ServeProcess]:
-    with serve_process(*FLAGS, *ACCEPTED, *DRAFTS, CADENZA_API_KEY=" ".join(KEYS)) as serving:
+def metrics_port() -> Iterator[int]:
+    with kept_port() as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def keyed(metrics_port: int) -> Iterator[ServeProcess]:
+    keys = {"CADENZA_API_KEY": " ".join(KEYS), "CADENZA_METRICS_KEY": METRICS_KEY}
+    port = ("--metrics-port", metrics_port)
+    with serve_process(*FLAGS, *ACCEPTED, *DRAFTS, *port, **keys) as serving:
         serving.wait_ready()
         yield serving
 
@@ -356,6 +367,18 @@ def test_drafts_are_made_as_the_flag_says(keyed: ServeProcess) -> None:
         body = {"prompt": prompt, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
         assert client.post("/v1/completions", json=body).status_code == 200
         keyed.wait_for(lambda: pattern.search(client.get("/metrics").text))
+
+
+def test_the_metrics_have_a_port_and_a_key_of_their_own(
+    keyed: ServeProcess, metrics_port: int
+) -> None:
+    key = {"authorization": f"Bearer {METRICS_KEY}"}
+    url = f"http://127.0.0.1:{metrics_port}/metrics"
+    assert httpx.get(url, headers=key, **BARE).status_code == 200
+    assert httpx.get(url, **BARE).status_code == 401
+    assert httpx.get(f"{keyed.url}/metrics", headers=key, **BARE).status_code == 200
+    assert httpx.get(f"{keyed.url}/v1/models", headers=key, **BARE).status_code == 401
+    assert METRICS_KEY not in keyed.log
 
 
 def test_another_tenants_cancel_is_that_of_an_unknown_request(keyed: ServeProcess) -> None:
@@ -391,6 +414,8 @@ REFUSED = [
     (["--starvation-guard", "0"], 2, "--starvation-guard"),
     (["--max-itl-ms", "0"], 2, "--max-itl-ms"),
     (["--api-key", "short"], 2, "API key"),
+    (["--metrics-key", "short"], 2, "key"),
+    (["--port", "8123", "--metrics-port", "8123"], 2, "--metrics-port 8123 is --port too"),
     (["--allowed-origins", "https://your.page/"], 2, "--allowed-origins"),
     (["--log-format", "xml"], 2, "--log-format"),
     (["--log-level", "loud"], 2, "--log-level 'loud' is not one of debug, info, warning, error"),

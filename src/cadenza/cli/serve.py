@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LOAD_S = 24 * 3600.0
 SOCKET_MODE_DIGITS = 3
+METRICS_PATIENCE_S = 5.0
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -72,6 +73,18 @@ class ServeFlags:
         None,
         "Weights and limits of tenants by their API keys, in TOML (docs/serving.md).",
         metavar="FILE",
+    )
+    metrics_port: int | None = _flag(
+        None,
+        "A further port, of --host, for /metrics and the probes alone; without --metrics-key it "
+        "needs no key.",
+        min=1,
+        max=65535,
+    )
+    metrics_key: str | None = _flag(
+        None,
+        "A key for /metrics alone, beside those of the API. Safer in the environment.",
+        metavar="KEY",
     )
     allowed_origins: list[str] | None = _flag(
         None,
@@ -220,10 +233,10 @@ def _serve_with(
         if predecessor is None:
             if flags.handover:
                 logger.info("--handover: there is no server to take over from")
-            opening = Opening(address, lambda: held.enter_context(opened(address)))
+            opening = Opening(address, lambda: _open(held, opened(address), address))
             opening.open(service)
         else:
-            opening = Opening(address, lambda: held.enter_context(taken_over(address)))
+            opening = Opening(address, lambda: _take_over(held, taken_over(address), address))
             pid, version = predecessor.pid, predecessor.version
             logger.info("takes over from process %d, cadenza %s, once loaded", pid, version)
         logger.info("sampling of requests that set none: %s", service.text.defaults.sentence)
@@ -250,6 +263,32 @@ class Opening:
         name, url = service.options.model_names[0], self.address.url(self.sockets.bound)
         logger.info("cadenza %s serves %s at %s", __version__, name, url)
         return self.sockets
+
+
+def _open(
+    held: ExitStack, sockets: "AbstractContextManager[ServerSockets]", address: "Address"
+) -> "ServerSockets":
+    """Raises ConfigError."""
+    from cadenza.server.listening import listening_for_metrics
+
+    metrics = held.enter_context(listening_for_metrics(address))
+    return replace(held.enter_context(sockets), metrics=metrics)
+
+
+def _take_over(
+    held: ExitStack, sockets: "AbstractContextManager[ServerSockets]", address: "Address"
+) -> "ServerSockets":
+    """As `_open`, but the metrics' port is another server's until it has handed over, and what is
+    wrong with that port must not end the only server that there is then."""
+    from cadenza.server.listening import listening_for_metrics
+
+    taken = held.enter_context(sockets)
+    try:
+        metrics = held.enter_context(listening_for_metrics(address, METRICS_PATIENCE_S))
+    except ConfigError as error:
+        logger.error("%s; /metrics is at --port only", error)
+        return taken
+    return replace(taken, metrics=metrics)
 
 
 async def _run(engine: "EngineProcess", service: "Service", opening: Opening) -> None:
@@ -352,6 +391,8 @@ def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
         model_aliases=aliases,
         keys=ApiKeys(read_keys(flags.api_key or (), file), tenants.keys),
         tenants=tenants,
+        metrics_keys=ApiKeys(() if flags.metrics_key is None else (flags.metrics_key,)),
+        metrics_port=flags.metrics_port,
         cors=Cors(flags.allowed_origins or ()),
         stored_responses=StoreBounds(
             max_count=flags.max_stored_responses,
@@ -395,9 +436,20 @@ def _address(flags: ServeFlags) -> "Address":
         port=flags.port,
         uds=path(flags.uds),
         uds_mode=_socket_mode(flags.uds_mode),
+        metrics_port=_metrics_port(flags),
         ssl_certfile=path(flags.ssl_certfile),
         ssl_keyfile=path(flags.ssl_keyfile),
     )
+
+
+def _metrics_port(flags: ServeFlags) -> int | None:
+    """Raises ConfigError where it is the API's own."""
+    if flags.metrics_port is not None and flags.uds is None and flags.metrics_port == flags.port:
+        raise ConfigError(
+            f"--metrics-port {flags.metrics_port} is --port too; give another one, or leave it "
+            f"out: /metrics is at --port in any case"
+        )
+    return flags.metrics_port
 
 
 def _socket_mode(text: str) -> int:
@@ -415,4 +467,5 @@ def _without_keys(flags: ServeFlags) -> str:
     """The flags for the log, with the number of API keys in place of the keys."""
     shown = {name: getattr(flags, name) for name in ServeFlags.__dataclass_fields__}
     shown["api_key"] = len(flags.api_key or ())
+    shown["metrics_key"] = flags.metrics_key is not None
     return " ".join(f"{name}={value!r}" for name, value in shown.items())

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from cadenza.server.base_url import address_of, base_url_advice
 from cadenza.server.dialect import dialect_of
+from cadenza.server.endpoints.status import METRICS_PATH
 from cadenza.server.errors import (
     ApiError,
     bounds_exceeded,
@@ -36,6 +37,8 @@ from cadenza.server.service import Service
 
 EXCHANGE = "cadenza.exchange"
 MAX_SHOWN_PATH = 256
+PROBE_PATHS = ("/live", "/ready", "/health", "/ping")
+_AT_METRICS_PORT = f"at this port there are {METRICS_PATH} and the probes only"
 _PATHS = frozenset(route.path for route in ROUTES)
 _BODY_PATHS = frozenset(route.path for route in ROUTES if route.body is not None)
 """Paths whose requests may take long; they are refused while connections are scarce."""
@@ -93,13 +96,11 @@ class App:
                 await exchange.answer(Response(status=NO_CONTENT, headers=preflight))
                 return
         path: str = scope["path"]
+        is_at_metrics_port = self._is_at_metrics_port(scope)
+        if is_at_metrics_port and path not in (METRICS_PATH, *PROBE_PATHS):
+            raise unknown_url(scope["method"], path[:MAX_SHOWN_PATH], _AT_METRICS_PORT)
         if path not in OPEN_PATHS:
-            tenant = self._service.options.keys.tenant_of(
-                exchange.header(b"authorization"), exchange.header(b"x-api-key")
-            )
-            if tenant is None:
-                raise invalid_api_key()
-            exchange.tenant = tenant
+            exchange.tenant = self._tenant_of(exchange, is_at_metrics_port=is_at_metrics_port)
         if exchange.dialect.version_header is not None:
             version = exchange.header(exchange.dialect.version_header)
             if version is not None:
@@ -109,6 +110,25 @@ class App:
         await self._router(
             {**scope, "app": self, EXCHANGE: exchange}, exchange.receive, exchange.send
         )
+
+    def _is_at_metrics_port(self, scope: Scope) -> bool:
+        """By the connection's own address, which no header changes."""
+        port = self._service.options.metrics_port
+        return port is not None and scope["server"] is not None and scope["server"][1] == port
+
+    def _tenant_of(self, exchange: Exchange, *, is_at_metrics_port: bool) -> str:
+        """Raises ApiError (401)."""
+        options, path = self._service.options, exchange.scope["path"]
+        keys = exchange.header(b"authorization"), exchange.header(b"x-api-key")
+        tenant = options.keys.tenant_of(*keys)
+        if path == METRICS_PATH and (is_at_metrics_port or not options.metrics_keys.is_open):
+            # The API's keys are good for the metrics, too; that there are none is not.
+            is_known = not options.keys.is_open and tenant is not None
+            if not is_known:
+                tenant = options.metrics_keys.tenant_of(*keys)
+        if tenant is None:
+            raise invalid_api_key()
+        return tenant
 
     def _check_head(self, exchange: Exchange) -> None:
         limits, scope = exchange.limits, exchange.scope

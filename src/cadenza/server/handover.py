@@ -53,15 +53,21 @@ NUM_WAITING = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSockets:
-    """Where a server listens; `control` is None where it cannot be taken over from."""
+    """Where a server listens; `control` is None where it cannot be taken over from. `metrics` is
+    not handed over: a successor opens its own when this one is closed."""
 
     bound: socket.socket
     control: socket.socket | None = None
+    metrics: socket.socket | None = None
+
+    @property
+    def listeners(self) -> tuple[socket.socket, ...]:
+        return (self.bound,) if self.metrics is None else (self.bound, self.metrics)
 
     def close(self) -> None:
-        self.bound.close()
-        if self.control is not None:
-            self.control.close()
+        for each in (*self.listeners, self.control):
+            if each is not None:
+                each.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

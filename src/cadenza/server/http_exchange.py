@@ -77,6 +77,12 @@ class Exchange:
         found = [value for key, value in self.scope["headers"] if key == name]
         return found[0] if len(found) == 1 else None
 
+    @property
+    def accept(self) -> str:
+        """The media types that the client asks for, those of several headers in one list."""
+        found = [value for key, value in self.scope["headers"] if key == b"accept"]
+        return b",".join(found).decode("latin-1")
+
     @asynccontextmanager
     async def body(self) -> AsyncGenerator[bytes]:
         """The JSON body's bytes; they count against the budget until the context is left.

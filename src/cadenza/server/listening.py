@@ -12,8 +12,9 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Generator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from cadenza.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+METRICS_RETRY_S = 0.1
 
 _REASONS = {
     errno.EADDRINUSE: "somebody else listens there; stop it, or choose another place",
@@ -37,12 +39,13 @@ _REASONS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
     """Where to listen: a host and port, or a Unix socket with its permissions; and with which
-    certificate."""
+    certificate. `metrics_port` is a further one, of the host, for the metrics alone."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     uds: Path | None = None
     uds_mode: int = 0o600
+    metrics_port: int | None = None
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
 
@@ -63,6 +66,36 @@ def listening(address: Address) -> Generator[socket.socket]:
     """A listening socket. Raises ConfigError where the address cannot be listened on."""
     check_certificate(address)
     with owned(address, _open(address)) as bound:
+        yield bound
+
+
+@contextlib.contextmanager
+def listening_for_metrics(
+    address: Address,
+    patience_s: float = 0.0,
+    wait: Callable[[float], None] = time.sleep,
+) -> Generator[socket.socket | None]:
+    """A listening socket at the metrics' port; None without one. Raises ConfigError.
+
+    `patience_s`: for how long somebody else, who is about to end, may have the port.
+    """
+    if address.metrics_port is None:
+        yield None
+        return
+    place = replace(address, port=address.metrics_port, uds=None)
+    num_left = round(patience_s / METRICS_RETRY_S)
+    while True:
+        try:
+            bound = _open_port(place)
+        except ConfigError as error:
+            if not num_left:
+                reason = str(error).partition(": ")[2]
+                raise ConfigError(f"--metrics-port {place.port}: {reason}") from None
+        else:
+            break
+        num_left -= 1
+        wait(METRICS_RETRY_S)
+    with bound:
         yield bound
 
 

@@ -6,7 +6,7 @@ that no client can add a series.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import get_args
+from typing import cast, get_args
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -22,6 +22,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from cadenza.engine.open_requests import RejectionReason, RequestStats
@@ -50,7 +51,7 @@ REJECTION_REASONS = (
 )
 """The engine's, and the front end's own."""
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+_OPEN_METRICS = "application/openmetrics-text"
 
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Requests in the batch.", lambda s: s.num_running),
@@ -110,9 +111,13 @@ class Metrics:
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
 
-    def render(self) -> bytes:
-        """The exposition text."""
-        return generate_latest(self._registry)
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The exposition text and its media type: OpenMetrics where an Accept header names it."""
+        types = (each.partition(";")[0].strip().lower() for each in accept.split(","))
+        if _OPEN_METRICS in types:
+            made = cast(Callable[[Collector], bytes], openmetrics.generate_latest)  # pyright: ignore[reportUnknownMemberType]  untyped
+            return made(self._registry), openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
 
 class _Served(Collector):

@@ -49,23 +49,23 @@ class Front(uvicorn.Server):
         super().__init__(config)
         self._connections = connections
         self._handshake_s = handshake_s
-        self._listener: socket.socket | None = None
-        self._acceptor: Acceptor | None = None
+        self._listeners: tuple[socket.socket, ...] = ()
+        self._acceptors: list[Acceptor] = []
 
-    def listen(self, listener: socket.socket) -> None:
+    def listen(self, listeners: tuple[socket.socket, ...]) -> None:
         """Accepts connections, from its start on."""
-        self._listener = listener
+        self._listeners = listeners
         if self.started:
             self._start_accepting()
 
     def pause_accepting(self) -> None:
         """New connections wait in the kernel's queue."""
-        if self._acceptor is not None:
-            self._acceptor.stop()
+        for acceptor in self._acceptors:
+            acceptor.stop()
 
     def resume_accepting(self) -> None:
-        if self._acceptor is not None:
-            self._acceptor.start()
+        for acceptor in self._acceptors:
+            acceptor.start()
 
     def wind_down(self) -> None:
         """Each open connection is closed after its next answer, which says so."""
@@ -80,22 +80,19 @@ class Front(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
-        if self._listener is not None:
-            self._start_accepting()
+        self._start_accepting()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._acceptor is not None:
-            self._acceptor.close()
-        if self._listener is not None:
-            self._listener.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
+        for listener in self._listeners:
+            listener.close()
         await super().shutdown(sockets=sockets)
 
     def _start_accepting(self) -> None:
-        assert self._listener is not None
-        self._acceptor = Acceptor(
-            self._listener, self._connections, self._protocol, self.config.ssl, self._handshake_s
-        )
-        self._acceptor.start()
+        shared = self._connections, self._protocol, self.config.ssl, self._handshake_s
+        self._acceptors = [Acceptor(listener, *shared) for listener in self._listeners]
+        self.resume_accepting()
 
     def _protocol(self) -> asyncio.Protocol:
         make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
@@ -127,7 +124,7 @@ class Lifecycle:
     def listen(self, sockets: ServerSockets) -> None:
         """Accepts connections, and offers the sockets to a successor."""
         self._sockets = sockets
-        self._front.listen(sockets.bound)
+        self._front.listen(sockets.listeners)
         if sockets.control is not None:
             self._offering = asyncio.create_task(self._offer(sockets))
 

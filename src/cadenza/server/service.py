@@ -59,6 +59,8 @@ class ServerOptions:
     Args:
         model_names: the model's names; answers have the first one.
         model_aliases: further names that requests may use, which are not listed.
+        metrics_keys: with which only the metrics can be read; without one, as everything else.
+        metrics_port: of this machine, at which there are only the metrics and probes.
         num_dropped_log_lines: counts them, for the metrics.
         clock: seconds, monotonic.
         now: seconds since 1970.
@@ -69,6 +71,8 @@ class ServerOptions:
     limits: ServerLimits = field(default_factory=ServerLimits)
     keys: ApiKeys = field(default_factory=ApiKeys)
     tenants: TenantFile = field(default_factory=TenantFile)
+    metrics_keys: ApiKeys = field(default_factory=ApiKeys)
+    metrics_port: int | None = None
     cors: Cors = field(default_factory=Cors)
     stored_responses: StoreBounds = field(default_factory=StoreBounds)
     unknown_fields: UnknownFields = "refuse"

@@ -13,7 +13,6 @@ import cadenza
 from cadenza.errors import CadenzaError
 from cadenza.server.errors import UNAVAILABLE_CODES, error_of, unavailable
 from cadenza.server.http_exchange import Exchange, Handler, Response, send_object
-from cadenza.server.metrics import CONTENT_TYPE
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
 from cadenza.server.schemas.field_types import Schema, or_null
 from cadenza.server.service import Service
@@ -68,8 +67,8 @@ class StatusHandlers:
         await send_object(exchange, {"version": cadenza.__version__})
 
     async def _metrics(self, exchange: Exchange) -> None:
-        body = self._service.metrics.render()
-        await exchange.answer(Response(body=body, content_type=CONTENT_TYPE))
+        body, kind = self._service.metrics.render(exchange.accept)
+        await exchange.answer(Response(body=body, content_type=kind))
 
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.answer(Response(body=self._description))
@@ -148,6 +147,8 @@ _TOKENIZER_INFO = object_of(
     }
 )
 _HEALTH = AnswerSchema(name="Health", schema=object_of({"status": TEXT}))
+
+METRICS_PATH = "/metrics"
 
 STATUS_ROUTES: tuple[ApiRoute, ...] = (
     ApiRoute(
@@ -239,7 +240,7 @@ STATUS_ROUTES: tuple[ApiRoute, ...] = (
     ApiRoute(
         name="metrics",
         method="GET",
-        path="/metrics",
+        path=METRICS_PATH,
         policy="key",
         summary="Counts, for Prometheus.",
         answers=AnswerSchema(name="Metrics", schema=None),
