@@ -23,6 +23,7 @@ class Stream:
     """One stream: its frames, and when the connection ended."""
 
     body: dict[str, Any]
+    status: int | None = None
     frames: list[str] = field(default_factory=list)
     ended_s: float | None = None
 
@@ -92,9 +93,9 @@ class Streams:
             assert time.monotonic() < deadline_s, "no stream got on"
             self._thread.join(0.005)
 
-    def join(self) -> list[Stream]:
+    def join(self, within_s: float = TIMEOUT_S) -> list[Stream]:
         """All, read to their ends."""
-        self._thread.join(TIMEOUT_S)
+        self._thread.join(within_s)
         assert not self._thread.is_alive(), "a stream did not end"
         return self.all
 
@@ -107,13 +108,14 @@ class Streams:
                 "127.0.0.1", self._port, limit=MAX_LINE_BYTES
             )
             writer.write(_request(stream.body))
+            stream.status = int((await reader.readline()).split()[1])
             async for line in reader:
                 if line.startswith(b"data: "):
                     stream.frames.append(line[len(b"data: ") :].decode().strip())
                 elif line.startswith(b"{"):  # an answer that is not streamed
                     stream.frames.append(line.decode())
             writer.close()
-        except OSError:
+        except (OSError, IndexError):
             pass  # cut off: the stream is not whole
         stream.ended_s = time.monotonic()
 

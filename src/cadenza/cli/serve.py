@@ -127,7 +127,9 @@ class ServeFlags:
     on_engine_failure: Literal["resume", "error"] = _flag(
         "resume",
         "What becomes of open requests when the engine process ends or hangs: resume has the next "
-        "one go on with them, error ends each with an error.",
+        "one go on with them, error ends each with an error. An engine that fails three times in a "
+        "row with the same error while it loads is given up: the server ends with exit code 1, for "
+        "systemd or Kubernetes to start it again.",
     )
     sse_keep_alive_interval: float = _flag(
         15.0, "Seconds without an event after which a stream sends a comment."
@@ -307,6 +309,11 @@ async def _run(engine: "EngineProcess", service: "Service", opening: Opening) ->
             lifecycle.listen(opening.sockets)
         shut_down_on_signals(loop, lifecycle)
 
+    def end(error: CadenzaError) -> None:
+        if not service.is_draining:
+            failures.append(error)
+            lifecycles[0].leave()
+
     async def watch_load() -> None:
         try:
             await asyncio.to_thread(engine.wait_ready, MAX_LOAD_S)
@@ -314,10 +321,9 @@ async def _run(engine: "EngineProcess", service: "Service", opening: Opening) ->
             if opening.sockets is None and not service.is_draining:
                 lifecycles[0].listen(await asyncio.to_thread(opening.open, service))
         except CadenzaError as error:
-            if not service.is_draining:
-                failures.append(error)
-                lifecycles[0].leave()
+            end(error)
 
+    engine.call_at_death(lambda error: loop.call_soon_threadsafe(end, error))
     watching = asyncio.create_task(watch_load())
     await run_server(service, opening.address, start)
     await watching

@@ -1,15 +1,16 @@
 """`OpenRequests`: the open requests, their tokens and deadlines, and statistics of ended ones.
 
 Owns the request ids, the queue's bounds, the deadlines, the latency measurements, and what another
-engine needs to go on with a request: the tokens that were passed on, and the crashes in which it
-ran. Knows no engine and no process; thread-safe. Invariants: ids increase; each sample of an
-accepted request ends exactly once, by a `Finished` event, `cancel`, its deadline, `fail` or
-`end_all`; its later events are dropped, and so is a token that was passed on before.
+engine needs to go on with a request: the tokens that were passed on, and how many engines in a row
+were lost with it before it got on. Knows no engine and no process; thread-safe. Invariants: ids
+increase; each sample of an accepted request ends exactly once, by a `Finished` event, `cancel`, its
+deadline, `fail` or `end_all`; its later events are dropped, and so is a token that was passed on
+before.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
@@ -103,7 +104,8 @@ class _OpenRequest:
         is_running: the engine has given it a row.
         is_lost: the engine that had it is gone, and no other has it yet.
         lost_s: when an engine was lost in which it ran; None once it has gone on.
-        crashes_s: the losses of engines in which it ran.
+        has_progress: something of it was passed on from the engine that has it.
+        num_losses: engines in a row that were lost while it ran in them without progress.
     """
 
     request_id: int
@@ -117,7 +119,8 @@ class _OpenRequest:
     is_running: bool = False
     is_lost: bool = False
     lost_s: float | None = None
-    crashes_s: tuple[float, ...] = ()
+    has_progress: bool = False
+    num_losses: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -254,15 +257,15 @@ class OpenRequests:
             )
 
     def lose_engine(self, now_s: float) -> None:
-        """The engine is gone: what it had not told is to be computed again. Notes the crash with
-        each request that ran.
+        """The engine is gone: what it had not told is to be computed again. Counts it with each
+        request that ran, from 0 where the request has got on in it.
         """
         with self._lock:
             for entry in self._open.values():
                 entry.is_lost = True
                 if entry.is_running:
-                    entry.is_running = False
-                    entry.crashes_s = (*entry.crashes_s, now_s)
+                    entry.num_losses = 0 if entry.has_progress else entry.num_losses + 1
+                    entry.is_running = entry.has_progress = False
                     entry.lost_s = now_s if entry.lost_s is None else entry.lost_s
 
     def open_ids(self) -> list[int]:
@@ -283,22 +286,23 @@ class OpenRequests:
             return entry is not None and entry.is_running
 
     def withdraw(self, request_id: int) -> None:
-        """The request is taken from the engine, to be resumed later; its crashes are forgotten."""
+        """The request is taken from the engine, to be resumed later; its losses are forgotten."""
         with self._lock:
             if request_id in self._open:
-                self._open[request_id].is_running = False
-                self._open[request_id].crashes_s = ()
+                entry = self._open[request_id]
+                entry.is_running = entry.has_progress = False
+                entry.num_losses = 0
 
-    def crashes_s(self, request_id: int) -> tuple[float, ...]:
-        """The times of the crashes in which an open request ran."""
+    def num_losses(self, request_id: int) -> int:
+        """Engines in a row that were lost while an open request ran in them without progress."""
         with self._lock:
-            return self._open[request_id].crashes_s if request_id in self._open else ()
+            return self._open[request_id].num_losses if request_id in self._open else 0
 
-    def forget_crashes(self, crashes_s: Collection[float]) -> None:
-        """These crashes tell nothing more about any request."""
+    def forget_losses(self) -> None:
+        """What was lost so far tells nothing more about any request."""
         with self._lock:
             for entry in self._open.values():
-                entry.crashes_s = tuple(s for s in entry.crashes_s if s not in crashes_s)
+                entry.num_losses = 0
 
     def resume(self, request_id: int) -> tuple[Request, Resumption] | None:
         """What an engine needs to go on with the request; None if it is not open."""
@@ -375,6 +379,7 @@ class OpenRequests:
         if token_ids is None or event.index < len(token_ids):
             return False
         token_ids.append(event.token_id)
+        entry.has_progress = True
         if event.num_cached_tokens is not None:
             entry.num_cached_tokens[event.sample] = event.num_cached_tokens
         if entry.first_token_s is None:
@@ -438,6 +443,7 @@ def _new_logprobs(entry: _OpenRequest, event: PromptLogprobs) -> PromptLogprobs 
     if not fresh:
         return None
     entry.num_prompt_logprobs += len(fresh)
+    entry.has_progress = True
     return event if len(fresh) == len(event.entries) else replace(event, start=start, entries=fresh)
 
 

@@ -166,6 +166,7 @@ def open_front(execute_scripted: Execute) -> Iterator[OpenFront]:
         clock: Clock = time.monotonic,
         open_child: Callable[[Sequence[str]], ChildProcess] = forked,
         on_failure: OnEngineFailure = "resume",
+        count_oom_kills: Callable[[], int | None] = lambda: 0,
         **script: Any,
     ) -> Front:
         options = ProcessOptions(
@@ -175,6 +176,7 @@ def open_front(execute_scripted: Execute) -> Iterator[OpenFront]:
             max_unsent_bytes=max_unsent_bytes,
             open_child=open_child,
             on_failure=on_failure,
+            count_oom_kills=count_oom_kills,
         )
         config = config or EngineConfig(max_num_seqs=8)
         told = json.dumps(script, default=str)

@@ -139,7 +139,9 @@ def load(start: Start, on_phase: OnPhase) -> Serving:
     if "room" in script and not Path(script["room"]).exists():
         raise_for_want_of_a_descriptor()
     crash_once = Path(script.get("crash_once", ""))
-    if script.get("crash") or crash_once.is_file():
+    if script.get("crash") or Path(script.get("crash_while", "")).is_file():
+        os.abort()
+    if crash_once.is_file():
         crash_once.unlink(missing_ok=True)
         os.abort()
     if "fail" in script:

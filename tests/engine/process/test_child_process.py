@@ -186,7 +186,7 @@ def test_a_command_that_cannot_be_executed_is_given_up(open_front: OpenFront):
     wanting = Wanting()
     wanting.number = errno.ENOENT
     front = open_front(open_child=wanting)
-    with pytest.raises(EngineUnavailableError, match="crash 3"):
+    with pytest.raises(EngineUnavailableError, match="failed so 3 times"):
         front.engine.wait_ready(TIMEOUT_S)
     assert wanting.num_refused == 3
 

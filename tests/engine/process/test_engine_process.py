@@ -244,18 +244,16 @@ def test_failed_steps_in_a_row_have_the_engine_replaced(open_front: OpenFront):
     assert front.engine.status().num_restarts == 2
 
 
-def test_three_crashes_are_the_end_and_it_says_so(open_front: OpenFront):
+def test_an_engine_that_crashes_again_and_again_when_it_has_loaded_is_never_given_up(
+    open_front: OpenFront,
+):
     front = open_front(on_failure="error")
-    for crash in range(3):
+    for crash in range(5):
         front.wait_state("ready")
         front.engine.submit(request(KILL))
         front.wait_ends(crash + 1)
-    front.wait_state("dead")
-    with pytest.raises(EngineUnavailableError, match="failed too often") as refused:
-        front.engine.submit(request())
-    assert refused.value.retry_after_s is None
-    assert "crash 3" in (front.engine.status().error or "")
-    assert front.engine.pid is None
+    front.wait_state("ready")
+    assert front.engine.status().num_restarts == 5
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, ConfigError])
@@ -290,7 +288,7 @@ def test_a_start_that_the_process_refuses_is_its_one_error_and_is_not_tried_agai
 
 def test_a_load_that_crashes_is_tried_again_and_then_given_up(open_front: OpenFront):
     front = open_front(crash=True)
-    with pytest.raises(EngineUnavailableError, match="crash 3"):
+    with pytest.raises(EngineUnavailableError, match="failed so 3 times"):
         front.engine.wait_ready(TIMEOUT_S)
     assert front.engine.status().num_restarts == 2
 
@@ -322,7 +320,7 @@ def test_a_load_that_hangs_is_killed_tried_again_and_given_up_with_the_reason(
     with pytest.raises(EngineUnavailableError, match=hang):
         front.engine.wait_ready(TIMEOUT_S)
     assert front.engine.status().num_restarts == 2
-    assert "crash 3" in (front.engine.status().error or "")
+    assert "failed so 3 times" in (front.engine.status().error or "")
     assert len(re.findall(hang, caplog.text)) == 3
     assert not children()
 

@@ -17,9 +17,11 @@ from cadenza.engine.process.messages import (
 )
 from cadenza.engine.process.supervision import (
     IDLE_CPU_S,
+    Loss,
     Patience,
     ProcessUsage,
     Supervision,
+    num_oom_kills,
     usage_of,
 )
 from cadenza.engine.process.worker import UNMEASURED_STEP_S, StepForecast
@@ -28,10 +30,11 @@ PATIENCE = Patience(
     hung_after_s=5,
     hung_after_steps=10,
     load_hung_after_s=20,
-    max_crashes=3,
-    crash_window_s=300,
+    max_failed_loads=3,
     backoff_s=0.5,
+    max_backoff_s=30.0,
 )
+DIED = Loss(error="it died", cause="it died")
 
 
 def serving(now_s: float = 100.0) -> Supervision:
@@ -115,7 +118,7 @@ def test_a_load_without_work_is_a_hang_and_says_where():
         assert not supervision.is_hung(seconds)
     assert supervision.hung_at_s() == 30.0
     assert supervision.is_hung(30.0)
-    assert "'compile', for 20 seconds" in supervision.describe_hang(30.0)
+    assert "'compile', for 20 seconds" in supervision.hang(30.0).error
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_slow_computing_adds_up_to_work():
 
 def test_a_start_that_is_postponed_is_no_crash_and_is_tried_ever_later_up_to_a_bound():
     supervision = serving(100.0)
-    supervision.crashed(100.0, "killed")
+    supervision.crashed(100.0, DIED)
     now_s, waits_s = 100.5, list[float]()
     for _ in range(50):
         assert supervision.may_start(now_s)
@@ -152,7 +155,7 @@ def test_a_start_that_is_postponed_is_no_crash_and_is_tried_ever_later_up_to_a_b
     supervision.loaded(now_s, {})
     supervision.ready()
     assert (supervision.state, supervision.cause) == ("ready", None)
-    supervision.crashed(now_s, "killed")
+    supervision.crashed(now_s, DIED)
     assert supervision.state == "restarting"
     supervision.postponed(now_s, "no descriptors")
     assert supervision.start_at_s == now_s + 0.5
@@ -167,7 +170,7 @@ def test_the_first_start_may_be_postponed():
 
 def test_no_start_is_tried_again_while_draining():
     supervision = serving()
-    supervision.crashed(100.0, "killed")
+    supervision.crashed(100.0, DIED)
     supervision.state = "draining"
     supervision.postponed(100.5, "no descriptors")
     assert supervision.state == "dead"
@@ -225,40 +228,104 @@ def waits(pid: int) -> ProcessUsage:
     return found
 
 
-def test_restarts_wait_longer_each_time_and_the_third_crash_is_the_last():
+def test_after_a_crash_it_says_when_it_may_serve_again():
     supervision = serving()
-    supervision.crashed(110.0, "it died")
+    supervision.crashed(110.0, DIED)
     assert (supervision.state, supervision.start_at_s) == ("restarting", 110.5)
     assert supervision.retry_after_s(110.0) == 4.5
     supervision.started(110.5)
     supervision.loaded(113.0, {})
     supervision.ready()
     assert (supervision.state, supervision.error) == ("ready", None)
-    supervision.crashed(120.0, "it died")
-    assert supervision.start_at_s == 122.0
-    supervision.started(122.0)
-    supervision.crashed(409.9, "it died")
+
+
+def waits_of(supervision: Supervision, losses: list[tuple[bool, Loss]]) -> list[float | None]:
+    """Of each loss of a process that has loaded, and got requests on or not."""
+    found: list[float | None] = []
+    for turn, (has_progress, loss) in enumerate(losses):
+        now_s = 1000.0 * turn
+        supervision.started(now_s)
+        supervision.loaded(now_s + 5, {})
+        supervision.ready()
+        supervision.has_progress = has_progress
+        supervision.crashed(now_s + 10, loss)
+        start_at_s = supervision.start_at_s
+        found.append(None if start_at_s is None else start_at_s - now_s - 10)
+    return found
+
+
+def test_lives_without_progress_make_the_waits_longer_up_to_a_bound_and_never_end_it():
+    supervision = serving()
+    waits_s = waits_of(supervision, [(True, DIED)] * 3 + [(False, DIED)] * 20 + [(True, DIED)] * 2)
+    assert waits_s[:3] == [0.5] * 3
+    assert waits_s[3:11] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert waits_s[11:] == [30.0] * 12 + [0.5] * 2
+    assert supervision.state == "restarting"
+
+
+def test_what_a_request_explains_is_no_life_without_progress():
+    supervision = serving()
+    for turn in range(5):
+        supervision.crashed(1000.0 * turn, DIED)
+    supervision.crashed(9000.0, DIED, is_explained=True)
+    assert supervision.start_at_s == 9000.5
+
+
+def failing_loads(supervision: Supervision, faults: list[str | None]) -> None:
+    for turn, fault in enumerate(faults):
+        assert supervision.state != "dead", turn
+        supervision.started(1000.0 * turn)
+        loss = Loss(error=f"it said {fault}", cause="it ended", load_fault=fault)
+        supervision.crashed(1000.0 * turn + 5, loss)
+
+
+def test_the_third_load_with_the_same_fault_is_the_last():
+    supervision = serving()
+    failing_loads(supervision, ["no memory"] * 3)
     assert supervision.state == "dead"
-    assert "crash 3 in 300 seconds" in (supervision.error or "")
+    assert "it said no memory; the engine failed so 3 times in a row" in (supervision.error or "")
     assert not supervision.may_start(1e9)
 
 
-def test_crashes_far_apart_never_end_it():
+@pytest.mark.parametrize(
+    "faults", [["no memory", "no memory", "other weights"] * 9, [None] * 30], ids=["other", "ended"]
+)
+def test_loads_that_fail_otherwise_or_are_ended_from_outside_are_tried_again(
+    faults: list[str | None],
+):
     supervision = serving()
-    for turn in range(10):
-        now_s = 110.0 + 160 * turn
-        supervision.crashed(now_s, "it died")
-        assert supervision.state == "restarting"
-        supervision.started(now_s + 3)
-        supervision.loaded(now_s + 5, {})
-        supervision.ready()
+    failing_loads(supervision, faults)
+    assert supervision.state == "restarting"
+
+
+def test_loads_that_are_ended_from_outside_do_not_hide_those_that_fail():
+    supervision = serving()
+    failing_loads(supervision, ["no memory", None, None, "no memory", None, "no memory"])
+    assert supervision.state == "dead"
+
+
+def test_failed_loads_before_one_that_succeeds_are_forgotten():
+    supervision = serving()
+    failing_loads(supervision, ["no memory"] * 2)
+    waits_of(supervision, [(False, DIED)])
+    failing_loads(supervision, ["no memory"] * 2)
+    assert supervision.state == "restarting"
+
+
+def test_the_kernels_count_of_processes_killed_for_want_of_memory_is_read(tmp_path: Path):
+    counts = tmp_path / "vmstat"
+    assert num_oom_kills(counts) is None
+    counts.write_text("pgfault 12\noom_kill_other 5\n")
+    assert num_oom_kills(counts) is None
+    counts.write_text("pgfault 12\noom_kill 3\n")
+    assert num_oom_kills(counts) == 3
 
 
 def test_each_further_process_is_judged_as_the_first_was():
     supervision = serving()
     for turn in range(1, 4):
         crashed_s = 1000.0 * turn
-        supervision.crashed(crashed_s, "it died")
+        supervision.crashed(crashed_s, DIED)
         assert supervision.hung_at_s() is None
         supervision.started(crashed_s + 1)
         supervision.looked(crashed_s + 2, usage())
@@ -275,7 +342,7 @@ def test_each_further_process_is_judged_as_the_first_was():
 def test_a_crash_while_draining_is_the_end():
     supervision = serving()
     supervision.state = "draining"
-    supervision.crashed(110.0, "it died")
+    supervision.crashed(110.0, DIED)
     assert (supervision.state, supervision.start_at_s) == ("dead", None)
 
 

@@ -9,12 +9,11 @@ process; `submit` and `cancel` never wait for it.
 """
 
 import logging
-import os
 import selectors
+import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -23,7 +22,7 @@ import msgspec
 
 from cadenza import errors
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.engine.batch_engine import DRAINING, SHUT_DOWN, Cancel, Clock, Command, Emit, Submit
+from cadenza.engine.batch_engine import DRAINING, SHUT_DOWN, Cancel, Clock, Emit, Submit
 from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats, RequestTimeouts
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.launch import COMMAND
@@ -39,12 +38,15 @@ from cadenza.engine.process.messages import (
     WireError,
     encode,
 )
+from cadenza.engine.process.outbox import Outbox
 from cadenza.engine.process.recovery import ENGINE_FAILED, Recovery
 from cadenza.engine.process.supervision import (
     STANDSTILL_S,
     START_SHORTAGES,
+    Loss,
     Patience,
     Supervision,
+    num_oom_kills,
     usage_of,
 )
 from cadenza.engine.request_check import RequestCheck
@@ -74,9 +76,11 @@ UNAVAILABLE = {
     "loading": "the engine is still loading; try again soon",
     "restarting": "the engine is being started again; try again soon",
     "draining": DRAINING,
-    "dead": "the engine has failed too often and is not started again; send the request elsewhere",
+    "dead": "the engine failed too often while it loaded and is not started again; send the "
+    "request elsewhere",
 }
 SHORTAGE = "the engine process cannot be started for want of file descriptors, processes or memory"
+CANNOT_START = "the engine process cannot be started"
 LOG_EVERY_S = 60.0
 _EXIT_S = 0.5
 _LONGEST_SLEEP_S = 60.0
@@ -93,6 +97,7 @@ class ProcessOptions:
         max_unsent_bytes: of messages that the process has not read; above it the queue is full.
         front_end_bytes: private memory of this process, which the plan of memory counts.
         bodies_bytes: of all bodies that this process reads at the same time, at most.
+        count_oom_kills: processes that this machine has killed for want of memory.
     """
 
     timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)
@@ -103,39 +108,7 @@ class ProcessOptions:
     max_unsent_bytes: int = 64 << 20
     front_end_bytes: int = 0
     bodies_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Loss:
-    """Why a process is given up: for the log, and in words for clients."""
-
-    error: str
-    cause: str
-
-
-class _Wakeup:
-    """Wakes a selector from any thread."""
-
-    def __init__(self) -> None:
-        self.reader, self._writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        os.set_blocking(self._writer, False)
-
-    def set(self) -> None:
-        try:
-            os.write(self._writer, b"\0")
-        except BlockingIOError:
-            return
-
-    def clear(self) -> None:
-        try:
-            os.read(self.reader, 1 << 16)
-        except BlockingIOError:
-            return
-
-    def close(self) -> None:
-        os.close(self.reader)
-        os.close(self._writer)
+    count_oom_kills: Callable[[], int | None] = num_oom_kills
 
 
 class EngineProcess:
@@ -174,9 +147,10 @@ class EngineProcess:
         self._failed: Failed | None = None
         self._failure: CadenzaError | None = None
         self._lock = threading.Lock()
-        self._outbox = bytearray()
-        self._wakeup: _Wakeup | None = None
+        self._outbox = Outbox(self._lock)
         self._settled = threading.Event()
+        self._on_death: Callable[[CadenzaError], object] | None = None
+        self._num_oom_kills: int | None = None
         self._drained_by_s: float | None = None
         self._log_at_s = clock()
         self._is_shut_down = False
@@ -206,13 +180,13 @@ class EngineProcess:
                 self._requests.count_rejection("queue_full")
                 raise errors.QueueFullError("the engine does not take what it was sent; try later")
             request_id = self._requests.accept(request, check.limits)
-            self._put(Submit(request_id, request))
+            self._outbox.put(Submit(request_id, request))
         return request_id
 
     def cancel(self, request_id: int, sample: int | None = None) -> None:
         with self._lock:
             if self._requests.cancel(request_id, sample):
-                self._put(Cancel(request_id, sample))
+                self._outbox.put(Cancel(request_id, sample))
 
     def drain(self, within_s: float) -> None:
         with self._lock:
@@ -220,12 +194,12 @@ class EngineProcess:
                 self._drained_by_s = self._clock() + within_s
             if self._supervision.state != "dead":
                 self._supervision.state = "draining"
-            self._wake()
+            self._outbox.wake()
 
     def shutdown(self) -> None:
         with self._lock:
             self._is_shut_down = True
-            self._wake()
+            self._outbox.wake()
 
     def wait_ready(self, timeout_s: float) -> None:
         """Waits until it is ready.
@@ -241,6 +215,11 @@ class EngineProcess:
         if self._failure is not None:
             raise self._failure
         raise EngineUnavailableError(status.error or UNAVAILABLE[status.state])
+
+    def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
+        """Has `on_death` called, on the serving thread, with the reason if the engine is given up;
+        not where it is shut down. To be called before `serve`."""
+        self._on_death = on_death
 
     def status(self) -> EngineStatus:
         with self._lock:
@@ -269,7 +248,7 @@ class EngineProcess:
 
     def serve(self, emit: Emit) -> None:
         """As `BatchEngine`. After a load that failed it is dead, and refuses requests."""
-        with selectors.DefaultSelector() as selector, self._waking(selector):
+        with selectors.DefaultSelector() as selector, self._outbox.waking(selector):
             try:
                 while not self._is_done():
                     self._turn(selector, emit)
@@ -282,8 +261,10 @@ class EngineProcess:
             self._start(emit)
         child = self._child
         if child is not None:
-            if self._outbox:
-                self._send_outbox(child)
+            if len(self._outbox):
+                with self._lock:
+                    frames = self._outbox.take()
+                child.send(frames)
             child.register(selector)
         start_s = self._clock()
         due_s = max(start_s, self._due_s(start_s))
@@ -292,8 +273,7 @@ class EngineProcess:
         if now_s - due_s >= STANDSTILL_S:
             self._supervision.overslept(now_s - due_s)
         if "wakeup" in ready:
-            assert self._wakeup is not None
-            self._wakeup.clear()
+            self._outbox.woken()
         if now_s >= due_s:
             self._end_overdue(emit)
         if child is None:
@@ -313,6 +293,7 @@ class EngineProcess:
 
     def _start(self, emit: Emit) -> None:
         self._failed = None
+        self._num_oom_kills = self._options.count_oom_kills()
         try:
             child = self._options.open_child(self._options.command)
         except OSError as error:
@@ -324,7 +305,7 @@ class EngineProcess:
                 self._supervision.started(self._clock())
                 self._supervision.crashed(
                     self._clock(),
-                    "the engine process cannot be started",
+                    Loss(error=CANNOT_START, cause=CANNOT_START, load_fault=str(error)),
                     has_requests=bool(self._requests.num_open),
                 )
             self._settle_if_dead(emit)
@@ -344,11 +325,6 @@ class EngineProcess:
             logger.error("%s: %s; starts are tried again until one succeeds", SHORTAGE, error)
         self._settle_if_dead(emit)
 
-    def _send_outbox(self, child: ChildProcess) -> None:
-        with self._lock:
-            frames, self._outbox = self._outbox, bytearray()
-            child.send(bytes(frames))
-
     def _due_s(self, now_s: float) -> float:
         """The next time at which there is something to do without a message."""
         hung_at_s = self._supervision.hung_at_s()
@@ -363,28 +339,28 @@ class EngineProcess:
         ]
         return min([each for each in times_s if each is not None])
 
-    def _receive(self, child: ChildProcess, emit: Emit) -> _Loss | None:
+    def _receive(self, child: ChildProcess, emit: Emit) -> Loss | None:
         """Handles the messages that have arrived; why the process must be given up, if it must."""
         try:
             for message in child.receive():
                 self._take(message, emit)
         except WireError as error:
-            return _Loss(str(error), "the engine process did not keep to the protocol")
+            return Loss(error=str(error), cause="the engine process did not keep to the protocol")
         if child.has_hung_up:
             ended = "the engine process ended"
             if self._failed is None:
-                return _Loss(ended, ended)
-            return _Loss(self._failed.message, f"{ended} with an error that its log has")
+                return Loss(error=ended, cause=ended)
+            told = f"{ended} with an error that its log has"
+            return Loss(error=self._failed.message, cause=told)
         return None
 
-    def _look_for_hang(self, child: ChildProcess) -> _Loss | None:
+    def _look_for_hang(self, child: ChildProcess) -> Loss | None:
         now_s = self._clock()
         look_at_s = self._supervision.look_at_s()
         if look_at_s is not None and now_s >= look_at_s:
             self._supervision.looked(now_s, usage_of(child.pid))
         if self._supervision.is_hung(now_s):
-            hang = self._supervision.describe_hang(now_s)
-            return _Loss(hang, hang)
+            return self._supervision.hang(now_s)
         return None
 
     def _take(self, message: FromEngine, emit: Emit) -> None:
@@ -397,6 +373,7 @@ class EngineProcess:
             )
             events = self._requests.pass_on(message.events)
             if events:
+                self._supervision.has_progress = True
                 emit(events)
         elif isinstance(message, Loading):
             self._supervision.entered(now_s, message.phase)
@@ -419,7 +396,7 @@ class EngineProcess:
             )
             self._supervision.loaded(now_s, message.startup_s)
             ended = [] if is_same else self._requests.end_all("engine_lost", CHANGED)
-            self._put(*self._recovery.begin())
+            self._outbox.put(*self._recovery.begin())
             if self._recovery.is_done:
                 self._supervision.ready()
         if ended:
@@ -431,7 +408,7 @@ class EngineProcess:
     def _go_on(self) -> None:
         """While requests that may be the cause of crashes run alone: the next one, or all."""
         with self._lock:
-            self._put(*self._recovery.advance())
+            self._outbox.put(*self._recovery.advance())
             if self._recovery.is_done:
                 self._supervision.ready()
 
@@ -439,41 +416,26 @@ class EngineProcess:
         overdue = self._requests.end_overdue()
         if overdue:
             with self._lock:
-                self._put(*(Cancel(end.request_id, end.sample) for end in overdue))
+                self._outbox.put(*(Cancel(end.request_id, end.sample) for end in overdue))
             emit([*overdue])
 
-    def _lose(self, child: ChildProcess, loss: _Loss, emit: Emit) -> None:
+    def _lose(self, child: ChildProcess, loss: Loss, emit: Emit) -> None:
         """Ends the request that is the cause, if one is known, and closes the process.
 
         The other open requests wait for the next process, if there will be one and they may.
         """
         failed = self._failed
         is_postponed = failed is not None and failed.is_shortage
-        could_not_load = failed is not None and self._check is None and not is_postponed
         with self._lock:
-            now_s = self._clock()
+            is_loading = self._supervision.phase is not None
             self._child = self._stats = None
             self._outbox.clear()
-            cause = self._recovery.lose_engine(now_s)
-            ended = [] if cause is None else cause.ends
-            is_resuming = self._options.on_failure == "resume"
             if not is_postponed:
-                self._supervision.crashed(
-                    now_s,
-                    loss.error,
-                    loss.cause,
-                    explained_s=None if cause is None else cause.crashes_s,
-                    has_requests=is_resuming and bool(self._requests.num_open),
-                )
-            if could_not_load:
-                self._supervision.died(loss.error)
-            if not is_resuming or self._supervision.state == "dead":
+                self._supervision.lost(loss)
+            cause = self._recovery.lose_engine(self._clock())
+            ended = [] if cause is None else cause.ends
+            if self._options.on_failure != "resume":
                 ended += self._requests.end_all("engine_lost", LOST)
-            if failed is not None and failed.kind == ConfigError.__name__:
-                # What the first process resolved no longer fits: the next one chooses again.
-                self._start_message = msgspec.structs.replace(
-                    self._start_message, config=self._config
-                )
         if ended:
             emit([*ended])
         if cause is not None:
@@ -483,11 +445,36 @@ class EngineProcess:
             self._postpone(loss.error, emit)
             return
         # Whoever waits for the first load raises its error, which is then not told twice.
-        level = logging.DEBUG if could_not_load else logging.ERROR
+        is_refused = failed is not None and self._check is None
+        level = logging.DEBUG if is_refused else logging.ERROR
         logger.log(level, "engine process %d: %s (exit status %d)", child.pid, loss.error, code)
-        if failed is not None and could_not_load:
-            self._failure = _exception_of(failed)
+        if is_loading and loss.load_fault is None and not self._was_ended(child, code):
+            loss = replace(loss, load_fault=f"{loss.error} (exit status {code})")
+        self._go_on_without(failed, loss, is_explained=cause is not None)
         self._settle_if_dead(emit)
+
+    def _was_ended(self, child: ChildProcess, code: int) -> bool:
+        """Whether somebody killed the process, and not for want of memory."""
+        is_killed = child.has_hung_up and code == -signal.SIGKILL
+        return is_killed and self._options.count_oom_kills() == self._num_oom_kills
+
+    def _go_on_without(self, failed: Failed | None, loss: Loss, *, is_explained: bool) -> None:
+        """Decides whether and when there is a next process."""
+        with self._lock:
+            self._supervision.crashed(
+                self._clock(),
+                loss,
+                is_explained=is_explained,
+                has_requests=bool(self._requests.num_open),
+            )
+            if failed is not None and self._check is None:
+                self._failure = _exception_of(failed)
+                self._supervision.died(loss.error)
+            if failed is not None and failed.kind == ConfigError.__name__:
+                # What the first process resolved no longer fits: the next one chooses again.
+                self._start_message = msgspec.structs.replace(
+                    self._start_message, config=self._config
+                )
 
     def _settle_if_dead(self, emit: Emit) -> None:
         """Where no further process will be started, no request waits for one."""
@@ -495,9 +482,12 @@ class EngineProcess:
             return
         with self._lock:
             ended = self._requests.end_all("engine_lost", LOST)
+            on_death, self._on_death = self._on_death, None
         self._settled.set()
         if ended:
             emit([*ended])
+        if on_death is not None:
+            on_death(self._failure or EngineUnavailableError(self._supervision.error or LOST))
 
     def _finish(self, emit: Emit) -> None:
         with self._lock:
@@ -539,30 +529,6 @@ class EngineProcess:
             )
         assert self._check is not None
         return self._check
-
-    @contextmanager
-    def _waking(self, selector: selectors.BaseSelector) -> Generator[None]:
-        wakeup = _Wakeup()
-        selector.register(wakeup.reader, selectors.EVENT_READ, "wakeup")
-        with self._lock:
-            self._wakeup = wakeup
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._wakeup = None
-            wakeup.close()
-
-    def _put(self, *commands: Command) -> None:
-        """Under the lock: leaves commands for the serving thread to send."""
-        for command in commands:
-            self._outbox += encode(command)
-        if commands:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._wakeup is not None:
-            self._wakeup.set()
 
 
 def _pinned(config: EngineConfig, limits: EngineLimits) -> EngineConfig:

@@ -1,11 +1,13 @@
 """`Recovery`: what a restarted engine gets of the requests that the lost one had, and when.
 
 All open requests are resumed in their order as soon as the engine is loaded, unless some of them
-ran in two crashes: each of those is a suspect, and is first run alone until it has passed the place
-at which the engine was lost. If the engine is lost while one runs alone, that request is the cause;
-it is ended with an error, and the crashes in which it ran say nothing about the others. Knows no
+ran in two engines in a row that were lost before they got on: each of those is a suspect, and is
+first run alone until it has passed the place at which the engine was lost. If three engines in a
+row are lost while the same one runs alone and does not get on, that request is the cause; it is
+ended with an error, and what was lost until then says nothing about the others. One loss is not
+enough: whatever ends engines at random moments from outside may do so during a trial. Knows no
 process and no clock; called on the serving thread. Invariants: while a suspect runs, the engine has
-no other request; a request is the cause only if the engine told that it had started it.
+no other request; a request is the cause only if each of the engines told that it had started it.
 """
 
 from collections import deque
@@ -15,16 +17,19 @@ from cadenza.engine.batch_engine import Cancel, Command, Resume
 from cadenza.engine.open_requests import OpenRequests
 from cadenza.events import Finished
 
-MOST_CRASHES = 2
-"""A request that ran in so many is not resumed together with others."""
+MOST_LOSSES = 2
+"""A request with which so many engines in a row were lost is not resumed together with others."""
+
+MOST_LOSSES_ALONE = 3
+"""A request with which so many in a row were lost that had no other is the cause."""
 
 TRIAL_TOKENS = 8
 """A suspect has passed with so many new tokens of each sample. The engine can be at most two steps
 beyond the last token that it told."""
 
 ENGINE_FAILED = (
-    "the engine failed each time that it computed this request, the last time with no other; do "
-    "not send it again"
+    "the engine failed each time that it computed this request, the last three times with no "
+    "other; do not send it again"
 )
 
 
@@ -38,11 +43,10 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A request that made the engine fail, and the crashes that it explains."""
+    """A request that made the engine fail, and its ends."""
 
     request_id: int
     ends: list[Finished]
-    crashes_s: tuple[float, ...]
 
 
 class Recovery:
@@ -52,6 +56,9 @@ class Recovery:
         self._requests = requests
         self._suspects: deque[int] = deque()
         self._trial: _Trial | None = None
+        self._blamed: int | None = None
+        self._num_losses_alone = 0
+        """Engines in a row that were lost with `_blamed` alone."""
         self.is_done = True
 
     def lose_engine(self, now_s: float) -> Cause | None:
@@ -59,22 +66,37 @@ class Recovery:
         trial, self._trial = self._trial, None
         self._suspects.clear()
         self.is_done = True
-        is_cause = trial is not None and self._requests.is_running(trial.request_id)
+        was_running = trial is not None and self._requests.is_running(trial.request_id)
         self._requests.lose_engine(now_s)
-        if trial is None or not is_cause:
+        if trial is None or not was_running:
             return None
-        crashes_s = self._requests.crashes_s(trial.request_id)
+        self._blame(trial.request_id)
+        if self._num_losses_alone < MOST_LOSSES_ALONE:
+            return None
+        self._acquit()
         ends = self._requests.fail(trial.request_id, "engine_failed", ENGINE_FAILED)
-        self._requests.forget_crashes(crashes_s)
-        return Cause(request_id=trial.request_id, ends=ends, crashes_s=crashes_s)
+        self._requests.forget_losses()
+        return Cause(request_id=trial.request_id, ends=ends)
+
+    def _blame(self, request_id: int) -> None:
+        """An engine was lost with this request alone."""
+        if not self._requests.num_losses(request_id):  # it got on, or has ended
+            self._acquit()
+            return
+        is_same = request_id == self._blamed
+        self._num_losses_alone = self._num_losses_alone + 1 if is_same else 1
+        self._blamed = request_id
+
+    def _acquit(self) -> None:
+        self._blamed, self._num_losses_alone = None, 0
 
     def begin(self) -> list[Command]:
         """The next engine is loaded; its first commands."""
         self.is_done = False
         open_ids = self._requests.open_ids()
-        self._suspects.extend(
-            each for each in open_ids if len(self._requests.crashes_s(each)) >= MOST_CRASHES
-        )
+        suspects = [each for each in open_ids if self._requests.num_losses(each) >= MOST_LOSSES]
+        # The blamed one at once again, so that its losses are in a row.
+        self._suspects.extend(sorted(suspects, key=lambda each: each != self._blamed))
         return self.advance()
 
     def advance(self) -> list[Command]:
@@ -85,6 +107,7 @@ class Recovery:
                 return []
             commands += self._withdraw(self._trial.request_id)
             self._trial = None
+            self._acquit()
         while self._suspects:
             request_id = self._suspects.popleft()
             resumed = self._resume(request_id)

@@ -3,14 +3,13 @@
 A state machine without a clock or a process: the time and what was seen are passed in. Also here:
 what it judges by (`ProcessUsage`, which tells a slow load from one that hangs) and which errors of
 a start are a shortage of the machine. Invariants: `ready` means that progress was seen within the
-patience; a load may take any time while it computes or reads; after too many crashes in the window
-the state is `dead` for good; a start that failed for a shortage, or a crash that a request has
-caused, does not count as one.
+patience; a load may take any time while it computes or reads; a process that has got requests on is
+always followed by another one, and only a load that fails in the same way again and again makes the
+state `dead` for good. What ends a load from outside is no failure of it, nor is a shortage.
 """
 
 import errno
 import os
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,17 +80,29 @@ def usage_of(pid: int) -> ProcessUsage | None:
     )
 
 
+def num_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
+    """Processes that the kernel has killed for want of memory; None where it has no count."""
+    try:
+        counts = vmstat.read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) for line in counts if line.startswith("oom_kill ")]
+    return found[0] if found else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """When a process counts as hung, and how often and how soon another one is started.
+    """When a process counts as hung, and how soon another one is started.
 
     Args:
         hung_after_s: least time without progress.
         hung_after_steps: least number of predicted steps without progress.
         load_hung_after_s: time without computing or reading while it loads; any working disk is
             faster.
-        max_crashes: after so many in `crash_window_s` there is no further start.
-        backoff_s: before the first restart in the window; each further one waits four times longer.
+        max_failed_loads: after so many in a row with the same fault there is no further start.
+        backoff_s: before the start that follows a process which has got requests on; each further
+            start waits twice as long.
+        max_backoff_s: the longest such wait.
         max_postponed_s: the longest wait before a postponed start is tried again.
         stop_s: time to exit after `Stop`, before it is killed.
     """
@@ -99,16 +110,36 @@ class Patience:
     hung_after_s: float = 5.0
     hung_after_steps: float = 10.0
     load_hung_after_s: float = 120.0
-    max_crashes: int = 3
-    crash_window_s: float = 300.0
+    max_failed_loads: int = 3
     backoff_s: float = 0.25
+    max_backoff_s: float = 30.0
     max_postponed_s: float = 10.0
     stop_s: float = 1.5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Why a process is gone, or is given up.
+
+    Args:
+        error: for the log and the operator.
+        cause: in words for clients, where `error` is not fit for them.
+        load_fault: what went wrong in its load, in the same words each time; None if it had
+            loaded, or if something outside ended it.
+    """
+
+    error: str
+    cause: str
+    load_fault: str | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Supervision:
-    """The state of one engine over all its processes."""
+    """The state of one engine over all its processes.
+
+    Args:
+        has_progress: the process has computed something for a request that none had before.
+    """
 
     patience: Patience
     now_s: float
@@ -119,8 +150,13 @@ class Supervision:
     num_starts: int = 0
     startup_s: dict[str, float] = field(default_factory=dict[str, float])
     start_at_s: float | None = None
+    has_progress: bool = False
+    _num_fruitless: int = 0
+    """Processes in a row that were lost without progress."""
+    _load_fault: str | None = None
+    _num_failed_loads: int = 0
+    """Loads in a row that ended with `_load_fault`."""
     _num_postponed: int = 0
-    _crashes_s: list[float] = field(default_factory=list[float])
     _started_at_s: float = 0.0
     _load_s: float | None = None
     _beat_s: float | None = None
@@ -140,6 +176,7 @@ class Supervision:
         """A process was started."""
         self.num_starts += 1
         self.start_at_s = None
+        self.has_progress = False
         self._started_at_s = now_s
         self._beat_s = None
         self._usage, self._looked_s = None, now_s
@@ -167,7 +204,7 @@ class Supervision:
         rest_s = max(0.0, self._load_s - sum(startup_s.values()))
         self.startup_s = {"python": rest_s, **startup_s}
         self.phase = None
-        self._num_postponed = 0
+        self._num_postponed = self._num_failed_loads = 0
         self._beat_s = self._progress_s = now_s
         self._num_steps, self._predicted_s = -1, 0.0
 
@@ -206,50 +243,53 @@ class Supervision:
         hung_at_s = self.hung_at_s()
         return hung_at_s is not None and now_s >= hung_at_s
 
-    def describe_hang(self, now_s: float) -> str:
-        """A hang in words, for the log."""
+    def hang(self, now_s: float) -> Loss:
+        """The hang in words."""
         where = "" if self.phase is None else f" in its start, at {self.phase!r},"
         seconds = now_s - self._progress_s
-        return f"the engine process made no progress{where} for {seconds:.0f} seconds"
+        text = f"the engine process made no progress{where} for {seconds:.0f} seconds"
+        fault = None if self.phase is None else "no progress"
+        return Loss(error=text, cause=text, load_fault=fault)
+
+    def lost(self, loss: Loss) -> None:
+        """The process is gone, or is given up; `crashed` follows once it has ended."""
+        self._beat_s = self.phase = None
+        self.error, self.cause = loss.error, loss.cause
+        if self.state in {"loading", "ready"}:
+            self.state = "restarting"
 
     def crashed(
-        self,
-        now_s: float,
-        error: str,
-        cause: str | None = None,
-        *,
-        explained_s: Collection[float] | None = None,
-        has_requests: bool = False,
+        self, now_s: float, loss: Loss, *, is_explained: bool = False, has_requests: bool = False
     ) -> None:
-        """The process is gone. Sets the time of the next start, if there is one.
+        """The process has ended. Sets the time of the next start, if there is one.
 
         Args:
-            error: the reason, for the log and the operator.
-            cause: the reason in words for clients, where `error` is not fit for them.
-            explained_s: if a request has caused this crash: the times of all that it has caused,
-                which then do not count.
+            is_explained: a request was its end, and will not be in the next one.
             has_requests: requests wait for the next process, so that it is needed even to drain.
         """
-        self._beat_s = self.phase = None
-        self.error, self.cause = error, cause or error
+        self.lost(loss)
         if not self._may_start_again(has_requests=has_requests):
             return
-        window_s = self.patience.crash_window_s
-        recent = [at_s for at_s in self._crashes_s if now_s - at_s < window_s]
-        if explained_s is None:
-            self._crashes_s = [*recent, now_s]
-        else:
-            self._crashes_s = [at_s for at_s in recent if at_s not in explained_s]
-        if len(self._crashes_s) >= self.patience.max_crashes:
-            self.died(
-                f"{error}; that was crash {len(self._crashes_s)} in {window_s:g} seconds, and the "
-                f"engine is not started again"
-            )
-            return
-        if self.state != "draining":
-            self.state = "restarting"
-        num_waits = max(0, len(self._crashes_s) - 1)
-        self.start_at_s = now_s + self.patience.backoff_s * 4.0**num_waits
+        if loss.load_fault is not None:
+            is_same = loss.load_fault == self._load_fault
+            self._num_failed_loads = self._num_failed_loads + 1 if is_same else 1
+            self._load_fault = loss.load_fault
+            if self._num_failed_loads >= self.patience.max_failed_loads:
+                self.died(
+                    f"{loss.error}; the engine failed so {self._num_failed_loads} times in a row "
+                    f"while it loaded, and is not started again"
+                )
+                return
+        self._num_fruitless = 0 if self.has_progress or is_explained else self._num_fruitless + 1
+        self.start_at_s = now_s + self._backoff_s()
+
+    def _backoff_s(self) -> float:
+        wait_s, most_s = self.patience.backoff_s, self.patience.max_backoff_s
+        for _ in range(1, self._num_fruitless):
+            wait_s = min(2.0 * wait_s, most_s)
+            if wait_s in (0.0, most_s):
+                break
+        return wait_s
 
     def postponed(self, now_s: float, error: str, *, has_requests: bool = False) -> None:
         """A start failed for a shortage, which may pass."""

@@ -1,0 +1,91 @@
+"""`Outbox`: what other threads leave for the thread that serves an engine process.
+
+Owns the frames that are not sent yet and what wakes the serving thread's selector. Knows no
+process. Invariant: whatever is put while a selector waits wakes it. Callers hold the lock, but for
+`waking` and `woken`.
+"""
+
+import os
+import selectors
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from cadenza.engine.batch_engine import Command
+from cadenza.engine.process.messages import encode
+
+
+class _Wakeup:
+    """Wakes a selector from any thread."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self._writer, False)
+
+    def set(self) -> None:
+        try:
+            os.write(self._writer, b"\0")
+        except BlockingIOError:
+            return
+
+    def clear(self) -> None:
+        try:
+            os.read(self.reader, 1 << 16)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self._writer)
+
+
+class Outbox:
+    """Frames for the process, in their order; `lock` is its owner's."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._frames = bytearray()
+        self._wakeup: _Wakeup | None = None
+
+    def __len__(self) -> int:
+        """Bytes."""
+        return len(self._frames)
+
+    def put(self, *commands: Command) -> None:
+        for command in commands:
+            self._frames += encode(command)
+        if commands:
+            self.wake()
+
+    def take(self) -> bytes:
+        """All, which it then has no more."""
+        frames, self._frames = self._frames, bytearray()
+        return bytes(frames)
+
+    def clear(self) -> None:
+        self._frames.clear()
+
+    def wake(self) -> None:
+        if self._wakeup is not None:
+            self._wakeup.set()
+
+    def woken(self) -> None:
+        """The selector has seen it."""
+        if self._wakeup is not None:
+            self._wakeup.clear()
+
+    @contextmanager
+    def waking(self, selector: selectors.BaseSelector) -> Generator[None]:
+        """Within this block `selector` is woken, with the data "wakeup"."""
+        wakeup = _Wakeup()
+        selector.register(wakeup.reader, selectors.EVENT_READ, "wakeup")
+        with self._lock:
+            self._wakeup = wakeup
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wakeup = None
+            selector.unregister(wakeup.reader)
+            wakeup.close()
