@@ -409,6 +409,43 @@ def test_what_is_used_from_memory_counts_as_used_on_the_disk(
     assert all(path.stat().st_mtime_ns > 0 for path in used)
 
 
+class Gated(PageFolder):
+    """Its thread stands still in each write, of a file that looks old."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, FINGERPRINT, MAX_BYTES, FolderAccess(write_file=self._write_file))
+        self.is_written, self.may_go_on = threading.Event(), threading.Event()
+
+    def _write_file(self, path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+        os.utime(path, ns=(0, 0))
+        self.is_written.set()
+        assert self.may_go_on.wait(20)
+
+
+@pytest.mark.parametrize("is_copied_first", [False, True])
+def test_a_use_of_a_page_that_is_being_written_is_not_lost(
+    tmp_path: Path, is_copied_first: bool
+) -> None:
+    """It was of a page that was not known yet: it is in the backlog, or copied a second time."""
+    pages = Gated(tmp_path)
+    manager = manager_of(16)
+    stored = StoredPages(runner_of(LIMITS), manager, pages)
+    sequence = sequence_of(0, prompt_of(20))
+    assert manager.try_adopt(sequence, manager.find_prefix(sequence))
+    manager.publish(sequence, 20)
+    (key,), page_id = sequence.page_keys[:1], sequence.page_table[0]
+    stored.advance()
+    assert pages.is_written.wait(20)
+    stored.keep(key, page_id)
+    if is_copied_first:
+        stored.advance()
+    pages.may_go_on.set()
+    stored.close()
+    (path,) = files_of(tmp_path)
+    assert path.stat().st_mtime_ns > 0
+
+
 def test_equal_prompts_side_by_side_are_stored(tmp_path: Path) -> None:
     """Of two that compute a page at the same time, one's is cached."""
     pages = folder_of(tmp_path)

@@ -170,10 +170,13 @@ class PageFolder:
             os.utime(self._path_of(key))
 
     def write(self, key: bytes, content: bytes) -> bool:
-        """Stores a page; False if it is there already, or if writing fails, which ends all writing
-        (`error` says why)."""
+        """Stores a page; False if it is there already, which counts as a use of it, or if writing
+        fails, which ends all writing (`error` says why)."""
         size = len(content) + OVERHEAD_BYTES
-        if self.error is not None or key in self._known:
+        if self.error is not None:
+            return False
+        if key in self._known:
+            self.touch(key)
             return False
         if size > self._max_bytes // SCAN_SHARE:
             self._stop(f"a page has {size} bytes: --prefix-cache-disk-bytes is too small")

@@ -238,7 +238,9 @@ class StoredPages:
         pages: dict[int, bytes] = {}
         while self._backlog and len(pages) < PAGES_PER_STEP:
             key, page_id = self._backlog.popitem(last=False)
-            if cache.page_of(key) == page_id and key not in self._folder:
+            if key in self._folder:  # it was being written when it was used again
+                self._traffic.touch(key)
+            elif cache.page_of(key) == page_id:
                 pages[page_id] = key
         if not pages:
             return
