@@ -137,7 +137,7 @@ def _tight_context() -> int:
 
 
 def _require_shown(roomy: EngineCore, tight: EngineCore) -> None:
-    if not roomy.scheduler.num_prefix_hits:
+    if not roomy.scheduler.prefix_counts.num_hits:
         raise SystemExit("no prefix-cache hit occurred; change the requests so that one does")
     if not tight.scheduler.num_preemptions:
         raise SystemExit("no sequence was preempted; lower TIGHT_PAGES")

@@ -92,7 +92,7 @@ def recorded(policy: SchedulingPolicy, *, is_storing: bool) -> StreamRecord:
     arrivals = TRAFFIC.traffic(server.limits.max_model_len)
     for _ in play_traffic(core, arrivals, policy, clock, record):
         core.check_invariants()
-    assert core.scheduler.num_prefix_hits > 0
+    assert core.scheduler.prefix_counts.num_hits > 0
     return record
 
 

@@ -360,3 +360,15 @@ def test_a_fork_copies_the_tokens_that_its_prompt_has_in_the_last_page() -> None
     source, fork = samples
     (copy,) = scheduled(scheduler).page_copies
     assert copy == PageCopy(source.page_table[2], fork.page_table[2], num_tokens=36 - 32)
+
+
+def test_no_step_is_left_out_while_a_page_is_to_be_copied() -> None:
+    """Its source may be another one's before the next step."""
+    scheduler = scheduler_of()
+    waits = sequence_of(0, 3, max_tokens=1)
+    add(scheduler, waits)
+    scheduled(scheduler)
+    assert scheduler.schedule() is None, "its last token is being computed"
+    waits.page_copy = PageCopy(1, waits.page_table[0], num_tokens=2)
+    with pytest.raises(AssertionError, match="no step makes a page's copy"):
+        scheduler.schedule()

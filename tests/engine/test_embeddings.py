@@ -134,7 +134,7 @@ def test_a_mean_is_of_all_tokens_though_they_are_cached(loop: SchedulerLoop) -> 
     check(engine, [pooled(prompt, "last")])
     events = check(engine, [pooled(prompt, "last"), pooled(prompt, "mean")])
     assert [end.num_cached_tokens for end in ends_of(events).values()] == [96, 0]
-    assert engine.scheduler.num_prefix_misses["pooling"] == 100
+    assert engine.scheduler.prefix_counts.num_misses["pooling"] == 100
 
 
 def test_a_mean_of_what_was_not_cached_would_be_found_out() -> None:

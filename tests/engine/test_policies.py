@@ -241,4 +241,4 @@ def test_what_a_static_batch_copies_is_copied_before_its_other_rows_write() -> N
                 record.take(event)
             engine.check_invariants()
     record.verify()
-    assert engine.scheduler.num_prefix_hits > 0
+    assert engine.scheduler.prefix_counts.num_hits > 0

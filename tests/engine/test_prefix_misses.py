@@ -31,10 +31,10 @@ def request_of(num_tokens: int, seed: int, **fields: object) -> Request:
 
 def misses(engine: EngineCore, *requests: Request) -> str:
     """Why tokens of requests, run one after the other, were missing."""
-    before = dict(engine.scheduler.num_prefix_misses)
+    before = dict(engine.scheduler.prefix_counts.num_misses)
     for request in requests:
         run_requests(engine, [request]).verify()
-    after = engine.scheduler.num_prefix_misses
+    after = engine.scheduler.prefix_counts.num_misses
     return log_text({reason: after[reason] - before[reason] for reason in after})
 
 
@@ -65,7 +65,7 @@ def test_pages_of_a_leader_that_is_too_far_behind_are_in_flight() -> None:
     long = request_of(300, 1)
     short = replace(long, prompt_token_ids=long.prompt_token_ids[:32] + (1,) * 8)
     run_requests(engine, [long, short]).verify()
-    assert engine.scheduler.num_prefix_misses["in_flight"] == 32
+    assert engine.scheduler.prefix_counts.num_misses["in_flight"] == 32
 
 
 def test_prompt_logprobs_are_a_reason_of_their_own() -> None:
@@ -75,14 +75,14 @@ def test_prompt_logprobs_are_a_reason_of_their_own() -> None:
     engine.submit(replace(request, params=replace(request.params, prompt_logprobs=0)))
     while not engine.is_idle:
         engine.step()
-    assert engine.scheduler.num_prefix_misses["prompt_logprobs"] == 40
+    assert engine.scheduler.prefix_counts.num_misses["prompt_logprobs"] == 40
 
 
 def test_samples_of_one_prompt_are_looked_up_once() -> None:
     engine = make_engine(LIMITS)
     params = SamplingParams(temperature=1.0, max_tokens=2, n=2, seed=1)
     run_requests(engine, [replace(request_of(40, 1), params=params)])
-    assert engine.scheduler.num_prefix_queries == 40
+    assert engine.scheduler.prefix_counts.num_queries == 40
 
 
 def test_without_a_cache_nothing_is_looked_up() -> None:

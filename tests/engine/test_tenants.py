@@ -413,7 +413,7 @@ def test_all_tenants_together_fill_the_share_of_the_cache_that_is_given(share: f
     run_requests(engine, requests).verify()
     assert engine.scheduler.kv_cache.pool.counts().cached == int(32 * share)
     run_requests(engine, requests[-4:]).verify()
-    assert bool(engine.scheduler.num_prefix_hits) == (share > 0)
+    assert bool(engine.scheduler.prefix_counts.num_hits) == (share > 0)
 
 
 def test_a_request_beyond_its_tenants_share_is_refused() -> None:

@@ -156,7 +156,7 @@ def test_a_prompt_that_begins_like_another_takes_its_prefix_and_nothing_else_cha
     again = streams(core, wanted[-LIMITS.num_pages :], at_once=True)
     assert first == alone
     assert again == alone[-LIMITS.num_pages :]
-    assert core.scheduler.num_prefix_hits >= 64 + 64
+    assert core.scheduler.prefix_counts.num_hits >= 64 + 64
     core.check_invariants()
 
 
@@ -168,9 +168,9 @@ def test_a_conversation_goes_on_from_its_slot(loaded: Loaded):
     prompt = (*opening.prompt_token_ids, *token_ids(stream), 5, 6, 7)
     params = replace(opening.params, n=2, temperature=0.8, seed=3)
     follower = Request(prompt_token_ids=prompt, params=params)
-    before = core.scheduler.num_prefix_hits
+    before = core.scheduler.prefix_counts.num_hits
     found = streams(core, [follower], at_once=True)
-    num_hits = core.scheduler.num_prefix_hits - before
+    num_hits = core.scheduler.prefix_counts.num_hits - before
     assert num_hits == (64 if loaded.kind.slot_unit > 1 else len(prompt) - 4)
     assert found == streams(loaded.engine(), [follower], at_once=True)
 

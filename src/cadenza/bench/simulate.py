@@ -417,7 +417,7 @@ def _figures(
     tenants = [_tenant_figures(at, each) for at, each in sorted(record.tenants.items())]
     delays = [each.per_token_s for each in tenants]
     squares = len(delays) * sum(delay * delay for delay in delays)
-    queries = scheduler.num_prefix_queries
+    queries = scheduler.prefix_counts.num_queries
     return PolicyFigures(
         policy=policy,
         num_answers=record.num_answers,
@@ -429,7 +429,7 @@ def _figures(
         waiting=spread_of(record.waits_s),
         good_share=record.num_good / record.num_ended,
         num_preemptions=scheduler.num_preemptions,
-        cached_share=scheduler.num_prefix_hits / queries if queries else 0.0,
+        cached_share=scheduler.prefix_counts.num_hits / queries if queries else 0.0,
         fairness=sum(delays) ** 2 / squares if squares else 1.0,
         tenants=tuple(tenants),
     )

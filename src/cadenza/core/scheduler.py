@@ -12,7 +12,7 @@ launch, tokens are appended in `update`, and results of sequences that have ende
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from math import inf
@@ -25,7 +25,7 @@ from cadenza.core.drafts import DraftCounts
 from cadenza.core.fair_share import fair_share_of
 from cadenza.core.kv_cache_manager import KVCacheManager, Prefix
 from cadenza.core.light_tenants import LightTenants
-from cadenza.core.prefix_misses import PrefixMisses, no_misses
+from cadenza.core.prefix_misses import OnPrefix, PrefixCounts
 from cadenza.core.prompt_rows import PromptRowsBudget
 from cadenza.core.prompt_shares import PromptBudget, PromptPart, PromptShares
 from cadenza.core.queue_policy import FCFS, QueuePolicy
@@ -63,15 +63,14 @@ class SchedulerOptions:
     drafter: Drafter | None = None
     policy: QueuePolicy = FCFS
     batching: Batching = "continuous"
-    on_prefix: Callable[[Sequence, PrefixMisses], None] | None = None
+    on_prefix: OnPrefix | None = None
 
 
 class Scheduler:
     """Waiting and running sequences of one engine.
 
-    Its counters never decrease: steps, preemptions, scheduled tokens, and prompt tokens looked up
-    (`num_prefix_queries`), found (`num_prefix_hits`) and missing (`num_prefix_misses`) in the
-    prefix cache.
+    Its counters never decrease: steps, preemptions, scheduled tokens, and what its prompts found in
+    the prefix cache (`prefix_counts`).
     """
 
     def __init__(
@@ -91,10 +90,7 @@ class Scheduler:
         self.running = SequenceList()
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
-        self.num_prefix_queries = 0
-        self.num_prefix_hits = 0
-        self.num_prefix_misses = no_misses()
-        self._on_prefix = options.on_prefix
+        self.prefix_counts = PrefixCounts(options.on_prefix)
         self._fair_share = fair_share_of(options.step_bound, limits)
         self._light_tenants = LightTenants(limits)
         self._reader = StepReader(kv_cache, self._end)
@@ -104,6 +100,8 @@ class Scheduler:
         self._admission = admission
         self._reservations = Reservations(admission, self.running)
         self._free_rows = list(range(limits.max_num_seqs))
+        self._started: list[Started] = []
+        """Of requests that have started, for the next step that computes anything."""
         self.num_steps = 0
 
     @property
@@ -155,15 +153,18 @@ class Scheduler:
 
         `now_s` is a reading of the clock by which sequences' `arrived_s` were set.
         """
-        batch = Batch(self.num_steps)
         rows_budget = PromptRowsBudget(NUM_EXTRA_LOGIT_ROWS)
-        shares = self._share_with_retried(batch, rows_budget)
+        shares = self._share_with_retried(rows_budget)
         if shares is None:
-            shares = self._share_among_all(batch, now_s, rows_budget)
+            shares = self._share_among_all(now_s, rows_budget)
         # A sequence with a share may have been preempted for another one's pages.
         shares = [share for share in shares if share[0].status is SequenceStatus.RUNNING]
         if not shares:
+            # Who starts computes something in that step, or another one does.
+            assert not self._has_page_copy(), "no step makes a page's copy"
             return None
+        batch = Batch(self.num_steps)
+        batch.started, self._started = self._started, []
         # Entered after admission, which must not count tokens of this step as computed: a sample
         # can only fork a prompt that an earlier step has computed.
         num_rows = rows_budget.num_rows
@@ -227,24 +228,24 @@ class Scheduler:
         assert sorted([*rows, *self._free_rows]) == list(range(self.limits.max_num_seqs)), (
             "rows are lost or shared"
         )
+        assert not self._has_page_copy(), "a page's copy was put off, its source may be gone"
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING
             assert sequence.num_computed_tokens <= sequence.num_tokens
             most = len(sequence.page_table) * self.limits.page_size
             assert sequence.num_computed_tokens <= most, "computed tokens without pages"
-            assert sequence.page_copy is None, "a page's copy was put off, its source may be gone"
         for sequence in self.waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.page_table, "a waiting sequence holds pages"
-        num_found = self.num_prefix_hits + sum(self.num_prefix_misses.values())
-        assert num_found == self.num_prefix_queries, "prompt tokens looked up are counted wrongly"
+        self.prefix_counts.check_invariants()
         self._fair_share.check_invariants(self.waiting)
         self._light_tenants.check_invariants(self.sequences)
         self.kv_cache.check_invariants(self.running)
 
-    def _share_with_retried(
-        self, batch: Batch, rows_budget: PromptRowsBudget
-    ) -> list[Share] | None:
+    def _has_page_copy(self) -> bool:
+        return any(sequence.page_copy is not None for sequence in self.running)
+
+    def _share_with_retried(self, rows_budget: PromptRowsBudget) -> list[Share] | None:
         """The share of a sequence that is retried after a failed step, which has the step alone;
         None if there is no such sequence, or if the others must run before it can start.
         """
@@ -253,7 +254,7 @@ class Scheduler:
             sequence = self.waiting[0]
             is_pending = sequence.num_pending_tokens or sequence.is_expecting_source
             self._reservations.forget()
-            if not is_pending and self._try_start(batch, sequence):
+            if not is_pending and self._try_start(sequence):
                 running = [sequence]
         if not running:
             return None
@@ -261,9 +262,7 @@ class Scheduler:
         shares = self._share_among_decodes(decodes, rows_budget)
         return shares + self._share_among_prompts(prompts, shares, rows_budget)
 
-    def _share_among_all(
-        self, batch: Batch, now_s: float, rows_budget: PromptRowsBudget
-    ) -> list[Share]:
+    def _share_among_all(self, now_s: float, rows_budget: PromptRowsBudget) -> list[Share]:
         """Shares of running sequences, and of waiting ones that start in this step."""
         num_preemptions = self.num_preemptions
         decodes, prompts = _split(self.running)
@@ -277,11 +276,11 @@ class Scheduler:
                 in_order = list(waiting)
                 num_ready = sum(1 for _ in self._not_being_read(in_order, now_s))
                 if self.running or num_ready == len(in_order):
-                    prompts += self._admit_batch(batch, in_order)
+                    prompts += self._admit_batch(in_order)
             else:
                 budget = self._prompt_budget(shares)
                 ready = self._not_being_read(waiting, now_s)
-                self._admit(batch, ready, prompts, budget, rows_budget)
+                self._admit(ready, prompts, budget, rows_budget)
         return shares + self._share_among_prompts(prompts, shares, rows_budget)
 
     def _not_being_read(self, waiting: Iterable[Sequence], now_s: float) -> Iterator[Sequence]:
@@ -369,7 +368,6 @@ class Scheduler:
 
     def _admit(
         self,
-        batch: Batch,
         waiting: Iterable[Sequence],
         prompts: list[Sequence],
         budget: PromptBudget,
@@ -408,13 +406,13 @@ class Scheduler:
                 has_logits=sequence.needs_prompt_rows,
                 is_first=is_first,
             )
-            if not shares.add(part) or not self._start_or_displace(batch, sequence):
+            if not shares.add(part) or not self._start_or_displace(sequence):
                 break
             prompts.append(sequence)
 
-    def _start_or_displace(self, batch: Batch, sequence: Sequence) -> bool:
+    def _start_or_displace(self, sequence: Sequence) -> bool:
         """Starts a waiting sequence, in place of running ones of heavier tenants if need be."""
-        while not (self._free_rows and self._try_start(batch, sequence)):
+        while not (self._free_rows and self._try_start(sequence)):
             has_row = bool(self._free_rows)
             rivals = self._light_tenants.rivals(sequence, self.running, lacks_row=not has_row)
             # Pages of a preempted one are free once the steps in flight have been read.
@@ -431,7 +429,7 @@ class Scheduler:
             is_first=self._light_tenants.is_light(sequence.request.tenant.name),
         )
 
-    def _admit_batch(self, batch: Batch, waiting: Iterable[Sequence]) -> list[Sequence]:
+    def _admit_batch(self, waiting: Iterable[Sequence]) -> list[Sequence]:
         """Starts `waiting` sequences in order while rows and pages remain, if none is running.
 
         Later only samples start whose request is running, when its prompt has been computed.
@@ -444,12 +442,12 @@ class Scheduler:
             is_of_batch = is_new or sequence.fork_source is not None
             if not is_of_batch or sequence.is_expecting_source:
                 continue
-            if not self._try_start(batch, sequence):
+            if not self._try_start(sequence):
                 break
             started.append(sequence)
         return started
 
-    def _try_start(self, batch: Batch, sequence: Sequence) -> bool:
+    def _try_start(self, sequence: Sequence) -> bool:
         is_fork = sequence.fork_source is not None
         prefix = self.kv_cache.find_prefix(sequence)
         if not self._fits_share(sequence, prefix) or not self._can_admit(sequence, prefix):
@@ -462,14 +460,14 @@ class Scheduler:
             return False
         if not sequence.has_started:
             if not any(each.has_started for each in sequence.siblings):
-                batch.started.append(Started(request_id=sequence.request_id))
+                self._started.append(Started(request_id=sequence.request_id))
             sequence.has_started = True
             num_left = sequence.num_prompt_tokens - prefix.num_tokens
             self._fair_share.charge_prompt(sequence, max(0, num_left))
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = prefix.num_cached_tokens
         if misses is not None:
-            self._count_prefix(sequence, misses)
+            self.prefix_counts.add(sequence, misses)
         self._leave_queue(sequence)
         sequence.row = heapq.heappop(self._free_rows)
         sequence.status = SequenceStatus.RUNNING
@@ -497,16 +495,6 @@ class Scheduler:
             available=shares.num_left(tenant),
             shared=shares.num_held(tenant, prefix.page_ids),
         )
-
-    def _count_prefix(self, sequence: Sequence, misses: PrefixMisses) -> None:
-        """Counts a prompt's tokens looked up in the prefix cache, found and missing; once per
-        prompt."""
-        self.num_prefix_queries += sequence.num_prompt_tokens
-        self.num_prefix_hits += sequence.num_cached_tokens or 0
-        for reason, count in misses.items():
-            self.num_prefix_misses[reason] += count
-        if self._on_prefix is not None:
-            self._on_prefix(sequence, misses)
 
     def _enter(
         self, batch: Batch, sequence: Sequence, count: int, proposal: Proposal
