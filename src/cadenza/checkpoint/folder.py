@@ -28,6 +28,7 @@ from cadenza.checkpoint.gguf.model import open_gguf_model
 from cadenza.checkpoint.gguf.reader import MAGIC as GGUF_MAGIC
 from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_small_file
 from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.other_folders import adapter_in, main_snapshot
 from cadenza.checkpoint.outline import ModelOutline, outline_of, read_outline
 from cadenza.checkpoint.pooling_files import DefaultPooling, read_default_pooling
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
@@ -154,13 +155,15 @@ def open_checkpoint(
     """Opens a local folder or GGUF file.
 
     Args:
-        path: the folder or file; None for the bundled model.
+        path: the folder or file; None for the bundled model. A folder of the hub's cache is its
+            main snapshot.
         revision: the hub commit that the folder is a snapshot of, if it is one.
         any_family: opens models of unknown arithmetic too, of which only the outline is read.
 
     Raises:
         CheckpointError: the folder does not exist, or its content is invalid or not supported.
     """
+    path = None if path is None else main_snapshot(path)
     file = None if path is None else _gguf_file(path)
     if path is not None and file is not None:
         return _open_gguf(file, revision, folder=path if path.is_dir() else None)
@@ -312,6 +315,9 @@ def _local_folder(path: Path) -> Path:
             f"{_advice_on_name(str(path))}"
         )
     if not (path / CONFIG_FILE).exists():
+        adapter = adapter_in(path)
+        if adapter is not None:
+            raise CheckpointError(adapter)
         raise CheckpointError(
             f"the folder {str(path)!r} {_lack_of(path)}; name a folder in the Hugging Face layout, "
             f"or one with a GGUF file"

@@ -7,6 +7,7 @@ getter returns a value of the requested type and range, or raises `CheckpointErr
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from typing import TypeGuard, TypeVar, cast
 from cadenza.errors import CheckpointError
 
 MAX_JSON_BYTES = 4 << 20
+MAX_POINTER_BYTES = 1024
+POINTER_START = b"version https://git-lfs.github.com/spec/"
+
 MAX_JSON_CONTAINERS = 2_000_000
 
 T = TypeVar("T")
@@ -119,14 +123,33 @@ def read_small_file(path: Path, *, max_bytes: int) -> bytes:
 
 
 def regular_file_size(path: Path) -> int:
-    """Size in bytes of a regular file (or a link to one). Raises `CheckpointError` for others."""
+    """Size in bytes of a regular file (or a link to one). Raises `CheckpointError` for others, and
+    for a pointer that Git LFS has in place of a file."""
     try:
         status = os.stat(path)
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path.name} is not a regular file; replace it by one")
+    if status.st_size <= MAX_POINTER_BYTES:
+        _check_is_no_pointer(path)
     return status.st_size
+
+
+def _check_is_no_pointer(path: Path) -> None:
+    """Raises `CheckpointError` for a pointer of Git LFS (its `docs/spec.md`)."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_POINTER_BYTES)
+    except OSError:
+        return  # whoever reads the file says so
+    if content.startswith(POINTER_START):
+        size = re.search(rb"^size (\d{1,18})$", content, re.MULTILINE)
+        of = "" if size is None else f" of {int(size[1]):,} bytes"
+        raise CheckpointError(
+            f"{path.name} is a Git LFS pointer in place of the file{of}: the repository was cloned "
+            f"without Git LFS; run `git lfs install` and `git lfs pull` there, or download the file"
+        )
 
 
 def parse_json_object(data: bytes, where: str) -> JsonObject:

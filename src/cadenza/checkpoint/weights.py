@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.checkpoint.json_object import JsonObject, read_json_object, shorten
+from cadenza.checkpoint.other_folders import adapter_in
 from cadenza.checkpoint.safetensors_file import open_safetensors
 from cadenza.checkpoint.tensor_file import AnyArray, TensorEntry, TensorFile
 from cadenza.checkpoint.weight_format import WeightFormat
@@ -167,6 +168,9 @@ def open_weights(folder: Path, *, has_mtp_layers: bool = False) -> Weights:
         return _with_mtp_file(single, open_safetensors(folder / MTP_FILE))
     if (folder / INDEX_FILE).exists():
         return _open_shards(folder)
+    adapter = adapter_in(folder)
+    if adapter is not None:  # beside its base's config.json
+        raise CheckpointError(adapter)
     other = next((name for name in _OTHER_FORMATS if (folder / name).exists()), None)
     found = f"it has {other}, which is not supported; convert it" if other else "add one of them"
     raise CheckpointError(

@@ -23,6 +23,7 @@ from cadenza.checkpoint.model_config import (
     MAX_WIDTH,
     ModelConfig,
 )
+from cadenza.checkpoint.other_folders import adapter_text
 from cadenza.checkpoint.rope_config import (
     MAX_POSITIONS,
     LinearRopeScaling,
@@ -82,6 +83,9 @@ class Architecture:
     has_paired_rows: bool = False
 
 
+_BASE_NAME = "general.base_model.0.name"
+
+
 def read_config(settings: Settings) -> tuple[ModelConfig, Architecture]:
     """The model's config and how its tensors are stored.
 
@@ -89,7 +93,10 @@ def read_config(settings: Settings) -> tuple[ModelConfig, Architecture]:
         CheckpointError: a setting is missing, out of bounds or not supported.
     """
     architecture = _ARCHITECTURES.get(settings.architecture)
-    where = settings.metadata.where
+    metadata, where = settings.metadata, settings.metadata.where
+    if metadata.get("general.type") == "adapter":
+        base = metadata.get("general.base_model.0.repo_url")
+        raise CheckpointError(adapter_text(where, base or metadata.get(_BASE_NAME)))
     if architecture is None:
         raise CheckpointError(
             f"{where}: the architecture {settings.architecture[:80]!r} is not supported; supported "
