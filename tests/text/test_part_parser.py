@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.outputs import OutputPart
-from cadenza.text.part_parser import REASONING_FORMATS, PartParser, PartPlan
+from cadenza.text.call_readers import (
+    read_function_gemma,
+    read_glm,
+    read_hermes,
+    read_mistral,
+    read_objects,
+    read_pythonic,
+    read_xml,
+)
+from cadenza.text.part_parser import REASONING_FORMATS, PartPlan
 from cadenza.text.tool_calls import TOOL_FORMATS, format_shown_by
+from tests.text.parts import Joined, parse
 
 THINK = REASONING_FORMATS["think"]
 HERMES, MISTRAL = TOOL_FORMATS["hermes"], TOOL_FORMATS["mistral"]
@@ -20,25 +29,10 @@ PLANS = [
     for tools in (None, *TOOL_FORMATS.values())
 ]
 
-Joined = list[tuple[str, str | None, str]]
-
-
-def joined(parts: list[OutputPart]) -> Joined:
-    """Neighbours of one kind joined; calls stay apart."""
-    found: Joined = []
-    for part in parts:
-        if found and found[-1][0] == part.kind and part.name is None:
-            found[-1] = (part.kind, None, found[-1][2] + part.text)
-        else:
-            found.append((part.kind, part.name, part.text))
-    return found
-
-
-def parse(plan: PartPlan, *pieces: str) -> Joined:
-    parser = PartParser(plan)
-    parts = [part for piece in pieces for part in parser.push(piece)]
-    return joined([*parts, *parser.flush()])
-
+READERS = [
+    *(read_objects, read_hermes, read_mistral, read_pythonic),
+    *(read_function_gemma, read_xml, read_glm),
+]
 
 WHOLE = [
     (PartPlan(), " any <think> text", [("content", None, " any <think> text")]),
@@ -134,15 +128,15 @@ def test_every_way_of_cutting_a_text_gives_the_parts_of_the_whole(
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @given(text=st.one_of(words, st.text()))
 def test_no_text_breaks_a_reader(name: str, text: str):
-    calls = TOOL_FORMATS[name].read(text)
-    for call in calls or ():
-        assert isinstance(json.loads(call.arguments), dict)
+    for form in TOOL_FORMATS[name].forms:
+        for call in form.read(text, {}) or ():
+            assert isinstance(json.loads(call.arguments), dict)
 
 
 def test_hostile_texts_are_no_calls():
     for text in ("[" * 100_000, "{" * 100_000, "(" * 5000, "f(" * 5000, '{"a":' * 50_000):
-        for tools in TOOL_FORMATS.values():
-            assert tools.read(text) is None
+        for reader in READERS:
+            assert reader(text, {}) is None
 
 
 def test_a_template_shows_its_format():
@@ -162,5 +156,5 @@ def test_a_template_shows_its_format():
     ],
 )
 def test_what_no_json_can_hold_is_no_call(text: str) -> None:
-    assert TOOL_FORMATS["json"].read(text) is None
-    assert TOOL_FORMATS["pythonic"].read("[f(a='\\ud800')]") is None
+    assert read_objects(text, {}) is None
+    assert read_pythonic("[f(a='\\ud800')]", {}) is None

@@ -104,8 +104,8 @@ class ServeFlags:
     )
     tool_call_parser: str = _flag(
         "auto",
-        "How the model writes tool calls: hermes, mistral, llama3_json, pythonic, functiongemma or "
-        "json; auto is as the chat template shows.",
+        "How the model writes tool calls: hermes, qwen3_coder, glm45, mistral, llama3_json, "
+        "pythonic, functiongemma or json; auto is as the chat template shows.",
     )
     strict_tools: bool = _flag(
         False,

@@ -64,6 +64,11 @@ class ToolUse:
         return tuple(tool for tool in self.tools if self.named in (None, tool.name))
 
     @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """Of the arguments of each function."""
+        return {tool.name: tool.parameters or {} for tool in self.tools}
+
+    @property
     def is_constrained(self) -> bool:
         return self.choice == "required" or any(tool.is_strict for tool in self.tools)
 
@@ -184,7 +189,12 @@ class AnswerPlanner:
         if max_thinking is not None and reasoning is not None and not is_over:
             bound = self._thinking_bound(reasoning, max_thinking, has_begun=has_begun)
         is_constrained = grammar is not None or bound is not None
-        plan = PartPlan(reasoning=reasoning, begins_in_reasoning=has_begun, tools=tools)
+        plan = PartPlan(
+            reasoning=reasoning,
+            begins_in_reasoning=has_begun,
+            tools=tools,
+            functions={} if use is None else use.schemas,
+        )
         return AnswerPlan(
             make_parser=None if reasoning is None and tools is None else partial(PartParser, plan),
             constraint=ConstraintSpec(grammar=grammar, thinking=bound) if is_constrained else None,

@@ -6,13 +6,18 @@ So the parts are a function of the whole text, whatever pieces it comes in. Blan
 parts are dropped.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cadenza.outputs import OutputPart, PartKind
-from cadenza.text.tool_calls import ToolCall, ToolFormat
+from cadenza.text.call_forms import Beginning, CallForm, Taker, num_held
+from cadenza.text.call_readers import Functions, ToolCall
+from cadenza.text.tool_calls import ToolFormat
+
+MAX_HELD_CHARS = 1 << 16
+"""Of what may be a call within reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +46,35 @@ class PartPlan:
         reasoning: None: it has no reasoning.
         begins_in_reasoning: the prompt has the mark that begins reasoning.
         tools: None: it has no calls.
+        functions: those that may be called, as far as they are known.
     """
 
     reasoning: ReasoningFormat | None = None
     begins_in_reasoning: bool = False
     tools: ToolFormat | None = None
+    functions: Functions = field(default_factory=dict[str, Mapping[str, Any]])
 
 
 class _State(Enum):
     START = auto()
     REASONING_BEGUN = auto()
     REASONING = auto()
+    REASONED_CALL = auto()
+    """What may be a call is within reasoning."""
     REASONED = auto()
-    ANSWER_BEGUN = auto()
     CONTENT = auto()
     CALL = auto()
     CALLED = auto()
 
 
 class _Step(NamedTuple):
-    """A decision: what follows, what is certain, and the text that is not read yet."""
+    """A decision: what follows, what is certain, and the text that is not read yet; `taker` is that
+    of a call which may begin there."""
 
     state: _State
     parts: tuple[OutputPart, ...]
     rest: str
+    taker: Taker | None = None
 
 
 class PartParser:
@@ -73,14 +83,16 @@ class PartParser:
     def __init__(self, plan: PartPlan) -> None:
         self._plan = plan
         self._text: str = ""
-        self._state = _State.ANSWER_BEGUN
+        self._state = _State.CONTENT
+        self._taker: Taker | None = None
         if plan.reasoning is not None:
             begun = plan.begins_in_reasoning
             self._state = _State.REASONING_BEGUN if begun else _State.START
 
     @property
     def is_reasoning(self) -> bool:
-        return self._state in (_State.REASONING_BEGUN, _State.REASONING)
+        states = (_State.REASONING_BEGUN, _State.REASONING, _State.REASONED_CALL)
+        return self._state in states
 
     def push(self, text: str) -> Sequence[OutputPart]:
         self._text += text
@@ -92,33 +104,36 @@ class PartParser:
     def _read(self, *, is_end: bool) -> list[OutputPart]:
         parts: list[OutputPart] = []
         while self._text:
-            step = _advance(self._plan, self._state, self._text, is_end=is_end)
+            step = self._advance(self._text, is_end=is_end)
             if step is None:
                 break
             parts += step.parts
-            self._state, self._text = step.state, step.rest
+            self._state, self._text, self._taker = step.state, step.rest, step.taker
         return [part for part in parts if part.text or part.name is not None]
 
-
-def _advance(plan: PartPlan, state: _State, text: str, *, is_end: bool) -> _Step | None:
-    """The next decision; None where it takes more text. `text` is not empty."""
-    match state:
-        case _State.START:
-            return _start(plan, text, is_end=is_end)
-        case _State.REASONING_BEGUN:
-            return _skip_blanks(_State.REASONING, text, is_end=is_end)
-        case _State.REASONING:
-            return _reason(plan, text, is_end=is_end)
-        case _State.REASONED:
-            return _skip_blanks(_State.ANSWER_BEGUN, text, is_end=is_end)
-        case _State.ANSWER_BEGUN:
-            return _begin_answer(plan, text, is_end=is_end)
-        case _State.CONTENT:
-            return _tell(plan, text, is_end=is_end)
-        case _State.CALL:
-            return _call(plan, text, is_end=is_end)
-        case _State.CALLED:
-            return _skip_blanks(_State.CONTENT, text, is_end=is_end)
+    def _advance(self, text: str, *, is_end: bool) -> _Step | None:
+        """The next decision; None where it takes more text. `text` is not empty."""
+        plan, taker = self._plan, self._taker
+        match self._state:
+            case _State.START:
+                return _start(plan, text, is_end=is_end)
+            case _State.REASONING_BEGUN:
+                return _skip_blanks(_State.REASONING, text, is_end=is_end)
+            case _State.REASONING:
+                return _reason(plan, text, is_end=is_end)
+            case _State.REASONED_CALL:
+                assert taker is not None
+                return _reason_call(plan, taker, text, is_end=is_end)
+            case _State.REASONED:
+                return _skip_blanks(_State.CONTENT, text, is_end=is_end)
+            case _State.CONTENT:
+                return _tell(plan, text, is_end=is_end)
+            case _State.CALL:
+                assert taker is not None
+                return _call(taker, text, is_end=is_end)
+            case _State.CALLED:
+                skipped = None if plan.tools is None else plan.tools.skipped
+                return _skip_blanks(_State.CONTENT, text, skipped, is_end=is_end)
 
 
 def _start(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
@@ -128,72 +143,120 @@ def _start(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
         return _Step(_State.REASONING_BEGUN, (), stripped[len(begin) :])
     if begin.startswith(stripped) and not is_end:
         return None
-    return _Step(_State.ANSWER_BEGUN, (), text)
+    return _Step(_State.CONTENT, (), text)
 
 
-def _skip_blanks(state: _State, text: str, *, is_end: bool) -> _Step | None:
-    stripped = text.lstrip()
+def _skip_blanks(
+    state: _State, text: str, blanks: str | None = None, *, is_end: bool
+) -> _Step | None:
+    stripped = text.lstrip(blanks)
     return _Step(state, (), stripped) if stripped or is_end else None
 
 
 def _reason(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
     assert plan.reasoning is not None
-    before, end, behind = text.partition(plan.reasoning.end)
-    if end:
-        return _Step(_State.REASONED, (OutputPart("reasoning", before.rstrip()),), behind)
+    place = text.find(plan.reasoning.end)
+    found = _next_call(plan, text if place < 0 else text[:place], is_end=is_end or place >= 0)
+    if found is not None:
+        return _before_call(_State.REASONED_CALL, plan, text, found)
+    if place >= 0:
+        thought = OutputPart("reasoning", text[:place].rstrip())
+        return _Step(_State.REASONED, (thought,), text[place + len(plan.reasoning.end) :])
     if is_end:
         return _Step(_State.REASONING, (OutputPart("reasoning", text.rstrip()),), "")
-    return _certain(_State.REASONING, "reasoning", text, plan.reasoning.end)
+    held = num_held(text, plan.reasoning.end)
+    return _certain(_State.REASONING, "reasoning", text, len(text) - held)
 
 
-def _begin_answer(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
-    openers = "" if plan.tools is None else plan.tools.openers
-    stripped = text.lstrip()
-    if not openers:
-        return _Step(_State.CONTENT, (), text)
-    if not stripped and not is_end:
-        return None
-    return _Step(_State.CALL if stripped[:1] in tuple(openers) else _State.CONTENT, (), text)
+def _reason_call(plan: PartPlan, taker: Taker, text: str, *, is_end: bool) -> _Step | None:
+    """Calls that end an answer which has nothing behind its reasoning; others are reasoning."""
+    assert plan.reasoning is not None
+    end = plan.reasoning.end
+    begin = len(text) - len(text.lstrip())
+    calls: list[ToolCall] = []
+    rest = text[begin:]
+    while True:
+        place = rest.find(end)
+        held = 0 if is_end or place >= 0 else num_held(rest, end)
+        body = rest[: len(rest) - held] if place < 0 else rest[:place]
+        taken = taker.take(body, is_end=is_end or place >= 0)
+        if taken is None and len(text) <= MAX_HELD_CHARS:
+            return None
+        if taken is None or not taken.calls or _has_unknown(plan, taken.calls):
+            return _no_call(text, begin)
+        calls += taken.calls
+        rest = rest[taken.end :].lstrip()
+        found = _next_call(plan, rest, is_end=is_end)
+        if found is None or found[1].place or not found[1].is_certain:
+            break
+        taker = found[0].taker(plan.functions)
+    behind = rest[len(end) :].lstrip() if rest.startswith(end) else rest
+    if not behind:
+        return _Step(_State.CALLED, _as_parts(calls), "") if is_end else None
+    may_follow = end.startswith(rest) or (found is not None and not found[1].place)
+    return _no_call(text, begin) if is_end or not may_follow else None
+
+
+def _no_call(text: str, begin: int) -> _Step:
+    """The first character of what was no call is reasoning; another call may begin behind it."""
+    part = OutputPart("reasoning", text[: begin + 1])
+    return _Step(_State.REASONING, (part,), text[begin + 1 :])
+
+
+def _has_unknown(plan: PartPlan, calls: Sequence[ToolCall]) -> bool:
+    return bool(plan.functions) and any(call.name not in plan.functions for call in calls)
 
 
 def _tell(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
-    begin = "" if plan.tools is None else plan.tools.begin
-    place = text.find(begin) if begin else -1
-    if place >= 0:
-        part = OutputPart("content", text[:place].rstrip())
-        return _Step(_State.CALL, (part,), text[place:])
-    if is_end or not begin:
+    found = _next_call(plan, text, is_end=is_end)
+    if found is not None:
+        return _before_call(_State.CALL, plan, text, found)
+    if is_end or plan.tools is None:
         return _Step(_State.CONTENT, (OutputPart("content", text),), "")
-    return _certain(_State.CONTENT, "content", text, begin)
+    return _certain(_State.CONTENT, "content", text, len(text))
 
 
-def _call(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
-    """A call ends at the first end mark up to which it can be read."""
-    tools = plan.tools
-    assert tools is not None
-    place = text.find(tools.end, len(tools.begin)) if tools.end else -1
-    while place >= 0:
-        calls = tools.read(text[len(tools.begin) : place])
-        if calls is not None:
-            rest = text[place + len(tools.end) :]
-            return _Step(_State.CALLED, _as_parts(calls), rest)
-        place = text.find(tools.end, place + 1)
-    if not is_end:
+def _call(taker: Taker, text: str, *, is_end: bool) -> _Step | None:
+    taken = taker.take(text, is_end=is_end)
+    if taken is None:
         return None
-    calls = tools.read(text[len(tools.begin) :])
-    parts = (OutputPart("content", text),) if calls is None else _as_parts(calls)
-    return _Step(_State.CONTENT, parts, "")
+    rest = text[taken.end :]
+    if taken.calls:
+        return _Step(_State.CALLED, _as_parts(taken.calls), rest)
+    return _Step(_State.CONTENT, (OutputPart("content", text[: taken.end]),), rest)
 
 
-def _as_parts(calls: list[ToolCall]) -> tuple[OutputPart, ...]:
+def _as_parts(calls: Sequence[ToolCall]) -> tuple[OutputPart, ...]:
     return tuple(OutputPart("tool_call", arguments, name) for name, arguments in calls)
 
 
-def _certain(state: _State, kind: PartKind, text: str, mark: str) -> _Step | None:
-    """The text before what may be the beginning of `mark`, and before blanks in front of it."""
-    sizes = range(min(len(mark) - 1, len(text)), 0, -1)
-    held = next((size for size in sizes if text.endswith(mark[:size])), 0)
-    sure = text[: len(text) - held].rstrip()
-    if not sure:
-        return None
-    return _Step(state, (OutputPart(kind, sure),), text[len(sure) :])
+def _next_call(plan: PartPlan, text: str, *, is_end: bool) -> tuple[CallForm, Beginning] | None:
+    """The first call that begins, or may begin, and its form."""
+    forms = () if plan.tools is None else plan.tools.forms
+    found = [(form, form.find(text, plan.functions, is_end=is_end)) for form in forms]
+    begun = [(form, beginning) for form, beginning in found if beginning is not None]
+    return min(begun, key=lambda each: (each[1].place, not each[1].is_certain), default=None)
+
+
+def _before_call(
+    state: _State, plan: PartPlan, text: str, found: tuple[CallForm, Beginning]
+) -> _Step | None:
+    """What is certain in front of a call; blanks between them are part of neither."""
+    form, (place, is_certain) = found
+    if state is _State.CALL:
+        if not is_certain:
+            return _certain(_State.CONTENT, "content", text, place)
+        part = OutputPart("content", text[:place].rstrip())
+        return _Step(state, (part,), text[place:], form.taker(plan.functions))
+    if not is_certain:
+        assert plan.reasoning is not None
+        place = min(place, len(text) - num_held(text, plan.reasoning.end))
+        return _certain(_State.REASONING, "reasoning", text, place)
+    part = OutputPart("reasoning", text[:place].rstrip())
+    return _Step(state, (part,), text[len(part.text) :], form.taker(plan.functions))
+
+
+def _certain(state: _State, kind: PartKind, text: str, end: int) -> _Step | None:
+    """The text up to a place, without the blanks in front of that."""
+    sure = text[:end].rstrip()
+    return _Step(state, (OutputPart(kind, sure),), text[len(sure) :]) if sure else None

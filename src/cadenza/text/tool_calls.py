@@ -1,26 +1,31 @@
-"""How models write tool calls: `ToolFormat`, and the functions that read them.
+"""How models write tool calls: `ToolFormat`, by family.
 
 Owns the formats by name, which one a chat template shows, and how a constrained call is written.
-Knows no tokens and no endpoint. Invariant: `read` is a pure function of a text; it returns every
-call of the text, or None where the text is something else.
+Knows no tokens and no endpoint. Invariant: a call that a format's `opening` begins is found by one
+of its `forms`.
 """
 
-import ast
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
 
-
-class ToolCall(NamedTuple):
-    """A call of a function; `arguments` is JSON."""
-
-    name: str
-    arguments: str
-
-
-ReadCalls = Callable[[str], list[ToolCall] | None]
+from cadenza.text.call_forms import (
+    BareCalls,
+    CallForm,
+    MarkedCalls,
+    begins_json,
+    begins_python,
+)
+from cadenza.text.call_readers import (
+    MISTRAL,
+    read_function_gemma,
+    read_glm,
+    read_hermes,
+    read_mistral,
+    read_objects,
+    read_pythonic,
+    read_xml,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +35,13 @@ class ToolFormat:
     Args:
         begin: what a call begins with; empty where the whole answer is either calls or text.
         end: what it ends with; empty where it reaches to the end of the text.
-        openers: where `begin` is empty: the first characters of an answer that may be calls.
+        openers: where `begin` is empty: the first characters of a constrained answer that may be
+            calls.
         arguments: the member of a call's JSON that has its arguments.
         opening, between, closing: what a constrained answer has around its calls.
         is_json: calls are JSON, so that they can be constrained.
-        read: the calls of what stands between `begin` and `end`.
+        forms: where calls stand, and what reads them.
+        skipped: characters behind a call that are no content.
     """
 
     begin: str = ""
@@ -45,110 +52,115 @@ class ToolFormat:
     between: str = "\n"
     closing: str = ""
     is_json: bool = True
-    read: ReadCalls
+    forms: tuple[CallForm, ...]
+    skipped: str = " \t\r\n"
 
 
-def read_objects(text: str) -> list[ToolCall] | None:
-    """JSON: an object, a list of objects, or objects with ";" or blanks between them."""
-    decoder = json.JSONDecoder()
-    found: list[object] = []
-    place, text = 0, text.strip()
-    while place < len(text):
-        try:
-            value, place = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            return None
-        found += cast(list[object], value) if isinstance(value, list) else [value]
-        place = _SEPARATORS.match(text, place).end()  # pyright: ignore[reportOptionalMemberAccess]
-    return _calls_of(found)
-
-
-def read_llama(text: str) -> list[ToolCall] | None:
-    """Objects, perhaps behind a mark."""
-    return read_objects(text.strip().removeprefix("<|python_tag|>"))
-
-
-def read_mistral(text: str) -> list[ToolCall] | None:
-    """A list of objects, or a name and its arguments, each behind the marker."""
-    if text.lstrip().startswith(("[", "{")):
-        return read_objects(text)
-    calls: list[ToolCall] = []
-    for part in text.split(MISTRAL):
-        name, brace, rest = part.replace("[ARGS]", "").partition("{")
-        arguments = _json_object(brace + rest)
-        if not _NAME.fullmatch(name.strip()) or arguments is None:
-            return None
-        calls.append(ToolCall(name.strip(), arguments))
-    return calls
-
-
-def read_pythonic(text: str) -> list[ToolCall] | None:
-    """A Python list of calls with literal keyword arguments."""
-    try:
-        body = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    entries = body.elts if isinstance(body, ast.List) else [body]
-    calls = [_python_call(each) for each in entries]
-    return [each for each in calls if each is not None] if calls and None not in calls else None
-
-
-def read_function_gemma(text: str) -> list[ToolCall] | None:
-    """`call:name{key:value, …}`, in which texts stand between <escape> marks."""
-    match = _GEMMA_CALL.fullmatch(text.strip())
-    if match is None:
-        return None
-    written = _GEMMA_TEXT.sub(lambda found: json.dumps(found[1]), match[2])
-    arguments = _json_object("{" + _GEMMA_KEY.sub(r'\1"\2":', written) + "}")
-    return None if arguments is None else [ToolCall(match[1], arguments)]
-
-
-MISTRAL = "[TOOL_CALLS]"
-_SEPARATORS = re.compile(r"[\s;]*")
-_NAME = re.compile(r"[\w.-]+")
-_GEMMA_CALL = re.compile(r"call:([\w.-]+)\{(.*)\}", re.DOTALL)
-_GEMMA_TEXT = re.compile(r"<escape>(.*?)<escape>", re.DOTALL)
-_GEMMA_KEY = re.compile(r"([{,]\s*|^\s*)([A-Za-z_]\w*)\s*:")
+_JSON_FIRST = re.compile(r"`{3,}|[\[{]")
+_BARE_JSON = BareCalls(first=_JSON_FIRST, begins=begins_json, read=read_objects)
+_TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
+_PYTHON_TAG = "<|python_tag|>"
+_SEPARATED = " \t\r\n;"
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": ToolFormat(
-        begin="<tool_call>",
-        end="</tool_call>",
+        begin=_TOOL_CALL,
+        end=_TOOL_CALL_END,
         opening="<tool_call>\n",
         between="\n</tool_call>\n<tool_call>\n",
         closing="\n</tool_call>",
-        read=read_objects,
+        forms=(MarkedCalls(begin=_TOOL_CALL, end=_TOOL_CALL_END, read=read_hermes),),
+    ),
+    "qwen3_coder": ToolFormat(
+        begin=_TOOL_CALL,
+        end=_TOOL_CALL_END,
+        is_json=False,
+        forms=(
+            MarkedCalls(begin=_TOOL_CALL, end=_TOOL_CALL_END, read=read_hermes),
+            # Some answers leave the outer mark out.
+            MarkedCalls(
+                begin="<function=",
+                end="</function>",
+                trailing=_TOOL_CALL_END,
+                is_named=True,
+                read=read_xml,
+            ),
+        ),
+    ),
+    "glm45": ToolFormat(
+        begin=_TOOL_CALL,
+        end=_TOOL_CALL_END,
+        is_json=False,
+        forms=(MarkedCalls(begin=_TOOL_CALL, end=_TOOL_CALL_END, read=read_glm),),
     ),
     "mistral": ToolFormat(
         begin=MISTRAL,
         opening=f"{MISTRAL}[",
         between=", ",
         closing="]",
-        read=read_mistral,
+        forms=(MarkedCalls(begin=MISTRAL, read=read_mistral),),
     ),
-    "llama3_json": ToolFormat(openers="{<", arguments="parameters", between="; ", read=read_llama),
-    "pythonic": ToolFormat(openers="[", is_json=False, read=read_pythonic),
+    "llama3_json": ToolFormat(
+        openers="{<",
+        arguments="parameters",
+        between="; ",
+        forms=(
+            BareCalls(
+                prefix=_PYTHON_TAG,
+                first=re.compile(r"`{3,}|[\[{]|<\|python_tag\|>"),
+                begins=begins_json,
+                read=read_objects,
+            ),
+        ),
+        skipped=_SEPARATED,
+    ),
+    "pythonic": ToolFormat(
+        openers="[",
+        is_json=False,
+        forms=(
+            BareCalls(
+                prefix=_PYTHON_TAG,
+                first=re.compile(r"`{3,}|\[|<\|python_tag\|>"),
+                quotes="\"'",
+                begins=begins_python,
+                read=read_pythonic,
+            ),
+        ),
+    ),
     "functiongemma": ToolFormat(
         begin="<start_function_call>",
         end="<end_function_call>",
         is_json=False,
-        read=read_function_gemma,
+        forms=(
+            MarkedCalls(
+                begin="<start_function_call>", end="<end_function_call>", read=read_function_gemma
+            ),
+        ),
     ),
-    "json": ToolFormat(openers="[{", opening="[", between=", ", closing="]", read=read_objects),
+    "json": ToolFormat(
+        openers="[{",
+        opening="[",
+        between=", ",
+        closing="]",
+        forms=(_BARE_JSON,),
+        skipped=_SEPARATED,
+    ),
 }
 """By the names that `--tool-call-parser` takes."""
 
 FORCED = TOOL_FORMATS["json"]
 """What a constrained answer is written in where the family's own notation is not JSON."""
 
-GENERIC = ToolFormat(openers="[{", read=read_objects)
+GENERIC = ToolFormat(openers="[{", forms=(_BARE_JSON,), skipped=_SEPARATED)
 """Of models whose chat template has no place for tools: objects, one a line."""
 
 _SHOWN_BY = (
     ("<start_function_call>", "functiongemma"),
-    ("<tool_call>", "hermes"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    (_TOOL_CALL, "hermes"),
     (MISTRAL, "mistral"),
-    ("<|python_tag|>", "llama3_json"),
+    (_PYTHON_TAG, "llama3_json"),
     ("Environment: ipython", "llama3_json"),
     ("[func_name1(", "pythonic"),
 )
@@ -156,6 +168,8 @@ _SHOWN_BY = (
 TOOL_ALIASES = {
     "qwen": "hermes",
     "qwen2_5": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "glm4_moe": "glm45",
     "llama3": "llama3_json",
     "gemma": "functiongemma",
 }
@@ -164,55 +178,3 @@ TOOL_ALIASES = {
 def format_shown_by(template: str) -> str:
     """The name of the format that a chat template asks for; `json` where it shows none."""
     return next((name for marker, name in _SHOWN_BY if marker in template), "json")
-
-
-def _calls_of(values: list[object]) -> list[ToolCall] | None:
-    calls: list[ToolCall] = []
-    for value in values:
-        if not isinstance(value, dict):
-            return None
-        members = cast(dict[str, Any], value)
-        name = members.get("name")
-        arguments = members.get("arguments", members.get("parameters", {}))
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
-            return None
-        if _written(name) is None:
-            return None
-        is_text = isinstance(arguments, str)
-        written = _json_object(arguments) if is_text else _written(cast(object, arguments))
-        if written is None:
-            return None
-        calls.append(ToolCall(name, written))
-    return calls or None
-
-
-def _json_object(text: str) -> str | None:
-    """The JSON object of a text, written anew; None if it is none."""
-    try:
-        value: object = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return _written(cast(object, value)) if isinstance(value, dict) else None
-
-
-def _written(value: object) -> str | None:
-    """JSON that can be sent; None where there is none: of NaN, or of half a surrogate pair."""
-    try:
-        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        written.encode()
-    except ValueError:
-        return None
-    return written
-
-
-def _python_call(node: ast.expr) -> ToolCall | None:
-    if not isinstance(node, ast.Call) or node.args:
-        return None
-    name = ast.unparse(node.func)
-    try:
-        arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
-        written = _written(arguments)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return None
-    is_plain = None not in [each.arg for each in node.keywords] and _NAME.fullmatch(name)
-    return ToolCall(name, written) if is_plain and written is not None else None

@@ -1,0 +1,301 @@
+"""Where calls stand in an answer: behind marks (`MarkedCalls`), or bare (`BareCalls`).
+
+Owns how a call's beginning is recognised, and where it ends; `text.call_readers` reads what is
+between. Knows no states of an answer. Invariant: what a form or its `Taker` decides of a text, no
+later text can change; until then the text is held back.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from cadenza.text.call_readers import Functions, ReadCalls, ToolCall, closed
+
+MAX_UNDECIDED_CHARS = 4096
+"""Of a bare call before its function is known."""
+
+_FENCE = "```"
+_FENCE_LINE = re.compile(r"`{3,}[ \t]*[\w-]*\s*")
+_BEFORE_FENCE_END = " \t\r\n;,"
+
+
+class Beginning(NamedTuple):
+    """Where a call begins; `is_certain`: its beginning is there, rather than a part of one."""
+
+    place: int
+    is_certain: bool
+
+
+class Taken(NamedTuple):
+    """The first `end` characters of a text are calls; without calls they are something else."""
+
+    calls: tuple[ToolCall, ...]
+    end: int
+
+
+class Taker(Protocol):
+    """Takes one call, of whose text each one that is given begins with the one before."""
+
+    def take(self, text: str, *, is_end: bool) -> Taken | None:
+        """None until it is decided; at the end it is."""
+        ...
+
+
+class CallForm(Protocol):
+    """One way in which a family writes calls."""
+
+    @property
+    def read(self) -> ReadCalls: ...
+
+    def find(self, text: str, functions: Functions, *, is_end: bool) -> Beginning | None:
+        """The first place at which a call begins, or, before the end, may begin."""
+        ...
+
+    def taker(self, functions: Functions) -> Taker:
+        """Of a call that begins a text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedCalls:
+    """Calls between marks.
+
+    Args:
+        end: empty where they reach to the end of the text.
+        trailing: what may stand behind the end, and is no content.
+        is_named: the marks are a part of what is read.
+    """
+
+    begin: str
+    end: str = ""
+    trailing: str = ""
+    is_named: bool = False
+    read: ReadCalls
+
+    def find(self, text: str, functions: Functions, *, is_end: bool) -> Beginning | None:
+        del functions
+        place = text.find(self.begin)
+        if place >= 0:
+            return Beginning(place, is_certain=True)
+        held = 0 if is_end else num_held(text, self.begin)
+        return Beginning(len(text) - held, is_certain=False) if held else None
+
+    def taker(self, functions: Functions) -> Taker:
+        return _MarkedTaker(self, functions)
+
+
+class _MarkedTaker:
+    """A call ends at the first end mark up to which it can be read."""
+
+    def __init__(self, form: MarkedCalls, functions: Functions) -> None:
+        self._form = form
+        self._functions = functions
+        self._num_tried = len(form.begin)
+        self._taken: Taken | None = None
+
+    def take(self, text: str, *, is_end: bool) -> Taken | None:
+        form = self._form
+        while self._taken is None and form.end:
+            place = text.find(form.end, self._num_tried)
+            if place < 0:
+                self._num_tried = max(len(form.begin), len(text) - len(form.end) + 1)
+                break
+            self._num_tried = place + 1
+            calls = self._read(text, place, most=2)
+            if calls is not None:
+                self._taken = Taken(calls, place + len(form.end))
+        if self._taken is not None:
+            return self._with_trailing(self._taken, text, is_end=is_end)
+        if not is_end:
+            return None
+        calls = self._read(text, len(text), most=1)
+        if calls is not None:
+            return Taken(calls, len(text))
+        # Text may stand behind a call that has no end mark.
+        place = max(text.rfind("]"), text.rfind("}")) + 1
+        calls = None if form.end else self._read(text, place, most=0)
+        return Taken((), len(text)) if calls is None else Taken(calls, place)
+
+    def _read(self, text: str, place: int, *, most: int) -> tuple[ToolCall, ...] | None:
+        """The calls up to a place, of which `most` last brackets may be missing."""
+        form = self._form
+        written = text[:place] if form.is_named else text[len(form.begin) : place]
+        calls = form.read(written, self._functions)
+        if calls is None and most and (whole := closed(written, most)) is not None:
+            calls = form.read(whole, self._functions)
+        return None if calls is None else tuple(calls)
+
+    def _with_trailing(self, taken: Taken, text: str, *, is_end: bool) -> Taken | None:
+        trailing, rest = self._form.trailing, text[taken.end :].lstrip()
+        if not trailing:
+            return taken
+        if rest.startswith(trailing):
+            return taken._replace(end=len(text) - len(rest) + len(trailing))
+        return None if trailing.startswith(rest) and not is_end else taken
+
+
+Begins = Callable[[str, Functions], bool | None]
+"""Whether a text begins with a call of a notation; None if more of it decides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BareCalls:
+    """Calls that stand by themselves, with text or a code fence around them.
+
+    Args:
+        prefix: a mark that may stand in front of them.
+        first: what a call, a fence or the mark begins with.
+        quotes: what stands around texts, in which brackets mean nothing.
+    """
+
+    prefix: str = ""
+    first: re.Pattern[str]
+    quotes: str = '"'
+    begins: Begins
+    read: ReadCalls
+
+    def find(self, text: str, functions: Functions, *, is_end: bool) -> Beginning | None:
+        for match in self.first.finditer(text):
+            is_call = self._begins(text[match.start() :], functions)
+            if is_call or (is_call is None and not is_end):
+                return Beginning(match.start(), is_certain=bool(is_call))
+        if is_end:
+            return None
+        held = max(len(text) - len(text.rstrip("`")), num_held(text, self.prefix))
+        return Beginning(len(text) - held, is_certain=False) if held else None
+
+    def taker(self, functions: Functions) -> Taker:
+        return _BareTaker(self, functions)
+
+    def _begins(self, text: str, functions: Functions) -> bool | None:
+        front = self.front(text)
+        rest = text[len(front) :]
+        found = self.begins(rest, functions) if rest else None
+        return False if found is None and len(text) > MAX_UNDECIDED_CHARS else found
+
+    def front(self, text: str) -> str:
+        """The fence, or the mark, in front of a call."""
+        match = _FENCE_LINE.match(text)
+        if match is not None:
+            return match[0]
+        if self.prefix and text.startswith(self.prefix):
+            return text[: len(text) - len(text[len(self.prefix) :].lstrip())]
+        return ""
+
+
+class _BareTaker:
+    """A call ends where its brackets do; a fence ends behind the calls in it."""
+
+    def __init__(self, form: BareCalls, functions: Functions) -> None:
+        self._form = form
+        self._functions = functions
+        self._marks = re.compile(rf"[\[\](){{}}\\{form.quotes}]")
+        self._calls: tuple[ToolCall, ...] = ()
+        self._end = 0  # behind the newest call
+        self._begin: int | None = None  # of the call that is being read
+        self._place = 0  # up to which its brackets are known
+        self._depth = 0
+        self._quote = ""
+
+    def take(self, text: str, *, is_end: bool) -> Taken | None:
+        if not self._end and self._begin is None:
+            self._begin = self._place = len(self._form.front(text))
+        while True:
+            if self._begin is not None:
+                if not self._scan(text):
+                    return self._unclosed(text, self._begin) if is_end else None
+                calls = self._read(text[self._begin : self._place])
+                if calls is None:
+                    return self._found or Taken((), self._place)
+                self._calls += calls
+                self._end, self._begin = self._place, None
+            if not text.startswith(_FENCE):
+                return self._found
+            rest = text[self._end :].lstrip(_BEFORE_FENCE_END)
+            if rest.startswith(_FENCE):
+                return Taken(self._calls, len(text) - len(rest) + len(_FENCE))
+            if _FENCE.startswith(rest):
+                return self._found if is_end else None
+            if rest[0] not in "[{":
+                return self._found
+            self._begin = self._place = len(text) - len(rest)
+
+    @property
+    def _found(self) -> Taken | None:
+        return Taken(self._calls, self._end) if self._calls else None
+
+    def _scan(self, text: str) -> bool:
+        """Whether the brackets of the call close; `_place` is then behind the last one."""
+        place = self._place
+        while (match := self._marks.search(text, place)) is not None:
+            mark, place = match[0], match.end()
+            if self._quote:
+                if mark == "\\" and place == len(text):
+                    self._place = match.start()  # what it escapes is not there yet
+                    return False
+                place += mark == "\\"
+                self._quote = "" if mark == self._quote else self._quote
+            elif mark in self._form.quotes:
+                self._quote = mark
+            elif mark in "([{":
+                self._depth += 1
+            elif mark != "\\":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self._place, self._depth = place, 0
+                    return True
+        self._place = len(text)
+        return False
+
+    def _unclosed(self, text: str, begin: int) -> Taken:
+        whole = closed(text[begin:], 1)
+        calls = None if whole is None else self._read(whole)
+        if calls is None:
+            return self._found or Taken((), len(text))
+        return Taken((*self._calls, *calls), len(text))
+
+    def _read(self, text: str) -> tuple[ToolCall, ...] | None:
+        """The calls of a text, if all are of known functions."""
+        calls = self._form.read(text, self._functions)
+        if calls is None or (self._functions and any(c.name not in self._functions for c in calls)):
+            return None
+        return tuple(calls)
+
+
+_JSON_KEYS = frozenset({"name", "arguments", "parameters", "type", "function", "id"})
+_JSON_HEAD = re.compile(r'\[?\s*\{\s*"(\w+)"\s*:\s*')
+_JSON_PART = re.compile(r'(\[\s*)?(\{\s*("\w*("\s*)?)?)?')
+_JSON_NAME = re.compile(r'"name"\s*:\s*(?:"([^"\\]*)")?')
+_NAME_PART = re.compile(r'("[^"\\]*)?')
+_PYTHON_HEAD = re.compile(r"\[\s*([\w.]+)\(")
+_PYTHON_PART = re.compile(r"\[\s*[\w.]*")
+
+
+def begins_json(text: str, functions: Functions) -> bool | None:
+    """An object, or a list of them, whose first members are a call's, and whose name is known."""
+    head = _JSON_HEAD.match(text)
+    if head is None:
+        return None if _JSON_PART.fullmatch(text) else False
+    if head[1] not in _JSON_KEYS:
+        return False
+    name = _JSON_NAME.search(text)
+    if name is None:
+        return None if head[1] != "name" else False
+    if name[1] is None:
+        return None if _NAME_PART.fullmatch(text, name.end()) else False
+    return not functions or name[1] in functions
+
+
+def begins_python(text: str, functions: Functions) -> bool | None:
+    """A list of calls, whose first name is known."""
+    head = _PYTHON_HEAD.match(text)
+    if head is None:
+        return None if _PYTHON_PART.fullmatch(text) else False
+    return not functions or head[1] in functions
+
+
+def num_held(text: str, mark: str) -> int:
+    """How many last characters of a text may be the beginning of a mark."""
+    sizes = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(mark[:size])), 0)
