@@ -51,7 +51,7 @@ REJECTION_REASONS = (
 )
 """The engine's, and the front end's own."""
 
-_OPEN_METRICS = "application/openmetrics-text"
+OPEN_METRICS = "application/openmetrics-text"
 
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Requests in the batch.", lambda s: s.num_running),
@@ -114,7 +114,7 @@ class Metrics:
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The exposition text and its media type: OpenMetrics where an Accept header names it."""
         types = (each.partition(";")[0].strip().lower() for each in accept.split(","))
-        if _OPEN_METRICS in types:
+        if OPEN_METRICS in types:
             made = cast(Callable[[Collector], bytes], openmetrics.generate_latest)  # pyright: ignore[reportUnknownMemberType]  untyped
             return made(self._registry), openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self._registry), CONTENT_TYPE_LATEST

@@ -37,10 +37,12 @@ def object_of(required: dict[str, Schema]) -> Schema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSchema:
-    """The body of a 200; `name` is the component's. Without a schema it is plain text."""
+    """The body of a 200; `name` is the component's. Without a schema it is plain text. `also` are
+    the types of text that it may have instead, if the client asks for them."""
 
     name: str
     schema: Schema | None
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +138,11 @@ def _operation(route: ApiRoute, needs_key: bool, unknown_fields: UnknownFields) 
 
 def _answer(route: ApiRoute) -> dict[str, Any]:
     name = route.answers.name
+    content: dict[str, Any] = {kind: {"schema": TEXT} for kind in route.answers.also}
     if route.answers.schema is None:
-        return {"description": f"{name}.", "content": {"text/plain": {"schema": TEXT}}}
-    content: dict[str, Any] = {
-        "application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}
-    }
+        content["text/plain"] = {"schema": TEXT}
+        return {"description": f"{name}.", "content": content}
+    content["application/json"] = {"schema": {"$ref": f"#/components/schemas/{name}"}}
     if route.can_stream:
         content[dialect_of(route.path).stream_type] = {"schema": TEXT}
     return {"description": route.summary, "content": content}

@@ -16,6 +16,7 @@ from cadenza.server.endpoints.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from cadenza.server.endpoints.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from cadenza.server.endpoints.ollama_models import OLLAMA_ROUTES, OllamaHandlers
 from cadenza.server.endpoints.responses import RESPONSES
+from cadenza.server.endpoints.root import ROOT_ROUTES, RootHandlers
 from cadenza.server.endpoints.status import STATUS_ROUTES, StatusHandlers
 from cadenza.server.endpoints.stored_responses import (
     STORED_RESPONSE_ROUTES,
@@ -45,6 +46,7 @@ ROUTES: tuple[ApiRoute, ...] = (
     *STATUS_ROUTES,
     *TOKEN_ROUTES,
     *OLLAMA_ROUTES,
+    *ROOT_ROUTES,
 )
 
 OPEN_PATHS = frozenset(route.path for route in ROUTES if route.policy == "open")
@@ -62,4 +64,5 @@ def make_handlers(service: Service) -> Mapping[str, Handler]:
         **StatusHandlers(service, description).by_route(),
         **TokenHandlers(service).by_route(),
         **OllamaHandlers(service).by_route(),
+        **RootHandlers(service, ROUTES).by_route(),
     }

@@ -13,6 +13,7 @@ import cadenza
 from cadenza.errors import CadenzaError
 from cadenza.server.errors import UNAVAILABLE_CODES, error_of, unavailable
 from cadenza.server.http_exchange import Exchange, Handler, Response, send_object
+from cadenza.server.metrics import OPEN_METRICS
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
 from cadenza.server.schemas.field_types import Schema, or_null
 from cadenza.server.service import Service
@@ -243,7 +244,7 @@ STATUS_ROUTES: tuple[ApiRoute, ...] = (
         path=METRICS_PATH,
         policy="key",
         summary="Counts, for Prometheus.",
-        answers=AnswerSchema(name="Metrics", schema=None),
+        answers=AnswerSchema(name="Metrics", schema=None, also=(OPEN_METRICS,)),
     ),
     ApiRoute(
         name="version",

@@ -1,0 +1,102 @@
+"""`/` and `/docs`: a page for browsers, and a few words for everything else.
+
+Owns what is told there. Knows `Service` and `Exchange`. Invariant: they are open, and tell nothing
+of the model to whoever has no key, if there are keys.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import cadenza
+from cadenza.server.base_url import address_of
+from cadenza.server.errors import UNAVAILABLE_CODES
+from cadenza.server.http_exchange import Exchange, Handler, Response, send_object
+from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
+from cadenza.server.page import HTML_TYPE, PAGE_HEADERS, PageFacts, render_page
+from cadenza.server.service import Service
+
+_LINKS = {"health": "/health", "models": "/v1/models", "docs": "/docs", "openapi": "/openapi.json"}
+_APIS = {
+    "/v1/messages": "Anthropic's API",
+    "/v1/": "OpenAI's API",
+    "/api/": "Ollama's API",
+    "/": "This server",
+}
+"""By the beginnings of their paths, the longest first."""
+
+
+class RootHandlers:
+    """One method for both routes of `ROOT_ROUTES`.
+
+    Args:
+        routes: all of this server's.
+    """
+
+    def __init__(self, service: Service, routes: Sequence[ApiRoute]) -> None:
+        self._service = service
+        self._endpoints = _by_api(routes)
+
+    def by_route(self) -> Mapping[str, Handler]:
+        return {"root": self._root, "docs": self._root}
+
+    async def _root(self, exchange: Exchange) -> None:
+        if "text/html" not in exchange.accept.lower():
+            await send_object(exchange, {"status": self._state(), **_LINKS})
+            return
+        keys = self._service.options.keys
+        found = keys.tenant_of(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
+        shown = PageFacts(
+            version=cadenza.__version__,
+            state=self._state(),
+            needs_key=not keys.is_open,
+            models=None if found is None else self._service.model_names,
+            facts={} if found is None else self._facts(),
+            address=address_of(exchange.scope["scheme"], exchange.header(b"host")),
+            endpoints=self._endpoints,
+        )
+        page = Response(body=render_page(shown), content_type=HTML_TYPE, headers=PAGE_HEADERS)
+        await exchange.answer(page)
+
+    def _state(self) -> str:
+        """One word, or a few: the code of the error that a request would get."""
+        status = self._service.monitor.status()
+        if self._service.is_draining:
+            return "draining"
+        return "ready" if status.is_ready else UNAVAILABLE_CODES[status.state].replace("_", " ")
+
+    def _facts(self) -> dict[str, str]:
+        service, limits = self._service, self._service.engine_limits()
+        facts, fingerprint = service.text.facts, service.monitor.status().fingerprint
+        found = {"weights": f"{facts.family}, {facts.stored_type}"}
+        if facts.num_parameters is not None:
+            found["weights"] += f", {facts.num_parameters:,} parameters"
+        if limits is not None:
+            found["context"] = f"{limits.max_model_len:,} tokens"
+            found["at once"] = f"{limits.max_num_seqs} requests; {limits.max_num_queued_reqs} wait"
+        if fingerprint is not None:
+            found["fingerprint"] = fingerprint.digest
+        return found
+
+
+def _by_api(routes: Sequence[ApiRoute]) -> dict[str, list[tuple[str, str]]]:
+    found: dict[str, list[tuple[str, str]]] = {api: [] for api in _APIS.values()}
+    for route in routes:
+        api = next(api for prefix, api in _APIS.items() if route.path.startswith(prefix))
+        if not route.summary.startswith("Not built"):
+            found[api].append((route.method, route.path.replace(":path}", "}")))
+    return found
+
+
+def _route(name: str, path: str) -> ApiRoute:
+    return ApiRoute(
+        name=name,
+        method="GET",
+        path=path,
+        policy="open",
+        summary="What is here; for browsers a page.",
+        answers=AnswerSchema(
+            name="Root", schema=object_of({"status": TEXT, "openapi": TEXT}), also=("text/html",)
+        ),
+    )
+
+
+ROOT_ROUTES: tuple[ApiRoute, ...] = (_route("root", "/"), _route("docs", "/docs"))
