@@ -29,6 +29,9 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer: digest of the tokenizer; empty without one.
         template: digest of the chat templates; empty without one.
         defaults: digest of the recommended sampling, as far as it is followed.
+        forms: what decides the grammar of a constrained answer besides its request: the revision
+            of the forms, the grammar library's version, and a digest of the parsers and the soft
+            limits; empty where the text is made elsewhere.
         engine_seed: determines the seeds of requests without one. Not in the digest.
     """
 
@@ -41,6 +44,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     template: str
     defaults: str
+    forms: str = ""
     engine_seed: int = 0
 
     @property

@@ -7,8 +7,8 @@ for exactly one thing.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
 
 from cadenza.errors import InvalidRequestError, show
 
@@ -17,10 +17,32 @@ MAX_STRUCTURED_BYTES = 64 << 10
 
 MAX_CHOICES = 4096
 
+Whitespace = Literal["usual", "compact", "any"]
+"""Blanks in constrained JSON: one space or a line's indentation where JSON is usually written with
+them; none; up to 16 between all tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonStyle:
+    """How constrained JSON is written where its schema does not say.
+
+    Args:
+        max_string: characters of a text without a bound; None: as many as the model likes.
+        max_items: items of a list, and members of an object, without a bound.
+    """
+
+    whitespace: Whitespace = "usual"
+    max_string: int | None = None
+    max_items: int | None = None
+
+
+FORMS = ("json", "json_object", "regex", "choice", "grammar")
+"""The members of a `StructuredOutput` of which one is given."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """The form of an answer; exactly one member is given.
+    """The form of an answer; exactly one of json, json_object, regex, choice and grammar is given.
 
     Args:
         json: a JSON Schema, as an object or its text; stored as text.
@@ -28,6 +50,9 @@ class StructuredOutput:
         regex: a regular expression that the whole answer matches.
         choice: the answer is one of these texts.
         grammar: a grammar in Lark's notation, or in GBNF, whose rules have `::=`.
+        whitespace: of JSON; None: as it is usually written.
+        strict: refuse a schema with keywords that no grammar holds, in place of checking the answer
+            at its end.
 
     Raises:
         InvalidRequestError: none or several are given, or one has the wrong type or is too large.
@@ -38,6 +63,8 @@ class StructuredOutput:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    whitespace: Whitespace | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
         given = self._given()
@@ -46,6 +73,15 @@ class StructuredOutput:
             raise _refused(f"has {found}; give one of json, json_object, regex, choice and grammar")
         if not isinstance(self.json_object, bool):
             raise _refused(f"has json_object {show(self.json_object)}; it must be true or false")
+        if self.whitespace not in (None, *get_args(Whitespace)):
+            raise _refused(
+                f"has whitespace {show(self.whitespace)}; give one of "
+                f"{', '.join(get_args(Whitespace))}"
+            )
+        if self.whitespace is not None and given[0] not in ("json", "json_object"):
+            raise _refused(f"has whitespace, which is of JSON only; leave it out with {given[0]}")
+        if not isinstance(self.strict, bool):
+            raise _refused(f"has strict {show(self.strict)}; it must be true or false")
         if self.json is not None and not isinstance(self.json, str):
             object.__setattr__(self, "json", _json_text(self.json))
         if self.choice is not None:
@@ -59,7 +95,7 @@ class StructuredOutput:
         return self._given()[0]
 
     def _given(self) -> list[str]:
-        named = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        named = [(name, getattr(self, name)) for name in FORMS]
         return [
             name
             for name, value in named

@@ -124,8 +124,9 @@ def test_log_probabilities_are_those_before_the_mask(worded: LLM):
 
 
 def test_a_form_that_cannot_be_followed_is_refused_before_anything_starts(worded: LLM):
+    form = StructuredOutput(json={"not": {}}, strict=True)
     with pytest.raises(InvalidRequestError, match="uses not"):
-        worded.generate([[5]], SamplingParams(structured=StructuredOutput(json={"not": {}})))
+        worded.generate([[5]], SamplingParams(structured=form))
     with pytest.raises(InvalidRequestError, match="must be a StructuredOutput"):
         SamplingParams(structured={"json": {}})  # type: ignore[arg-type]
 

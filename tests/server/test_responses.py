@@ -366,7 +366,11 @@ def test_a_tenant_reaches_only_its_own_responses(
         ({"include": ["message.output_text.logprobs"]}, "include", "output_text.logprobs"),
         ({"text": {"format": {"type": "grammar"}}}, "text", "grammar"),
         ({"text": {"verbosity": "chatty"}}, "text", "one of low, medium, high"),
-        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text", "not"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"not": {}}, "strict": True}}},
+            "text",
+            "not",
+        ),
         ({"reasoning": {"summary": "detailed"}}, "reasoning", "summary"),
         ({"tools": [{"type": "web_search"}]}, "tools", "'web_search' is not built"),
         ({"tools": [{"type": "web_search"}]}, "tools", "those of the type function are served"),

@@ -69,6 +69,29 @@ def test_every_field_that_asks_for_a_form_is_followed(
     assert re.fullmatch(regex, content_of(bundled, **fields), re.DOTALL)
 
 
+@pytest.mark.parametrize(
+    ("beside", "regex"),
+    [
+        ({}, r'\{( |\n[ \t]*)?"a": ?1( |\n[ \t]*)?\}'),
+        ({"whitespace": "compact"}, r'\{"a":1\}'),
+        ({"disable_any_whitespace": True}, r'\{"a":1\}'),
+        ({"whitespace": "any"}, r'\{\s*"a"\s*:\s*1\s*\}'),
+    ],
+    ids=str,
+)
+def test_a_request_says_how_much_blank_its_json_has(
+    bundled: RunningServer, beside: dict[str, Any], regex: str
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    found = content_of(bundled, structured_outputs={"json": schema, **beside})
+    assert re.fullmatch(regex, found)
+
+
+def test_a_json_object_may_have_a_schema(bundled: RunningServer) -> None:
+    found = content_of(bundled, response_format={"type": "json_object", "schema": SCHEMA})
+    assert set(json.loads(found)) == {"city", "size"}
+
+
 def test_any_json_object_is_one(bundled: RunningServer) -> None:
     body = {"messages": MESSAGES, **HOT, "max_tokens": 20}
     answer = bundled.post(CHAT, {**body, "response_format": {"type": "json_object"}})
@@ -96,7 +119,11 @@ def test_the_official_client_parses_answers_into_models(bundled: RunningServer) 
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format", "xml"),
         ({"response_format": {"type": "structural_tag"}}, "response_format", "structural_tag"),
-        ({"guided_json": {"not": {}}}, "guided_json", "uses not"),
+        (
+            {"structured_outputs": {"json": {"not": {}}, "strict": True}},
+            "structured_outputs",
+            "uses not",
+        ),
         ({"structured_outputs": {}}, "structured_outputs", "give one of"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural tags"),
@@ -105,7 +132,17 @@ def test_the_official_client_parses_answers_into_models(bundled: RunningServer) 
         ({"guided_grammar": "start: ("}, "guided_grammar", "Expected"),
         ({"guided_regex": "a" * 70_000}, "guided_regex", "characters"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"if": {}}}}},
+            {"structured_outputs": {"regex": "a", "whitespace": "any"}},
+            "structured_outputs",
+            "whitespace",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"if": {}}, "strict": True},
+                }
+            },
             "response_format",
             "uses if",
         ),

@@ -20,11 +20,11 @@ from cadenza.server.endpoints.responses import ResponseRequest
 from cadenza.server.errors import ApiError
 from cadenza.server.schemas.message_fields import MessageTools
 from cadenza.server.schemas.tools import FlatTools, Tools
-from cadenza.structured import StructuredOutput
+from cadenza.structured import JsonStyle, StructuredOutput
 from cadenza.text.answer_grammar import Tool
 from cadenza.text.grammar import GrammarCheck
 from cadenza.text.grammar_check import check_grammar
-from cadenza.text.json_schema import exact_schema
+from cadenza.text.json_schema import JsonGrammar, compile_schema
 from tests.server.bodies import BODIES
 from tests.server.harness import RunningServer
 
@@ -155,7 +155,10 @@ def test_the_official_client_has_a_whole_tool_loop(bundled: RunningServer) -> No
         (
             {
                 "tools": [
-                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"not": {}}, "strict": True},
+                    }
                 ],
                 "tool_choice": "required",
             },
@@ -175,7 +178,10 @@ def test_the_official_client_has_a_whole_tool_loop(bundled: RunningServer) -> No
         (
             {
                 "tool_choice": "required",
-                "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"not": {}}, "strict": True},
+                },
             },
             "response_format",
             "uses not",
@@ -247,11 +253,11 @@ def test_a_tools_parameters_become_a_grammar_once(
 ) -> None:
     given: list[str] = []
 
-    def counted(schema: str) -> str:
+    def counted(schema: str, style: JsonStyle, *, is_strict: bool) -> JsonGrammar:
         given.append(schema)
-        return exact_schema(schema)
+        return compile_schema(schema, style, is_strict=is_strict)
 
-    monkeypatch.setattr("cadenza.text.grammar.exact_schema", counted)
+    monkeypatch.setattr("cadenza.frontend.answers.compile_schema", counted)
     tools = (Tool(name="f", parameters=CITY), Tool(name="g"))
     use = ToolUse(tools=tools, choice="required")
     thoughtful.prepare_answer(
@@ -265,11 +271,11 @@ def test_tools_that_fit_only_by_themselves_are_refused_before_they_reach_the_eng
 ) -> None:
     """The library cannot hold the grammar of all together; its message was a panic's."""
     assert thoughtful.tokenizer is not None
-    item = {"type": "object", "properties": {"a": {"type": "boolean"}}}
-    large = {"type": "array", "prefixItems": [item] * 200}
+    items = [{"properties": {f"a{i}": {"const": i}}, "type": "object"} for i in range(200)]
+    large = {"type": "array", "prefixItems": items}
     planner = AnswerPlanner("", thoughtful.tokenizer, AnswerParsers())
     check = cache(check_grammar)
-    tools = tuple(Tool(name=f"f{i}", parameters=large) for i in range(30))
+    tools = tuple(Tool(name=f"f{i}", parameters=large) for i in range(60))
     for fitting in (tools[:1], tools[:4]):
         use = ToolUse(tools=fitting, choice="required")
         plan = planner.plan("", None, AskedAnswer(use=use), check)

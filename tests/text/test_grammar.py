@@ -18,7 +18,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
 from cadenza.text import grammar_worker
-from cadenza.text.grammar import grammar_of
+from cadenza.text.grammar import grammar_of, read_form
 from cadenza.text.grammar_check import check_grammar
 from cadenza.text.grammar_worker import CheckResult, GrammarWorker
 
@@ -26,7 +26,11 @@ NESTED = {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "$r
 
 
 def problem(**members: object) -> str | None:
-    return check_grammar(grammar_of(StructuredOutput(**members)))  # type: ignore[arg-type]
+    try:
+        grammar = grammar_of(StructuredOutput(**members))  # type: ignore[arg-type]
+    except InvalidRequestError as error:
+        return str(error)
+    return check_grammar(grammar)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +59,13 @@ def test_every_notation_becomes_a_grammar(members: dict[str, object]):
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"if": {}, "then": {}}, "if, then"),
         ({"contains": {}}, "contains"),
-        ({"propertyNames": {}}, "propertyNames"),
-        ({"unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"propertyNames": {"minLength": 2}, "properties": {"ab": {}}}, "propertyNames"),
+        ({"allOf": [{"unevaluatedProperties": False}, {"minLength": 1}]}, "unevaluatedProperties"),
         ({"properties": {"a": {"not": {}}}}, "not"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
-        ({"type": "string", "format": "nonsense"}, "nonsense"),
-        ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
+        ({"type": "string", "pattern": "(?=a)b"}, "pattern"),
+        ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems"),
+        ({"properties": {"a": {}, "b": {}}, "minProperties": 2}, "minProperties"),
         ({"$ref": "https://example.com/schema"}, "example.com"),
         ({"$ref": "#/nowhere"}, "/nowhere"),
         ({"type": "text"}, "text"),
@@ -68,9 +73,39 @@ def test_every_notation_becomes_a_grammar(members: dict[str, object]):
     ids=str,
 )
 def test_a_keyword_that_cannot_be_enforced_is_named(schema: object, named: str):
-    found = problem(json=schema)
+    found = problem(json=schema, strict=True)
     assert found is not None
     assert named in found
+
+
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [
+        ({"not": {"type": "string"}}, ("not",)),
+        ({"if": {}, "then": {}}, ("if", "then")),
+        ({"type": "array", "uniqueItems": True}, ("uniqueItems",)),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"not": {}}}}, ("not",)),
+        ({"type": "array", "uniqueItems": False}, ()),
+        ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, ()),
+        ({"propertyNames": {"type": "string"}}, ()),
+        ({"properties": {"a": {}}, "unevaluatedProperties": False}, ()),
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, ()),
+    ],
+    ids=str,
+)
+def test_without_strict_a_keyword_that_cannot_be_enforced_is_left_to_the_end(
+    schema: dict[str, object], names: tuple[str, ...]
+):
+    form = read_form(StructuredOutput(json=schema))
+    assert form.unenforced == names
+    assert check_grammar(form.text) is None
+
+
+def test_a_format_that_is_not_known_is_an_annotation():
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "path"}}}
+    form = read_form(StructuredOutput(json=schema, strict=True))
+    assert form.annotations == ("path",)
+    assert check_grammar(form.text) is None
 
 
 @pytest.mark.parametrize(
@@ -107,7 +142,7 @@ def test_an_expression_that_cannot_be_followed_is_explained(members: dict[str, o
 )
 def test_what_is_no_schema_and_no_grammar_is_refused(members: dict[str, object], named: str):
     with pytest.raises(InvalidRequestError, match=named) as refused:
-        problem(**members)
+        grammar_of(StructuredOutput(**members))  # type: ignore[arg-type]
     assert refused.value.param == "structured"
 
 
@@ -354,9 +389,9 @@ def test_a_grammar_is_refused_for_good_where_a_process_of_its_own_died(
 
 def test_a_form_of_many_prompts_is_checked_once_and_refused_each_time():
     text = TextFrontend(open_checkpoint(None))
-    odd = {"not": {}}
-    for name, found in (("good", None), ("odd", "uses not")):
-        schema = {"title": "of many prompts", **(odd if found else {})}
+    odd = {"$ref": "#/nowhere"}
+    for name, found in (("good", None), ("odd", "nowhere")):
+        schema = {"const": f"of many prompts, {name}", **(odd if found else {})}
         params = SamplingParams(structured=StructuredOutput(json=schema))
         before = check_grammar.cache_info().misses
         for _ in range(8):

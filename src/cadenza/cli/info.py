@@ -208,9 +208,11 @@ def _speculation(plan: "EnginePlan", config: EngineConfig) -> Facts:
 
 def _answers(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> dict[str, Any]:
     """The fingerprint of answers, and its parts."""
+    from cadenza.frontend.loaded_model import open_text
     from cadenza.loading.fingerprint import make_fingerprint
 
-    fingerprint = make_fingerprint(checkpoint, plan, config)
+    text = open_text(checkpoint, config, plan.limits.max_model_len)
+    fingerprint = text.with_forms(make_fingerprint(checkpoint, plan, config))
     return {"system_fingerprint": fingerprint.digest, **fingerprint.parts}
 
 

@@ -107,6 +107,12 @@ class ServeFlags:
         "How the model writes tool calls: hermes, qwen3_coder, glm45, mistral, llama3_json, "
         "pythonic, functiongemma or json; auto is as the chat template shows.",
     )
+    structured_max_string: int = _flag(
+        4096,
+        "Most characters of a text that a response format's schema does not bound; 0: as many as "
+        "the model likes.",
+        min=0,
+    )
     strict_tools: bool = _flag(
         False,
         "Refuse tools where the chat template has no place for them; otherwise the system message "
@@ -353,6 +359,7 @@ def _make(
         reasoning=flags.reasoning_parser,
         tool_calls=flags.tool_call_parser,
         strict_tools=flags.strict_tools,
+        max_string=flags.structured_max_string or None,
     )
     checks = GrammarWorker().start_checks
     text = open_text(checkpoint, config, start_checks=checks, parsers=parsers)

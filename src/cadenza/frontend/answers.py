@@ -5,7 +5,7 @@ tool calls, and the grammar of a constrained answer. Knows no engine. Invariant:
 and the form that a request asks for, are in the grammar, behind the reasoning.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -23,7 +23,8 @@ from cadenza.text.answer_grammar import (
     either_grammar,
     text_or_calls_grammar,
 )
-from cadenza.text.grammar import GrammarCheck, json_grammar
+from cadenza.text.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, GrammarCheck
+from cadenza.text.json_schema import compile_schema
 from cadenza.text.output_parser import MakeParser
 from cadenza.text.part_parser import (
     REASONING_ALIASES,
@@ -95,6 +96,8 @@ class AnswerParsers:
     """The names of the parsers: auto is as the chat template shows, none is without.
 
     Args:
+        max_string: most characters of a text that a response format's schema does not bound; None:
+            as many as the model likes.
         strict_tools: refuse tools where the chat template has no place for them.
 
     Raises ConfigError.
@@ -102,6 +105,7 @@ class AnswerParsers:
 
     reasoning: str = AUTO
     tool_calls: str = AUTO
+    max_string: int | None = DEFAULT_STYLE.max_string
     strict_tools: bool = False
 
     def __post_init__(self) -> None:
@@ -148,6 +152,16 @@ class AnswerPlanner:
     def tool_format(self) -> ToolFormat:
         """How the model writes calls."""
         return self._tools
+
+    @property
+    def format_names(self) -> tuple[str, ...]:
+        """Those of the formats of reasoning and of tool calls, whether named or shown."""
+        formats: Sequence[tuple[str, object]] = (
+            *REASONING_FORMATS.items(),
+            *TOOL_FORMATS.items(),
+        )
+        used = (self._reasoning, self._tools)
+        return tuple(name for name, each in formats if any(each is one for one in used))
 
     @property
     def has_reasoning(self) -> bool:
@@ -227,7 +241,8 @@ class AnswerPlanner:
 def _arguments(tool: Tool, check: GrammarCheck) -> str:
     """The grammar of a tool's arguments. Raises InvalidRequestError."""
     try:
-        grammar = json_grammar(tool.schema)
+        compiled = compile_schema(tool.schema, ARGUMENTS_STYLE, is_strict=tool.is_strict)
+        grammar = compiled.text
         problem = check(grammar)
     except InvalidRequestError as error:
         grammar, problem = "", str(error)

@@ -89,7 +89,7 @@ class PlannedModel:
             plan=self.plan,
             core=core,
             text=self.text,
-            fingerprint=answers,
+            fingerprint=self.text.with_forms(answers),
         )
 
 

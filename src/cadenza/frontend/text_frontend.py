@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+
+import msgspec
 
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import GenerationConfig, is_integer
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import InvalidRequestError, TextTooLongError, show
+from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
 from cadenza.frontend.model_facts import facts_of
 from cadenza.frontend.sample_output import SampleOutput
@@ -32,7 +35,14 @@ from cadenza.text import (
 )
 from cadenza.text.decoder_stages import bytes_of_token
 from cadenza.text.generic_tools import generic_messages, has_calls
-from cadenza.text.grammar import GrammarCheck, StartChecks, grammar_of, refused
+from cadenza.text.grammar import (
+    DEFAULT_STYLE,
+    GrammarCheck,
+    StartChecks,
+    name_forms,
+    read_form,
+    refused,
+)
 from cadenza.text.grammar_check import start_checks
 from cadenza.text.output_parser import MakeParser
 
@@ -42,6 +52,7 @@ Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int]
 DEFAULT_PARSERS = AnswerParsers()
 ANY_ANSWER = AskedAnswer()
+FingerprintT = TypeVar("FingerprintT", Fingerprint, Fingerprint | None)
 Params = SamplingParams | Mapping[str, object] | None
 """How to sample: `SamplingParams` are complete and taken as they are; a mapping names some of its
 fields, and the others, like all of None's, are as the checkpoint recommends."""
@@ -100,6 +111,9 @@ class TextFrontend:
                 reads_tools=self._template.reads_tools,
             )
         self._is_strict = parsers.strict_tools
+        self._style = replace(DEFAULT_STYLE, max_string=parsers.max_string)
+        formats = () if self._planner is None else self._planner.format_names
+        self._forms = name_forms(self._style, formats)
         self._max_model_len = max_model_len
         self._pooling = checkpoint.pooling
         self._can_generate = checkpoint.can_generate
@@ -119,6 +133,12 @@ class TextFrontend:
     def tokenizer(self) -> Tokenizer | None:
         """The model's; None without tokenizer.json."""
         return self._tokenizer
+
+    def with_forms(self, fingerprint: FingerprintT) -> FingerprintT:
+        """The fingerprint of answers whose forms are made here; None stays None."""
+        if fingerprint is None or self._tokenizer is None:
+            return fingerprint
+        return msgspec.structs.replace(fingerprint, forms=self._forms)
 
     @property
     def has_chat_template(self) -> bool:
@@ -265,13 +285,21 @@ class TextFrontend:
             banned = bad_word_token_ids(self._need_tokenizer(), params.bad_words)
             request = replace(request, bad_word_token_ids=banned)
         if params.structured is not None and request.constraint is None:
-            request = replace(request, constraint=_constraint_of(params.structured, check))
+            request = replace(request, constraint=self._constraint_of(params.structured, check))
         count = params.truncate_prompt_tokens
         if count is not None and len(ids) > count:
             request = replace(request, prompt_token_ids=ids[-count:])
         if request.pooling is not None and request.pooling.pooling is None:
             request = replace(request, pooling=self._resolve_pooling(request.pooling))
         return request
+
+    def _constraint_of(self, structured: StructuredOutput, check: GrammarCheck) -> ConstraintSpec:
+        """Raises InvalidRequestError where it cannot be followed."""
+        form = read_form(structured, self._style)
+        problem = check(form.text)
+        if problem is not None:
+            raise refused(f"the structured output's {structured.kind} is refused: {problem}")
+        return ConstraintSpec(grammar=form.text)
 
     def _resolve_pooling(self, params: PoolingParams) -> PoolingParams:
         default = self._pooling
@@ -444,15 +472,6 @@ class TextFrontend:
                 "this model has no tokenizer.json; give token ids instead of text", param="prompt"
             )
         return self._tokenizer
-
-
-def _constraint_of(structured: StructuredOutput, check: GrammarCheck) -> ConstraintSpec:
-    """Raises InvalidRequestError where it cannot be followed."""
-    grammar = grammar_of(structured)
-    problem = check(grammar)
-    if problem is not None:
-        raise refused(f"the structured output's {structured.kind} is refused: {problem}")
-    return ConstraintSpec(grammar=grammar)
 
 
 def _are_objects(values: object) -> bool:

@@ -110,6 +110,7 @@ class Service:
         )
         self.created = int(options.now())
         self.responses = ResponseStore(options.stored_responses, options.clock)
+        self._engine_fingerprint: Fingerprint | None = None
         self._fingerprint: Fingerprint | None = None
         self._engine = AsyncEngine(engine, text, self.fingerprint)
         self._open: dict[str, OpenCall] = {}
@@ -163,7 +164,9 @@ class Service:
             self.counts.reject("unavailable")
             raise unavailable(UNAVAILABLE_CODES[status.state], status.retry_after_s)
         assert status.request_check is not None, "an engine that is ready has been loaded"
-        self._fingerprint = status.fingerprint
+        if status.fingerprint is not self._engine_fingerprint:
+            self._engine_fingerprint = status.fingerprint
+            self._fingerprint = self.text.with_forms(status.fingerprint)
         return status.request_check
 
     def check_model(self, model: str | None) -> str:

@@ -110,8 +110,8 @@ def _literal(text: str, marks: Marks) -> str:
 
 
 def _named(arguments: Arguments) -> list[dict[str, Any]]:
-    read = [json.loads(grammar)["grammars"] for grammar in arguments.values()]
-    return [{**inner, "name": f"args_{i}"} for i, (inner,) in enumerate(read)]
+    named = (_parts(f"args_{i}", grammar) for i, grammar in enumerate(arguments.values()))
+    return [part for parts in named for part in parts]
 
 
 def _parts(name: str, grammar: str) -> list[dict[str, Any]]:

@@ -4,13 +4,16 @@ Owns the notations that are accepted, and the bounds of grammars. Knows no token
 grammar that passes `grammar_check` enforces everything that was asked for.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, cast
 
 from cadenza.errors import InvalidRequestError
-from cadenza.structured import StructuredOutput
-from cadenza.text.json_schema import exact_schema
+from cadenza.structured import JsonStyle, StructuredOutput
+from cadenza.text.json_schema import JsonGrammar, compile_schema
 
 GrammarCheck = Callable[[str], str | None]
 """What is wrong with a grammar; None if it can be followed."""
@@ -19,9 +22,6 @@ StartChecks = Callable[[], GrammarCheck]
 """Makes the check of one request's grammars, which may have a bound on their time together."""
 
 _MAX_ERROR_CHARS = 300
-
-WHITESPACE = r"[ \n\t]{1,16}"
-"""Between the tokens of JSON. Without a bound a model may go on with blanks for ever."""
 
 LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -38,32 +38,46 @@ They do not depend on the machine, so that a stream ends at the same token every
 _ANY_OBJECT = '{"type": "object"}'
 
 
+FORMS_REVISION = 2
+"""To be raised when the grammar of a request that was accepted before changes."""
+
+DEFAULT_STYLE = JsonStyle(max_string=4096, max_items=512)
+"""Of answers in a form: each of them ends."""
+
+ARGUMENTS_STYLE = JsonStyle()
+"""Of tools' arguments: a file that an agent writes may be long."""
+
+
+def name_forms(style: JsonStyle, parsers: Sequence[str]) -> str:
+    """What decides the grammar of an answer besides its request, for the fingerprint."""
+    described = repr((style, sorted(LIMITS.items()), *parsers))
+    digest = hashlib.sha256(described.encode()).hexdigest()[:8]
+    return f"{FORMS_REVISION}-llguidance-{version('llguidance')}-{digest}"
+
+
 def grammar_of(structured: StructuredOutput) -> str:
     """The grammar of a structured output. Raises InvalidRequestError."""
+    return read_form(structured).text
+
+
+def read_form(structured: StructuredOutput, style: JsonStyle = DEFAULT_STYLE) -> JsonGrammar:
+    """As `grammar_of`, with what the grammar does not hold. Raises InvalidRequestError."""
+    if structured.whitespace is not None:
+        style = replace(style, whitespace=structured.whitespace)
     match structured.kind:
         case "json":
-            return json_grammar(cast(str, structured.json))
+            text = cast(str, structured.json)
+            return compile_schema(text, style, is_strict=structured.strict)
         case "json_object":
-            return json_grammar(_ANY_OBJECT)
+            return compile_schema(_ANY_OBJECT, style, is_strict=False)
         case "regex":
-            return _library().grammar_from_regex(structured.regex)
+            return JsonGrammar(text=_library().grammar_from_regex(structured.regex))
         case "choice":
             # One terminal: rules would be an alternative each, of which few may be open at once.
             options = " | ".join(json.dumps(each) for each in structured.choice or ())
-            return lark_grammar(f"start: CHOICE\nCHOICE: {options}")
+            return JsonGrammar(text=lark_grammar(f"start: CHOICE\nCHOICE: {options}"))
         case _:
-            return lark_grammar(_as_lark(structured.grammar or ""))
-
-
-def json_grammar(schema: str) -> str:
-    """The grammar of a JSON Schema, given as JSON. Raises InvalidRequestError."""
-    exact = exact_schema(schema)
-    try:
-        return _library().grammar_from_json_schema(
-            exact, overrides={"whitespace_pattern": WHITESPACE}
-        )
-    except ValueError:
-        raise refused("the JSON schema cannot be read; check its keywords") from None
+            return JsonGrammar(text=lark_grammar(_as_lark(structured.grammar or "")))
 
 
 def lark_grammar(lark: str) -> str:

@@ -8,11 +8,13 @@ refused by its name, never left out.
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from cadenza.text.grammar import LIMITS, GrammarCheck
+from cadenza.text.json_schema import NO_TEXT
 
 MAX_ERROR_CHARS = 300
 
@@ -25,19 +27,22 @@ TRIAL_BYTES = 64
 TRIAL_LIMITS: Mapping[str, Any] = {**LIMITS, "step_max_items": 2_000, "verbose_errors": True}
 """A byte has fewer continuations than a token, of which one mask looks at all."""
 
-_IMPOSSIBLE = "no text can satisfy it"
-NO_TEXT = f"{_IMPOSSIBLE}; loosen what it asks for together"
+_IMPOSSIBLE = NO_TEXT.partition(";")[0]
 
 _UNSATISFIABLE = "Unsatisfiable schema: "
 _NO_MATCH = "Regex is empty"
 _STATES = "its expressions have too many states"
 _SIZE = "its rules have too many parts"
+_PLACE = re.compile(r"(at \d+\(\d+\): )?failed to compile JSON schema: ")
+"""Of a schema within a grammar that the client has not written."""
+
 _BOUNDS: Mapping[str, str] = {
     "Current row has": "at one place of it over {max_items_in_row} parts of rules may follow",
     "Too many items": "its rules can be read in too many ways at once",
     "lexer error": _STATES,
     "lexer precomputation": _STATES,
     "fuel exhausted": _STATES,
+    "Unable to determine if regex is empty": _STATES,
     "grammar size": _SIZE,
     "grammar.symbols.len": _SIZE,
 }
@@ -75,6 +80,7 @@ def described(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if not lines:
         return "it cannot be read"
+    lines[0] = _PLACE.sub("", lines[0])
     if lines[0].startswith("Unimplemented keys: "):
         names = ", ".join(json.loads(lines[0].removeprefix("Unimplemented keys: ")))
         return f"it uses {names}, which cannot be enforced; leave it out"

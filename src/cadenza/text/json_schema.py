@@ -1,31 +1,37 @@
-"""JSON Schemas before they become grammars: their bounds, cycles of references, and formats.
+"""`compile_schema`: a JSON Schema, given as text, becomes a grammar.
 
-Owns what the grammar library does not say or allows too much: how deep a schema is nested, a `$ref`
-that leads back to itself, and texts of a format that validators refuse. Knows no grammar.
-Invariant: what `exact_schema` returns allows no text that the given schema does not.
+Owns the bounds of schemas, what of one is not followed, and which of two compilers reads it: our
+own, or the grammar library's for rare combinations. Knows no tokens. Invariant: a grammar allows no
+text that the schema does not, but for the keywords that it names as unenforced.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import unquote
 
 from cadenza.errors import InvalidRequestError
+from cadenza.structured import JsonStyle
+from cadenza.text.schema_grammar import SchemaGrammar, library_options
+from cadenza.text.schema_merge import UnsatisfiableError, UnsupportedSchemaError
+from cadenza.text.schema_patterns import narrow_texts
+
+NO_TEXT = "no text can satisfy it; loosen what it asks for together"
 
 MAX_DEPTH = 64
 """Levels of objects and lists within each other; also the bound of request bodies."""
 
-_LEAP_DAY = r"(([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)"
-_DATE = rf"([0-9]{{4}}-(0[13-9]|1[0-2])-|[0-9]{{4}}-02-([01]|2[0-8])|{_LEAP_DAY})"
-_TIME = "([^:]*:){2}[0-5]"
+UNENFORCEABLE = (
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains"),
+    *("dependentSchemas", "dependentRequired", "dependencies", "unevaluatedItems"),
+)
+"""Keywords that no grammar holds."""
 
-FORMAT_PATTERNS: Mapping[str, str] = {
-    "date": f"^{_DATE}",
-    "time": f"^{_TIME}",
-    "date-time": rf"^{_DATE}[^:]*:[^:]*:[0-5]",
-}
-"""What texts of a format must match as well. The library's own expressions allow second 60 at any
-minute, and 29 February in any year."""
+_IDENTIFIERS = frozenset({"$id", "id", "$anchor", "$dynamicRef", "$dynamicAnchor"})
+
+_FALLBACK_ONLY = ("uniqueItems", "propertyNames", "unevaluatedProperties")
+"""Keywords that the library does not hold, and `SchemaGrammar` does in part."""
 
 _ONE_SCHEMA = (
     *("items", "additionalProperties", "additionalItems", "not", "if", "then", "else"),
@@ -37,27 +43,135 @@ _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "depe
 _Schema = dict[str, Any]
 
 
-def exact_schema(text: str) -> str:
-    """A schema, given as JSON, as the grammar library may have it. Raises InvalidRequestError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonGrammar:
+    """A grammar of JSON.
+
+    Args:
+        text: as the grammar library reads it.
+        unenforced: keywords of the schema that the grammar does not hold.
+        annotations: formats that are not followed.
+    """
+
+    text: str
+    unenforced: tuple[str, ...] = ()
+    annotations: tuple[str, ...] = ()
+
+
+def compile_schema(text: str, style: JsonStyle, *, is_strict: bool) -> JsonGrammar:
+    """The grammar of a schema, given as JSON. Raises InvalidRequestError.
+
+    Args:
+        is_strict: refuse a keyword that the grammar does not hold.
+    """
+    schema = parse_schema(text)
+    unenforced: dict[str, None] = {}
+    annotations: dict[str, None] = {}
+    if isinstance(schema, dict):
+        _check_bounds(schema)
+        for each in [*_subschemas(schema)]:
+            _prepare(each, unenforced, annotations)
+    grammar = _compiled(schema, style, unenforced)
+    if is_strict and unenforced:
+        raise _refused(
+            f"uses {', '.join(unenforced)}, which cannot be enforced; leave it out, or leave out "
+            f"strict, so that the answer is checked at its end"
+        )
+    return JsonGrammar(text=grammar, unenforced=tuple(unenforced), annotations=tuple(annotations))
+
+
+def parse_schema(text: str) -> _Schema | bool:
+    """A schema, given as JSON. Raises InvalidRequestError."""
     try:
-        parsed: object = json.loads(text)
+        parsed: object = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise _refused("is not valid JSON, or is nested too deep") from None
     if parsed is True:
-        return "{}"
+        return True
     if not isinstance(parsed, dict):
         raise _refused("is neither an object nor true")
-    schema = cast(_Schema, parsed)
+    return cast(_Schema, parsed)
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(name)
+
+
+def _check_bounds(schema: _Schema) -> None:
     if "x-guidance" in schema:
         raise _refused("has x-guidance, which is not a keyword here; leave it out")
     if _is_deeper_than(MAX_DEPTH, schema):
         raise _refused(f"is nested more than {MAX_DEPTH} levels deep, the most that is allowed")
-    has_changed = False
     ending: set[str] = set()
     for each in _subschemas(schema):
         _check_references(schema, each, ending)
-        has_changed |= _narrow_format(each)
-    return json.dumps(schema, ensure_ascii=False) if has_changed else text
+
+
+def _prepare(schema: _Schema, unenforced: dict[str, None], annotations: dict[str, None]) -> None:
+    """Takes out of one schema what is not followed, and narrows its format."""
+    for name in UNENFORCEABLE:
+        if name in schema:
+            del schema[name]
+            unenforced[name] = None
+    narrow_texts(schema, unenforced, annotations)
+
+
+def _compiled(schema: _Schema | bool, style: JsonStyle, unenforced: dict[str, None]) -> str:
+    def resolve(name: str) -> object:
+        found = _resolved(cast(_Schema, schema), name)
+        if found is None:
+            raise UnsupportedSchemaError
+        return found
+
+    left_out: dict[str, None] = {}
+    draft = str(schema.get("$schema", "")) if isinstance(schema, dict) else ""
+    compiler = SchemaGrammar(
+        style,
+        resolve,
+        left_out.setdefault,
+        ignores_siblings="draft-0" in draft,
+    )
+    try:
+        if isinstance(schema, dict) and _has_identifiers(schema):
+            raise UnsupportedSchemaError
+        lark = compiler.compile(schema)
+    except UnsatisfiableError as error:
+        raise _refused(f"is refused: {_impossible(error)}") from None
+    except UnsupportedSchemaError:
+        return _by_the_library(cast(_Schema, schema), style, unenforced)
+    unenforced |= left_out
+    return _library().grammar_from_lark(lark)
+
+
+def _impossible(error: UnsatisfiableError) -> str:
+    return NO_TEXT.replace("; loosen", f": {error.args[0]}; loosen") if error.args else NO_TEXT
+
+
+def _by_the_library(schema: _Schema, style: JsonStyle, unenforced: dict[str, None]) -> str:
+    """The grammar of a schema that is combined in a way that `SchemaGrammar` does not resolve.
+
+    Blanks stand behind commas and colons only, and nothing is bounded that the schema does not.
+    """
+    overrides = library_options(style)
+    for each in [*_subschemas(schema)]:
+        for name in _FALLBACK_ONLY:
+            if name in each and (each.pop(name) or name != "uniqueItems"):
+                unenforced[name] = None
+        if "oneOf" in each:
+            overrides |= {"coerce_one_of": True}
+            unenforced["oneOf"] = None
+    try:
+        return _library().grammar_from_json_schema(
+            json.dumps(schema, ensure_ascii=False), overrides=overrides
+        )
+    except ValueError:
+        raise _refused("cannot be read; check its keywords") from None
+
+
+def _has_identifiers(schema: _Schema) -> bool:
+    """Whether references may be resolved against something else than the whole schema."""
+    inner = (each for each in _subschemas(schema) if each is not schema)
+    return any(not _IDENTIFIERS.isdisjoint(each) for each in inner)
 
 
 def _refused(problem: str) -> InvalidRequestError:
@@ -136,14 +250,8 @@ def _resolved(root: _Schema, name: str) -> object:
     return found
 
 
-def _narrow_format(schema: _Schema) -> bool:
-    """Adds the pattern of a schema's format; whether there is one."""
-    name = schema.get("format")
-    pattern = FORMAT_PATTERNS.get(name) if isinstance(name, str) else None
-    if pattern is None:
-        return False
-    if "pattern" not in schema:
-        schema["pattern"] = pattern
-    elif isinstance(schema.setdefault("allOf", []), list):
-        schema["allOf"].append({"pattern": pattern})
-    return True
+def _library() -> Any:
+    # Imported where a request needs it: most have no structured output.
+    from llguidance import LLMatcher
+
+    return LLMatcher

@@ -30,7 +30,8 @@ JSON_FORMS = (
             "properties": {"w": _WORD, "i": {"type": "integer"}},
             "required": ["w", "i"],
             "additionalProperties": False,
-        }
+        },
+        whitespace="any",  # else a name is followed by tokens of two characters only
     ),
     StructuredOutput(json_object=True),
 )

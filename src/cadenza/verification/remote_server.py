@@ -179,7 +179,8 @@ def body_of(request: Request) -> dict[str, Any]:
 
 
 def _form_fields(form: StructuredOutput) -> dict[str, Any]:
-    return {form.kind: getattr(form, form.kind)}
+    style = {} if form.whitespace is None else {"whitespace": form.whitespace}
+    return {form.kind: getattr(form, form.kind), **style}
 
 
 def _sample(choice: dict[str, Any]) -> Sample:

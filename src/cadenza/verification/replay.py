@@ -26,8 +26,9 @@ from cadenza.request import Request
 
 MAX_RECEIPT_BYTES = 1 << 30
 
-_NOT_COMPUTED_FROM = frozenset({"template", "defaults"})
-"""Parts that a replay does not use: a receipt has the prompt's ids and all parameters."""
+_NOT_COMPUTED_FROM = frozenset({"template", "defaults", "forms"})
+"""Parts that a replay does not use: a receipt has the prompt's ids and all parameters, and no
+constrained answer."""
 
 
 class ReceiptError(InvalidRequestError):
@@ -110,7 +111,7 @@ def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iter
                 found = (*_untold_model(model), *_other_model(each.receipt, error))
                 yield _verdict(each, found)
             continue
-        here = make_fingerprint(planned.checkpoint, planned.plan, config)
+        here = planned.text.with_forms(make_fingerprint(planned.checkpoint, planned.plan, config))
         fitting = [each for each in group if not _unfit(each.receipt, here)]
         for each in group:
             if each not in fitting:

@@ -89,7 +89,8 @@ class StatusHandlers:
 
     def _card(self, name: str) -> dict[str, Any]:
         status = self._service.monitor.status()
-        check, fingerprint = status.request_check, status.fingerprint
+        check = status.request_check
+        fingerprint = self._service.text.with_forms(status.fingerprint)
         defaults = self._service.text.defaults
         return {
             "id": name,

@@ -6,13 +6,20 @@ is decided where it is compiled. Invariant: a field that asks for a form is foll
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from cadenza.errors import InvalidRequestError
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import DeclaredObject, ObjectOf, label, optional, unsupported
-from cadenza.server.schemas.field_types import Boolean, FieldType, Schema, String, refuse
-from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
+from cadenza.server.schemas.field_types import (
+    Boolean,
+    FieldType,
+    OneOf,
+    Schema,
+    String,
+    refuse,
+)
+from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput, Whitespace
 
 _FORMATS = 'an object such as {"type": "json_schema", "json_schema": {"schema": …}}'
 _NAMED = {"name": String(max_chars=64), "description": String(max_chars=16 << 10)}
@@ -30,7 +37,7 @@ def structured_of(name: str, **members: object) -> StructuredOutput:
 class ResponseFormat:
     """`response_format`: text (None), any JSON object, or JSON of a schema.
 
-    A schema is always followed exactly, so `strict` changes nothing.
+    With `strict`, a schema with keywords that no grammar holds is refused.
     """
 
     def check(self, name: str, value: object) -> StructuredOutput | None:
@@ -41,6 +48,8 @@ class ResponseFormat:
         kind = members.pop("type", None)
         if kind in ("text", "json_object") and not members:
             return None if kind == "text" else structured_of(name, json_object=True)
+        if kind == "json_object" and members.keys() == {"schema"}:
+            return structured_of(name, json=members["schema"])
         if kind == "structural_tag":
             raise not_built(name, "the type structural_tag")
         if kind != "json_schema" or members.keys() != {"json_schema"}:
@@ -60,7 +69,11 @@ class ResponseFormat:
         kinds: Schema = {"type": "string", "enum": ["text", "json_object", "json_schema"]}
         return {
             "type": "object",
-            "properties": {"type": kinds, "json_schema": described},
+            "properties": {
+                "type": kinds,
+                "json_schema": described,
+                "schema": {"type": ["object", "boolean", "null"]},
+            },
             "required": ["type"],
         }
 
@@ -81,7 +94,7 @@ def schema_format(name: str, value: object) -> StructuredOutput:
             raise invalid_value(f"{name} has no member {key[:64]!r} in its json_schema", name)
     if members.get("schema") is None:
         raise invalid_value(f"{name} has a json_schema without schema; give the schema", name)
-    return structured_of(name, json=members["schema"])
+    return structured_of(name, json=members["schema"], strict=members.get("strict") or False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +141,9 @@ class StructuredOutputs(DeclaredObject):
     regex = optional(_TEXT)
     choice = optional(ChoiceTexts())
     grammar = optional(_TEXT)
-    disable_any_whitespace = unsupported("JSON without blanks", False)
+    whitespace = optional(OneOf(get_args(Whitespace)), "Blanks in JSON.")
+    strict = optional(Boolean(), "Refuse a schema that no grammar holds.", default=False)
+    disable_any_whitespace = optional(Boolean(), "True: whitespace is compact.", default=False)
     disable_additional_properties = unsupported("closing every object of a schema", False)
     disable_fallback = label(Boolean())
     whitespace_pattern = unsupported("a pattern of the blanks in JSON")
@@ -140,8 +155,10 @@ class OneForm:
     """`structured_outputs`: an object with exactly one of `StructuredOutput`'s members."""
 
     def check(self, name: str, value: object) -> StructuredOutput:
-        given = ObjectOf(StructuredOutputs).check(name, value)
-        return structured_of(name, **given.values)
+        values = {**ObjectOf(StructuredOutputs).check(name, value).values}
+        if values.pop("disable_any_whitespace", False) and values.get("whitespace") is None:
+            values["whitespace"] = "compact"
+        return structured_of(name, **values)
 
     def schema(self) -> Schema:
         return StructuredOutputs.object_schema()

@@ -1,0 +1,607 @@
+"""`SchemaGrammar`: a JSON Schema becomes a grammar in Lark's notation.
+
+Owns where blanks may stand, and how long texts, lists and free JSON may get where the schema does
+not say. Knows no tokens. Invariant: each text of the grammar is JSON that satisfies what of the
+schema was not left out.
+"""
+
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from cadenza.structured import JsonStyle
+from cadenza.text.schema_merge import (
+    TYPES,
+    Schema,
+    SchemaMerger,
+    UnsatisfiableError,
+    UnsupportedSchemaError,
+    equal,
+    is_of_type,
+    type_of,
+    types_of,
+)
+from cadenza.text.schema_numbers import EmptyRangeError, UnboundedDigitsError, number_terminal
+
+MAX_UNIQUE = 64
+"""Values that the items of a list without repetition may have: the bits of a rule's parameter."""
+
+MAX_FREE_DEPTH = 16
+"""Of JSON that a schema says nothing about, where answers are bounded."""
+
+_CHAR = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt]|\\u00([01][0-9a-fA-F]|7[fF]))'
+_KEY_CHAR = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])'
+"""Of the names of members: each name has one spelling, so that those that are taken are excluded.
+"""
+
+_SIMPLE: Mapping[str, Callable[[Any, Any], bool]] = {
+    "minLength": operator.ge,
+    "maxLength": operator.le,
+    "minimum": operator.ge,
+    "maximum": operator.le,
+    "exclusiveMinimum": operator.gt,
+    "exclusiveMaximum": operator.lt,
+}
+"""Keywords that may stand beside an enum."""
+
+_NUMBER_IN_BRACES = re.compile(r"(?<=[{,])\d{1,9}(?=[,}])")
+
+_WORD = re.compile(r"\w+")
+
+_LINE = r"\n( {0,32}|\t{0,8})"
+_ANY_BLANKS = r"[ \n\t]{0,16}"
+_MAX_COUNT = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blanks:
+    """Expressions of what may stand behind and before the tokens of JSON."""
+
+    inside: str
+    before_comma: str
+    behind_comma: str
+    behind_colon: str
+
+
+_BLANKS: Mapping[str, _Blanks] = {
+    "usual": _Blanks(
+        inside=f"( |{_LINE})?", before_comma="", behind_comma=f"( |{_LINE})?", behind_colon=" ?"
+    ),
+    "compact": _Blanks(inside="", before_comma="", behind_comma="", behind_colon=""),
+    "any": _Blanks(
+        inside=_ANY_BLANKS,
+        before_comma=_ANY_BLANKS,
+        behind_comma=_ANY_BLANKS,
+        behind_colon=_ANY_BLANKS,
+    ),
+}
+
+
+def library_options(style: JsonStyle) -> dict[str, object]:
+    """Options of the grammar library for a schema that it compiles itself."""
+    blanks = _BLANKS[style.whitespace]
+    return {
+        "item_separator": f"{blanks.before_comma},{blanks.behind_comma}",
+        "key_separator": f"{blanks.before_comma}:{blanks.behind_colon}",
+        "whitespace_flexible": False,
+    }
+
+
+@dataclass(slots=True, eq=False)
+class _Lark:
+    """Rules and terminals by their bodies; equal bodies are one."""
+
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    bodies: dict[str, str] = field(default_factory=dict[str, str])
+    parametric: set[str] = field(default_factory=set[str])
+
+    def terminal(self, body: str) -> str:
+        return self._named("T", body)
+
+    def rule(self, body: str) -> str:
+        return self._named("r", body)
+
+    def new_rule(self) -> str:
+        """A rule whose body is set later."""
+        name = f"r{len(self.bodies)}"
+        self.bodies[name] = ""
+        return name
+
+    def text_from(self, start: str) -> str:
+        """The grammar, of the rules that can be reached."""
+        needed, waiting = {start}, [start]
+        while waiting:
+            for word in _WORD.findall(self.bodies[waiting.pop()]):
+                if word in self.bodies and word not in needed:
+                    needed.add(word)
+                    waiting.append(word)
+        lines = [
+            f"{name}::_: {body}" if name in self.parametric else f"{name}: {body}"
+            for name, body in self.bodies.items()
+            if name in needed
+        ]
+        return "\n".join([f"start: {start}", *lines])
+
+    def _named(self, prefix: str, body: str) -> str:
+        if body not in self.names:
+            self.names[body] = f"{prefix}{len(self.bodies)}"
+            self.bodies[self.names[body]] = body
+        return self.names[body]
+
+
+class SchemaGrammar:
+    """Compiles one schema.
+
+    Args:
+        resolve: the schema that a reference names. Raises UnsupportedSchemaError.
+        leave_out: called with the name of a keyword that is not followed.
+    """
+
+    def __init__(
+        self,
+        style: JsonStyle,
+        resolve: Callable[[str], object],
+        leave_out: Callable[[str], None],
+        *,
+        ignores_siblings: bool = False,
+    ) -> None:
+        self._style = style
+        self._resolve = resolve
+        self._leave_out = leave_out
+        self._merger = SchemaMerger(resolve, leave_out, ignores_siblings=ignores_siblings)
+        self._lark = _Lark()
+        self._references: dict[str, str] = {}
+        self._impossible: set[str] = set()
+        self._open: dict[str, bool] = {}  # what is being compiled, and whether it has itself
+        self._free: dict[int, str] = {}
+        blanks = _BLANKS[style.whitespace]
+        made = {
+            "OPEN": rf"/\{{{blanks.inside}/",
+            "CLOSE": rf"/{blanks.inside}\}}/",
+            "EMPTY": rf"/\{{{blanks.inside}\}}/",
+            "LIST": rf"/\[{blanks.inside}/",
+            "END": rf"/{blanks.inside}\]/",
+            "NONE": rf"/\[{blanks.inside}\]/",
+            "COMMA": f"/{blanks.before_comma},{blanks.behind_comma}/",
+            "COLON": f"/{blanks.before_comma}:{blanks.behind_colon}/",
+        }
+        self._lark.bodies.update(made)
+
+    def compile(self, schema: object) -> str:
+        """The grammar. Raises UnsatisfiableError or UnsupportedSchemaError."""
+        return self._lark.text_from(self._value(schema))
+
+    def _value(self, schema: object) -> str:
+        """The name of a rule or terminal. Raises UnsatisfiableError."""
+        self._merger.spend()
+        found = self._merger.alternatives(schema)
+        bodies: dict[str, None] = {}
+        problem = UnsatisfiableError()
+        for each in found:
+            try:
+                bodies |= dict.fromkeys(self._bodies(each))
+            except UnsatisfiableError as error:
+                problem = error
+        if not bodies:
+            raise problem
+        if len(bodies) == 1:
+            (body,) = bodies
+            if body in self._lark.bodies:
+                return body
+        return self._lark.rule(" | ".join(bodies))
+
+    def _bodies(self, each: Schema) -> Iterable[str]:
+        """What an alternative may be, as bodies of rules."""
+        if not each:
+            return [self._any()]
+        if "$ref" in each:
+            return [self._reference(each["$ref"])]
+        if "enum" in each:
+            return self._enum(each)
+        return self._typed(each)
+
+    def _typed(self, schema: Schema) -> list[str]:
+        make: dict[str, Callable[[Schema], str]] = {
+            "null": lambda _: self._lark.terminal('"null"'),
+            "boolean": lambda _: self._lark.terminal("/true|false/"),
+            "integer": lambda each: self._number(each, is_integer=True),
+            "number": lambda each: self._number(each, is_integer=False),
+            "string": self._string,
+            "array": self._array,
+            "object": self._object,
+        }
+        types, found, problem = types_of(schema), list[str](), UnsatisfiableError()
+        for name in TYPES:
+            if name not in types or (name == "integer" and "number" in types):
+                continue
+            try:
+                found.append(make[name](schema))
+            except UnsatisfiableError as error:
+                problem = error
+        if not found:
+            raise problem
+        return found
+
+    def _reference(self, name: str) -> str:
+        if name in self._impossible:
+            raise UnsatisfiableError
+        if name in self._references:
+            if name in self._open:
+                self._open[name] = True
+            return self._references[name]
+        self._references[name] = rule = self._lark.new_rule()
+        self._open[name] = False
+        try:
+            self._lark.bodies[rule] = self._value(self._resolve(name))
+        except UnsatisfiableError:
+            self._impossible.add(name)
+            if self._open[name]:  # rules that are kept may have it
+                raise UnsupportedSchemaError from None
+            raise
+        finally:
+            del self._open[name]
+        return rule
+
+    def _enum(self, schema: Schema) -> list[str]:
+        beside = {name: value for name, value in schema.items() if name != "enum"}
+        given = cast(list[object], schema["enum"])
+        values = [each for each in given if _satisfies(each, beside)]
+        scalars = [each for each in values if type_of(each) not in ("array", "object")]
+        others = [each for each in values if type_of(each) in ("array", "object")]
+        found = [self._literal(each) for each in others]
+        if scalars:
+            found.append(self._lark.terminal(" | ".join(_quoted(_json(each)) for each in scalars)))
+        if not found:
+            raise UnsatisfiableError
+        return found
+
+    def _literal(self, value: object) -> str:
+        """Of one value, with blanks as elsewhere."""
+        if isinstance(value, list):
+            items = [self._literal(each) for each in cast(list[object], value)]
+            return f"LIST {' COMMA '.join(items)} END" if items else "NONE"
+        if isinstance(value, dict):
+            members = cast(dict[str, object], value).items()
+            parts = [f"{self._name(name)} {self._literal(each)}" for name, each in members]
+            return f"OPEN {' COMMA '.join(parts)} CLOSE" if parts else "EMPTY"
+        return self._lark.terminal(_quoted(_json(value)))
+
+    def _name(self, name: str) -> str:
+        """A member's name, with what separates it from its value."""
+        return self._lark.terminal(f"{_quoted(_json(name))} COLON")
+
+    def _number(self, schema: Schema, *, is_integer: bool) -> str:
+        if "multipleOf" in schema:
+            return self._library_number(schema, is_integer=is_integer)
+        try:
+            return self._lark.terminal(number_terminal(schema, is_integer=is_integer))
+        except EmptyRangeError:
+            raise UnsatisfiableError from None
+        except UnboundedDigitsError:
+            raise UnsupportedSchemaError from None
+
+    def _library_number(self, schema: Schema, *, is_integer: bool) -> str:
+        names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+        given = {name: schema[name] for name in names if name in schema}
+        if "exclusiveMinimum" not in given:
+            given.setdefault("minimum", -(10**18))
+        if "exclusiveMaximum" not in given:
+            given.setdefault("maximum", 10**18)
+        return self._library({"type": "integer" if is_integer else "number", **given})
+
+    def _library(self, schema: Schema) -> str:
+        """As the grammar library reads a schema of numbers or texts."""
+        options = {"whitespace_flexible": False}
+        return self._lark.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+
+    def _string(self, schema: Schema) -> str:
+        patterns, formats = schema.get("pattern", ()), schema.get("format", ())
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        if most is None and self._style.max_string is not None:
+            longest = _longest_count(patterns)
+            most = None if longest > self._style.max_string else max(self._style.max_string, least)
+        if most is not None and least > most:
+            raise _contradiction("minLength", least, "maxLength", most)
+        if not patterns and not formats:
+            return self._lark.terminal(rf'/"{_CHAR}{_count(least, most)}"/')
+        given: Schema = {"type": "string"}
+        given |= {"minLength": least} if least else {}
+        given |= {"maxLength": most} if most is not None and most < _MAX_COUNT else {}
+        conditions = [{"pattern": each} for each in patterns]
+        conditions += [{"format": each} for each in formats]
+        if len(conditions) == 1:
+            return self._library({**given, **conditions[0]})
+        return self._library({**given, "allOf": conditions})
+
+    def _any(self, depth: int = 0) -> str:
+        """Any JSON; less and less deep where answers are bounded."""
+        if self._style.max_items is None:
+            depth = 0
+        if depth not in self._free:
+            self._free[depth] = rule = self._lark.new_rule()
+            scalars = [name for name in TYPES if name not in ("array", "object")]
+            bodies = self._typed({"type": scalars})
+            if depth < MAX_FREE_DEPTH:
+                inner = self._any(depth + 1)
+                bodies += [self._repeated(inner, 0, self._most_items(0)), self._free_object(inner)]
+            else:
+                bodies += ["NONE", "EMPTY"]
+            self._lark.bodies[rule] = " | ".join(bodies)
+        return self._free[depth]
+
+    def _free_object(self, value: str) -> str:
+        member = f"{self._key(())} {value}"
+        return self._joined([], (member, 0, self._most_items(0)))
+
+    def _most_items(self, least: int) -> int | None:
+        most = self._style.max_items
+        return None if most is None else max(most, least)
+
+    def _repeated(self, item: str, least: int, most: int | None) -> str:
+        """A list of items that are alike."""
+        if most == 0:
+            return self._lark.rule("NONE")
+        more = _times(f"COMMA {item}", max(least - 1, 0), None if most is None else most - 1)
+        body = f"LIST {item} {more} END"
+        return self._lark.rule(body if least else f"NONE | {body}")
+
+    def _array(self, schema: Schema) -> str:
+        prefix = cast(list[object], schema.get("prefixItems", []))
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most is None:
+            most = self._most_items(max(least, len(prefix)))
+        if schema.get("uniqueItems") and (most is None or most > 1):
+            found = self._unique(schema, least, most) if not prefix else None
+            if found is not None:
+                return found
+            self._leave_out("uniqueItems")
+        items: list[str] = []
+        rest: str | None = None
+        try:
+            for each in prefix[:most]:
+                items.append(self._value(each))
+            rest = self._value(schema.get("items", True))
+        except UnsatisfiableError:
+            most = len(items) if most is None else min(len(items), most)
+        if most is not None and least > most:
+            raise _contradiction("minItems", least, "items that may be", most)
+        if not items:
+            return "NONE" if rest is None else self._repeated(rest, least, most)
+        return self._tuple(items, rest, least, most)
+
+    def _tuple(self, items: Sequence[str], rest: str | None, least: int, most: int | None) -> str:
+        """Items that differ, of which the first `least` must be there; then `rest`."""
+        count = len(items)
+        tail = ""
+        if rest is not None and most != count:
+            more = None if most is None else most - count
+            tail = _times(f"COMMA {rest}", max(least - count, 0), more)
+        for place in range(count - 1, 0, -1):
+            tail = f"COMMA {items[place]} {tail}"
+            if place >= least:
+                tail = f"({self._lark.rule(tail)})?"
+        body = f"LIST {items[0]} {tail} END"
+        return self._lark.rule(body if least else f"NONE | {body}")
+
+    def _unique(self, schema: Schema, least: int, most: int | None) -> str | None:
+        """A list without repetition; None where its items' values are not few."""
+        values = self._values(schema.get("items", True))
+        if values is None or len(values) > MAX_UNIQUE:
+            return None
+        most = len(values) if most is None else min(most, len(values))
+        if least > most:
+            raise UnsatisfiableError
+        items = [self._lark.rule(self._literal(each)) for each in values]
+        name = self._lark.new_rule()
+        self._lark.parametric.add(name)
+        few = f"bit_count_lt(_, {most})"
+        is_clear = "bit_clear({})" if most == len(items) else f"and(bit_clear({{}}), {few})"
+        chosen = [
+            f"COMMA {item} {name}::set_bit({bit}) %if {is_clear.format(bit)}"
+            for bit, item in enumerate(items)
+        ]
+        self._lark.bodies[name] = "\n | ".join([f'"" %if bit_count_ge(_, {least})', *chosen])
+        first = " | ".join(f"{item} {name}::{1 << bit:#x}" for bit, item in enumerate(items))
+        body = f"LIST ({first}) END"
+        return self._lark.rule(body if least else f"NONE | {body}")
+
+    def _values(self, schema: object) -> list[object] | None:
+        """All values of a schema, where they are few."""
+        found: list[object] = []
+        for each in self._merger.resolved(schema):
+            values = _few_values(each)
+            if values is None:
+                return None
+            found += [one for one in values if not any(equal(one, other) for other in found)]
+            if len(found) > MAX_UNIQUE:
+                return None
+        return found
+
+    def _object(self, schema: Schema) -> str:
+        schema = self._named_members(schema)
+        given = cast(Schema, schema.get("properties", {}))
+        required = dict.fromkeys(cast(list[str], schema.get("required", [])))
+        said = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
+        members: list[tuple[str, bool]] = []
+        for name in dict.fromkeys([*given, *required]):
+            is_required = name in required
+            try:
+                value = self._value(given.get(name, True if said is None else said))
+            except UnsatisfiableError:
+                if is_required:
+                    raise
+                continue
+            members.append((f"{self._name(name)} {value}", is_required))
+        rest = "properties" not in schema if said is None else said
+        extra = self._extra(schema, rest, [*given, *required])
+        return self._counted(schema, members, extra)
+
+    def _counted(
+        self, schema: Schema, members: Sequence[tuple[str, bool]], extra: str | None
+    ) -> str:
+        """An object of as many members as may be."""
+        least, most = schema.get("minProperties", 0), schema.get("maxProperties")
+        count, num_required = len(members), sum(is_required for _, is_required in members)
+        few = max(least - num_required, 0)
+        if most is not None and most < max(num_required, least):
+            raise UnsatisfiableError
+        if extra is None and least > count:
+            raise UnsatisfiableError
+        if count > num_required:
+            if few > (1 if num_required == 0 else 0):
+                self._leave_out("minProperties")
+            if most is not None and (extra is not None or count > most):
+                self._leave_out("maxProperties")
+            many = self._most_items(0)
+            found = None if extra is None else (extra, 0, many)
+            return self._joined(members, found, is_filled=least > 0)
+        if extra is None:
+            return self._joined(members, None)
+        many = self._most_items(few) if most is None else most - num_required
+        return self._joined(members, (extra, few, many))
+
+    def _named_members(self, schema: Schema) -> Schema:
+        """Names that `propertyNames` lists become properties; others it may only narrow."""
+        names = schema.get("propertyNames")
+        if names is None:
+            return schema
+        rest = {name: value for name, value in schema.items() if name != "propertyNames"}
+        allowed = self._merger.resolved(names)
+        if any(not each or each == {"type": "string"} for each in allowed):
+            return rest
+        if all("enum" in each for each in allowed):
+            known, others = rest.get("properties", {}), rest.get("additionalProperties", True)
+            if "patternProperties" in rest:
+                raise UnsupportedSchemaError
+            listed = [name for each in allowed for name in each["enum"] if isinstance(name, str)]
+            found = {name: known.get(name, others) for name in listed}
+            return {**rest, "properties": found, "additionalProperties": False}
+        is_narrowed = rest.get("properties") or rest.get("required") or "patternProperties" in rest
+        if len(allowed) > 1 or is_narrowed or "string" not in types_of(allowed[0]):
+            self._leave_out("propertyNames")
+            return rest
+        return {**rest, "propertyNames": allowed[0]}
+
+    def _extra(self, schema: Schema, rest: object, taken: Sequence[str]) -> str | None:
+        """A member beside those that are named; None where there may be none."""
+        patterns = cast(Schema, schema.get("patternProperties", {}))
+        if patterns:
+            is_open = schema.get("additionalProperties", False) is not False
+            if taken or len(patterns) > 1 or "propertyNames" in schema or is_open:
+                raise UnsupportedSchemaError
+            ((pattern, rest),) = patterns.items()
+            key = self._key_of({"pattern": [pattern]})
+        elif "propertyNames" in schema:
+            key = self._key_of(schema["propertyNames"])
+        else:
+            key = self._key(taken)
+        try:
+            return f"{key} {self._value(rest)}"
+        except UnsatisfiableError:
+            return None
+
+    def _key_of(self, schema: Schema) -> str:
+        return f"{self._string({**schema, 'type': 'string'})} COLON"
+
+    def _key(self, taken: Iterable[str]) -> str:
+        """Any name but those that are taken."""
+        count = _count(0, self._style.max_string)
+        body = rf'/"{_KEY_CHAR}{count}"/'
+        excluded = " | ".join(_quoted(_json(name)) for name in taken)
+        if excluded:
+            body += f" & ~({excluded})"
+        return f"{self._lark.terminal(body)} COLON"
+
+    def _joined(
+        self,
+        members: Sequence[tuple[str, bool]],
+        extra: tuple[str, int, int | None] | None,
+        *,
+        is_filled: bool = False,
+    ) -> str:
+        """An object of members in their order, each required or not, and of others behind."""
+        tail = first_extra = ""
+        if extra is not None and extra[2] != 0:
+            member, least, most = extra
+            tail = _times(f"COMMA {member}", least, most)
+            more = _times(f"COMMA {member}", max(least - 1, 0), None if most is None else most - 1)
+            first_extra = f"{member} {more}"
+        firsts = [first_extra] if first_extra else []
+        may_be_empty = not is_filled and (extra is None or extra[1] == 0)
+        for member, is_required in reversed(members):
+            begin = f"{member} {tail}"
+            firsts = [begin] if is_required else [begin, *firsts]
+            may_be_empty &= not is_required
+            optional = f"(COMMA {member})? {tail}"
+            tail = f"COMMA {begin}" if is_required else self._lark.rule(optional)
+        bodies = [f"OPEN {each} CLOSE" for each in firsts]
+        return self._lark.rule(" | ".join(["EMPTY", *bodies] if may_be_empty else bodies))
+
+
+def _satisfies(value: object, schema: Schema) -> bool:
+    """Whether a value is of the types and within the bounds that stand beside it."""
+    if not _SIMPLE.keys() >= schema.keys() - {"type"}:
+        raise UnsupportedSchemaError
+    if not is_of_type(value, types_of(schema)):
+        return False
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    for name, bound in schema.items():
+        if name != "type":
+            measured = len(value) if isinstance(value, str) and name.endswith("Length") else value
+            applies = isinstance(value, str) if name.endswith("Length") else is_number
+            if isinstance(bound, bool):
+                raise UnsupportedSchemaError
+            if applies and not _SIMPLE[name](measured, bound):
+                return False
+    return True
+
+
+def _few_values(schema: Schema) -> list[object] | None:
+    if "enum" in schema:
+        return [each for each in schema["enum"] if is_of_type(each, types_of(schema))]
+    types = types_of(schema)
+    if types <= {"null", "boolean"}:
+        return [
+            *([None] if "null" in types else []),
+            *([False, True] if "boolean" in types else []),
+        ]
+    low, high = schema.get("minimum"), schema.get("maximum")
+    bounds = {"exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+    if types != {"integer"} or low is None or high is None or bounds & schema.keys():
+        return None
+    first, last = -int(-low // 1), int(high // 1)
+    return list(range(first, last + 1)) if last - first < MAX_UNIQUE else None
+
+
+def _contradiction(name: str, least: int, other: str, most: int) -> UnsatisfiableError:
+    return UnsatisfiableError(f"{name} ({least}) is greater than {other} ({most})")
+
+
+def _longest_count(patterns: Iterable[str]) -> int:
+    """What the repetitions of patterns come to at most, where all of them are within each other."""
+    counts = [int(each) for text in patterns for each in _NUMBER_IN_BRACES.findall(text)]
+    return math.prod(each for each in counts if each)
+
+
+def _count(least: int, most: int | None) -> str:
+    """How often something stands, as expressions and rules say it."""
+    if most is None or most >= _MAX_COUNT:
+        return f"{{{least},}}" if least else "*"
+    return f"{{{least},{most}}}"
+
+
+def _times(part: str, least: int, most: int | None) -> str:
+    return "" if most == 0 else f"({part}){_count(least, most)}"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _quoted(text: str) -> str:
+    """A text as a literal in Lark's notation."""
+    return json.dumps(text, ensure_ascii=False)
