@@ -7,11 +7,10 @@ schema was not left out.
 
 import json
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 from cadenza.structured import JsonStyle
 from cadenza.text.schema_merge import (
@@ -21,14 +20,11 @@ from cadenza.text.schema_merge import (
     UnsatisfiableError,
     UnsupportedSchemaError,
     equal,
-    is_of_type,
     type_of,
     types_of,
 )
 from cadenza.text.schema_numbers import EmptyRangeError, UnboundedDigitsError, number_terminal
-
-MAX_UNIQUE = 64
-"""Values that the items of a list without repetition may have: the bits of a rule's parameter."""
+from cadenza.text.schema_values import MAX_UNIQUE, few_values, satisfies_bounds
 
 MAX_FREE_DEPTH = 16
 """Of JSON that a schema says nothing about, where answers are bounded."""
@@ -37,16 +33,6 @@ _CHAR = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt]|\\u00([01][0-9a-fA-F]|7[fF]))'
 _KEY_CHAR = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])'
 """Of the names of members: each name has one spelling, so that those that are taken are excluded.
 """
-
-_SIMPLE: Mapping[str, Callable[[Any, Any], bool]] = {
-    "minLength": operator.ge,
-    "maxLength": operator.le,
-    "minimum": operator.ge,
-    "maximum": operator.le,
-    "exclusiveMinimum": operator.gt,
-    "exclusiveMaximum": operator.lt,
-}
-"""Keywords that may stand beside an enum."""
 
 _NUMBER_IN_BRACES = re.compile(r"(?<=[{,])\d{1,9}(?=[,}])")
 
@@ -249,7 +235,7 @@ class SchemaGrammar:
     def _enum(self, schema: Schema) -> list[str]:
         beside = {name: value for name, value in schema.items() if name != "enum"}
         given = cast(list[object], schema["enum"])
-        values = [each for each in given if _satisfies(each, beside)]
+        values = [each for each in given if satisfies_bounds(each, beside)]
         scalars = [each for each in values if type_of(each) not in ("array", "object")]
         others = [each for each in values if type_of(each) in ("array", "object")]
         found = [self._literal(each) for each in others]
@@ -413,7 +399,7 @@ class SchemaGrammar:
         """All values of a schema, where they are few."""
         found: list[object] = []
         for each in self._merger.resolved(schema):
-            values = _few_values(each)
+            values = few_values(each)
             if values is None:
                 return None
             found += [one for one in values if not any(equal(one, other) for other in found)]
@@ -540,41 +526,6 @@ class SchemaGrammar:
             tail = f"COMMA {begin}" if is_required else self._lark.rule(optional)
         bodies = [f"OPEN {each} CLOSE" for each in firsts]
         return self._lark.rule(" | ".join(["EMPTY", *bodies] if may_be_empty else bodies))
-
-
-def _satisfies(value: object, schema: Schema) -> bool:
-    """Whether a value is of the types and within the bounds that stand beside it."""
-    if not _SIMPLE.keys() >= schema.keys() - {"type"}:
-        raise UnsupportedSchemaError
-    if not is_of_type(value, types_of(schema)):
-        return False
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    for name, bound in schema.items():
-        if name != "type":
-            measured = len(value) if isinstance(value, str) and name.endswith("Length") else value
-            applies = isinstance(value, str) if name.endswith("Length") else is_number
-            if isinstance(bound, bool):
-                raise UnsupportedSchemaError
-            if applies and not _SIMPLE[name](measured, bound):
-                return False
-    return True
-
-
-def _few_values(schema: Schema) -> list[object] | None:
-    if "enum" in schema:
-        return [each for each in schema["enum"] if is_of_type(each, types_of(schema))]
-    types = types_of(schema)
-    if types <= {"null", "boolean"}:
-        return [
-            *([None] if "null" in types else []),
-            *([False, True] if "boolean" in types else []),
-        ]
-    low, high = schema.get("minimum"), schema.get("maximum")
-    bounds = {"exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-    if types != {"integer"} or low is None or high is None or bounds & schema.keys():
-        return None
-    first, last = -int(-low // 1), int(high // 1)
-    return list(range(first, last + 1)) if last - first < MAX_UNIQUE else None
 
 
 def _contradiction(name: str, least: int, other: str, most: int) -> UnsatisfiableError:
