@@ -15,6 +15,7 @@ from cadenza.server.endpoints.messages import MESSAGES
 from cadenza.server.endpoints.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from cadenza.server.endpoints.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from cadenza.server.endpoints.ollama_models import OLLAMA_ROUTES, OllamaHandlers
+from cadenza.server.endpoints.rerank import RERANK
 from cadenza.server.endpoints.responses import RESPONSES
 from cadenza.server.endpoints.root import ROOT_ROUTES, RootHandlers
 from cadenza.server.endpoints.status import STATUS_ROUTES, StatusHandlers
@@ -34,6 +35,7 @@ GENERATING: tuple[GeneratingEndpoint, ...] = (
     RESPONSES,
     MESSAGES,
     EMBEDDINGS,
+    *RERANK,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     OLLAMA_EMBED,
