@@ -18,6 +18,8 @@ Messages say what was given (formatted by `show`), what is allowed and what to c
 `AssertionError` is for Cadenza's own bugs and is never reachable from user input.
 """
 
+from math import ceil
+
 MAX_SHOWN_BITS = 64
 MAX_SHOWN_CHARS = 40
 
@@ -127,3 +129,16 @@ def show(value: object) -> str:
     except Exception:  # noqa: BLE001  `repr` may raise anything, for example on a nested huge int
         text = f"an object of type {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"
+
+
+def show_size(num_bytes: int) -> str:
+    """A size for people: 812.4 MiB, and 4096 bytes below 1 MiB."""
+    if num_bytes < 1 << 20:
+        return f"{num_bytes} bytes"
+    return f"{num_bytes / (1 << 20):,.1f} MiB"
+
+
+def show_missing(num_bytes: int) -> str:
+    """As `show_size`, rounded up: so much more is enough."""
+    tenth = (1 << 20) / 10
+    return show_size(ceil(ceil(num_bytes / tenth) * tenth) if num_bytes >= 1 << 20 else num_bytes)

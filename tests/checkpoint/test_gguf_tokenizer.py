@@ -332,5 +332,5 @@ def test_what_a_file_does_not_recommend_is_as_in_llama_cpp(
 
 
 def test_a_template_without_end_is_refused(make: Callable[..., Conversion], tmp_path: Path):
-    with pytest.raises(CheckpointError, match="the chat template 'default' has over 1048576 bytes"):
+    with pytest.raises(CheckpointError, match=r"the chat template 'default' has over 1\.0 MiB"):
         opened(make({}, **{"tokenizer.chat_template": "x" * (1 << 20) + "x"}), tmp_path)

@@ -103,7 +103,7 @@ def test_a_git_lfs_pointer_in_a_folder_is_called_that(tmp_path: Path, name: str)
     with pytest.raises(CheckpointError) as refused:
         open_checkpoint(tmp_path)
     said = str(refused.value)
-    assert said.startswith(f"{name} is a Git LFS pointer in place of the file of 988,097,824 bytes")
+    assert said.startswith(f"{name} is a Git LFS pointer in place of the file of 942.3 MiB")
     assert "`git lfs pull`" in said
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields, replace
+from math import ceil
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import MAX_NUM_SEQS_BOUND, EngineConfig
-from cadenza.errors import ConfigError
+from cadenza.errors import ConfigError, show_size
 from cadenza.loading.identity import identify
 from cadenza.loading.plan import (
     Beside,
@@ -177,10 +178,11 @@ def test_streams_go_on_only_with_the_same_types_of_weights_and_kv(changed: dict[
 
 def test_what_does_not_fit_is_refused_with_both_numbers_and_what_to_set():
     weights = plan().weight_bytes
-    with pytest.raises(ConfigError, match=rf"need {weights} bytes .* but {weights} are .*; free"):
+    size = re.escape(show_size(weights))
+    with pytest.raises(ConfigError, match=rf"need {size} .* but {size} are .*; free"):
         plan(weights)
     beside = plan().planned_bytes - plan().kv_bytes
-    said = r"--num-pages 65536 needs \d+ bytes, but .* leave \d+; set --num-pages (\d+)$"
+    said = r"--num-pages 65536 needs [\d,.]+ MiB, but .* leave [\d.]+ MiB; set --num-pages (\d+)$"
     with pytest.raises(ConfigError, match=said) as refused:
         plan(beside + (1 << 20), num_pages=1 << 16)
     (most,) = map(int, re.findall(said, str(refused.value)))
@@ -193,7 +195,8 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_what_to_set():
 
 
 def test_a_token_budget_whose_steps_do_not_fit_is_refused_with_the_largest_that_does():
-    said = r"--max-num-batched-tokens 16777216 needs \d+ .*; set --max-num-batched-tokens (\d+)$"
+    flag = "--max-num-batched-tokens"
+    said = rf"{flag} 16777216 needs [\d,.]+ MiB .*; set {flag} (\d+)$"
     with pytest.raises(ConfigError, match=said) as refused:
         plan(max_num_batched_tokens=1 << 24, max_num_seqs=1)
     (most,) = map(int, re.findall(said, str(refused.value)))
@@ -277,9 +280,10 @@ def test_a_plan_fits_or_says_what_to_set_and_that_fits(
             return
         advice = advised(planned, takes_last=takes_last)
         if advice is None:
-            missing = re.search(r"; free (\d+) bytes", str(planned))
+            missing = re.search(r"; free ([\d.,]+) (bytes|MiB)", str(planned))
             assert missing is not None, planned
-            available += int(missing[1])
+            unit = {"bytes": 1, "MiB": 1 << 20}[missing[2]]
+            available += ceil(float(missing[1].replace(",", "")) * unit)
         else:
             name, value = advice
             assert options.get(name) != value, planned
@@ -401,7 +405,7 @@ def test_rows_and_context_that_were_not_asked_for_fit_together():
 
 
 def test_a_context_whose_tables_do_not_fit_is_refused_with_one_that_fits():
-    said = r"--max-model-len 131072 needs \d+ bytes beside its KV, .*; set --max-model-len (\d+)$"
+    said = r"--max-model-len 131072 needs [\d.]+ MiB beside its KV, .*; set --max-model-len (\d+)$"
     with pytest.raises(ConfigError, match=said) as refused:
         long_plan(128 << 20, max_num_seqs=1, max_model_len=1 << 17)
     (most,) = map(int, re.findall(said, str(refused.value)))
@@ -431,7 +435,9 @@ def test_the_memory_that_a_backend_states_is_planned_with():
     planned = own_plan(10_000 + 4 * 2_000 + 5_000 + 4 * 48 * 100 * 2)
     assert (planned.weight_bytes, planned.kv_bytes_per_token) == (10_000, 100)
     assert (planned.limits.max_model_len, planned.limits.num_pages) == (48, 4)
-    with pytest.raises(ConfigError, match=r"4 rows need 8000 bytes .* leave 8000; set .*-seqs 1$"):
+    with pytest.raises(
+        ConfigError, match=r"4 rows need 8000 bytes .* leave 8000 bytes; set .*-seqs 1$"
+    ):
         own_plan(10_000 + 13_000)
 
 

@@ -98,7 +98,7 @@ def test_keys_of_the_file_are_accepted_beside_those_of_flags(tmp_path: Path) -> 
         (b"\xff\xfe", "is no TOML file"),
         ("a = " + "[" * 20_000, "is no TOML file"),
         ("a = " + "9" * 5_000, "is no TOML file"),
-        (b"#" * (MAX_FILE_BYTES + 1), "bytes; give a smaller file"),
+        (b"#" * (MAX_FILE_BYTES + 1), "1.0 MiB; give a smaller file"),
         ("tenants = 3", "it must be a table"),
         ("[tenants]\na = 3", "tenants.a is 3; it must be a table"),
         ("[[tenants]]\nkeys = ['key-number-1']", "it must be a table"),

@@ -20,7 +20,7 @@ from cadenza.checkpoint.gguf.files import choose_gguf, first_files, split_names
 from cadenza.checkpoint.json_object import read_json_object
 from cadenza.checkpoint.tokenizer_files import NAMED_TEMPLATES_FOLDER
 from cadenza.checkpoint.weights import INDEX_FILE, MTP_FILE, SINGLE_FILE, read_shard_names
-from cadenza.errors import CheckpointError
+from cadenza.errors import CheckpointError, show_size
 from cadenza.text.tokenizer import MAX_TOKENIZER_BYTES
 
 if TYPE_CHECKING:
@@ -196,12 +196,12 @@ class _Fetching:
         if CONFIG_FILE not in small or too_large or len(small) > MAX_SMALL_FILES:
             fault = f"has no {CONFIG_FILE}"
             if too_large:
-                fault = f"has a {too_large[0]} of {sizes[too_large[0]]} bytes"
+                fault = f"has a {too_large[0]} of {show_size(sizes[too_large[0]])}"
             elif len(small) > MAX_SMALL_FILES:
                 fault = f"has {len(small)} templates and settings"
             raise CheckpointError(
                 f"{self._subject} {fault}; supported are repositories in the layout of "
-                f"transformers, with small files of at most {MAX_TOKENIZER_BYTES} bytes"
+                f"transformers, with small files of at most {show_size(MAX_TOKENIZER_BYTES)}"
             )
         folder = self._download(api, commit, CONFIG_FILE, sizes).parent
         if not self.any_family:
@@ -235,7 +235,7 @@ class _Fetching:
         is_shown = sys.stderr.isatty()
         target = self.storage / "snapshots" / commit / path
         if not is_shown and not target.exists():
-            self.report(f"fetching {place}{path} ({sizes[path]:,} bytes)")
+            self.report(f"fetching {place}{path} ({show_size(sizes[path])})")
         download = cast(Callable[..., str], api.hf_hub_download)  # pyright: ignore[reportUnknownMemberType]
         with self._explained():
             fetched = download(

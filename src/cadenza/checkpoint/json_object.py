@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard, TypeVar, cast
 
-from cadenza.errors import CheckpointError
+from cadenza.errors import CheckpointError, show_size
 
 MAX_JSON_BYTES = 4 << 20
 MAX_POINTER_BYTES = 1024
@@ -112,7 +112,7 @@ def read_small_file(path: Path, *, max_bytes: int) -> bytes:
     num_bytes = regular_file_size(path)
     if num_bytes > max_bytes:
         raise CheckpointError(
-            f"{path.name} has {num_bytes} bytes; at most {max_bytes} are allowed; "
+            f"{path.name} has {show_size(num_bytes)}; at most {show_size(max_bytes)} are allowed; "
             f"check that it is the right file"
         )
     try:
@@ -145,7 +145,7 @@ def _check_is_no_pointer(path: Path) -> None:
         return  # whoever reads the file says so
     if content.startswith(POINTER_START):
         size = re.search(rb"^size (\d{1,18})$", content, re.MULTILINE)
-        of = "" if size is None else f" of {int(size[1]):,} bytes"
+        of = "" if size is None else f" of {show_size(int(size[1]))}"
         raise CheckpointError(
             f"{path.name} is a Git LFS pointer in place of the file{of}: the repository was cloned "
             f"without Git LFS; run `git lfs install` and `git lfs pull` there, or download the file"

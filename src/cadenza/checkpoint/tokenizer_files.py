@@ -16,7 +16,7 @@ from cadenza.checkpoint.json_object import (
     regular_file_size,
     shorten,
 )
-from cadenza.errors import CheckpointError, ConfigError, show
+from cadenza.errors import CheckpointError, ConfigError, show, show_size
 from cadenza.text.tokenizer import MAX_TOKENIZER_BYTES, TokenizerSource
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -59,7 +59,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     path = folder / TOKENIZER_FILE
     if path.exists() and regular_file_size(path) > MAX_TOKENIZER_BYTES:
         raise CheckpointError(
-            f"{TOKENIZER_FILE} has over {MAX_TOKENIZER_BYTES} bytes; check that it is "
+            f"{TOKENIZER_FILE} has over {show_size(MAX_TOKENIZER_BYTES)}; check that it is "
             f"the right file"
         )
     config = _read_optional(folder / TOKENIZER_CONFIG_FILE)
@@ -110,7 +110,8 @@ def check_templates(templates: Mapping[str, str]) -> None:
     for name, source in templates.items():
         if len(source.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_BYTES:
             raise CheckpointError(
-                f"the chat template {shorten(name)} has over {MAX_TEMPLATE_BYTES} bytes; shorten it"
+                f"the chat template {shorten(name)} has over {show_size(MAX_TEMPLATE_BYTES)}; "
+                f"shorten it"
             )
 
 

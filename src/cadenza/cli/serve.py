@@ -144,11 +144,16 @@ class ServeFlags:
         False, "Use no chat template: chat is refused, completions are served."
     )
     max_logprobs: int = _flag(20, "Most logprobs for each token that a request may ask for.")
-    max_bodies_bytes: int = _flag(256 << 20, "Bytes of all bodies that are being read at once.")
+    max_bodies_bytes: int = _flag(
+        256 << 20,
+        "Bytes of all bodies that are being read at once; the default is 256 MiB.",
+    )
     max_stored_responses: int = _flag(
         1024, "Most responses of /v1/responses that are stored; 0 stores none."
     )
-    max_stored_responses_bytes: int = _flag(64 << 20, "Bytes of all stored responses.")
+    max_stored_responses_bytes: int = _flag(
+        64 << 20, "Bytes of all stored responses; the default is 64 MiB."
+    )
     stored_responses_ttl: float = _flag(
         3600.0, "Seconds after its last use in which a response stays stored."
     )

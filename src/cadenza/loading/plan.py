@@ -20,7 +20,7 @@ from cadenza.config import (
     KVCacheDType,
     Quantization,
 )
-from cadenza.errors import ConfigError
+from cadenza.errors import ConfigError, show_size
 from cadenza.loading.footprint import QUEUE_PER_SEQ, Footprint, footprint_of
 from cadenza.loading.space import (
     Space,
@@ -284,8 +284,9 @@ def device_share(config: EngineConfig, traits: BackendTraits) -> int | None:
     if wanted > allocator_bytes + traits.device_total_bytes // 1000:
         fraction = floor(1000 * allocator_bytes / traits.device_total_bytes) / 1000
         raise ConfigError(
-            f"--gpu-memory-utilization {share:g} is {wanted} bytes, but this process can allocate "
-            f"{allocator_bytes} of the device's {traits.device_total_bytes}: a variable of the "
+            f"--gpu-memory-utilization {share:g} is {show_size(wanted)}, but this process can "
+            f"allocate {show_size(allocator_bytes)} of the device's "
+            f"{show_size(traits.device_total_bytes)}: a variable of the "
             f"environment (XLA_CLIENT_MEM_FRACTION) or an earlier engine said so; set "
             f"--gpu-memory-utilization {fraction:g}"
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil, floor
 
 from cadenza.config import MAX_NUM_SEQS_BOUND, PAGE_SIZE_UNIT, EngineConfig, Quantization
-from cadenza.errors import ConfigError
+from cadenza.errors import ConfigError, show_missing, show_size
 from cadenza.loading.footprint import Footprint
 
 POOL_SHARE = 0.5
@@ -136,9 +136,10 @@ def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> N
         return
     _check_base_context(space)
     told = (
-        f"the weights need {space.weight_bytes} bytes as {space.weights_name}, the processes and "
-        f"the smallest step and pool {needed - space.headroom_bytes - space.weight_bytes}, but "
-        f"{space.available_bytes} are available"
+        f"the weights need {show_size(space.weight_bytes)} as {space.weights_name}, the processes "
+        f"and the smallest step and pool "
+        f"{show_size(needed - space.headroom_bytes - space.weight_bytes)}, but "
+        f"{show_size(space.available_bytes)} are available"
     )
     room = space.available_bytes - (needed - space.headroom_bytes)
     if room >= 0:
@@ -154,8 +155,8 @@ def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> N
         fitting = [tokens - -(-num_bytes // _at_least_1(space)) for num_bytes in over]
         if max(fitting) >= 1:
             raise ConfigError(
-                f"--max-num-batched-tokens {tokens} needs {space.beside_pool(1)} bytes for a step, "
-                f"but {told}; set --max-num-batched-tokens "
+                f"--max-num-batched-tokens {tokens} needs {show_size(space.beside_pool(1))} for a "
+                f"step, but {told}; set --max-num-batched-tokens "
                 f"{fitting[0] if fitting[0] >= 1 else fitting[1]}"
             )
     for quantization in ("int8", "int4"):
@@ -166,8 +167,8 @@ def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> N
         if smaller.needs_bytes(1) <= space.available_bytes:
             raise ConfigError(f"{told}; set --quantization {quantization}")
     raise ConfigError(
-        f"{told}; free {needed - space.available_bytes} bytes, raise the limit, or choose a "
-        f"smaller model"
+        f"{told}; free {show_missing(needed - space.available_bytes)}, raise the limit, or choose "
+        f"a smaller model"
     )
 
 
@@ -179,8 +180,8 @@ def _check_base_context(space: Space) -> None:
         return
     more_bytes = space.needs_bytes(1) - space.at(page_size).needs_bytes(1)
     raise ConfigError(
-        f"--max-model-len {wanted} needs {more_bytes} bytes beside its KV, more than is left of "
-        f"the {space.available_bytes} that are available; set --max-model-len "
+        f"--max-model-len {wanted} needs {show_size(more_bytes)} beside its KV, more than is left "
+        f"of the {show_size(space.available_bytes)} that are available; set --max-model-len "
         f"{advised_context(space, config.max_num_seqs or 1, wanted)}"
     )
 
@@ -191,8 +192,9 @@ def check_rows(space: Space, num_rows: int) -> None:
         return
     fitting = largest(num_rows, _cautious(space, lambda each: each.fits(1)).fits)
     raise ConfigError(
-        f"{num_rows} rows need {space.beside_pool(num_rows)} bytes beside their KV, but the "
-        f"weights and the processes leave {space.left_bytes}; set --max-num-seqs {fitting}"
+        f"{num_rows} rows need {show_size(space.beside_pool(num_rows))} beside their KV, but the "
+        f"weights and the processes leave {show_size(space.left_bytes)}; set --max-num-seqs "
+        f"{fitting}"
     )
 
 
@@ -235,8 +237,8 @@ def pool_tokens(space: Space, num_rows: int) -> int:
         given = f"--num-pages {config.num_pages}"
         fitting = f"--num-pages {most // config.page_size}"
     raise ConfigError(
-        f"{given} needs {wanted * space.slot_bytes} bytes, but the weights and the rest leave "
-        f"{space.left_bytes - space.beside_pool(num_rows)}; set {fitting}"
+        f"{given} needs {show_size(wanted * space.slot_bytes)}, but the weights and the rest leave "
+        f"{show_size(space.left_bytes - space.beside_pool(num_rows))}; set {fitting}"
     )
 
 

@@ -23,6 +23,7 @@ from cadenza.errors import (
     FormNotCheckedError,
     InvalidRequestError,
     QueueFullError,
+    show_size,
 )
 from cadenza.outputs import CompletionOutput
 
@@ -213,7 +214,7 @@ def content_too_large(limit_bytes: int) -> ApiError:
     return ApiError(
         413,
         "content_too_large",
-        f"the body has over {limit_bytes} bytes, the most that is read; send less",
+        f"the body has over {show_size(limit_bytes)}, the most that is read; send less",
         headers=(("connection", "close"),),
     )
 
@@ -249,8 +250,8 @@ def rate_limited(what: str, retry_after_s: int) -> ApiError:
 def too_many_bodies(limit_bytes: int, *, has_length: bool) -> ApiError:
     """The rest of a body of known length is skipped; otherwise the connection is closed."""
     message = (
-        f"{limit_bytes} bytes of bodies are being read, the most that --max-bodies-bytes allows; "
-        f"try again when some have been"
+        f"{show_size(limit_bytes)} of bodies are being read, the most that --max-bodies-bytes "
+        f"allows; try again when some have been"
     )
     headers = (("retry-after", str(RETRY_QUEUE_S)),)
     closing = () if has_length else (("connection", "close"),)

@@ -15,7 +15,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
-from cadenza.errors import ConfigError, show
+from cadenza.errors import ConfigError, show, show_size
 from cadenza.server.errors import queue_full, rate_limited
 from cadenza.server.metrics import ServedCounts
 from cadenza.tenant import MAX_WEIGHT, MIN_SHARE, MIN_WEIGHT, Tenant
@@ -86,7 +86,7 @@ def read_tenants(path: Path) -> TenantFile:
     except (OSError, ValueError):
         raise ConfigError(f"{where} cannot be read; give a TOML file") from None
     if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{where} has over {MAX_FILE_BYTES} bytes; give a smaller file")
+        raise ConfigError(f"{where} has over {show_size(MAX_FILE_BYTES)}; give a smaller file")
     try:
         found = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from cadenza.errors import CheckpointError, InvalidRequestError, TextTooLongError
+from cadenza.errors import CheckpointError, InvalidRequestError, TextTooLongError, show_size
 from cadenza.text.control_tokens import ControlTokens, RenamedControls
 from cadenza.text.length_bound import max_chars_per_token
 from cadenza.text.provenance import MarkedText
@@ -279,5 +279,5 @@ def _read_file(path: Path) -> bytes:
 
 def _too_large(name: str) -> CheckpointError:
     return CheckpointError(
-        f"{name} has over {MAX_TOKENIZER_BYTES} bytes; check that it is the right file"
+        f"{name} has over {show_size(MAX_TOKENIZER_BYTES)}; check that it is the right file"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from cadenza.config import EngineConfig
-from cadenza.errors import CadenzaError, ConfigError, InvalidRequestError
+from cadenza.errors import CadenzaError, ConfigError, InvalidRequestError, show_size
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.loaded_model import LoadedModel, PlannedModel, open_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
@@ -64,7 +64,7 @@ def read_receipts(path: Path) -> list[NamedReceipt]:
     try:
         if path.stat().st_size > MAX_RECEIPT_BYTES:
             raise ReceiptError(
-                f"{path} has over {MAX_RECEIPT_BYTES} bytes; give a file of receipts"
+                f"{path} has over {show_size(MAX_RECEIPT_BYTES)}; give a file of receipts"
             )
         text = path.read_bytes()
     except OSError as error:
