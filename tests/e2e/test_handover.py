@@ -201,7 +201,7 @@ class Line:
         """So many servers start at once; one after the other takes over, and all but one end."""
         new = [self.start("--handover", drain_s=drain_s) for _ in range(count)]
         for serving in new:
-            serving.wait_for(lambda serving=serving: " serves " in serving.log, WAIT_S)
+            serving.wait_for(lambda serving=serving: "ready at " in serving.log, WAIT_S)
         start_s = time.monotonic()
         while len(self.running) > 1:
             assert time.monotonic() < start_s + WAIT_S, "the old server does not end"

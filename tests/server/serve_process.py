@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -54,9 +55,11 @@ class ServeProcess:
     @property
     def url(self) -> str:
         def found() -> str | None:
+            """It is told first, but by a server that takes over, which has it last."""
             for line in self.lines:
-                if " serves " in line["message"]:
-                    return line["message"].rpartition(" at ")[2]
+                said = re.fullmatch(r"(?:loading .* for|ready at) (\S+)", line["message"])
+                if said:
+                    return said[1]
             return None
 
         return self.wait_for(found)

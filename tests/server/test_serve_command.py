@@ -64,25 +64,32 @@ def test_its_token_ids_are_those_of_generate(serving: ServeProcess) -> None:
     assert [choice["token_ids"] for choice in together] == expected
 
 
-def test_a_start_at_a_unix_socket_is_logged_in_five_lines_and_its_end_removes_it(
+def test_a_start_at_a_unix_socket_is_logged_from_loading_to_ready_and_its_end_removes_it(
     tmp_path: Path,
 ) -> None:
     """The socket's mode where none is given is that of `listening`."""
     path = tmp_path / "cadenza.sock"
     flags = ("--uds", str(path), "--uds-mode", "0660", "--log-level", "info", *FLAGS)
     with serve_process(*flags) as serving:
-        serving.wait_for(lambda: "engine ready" in serving.log or None)
+        serving.wait_for(lambda: "ready at" in serving.log or None)
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         told = [line["message"] for line in serving.lines]
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://cadenza") as client:
-            assert client.get("/live").status_code == 200
+            assert client.get("/ready").status_code == 200
         serving.terminate()
         serving.wait()
         assert not path.exists()
     assert serving.other_lines == []
-    serves, sampling, plan, bound, ready = told
-    assert serves == f"cadenza {__version__} serves bundled at unix:{path}"
+    phases = [line for line in told if line.startswith("loading: ")]
+    first, sampling, plan, bound, ready, last = (line for line in told if line not in phases)
+    assert first == f"loading bundled with cadenza {__version__} for unix:{path}"
+    assert phases == [
+        "loading: libraries are imported, and the model's files opened",
+        "loading: weights are read",
+        "loading: programs are compiled and timed",
+    ]
+    assert last == f"ready at unix:{path}"
     assert sampling == (
         "sampling of requests that set none: temperature 0 (as the model recommends)"
     )
@@ -480,7 +487,7 @@ def test_what_cannot_work_is_said_at_once(
     refusals: dict[tuple[str, ...], Ran], arguments: list[str], code: int, words: str
 ) -> None:
     ran = refusals[tuple(arguments)]
-    assert (ran.code, ran.out) == (code, "")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (code, "", 1)
     assert words in ran.err
 
 

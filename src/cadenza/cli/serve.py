@@ -241,17 +241,19 @@ def _serve_with(
     logger.debug("resolved configuration: %s %s", config, _without_keys(flags))
     if flags.ignore_unknown_fields:
         logger.warning("--ignore-unknown-fields: unknown fields of requests have no effect")
+    loading = f"loading {options.model_names[0]} with cadenza {__version__}"
     with terminable(), ExitStack() as held:
         predecessor = find_predecessor(address) if flags.handover else None
         if predecessor is None:
             if flags.handover:
                 logger.info("--handover: there is no server to take over from")
             opening = Opening(address, lambda: _open(held, opened(address), address))
-            opening.open(service)
+            opening.open()
+            logger.info("%s for %s", loading, opening.url)
         else:
             opening = Opening(address, lambda: _take_over(held, taken_over(address), address))
             pid, version = predecessor.pid, predecessor.version
-            logger.info("takes over from process %d, cadenza %s, once loaded", pid, version)
+            logger.info("%s, to take over from process %d, cadenza %s", loading, pid, version)
         logger.info("sampling of requests that set none: %s", service.text.defaults.sentence)
         asyncio.run(_run(engine, service, opening))
 
@@ -270,12 +272,15 @@ class Opening:
     open_sockets: Callable[[], "ServerSockets"]
     sockets: "ServerSockets | None" = None
 
-    def open(self, service: "Service") -> "ServerSockets":
+    def open(self) -> "ServerSockets":
         """Raises ConfigError."""
         self.sockets = self.open_sockets()
-        name, url = service.options.model_names[0], self.address.url(self.sockets.bound)
-        logger.info("cadenza %s serves %s at %s", __version__, name, url)
         return self.sockets
+
+    @property
+    def url(self) -> str:
+        assert self.sockets is not None, "nothing is opened"
+        return self.address.url(self.sockets.bound)
 
 
 def _open(
@@ -330,7 +335,8 @@ async def _run(engine: "EngineProcess", service: "Service", opening: Opening) ->
             await asyncio.to_thread(engine.wait_ready, MAX_LOAD_S)
             freeze_heap()
             if opening.sockets is None and not service.is_draining:
-                lifecycles[0].listen(await asyncio.to_thread(opening.open, service))
+                lifecycles[0].listen(await asyncio.to_thread(opening.open))
+            logger.info("ready at %s", opening.url)
         except CadenzaError as error:
             end(error)
 

@@ -81,6 +81,13 @@ UNAVAILABLE = {
 }
 SHORTAGE = "the engine process cannot be started for want of file descriptors, processes or memory"
 CANNOT_START = "the engine process cannot be started"
+PHASES = {
+    "python": "the engine process starts",
+    "imports": "libraries are imported, and the model's files opened",
+    "load": "weights are read",
+    "compile": "programs are compiled and timed",
+}
+"""What the log of a start says of each phase."""
 LOG_EVERY_S = 60.0
 _EXIT_S = 0.5
 _LONGEST_SLEEP_S = 60.0
@@ -376,6 +383,8 @@ class EngineProcess:
                 self._supervision.has_progress = True
                 emit(events)
         elif isinstance(message, Loading):
+            if message.phase != self._supervision.phase:
+                logger.info("loading: %s", PHASES.get(message.phase, message.phase))
             self._supervision.entered(now_s, message.phase)
         elif isinstance(message, Ready):
             self._take_ready(message, now_s, emit)
@@ -402,8 +411,8 @@ class EngineProcess:
         if ended:
             logger.warning("%d requests were ended: %s", len(ended), CHANGED)
             emit([*ended])
-        self._settled.set()
         logger.info("engine ready in %s; process %s", _phases(message.startup_s), self.pid)
+        self._settled.set()
 
     def _go_on(self) -> None:
         """While requests that may be the cause of crashes run alone: the next one, or all."""
