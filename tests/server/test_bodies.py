@@ -150,7 +150,7 @@ def test_who_never_stops_sending_is_left(engine: ScriptedEngine, text: TextFront
             return True
         return False
 
-    limits = ServerLimits(max_body_bytes=1000, head_s=0.2)
+    limits = ServerLimits(max_body_bytes=1000, head_s=1.0)
     whole = raw_post("/v1/completions", padded(1 << 20), "connection: close")
     with (
         running_server(engine, text, options(limits=limits)) as server,

@@ -411,13 +411,17 @@ def test_a_deadline_ends_a_request_and_the_engine_forgets_it(open_front: OpenFro
 
 
 def test_a_request_that_is_not_started_in_time_ends_and_the_one_before_it_goes_on(
-    open_front: OpenFront,
+    open_front: OpenFront, tmp_path: Path
 ):
-    timeouts = RequestTimeouts(queue_s=0.5, total_s=TIMEOUT_S)
-    front = open_front(EngineConfig(max_num_seqs=1), step_s=0.02, timeouts=timeouts)
+    clock, go = HandClock(), tmp_path / "go"
+    timeouts = RequestTimeouts(queue_s=20.0, total_s=1000.0)
+    config = EngineConfig(max_num_seqs=1)
+    front = open_front(config, timeouts=timeouts, clock=clock, steps=5, go=go)
     front.engine.wait_ready(TIMEOUT_S)
-    first = front.engine.submit(request(max_tokens=100))
-    second = front.engine.submit(request(max_tokens=100))
+    first, second = (front.engine.submit(request(max_tokens=100)) for _ in range(2))
+    front.wait(lambda: front.events)
+    clock.let_pass_until(lambda: second in front.ends(), step_s=5.0)
+    go.touch()
     ends = front.wait_ends(2)
     assert {key: end.error_kind for key, end in ends.items()} == {
         second: "queue_timeout",
