@@ -11,6 +11,7 @@ machine. Without MODEL it is the bundled one, which recommends temperature 0.
 
 import argparse
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cadenza import LLM
@@ -47,7 +48,7 @@ def is_right(question: Question, answer: str) -> bool:
     return right is not None and (wrong is None or right.start() < wrong.start())
 
 
-def count_right(llm: LLM, question: Question, seeds: int, neutral: dict[str, object]) -> int:
+def count_right(llm: LLM, question: Question, seeds: int, neutral: Mapping[str, object]) -> int:
     messages = [{"role": "user", "content": question.text}]
     asked = [{"max_tokens": MAX_TOKENS, "seed": seed, **neutral} for seed in range(seeds)]
     outputs = llm.chat([messages] * seeds, asked)
@@ -55,7 +56,7 @@ def count_right(llm: LLM, question: Question, seeds: int, neutral: dict[str, obj
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="How many answers to easy questions are right.")
     parser.add_argument("model", nargs="?")
     parser.add_argument("--seeds", type=int, default=25)
     given = parser.parse_args()

@@ -6,18 +6,21 @@ Invariant: every `SamplingParams` instance is finite and within bounds.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import wraps
 from numbers import Real
 from operator import index
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from cadenza.config import MAX_LOGPROBS_BOUND, is_integer
 from cadenza.errors import InvalidRequestError, show
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, Speculative, as_speculative
-from cadenza.structured import ConstraintSpec, StructuredOutput
+from cadenza.structured import ConstraintSpec, StructuredOutput, as_structured
 from cadenza.tenant import ONE_TENANT, Tenant
+
+Kind = TypeVar("Kind")
 
 MAX_DRAFTS = MAX_SPECULATIVE_TOKENS
 """Of a stream in a step, that a request may ask for."""
@@ -92,6 +95,27 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
+def _takes_vllm_names(kind: type[Kind]) -> type[Kind]:
+    """`SamplingParams` whose `structured` may be given as `structured_outputs`, which is no field
+    of its own: nothing has to be sent or compared twice."""
+    plain: Callable[..., None] = kind.__init__
+
+    @wraps(plain)
+    def __init__(self: Any, *, structured_outputs: object = None, **given: Any) -> None:
+        if structured_outputs is not None:
+            if given.get("structured") is not None:
+                raise InvalidRequestError(
+                    "structured and structured_outputs are both given, and are one; give one",
+                    param="structured_outputs",
+                )
+            given["structured"] = as_structured(structured_outputs)
+        plain(self, **given)
+
+    setattr(kind, "__init__", __init__)  # noqa: B010 - a class's own attribute, which has a type
+    return kind
+
+
+@_takes_vllm_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample a request's tokens, and what to return with them.
@@ -130,6 +154,7 @@ class SamplingParams:
         prompt_logprobs: the same for each prompt token except the first.
         truncate_prompt_tokens: keep only the last tokens of the prompt; `None` keeps all.
         structured: the form that the output must have; `None` is any text.
+        structured_outputs: vLLM's name of `structured`, also as a mapping of its members.
         speculative: whether steps verify drafts, which changes no token: True, False, at most how
             many in a step, or {"num_speculative_tokens": N}; `None` is as the engine is configured.
 
@@ -161,6 +186,14 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     structured: StructuredOutput | None = None
+    if TYPE_CHECKING:
+        structured_outputs: StructuredOutput | Mapping[str, Any] | None = None
+    else:
+
+        @property
+        def structured_outputs(self) -> StructuredOutput | None:
+            return self.structured
+
     speculative: bool | int | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ for exactly one thing.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, cast, get_args
 
 from cadenza.errors import InvalidRequestError, show
@@ -101,6 +101,24 @@ class StructuredOutput:
             for name, value in named
             if value is not None and (value is not False or name != "json_object")
         ]
+
+
+def as_structured(given: object) -> StructuredOutput:
+    """A `StructuredOutput`, or a mapping of its members as one, with vLLM's
+    `disable_any_whitespace` as compact whitespace. Raises InvalidRequestError."""
+    if isinstance(given, StructuredOutput):
+        return given
+    is_mapping = isinstance(given, Mapping)
+    members = {**cast(Mapping[str, Any], cast(object, given))} if is_mapping else {}
+    if members.pop("disable_any_whitespace", None) is True:
+        members.setdefault("whitespace", "compact")
+    known = [each.name for each in fields(StructuredOutput)]
+    unknown = [show(name) for name in members if name not in known]
+    if unknown or not members:
+        raise _refused(
+            f"is {show(given)}; it must be a StructuredOutput, or a mapping of {', '.join(known)}"
+        )
+    return StructuredOutput(**members)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Bounds of what a client may ask: whatever is out of them is refused by the name of its param."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from cadenza.core.draw_keys import derive_seed, draw_keys
 from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.errors import InvalidRequestError
 from cadenza.request import MAX_BAD_WORD_TOKENS, MAX_BIASES, Attachment, Request, SamplingParams
+from cadenza.structured import StructuredOutput
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -307,3 +309,24 @@ def test_an_attachment_of_other_values_is_refused(fields: dict[str, Any]) -> Non
 def test_attachments_of_another_kind_are_refused(value: Any) -> None:
     with pytest.raises(InvalidRequestError, match="tuple of Attachment"):
         Request(prompt_token_ids=(1, 2, 3), attachments=value)
+
+
+def test_structured_outputs_is_another_name_of_structured() -> None:
+    form = StructuredOutput(regex="a+")
+    plain = SamplingParams(structured=form, max_tokens=3)
+    for meant in (form, {"regex": "a+"}, {"regex": "a+", "json": None}):
+        params = SamplingParams(structured_outputs=meant, max_tokens=3)
+        assert params == plain
+        assert params.structured_outputs == params.structured == form
+        assert replace(params, max_tokens=4).structured == form
+    assert SamplingParams(structured_outputs=None).structured is None
+    compact = {"json_object": True, "disable_any_whitespace": True}
+    asked = SamplingParams(structured_outputs=compact).structured
+    assert asked == StructuredOutput(json_object=True, whitespace="compact")
+    for wrong in ({}, {"odd": 1}, "a+", 3):
+        with pytest.raises(InvalidRequestError, match=r"structured output is .* must be"):
+            SamplingParams(structured_outputs=wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="both given"):
+        SamplingParams(structured=form, structured_outputs=form)
+    with pytest.raises(TypeError, match="top_q"):
+        SamplingParams(top_q=1)  # type: ignore[call-arg]

@@ -24,12 +24,13 @@ from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.embeddings import embedding_of
 from cadenza.frontend.loaded_model import EngineOwner, load_model
+from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
+from cadenza.frontend.prompt_forms import Prompt, text_length
 from cadenza.frontend.text_frontend import (
     Message,
     Params,
     PreparedRequest,
-    Prompt,
     TextFrontend,
 )
 from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput
@@ -134,6 +135,11 @@ class AsyncEngine:
         with self._lock:  # an event that comes from here on is delivered to the new loop
             self._loop, self._arrived = loop, []
 
+    def get_tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer with its chat template. Raises InvalidRequestError without one."""
+        self._text.describe_tokenizer()
+        return ModelTokenizer(self._text)
+
     async def generate(
         self,
         request: Request | Prompt,
@@ -189,7 +195,7 @@ class AsyncEngine:
             InvalidRequestError, QueueFullError, EngineClosedError: as `submit`.
         """
         self.start()
-        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+        if text_length(prompt) > LONG_TEXT:
             prepared = await asyncio.to_thread(self._text.prepare_pooled, prompt, params)
         else:
             prepared = self._text.prepare_pooled(prompt, params)
@@ -234,7 +240,7 @@ class AsyncEngine:
                     param="params",
                 )
             return PreparedRequest(text=None, request=self._text.resolve(request))
-        if isinstance(request, str) and len(request) > LONG_TEXT:
+        if text_length(request) > LONG_TEXT:
             return await asyncio.to_thread(self._text.prepare, request, params)
         return self._text.prepare(request, params)
 

@@ -16,13 +16,14 @@ from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.embeddings import embedding_of
 from cadenza.frontend.loaded_model import EngineOwner, load_model
+from cadenza.frontend.model_tokenizer import ModelTokenizer
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
 from cadenza.frontend.progress import progress_line
+from cadenza.frontend.prompt_forms import Prompt
 from cadenza.frontend.text_frontend import (
     Message,
     Params,
     PreparedRequest,
-    Prompt,
     TextFrontend,
 )
 from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput
@@ -79,6 +80,11 @@ class LLM:
         """The sampling that the checkpoint recommends, with `changes` on top."""
         return self._loaded.text.default_params(**changes)
 
+    def get_tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer with its chat template. Raises InvalidRequestError without one."""
+        self._loaded.text.describe_tokenizer()
+        return ModelTokenizer(self._loaded.text)
+
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -89,7 +95,7 @@ class LLM:
         """Continues every prompt; results in the prompts' order.
 
         Args:
-            prompts: a text, a list of token ids, or a list of either.
+            prompts: a text, a list of token ids, one of vLLM's dictionaries, or a list of these.
             params: one for all, or one for each prompt. `SamplingParams` are taken as they are; a
                 mapping names some of its fields, and the others, like all of None's, are as the
                 checkpoint recommends.
@@ -288,8 +294,8 @@ class LLM:
 
 def _prompt_list(prompts: object) -> list[Prompt]:
     """The prompts of a call: one text, one list of token ids, or several of either."""
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | Mapping):
+        return [cast(Prompt, prompts)]
     entries = _entries("prompt", prompts, "a text, a list of token ids, or a list of either")
     num_ids = sum(isinstance(entry, bool) or is_integer(entry) for entry in entries)
     if not num_ids:

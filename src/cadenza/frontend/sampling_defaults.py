@@ -81,7 +81,7 @@ class SamplingDefaults:
         Raises:
             InvalidRequestError: an unknown field, or a value out of bounds.
         """
-        unknown = [name for name in given if name not in FIELD_NAMES]
+        unknown = [name for name in given if name not in (*FIELD_NAMES, "structured_outputs")]
         if unknown:
             raise InvalidRequestError(
                 f"there is no sampling option {', '.join(map(show, unknown))}; there are "

@@ -20,6 +20,7 @@ from cadenza.errors import InvalidRequestError, TextTooLongError, show
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
 from cadenza.frontend.model_facts import facts_of
+from cadenza.frontend.prompt_forms import Prompt, read_prompt
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.request import PoolingParams, Request, SamplingParams, as_token_ids, prompt_only
@@ -49,7 +50,6 @@ from cadenza.text.output_parser import MakeParser
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
-Prompt = str | SequenceOf[int]
 DEFAULT_PARSERS = AnswerParsers()
 ANY_ANSWER = AskedAnswer()
 FingerprintT = TypeVar("FingerprintT", Fingerprint, Fingerprint | None)
@@ -173,8 +173,9 @@ class TextFrontend:
             TextTooLongError: a text has more tokens than `max_num_tokens`.
             InvalidRequestError: the prompt or its params cannot be served.
         """
-        text = prompt if isinstance(prompt, str) else None
-        return self._prepare(text, self.encode(prompt, max_num_tokens=max_num_tokens), params)
+        given = read_prompt(prompt)
+        ids = self.encode(given.content, max_num_tokens=max_num_tokens)
+        return self._prepare(given.text, ids, params, given.cache_salt)
 
     def prepare_chat(
         self,
@@ -222,16 +223,17 @@ class TextFrontend:
     ) -> PreparedRequest:
         """Makes a request for the embedding of a prompt, as `prepare`. `params` may cut the prompt
         (`request.prompt_only`)."""
-        text = prompt if isinstance(prompt, str) else None
+        given = read_prompt(prompt)
         ids = self.encode(
-            prompt, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens
+            given.content, add_special_tokens=add_special_tokens, max_num_tokens=max_num_tokens
         )
         request = Request(
             prompt_token_ids=ids,
             params=prompt_only() if params is None else params,
             pooling=PoolingParams() if pooling is None else pooling,
+            cache_salt=given.cache_salt,
         )
-        return PreparedRequest(text=text, request=self.resolve(request))
+        return PreparedRequest(text=given.text, request=self.resolve(request))
 
     def with_prediction(
         self, prepared: PreparedRequest, prediction: str, *, max_num_tokens: int | None = None
@@ -310,7 +312,9 @@ class TextFrontend:
             )
         return replace(params, pooling=default.pooling)
 
-    def _prepare(self, text: str | None, ids: tuple[int, ...], params: Params) -> PreparedRequest:
+    def _prepare(
+        self, text: str | None, ids: tuple[int, ...], params: Params, cache_salt: str = ""
+    ) -> PreparedRequest:
         if not isinstance(params, SamplingParams | Mapping | None):
             raise InvalidRequestError(
                 f"params is {show(params)}; it must be SamplingParams, or a mapping of some of its "
@@ -322,11 +326,15 @@ class TextFrontend:
             num_kept = min(len(ids), _whole(given.get("truncate_prompt_tokens"), len(ids)))
             room = None if self._max_model_len is None else self._max_model_len - num_kept
             params = self.defaults.complete(given, room=room)
-        request = Request(prompt_token_ids=ids, params=params)
+        request = Request(prompt_token_ids=ids, params=params, cache_salt=cache_salt)
         return PreparedRequest(text=text, request=self.resolve(request))
 
     def encode(
-        self, prompt: Prompt, *, add_special_tokens: bool = True, max_num_tokens: int | None = None
+        self,
+        prompt: str | SequenceOf[int],
+        *,
+        add_special_tokens: bool = True,
+        max_num_tokens: int | None = None,
     ) -> tuple[int, ...]:
         """Token ids of a prompt; ids pass as they are. Raises as `prepare`."""
         if isinstance(prompt, str):
@@ -388,7 +396,7 @@ class TextFrontend:
         """Whether a conversation has tools, or calls, for which its template has no place."""
         if self._is_strict or self._planner is None or template.reads_tools:
             return False
-        if not (_are_objects(messages) and _are_objects(tools or ())):
+        if not (_are_objects(messages) and _are_objects(() if tools is None else tools)):
             return False  # the template refuses them
         return bool(tools) or (not template.reads_calls and has_calls(messages))
 
@@ -416,9 +424,10 @@ class TextFrontend:
             sample, detokenizer, matcher, num_unsearched=params.min_tokens, parser=parser
         )
 
-    def decode(self, token_ids: SequenceOf[int]) -> str:
-        """The text of token ids, special tokens shown. Raises InvalidRequestError."""
-        return self._need_tokenizer().decode(token_ids, skip_special_tokens=False)
+    def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids. Raises InvalidRequestError."""
+        decode = self._need_tokenizer().decode
+        return decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def text_of(self, token_id: int) -> str | None:
         """One token's text, for display."""
