@@ -31,6 +31,10 @@ MAX_PRIORITY = 1000
 GREEDY_BELOW = 1e-5
 """Lower temperatures mean greedy sampling, as in vLLM."""
 
+LEAST_TOP_P = 1e-6
+"""No token alone has less than this of the mass where it is the likeliest, so that it, and 0, keep
+the likeliest token only."""
+
 NO_SEED = -1
 """Means that there is no seed, as in llama.cpp and LM Studio."""
 
@@ -61,7 +65,7 @@ BOUNDS: Mapping[str, NumberBound | ListBound] = {
     "min_tokens": NumberBound(0, 1 << 31, is_integer=True),
     "temperature": NumberBound(0.0, 100.0),
     "top_k": NumberBound(-1, 1 << 31, is_integer=True),
-    "top_p": NumberBound(1e-6, 1.0),
+    "top_p": NumberBound(0.0, 1.0),
     "min_p": NumberBound(0.0, 1.0),
     "top_n_sigma": NumberBound(-1.0, 100.0),
     "seed": NumberBound(-(1 << 63), (1 << 64) - 1, is_integer=True, is_optional=True),
@@ -129,7 +133,8 @@ class SamplingParams:
         min_tokens: tokens that would end the stream are not sampled before this many new tokens.
         temperature: below 1e-5 is greedy.
         top_k: keep the k most likely tokens; 0 or -1 is off.
-        top_p: keep the smallest set of most likely tokens whose probabilities sum to `top_p`.
+        top_p: keep the smallest set of most likely tokens whose probabilities sum to `top_p`; 0
+            keeps the most likely one.
         min_p: drop tokens less likely than `min_p` times the most likely one.
         top_n_sigma: drop tokens whose logit is more than this many standard deviations (of the
             allowed tokens' logits) below the largest; 0 or less is off.
@@ -225,6 +230,8 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
         if self.speculative is not None:
             object.__setattr__(self, "speculative", as_speculative(self.speculative))
+        if self.top_p < LEAST_TOP_P:
+            object.__setattr__(self, "top_p", LEAST_TOP_P)
         if self.seed is not None and self.seed < 0:
             unsigned = None if self.seed == NO_SEED else self.seed + (1 << 64)
             object.__setattr__(self, "seed", unsigned)

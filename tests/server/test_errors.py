@@ -13,8 +13,9 @@ from cadenza.errors import FormNotCheckedError
 from cadenza.events import ErrorKind
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
-from cadenza.server.errors import error_of, none_allowed
+from cadenza.server.errors import ApiError, error_of, none_allowed
 from cadenza.server.limits import ServerLimits
+from cadenza.server.schemas.json_text import read_json
 from tests.server.bodies import GENERATING
 from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, options, raw_post, running_server
 from tests.server.scripted_engine import ScriptedEngine
@@ -46,8 +47,8 @@ def check_error(
         (b'{"prompt": "x", "temperature": NaN}', "invalid_value", "temperature"),
         (b'{"prompt": "x", "temperature": 1e400}', "invalid_value", "temperature"),
         (b'{"prompt": "x", "top_k": 9223372036854775808}', "invalid_value", "top_k"),
-        (b'{"prompt": "x", "frobnicate": 1}', "unknown_field", "frobnicate"),
-        (b'{"prompt": "x", "a\\ud800": 1}', "unknown_field", r"a\ud800"),
+        (b'{"prompt": "x", "maxtokens": 1}', "unknown_field", "maxtokens"),
+        (b'{"prompt": "x", "echo\\ud800": 1}', "unknown_field", r"echo\ud800"),
         (b'{"prompt": "x", "structured_outputs": {}}', "invalid_value", "structured_outputs"),
         (b'{"prompt": "\\ud800"}', "invalid_value", "prompt"),
         (b'{"prompt": []}', "invalid_value", "prompt"),
@@ -68,6 +69,47 @@ def test_a_bad_body_is_a_400_that_names_the_field(
         answer = client.post("/v1/completions", content=body, headers=headers)
     assert answer.status_code == 400, answer.text
     check_error(answer.json(), "invalid_request_error", code, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "the body is empty"),
+        (b"  \n", "the body is empty"),
+        (b"[1]", "the body is a list, and no JSON object"),
+        (b'"x"', "is a text, and no"),
+        (b"5", "is a number, and no"),
+        (b"null", "is null, and no"),
+        (b'{"prompt": "x"', "line 1, column 15 has the end of the body; a comma or a closing"),
+        (b'{\n  "prompt": "x"\n  "n": 2}', "line 3, column 3 has '\"n\": 2}'; a comma or a"),
+        (b'{"a": 1,\n }', "line 2, column 2 has '}'; a name in double quotes is needed"),
+        (b"{'a': 1}", "line 1, column 2 has \"'a': 1}\"; a name in double quotes is needed"),
+        (b'{"a" 1}', "line 1, column 6 has '1}'; a colon is needed"),
+        (b'{"a": tru}', "line 1, column 7 has 'tru}'; a value is needed"),
+        (b'{"a": "x}', "line 1, column 7 has '\"x}'; the text that begins there does not end"),
+        (b'{"a": "x\ny"}', "line 1, column 9 has '\\ny\"}'; in texts control characters"),
+        (b'{"a": "\\x"}', "line 1, column 8 has '\\\\x\"}'; that is no escape of JSON"),
+        (b'{"a": 1} {}', "line 1, column 10 has '{}'; the object has ended"),
+        ('{"ä": \u00fc}'.encode(), "line 1, column 7 has 'ü}'; a value is needed"),
+        (b'{"a": "\xff"}', "line 1, column 8 has the byte 0xff, which is no UTF-8"),
+        (
+            b'{\n"a": "' + b"x" * 70_000 + b'",\n"b": }',
+            "line 3, column 6 has '}'; that is not JSON",
+        ),
+        (b'{"a": "' + b"x" * 70_000, "line 1, column 70008 has the end of the body"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "has a number of too many digits"),
+    ],
+    ids=lambda each: repr(each)[:40],
+)
+def test_json_that_is_none_is_refused_at_its_line_and_column(body: bytes, said: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_json(body)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_json")
+    assert said in refused.value.message
+
+
+def test_a_body_may_begin_with_a_byte_order_mark() -> None:
+    assert read_json(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
 
 
 TOO_LONG = "the fox " * 300

@@ -12,13 +12,14 @@ from cadenza.server.errors import ApiError
 from cadenza.server.limits import ServerLimits
 from cadenza.server.schemas.body import Effect
 from cadenza.server.schemas.field_types import (
+    AnyJson,
     Boolean,
     FieldType,
     Integer,
     Number,
-    OneOrMany,
     TokenIds,
 )
+from cadenza.server.schemas.generation import MostTokens, StopTexts
 from tests.server.bodies import BODIES
 from tests.server.harness import RunningServer
 from tests.server.scripted_engine import ScriptedEngine
@@ -61,7 +62,7 @@ def test_each_sampling_field_is_one_of_sampling_params() -> None:
     own = set(SamplingParams.__dataclass_fields__)
     for endpoint in PATHS:
         fields = BODIES[endpoint].fields.values()
-        sampling = {field.name for field in fields if field.effect is Effect.SAMPLING}
+        sampling = {field.target for field in fields if field.effect is Effect.SAMPLING}
         assert sampling | {"logprobs", "structured"} == own
         assert sampling == set(SAMPLES)
     assert set(BOUNDS) <= own
@@ -95,7 +96,6 @@ def test_a_sampling_field_reaches_the_engine_or_is_refused_by_name(
         {"role": "king", "content": "x"},
         {"role": "user"},
         {"role": "user", "content": 1},
-        {"role": "user", "content": "x", "crown": 1},
         {"role": "user", "content": [{"type": "text"}]},
         "hello",
     ],
@@ -121,6 +121,8 @@ ODD = [math.nan, math.inf, -math.inf, 2**63, -(2**63), 10**400, "1", [], {}, Tru
 def good_values(kind: FieldType[Any]) -> list[Any]:
     if isinstance(kind, Integer):
         return [kind.low, kind.high]
+    if isinstance(kind, MostTokens):
+        return [0, kind.high]
     if isinstance(kind, Number):
         return [kind.low, kind.high]
     return []
@@ -138,8 +140,12 @@ def bad_values(kind: FieldType[Any]) -> list[Any]:
         return [value for value in ODD if value is not True]
     if isinstance(kind, TokenIds):
         return [1, "x", [-1], [1.5], [True], [2**63], [math.nan], ["1"], [None], [[1]]]
-    if isinstance(kind, OneOrMany):
-        return [1, [1], {}, [None], True, [""], ["x"] * 65, "x" * 257, "\ud800"]
+    if isinstance(kind, StopTexts):
+        return [1, [1], {}, [None], True, ["x"] * 65, "x" * 257, "\ud800"]
+    if isinstance(kind, AnyJson):
+        return ["x" * 17_000, [[]] * 8000]
+    if isinstance(kind, MostTokens):
+        return [-2, kind.high + 1, *(value for value in ODD if value != -1)]
     return [math.nan, 2**63]
 
 
@@ -151,7 +157,7 @@ def test_values_around_each_bound_are_taken_or_refused_by_name(endpoint: Any, na
     kind = body.fields[name].type
     required = {"prompt": "x"} if endpoint == "completions" else {"messages": CHAT["messages"]}
     for value in good_values(kind):
-        assert body.check({**required, name: value})[name] == value
+        assert body.check({**required, name: value})[body.fields[name].target] == value
     for value in bad_values(kind):
         with pytest.raises(ApiError) as refused:
             body.check({**required, name: value})

@@ -174,7 +174,7 @@ def test_a_new_endpoint_ends_a_failed_stream_in_its_own_way(
         ({"input": "x", "tone": "odd"}, "tone"),
         ({"input": "x", "tone": "loud", "n": 2}, "tone"),
         ({"input": "x", "temperature": -1}, "temperature"),
-        ({"input": "x", "frob": 1}, "frob"),
+        ({"input": "x", "tones": 1}, "tones"),
     ],
 )
 def test_a_new_endpoints_fields_are_checked(body: dict[str, Any], param: str) -> None:

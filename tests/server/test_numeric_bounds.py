@@ -20,7 +20,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "the fox"},
     "chat": {"messages": [{"role": "user", "content": "the fox"}]},
 }
-LAST = "no_such_field"
+LAST = "temperatur"
 """Fields are checked in their order: a good one before this one is passed over."""
 WRONG_TYPES = ["1", "", [], [1], {}, {"1": 1}, True, False, "NaN", "\u0661"]
 

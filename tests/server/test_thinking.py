@@ -1,6 +1,7 @@
 """Thinking within a bound: the token that ends it is forced, in every API, over any grammar."""
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.server.endpoints.conversation import AskedConversation
+from cadenza.server.errors import ApiError
+from cadenza.server.limits import ServerLimits
 from cadenza.server.schemas.reasoning import EFFORTS
 from cadenza.structured import ConstraintSpec, ThinkingBound
 from cadenza.text.thinking_constraint import ThinkingConstraint
 from tests.cli.harness import write_model
+from tests.server.bodies import GENERATING
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.watched_service import WatchedService
@@ -169,6 +173,98 @@ def test_a_verbosity_is_told_to_a_template_that_reads_it_and_else_changes_nothin
         told.append(front_end.decode(engine.submitted[-1].prompt_token_ids))
     assert told[:2] == ["the fox low", "the fox"]
     assert told[2] == told[3]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "is_off", "most"),
+    [
+        (CHAT, {"enable_thinking": False}, True, None),
+        (CHAT, {"enable_thinking": True}, False, None),
+        (CHAT, {"think": False}, True, None),
+        (CHAT, {"think": "low"}, False, 1024),
+        (CHAT, {"thinking": {"type": "disabled"}}, True, None),
+        (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 9}}, False, 9),
+        (CHAT, {"reasoning": {"effort": "none"}}, True, None),
+        (CHAT, {"reasoning": {"effort": "minimal"}}, False, 256),
+        (CHAT, {"reasoning": {"enabled": False}}, True, None),
+        (CHAT, {"reasoning": {"max_tokens": 7, "exclude": False}}, False, 7),
+        (CHAT, {"reasoning": "off"}, True, None),
+        (CHAT, {"thinking_budget": 7}, False, 7),
+        (CHAT, {"extra_body": {"enable_thinking": False}}, True, None),
+        (CHAT, {"think": False, "reasoning_effort": "high"}, True, None),
+        (CHAT, {"think": False, "chat_template_kwargs": {"enable_thinking": True}}, False, None),
+        ("/v1/responses", {"enable_thinking": False}, True, None),
+        ("/v1/responses", {"reasoning": {"enabled": False}}, True, None),
+        ("/v1/responses", {"reasoning_effort": "none"}, True, None),
+        ("/v1/responses", {"thinking": {"type": "disabled"}}, True, None),
+        ("/v1/messages", {"enable_thinking": True}, False, None),
+        ("/v1/messages", {"think": True}, False, None),
+        ("/v1/messages", {"thinking": {"type": "enabled"}, "think": True}, False, None),
+        ("/v1/messages", {"reasoning_effort": "minimal"}, False, 256),
+        ("/v1/messages", {}, True, None),
+    ],
+    ids=str,
+)
+def test_a_switch_of_another_server_is_the_switch_here(
+    thinker: LoadedModel, path: str, asked: dict[str, Any], is_off: bool, most: int | None
+) -> None:
+    needed = {"input": "the fox"} if path == "/v1/responses" else {"messages": BODY["messages"]}
+    needed |= {"max_tokens": 9} if path == "/v1/messages" else {}
+    endpoint = next(each for each in GENERATING.values() if each.route.path == path)
+    request = endpoint.read(
+        json.dumps({**needed, **asked, "store": False}).encode(), ServerLimits()
+    )
+    (prepared,) = request.prepare(thinker.text, SamplingParams(), None)
+    assert (prepared.request.prompt_token_ids[-1] == END) == is_off
+    constraint = prepared.request.constraint
+    bound = None if constraint is None else constraint.thinking
+    assert (None if bound is None else bound.max_tokens) == most
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"think": True, "enable_thinking": False}, "think"),
+        ({"reasoning_effort": "low", "think": "high"}, "think"),
+        ({"thinking_token_budget": 5, "reasoning": {"max_tokens": 6}}, "reasoning"),
+        ({"reasoning": {"exclude": True}}, "reasoning"),
+        ({"thinking": "perhaps"}, "thinking"),
+        ({"reasoning_format": "none"}, "reasoning_format"),
+        ({"separate_reasoning": False}, "separate_reasoning"),
+    ],
+    ids=str,
+)
+def test_switches_that_differ_or_ask_for_more_are_refused_by_name(
+    asked: dict[str, Any], named: str
+) -> None:
+    body = json.dumps({"messages": BODY["messages"], **asked}).encode()
+    with pytest.raises(ApiError) as refused:
+        GENERATING["chat"].read(body, ServerLimits())
+    assert (refused.value.status, refused.value.param) == (400, named)
+
+
+def test_a_variable_that_the_template_does_not_read_is_ignored_and_logged_once(
+    thinker: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(path: str = CHAT, **variables: Any) -> tuple[int, ...]:
+        endpoint = next(each for each in GENERATING.values() if each.route.path == path)
+        given = {"messages": BODY["messages"], "chat_template_kwargs": variables}
+        request = endpoint.read(json.dumps(given).encode(), ServerLimits())
+        (prepared,) = request.prepare(thinker.text, SamplingParams(), None)
+        return prepared.request.prompt_token_ids
+
+    with caplog.at_level(logging.INFO):
+        odd = told(of_tomorrow={"a": [1]}, thinking=True, raise_exception="x", bos_token="y")
+        assert odd == told(of_tomorrow=5) == told()
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("of_tomorrow" in line for line in lines) == 1
+    assert told(enable_thinking=False) != odd
+    with pytest.raises(InvalidRequestError, match="must be a string") as refused:
+        told(enable_thinking=[1])
+    assert refused.value.param == "chat_template_kwargs"
+    for name in ("messages", "tools", "add_generation_prompt"):
+        with pytest.raises(ApiError, match="is a field of the request"):
+            told(**{name: True})
 
 
 def test_a_bound_needs_marks_that_are_tokens(scripted: RunningServer, text: TextFrontend) -> None:

@@ -20,6 +20,11 @@ from cadenza.server.endpoints.responses import ResponseRequest
 from cadenza.server.errors import ApiError
 from cadenza.server.schemas.message_fields import MessageTools
 from cadenza.server.schemas.tools import FlatTools, Tools
+from cadenza.server.schemas.unknown_members import (
+    UnknownFields,
+    UnknownMembers,
+    taking_unknown,
+)
 from cadenza.structured import JsonStyle, StructuredOutput
 from cadenza.text.answer_grammar import Tool
 from cadenza.text.grammar import GrammarCheck
@@ -147,11 +152,14 @@ def test_the_official_client_has_a_whole_tool_loop(bundled: RunningServer) -> No
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed tools"),
         ({"tools": [{"type": "custom"}]}, "tools", "custom"),
         ({"tools": [{"type": "function"}]}, "tools", "a list of tools"),
-        ({"tools": [{**NOW, "odd": 1}]}, "tools", "'odd'"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "odd": 1}}]}, "tools", "'odd'"),
+        ({"tools": [{**NOW, "functions": {}}]}, "tools", "did you mean function?"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]},
+            "tools",
+            "did you mean parameters?",
+        ),
         ({"tools": [WEATHER, WEATHER]}, "tools", "two tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "'a b'"),
-        ({"tools": [NOW] * 129}, "tools", "at most 128"),
         (
             {
                 "tools": [
@@ -323,6 +331,7 @@ def test_the_parsers_can_be_chosen(thoughtful: TextFrontend) -> None:
 
 
 _F = {"name": "f", "parameters": CITY}
+POLICIES: tuple[UnknownFields, ...] = ("refuse", "suggest", "ignore")
 _CUSTOM = {"name": "f", "input_schema": CITY}
 _NESTED = {"type": "function", "function": _F}
 
@@ -344,34 +353,41 @@ def test_labels_of_tools_change_nothing_and_odd_members_are_refused_unless_ignor
         odd.append({**plain, "function": {**_F, "odd": 1}})
     harmless: list[dict[str, Any]] = [{}, labels, dict.fromkeys(("defer_loading", "odd"))]
     tools = kind.check("tools", [plain])
-    for types, is_taken in ((kind, False), (kind.ignoring(), True)):
-        schema = types.schema()
-        for labelled in harmless:
-            assert types.check("tools", [{**plain, **labelled}]) == tools
-            assert jsonschema_rs.is_valid(schema, [{**plain, **labelled}])
-        for tool in odd:
-            assert jsonschema_rs.is_valid(schema, [tool]) is is_taken
-            if is_taken:
-                assert types.check("tools", [tool]) == tools
-            else:
-                with pytest.raises(ApiError, match="'odd'"):
-                    types.check("tools", [tool])
-        built_not = [{**plain, "defer_loading": True}]
-        assert not jsonschema_rs.is_valid(schema, built_not)
-        with pytest.raises(ApiError, match="defer_loading"):
-            types.check("tools", built_not)
+    for policy in POLICIES:
+        with taking_unknown(UnknownMembers(policy)) as unknown:
+            schema = kind.schema()
+            for labelled in harmless:
+                assert kind.check("tools", [{**plain, **labelled}]) == tools
+                assert jsonschema_rs.is_valid(schema, [{**plain, **labelled}])
+            for tool in odd:
+                assert jsonschema_rs.is_valid(schema, [tool]) is (policy != "refuse")
+                if policy != "refuse":
+                    assert kind.check("tools", [tool]) == tools
+                    assert unknown.ignored == ("tools.odd",)
+                else:
+                    with pytest.raises(ApiError, match="'odd'"):
+                        kind.check("tools", [tool])
+            built_not = [{**plain, "defer_loading": True}]
+            assert not jsonschema_rs.is_valid(schema, built_not)
+            with pytest.raises(ApiError, match="defer_loading"):
+                kind.check("tools", built_not)
 
 
 @pytest.mark.parametrize("body", [ChatRequest, ResponseRequest, MessageRequest])
-def test_a_server_that_ignores_fields_ignores_members_of_tools(body: Any) -> None:
-    plain = _CUSTOM if body is MessageRequest else {"type": "function", **_F}
-    tool = {**(_NESTED if body is ChatRequest else plain), "odd": 1}
-    given = {"messages": MESSAGES, "input": "x", "max_tokens": 5, "tools": [tool]}
-    known = {name: value for name, value in given.items() if name in body.effective_names}
-    (found,) = body.check(known, "ignore")["tools"]
-    assert found.name == "f"
-    with pytest.raises(ApiError, match="'odd'"):
-        body.check(known)
-    for unknown in ("refuse", "ignore"):
-        schema = body.object_schema(unknown)
-        assert jsonschema_rs.is_valid(schema, known) is (unknown == "ignore")
+def test_tools_are_bounded_by_bytes_alone_and_their_names_by_128_characters(body: Any) -> None:
+    def tool(name: str) -> dict[str, Any]:
+        plain = _CUSTOM if body is MessageRequest else {"type": "function", **_F}
+        if body is ChatRequest:
+            return {**_NESTED, "function": {**_F, "name": name}}
+        return {**plain, "name": name}
+
+    given = {"messages": MESSAGES, "input": "x", "max_tokens": 5}
+    known = {name: value for name, value in given.items() if name in body.required_names}
+    many = [tool("f" * 120 + str(place)) for place in range(1000)]
+    found = body.check({**known, "tools": many})["tools"]
+    assert [len(each.name) for each in found][::999] == [121, 123]
+    assert body.check({**known, "tools": [tool("f" * 128)]})["tools"][0].name == "f" * 128
+    with pytest.raises(ApiError, match="1 to 128"):
+        body.check({**known, "tools": [tool("f" * 129)]})
+    with pytest.raises(ApiError, match="two tools with the name"):
+        body.check({**known, "tools": [*many, many[500]]})

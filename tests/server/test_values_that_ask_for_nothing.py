@@ -21,6 +21,7 @@ from cadenza.server.limits import ServerLimits
 from cadenza.server.schemas.body import DeclaredObject, Effect
 from cadenza.server.schemas.field_types import FieldType, Unsupported
 from cadenza.server.schemas.messages import ChatMessage, TextPart
+from cadenza.server.schemas.other_engines import OtherEnginesBody
 from tests.cli.harness import write_model
 from tests.server.bodies import BODIES, GENERATING
 from tests.server.harness import RunningServer, options, running_server
@@ -80,11 +81,12 @@ LABELS: dict[str, tuple[list[Any], list[Any]]] = {
     "session_id": (["", "s" * 256], ["s" * 257, 1, {}]),
     "prompt_cache_key": (["", "k" * 256], ["k" * 257, 1, {}]),
     "prompt_cache_options": (
-        [{}, {"mode": "implicit", "ttl": "30m"}, {"mode": "explicit"}, {"later": None}],
-        [{"mode": "none"}, {"ttl": "x" * 17}, {"later": 1}, []],
+        [{}, {"mode": "implicit", "ttl": "30m"}, {"mode": "explicit"}, {"later": 1}],
+        [{"mode": "none"}, {"ttl": "x" * 17}, {"modes": "explicit"}, []],
     ),
     "prompt_cache_retention": (["in_memory", "24h"], ["forever", 24, ""]),
     "return_mm_kwargs": ([True, False], [0, "false", {}]),
+    "store": ([True, False], [0, "true", {}]),
 }
 """For each label of the table values that are accepted, and values beyond its bounds."""
 
@@ -138,14 +140,18 @@ def is_same_json(left: Any, right: Any) -> bool:
 def unbuilt_fields() -> Iterator[tuple[str, str, Unsupported]]:
     for endpoint in PATHS:
         for name, field in BODIES[endpoint].fields.items():
-            if isinstance(field.type, Unsupported):
+            is_other = OtherEnginesBody.fields.get(name) is field
+            if isinstance(field.type, Unsupported) and not is_other:
                 yield endpoint, name, field.type
 
 
 def labels() -> Iterator[tuple[str, str]]:
+    """Those of other engines are in `test_other_engines`."""
     for endpoint in PATHS:
         for name, field in BODIES[endpoint].fields.items():
-            if field.effect is Effect.NONE and not isinstance(field.type, Unsupported):
+            is_other = OtherEnginesBody.fields.get(name) is field
+            is_label = field.effect is Effect.NONE and not isinstance(field.type, Unsupported)
+            if is_label and not is_other:
                 yield endpoint, name
 
 
@@ -167,6 +173,7 @@ def harmless_cases() -> Iterator[Case]:
     yield Case("chat", "tool_choice", "auto")
     yield Case("chat", "parallel_tool_calls", False)
     yield Case("chat", "chat_template_kwargs", {"of_tomorrow": None})
+    yield Case("chat", "chat_template_kwargs", {"of_tomorrow": 5, "enable_thinking": False})
 
 
 def harmful_cases() -> Iterator[Case]:
@@ -292,12 +299,12 @@ def test_a_label_is_bounded(endpoint: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("endpoint", BODIES)
-def test_an_unknown_field_is_accepted_as_null_only(endpoint: Any) -> None:
+def test_where_fields_are_strict_an_unknown_one_is_accepted_as_null_only(endpoint: Any) -> None:
     needed = {**NEEDED, **NEEDED_ELSEWHERE}[endpoint]
     assert BODIES[endpoint].check({**needed, "frob": None}) == BODIES[endpoint].check(needed)
     for value in (False, 0, "", [], {}):
         with pytest.raises(ApiError) as refused:
-            BODIES[endpoint].check({**needed, "frob": value})
+            BODIES[endpoint].check({**needed, "frob": value}, "refuse")
         assert (refused.value.code, refused.value.param) == ("unknown_field", "frob")
 
 
@@ -314,6 +321,7 @@ def message_cases() -> Iterator[tuple[str, Any]]:
         for value in (*good, None):
             yield name, value
     yield "a_member_of_tomorrow", None
+    yield "a_member_of_tomorrow", {"x": ["y"]}
 
 
 def part_cases() -> Iterator[tuple[str, Any]]:
@@ -321,6 +329,7 @@ def part_cases() -> Iterator[tuple[str, Any]]:
         for value in (*MEMBER_LABELS[name][0], None):
             yield name, value
     yield "a_member_of_tomorrow", None
+    yield "a_member_of_tomorrow", 5
 
 
 @pytest.mark.parametrize(("name", "value"), list(message_cases()), ids=lambda each: repr(each)[:30])
@@ -360,7 +369,7 @@ def test_a_member_of_a_message_that_asks_for_more_is_refused() -> None:
     assert len(cases) > 100
     for name, message in cases:
         with pytest.raises(ApiError) as refused:
-            BODIES["chat"].check({"messages": [message]})
+            BODIES["chat"].check({"messages": [message]}, "refuse")
         assert (refused.value.status, refused.value.param) == (400, "messages"), message
         assert name in refused.value.message
         assert refused.value.body()
@@ -420,12 +429,12 @@ def test_a_server_for_gateways_ignores_fields_that_it_does_not_know(
     script: tuple[int, ...], text: TextFrontend
 ) -> None:
     engine = ScriptedEngine(script)
-    unknown = {"frob": 1, "provider": {"order": ["x"]}, "\ud800": [None]}
+    unknown = {"maxtokens": 1, "provider": {"order": ["x"]}, "\ud800": [None]}
     with running_server(engine, text, options(unknown_fields="ignore")) as server:
         for endpoint in PATHS:
             check_same(server, engine, endpoint, {**NEEDED[endpoint], **unknown})
-            refused = post(server, endpoint, {**NEEDED[endpoint], **unknown, "store": True})
-            assert refused.json()["error"]["param"] == "store"
+            refused = post(server, endpoint, {**NEEDED[endpoint], **unknown, "mirostat": 2})
+            assert refused.json()["error"]["param"] == "mirostat"
         for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
             plain, changed = server.post(path, body), server.post(path, {**body, "frob": 1})
             assert (changed.status_code, changed.json()) == (200, plain.json())
@@ -447,12 +456,7 @@ json_values = strategies.recursive(
     ),
     max_leaves=6,
 )
-FIELDS_THAT_GO_NOWHERE = [
-    (endpoint, name)
-    for endpoint in PATHS
-    for name, field in BODIES[endpoint].fields.items()
-    if field.effect is Effect.NONE or isinstance(field.type, Unsupported)
-]
+FIELDS_THAT_GO_NOWHERE = [*labels(), *((endpoint, name) for endpoint, name, _ in unbuilt_fields())]
 VALIDATORS = {
     endpoint: jsonschema_rs.validator_for(BODIES[endpoint].object_schema()) for endpoint in PATHS
 }

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cadenza.server.handover import ServerSockets
     from cadenza.server.listening import Address
     from cadenza.server.run import Lifecycle
+    from cadenza.server.schemas.unknown_members import UnknownFields
     from cadenza.server.service import ServerOptions, Service
 
 logger = logging.getLogger(__name__)
@@ -94,9 +95,10 @@ class ServeFlags:
     )
     ignore_unknown_fields: bool = _flag(
         False,
-        "Ignore unknown fields of a request's body, which are refused otherwise; for gateways that "
-        "add their own.",
+        "Ignore unknown fields of a request's body even where their names are near known ones, "
+        "which are refused otherwise as typing errors.",
     )
+    strict_fields: bool = _flag(False, "Refuse unknown fields of a request's body.")
     handover: bool = _flag(
         False,
         "Take over from the server at this address once the model is loaded, without refusing a "
@@ -240,7 +242,7 @@ def _serve_with(
     engine, service = _make(name, flags, config, options, first)
     logger.debug("resolved configuration: %s %s", config, _without_keys(flags))
     if flags.ignore_unknown_fields:
-        logger.warning("--ignore-unknown-fields: unknown fields of requests have no effect")
+        logger.warning("--ignore-unknown-fields: fields with misspelt names have no effect")
     loading = f"loading {options.model_names[0]} with cadenza {__version__}"
     with terminable(), ExitStack() as held:
         predecessor = find_predecessor(address) if flags.handover else None
@@ -423,7 +425,7 @@ def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
             max_bytes=flags.max_stored_responses_bytes,
             ttl_s=flags.stored_responses_ttl,
         ),
-        unknown_fields="ignore" if flags.ignore_unknown_fields else "refuse",
+        unknown_fields=_unknown_fields(flags),
         is_logging_requests=not flags.disable_log_requests,
         limits=ServerLimits(
             keep_alive_s=flags.sse_keep_alive_interval,
@@ -431,6 +433,16 @@ def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
             max_logprobs=flags.max_logprobs,
             max_bodies_bytes=flags.max_bodies_bytes,
         ),
+    )
+
+
+def _unknown_fields(flags: ServeFlags) -> "UnknownFields":
+    if flags.ignore_unknown_fields and flags.strict_fields:
+        raise typer.BadParameter(
+            "--ignore-unknown-fields and --strict-fields are both given; give one"
+        )
+    return (
+        "refuse" if flags.strict_fields else "ignore" if flags.ignore_unknown_fields else "suggest"
     )
 
 

@@ -45,6 +45,7 @@ from cadenza.text.grammar import (
     refused,
 )
 from cadenza.text.grammar_check import start_checks
+from cadenza.text.notices import Notices
 from cadenza.text.output_parser import MakeParser
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class TextFrontend:
                 "--generation-config none ignores the file's sampling",
                 ", ".join(recommended.unapplied),
             )
+        self._notices = Notices(logger)
         self._texts: dict[int, str] = {}
         self._decoder_plan: DecoderPlan | None = None
 
@@ -163,6 +165,15 @@ class TextFrontend:
     def chat_template_options(self) -> frozenset[str]:
         """The further variables that the chat template reads, such as `enable_thinking`."""
         return frozenset() if self._template is None else self._template.options
+
+    def read_by_template(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the variables that the chat template reads. The others have no effect; a log
+        line names each of them once."""
+        options = self.chat_template_options
+        for name in variables.keys() - options:
+            shown = show(name)
+            self._notices.tell(shown, "the chat template has no variable %s: it is ignored", shown)
+        return {name: value for name, value in variables.items() if name in options}
 
     def prepare(
         self, prompt: Prompt, params: Params = None, *, max_num_tokens: int | None = None

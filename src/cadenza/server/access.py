@@ -26,7 +26,10 @@ ANY_ORIGIN = "*"
 PREFLIGHT_MAX_AGE_S = 600
 """How long a browser may reuse a preflight's answer."""
 CORS_METHODS = "GET, POST, DELETE"
-EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry", "www-authenticate", "allow")
+EXPOSED_HEADERS = (
+    *("x-request-id", "retry-after", "x-should-retry", "www-authenticate", "allow"),
+    "x-cadenza-ignored",
+)
 """Response headers that a page may read; some client libraries read them."""
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@\s,]+)")

@@ -113,12 +113,16 @@ def invalid_value(message: str, param: str | None) -> ApiError:
     return ApiError(400, "invalid_value", message, param=param)
 
 
-def invalid_json(reason: str) -> ApiError:
-    return ApiError(400, "invalid_json", f"the body {reason}; send one JSON object")
+def invalid_json(reason: str, *, at_place: bool = False) -> ApiError:
+    """`at_place`: the reason says what is needed where."""
+    advice = "" if at_place else "; send one JSON object"
+    return ApiError(400, "invalid_json", f"the body {reason}{advice}")
 
 
-def unknown_field(name: str, known: list[str]) -> ApiError:
-    message = f"there is no field {name!r} here; there are {', '.join(known)}"
+def unknown_field(name: str, known: list[str], meant: str | None = None) -> ApiError:
+    """`meant`: the field of which the name may be a misspelling."""
+    advice = f"there are {', '.join(known)}" if meant is None else f"did you mean {meant}?"
+    message = f"there is no field {name!r} here; {advice}"
     whole = name.encode(
         errors="backslashreplace"
     ).decode()  # half a surrogate pair cannot be encoded

@@ -63,6 +63,7 @@ class Generation:
                 async with exchange.body() as body:
                     request = await self._read(body)
                 del body
+                exchange.extra_headers += service.ignored_names.headers(request.ignored)
                 num_choices = request.num_choices
                 self._take_identity(exchange, request, record)
                 await exchange.while_connected(self._serve(exchange, request, check, record))

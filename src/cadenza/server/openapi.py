@@ -11,8 +11,13 @@ from typing import Any, Literal
 import cadenza
 from cadenza.server.dialect import dialect_of
 from cadenza.server.errors import STATUSES
-from cadenza.server.schemas.body import Body, UnknownFields
+from cadenza.server.schemas.body import Body
 from cadenza.server.schemas.field_types import Schema, or_null
+from cadenza.server.schemas.unknown_members import (
+    UnknownFields,
+    UnknownMembers,
+    taking_unknown,
+)
 
 Policy = Literal["open", "key"]
 """`open` needs no API key and reveals nothing about requests; `key` needs one, if keys are set."""
@@ -88,14 +93,15 @@ _ERRORS = {
 
 
 def describe_api(
-    routes: Iterable[ApiRoute], *, needs_key: bool, unknown_fields: UnknownFields = "refuse"
+    routes: Iterable[ApiRoute], *, needs_key: bool, unknown_fields: UnknownFields = "suggest"
 ) -> dict[str, Any]:
     """The description in OpenAPI 3.1."""
     paths: dict[str, Any] = {}
     schemas: dict[str, Schema] = {**_ERRORS}
     for route in routes:
         path = route.path.replace(":path}", "}")
-        operation = _operation(route, needs_key, unknown_fields)
+        with taking_unknown(UnknownMembers(unknown_fields)):
+            operation = _operation(route, needs_key)
         paths.setdefault(path, {})[route.method.lower()] = operation
         if route.answers.schema is not None:
             schemas[route.answers.name] = route.answers.schema
@@ -110,7 +116,7 @@ def describe_api(
     }
 
 
-def _operation(route: ApiRoute, needs_key: bool, unknown_fields: UnknownFields) -> dict[str, Any]:
+def _operation(route: ApiRoute, needs_key: bool) -> dict[str, Any]:
     statuses = sorted({*EVERYWHERE, *route.statuses})
     operation: dict[str, Any] = {
         "operationId": route.name,
@@ -122,7 +128,7 @@ def _operation(route: ApiRoute, needs_key: bool, unknown_fields: UnknownFields) 
         },
     }
     if route.body is not None:
-        content = {"application/json": {"schema": route.body.object_schema(unknown_fields)}}
+        content = {"application/json": {"schema": route.body.object_schema()}}
         operation["requestBody"] = {"required": True, "content": content}
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "query", "required": False, "schema": schema}

@@ -35,12 +35,13 @@ from cadenza.server.errors import (
     request_not_found,
     unavailable,
 )
+from cadenza.server.ignored_names import IgnoredNames
 from cadenza.server.job import Job, PromptQueue, Room
 from cadenza.server.limits import BodyBudget, ServerLimits, TextWork
 from cadenza.server.metrics import Metrics, ServedCounts
 from cadenza.server.request_log import RequestRecord
 from cadenza.server.response_store import ResponseStore, StoreBounds
-from cadenza.server.schemas.body import UnknownFields
+from cadenza.server.schemas.unknown_members import UnknownFields
 from cadenza.server.tenants import TenantFile, Tenants
 from cadenza.tenant import ONE_TENANT
 
@@ -75,7 +76,7 @@ class ServerOptions:
     metrics_port: int | None = None
     cors: Cors = field(default_factory=Cors)
     stored_responses: StoreBounds = field(default_factory=StoreBounds)
-    unknown_fields: UnknownFields = "refuse"
+    unknown_fields: UnknownFields = "suggest"
     is_logging_requests: bool = True
     num_dropped_log_lines: Callable[[], int] = lambda: 0
     clock: Callable[[], float] = time.monotonic
@@ -109,6 +110,7 @@ class Service:
             options.model_names[0], self.counts, engine, options.num_dropped_log_lines
         )
         self.created = int(options.now())
+        self.ignored_names = IgnoredNames()
         self.responses = ResponseStore(options.stored_responses, options.clock)
         self._engine_fingerprint: Fingerprint | None = None
         self._fingerprint: Fingerprint | None = None

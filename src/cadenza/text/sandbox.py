@@ -100,7 +100,9 @@ class BoundedTemplate:
         try:
             environment = _new_environment(now)
             tree = cast(nodes.Template, _Instrument().visit(environment.parse(source)))
-            self.variables = frozenset(meta.find_undeclared_variables(tree))
+            self.variables = frozenset(
+                meta.find_undeclared_variables(tree) - environment.globals.keys()
+            )
             self._template = environment.from_string(tree)
         except TemplateSyntaxError as error:
             raise CheckpointError(

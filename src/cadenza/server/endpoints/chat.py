@@ -34,17 +34,15 @@ from cadenza.server.schemas.messages import ConversationBody, Messages, Predicte
 from cadenza.server.schemas.reasoning import (
     BUDGET,
     BUDGET_HELP,
-    EFFORT,
-    EFFORT_HELP,
     VERBOSITY,
     VERBOSITY_HELP,
-    bound_of,
 )
+from cadenza.server.schemas.thinking import AskedThinking, ThinkingSwitches
 from cadenza.server.schemas.tools import ToolChoice, Tools, has_constrained_calls, tool_use
 from cadenza.server.sse import AnswerHead, ChoiceObject, PromptInfo, StreamEncoder, Usage
 
 
-class ChatRequest(ConversationBody, ChoicesRequest):
+class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
     """A body of /v1/chat/completions."""
 
     prompt_field = "messages"
@@ -53,7 +51,6 @@ class ChatRequest(ConversationBody, ChoicesRequest):
     max_completion_tokens = optional(sampling_type("max_tokens"), "Another name of max_tokens.")
     logprobs = optional(Boolean(), "Log probabilities of each token.", default=False)
     top_logprobs = optional(LOGPROBS, "And of this many likeliest; with logprobs.")
-    reasoning_effort = optional(EFFORT, EFFORT_HELP)
     thinking_token_budget = optional(BUDGET, BUDGET_HELP)
     verbosity = optional(VERBOSITY, VERBOSITY_HELP)
     tools = optional(Tools(), "Functions that the answer may call.")
@@ -102,11 +99,17 @@ class ChatRequest(ConversationBody, ChoicesRequest):
                 "max_completion_tokens",
             )
         self.template_kwargs()
+        self._thinking()
         self.tool_use()
 
     def tool_use(self) -> ToolUse | None:
         """Raises ApiError (400)."""
         return tool_use(self.tools, self.tool_choice, is_parallel=bool(self.parallel_tool_calls))
+
+    def _thinking(self) -> AskedThinking:
+        """Raises ApiError (400)."""
+        budget = AskedThinking(max_tokens=self.thinking_token_budget)
+        return self.asked_thinking({"thinking_token_budget": budget})
 
     def sampling(self, text: TextFrontend) -> SamplingParams:
         most = self.max_completion_tokens
@@ -116,12 +119,15 @@ class ChatRequest(ConversationBody, ChoicesRequest):
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
+        thinking = self._thinking()
         conversation = AskedConversation(
             messages=self.messages,
             use=self.tool_use(),
-            effort=self.reasoning_effort,
-            max_thinking=bound_of(self.thinking_token_budget),
+            effort=thinking.effort,
+            max_thinking=thinking.bound,
+            thinks=thinking.is_on,
             verbosity=self.verbosity,
+            variables=self.chat_template_kwargs,
             template_kwargs=self.template_kwargs(),
         )
         prepared = conversation.prepare(text, params, max_num_tokens)
@@ -131,7 +137,7 @@ class ChatRequest(ConversationBody, ChoicesRequest):
 
     def param_of(self, param: str | None) -> str | None:
         if param == "thinking_token_budget" and self.thinking_token_budget is None:
-            return "reasoning_effort"
+            return self.bound_field() or "reasoning_effort"
         found = super().param_of(param)
         return "tools" if found == "structured" else found
 

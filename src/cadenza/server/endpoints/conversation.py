@@ -6,7 +6,7 @@ shape of an answer. Invariant: equal conversations have equal answers, whatever 
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cadenza.frontend.answers import AskedAnswer, ToolUse
@@ -23,16 +23,21 @@ class AskedConversation:
         use: the tools that the answer may call; None: none.
         effort: of reasoning, one of `EFFORTS`; None: as the model does.
         max_thinking: the most tokens of thinking, whatever the effort; None: as the effort says.
+        thinks: whether the model thinks, whatever the effort; None: as the effort says.
         verbosity: for the chat template; None: as the template does.
-        template_kwargs: what the chat template is rendered with.
+        variables: of the chat template, as the request names them; those that the template does
+            not read are ignored.
+        template_kwargs: what the chat template is rendered with besides.
     """
 
     messages: Sequence[Message]
     use: ToolUse | None
     effort: str | None = None
     max_thinking: int | None = None
+    thinks: bool | None = None
     verbosity: str | None = None
-    template_kwargs: Mapping[str, Any]
+    variables: Mapping[str, object] = field(default_factory=dict[str, object])
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
@@ -60,10 +65,12 @@ class AskedConversation:
         switches: dict[str, Any] = {}
         if self.effort is not None:
             switches |= {"enable_thinking": self.effort != "none", "reasoning_effort": self.effort}
+        if self.thinks is not None:
+            switches |= {"enable_thinking": self.thinks, "thinking": self.thinks}
         if self.verbosity is not None:
             switches["verbosity"] = self.verbosity
         known = {k: v for k, v in switches.items() if k in text.chat_template_options}
-        return {**known, **self.template_kwargs}
+        return {**known, **text.read_by_template(self.variables), **self.template_kwargs}
 
     def _max_thinking(self, text: TextFrontend) -> int | None:
         if self.max_thinking is not None or self.effort is None:

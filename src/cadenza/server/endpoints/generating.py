@@ -17,7 +17,7 @@ from cadenza.server.errors import invalid_value
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import COUNT, TEXT, ApiRoute, list_of, object_of, one_of
 from cadenza.server.response_store import ResponseStore
-from cadenza.server.schemas.body import Effect, UnknownFields
+from cadenza.server.schemas.body import Effect
 from cadenza.server.schemas.field_types import Schema, or_null
 from cadenza.server.schemas.generation import (
     MAX_CHOICES,
@@ -27,6 +27,7 @@ from cadenza.server.schemas.generation import (
     StreamOptions,
 )
 from cadenza.server.schemas.structured import form_field
+from cadenza.server.schemas.unknown_members import UnknownFields
 from cadenza.server.sse import (
     AnswerEncoder,
     AnswerHead,
@@ -254,7 +255,7 @@ class GeneratingEndpoint:
     request_type: type[CallRequest]
 
     def read(
-        self, body: bytes, limits: ServerLimits, unknown: UnknownFields = "refuse"
+        self, body: bytes, limits: ServerLimits, unknown: UnknownFields = "suggest"
     ) -> CallRequest:
         """Raises ApiError (400) naming the field at fault."""
         request = self.request_type.read(body, unknown)

@@ -27,12 +27,12 @@ class MessageOptions:
     """What an answer depends on besides its tokens.
 
     Args:
-        max_tokens: those that were asked for at most.
+        max_tokens: those that were asked for at most; None: what is left of the context.
         stop_sequences: those of which one may have ended it.
         shows_thinking: whether blocks of thinking have their text.
     """
 
-    max_tokens: int
+    max_tokens: int | None
     stop_sequences: tuple[str, ...]
     shows_thinking: bool
 
@@ -97,7 +97,8 @@ class MessageEncoder:
                 has_calls = any(block.kind == "tool_call" for block in self._reader.blocks)
                 self._stop_reason = "tool_use" if has_calls else "end_turn"
             case "length":
-                is_full = output.num_generated_tokens < self._options.max_tokens
+                most = self._options.max_tokens
+                is_full = most is None or output.num_generated_tokens < most
                 self._stop_reason = "model_context_window_exceeded" if is_full else "max_tokens"
             case _:  # it was cancelled
                 self._stop_reason = "pause_turn"

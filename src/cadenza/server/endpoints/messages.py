@@ -19,7 +19,7 @@ from cadenza.server.endpoints.message_answer import MessageEncoder, MessageOptio
 from cadenza.server.errors import invalid_value
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
-from cadenza.server.schemas.body import Body, ObjectOf, label, optional, required, unsupported
+from cadenza.server.schemas.body import ObjectOf, label, optional, required, unsupported
 from cadenza.server.schemas.content_blocks import TEXT_BLOCKS, BlockMessages, system_text
 from cadenza.server.schemas.field_types import AnyJson, or_null
 from cadenza.server.schemas.generation import LABEL, sampling_type
@@ -35,7 +35,8 @@ from cadenza.server.schemas.message_fields import (
     OutputConfig,
     ThinkingOptions,
 )
-from cadenza.server.schemas.messages import Messages, TemplateSwitches
+from cadenza.server.schemas.messages import Messages, template_variables
+from cadenza.server.schemas.thinking import AskedThinking, ThinkingSwitches
 from cadenza.server.schemas.tools import has_constrained_calls, tool_use
 from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
 from cadenza.structured import StructuredOutput
@@ -51,7 +52,7 @@ _PARAMS = {
 """The names in this body of what errors of a chat name."""
 
 
-class MessagesBody(Body):
+class MessagesBody(ThinkingSwitches):
     """What a message and the count of its tokens have in common."""
 
     messages = required(BlockMessages(), "The conversation so far.")
@@ -61,9 +62,7 @@ class MessagesBody(Body):
     thinking = optional(ObjectOf(ThinkingOptions), "Whether the model thinks; without it: no.")
     output_config = optional(ObjectOf(OutputConfig), "The form of the answer.")
     output_format = optional(JsonForm(), "Older name of output_config.format.")
-    chat_template_kwargs = optional(
-        ObjectOf(TemplateSwitches), "Switches of the model's chat template."
-    )
+    chat_template_kwargs = template_variables()
 
     cache_control = label(_ANNOTATION, "A hint; prefixes are cached without it.")
     diagnostics = label(_ANNOTATION, "There are none.")
@@ -98,6 +97,7 @@ class MessagesBody(Body):
             raise invalid_value("thinking.type is missing; it is needed here", "thinking")
         if thinking is not None and thinking.budget_tokens and thinking.type != "enabled":
             raise invalid_value("thinking.budget_tokens goes with the type enabled", "thinking")
+        self._thinking()
         last = self.messages[-1]
         if last["role"] == "assistant" and (not last["content"] or len(last.keys()) > 2):
             raise invalid_value(
@@ -111,14 +111,14 @@ class MessagesBody(Body):
         system = None if self.system is None else system_text(self.system)
         messages = Messages().check("messages", with_system(system, [*self.messages]))
         is_continued = messages[-1]["role"] == "assistant"
-        switches = self.chat_template_kwargs
         return AskedConversation(
             messages=messages,
             use=self.tool_use(),
             effort=self._effort(),
-            max_thinking=None if self.thinking is None else self.thinking.budget_tokens,
+            max_thinking=self._thinking().bound,
+            thinks=self.asked_thinking({}).is_on,
+            variables=self.chat_template_kwargs,
             template_kwargs={
-                **({} if switches is None else switches.values),
                 "add_generation_prompt": not is_continued,
                 "continue_final_message": is_continued,
             },
@@ -129,11 +129,22 @@ class MessagesBody(Body):
         asked = None if self.output_config is None else self.output_config.format
         return asked or self.output_format
 
+    def _thinking(self) -> AskedThinking:
+        """Raises ApiError (400)."""
+        own: dict[str, AskedThinking] = {}
+        if self.output_config is not None:
+            own["output_config"] = AskedThinking(effort=self.output_config.effort)
+        if self.thinking is not None:
+            own["thinking"] = AskedThinking(
+                is_on=self.thinking.type != "disabled", max_tokens=self.thinking.budget_tokens
+            )
+        return self.asked_thinking(own)
+
     def _effort(self) -> str:
-        asked = None if self.output_config is None else self.output_config.effort
-        if self.thinking is None:
-            return asked or "none"
-        return "none" if self.thinking.type == "disabled" else asked or "medium"
+        asked = self._thinking()
+        if asked.is_on is None:
+            return asked.effort or "none"
+        return asked.effort or "medium" if asked.is_on else "none"
 
 
 class MessageRequest(MessagesBody, GenerationRequest):
@@ -141,7 +152,9 @@ class MessageRequest(MessagesBody, GenerationRequest):
 
     prompt_field = "messages"
 
-    max_tokens = required(sampling_type("max_tokens"), "Most new tokens.")
+    max_tokens = required(
+        sampling_type("max_tokens"), "Most new tokens; -1: what is left of the context."
+    )
     stop_sequences = optional(sampling_type("stop"), "Texts that end the answer.", default=())
     metadata = optional(ObjectOf(MessageMetadata), "Labels of the request.")
     service_tier = unsupported("a choice of service tier", "auto", "standard_only")
@@ -182,7 +195,7 @@ class MessageRequest(MessagesBody, GenerationRequest):
         # The API's max_tokens is a bound: beyond the context it means what is left of it.
         request = prepared.request
         room = max_num_tokens + 1 - len(request.prompt_token_ids)
-        if self.max_tokens > room:
+        if self.max_tokens is not None and self.max_tokens > room:
             request = replace(request, params=replace(request.params, max_tokens=None))
         return [replace(prepared, request=request)]
 

@@ -37,8 +37,8 @@ from cadenza.server.schemas.field_types import (
 )
 from cadenza.server.schemas.generation import LabelledBody, SamplingField, sampling_type
 from cadenza.server.schemas.items import REFERENCE, InputItems, messages_of, with_system
-from cadenza.server.schemas.messages import Messages, TemplateSwitches
-from cadenza.server.schemas.reasoning import BUDGET, BUDGET_HELP, bound_of
+from cadenza.server.schemas.messages import Messages, template_variables
+from cadenza.server.schemas.reasoning import BUDGET, BUDGET_HELP
 from cadenza.server.schemas.responses import (
     TEXT_FORM,
     AskedForm,
@@ -47,6 +47,7 @@ from cadenza.server.schemas.responses import (
     ResponseStreamOptions,
     TextOptions,
 )
+from cadenza.server.schemas.thinking import AskedThinking, ThinkingSwitches
 from cadenza.server.schemas.tools import FlatToolChoice, FlatTools, has_constrained_calls, tool_use
 from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
 from cadenza.structured import StructuredOutput
@@ -63,7 +64,7 @@ _PARAMS = {
 """The names in this body of what errors of a chat name."""
 
 
-class ResponseRequest(LabelledBody, GenerationRequest):
+class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     """A body of /v1/responses."""
 
     prompt_field = "input"
@@ -94,9 +95,7 @@ class ResponseRequest(LabelledBody, GenerationRequest):
         StringMap(max_items=16, max_key_chars=64, max_value_chars=512),
         "Labels, which the response has, too.",
     )
-    chat_template_kwargs = optional(
-        ObjectOf(TemplateSwitches), "Switches of the model's chat template."
-    )
+    chat_template_kwargs = template_variables()
 
     client_metadata = label(AnyJson(max_chars=16 << 10), "A label of the client.")
     max_tool_calls = label(
@@ -140,9 +139,21 @@ class ResponseRequest(LabelledBody, GenerationRequest):
             raise invalid_value("stream_options are for streams; set stream, too", "stream_options")
         if not self.input and self.previous_response_id is None:
             raise invalid_value("input has no items; give at least one", "input")
+        self._thinking()
         self.tool_use()
         for name, shown in self._shown().items():
             _check_unicode(name, shown)
+
+    def _thinking(self) -> AskedThinking:
+        """Raises ApiError (400)."""
+        own = {"thinking_token_budget": AskedThinking(max_tokens=self.thinking_token_budget)}
+        if self.reasoning is not None:
+            own["reasoning"] = AskedThinking(
+                is_on=self.reasoning.enabled,
+                effort=self.reasoning.effort,
+                max_tokens=self.reasoning.max_tokens,
+            )
+        return self.asked_thinking(own)
 
     def tool_use(self) -> ToolUse | None:
         """Raises ApiError (400)."""
@@ -175,14 +186,15 @@ class ResponseRequest(LabelledBody, GenerationRequest):
         items = [item for turn in self._turns for item in _items_of(turn)]
         given = [*_without_references(self.input, self._referred, self._max_referred_bytes)]
         messages = with_system(self.instructions, messages_of("input", [*items, *given]))
-        switches = self.chat_template_kwargs
+        thinking = self._thinking()
         conversation = AskedConversation(
             messages=Messages().check("input", messages),
             use=self.tool_use(),
-            effort=None if self.reasoning is None else self.reasoning.effort,
-            max_thinking=bound_of(self.thinking_token_budget),
+            effort=thinking.effort,
+            max_thinking=thinking.bound,
+            thinks=thinking.is_on,
             verbosity=self._verbosity,
-            template_kwargs={} if switches is None else switches.values,
+            variables=self.chat_template_kwargs,
         )
         prepared = conversation.prepare(text, params, max_num_tokens)
         if self._is_stored:
@@ -201,7 +213,7 @@ class ResponseRequest(LabelledBody, GenerationRequest):
 
     def param_of(self, param: str | None) -> str | None:
         if param == "thinking_token_budget" and self.thinking_token_budget is None:
-            return "reasoning"
+            return self.bound_field() or "reasoning"
         if param == "structured" and self._form is None:
             return "tools"
         return super().param_of(_PARAMS.get(param or "", param))
@@ -225,7 +237,7 @@ class ResponseRequest(LabelledBody, GenerationRequest):
 
     def _response(self, head: AnswerHead, params: SamplingParams) -> dict[str, Any]:
         """What the response repeats of the request."""
-        effort = None if self.reasoning is None else self.reasoning.effort
+        effort = self._thinking().effort
         return {
             "id": RESPONSE_PREFIX + head.request_id,
             "object": "response",

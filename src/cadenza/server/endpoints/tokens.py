@@ -47,8 +47,7 @@ class TokenizeBody(ConversationBody):
         asked = {
             "add_generation_prompt": self.add_generation_prompt is False,
             "continue_final_message": self.continue_final_message,
-            "chat_template_kwargs": self.chat_template_kwargs is not None
-            and bool(self.chat_template_kwargs.values),
+            "chat_template_kwargs": bool(self.chat_template_kwargs),
         }
         for name, is_asked in asked.items():
             if is_asked:
@@ -63,7 +62,10 @@ class TokenizeBody(ConversationBody):
         if self.messages is not None:
             _, ids = text.render_chat(
                 self.messages,
-                template_kwargs=self.template_kwargs(),
+                template_kwargs={
+                    **text.read_by_template(self.chat_template_kwargs),
+                    **self.template_kwargs(),
+                },
                 max_num_tokens=max_num_tokens,
                 add_special_tokens=bool(self.add_special_tokens),
             )
@@ -135,6 +137,7 @@ class TokenHandlers:
         unknown = self._service.options.unknown_fields
         async with exchange.body() as raw:
             body = await self._work(exchange, len(raw), lambda: body_type.read(raw, unknown))
+        exchange.extra_headers += self._service.ignored_names.headers(body.ignored)
         self._service.check_model(body.model)
         return body
 

@@ -1,33 +1,28 @@
 """A request's bytes become a `Body`: JSON objects whose members are declared once, as `Field`s.
 
-Owns declaring, checking and describing objects, and the bounds on the size and depth of JSON. Knows
-no field. Invariant: the check and the JSON Schema follow from the same declaration; null counts as
-absent; an instance holds only values that were checked and have an effect.
+Owns declaring, checking and describing objects. Knows no field. Invariant: the check and the JSON
+Schema follow from the same declaration; null counts as absent; an instance holds only values that
+were checked and have an effect.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import (
     Any,
     ClassVar,
     Generic,
-    Literal,
-    Protocol,
     Self,
     TypeVar,
     cast,
     overload,
-    runtime_checkable,
 )
 
-import msgspec
-
 from cadenza.request import show
-from cadenza.server.errors import ApiError, invalid_json, invalid_value, unknown_field
+from cadenza.server.errors import invalid_value, unknown_field
 from cadenza.server.schemas.field_types import (
     NULL,
+    AnyJson,
     FieldType,
     Schema,
     String,
@@ -36,26 +31,18 @@ from cadenza.server.schemas.field_types import (
     or_null,
     refuse,
 )
+from cadenza.server.schemas.json_text import read_json
+from cadenza.server.schemas.unknown_members import (
+    UnknownFields,
+    UnknownMembers,
+    taking_unknown,
+    unknown_members,
+)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 D = TypeVar("D")
 ObjectT = TypeVar("ObjectT", bound="DeclaredObject")
-
-UnknownFields = Literal["refuse", "ignore"]
-"""How undeclared fields that have a value are treated."""
-
-
-@runtime_checkable
-class HasMembers(Protocol):
-    """A type of values in which unknown members can be ignored."""
-
-    def ignoring(self) -> FieldType[Any]: ...
-
-
-MAX_JSON_DEPTH = 64
-MAX_LENIENT_BYTES = 1 << 16
-"""Up to this size a body that is not strict JSON is decoded again by a decoder that allows NaN."""
 
 
 class Effect(Enum):
@@ -74,6 +61,8 @@ class Field(Generic[T_co]):
 
     Args:
         default: the value for null or absence, shown in the description; None: it depends.
+
+    `target` is the name under which a body has the value: another one than `name` for an `Alias`.
     """
 
     def __init__(
@@ -85,7 +74,7 @@ class Field(Generic[T_co]):
         is_required: bool = False,
         effect: Effect = Effect.REQUEST,
     ) -> None:
-        self.name = ""
+        self.name = self.target = ""
         self.type = type
         self.help = help
         self.default = default
@@ -93,7 +82,11 @@ class Field(Generic[T_co]):
         self.effect = effect
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+        self.name = self.target = name
+
+    @property
+    def is_alias(self) -> bool:
+        return self.target != self.name
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
@@ -102,17 +95,36 @@ class Field(Generic[T_co]):
     def __get__(self, instance: "DeclaredObject | None", owner: type) -> Any:
         return self if instance is None else self.default
 
-    def type_with(self, unknown: UnknownFields) -> FieldType[Any]:
-        found: object = self.type
-        if unknown == "ignore" and isinstance(found, HasMembers):
-            return found.ignoring()
-        return self.type
-
-    def schema(self, unknown: UnknownFields = "refuse") -> Schema:
-        described = self.type_with(unknown).schema()
+    def schema(self) -> Schema:
+        described = self.type.schema()
         schema = described if self.is_required else or_null(described)
         shown: Schema = {} if self.default is None else {"default": self.default}
         return {**schema, **shown, **({"description": self.help} if self.help else {})}
+
+
+class Alias(Field[Any]):
+    """Another engine's name of a field; its value is that field's.
+
+    Args:
+        targets: the names of that field; the first one that a body has.
+        type: of the values, where it is not that field's.
+    """
+
+    def __init__(self, *targets: str, type: FieldType[Any] | None = None) -> None:
+        super().__init__(AnyJson(0), "")
+        self._targets = targets
+        self._type = type
+
+    def resolved(self, fields: Mapping[str, Field[Any]]) -> Field[Any] | None:
+        """The field of a body under this name; None where the body lacks what it is a name of."""
+        known = (fields.get(name) for name in self._targets)
+        target = next((each for each in known if each and not isinstance(each, Alias)), None)
+        if target is None:
+            return None
+        help = f"Another name of {target.name}."
+        field: Field[Any] = Field(self._type or target.type, help, effect=target.effect)
+        field.name, field.target = self.name, target.name
+        return field
 
 
 def required(type: FieldType[T], help: str = "") -> Field[T]:
@@ -148,14 +160,22 @@ class DeclaredObject:
     """Of the fields that change something."""
     required_names: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[Mapping[str, object]] = {}
+    is_history: ClassVar[bool] = False
+    """Whether it is data of a conversation, in which no name is taken for a typing error."""
 
     def __init_subclass__(cls) -> None:
         found: dict[str, Field[Any]] = {}
         for base in reversed(cls.__mro__):
             found |= {name: each for name, each in vars(base).items() if isinstance(each, Field)}
-        cls.fields = found
+        resolved = {
+            name: each.resolved(found) if isinstance(each, Alias) else each
+            for name, each in found.items()
+        }
+        cls.fields = found = {name: each for name, each in resolved.items() if each is not None}
         cls.effective_names = tuple(
-            name for name, field in found.items() if field.effect is not Effect.NONE
+            name
+            for name, field in found.items()
+            if field.effect is not Effect.NONE and not field.is_alias
         )
         cls.required_names = tuple(name for name, field in found.items() if field.is_required)
         cls.defaults = {name: found[name].default for name in cls.effective_names}
@@ -167,14 +187,26 @@ class DeclaredObject:
         self.values = values
 
     @classmethod
-    def object_schema(cls, unknown: UnknownFields = "refuse") -> Schema:
-        fields = cls.fields.values()
+    def object_schema(cls) -> Schema:
         return {
             "type": "object",
-            "properties": {field.name: field.schema(unknown) for field in fields},
+            "properties": {name: field.schema() for name, field in cls.fields.items()},
             "required": list(cls.required_names),
-            "additionalProperties": NULL if unknown == "refuse" else True,
+            "additionalProperties": further_members(),
         }
+
+    @classmethod
+    def take_unknown(cls, name: str, key: str) -> None:
+        """Ignores a member `key` of the field `name` that is not declared, or raises ApiError (400)
+        where the policy refuses it, or its name is near a declared one."""
+        unknown = unknown_members()
+        meant = None if cls.is_history else unknown.suggestion(field_of(name), key, cls.fields)
+        if meant is not None:
+            raise invalid_value(f"{name} has no member {show(key)}; did you mean {meant}?", name)
+        if unknown.policy == "refuse":
+            known = ", ".join(cls.fields)
+            raise invalid_value(f"{name} has no member {show(key)}; it has {known}", name)
+        unknown.ignore(f"{field_of(name)}.{key}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +224,8 @@ class ObjectOf(Generic[ObjectT]):
             if item is None:
                 continue
             if key not in fields:
-                known = ", ".join(fields)
-                raise invalid_value(f"{name} has no member {show(key)}; it has {known}", name)
+                self.declared.take_unknown(name, key)
+                continue
             checked = check_member(name, key, fields[key].type, item)
             if fields[key].effect is not Effect.NONE:
                 values[key] = checked
@@ -204,85 +236,77 @@ class ObjectOf(Generic[ObjectT]):
 
 
 class Body(DeclaredObject):
-    """The body of a request; `num_bytes` is its encoded size."""
+    """The body of a request; `num_bytes` is its encoded size, `ignored` the names of what has no
+    effect because nothing declares it."""
 
     model = optional(
         String(min_chars=1, max_chars=256),
         "A name of GET /v1/models; the first of them when absent.",
     )
 
-    def __init__(self, values: Mapping[str, Any], num_bytes: int = 0) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], num_bytes: int = 0, ignored: Sequence[str] = ()
+    ) -> None:
         super().__init__(values)
         self.num_bytes = num_bytes
+        self.ignored = ignored
 
     @classmethod
-    def read(cls, body: bytes, unknown: UnknownFields = "refuse") -> Self:
+    def read(cls, body: bytes, unknown: UnknownFields = "suggest") -> Self:
         """Raises ApiError (400) naming the first field at fault."""
-        return cls(cls.check(read_json(body), unknown), len(body))
+        with taking_unknown(UnknownMembers(unknown)) as found:
+            values = cls.checked(read_json(body))
+        return cls(values, len(body), found.ignored)
 
     @classmethod
     def check(
-        cls, given: Mapping[str, object], unknown: UnknownFields = "refuse"
+        cls, given: Mapping[str, object], unknown: UnknownFields = "suggest"
     ) -> dict[str, Any]:
         """The checked values of the fields that are there and have an effect; as `read`."""
-        fields, values = cls.fields, dict[str, Any]()
+        with taking_unknown(UnknownMembers(unknown)):
+            return cls.checked(given)
+
+    @classmethod
+    def checked(cls, given: Mapping[str, object]) -> dict[str, Any]:
+        """As `check`, within `taking_unknown`."""
+        fields, values, names = cls.fields, dict[str, Any](), dict[str, str]()
         for name, value in given.items():
             if value is None:
                 continue
             field = fields.get(name)
-            if field is not None:
-                checked = field.type_with(unknown).check(name, value)
-                if field.effect is not Effect.NONE:
-                    values[name] = checked
-            elif unknown == "refuse":
-                raise unknown_field(name[:64], list(cls.effective_names))
+            if field is None:
+                cls._take_unknown_field(name)
+                continue
+            checked = field.type.check(name, value)
+            if field.effect is Effect.NONE:
+                continue
+            other = names.setdefault(field.target, name)
+            if other != name and values[field.target] != checked:
+                raise invalid_value(
+                    f"{other} and {name} are two names of one field, and their values differ; give "
+                    f"one of them",
+                    name,
+                )
+            values[field.target] = checked
         for name in cls.required_names:
             if name not in values:
                 raise invalid_value(f"{name} is missing; it is needed here", name)
         return values
 
-
-def read_json(body: bytes) -> dict[str, Any]:
-    """A JSON object nested at most `MAX_JSON_DEPTH` deep. Raises ApiError (400).
-
-    Its numbers may still be NaN or of any size, so that the field they stand in can be named.
-    """
-    try:
-        value = _decode(body)
-    except RecursionError:
-        raise _too_deep() from None
-    if not isinstance(value, dict):
-        raise invalid_json("is no JSON object")
-    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH:
-        _check_depth(cast(object, value))
-    return cast(dict[str, Any], value)
+    @classmethod
+    def _take_unknown_field(cls, name: str) -> None:
+        unknown = unknown_members()
+        meant = unknown.suggestion("", name, cls.fields)
+        if meant is not None or unknown.policy == "refuse":
+            raise unknown_field(name[:64], list(cls.effective_names), meant)
+        unknown.ignore(name)
 
 
-def _decode(body: bytes) -> object:
-    try:
-        return msgspec.json.decode(body)
-    except (ValueError, UnicodeDecodeError):
-        if len(body) > MAX_LENIENT_BYTES:
-            raise invalid_json("is not valid JSON") from None
-    try:
-        return json.loads(body.decode("utf-8"))
-    except ValueError:
-        raise invalid_json("is not valid JSON") from None
+def further_members() -> Schema | bool:
+    """What JSON Schema says of members that are not declared."""
+    return NULL if unknown_members().policy == "refuse" else True
 
 
-def _check_depth(value: object) -> None:
-    """Walks level by level; lists without lists in them cost one pass."""
-    level: list[object] = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        deeper: list[object] = []
-        for item in level:
-            members = cast(list[object], list(item.values()) if isinstance(item, dict) else item)
-            deeper += [member for member in members if isinstance(member, dict | list)]
-        if not deeper:
-            return
-        level = deeper
-    raise _too_deep()
-
-
-def _too_deep() -> ApiError:
-    return invalid_json(f"is nested over {MAX_JSON_DEPTH} deep")
+def field_of(name: str) -> str:
+    """A field without the place in its list: `messages` of `messages[3].content`."""
+    return name.partition("[")[0]

@@ -33,7 +33,11 @@ _LABEL = AnyJson(max_chars=64 << 10)
 Message = dict[str, Any]
 
 
-class _TextBlock(DeclaredObject):
+class _Block(DeclaredObject):
+    is_history = True
+
+
+class _TextBlock(_Block):
     type = required(OneOf(("text",)))
     text = required(PART_TEXT)
     cache_control = label(_LABEL)
@@ -56,7 +60,7 @@ class _Input:
         return {"type": "object"}
 
 
-class _ToolResult(DeclaredObject):
+class _ToolResult(_Block):
     type = required(OneOf(("tool_result",)))
     tool_use_id = required(_ID)
     content = optional(TEXT_BLOCKS, default=())
@@ -65,7 +69,7 @@ class _ToolResult(DeclaredObject):
     toolset_name = label(_LABEL)
 
 
-class _ToolUse(DeclaredObject):
+class _ToolUse(_Block):
     type = required(OneOf(("tool_use",)))
     id = required(_ID)
     name = required(String(min_chars=1, max_chars=128))
@@ -75,10 +79,15 @@ class _ToolUse(DeclaredObject):
     toolset_name = label(_LABEL)
 
 
-class _Thinking(DeclaredObject):
+class _Thinking(_Block):
     type = required(OneOf(("thinking",)))
     thinking = required(PART_TEXT)
     signature = label(PART_TEXT)
+
+
+class _BlockMessage(_Block):
+    role = required(OneOf(("user", "assistant", "system")))
+    content = required(PART_TEXT)
 
 
 USER_BLOCKS: Mapping[str, type[DeclaredObject]] = {"text": _TextBlock, "tool_result": _ToolResult}
@@ -163,9 +172,12 @@ def _add_message(found: list[Message], called: dict[str, str], name: str, value:
     """
     members = members_of(value)
     role = members.get("role")
-    if not isinstance(role, str) or role not in ROLES or members.keys() - {"role", "content"}:
+    if not isinstance(role, str) or role not in ROLES:
         known = ", ".join(ROLES)
         raise refuse(name, value, f'{{"role": …, "content": …}}; the roles are {known}')
+    for key, item in members.items():
+        if item is not None and key not in _BlockMessage.fields:
+            _BlockMessage.take_unknown(name, key)
     content = members.get("content")
     blocks = _blocks(f"{name}.content", [] if content is None else content, ROLES[role])
     if role == "assistant":

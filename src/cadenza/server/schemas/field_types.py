@@ -186,20 +186,6 @@ def _checked_list(
 
 
 @dataclass(frozen=True, slots=True)
-class OneOrMany(Generic[T]):
-    """One value, or a list of values; checked into a tuple."""
-
-    many: ListOf[T]
-
-    def check(self, name: str, value: object) -> tuple[T, ...]:
-        many = cast(list[object], value) if isinstance(value, list) else [value]
-        return self.many.check(name, many)
-
-    def schema(self) -> Schema:
-        return {"anyOf": [self.many.item.schema(), self.many.schema()]}
-
-
-@dataclass(frozen=True, slots=True)
 class TokenIds:
     """Token ids of any vocabulary; the engine checks them against its own."""
 

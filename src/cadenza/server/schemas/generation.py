@@ -28,15 +28,22 @@ from cadenza.server.schemas.field_types import (
     ListOf,
     Number,
     OneOf,
-    OneOrMany,
     Schema,
     String,
     StringMap,
     TokenIds,
+    as_whole,
     check_member,
     refuse,
 )
-from cadenza.server.schemas.structured import Guided, OneForm, ResponseFormat
+from cadenza.server.schemas.other_engines import OtherEnginesBody
+from cadenza.server.schemas.structured import (
+    Guided,
+    OllamaFormat,
+    OneForm,
+    OrNothing,
+    ResponseFormat,
+)
 
 MAX_CHOICES = 2048
 """Of one call: its prompts times `n`."""
@@ -100,6 +107,43 @@ class SpeculativeChoice:
         return {"anyOf": [Boolean().schema(), counted]}
 
 
+@dataclass(frozen=True, slots=True)
+class StopTexts:
+    """One text, or a list of texts; empty ones stop nothing and are left out."""
+
+    many: ListOf[str]
+
+    def check(self, name: str, value: object) -> tuple[str, ...]:
+        given = cast(list[object], value) if isinstance(value, list) else [value]
+        return self.many.check(name, [each for each in given if each != ""])
+
+    def schema(self) -> Schema:
+        text = {**self.many.item.schema(), "minLength": 0}
+        return {"anyOf": [text, {"type": "array", "items": text}]}
+
+
+UNBOUNDED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MostTokens:
+    """A number of tokens; -1 is what is left of the context, as other servers have it."""
+
+    high: int
+
+    def check(self, name: str, value: object) -> int | None:
+        whole = as_whole(value)
+        if whole == UNBOUNDED:
+            return None
+        if whole is None or not 0 <= whole <= self.high:
+            wanted = f"a whole number from 0 to {self.high}, or -1 for what is left of the context"
+            raise refuse(name, value, wanted)
+        return whole
+
+    def schema(self) -> Schema:
+        return {"type": "integer", "minimum": UNBOUNDED, "maximum": self.high}
+
+
 def sampling_type(name: str) -> FieldType[Any]:
     """The field type of one of `SamplingParams`."""
     if name == "logit_bias":
@@ -114,7 +158,9 @@ def sampling_type(name: str) -> FieldType[Any]:
             return TokenIds(bound.max_items)
         text = String(min_chars=1, max_chars=bound.max_chars)
         many = ListOf(item=text, max_items=bound.max_items)
-        return OneOrMany(many) if name == "stop" else many
+        return StopTexts(many) if name == "stop" else many
+    if name == "max_tokens":
+        return MostTokens(int(bound.high))
     if bound.is_integer:
         return Integer(int(bound.low), int(bound.high))
     return Number(bound.low, bound.high)
@@ -163,7 +209,7 @@ class CallBody(Body):
     )
 
 
-class SamplingBody(CallBody):
+class SamplingBody(CallBody, OtherEnginesBody):
     """And those that all endpoints that generate have in common."""
 
     temperature = SamplingField("Below 1e-5 always takes the likeliest token.", 1.0)
@@ -231,6 +277,11 @@ class GenerationBody(LabelledBody):
     guided_regex = optional(Guided("regex"), "Older name of structured_outputs.regex.")
     guided_choice = optional(Guided("choice"), "Older name of structured_outputs.choice.")
     guided_grammar = optional(Guided("grammar"), "Older name of structured_outputs.grammar.")
+    format = optional(OllamaFormat(), "Ollama's: json, or a JSON Schema.")
+    json_schema = optional(OrNothing(Guided("json"), {}), "llama.cpp's and SGLang's name of it.")
+    grammar = optional(OrNothing(Guided("grammar"), ""), "llama.cpp's name of it.")
+    ebnf = optional(OrNothing(Guided("grammar"), ""), "SGLang's name of it.")
+    regex = optional(OrNothing(Guided("regex"), ""), "SGLang's name of it.")
     stream_options = optional(
         ObjectOf(StreamOptions),
         "With stream: usage in a last chunk, and then, if asked for, in every chunk, too.",
@@ -250,7 +301,7 @@ class GenerationBody(LabelledBody):
 
     return_mm_kwargs = label(Boolean(), "Changes nothing of a generated answer.")
 
-    store = unsupported("storing answers", False)
+    store = label(Boolean(), "Chats and completions are not stored.")
     truncation_side = unsupported("cutting the prompt's end off", "left")
     use_beam_search = unsupported("beam search", False)
     length_penalty = unsupported("beam search", 1)

@@ -33,7 +33,11 @@ _ANNOTATION = AnyJson(max_chars=16 << 10)
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-class _Part(DeclaredObject):
+class _Data(DeclaredObject):
+    is_history = True
+
+
+class _Part(_Data):
     type = required(OneOf(_TEXT_PARTS))
     text = required(PART_TEXT)
     annotations = label(_ANNOTATION)
@@ -44,7 +48,7 @@ class _Part(DeclaredObject):
 _TEXTS = TextParts(_TEXT_PARTS, _Part)
 
 
-class _Message(DeclaredObject):
+class _Message(_Data):
     type = optional(OneOf(("message",)))
     role = required(OneOf(("user", "assistant", "system", "developer")))
     content = required(_TEXTS)
@@ -54,7 +58,7 @@ class _Message(DeclaredObject):
     end_turn = label(Boolean())
 
 
-class _FunctionCall(DeclaredObject):
+class _FunctionCall(_Data):
     type = required(OneOf(("function_call",)))
     call_id = required(_ID)
     name = required(String(min_chars=1, max_chars=128))
@@ -65,7 +69,7 @@ class _FunctionCall(DeclaredObject):
     namespace = label(_LABEL)
 
 
-class _FunctionResult(DeclaredObject):
+class _FunctionResult(_Data):
     type = required(OneOf(("function_call_output",)))
     call_id = required(_ID)
     output = required(_TEXTS)
@@ -74,7 +78,7 @@ class _FunctionResult(DeclaredObject):
     caller = label(_ANNOTATION)
 
 
-class _Reasoning(DeclaredObject):
+class _Reasoning(_Data):
     type = required(OneOf(("reasoning",)))
     summary = optional(_TEXTS)
     content = optional(_TEXTS)
@@ -83,7 +87,7 @@ class _Reasoning(DeclaredObject):
     status = label(_LABEL)
 
 
-class _Reference(DeclaredObject):
+class _Reference(_Data):
     type = optional(OneOf((REFERENCE,)))
     id = required(_ID)
 

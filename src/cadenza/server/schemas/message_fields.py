@@ -5,14 +5,12 @@ Owns their members. Knows no engine. Invariant: what is not built is refused by 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import (
     DeclaredObject,
     ObjectOf,
-    UnknownFields,
     optional,
     unsupported,
 )
@@ -91,16 +89,11 @@ class OutputConfig(DeclaredObject):
 class MessageTools:
     """Tools of the client."""
 
-    unknown: UnknownFields = "refuse"
-
-    def ignoring(self) -> "MessageTools":
-        return MessageTools("ignore")
-
     def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        return checked_tools(name, value, partial(_tool, self.unknown))
+        return checked_tools(name, value, _tool)
 
     def schema(self) -> Schema:
-        return tools_schema(tool_schema(_TOOL_MEMBERS, ("name", "input_schema"), self.unknown))
+        return tools_schema(tool_schema(_TOOL_MEMBERS, ("name", "input_schema")))
 
 
 _TOOL_MEMBERS: Mapping[str, Schema] = {
@@ -113,9 +106,9 @@ _TOOL_MEMBERS: Mapping[str, Schema] = {
 }
 
 
-def _tool(unknown: UnknownFields, name: str, members: Mapping[str, Any]) -> Tool:
+def _tool(name: str, members: Mapping[str, Any]) -> Tool:
     check_tool_type(name, members, "custom")
-    check_tool_members(name, members, *_TOOL_MEMBERS, unknown=unknown)
+    check_tool_members(name, members, *_TOOL_MEMBERS)
     if not isinstance(members.get("input_schema"), dict):
         raise invalid_value(f"{name} has a tool without input_schema; give a JSON Schema", name)
     return make_tool(

@@ -13,13 +13,14 @@ from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import (
     Body,
     DeclaredObject,
-    ObjectOf,
+    Field,
     label,
     optional,
     required,
     unsupported,
 )
 from cadenza.server.schemas.field_types import (
+    NULL,
     AnyJson,
     Boolean,
     OneOf,
@@ -108,6 +109,7 @@ class _MemberText:
 class TextPart(DeclaredObject):
     """A content part of a message."""
 
+    is_history = True
     type = required(OneOf(("text",)))
     text = required(_MemberText("text"))
     id = label(_LABEL)
@@ -205,6 +207,7 @@ def _tool_call(name: str, item: object) -> dict[str, Any]:
 class ChatMessage(DeclaredObject):
     """One message; members that have no effect are accepted."""
 
+    is_history = True
     role = required(_Role())
     content = optional(_Content(), "Needed but beside tool_calls.")
     name = optional(_MemberText("name", max_chars=128))
@@ -247,20 +250,48 @@ class Messages:
         }
 
 
-class TemplateSwitches(DeclaredObject):
-    """The members of `chat_template_kwargs`."""
+MAX_VARIABLES = 64
+_OWN_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "messages", "tools")
 
-    enable_thinking = optional(Boolean())
-    thinking = optional(Boolean())
-    preserve_thinking = optional(Boolean())
+
+@dataclass(frozen=True, slots=True)
+class TemplateVariables:
+    """`chat_template_kwargs`: further variables of the chat template.
+
+    Which of them the template reads is not known here: the others have no effect.
+    """
+
+    def check(self, name: str, value: object) -> dict[str, object]:
+        if not isinstance(value, dict):
+            raise refuse(name, value, "an object of the chat template's variables")
+        given = cast(dict[str, object], value)
+        variables = {key: item for key, item in given.items() if item is not None}
+        for key in _OWN_FIELDS:
+            if key in variables:
+                raise invalid_value(f"{name}.{key} is a field of the request; send it there", name)
+        if len(variables) > MAX_VARIABLES:
+            raise invalid_value(
+                f"{name} has {len(variables)} variables; at most {MAX_VARIABLES} are allowed", name
+            )
+        return cast(dict[str, object], _VARIABLES.check(name, variables))
+
+    def schema(self) -> Schema:
+        return {"type": "object", "properties": dict.fromkeys(_OWN_FIELDS, NULL)}
+
+
+_VARIABLES = AnyJson(max_chars=64 << 10)
+
+
+def template_variables() -> Field[dict[str, object]]:
+    """The field that has them."""
+    help = "Variables of the model's chat template, such as enable_thinking; others are ignored."
+    return optional(TemplateVariables(), help, default=dict[str, object]())
 
 
 class ConversationBody(Body):
     """How a conversation is rendered."""
 
-    chat_template_kwargs = optional(
-        ObjectOf(TemplateSwitches), "Switches of the model's chat template."
-    )
+    chat_template_kwargs = template_variables()
     add_generation_prompt = optional(
         Boolean(),
         "End the prompt where the assistant begins (default true, but for a continued message).",
@@ -272,7 +303,7 @@ class ConversationBody(Body):
     )
 
     def template_kwargs(self) -> dict[str, bool]:
-        """What a chat template is rendered with. Raises ApiError (400)."""
+        """How a chat template ends the prompt. Raises ApiError (400)."""
         is_continued, is_begun = self.continue_final_message, self.add_generation_prompt
         if is_begun is None:
             is_begun = not is_continued
@@ -283,9 +314,7 @@ class ConversationBody(Body):
                 "them",
                 "continue_final_message",
             )
-        switches = self.chat_template_kwargs
         return {
-            **({} if switches is None else switches.values),
             "add_generation_prompt": is_begun,
             "continue_final_message": is_continued,
         }
@@ -299,10 +328,9 @@ def _message(name: str, value: object) -> dict[str, Any]:
     role = fields["role"].type.check(name, message.get("role"))
     told = ChatMessage.effective_names
     for key, item in message.items():
-        if key not in ChatMessage.fields:
-            known = ", ".join(told)
-            raise invalid_value(f"{name} has a member {show(key)}; a message has {known}", name)
-        if key not in told:
+        if key not in fields:
+            ChatMessage.take_unknown(name, key)
+        elif key not in told:
             check_member(name, key, ChatMessage.fields[key].type, item)
     calls = fields["tool_calls"].type.check(name, message.get("tool_calls", []))
     content = message.get("content", "" if calls else None)
@@ -334,13 +362,16 @@ def _part(name: str, part: object) -> str:
     if kind in _NOT_BUILT_PARTS:
         raise not_built(name, f"the content part {kind}")
     told = set(TextPart.effective_names)
-    if kind != "text" or members.keys() - TextPart.fields.keys() or told - members.keys():
+    if kind != "text" or told - members.keys():
         raise invalid_value(
             f'{name} has a content part {show(members)}; a part is {{"type": "text", "text": …}}',
             name,
         )
     for key in members.keys() - told:
-        check_member(name, key, TextPart.fields[key].type, members[key])
+        if key in TextPart.fields:
+            check_member(name, key, TextPart.fields[key].type, members[key])
+        else:
+            TextPart.take_unknown(name, key)
     return TextPart.text.type.check(name, members["text"])
 
 

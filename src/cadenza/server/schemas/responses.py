@@ -9,8 +9,14 @@ from typing import Any, cast
 from cadenza.request import show
 from cadenza.server.errors import not_built
 from cadenza.server.schemas.body import DeclaredObject, label, optional, unsupported
-from cadenza.server.schemas.field_types import OneOf, Schema, refuse
-from cadenza.server.schemas.reasoning import EFFORT, EFFORT_HELP, VERBOSITY, VERBOSITY_HELP
+from cadenza.server.schemas.field_types import Boolean, OneOf, Schema, refuse
+from cadenza.server.schemas.reasoning import (
+    BUDGET,
+    EFFORT,
+    EFFORT_HELP,
+    VERBOSITY,
+    VERBOSITY_HELP,
+)
 from cadenza.server.schemas.structured import schema_format, structured_of
 from cadenza.structured import StructuredOutput
 
@@ -90,6 +96,9 @@ class ReasoningOptions(DeclaredObject):
         "a summary of reasoning; the reasoning itself is returned", "auto"
     )
     context = label(OneOf(("auto",)))
+    enabled = optional(Boolean(), "Whether the model reasons, as OpenRouter says it.")
+    max_tokens = optional(BUDGET, "Most tokens of reasoning, as OpenRouter says it.")
+    exclude = unsupported("leaving reasoning out", False)
 
 
 class ResponseStreamOptions(DeclaredObject):

@@ -177,10 +177,42 @@ class Guided:
         return MEMBERS[self.member].schema()
 
 
+@dataclass(frozen=True, slots=True)
+class OrNothing:
+    """A field that one value of asks for nothing (None)."""
+
+    type: FieldType[Any]
+    nothing: object
+
+    def check(self, name: str, value: object) -> StructuredOutput | None:
+        return None if value == self.nothing else self.type.check(name, value)
+
+    def schema(self) -> Schema:
+        return {"anyOf": [self.type.schema(), {"enum": [self.nothing]}]}
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaFormat:
+    """`format`: json for any object, or a JSON Schema; an empty text is none."""
+
+    def check(self, name: str, value: object) -> StructuredOutput | None:
+        if value == "":
+            return None
+        if value == "json":
+            return structured_of(name, json_object=True)
+        if isinstance(value, dict):
+            return structured_of(name, json=cast(object, value))
+        raise refuse(name, value, "json, or a JSON Schema")
+
+    def schema(self) -> Schema:
+        return {"anyOf": [{"enum": ["json", ""]}, {"type": "object"}]}
+
+
 FORM_FIELDS = (
     "response_format",
     "structured_outputs",
     *(f"guided_{member}" for member in MEMBERS),
+    *("format", "json_schema", "grammar", "ebnf", "regex"),
 )
 """The fields of which at most one asks for a form."""
 

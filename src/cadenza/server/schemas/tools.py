@@ -7,19 +7,18 @@ Invariant: a tool that is chosen is one of the tools.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 from cadenza.frontend.answers import ToolUse
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
-from cadenza.server.schemas.body import UnknownFields
-from cadenza.server.schemas.field_types import NULL, Schema, members_of, refuse
+from cadenza.server.schemas.body import further_members
+from cadenza.server.schemas.field_types import Schema, members_of, refuse
+from cadenza.server.schemas.unknown_members import unknown_members
 from cadenza.structured import MAX_STRUCTURED_BYTES
 from cadenza.text.answer_grammar import Tool
 
-MAX_TOOLS = 128
-MAX_NAME_CHARS = 64
+MAX_NAME_CHARS = 128
 MAX_DESCRIPTION_CHARS = 32 << 10
 
 CHOICES = ("none", "auto", "required")
@@ -40,39 +39,29 @@ _WANTED = 'a list of tools such as {"type": "function", "function": {"name": …
 class Tools:
     """A list of functions."""
 
-    unknown: UnknownFields = "refuse"
-
-    def ignoring(self) -> "Tools":
-        return Tools("ignore")
-
     def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        return checked_tools(name, value, partial(_nested_tool, self.unknown))
+        return checked_tools(name, value, _nested_tool)
 
     def schema(self) -> Schema:
-        function = tool_schema(MEMBERS_OF_TOOL, ("name",), self.unknown)
+        function = tool_schema(MEMBERS_OF_TOOL, ("name",))
         members = {
             "type": {"enum": ["function"]},
             "function": function,
             **{label: {} for label in _LABELS_BESIDE_FUNCTION},
         }
-        return tools_schema(tool_schema(members, ("type", "function"), self.unknown))
+        return tools_schema(tool_schema(members, ("type", "function")))
 
 
 @dataclass(frozen=True, slots=True)
 class FlatTools:
     """A list of functions whose members lie beside their type, as in Responses."""
 
-    unknown: UnknownFields = "refuse"
-
-    def ignoring(self) -> "FlatTools":
-        return FlatTools("ignore")
-
     def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        return checked_tools(name, value, partial(_flat_tool, self.unknown))
+        return checked_tools(name, value, _flat_tool)
 
     def schema(self) -> Schema:
         members = {"type": {"enum": ["function"]}, **MEMBERS_OF_TOOL}
-        return tools_schema(tool_schema(members, ("type", "name"), self.unknown))
+        return tools_schema(tool_schema(members, ("type", "name")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,19 +173,16 @@ def checked_tools(
     if not isinstance(value, list):
         raise refuse(name, value, _WANTED)
     items = cast(list[object], value)
-    if len(items) > MAX_TOOLS:
-        raise invalid_value(
-            f"{name} has {len(items)} entries; at most {MAX_TOOLS} are allowed", name
-        )
     tools: list[Tool] = []
     for item in items:
         if not isinstance(item, dict):
             raise refuse(name, item, _WANTED)
         tools.append(read(name, cast(dict[str, Any], item)))
-    names = [tool.name for tool in tools]
-    twice = next((each for each in names if names.count(each) > 1), None)
-    if twice is not None:
-        raise invalid_value(f"{name} has two tools with the name {twice}", name)
+    named: set[str] = set()
+    for tool in tools:
+        if tool.name in named:
+            raise invalid_value(f"{name} has two tools with the name {tool.name}", name)
+        named.add(tool.name)
     return tuple(tools)
 
 
@@ -208,38 +194,36 @@ def check_tool_type(name: str, members: Mapping[str, Any], *known: str) -> None:
         raise not_built(name, f"a tool of the type {show(kind)}", advice=advice)
 
 
-def check_tool_members(
-    name: str, members: Mapping[str, Any], *known: str, unknown: UnknownFields
-) -> None:
-    """Raises ApiError (400) naming a member with a value, of a tool, that is not known, unless
-    those are ignored, or that asks for what is not built."""
+def check_tool_members(name: str, members: Mapping[str, Any], *known: str) -> None:
+    """Raises ApiError (400) naming a member of a tool that asks for what is not built, or one that
+    is not known where the policy refuses it or its name is near a known one."""
     for member, (what, harmless) in _UNSUPPORTED_MEMBERS.items():
         if members.get(member) not in (None, harmless):
             raise not_built(name, f"{what} ({member})", (harmless,))
-    odd = [
-        key
-        for key, value in members.items()
-        if value is not None and key not in (*known, *_TOOL_LABELS, *_UNSUPPORTED_MEMBERS)
-    ]
-    if odd and unknown == "refuse":
-        raise invalid_value(f"{name} has a tool with a member {show(odd[0])}", name)
+    unknown = unknown_members()
+    for key, value in members.items():
+        if value is None or key in known or key in _TOOL_LABELS or key in _UNSUPPORTED_MEMBERS:
+            continue
+        meant = unknown.suggestion(name, key, (*known, *_UNSUPPORTED_MEMBERS))
+        if meant is not None or unknown.policy == "refuse":
+            advice = "" if meant is None else f"; did you mean {meant}?"
+            raise invalid_value(f"{name} has a tool with a member {show(key)}{advice}", name)
+        unknown.ignore(f"{name}.{key}")
 
 
-def tool_schema(
-    members: Mapping[str, Schema], required: tuple[str, ...], unknown: UnknownFields
-) -> Schema:
+def tool_schema(members: Mapping[str, Schema], required: tuple[str, ...]) -> Schema:
     """The JSON Schema of an object that `check_tool_members` checks."""
     off = {name: {"enum": [harmless, None]} for name, (_, harmless) in _UNSUPPORTED_MEMBERS.items()}
     return {
         "type": "object",
         "properties": {**{label: {} for label in _TOOL_LABELS}, **off, **members},
         "required": list(required),
-        "additionalProperties": NULL if unknown == "refuse" else True,
+        "additionalProperties": further_members(),
     }
 
 
 def tools_schema(tool: Schema) -> Schema:
-    return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
+    return {"type": "array", "items": tool}
 
 
 _TOOL_LABELS = ("cache_control", "eager_input_streaming", "output_schema", "return")
@@ -253,22 +237,22 @@ _UNSUPPORTED_MEMBERS: Mapping[str, tuple[str, object]] = {
 """What each asks for, and the value that does not."""
 
 
-def _nested_tool(unknown: UnknownFields, name: str, members: dict[str, Any]) -> Tool:
+def _nested_tool(name: str, members: dict[str, Any]) -> Tool:
     check_tool_type(name, members, "function")
     if not isinstance(members.get("function"), dict):
         raise refuse(name, members, _WANTED)
     known = ("type", "function", *_LABELS_BESIDE_FUNCTION)
-    check_tool_members(name, members, *known, unknown=unknown)
+    check_tool_members(name, members, *known)
     function = cast(dict[str, Any], members["function"])
-    check_tool_members(name, function, *MEMBERS_OF_TOOL, unknown=unknown)
+    check_tool_members(name, function, *MEMBERS_OF_TOOL)
     return _function(name, function)
 
 
-def _flat_tool(unknown: UnknownFields, name: str, members: dict[str, Any]) -> Tool:
+def _flat_tool(name: str, members: dict[str, Any]) -> Tool:
     check_tool_type(name, members, "function")
     if members.get("type") != "function":
         raise refuse(name, members, 'tools such as {"type": "function", "name": …}')
-    check_tool_members(name, members, "type", *MEMBERS_OF_TOOL, unknown=unknown)
+    check_tool_members(name, members, "type", *MEMBERS_OF_TOOL)
     return _function(name, members)
 
 

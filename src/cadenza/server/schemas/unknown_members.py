@@ -1,0 +1,111 @@
+"""`UnknownMembers`: what becomes of the members of a request that nothing declares.
+
+Owns the policy, the names that were ignored, and which names are near a known one. Knows no field.
+Invariant: a member that was not refused is either declared or among the ignored names, as far as
+there is room for them.
+"""
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
+
+from cadenza.server.errors import ApiError
+
+UnknownFields = Literal["refuse", "suggest", "ignore"]
+"""`refuse` takes none with a value, `suggest` only what is no typing error, `ignore` all."""
+
+MAX_IGNORED = 32
+"""Names that are kept of a request."""
+MAX_NEAR_CHECKS = 64
+"""Unknown fields of a request whose names are compared with the known ones."""
+MAX_SHOWN_NAME_CHARS = 64
+
+_LONG_NAME_CHARS, _SHORT_NAME_CHARS = 10, 5
+
+
+class UnknownMembers:
+    """Of one request."""
+
+    def __init__(self, policy: UnknownFields = "suggest") -> None:
+        self.policy: UnknownFields = policy
+        self._ignored: dict[str, None] = {}
+        self._compared: dict[tuple[str, str], str | None] = {}
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Each with the field that it is in, as `messages.frob`, in the order of the request."""
+        return tuple(self._ignored)
+
+    def suggestion(self, place: str, name: str, known: Iterable[str]) -> str | None:
+        """The known name of the field `place` that may be meant. Raises ApiError (400) where a
+        request has so many unknown names that comparing them would take long."""
+        if self.policy == "ignore":
+            return None
+        if (place, name) not in self._compared:
+            if len(self._compared) == MAX_NEAR_CHECKS:
+                message = f"the request has over {MAX_NEAR_CHECKS} unknown fields; leave them out"
+                raise ApiError(400, "unknown_field", message)
+            self._compared[place, name] = near_name(name, known)
+        return self._compared[place, name]
+
+    def ignore(self, name: str) -> None:
+        if len(self._ignored) < MAX_IGNORED:
+            self._ignored[name[:MAX_SHOWN_NAME_CHARS]] = None
+
+
+_CURRENT: ContextVar[UnknownMembers] = ContextVar("unknown members")
+
+
+@contextmanager
+def taking_unknown(members: UnknownMembers) -> Generator[UnknownMembers]:
+    """Within it `unknown_members` is `members`: those of the request that is being checked."""
+    token = _CURRENT.set(members)
+    try:
+        yield members
+    finally:
+        _CURRENT.reset(token)
+
+
+def unknown_members() -> UnknownMembers:
+    """Those of the request that is being checked; outside of a check nobody reads the names."""
+    return _CURRENT.get(None) or UnknownMembers()
+
+
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name of which `name` may be a misspelling: equal but for case and separators, or
+    one edit away, two for long names. Short names are near nothing by edits: there are too many."""
+    wanted = _plain(name[: 2 * MAX_SHOWN_NAME_CHARS])
+    letters = frozenset(wanted)
+    most = 0 if len(wanted) < _SHORT_NAME_CHARS else 1 if len(wanted) < _LONG_NAME_CHARS else 2
+    found: tuple[int, str] | None = None
+    for each in known:
+        plain = _plain(each)
+        if plain == wanted:
+            return each
+        is_far = abs(len(plain) - len(wanted)) > most or len(
+            letters.symmetric_difference(plain)
+        ) > (2 * most)
+        if is_far or len(plain) < _SHORT_NAME_CHARS - 1:
+            continue
+        distance = _edits(wanted, plain)
+        if distance <= most and (found is None or distance < found[0]):
+            found = (distance, each)
+    return None if found is None else found[1]
+
+
+def _plain(name: str) -> str:
+    return name.casefold().replace("_", "").replace("-", "")
+
+
+def _edits(left: str, right: str) -> int:
+    """Insertions, deletions, replacements and swaps of neighbours between two texts."""
+    before: list[int] = []
+    row = list(range(len(right) + 1))
+    for place, letter in enumerate(left, 1):
+        before, last, row = row, before, [place]
+        for at, other in enumerate(right, 1):
+            cost = min(before[at] + 1, row[at - 1] + 1, before[at - 1] + (letter != other))
+            is_swap = place > 1 and at > 1 and (letter, left[place - 2]) == (right[at - 2], other)
+            row.append(min(cost, last[at - 2] + 1) if is_swap else cost)
+    return row[-1]
