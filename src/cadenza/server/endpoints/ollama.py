@@ -30,12 +30,12 @@ from cadenza.server.schemas.field_types import AnyJson, Boolean, Schema, String
 from cadenza.server.schemas.generation import LOGPROBS
 from cadenza.server.schemas.ollama import (
     NoImages,
-    OllamaFormat,
     OllamaMessages,
     OllamaOptions,
     Think,
 )
 from cadenza.server.schemas.prompts import MAX_PROMPT_CHARS
+from cadenza.server.schemas.structured import OllamaFormat
 from cadenza.server.schemas.tools import Tools, has_constrained_calls, tool_use
 from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
 

@@ -131,11 +131,13 @@ class OllamaHandlers:
         service, unknown = self._service, self._service.options.unknown_fields
         async with exchange.body() as raw:
             try:
-                return await service.work.do(
+                body = await service.work.do(
                     "tokenize", len(raw), lambda: NamedModelBody.read(raw, unknown)
                 )
             except CadenzaError as error:  # the server is ending
                 raise error_of(error, service.engine_state) from error
+        exchange.extra_headers += service.ignored_names.headers(body.ignored)
+        return body
 
     def _card(self, name: str) -> dict[str, Any]:
         facts = self._service.text.facts

@@ -26,8 +26,6 @@ from cadenza.server.schemas.field_types import (
 )
 from cadenza.server.schemas.generation import sampling_type
 from cadenza.server.schemas.messages import ChatMessage, Messages
-from cadenza.server.schemas.structured import structured_of
-from cadenza.structured import StructuredOutput
 
 _LOADING = AnyJson(max_chars=64)
 _UNBOUNDED = 0
@@ -125,23 +123,6 @@ def _sampling_of(name: str, options: dict[str, Any]) -> dict[str, Any]:
     elif penalties and not counts_newlines:
         raise not_built(f"{name}.penalize_newline", "a penalty without line breaks", (True,))
     return options
-
-
-@dataclass(frozen=True, slots=True)
-class OllamaFormat:
-    """`format`: "json", a JSON Schema, or nothing (None)."""
-
-    def check(self, name: str, value: object) -> StructuredOutput | None:
-        if value == "":
-            return None
-        if value == "json":
-            return structured_of(name, json_object=True)
-        if isinstance(value, dict):
-            return structured_of(name, json=cast(object, value))
-        raise refuse(name, value, '"json" or a JSON Schema')
-
-    def schema(self) -> Schema:
-        return {"anyOf": [{"type": "string", "enum": ["", "json"]}, {"type": "object"}]}
 
 
 _EFFORTS = OneOf(("low", "medium", "high", "max"))

@@ -22,7 +22,7 @@ _INLINED = ("extra_body", "options")
 
 
 @dataclass(frozen=True, slots=True)
-class JsonObject:
+class AnyObject:
     """Any object."""
 
     def check(self, name: str, value: object) -> dict[str, Any]:
@@ -37,8 +37,8 @@ class JsonObject:
 class OtherEnginesBody(Body):
     """The fields of every body that generates."""
 
-    extra_body = optional(JsonObject(), "Its members count as fields of the body.")
-    options = optional(JsonObject(), "Ollama's; its members count as fields of the body.")
+    extra_body = optional(AnyObject(), "Its members count as fields of the body.")
+    options = optional(AnyObject(), "Ollama's; its members count as fields of the body.")
 
     max_tokens: Field[Any] = Alias(*_LENGTH)
     max_completion_tokens: Field[Any] = Alias(*_LENGTH)

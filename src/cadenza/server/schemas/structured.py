@@ -193,7 +193,7 @@ class OrNothing:
 
 @dataclass(frozen=True, slots=True)
 class OllamaFormat:
-    """`format`: json for any object, or a JSON Schema; an empty text is none."""
+    """`format`: "json", a JSON Schema, or nothing (None)."""
 
     def check(self, name: str, value: object) -> StructuredOutput | None:
         if value == "":
@@ -202,10 +202,10 @@ class OllamaFormat:
             return structured_of(name, json_object=True)
         if isinstance(value, dict):
             return structured_of(name, json=cast(object, value))
-        raise refuse(name, value, "json, or a JSON Schema")
+        raise refuse(name, value, '"json" or a JSON Schema')
 
     def schema(self) -> Schema:
-        return {"anyOf": [{"enum": ["json", ""]}, {"type": "object"}]}
+        return {"anyOf": [{"type": "string", "enum": ["", "json"]}, {"type": "object"}]}
 
 
 FORM_FIELDS = (
