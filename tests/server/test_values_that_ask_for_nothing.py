@@ -82,7 +82,7 @@ LABELS: dict[str, tuple[list[Any], list[Any]]] = {
     "prompt_cache_key": (["", "k" * 256], ["k" * 257, 1, {}]),
     "prompt_cache_options": (
         [{}, {"mode": "implicit", "ttl": "30m"}, {"mode": "explicit"}, {"later": 1}],
-        [{"mode": "none"}, {"ttl": "x" * 17}, {"modes": "explicit"}, []],
+        [{"mode": "none"}, {"ttl": "x" * 17}, []],
     ),
     "prompt_cache_retention": (["in_memory", "24h"], ["forever", 24, ""]),
     "return_mm_kwargs": ([True, False], [0, "false", {}]),

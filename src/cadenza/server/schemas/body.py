@@ -160,8 +160,8 @@ class DeclaredObject:
     """Of the fields that change something."""
     required_names: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[Mapping[str, object]] = {}
-    is_history: ClassVar[bool] = False
-    """Whether it is data of a conversation, in which no name is taken for a typing error."""
+    is_open: ClassVar[bool] = False
+    """Whether it is data of a conversation, or a hint, in which no name is a typing error."""
 
     def __init_subclass__(cls) -> None:
         found: dict[str, Field[Any]] = {}
@@ -200,7 +200,7 @@ class DeclaredObject:
         """Ignores a member `key` of the field `name` that is not declared, or raises ApiError (400)
         where the policy refuses it, or its name is near a declared one."""
         unknown = unknown_members()
-        meant = None if cls.is_history else unknown.suggestion(field_of(name), key, cls.fields)
+        meant = None if cls.is_open else unknown.suggestion(field_of(name), key, cls.fields)
         if meant is not None:
             raise invalid_value(f"{name} has no member {show(key)}; did you mean {meant}?", name)
         if unknown.policy == "refuse":

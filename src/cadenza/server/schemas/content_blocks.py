@@ -34,7 +34,7 @@ Message = dict[str, Any]
 
 
 class _Block(DeclaredObject):
-    is_history = True
+    is_open = True
 
 
 class _TextBlock(_Block):

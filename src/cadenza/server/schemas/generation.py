@@ -188,6 +188,7 @@ class StreamOptions(DeclaredObject):
 class PromptCacheOptions(DeclaredObject):
     """The members of `prompt_cache_options`."""
 
+    is_open = True
     mode = label(OneOf(("implicit", "explicit")))
     ttl = label(String(max_chars=16))
 

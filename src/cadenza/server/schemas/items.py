@@ -34,7 +34,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_t
 
 
 class _Data(DeclaredObject):
-    is_history = True
+    is_open = True
 
 
 class _Part(_Data):

@@ -109,7 +109,7 @@ class _MemberText:
 class TextPart(DeclaredObject):
     """A content part of a message."""
 
-    is_history = True
+    is_open = True
     type = required(OneOf(("text",)))
     text = required(_MemberText("text"))
     id = label(_LABEL)
@@ -207,7 +207,7 @@ def _tool_call(name: str, item: object) -> dict[str, Any]:
 class ChatMessage(DeclaredObject):
     """One message; members that have no effect are accepted."""
 
-    is_history = True
+    is_open = True
     role = required(_Role())
     content = optional(_Content(), "Needed but beside tool_calls.")
     name = optional(_MemberText("name", max_chars=128))
