@@ -26,8 +26,8 @@ LONG_BYTES = 64 << 10
 NUM_THREADS: dict[tuple[Purpose, bool], int] = {
     ("generate", False): 2,
     ("generate", True): 1,
-    ("form", False): 2,
-    ("form", True): 1,
+    ("form", False): 4,
+    ("form", True): 2,
     ("tokenize", False): 1,
     ("tokenize", True): 1,
     ("encode", False): 1,

@@ -31,7 +31,8 @@ class BoundExceededError(Exception):
 class Budget:
     """Time, steps and characters used by one rendering.
 
-    `clock` and `deadline` are in seconds.
+    `clock` and `deadline` are in seconds of the thread's processor time, so that what is refused
+    does not depend on what else the machine does.
     """
 
     clock: Callable[[], float]
@@ -45,7 +46,7 @@ class Budget:
         if self.num_steps > MAX_TEMPLATE_STEPS:
             raise BoundExceededError(f"over {MAX_TEMPLATE_STEPS} steps")
         if self.clock() > self.deadline:
-            raise BoundExceededError(f"over {MAX_SECONDS:g} seconds")
+            raise BoundExceededError(f"over {MAX_SECONDS:g} seconds of processor time")
 
     def charge(self, result: object) -> None:
         """Adds a result's size in characters: a string's length, 8 for each item of a list.

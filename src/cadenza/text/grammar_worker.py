@@ -1,63 +1,110 @@
-"""`GrammarWorker`: checks grammars in a process of its own, which can be killed.
+"""`GrammarWorker`: checks grammars in processes of their own, which can be killed.
 
-Owns that process, the bounds on its time and memory, and the results, cached by the grammar's
-bytes. A hostile grammar costs this process, not the server. Invariant: the grammars of one request
-take at most `timeout_s` of its time together, plus the start of a process for each that died.
+Owns those processes, the bounds on their processor time and memory, and the results, cached by the
+grammar's bytes. A hostile grammar costs a process, not the server. Invariant: the grammars of one
+request take at most `cpu_s` of processor time together. That does not depend on what else the
+machine does, so what is refused is refused always, and what is not found out is not kept.
 """
 
+import heapq
 import json
 import os
 import select
+import signal
 import struct
 import subprocess
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib import import_module
-from threading import Lock
-from typing import NamedTuple
+from threading import Condition, Lock
+from typing import Any, NamedTuple
 
 from cadenza.errors import FormNotCheckedError
 from cadenza.text.grammar import GrammarCheck
 from cadenza.text.grammar_check import check_grammar
+from cadenza.text.schema_check import is_valid
 
-TIMEOUT_S = 3.0
-START_S = 60.0
+CPU_S = 3.0
+QUICK_CPU_S = 0.25
+"""Of a first attempt, for which only grammars of such a size wait; what takes longer is checked
+again by another process."""
+
+WALL_S = 60.0
+"""After that nothing is said about a grammar but that it may be sent again."""
+
 MEMORY_BYTES = 1 << 30
 MAX_CACHED = 1024
 
 _LENGTH = struct.Struct("<I")
+_NOT_CHECKED = "the structured output could not be checked, since {}; try again soon"
+
+Job = dict[str, Any]
+"""A grammar to check, or a text to validate by a schema."""
 
 
-class CheckResult(NamedTuple):
-    """Of the process: what is wrong with a grammar, and the seconds that it took. A final one holds
-    for other requests, too."""
+class Checked(NamedTuple):
+    """What a process found, and the seconds of processor time that it took."""
 
-    problem: str | None
-    taken_s: float
-    is_final: bool = True
+    result: Any
+    cpu_s: float
+
+
+class OutOfCpuError(Exception):
+    """A process was ended at its bound of processor time."""
+
+
+class OutOfMemoryError(Exception):
+    """A process that had done nothing else could not go on within its memory."""
 
 
 class GrammarWorker:
-    """Thread-safe. The process starts with the first check and ends when this object does."""
+    """Thread-safe. Processes start with the first check and end when this object does.
 
-    def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._asking = Lock()
-        """Held while the process checks; what is cached is found without it."""
+    Args:
+        cpu_s: of the grammars of a request together.
+        quick_cpu_s: of a first attempt.
+        wall_s: of one check, its wait included.
+        lanes: those of first attempts and of further ones; None: of this machine's processes.
+    """
+
+    def __init__(
+        self,
+        *,
+        cpu_s: float = CPU_S,
+        quick_cpu_s: float = QUICK_CPU_S,
+        wall_s: float = WALL_S,
+        lanes: "tuple[Lane, Lane] | None" = None,
+    ) -> None:
+        self._cpu_s = cpu_s
+        self._quick_cpu_s = quick_cpu_s
+        self._wall_s = wall_s
+        self._quick, self._slow = lanes or (Lane(), Lane())
         self._lock = Lock()
-        self._found: OrderedDict[str, tuple[str | None]] = OrderedDict()
+        self._found: OrderedDict[str, Checked] = OrderedDict()
 
     def start_checks(self) -> GrammarCheck:
-        """The check of one request's grammars, which have `timeout_s` together."""
-        left_s = self._timeout_s
+        """The check of one request's grammars, which have `cpu_s` together.
+
+        A grammar that is known counts with the time that it took when it was checked, so that a
+        request is refused or not, whatever came before it.
+        """
+        left_s = self._cpu_s
 
         def check(grammar: str) -> str | None:
             nonlocal left_s
-            problem, taken_s = self._check_within(left_s, grammar)
-            left_s -= taken_s
-            return problem
+            try:
+                found = self._checked(grammar, left_s)
+            except OutOfCpuError:
+                return self._too_slow(left_s)
+            except OutOfMemoryError:
+                return "it takes too much memory; simplify it"
+            if found.cpu_s > left_s:
+                return self._too_slow(left_s)
+            left_s -= found.cpu_s
+            return found.result
 
         return check
 
@@ -65,78 +112,153 @@ class GrammarWorker:
         """Of a request with one grammar."""
         return self.start_checks()(grammar)
 
-    def _check_within(self, seconds: float, grammar: str) -> tuple[str | None, float]:
-        """What is wrong with a grammar, and the seconds that the process took to find it."""
+    def is_valid(self, text: str, schema: str) -> bool:
+        """Whether a text is JSON of a schema; False if that takes too long or too much memory."""
+        job = {"text": text, "schema": schema}
+        try:
+            return bool(self._run(self._slow, job, self._cpu_s, time.monotonic()).result)
+        except (OutOfCpuError, OutOfMemoryError):
+            return False
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for lane in (self._quick, self._slow):
+            lane.close()
+
+    def _checked(self, grammar: str, left_s: float) -> Checked:
+        """Raises OutOfCpuError, OutOfMemoryError, FormNotCheckedError."""
         found = self._cached(grammar)
         if found is not None:
-            return found[0], 0.0
-        with self._asking:
-            found = self._cached(grammar)  # another thread may have asked meanwhile
-            if found is not None:
-                return found[0], 0.0
-            if seconds <= 0 < self._timeout_s:
-                return self._too_slow(seconds), 0.0
-            answer = self._ask(grammar, seconds)
-        if answer.is_final:
-            self._keep(grammar, answer.problem)
-        return answer.problem, answer.taken_s
+            return found
+        if left_s <= 0:
+            raise OutOfCpuError
+        since_s, job = time.monotonic(), {"grammar": grammar}
+        quick_s = min(self._quick_cpu_s, left_s)
+        try:
+            found = self._run(self._quick, job, quick_s, since_s)
+        except OutOfCpuError:
+            if quick_s == left_s:
+                raise
+            found = self._run(self._slow, job, left_s, since_s)
+        self._keep(grammar, found)
+        return found
 
-    def _too_slow(self, seconds: float) -> str:
-        bound = f"longer than {self._timeout_s:g} seconds to compile"
-        if seconds < self._timeout_s:
+    def _run(self, lane: "Lane", job: Job, cpu_s: float, since_s: float) -> Checked:
+        """Waits for the lane's process, and asks it; one that died before is replaced once."""
+        until_s = since_s + self._wall_s
+        with lane.turn(len(job.get("grammar", "")), until_s):
+            if "grammar" in job:
+                found = self._cached(job["grammar"])  # another thread may have asked meanwhile
+                if found is not None:
+                    return found
+            try:
+                return lane.ask(job, cpu_s, until_s)
+            except EOFError:
+                return lane.ask_alone(job, cpu_s, until_s)
+
+    def _too_slow(self, left_s: float) -> str:
+        bound = f"longer than {self._cpu_s:g} seconds of processor time to compile"
+        if left_s < self._cpu_s:
             return f"with the request's other forms it takes {bound}; simplify them"
         return f"it takes {bound}; simplify it"
 
-    def _cached(self, grammar: str) -> tuple[str | None] | None:
+    def _cached(self, grammar: str) -> Checked | None:
         with self._lock:
             if grammar in self._found:
                 self._found.move_to_end(grammar)
             return self._found.get(grammar)
 
-    def _keep(self, grammar: str, problem: str | None) -> None:
+    def _keep(self, grammar: str, found: Checked) -> None:
         with self._lock:
-            self._found[grammar] = (problem,)
+            self._found[grammar] = found
             if len(self._found) > MAX_CACHED:
                 self._found.popitem(last=False)
 
-    def close(self) -> None:
-        """Ends the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
 
-    def _ask(self, grammar: str, seconds: float) -> CheckResult:
-        """Asks the process, which is ended if it takes longer than `seconds`.
+class Lane:
+    """One process, and the threads that wait for it: those with the smallest jobs first."""
 
-        Only a process that started for this grammar has surely died of it: one that ran before may
-        have been killed earlier, so that another is asked then, in what is left of the time.
-        Raises FormNotCheckedError if none can be started.
-        """
-        is_new = self._process is None
+    def __init__(self) -> None:
+        self._last_status: int | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._changed = Condition()
+        self.waiting: list[tuple[int, int]] = []
+        self._num_come = 0
+        self._is_busy = False
+
+    @contextmanager
+    def turn(self, size: int, until_s: float) -> Generator[None]:
+        """Raises FormNotCheckedError where the wait is too long."""
+        with self._changed:
+            mine = (size, self._num_come)
+            self._num_come += 1
+            heapq.heappush(self.waiting, mine)
+            while self._is_busy or self.waiting[0] != mine:
+                if not self._changed.wait(max(0.0, until_s - time.monotonic())):
+                    self.waiting.remove(mine)
+                    heapq.heapify(self.waiting)
+                    self._changed.notify_all()
+                    raise FormNotCheckedError(_NOT_CHECKED.format("too many wait for it"))
+            heapq.heappop(self.waiting)
+            self._is_busy = True
         try:
-            process = self._process = self._process or _start()
+            yield
+        finally:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+
+    def ask(self, job: Job, cpu_s: float, until_s: float) -> Checked:
+        """Raises EOFError where the process has died, OutOfCpuError, FormNotCheckedError."""
+        try:
+            process = self.process = self.process or _start()
         except (OSError, EOFError) as error:
-            raise FormNotCheckedError(
-                "the structured output could not be checked, since no process could be started for "
-                "it; try again soon"
-            ) from error
-        since_s = time.monotonic()
+            problem = "no process could be started for it"
+            raise FormNotCheckedError(_NOT_CHECKED.format(problem)) from error
         try:
-            answer = _answer_of(process, grammar, since_s + seconds)
+            answer = _answer_of(process, {**job, "cpu_s": cpu_s}, until_s)
         except (OSError, EOFError):
+            if self.close(_EXIT_S) == -signal.SIGPROF:
+                raise OutOfCpuError from None
+            raise EOFError from None
+        if answer is None:
             self.close()
-            taken_s = time.monotonic() - since_s
-            if is_new:
-                return CheckResult("it takes too much memory; simplify it", taken_s)
-            again = self._ask(grammar, seconds - taken_s)
-            return again._replace(taken_s=taken_s + again.taken_s)
-        taken_s = time.monotonic() - since_s
-        if answer is not None:
-            return CheckResult(json.loads(answer), taken_s)
+            raise FormNotCheckedError(_NOT_CHECKED.format("the machine has too much to do"))
+        found = json.loads(answer)
+        if found is None:
+            self.close()
+            raise OutOfMemoryError
+        return Checked(*found)
+
+    def ask_alone(self, job: Job, cpu_s: float, until_s: float) -> Checked:
+        """As `ask`, of a process that has done nothing else: it died of this job, unless another
+        has killed it. Raises OutOfMemoryError, FormNotCheckedError."""
         self.close()
-        # What did not fit into the rest of a request's time may fit into all of another's.
-        return CheckResult(self._too_slow(seconds), taken_s, is_final=seconds >= self._timeout_s)
+        try:
+            return self.ask(job, cpu_s, until_s)
+        except EOFError as error:
+            if self._last_status in _DIED_OF_ITSELF:
+                raise OutOfMemoryError from None
+            raise FormNotCheckedError(_NOT_CHECKED.format("its process was killed")) from error
+
+    def close(self, grace_s: float = 0.0) -> int | None:
+        """Ends the process, unless it does so by itself; its exit status."""
+        process, self.process = self.process, None
+        if process is None:
+            return None
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.communicate()
+        self._last_status = process.returncode
+        return process.returncode
+
+
+_EXIT_S = 5.0
+"""Between a process's last output and its end."""
+
+_DIED_OF_ITSELF = frozenset({1, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS})
 
 
 def _start() -> "subprocess.Popen[bytes]":
@@ -153,7 +275,7 @@ def _start() -> "subprocess.Popen[bytes]":
     )
     assert process.stdout is not None
     try:
-        if _read_frame(process.stdout.fileno(), time.monotonic() + START_S) is None:
+        if _read_frame(process.stdout.fileno(), time.monotonic() + WALL_S) is None:
             raise EOFError
     except BaseException:
         process.kill()
@@ -162,11 +284,11 @@ def _start() -> "subprocess.Popen[bytes]":
     return process
 
 
-def _answer_of(process: "subprocess.Popen[bytes]", grammar: str, until_s: float) -> bytes | None:
+def _answer_of(process: "subprocess.Popen[bytes]", job: Job, until_s: float) -> bytes | None:
     """What a process finds; None at the deadline. Raises EOFError or OSError if it has died."""
     assert process.stdin is not None
     assert process.stdout is not None
-    payload = grammar.encode()
+    payload = json.dumps(job).encode()
     process.stdin.write(_LENGTH.pack(len(payload)) + payload)
     process.stdin.flush()
     return _read_frame(process.stdout.fileno(), until_s)
@@ -194,8 +316,8 @@ def _read(descriptor: int, count: int, until_s: float) -> bytes | None:
 
 
 def _serve() -> None:
-    """The process's program: an empty frame out; then a frame with a grammar in, a frame with the
-    result out."""
+    """The process's program: an empty frame out; then a frame with a job in, a frame with what was
+    found and its processor time out. A job without end is ended by SIGPROF."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -204,10 +326,24 @@ def _serve() -> None:
     sent.write(_LENGTH.pack(0))
     sent.flush()
     while length := received.read(_LENGTH.size):
-        grammar = received.read(_LENGTH.unpack(length)[0]).decode()
-        answer = json.dumps(check_grammar(grammar)).encode()
+        answer = json.dumps(_done(received.read(_LENGTH.unpack(length)[0]))).encode()
         sent.write(_LENGTH.pack(len(answer)) + answer)
         sent.flush()
+
+
+def _done(payload: bytes) -> tuple[object, float] | None:
+    """The result of a job, and its processor time; None without memory for it."""
+    job: Job = json.loads(payload)
+    since_s = time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, max(job["cpu_s"], 1e-3))
+    try:
+        if "grammar" in job:
+            return check_grammar(job["grammar"]), time.process_time() - since_s
+        return is_valid(job["text"], job["schema"]), time.process_time() - since_s
+    except MemoryError:
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def _prepare(schema: _Schema, unenforced: dict[str, None], annotations: dict[str
 
 def _compiled(schema: _Schema | bool, style: JsonStyle, unenforced: dict[str, None]) -> str:
     def resolve(name: str) -> object:
-        found = _resolved(cast(_Schema, schema), name)
+        found = resolve_reference(cast(_Schema, schema), name)
         if found is None:
             raise UnsupportedSchemaError
         return found
@@ -226,14 +226,14 @@ def _check_references(root: _Schema, schema: _Schema, ending: set[str]) -> None:
             cycle = " -> ".join([*followed[followed.index(name) :], name])
             raise _refused(f"has a $ref that leads back to itself: {cycle[:300]}")
         names[name] = None
-        found = _resolved(root, name)
+        found = resolve_reference(root, name)
         if not isinstance(found, dict):
             break
         schema = cast(_Schema, found)
     ending.update(names)
 
 
-def _resolved(root: _Schema, name: str) -> object:
+def resolve_reference(root: _Schema, name: str) -> object:
     """What a pointer within the schema names; None if there is nothing, or it is no pointer."""
     found = cast(object, root)
     if name != "#" and not name.startswith("#/"):

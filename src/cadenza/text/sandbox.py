@@ -94,7 +94,7 @@ class BoundedTemplate:
         source: str,
         *,
         now: Callable[[], datetime] = datetime.now,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._clock = clock
         try:
