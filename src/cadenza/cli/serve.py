@@ -218,9 +218,11 @@ def _one_exit_code() -> Generator[None]:
 
 
 def _serve(name: str | None, flags: ServeFlags, config: EngineConfig) -> None:
+    from cadenza.engine.process.heap import loading
     from cadenza.engine.process.launch import FirstLaunch
 
-    with closing(FirstLaunch()) as first:  # loads its libraries while those below are loaded
+    # The first process loads its libraries while those below are loaded.
+    with closing(FirstLaunch()) as first, loading():
         _serve_with(first, name, flags, config)
 
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from cadenza.engine.batch_engine import STOPPED
 from cadenza.engine.core import EngineCore
-from cadenza.engine.process.heap import freeze_heap
+from cadenza.engine.process.heap import freeze_heap, loading
 from cadenza.engine.process.messages import (
     EngineIdentity,
     Failed,
@@ -157,11 +157,12 @@ def run_child(
     code = 1
     try:
         startup = _Startup(SocketLink(socket.socket(fileno=connection_fd)), time.monotonic)
-        if load_libraries is not None:
-            startup.begin("imports")
-            load_libraries()
-            startup.end()
-        code = _serve(startup, load)
+        with loading():
+            if load_libraries is not None:
+                startup.begin("imports")
+                load_libraries()
+                startup.end()
+            code = _serve(startup, load)
     except FrontEndGone:
         code = FRONT_END_GONE
     except BaseException:
