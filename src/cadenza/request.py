@@ -285,6 +285,7 @@ class PoolingParams:
         pooling: "last" or "mean"; `None` is as the checkpoint says, otherwise "last".
         dimensions: keep only so many of the first values; `None` keeps all. What is kept is scaled
             to unit length.
+        normalize: false gives the hidden state, or the mean, as it is.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of bounds.
@@ -292,8 +293,13 @@ class PoolingParams:
 
     pooling: Pooling | None = None
     dimensions: int | None = None
+    normalize: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.normalize, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidRequestError(
+                f"normalize is {show(self.normalize)}; it must be true or false", param="normalize"
+            )
         if self.pooling is not None and self.pooling not in get_args(Pooling):
             raise InvalidRequestError(
                 f"pooling is {show(self.pooling)}; it must be one of "

@@ -22,6 +22,14 @@ def pooled(parts: Sequence[np.ndarray], dimensions: int | None = None) -> bytes:
     return pool.embedding
 
 
+def test_a_state_that_is_not_scaled_is_as_it_was() -> None:
+    pool = Pool(dimensions=None, normalize=False)
+    pool.add(STATES[-1:])
+    assert pool.finish()
+    assert pool.embedding == STATES[-1].astype("<f4").tobytes()
+    assert pooled([STATES[-1:]]) != pool.embedding
+
+
 def values_of(embedding: bytes) -> np.ndarray:
     return np.frombuffer(embedding, "<f4")
 

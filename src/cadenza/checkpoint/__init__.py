@@ -30,6 +30,7 @@ from cadenza.checkpoint.rope_config import (
     RopeConfig,
     YarnRopeScaling,
 )
+from cadenza.checkpoint.score_head import ScoreHead
 from cadenza.checkpoint.weights import Weights, open_weights
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "ModelConfig",
     "OnProgress",
     "RopeConfig",
+    "ScoreHead",
     "TensorKind",
     "TensorSpec",
     "Weights",

@@ -208,9 +208,11 @@ def _find_family(raw: JsonObject) -> Family:
     return FAMILIES[model_type]
 
 
-def _names_of(family: Family) -> tuple[str, str]:
-    """Of the class that generates and of its base model, which has no head."""
-    return family.architecture, family.architecture.removesuffix("ForCausalLM") + "Model"
+def _names_of(family: Family) -> tuple[str, ...]:
+    """Of the class that generates, of its base model, which has no head, and of the one that has
+    scores."""
+    stem = family.architecture.removesuffix("ForCausalLM")
+    return family.architecture, f"{stem}Model", f"{stem}ForSequenceClassification"
 
 
 def _refuse_unsupported(raw: JsonObject, family: Family) -> None:

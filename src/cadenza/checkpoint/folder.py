@@ -31,6 +31,7 @@ from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.other_folders import adapter_in, main_snapshot
 from cadenza.checkpoint.outline import ModelOutline, outline_of, read_outline
 from cadenza.checkpoint.pooling_files import DefaultPooling, read_default_pooling
+from cadenza.checkpoint.score_head import ScoreHead, split_score_head
 from cadenza.checkpoint.stacked_experts import split_stacked_experts
 from cadenza.checkpoint.stored_weight import StoredScheme
 from cadenza.checkpoint.tokenizer_files import (
@@ -67,8 +68,9 @@ class Checkpoint:
     known, for models that only a backend reads.
     `eos_token_ids` is the union of those in config.json, generation_config.json and the tokenizer
     files. `pooling` is that of embeddings, unless a request names another. A model without a head
-    has embeddings only: it cannot generate. `revision` is the commit of a hub model. `digest` is a
-    hash of config.json and of the headers of the weights' files, not of the weights themselves.
+    has embeddings only, one with `score_head` scores too: neither can generate. `revision` is the
+    commit of a hub model. `digest` is a hash of config.json and of the headers of the weights'
+    files, not of the weights themselves.
     """
 
     folder: Path
@@ -82,6 +84,7 @@ class Checkpoint:
     revision: str | None = None
     pooling: DefaultPooling = field(default_factory=DefaultPooling)
     can_generate: bool = True
+    score_head: ScoreHead | None = None
 
     @property
     def tokenizer_source(self) -> Path | TokenizerSource | None:
@@ -171,13 +174,14 @@ def open_checkpoint(
     config_bytes = read_small_file(folder / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
     raw_config = parse_json_object(config_bytes, CONFIG_FILE)
     try:
-        config, weights, can_generate = _read_known(raw_config, folder)
+        config, weights, can_generate, score_head = _read_known(raw_config, folder)
         known = config, weights
         outline, digest = outline_of(config), weights.digest()
     except CheckpointError as error:
         if not any_family:
             raise
-        known, outline, can_generate = error, read_outline(raw_config.values), True
+        known, outline = error, read_outline(raw_config.values)
+        can_generate, score_head = True, None
         digest = _digest_of_unread(folder)
     generation = read_generation_config(folder)
     tokenizer = read_tokenizer_files(folder)
@@ -192,17 +196,22 @@ def open_checkpoint(
         known=known,
         pooling=read_default_pooling(folder),
         can_generate=can_generate,
+        score_head=score_head,
     )
 
 
-def _read_known(raw_config: JsonObject, folder: Path) -> tuple[ModelConfig, Weights, bool]:
-    """The arithmetic of a model, its weights, which match, and whether it can generate.
+def _read_known(
+    raw_config: JsonObject, folder: Path
+) -> tuple[ModelConfig, Weights, bool, ScoreHead | None]:
+    """The arithmetic of a model, its weights, which match, whether it can generate, and its score
+    head.
 
     Raises CheckpointError.
     """
     config = parse_model_config(_without_quantisation(raw_config))
     scheme = read_scheme(raw_config)
     weights = open_weights(folder, has_mtp_layers=config.num_mtp_layers > 0)
+    config, weights, score_head = split_score_head(raw_config, config, weights)
     config, weights, can_generate = as_decoder(config, weights)
     weights = split_stacked_experts(config, weights)
     if scheme is not None:
@@ -210,7 +219,7 @@ def _read_known(raw_config: JsonObject, folder: Path) -> tuple[ModelConfig, Weig
     check_weights(config, weights)
     if not raw_config.has("dtype") and not raw_config.has("torch_dtype"):
         config = replace(config, dtype=_float_type(weights))
-    return config, weights, can_generate
+    return config, weights, can_generate and score_head is None, score_head
 
 
 def _without_quantisation(raw: JsonObject) -> dict[str, object]:

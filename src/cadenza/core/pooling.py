@@ -18,10 +18,12 @@ import numpy.typing as npt
 class Pool:
     """The sum of the states so far, and then their embedding, of so many `dimensions`; None: all.
 
-    `embedding` is float32, little endian; None before `finish`.
+    `embedding` is float32, little endian; None before `finish`. Without `normalize` it has the
+    length that the mean has.
     """
 
     dimensions: int | None
+    normalize: bool = True
     embedding: bytes | None = field(default=None, init=False)
     _total: npt.NDArray[np.float64] | None = field(default=None, init=False)  # [E]
     _count: int = field(default=0, init=False)
@@ -34,14 +36,16 @@ class Pool:
             self._count += 1
 
     def finish(self) -> bool:
-        """Sets the embedding: the mean, cut to [D] and scaled to unit length; a mean of zeros stays
-        as it is. False if it is not finite.
+        """Sets the embedding: the mean, cut to [D] and, if asked for, scaled to unit length; a mean
+        of zeros stays as it is. False if it is not finite.
         """
         assert self._total is not None, "nothing was added"
         values = self._total[: self.dimensions] / self._count  # [D]
         if not np.isfinite(values).all():
             return False
-        # Exactly rounded, whatever the order.
-        length = math.sqrt(math.fsum((values * values).tolist()))
-        self.embedding = (values / (length or 1.0)).astype("<f4").tobytes()
+        if self.normalize:
+            # Exactly rounded, whatever the order.
+            length = math.sqrt(math.fsum((values * values).tolist()))
+            values = values / (length or 1.0)
+        self.embedding = values.astype("<f4").tobytes()
         return True

@@ -401,4 +401,5 @@ def _progress_of(request: Request) -> PromptRowsProgress | None:
 
 
 def _pool_of(request: Request) -> Pool | None:
-    return None if request.pooling is None else Pool(dimensions=request.pooling.dimensions)
+    asked = request.pooling
+    return None if asked is None else Pool(dimensions=asked.dimensions, normalize=asked.normalize)

@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 DEFAULT_PARSERS = AnswerParsers()
 ANY_ANSWER = AskedAnswer()
+_SCORED_ROLES = ('"query"', '"document"')
+"""As the template of a reranker names them."""
 FingerprintT = TypeVar("FingerprintT", Fingerprint, Fingerprint | None)
 Params = SamplingParams | Mapping[str, object] | None
 """How to sample: `SamplingParams` are complete and taken as they are; a mapping names some of its
@@ -101,6 +103,7 @@ class TextFrontend:
         source = checkpoint.tokenizer_source
         self._files = checkpoint.tokenizer
         self.facts = facts_of(checkpoint)
+        self.score_head = checkpoint.score_head
         self._tokenizer = None if source is None else Tokenizer(source)
         self._template = ChatTemplate.from_checkpoint(checkpoint)
         self._planner = None
@@ -245,6 +248,32 @@ class TextFrontend:
             cache_salt=given.cache_salt,
         )
         return PreparedRequest(text=given.text, request=self.resolve(request))
+
+    def prepare_scored(
+        self,
+        query: str,
+        document: str,
+        params: SamplingParams,
+        *,
+        max_num_tokens: int | None = None,
+    ) -> PreparedRequest:
+        """Makes a request for the state by which the score head scores a document for a query, as
+        `prepare`.
+
+        The two are rendered by a chat template that has the roles `query` and `document`, and are
+        otherwise a pair of the tokenizer's.
+        """
+        template = self._template
+        if template is not None and all(role in template.source for role in _SCORED_ROLES):
+            texts = zip(("query", "document"), (query, document), strict=True)
+            messages = [{"role": role, "content": text} for role, text in texts]
+            ids = self._encode_rendered(self._render(messages, None, None), max_num_tokens)
+        else:
+            encode = self._need_tokenizer().encode_pair
+            ids = tuple(encode(query, document, max_num_tokens=max_num_tokens))
+        pooling = PoolingParams(pooling="last", normalize=False)
+        request = Request(prompt_token_ids=ids, params=params, pooling=pooling)
+        return PreparedRequest(text=None, request=self.resolve(request))
 
     def with_prediction(
         self, prepared: PreparedRequest, prediction: str, *, max_num_tokens: int | None = None

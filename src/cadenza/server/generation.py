@@ -55,7 +55,6 @@ class Generation:
             is_logged=service.options.is_logging_requests,
         )
         rest: FinishReason = "error"
-        num_choices = 0
         try:
             check = service.check_ready()
             service.check_room(check.limits)
@@ -64,7 +63,6 @@ class Generation:
                     request = await self._read(body)
                 del body
                 exchange.extra_headers += service.ignored_names.headers(request.ignored)
-                num_choices = request.num_choices
                 self._take_identity(exchange, request, record)
                 await exchange.while_connected(self._serve(exchange, request, check, record))
         except (ClientLeftError, asyncio.CancelledError):
@@ -77,7 +75,7 @@ class Generation:
             record.status = 500
             raise
         finally:
-            record.end(num_choices, rest)
+            record.end(rest)
             service.take_answer(exchange.tenant, record.usage.completion_tokens)
 
     async def _read(self, body: bytes) -> CallRequest:

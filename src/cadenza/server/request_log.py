@@ -160,9 +160,9 @@ class RequestRecord:
             self.ends[index] = reason
             self.counts.ends[reason] += 1
 
-    def end(self, num_choices: int, rest: FinishReason) -> None:
+    def end(self, rest: FinishReason) -> None:
         """Ends the record; choices that have not ended get the reason `rest`."""
-        for index in range(num_choices if self.prompts else 0):
+        for index in range(len(self.prompts) * self.n):
             self.end_choice(index, rest)
         now_s = self.clock()
         for place, times in enumerate(self.prompts):

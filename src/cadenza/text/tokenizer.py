@@ -130,6 +130,30 @@ class Tokenizer:
             raise _too_long(len(ids), max_num_tokens)
         return ids
 
+    def encode_pair(
+        self, first: str, second: str, *, max_num_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of two texts, with the tokenizer's own tokens for a pair around and between
+        them. Raises as `encode`.
+        """
+        with _tokenizer_errors(_UNENCODABLE):
+            shown = self._native.encode("a", "a")
+        before, between, behind = list[int](), list[int](), list[int]()
+        place = before
+        for token_id, sequence in zip(shown.ids, shown.sequence_ids, strict=True):
+            if sequence is None:
+                place.append(token_id)
+            else:
+                place = behind if sequence else between
+        texts = [
+            self.encode(text, add_special_tokens=False, max_num_tokens=max_num_tokens)
+            for text in (first, second)
+        ]
+        ids = [*before, *texts[0], *between, *texts[1], *behind]
+        if max_num_tokens is not None and len(ids) > max_num_tokens:
+            raise _too_long(len(ids), max_num_tokens)
+        return ids
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; unused ids are skipped.
 

@@ -74,10 +74,6 @@ class CallRequest(CallBody, ABC):
     def num_prompts(self) -> int: ...
 
     @property
-    def num_choices(self) -> int:
-        return self.num_prompts
-
-    @property
     def user_label(self) -> str | None:
         """Who asks, for the log's line."""
         return None
@@ -179,10 +175,6 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
     @abstractmethod
     def check_fields(self) -> None:
         """Checks the endpoint's own fields together. Raises ApiError (400)."""
-
-    @property
-    def num_choices(self) -> int:
-        return self.num_prompts * self.n
 
     @property
     def user_label(self) -> str | None:

@@ -5,7 +5,7 @@ its document alone, with the same bits whatever else is ranked; of equal scores 
 comes first.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum
 from operator import mul
@@ -41,6 +41,8 @@ from cadenza.server.sse import AnswerEncoder, AnswerHead, Usage
 
 MAX_DOCUMENTS = MAX_CHOICES - 1
 """Beside the query."""
+
+Score = Callable[[Sequence[float]], float]
 
 _TEXT = String(min_chars=1, max_chars=MAX_PROMPT_CHARS)
 
@@ -132,6 +134,16 @@ class RerankRequest(CallRequest):
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
+        if text.score_head is not None:
+            if self.pooling is not None:
+                raise invalid_value(
+                    "this model scores by its own head, which takes no pooling; leave it out",
+                    "pooling",
+                )
+            return [
+                text.prepare_scored(self.query, each, params, max_num_tokens=max_num_tokens)
+                for each in self.documents
+            ]
         pooling = PoolingParams(pooling=cast(Pooling | None, self.pooling))
         return [
             text.prepare_pooled(each, pooling, params, max_num_tokens=max_num_tokens)
@@ -139,20 +151,32 @@ class RerankRequest(CallRequest):
         ]
 
     def encoder(self, head: AnswerHead, usage: Usage, text: TextFrontend) -> AnswerEncoder:
-        del text  # the answer has the documents' own
-        return RankEncoder(head, usage, self)
+        own = text.score_head
+        return RankEncoder(head, usage, self, None if own is None else own.score)
 
 
 class RankEncoder:
-    """An `AnswerEncoder` in the shape of Jina's and Cohere's."""
+    """An `AnswerEncoder` in the shape of Jina's and Cohere's.
 
-    def __init__(self, head: AnswerHead, usage: Usage, request: RerankRequest) -> None:
+    Args:
+        score: of a hidden state, where there is one for each document; otherwise the states are
+            embeddings, the query's first.
+    """
+
+    def __init__(
+        self, head: AnswerHead, usage: Usage, request: RerankRequest, score: Score | None
+    ) -> None:
         self.usage = usage
         self._head = head
         self._request = request
+        self._score = score
 
     def whole(self, outputs: Iterable[RequestOutput]) -> bytes:
-        scores = _similarities([_vector(output) for output in outputs])
+        vectors = [_vector(output) for output in outputs]
+        if self._score is None:
+            scores = _similarities(vectors)
+        else:
+            scores = [self._score(each) for each in vectors]
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         results = [self._result(index, scores[index]) for index in order]
         num_tokens = self.usage.prompt_tokens

@@ -1,0 +1,91 @@
+"""`ScoreHead`: the head of models that score a text, such as rerankers, in place of a vocabulary's.
+
+transformers saves such a model (`Qwen3ForSequenceClassification`) with the decoder's own tensor
+names and `score.weight`. Knows no text. Invariant: a model with a score head has no other, and the
+weights that the engine loads lack it: it is applied to the last hidden state of a text.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cadenza.checkpoint.declaration import HEAD
+from cadenza.checkpoint.json_object import JsonObject
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.weights import Weights
+from cadenza.errors import CheckpointError
+
+WEIGHT, BIAS = "score.weight", "score.bias"
+
+_ACTIVATIONS = (
+    ("sentence_transformers", "activation_fn"),
+    (None, "sbert_ce_default_activation_function"),
+)
+"""Where config.json may name what a score goes through; without a name it is the sigmoid."""
+_NONE = "Identity"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreHead:
+    """One weight for each element of a hidden state, and what follows.
+
+    Args:
+        is_bounded: the score goes through the sigmoid.
+    """
+
+    weights: tuple[float, ...]
+    bias: float
+    is_bounded: bool
+
+    def score(self, state: Sequence[float]) -> float:
+        """Of a hidden state, not scaled. The sum is exactly rounded."""
+        products = [w * value for w, value in zip(self.weights, state, strict=True)]
+        found = math.fsum([*products, self.bias])
+        return _sigmoid(found) if self.is_bounded else found
+
+
+def _sigmoid(x: float) -> float:
+    """Without an overflow."""
+    if x >= 0:
+        return 1.0 / (1.0 + math.exp(-x))
+    return math.exp(x) / (1.0 + math.exp(x))
+
+
+def split_score_head(
+    raw: JsonObject, config: ModelConfig, weights: Weights
+) -> tuple[ModelConfig, Weights, ScoreHead | None]:
+    """The model without its score head, if it has one, and that.
+
+    Its embedding then stands for the missing head, which nothing reads.
+
+    Raises:
+        CheckpointError: the head is not that of one score.
+    """
+    if WEIGHT not in weights or HEAD in weights:
+        return config, weights, None
+    shape = weights.shape(WEIGHT)
+    if shape != (1, config.hidden_size):
+        raise CheckpointError(
+            f"{WEIGHT} has the shape {list(shape)}; only a head of one score is supported, of the "
+            f"shape [1, {config.hidden_size}]: use a reranker"
+        )
+    parts = [name for name in (WEIGHT, BIAS) if name in weights]
+    numbers = {name: np.asarray(weights.array(name)).astype(np.float32) for name in parts}
+    head = ScoreHead(
+        weights=tuple(numbers[WEIGHT][0].tolist()),
+        bias=float(numbers[BIAS].reshape(-1)[0]) if BIAS in numbers else 0.0,
+        is_bounded=not _activation(raw).endswith(_NONE),
+    )
+    config = replace(config, tie_word_embeddings=True)
+    return config, weights.with_parts(dict.fromkeys(parts, ())), head
+
+
+def _activation(raw: JsonObject) -> str:
+    for section, key in _ACTIVATIONS:
+        place = raw if section is None else raw.child(section)
+        found = None if place is None else place.text(key)
+        if found:
+            return found
+    return ""
