@@ -6,6 +6,7 @@ its plan replaced by one that is made for them.
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,9 +18,16 @@ from cadenza.errors import EngineClosedError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers
 from cadenza.frontend.text_frontend import DEFAULT_PARSERS, TextFrontend
-from cadenza.loading.build import OnPhaseDone, build_core, open_planned, release_tokenizer
+from cadenza.loading.build import (
+    OnPhaseDone,
+    build_core,
+    open_planned,
+    promise_planned,
+    release_tokenizer,
+)
 from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
+from cadenza.loading.promised_memory import MemoryPromise
 from cadenza.text.grammar import StartChecks
 from cadenza.text.grammar_check import start_checks
 
@@ -54,9 +62,11 @@ class LoadedModel:
     core: EngineCore
     text: TextFrontend
     fingerprint: Fingerprint
+    promise: MemoryPromise
 
     def close(self) -> None:
         self.core.close()
+        self.promise.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +89,13 @@ class PlannedModel:
         if config.max_itl_ms == "auto":
             config = replace(config, max_itl_ms="none")
         parts = (self.checkpoint, self.plan, config)
-        with ThreadPoolExecutor(1) as thread:  # reads the weights, while they are loaded
+        with ExitStack() as failing, ThreadPoolExecutor(1) as thread:
+            promise = failing.enter_context(closing(promise_planned(self.plan)))
+            # Reads the weights, while they are loaded.
             fingerprint = thread.submit(make_fingerprint, *parts, self.backends)
             core = build_core(*parts, on_phase, backends=self.backends)
             answers = fingerprint.result()
+            failing.pop_all()
         release_tokenizer(self.checkpoint)
         return LoadedModel(
             checkpoint=self.checkpoint,
@@ -90,6 +103,7 @@ class PlannedModel:
             core=core,
             text=self.text,
             fingerprint=self.text.with_forms(answers),
+            promise=promise,
         )
 
 

@@ -28,6 +28,7 @@ from cadenza.loading.footprint import front_end_bytes_of
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import Beside, DraftPlan, EnginePlan, device_share, make_plan
+from cadenza.loading.promised_memory import MemoryPromise, find_promised, promise_memory
 from cadenza.loading.step_costs import StepCosts, open_step_costs
 from cadenza.loading.weight_cache import packed_weights_file
 from cadenza.text.token_constraint import ConstraintCompiler
@@ -133,7 +134,11 @@ def plan_model(
     if shared is not None:
         available = shared
     else:  # what the processes have taken already is part of the plan
-        available = memory.available_bytes + memory.taken_bytes(
+        promised = find_promised(cache_folder() / "engines", memory.root)
+        beside_others = memory.available_beside(
+            promised_bytes=promised.in_all, in_group_bytes=promised.in_group
+        )
+        available = beside_others + memory.taken_bytes(
             process_bytes=traits.process_bytes, front_end_bytes=front_end_bytes_of(checkpoint)
         )
     draft = _plan_draft(checkpoint, config, traits, backends)
@@ -257,6 +262,15 @@ def load_warm_runners(
     runners.warmup()
     on_phase_done("compile")
     return runners
+
+
+def promise_planned(plan: EnginePlan) -> MemoryPromise:
+    """Tells other engines what the engine of `plan` will hold of the host's memory."""
+    if plan.traits.device_memory_bytes is not None:
+        return MemoryPromise()
+    footprint = plan.footprint
+    in_front = footprint.front_end_bytes + footprint.bodies_bytes
+    return promise_memory(cache_folder() / "engines", plan.planned_bytes - in_front)
 
 
 def release_tokenizer(checkpoint: Checkpoint) -> None:

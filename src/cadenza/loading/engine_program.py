@@ -34,12 +34,13 @@ def load_engine(
 ) -> Serving:
     """Loads the model of `start`. Raises the errors of `open_planned` and `build_serving_core`."""
     on_phase("imports")
-    from cadenza.loading.build import build_serving_core, release_tokenizer
+    from cadenza.loading.build import build_serving_core, promise_planned, release_tokenizer
     from cadenza.loading.fingerprint import make_fingerprint
     from cadenza.loading.identity import identify
 
     config = start.config
     checkpoint, plan = open_start(start, backends, memory)  # imports the array library
+    promise = promise_planned(plan)
     on_phase("load")
 
     def after(done: str) -> None:
@@ -57,6 +58,7 @@ def load_engine(
         fingerprint=answers,
         identity=identify(checkpoint, plan, config, backend),
         count_compiles=backend.watch_compiles(),
+        held=promise,
     )
 
 

@@ -56,6 +56,13 @@ class HostMemory:
     def available_bytes(self) -> int:
         return max(self.least_bytes, available_memory_bytes(self.root, self.get_limit))
 
+    def available_beside(self, *, promised_bytes: int, in_group_bytes: int) -> int:
+        """`available_bytes`, where other engines will still take so many of the machine's memory, a
+        part of them in this process's control groups."""
+        available = available_memory_bytes(self.root, self.get_limit)
+        system = _system_bytes(self.root) - promised_bytes
+        return max(self.least_bytes, min(available - in_group_bytes, system), 0)
+
     @property
     def held_bytes(self) -> int:
         """Private memory that the process has; 0 if unknown."""

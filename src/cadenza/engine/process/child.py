@@ -61,12 +61,13 @@ class OnPhase(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """A warm core, its identity, the fingerprint of its answers, and the number of programs
-    compiled since warm-up."""
+    compiled since warm-up; `held` is kept as long as the process serves."""
 
     core: EngineCore
     identity: EngineIdentity = field(default_factory=EngineIdentity)
     fingerprint: Fingerprint | None = None
     count_compiles: Callable[[], int] = lambda: 0
+    held: object = None
 
 
 Load = Callable[[Start, OnPhase], Serving]

@@ -1,0 +1,142 @@
+"""Memory that engines of this machine have planned for and not taken yet: `find_promised`.
+
+KV pages become resident as they are used, so what the system calls available may be promised to
+another engine. Each engine keeps a locked file with its number of bytes (`promise_memory`) in the
+folder `engines` of the cache folder; what it holds already is subtracted. Best effort: engines with
+another cache folder, or in another namespace of processes, are not seen. Invariant: a file whose
+engine has ended promises nothing.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from cadenza.loading.memory import private_memory_bytes
+
+logger = logging.getLogger(__name__)
+
+MAX_ENGINES = 256
+MAX_FILE_BYTES = 4096
+_PARTIAL = ".partial"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promised:
+    """Bytes that engines will still take: all, and those of this process's control groups."""
+
+    in_all: int = 0
+    in_group: int = 0
+
+
+class MemoryPromise:
+    """The promise of one engine, until `close`, or nothing refers to it, or the process ends."""
+
+    def __init__(self, path: Path | None = None, descriptor: int | None = None) -> None:
+        self._end = None
+        if path is not None and descriptor is not None:
+            self._end = weakref.finalize(self, _end_promise, path, descriptor, os.getpid())
+
+    def close(self) -> None:
+        if self._end is not None:
+            self._end()
+
+
+def _end_promise(path: Path, descriptor: int, pid: int) -> None:
+    if os.getpid() == pid:  # a fork's copy ends nothing
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def promise_memory(folder: Path, num_bytes: int, root: Path = Path("/")) -> MemoryPromise:
+    """Tells other engines that this process will hold `num_bytes`. Where that cannot be written,
+    nothing is told."""
+    path = folder / secrets.token_hex(8)
+    partial = path.with_suffix(_PARTIAL)
+    told = {"pid": os.getpid(), "bytes": num_bytes, "group": _group(root), "system": _system(root)}
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(descriptor, json.dumps(told).encode())
+            partial.replace(path)  # no file of this name is ever without its lock
+        except OSError:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        logger.debug("other engines are not told of this one's memory: %s", error.strerror)
+        return MemoryPromise()
+    return MemoryPromise(path, descriptor)
+
+
+def find_promised(folder: Path, root: Path = Path("/")) -> Promised:
+    """What the engines that run now will still take, those of this process included."""
+    planned: Counter[int] = Counter()
+    groups: dict[int, str] = {}
+    for told in _read_all(folder):
+        if told["system"] == _system(root):
+            planned[told["pid"]] += told["bytes"]
+            groups[told["pid"]] = told["group"]
+    left = {pid: _left(num_bytes, pid, root) for pid, num_bytes in planned.items()}
+    own = _group(root)
+    return Promised(
+        in_all=sum(left.values()),
+        in_group=sum(num_bytes for pid, num_bytes in left.items() if groups[pid] == own),
+    )
+
+
+def _left(planned_bytes: int, pid: int, root: Path) -> int:
+    held_bytes = private_memory_bytes(root / f"proc/{pid}/status")
+    return 0 if held_bytes is None else max(0, planned_bytes - held_bytes)
+
+
+def _read_all(folder: Path) -> Iterator[dict[str, Any]]:
+    """The files of running engines; those of others are removed."""
+    try:
+        paths = sorted(folder.iterdir())[:MAX_ENGINES]
+    except OSError:
+        return
+    for path in paths:
+        with suppress(OSError, ValueError, KeyError), path.open("rb") as file:
+            if _is_locked(file):
+                told = json.loads(file.read(MAX_FILE_BYTES))
+                yield {
+                    "pid": int(told["pid"]),
+                    "bytes": int(told["bytes"]),
+                    "group": str(told["group"]),
+                    "system": str(told["system"]),
+                }
+            elif path.suffix != _PARTIAL:
+                path.unlink()
+
+
+def _is_locked(file: "IO[bytes]") -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _group(root: Path) -> str:
+    """This process's control groups."""
+    with suppress(OSError):
+        return (root / "proc/self/cgroup").read_text(errors="replace")[: MAX_FILE_BYTES // 2]
+    return ""
+
+
+def _system(root: Path) -> str:
+    """The namespace in which a process id has its meaning."""
+    with suppress(OSError):
+        return os.readlink(root / "proc/self/ns/pid")
+    return ""
