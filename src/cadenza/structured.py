@@ -136,16 +136,43 @@ class ThinkingBound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallRule:
+    """What a call of a tool may be, in an answer that may be any text: constrained from where its
+    beginning is written up to its end, as often as one begins behind the reasoning.
+
+    Args:
+        begin: a regular expression of a call's beginning.
+        grammar: of the text behind the beginning, up to the call's end.
+        is_read: the beginning is a part of what the grammar is of.
+        reasoning: the marks around reasoning, in which nothing is constrained; None: there is none.
+        has_begun: the prompt has the mark that begins reasoning.
+    """
+
+    begin: str
+    grammar: str
+    is_read: bool = False
+    reasoning: tuple[str, str] | None = None
+    has_begun: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConstraintSpec:
     """What decides which tokens may follow in a stream.
 
     Args:
         grammar: of the text from the stream's first token on, in the form of the library that
             compiles it; None: any text.
+        calls: of calls, where there is no grammar. An engine without constraints leaves it out.
     """
 
     grammar: str | None = None
     thinking: ThinkingBound | None = None
+    calls: CallRule | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether an answer without the constraint would not be what was asked for."""
+        return self.grammar is not None or self.thinking is not None
 
 
 def _refused(problem: str) -> InvalidRequestError:

@@ -66,6 +66,28 @@ def test_receipts_of_an_answer_are_replayed_to_the_bit(
     assert len(set(tokens)) == 3, "samples have seeds of their own"
 
 
+def test_an_answer_with_tools_has_a_receipt_unless_it_has_a_call(
+    bundled: RunningServer, tmp_path: Path
+):
+    """A call is constrained, which a receipt cannot tell."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    asked = {"tools": [tool], "receipt": True, "max_tokens": 40, "temperature": 0}
+
+    def choice_of(question: str) -> dict[str, Any]:
+        body = {**asked, "messages": [{"role": "user", "content": question}]}
+        return bundled.post("/v1/chat/completions", body).json()["choices"][0]
+
+    called = choice_of("What is the weather in Paris?")
+    assert called["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert "receipt" not in called
+    told = choice_of("Thank you.")
+    assert "tool_calls" not in told["message"]
+    file = tmp_path / "receipts.jsonl"
+    file.write_text(json.dumps(told["receipt"]))
+    assert [each.differences for each in replay_receipts(None, read_receipts(file))] == [()]
+
+
 def test_an_engine_without_a_fingerprint_refuses_receipts(server: RunningServer):
     answer = server.post("/v1/completions", {"prompt": "the", "receipt": True})
     assert answer.status_code == 400

@@ -146,18 +146,19 @@ MESSAGE = {**SAID, "max_tokens": 4}
     [
         ("completions", {"prompt": "x"}, False),
         ("completions", {"prompt": "x", "structured_outputs": {"regex": "a"}}, True),
-        ("chat", {**SAID, "response_format": {"type": "text"}, "tools": [NESTED_TOOL]}, False),
+        ("chat", {**SAID, "response_format": {"type": "text"}, "tools": [NESTED_TOOL]}, True),
+        ("chat", {**SAID, "tools": [NESTED_TOOL], "tool_choice": "none"}, False),
         ("chat", {**SAID, "response_format": {"type": "json_object"}}, True),
         ("chat", {**SAID, "tools": [NESTED_TOOL], "tool_choice": "required"}, True),
         ("chat", {**SAID, "tools": [{**NESTED_TOOL, "function": {**TOOL, "strict": True}}]}, True),
-        ("responses", {"input": "x", "tools": [{"type": "function", **TOOL}]}, False),
+        ("responses", {"input": "x", "tools": [{"type": "function", **TOOL}]}, True),
         (
             "responses",
             {"input": "x", "tools": [{"type": "function", **TOOL, "strict": True}]},
             True,
         ),
         ("responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, True),
-        ("messages", {**MESSAGE, "tools": [{"name": "f", "input_schema": {}}]}, False),
+        ("messages", {**MESSAGE, "tools": [{"name": "f", "input_schema": {}}]}, True),
         (
             "messages",
             {

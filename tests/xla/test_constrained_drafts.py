@@ -1,6 +1,7 @@
 """Streams with grammars, on the XLA runner: drafts, and masks that follow the launch of a step,
 give the same tokens and log probabilities."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
-from cadenza.structured import ConstraintSpec, StructuredOutput, ThinkingBound
+from cadenza.structured import CallRule, ConstraintSpec, StructuredOutput, ThinkingBound
 from cadenza.text.grammar import grammar_of
 from cadenza.text.token_constraint import ConstraintCompiler
 from cadenza.text.tokenizer import Tokenizer
@@ -37,6 +38,11 @@ PERSON = {
     "additionalProperties": False,
 }
 EXAMPLE = '{"name": "Anna", "age": 31, "colours": ["red", "green", "red"]}'
+CALLS = CallRule(
+    begin="[aeiou]", grammar=grammar_of(StructuredOutput(regex="[a-z]{1,6} ?(red|blue)[.,]"))
+)
+"""Every vowel begins a call, so that streams go in and out of them."""
+
 Streams = dict[tuple[int, int], list[Any]]
 
 
@@ -79,6 +85,11 @@ def requests_of(tokenizer: Tokenizer) -> list[Request]:
             {"temperature": 0.7, "presence_penalty": 0.5},
         ),
         (None, {"temperature": 1.0, "n": 2, "repetition_penalty": 1.3}),
+        (ConstraintSpec(calls=CALLS), {"temperature": 0.0}),
+        (
+            ConstraintSpec(calls=CALLS, thinking=ThinkingBound(begin=None, end=end, max_tokens=9)),
+            {"temperature": 1.0, "n": 2},
+        ),
     ]
     prompt = tuple(tokenizer.encode(f"Write it again: {EXAMPLE} {EXAMPLE} red red red\n"))
     return [
@@ -180,6 +191,13 @@ def test_drafts_of_constrained_streams_change_no_bit(
         assert played.counts.num_drafts == 0
         assert all(stream[-1][1] is None for stream in played.streams.values())
         assert (played.num_preemptions > 0) == (name == "too small")
+        ids = [
+            entry[0]
+            for (request, _), told in played.streams.items()
+            if request >= 8
+            for entry in told[:-1]
+        ]
+        assert re.search("red[.,]|blue[.,]", tokenizer.decode(ids)), "some calls have ended"
     for speculation in (LOOKUP, COPY):
         with warm(speculation, **options) as runners:
             for name, pool in POOLS.items():

@@ -116,7 +116,8 @@ class RequestCheck:
                 "or AsyncEngine",
                 param="structured",
             )
-        if request.constraint is not None and not self.has_constraints:
+        constraint = request.constraint
+        if constraint is not None and constraint.is_needed and not self.has_constraints:
             raise InvalidRequestError(
                 "structured output is not supported by this engine, which has no tokenizer.json",
                 param="structured",

@@ -6,12 +6,12 @@ and the form that a request asks for, are in the grammar, behind the reasoning.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from cadenza.errors import ConfigError, InvalidRequestError, show
-from cadenza.structured import ConstraintSpec, ThinkingBound
+from cadenza.structured import CallRule, ConstraintSpec, ThinkingBound
 from cadenza.text import Tokenizer
 from cadenza.text.answer_grammar import (
     MAX_CALLS,
@@ -23,6 +23,7 @@ from cadenza.text.answer_grammar import (
     either_grammar,
     text_or_calls_grammar,
 )
+from cadenza.text.call_grammar import ANY_OBJECT, CallGrammar
 from cadenza.text.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, GrammarCheck
 from cadenza.text.json_schema import compile_schema
 from cadenza.text.output_parser import MakeParser
@@ -202,7 +203,14 @@ class AnswerPlanner:
         bound = None
         if max_thinking is not None and reasoning is not None and not is_over:
             bound = self._thinking_bound(reasoning, max_thinking, has_begun=has_begun)
-        is_constrained = grammar is not None or bound is not None
+        rule = None
+        if use is not None and tools is not None and grammar is None:
+            rule = self._call_rule(use, tools, check)
+        if rule is not None and reasoning is not None and not is_over:
+            around = (reasoning.begin, reasoning.end)
+            rule = replace(rule, reasoning=around, has_begun=has_begun)
+        is_constrained = grammar is not None or bound is not None or rule is not None
+        spec = ConstraintSpec(grammar=grammar, thinking=bound, calls=rule)
         plan = PartPlan(
             reasoning=reasoning,
             begins_in_reasoning=has_begun,
@@ -211,9 +219,28 @@ class AnswerPlanner:
         )
         return AnswerPlan(
             make_parser=None if reasoning is None and tools is None else partial(PartParser, plan),
-            constraint=ConstraintSpec(grammar=grammar, thinking=bound) if is_constrained else None,
+            constraint=spec if is_constrained else None,
             shows_special_tokens=not self._tokenizer.special_token_ids.isdisjoint(marks.values()),
         )
+
+    def _call_rule(self, use: ToolUse, tools: ToolFormat, check: GrammarCheck) -> CallRule | None:
+        """What a call may be that the model begins; None where that cannot be followed.
+
+        Nothing is refused: of a function whose schema cannot be followed any object is allowed.
+        """
+        for is_loose in (False, True):
+            functions = [_loosened(tool, check) for tool in use.tools] if is_loose else use.tools
+            calls = CallGrammar(tools=functions, format=tools, compile=_lenient_grammar)
+            try:
+                # The check has no tokens: the marks are texts there.
+                trial = calls.rule({})
+                if trial is None:
+                    return None
+                if check(trial.grammar) is None:
+                    return calls.rule(self._marks(tools))
+            except InvalidRequestError:
+                continue
+        return None
 
     def _thinking_bound(
         self, reasoning: ReasoningFormat, max_tokens: int, *, has_begun: bool
@@ -233,7 +260,7 @@ class AnswerPlanner:
         if self._reasoning is not None:
             texts += [self._reasoning.begin, self._reasoning.end]
         if tools is not None:
-            texts += [tools.begin, tools.end]
+            texts += [tools.begin, tools.end, *tools.inner_marks]
         added = self._tokenizer.added_tokens
         return {text: added[text] for text in texts if text in added}
 
@@ -251,6 +278,20 @@ def _arguments(tool: Tool, check: GrammarCheck) -> str:
             f"the parameters of the tool {tool.name} are refused: {problem}", param="tools"
         )
     return grammar
+
+
+def _lenient_grammar(schema: str) -> str:
+    """Of arguments; keywords that a grammar does not hold are left out."""
+    return compile_schema(schema, ARGUMENTS_STYLE, is_strict=False).text
+
+
+def _loosened(tool: Tool, check: GrammarCheck) -> Tool:
+    """A tool, with any object as its arguments where those of its schema cannot be followed."""
+    try:
+        is_followed = check(_lenient_grammar(tool.schema)) is None
+    except InvalidRequestError:
+        is_followed = False
+    return tool if is_followed else replace(tool, parameters=ANY_OBJECT)
 
 
 def _refuse_unfit(grammar: str, check: GrammarCheck) -> None:

@@ -3,6 +3,7 @@
 Knows no engine. Invariant: a request with a receipt has the tokens that it has without one.
 """
 
+import re
 from dataclasses import replace
 
 from cadenza.engine.sample_seed import seed_of_sample
@@ -17,7 +18,7 @@ from cadenza.request import Request
 def with_receipt(prepared: PreparedRequest) -> PreparedRequest:
     """The request with a receipt of each sample, for which it gets log probabilities."""
     request = prepared.request
-    if request.constraint is not None:
+    if request.constraint is not None and request.constraint.is_needed:
         raise InvalidRequestError(
             "a constrained answer (a structured output, a required or strict tool) has no receipt; "
             "leave receipt out",
@@ -30,8 +31,12 @@ def with_receipt(prepared: PreparedRequest) -> PreparedRequest:
 def make_receipt(
     request: Request, request_id: int, fingerprint: Fingerprint, output: CompletionOutput
 ) -> Receipt | None:
-    """Of a whole sample of a request; None if it was aborted or ended with an error."""
+    """Of a whole sample of a request; None if it was aborted, ended with an error, or has a call,
+    which is constrained."""
     if output.finish_reason not in ("stop", "length"):
+        return None
+    calls = None if request.constraint is None else request.constraint.calls
+    if calls is not None and re.search(calls.begin, output.text) is not None:
         return None
     seed = seed_of_sample(
         request.params,

@@ -48,7 +48,7 @@ Arguments = Mapping[str, str]
 def calls_grammar(arguments: Arguments, format: ToolFormat, marks: Marks, *, max_calls: int) -> str:
     """At least one call and at most `max_calls`."""
     lark = f"start: calls\n{_calls(arguments, format, marks, max_calls)}"
-    return _joined(lark, _named(arguments))
+    return joined_grammar(lark, _named(arguments))
 
 
 def text_or_calls_grammar(arguments: Arguments, format: ToolFormat, marks: Marks) -> str:
@@ -60,24 +60,26 @@ def text_or_calls_grammar(arguments: Arguments, format: ToolFormat, marks: Marks
         openers = "".join(map(re.escape, format.openers))
         start = "start: TEXT | calls"
         text = rf"TEXT: /[^\s{openers}](.|\n)*/"
-    return _joined(f"{start}\n{text}\n{calls}", _named(arguments))
+    return joined_grammar(f"{start}\n{text}\n{calls}", _named(arguments))
 
 
 def either_grammar(first: str, second: str) -> str:
     """What one of two grammars allows."""
-    return _joined("start: @first | @second", [*_parts("first", first), *_parts("second", second)])
+    return joined_grammar(
+        "start: @first | @second", [*parts_of("first", first), *parts_of("second", second)]
+    )
 
 
 def after_reasoning(
     grammar: str, reasoning: ReasoningFormat, marks: Marks, *, has_begun: bool
 ) -> str:
     """What a grammar allows, behind reasoning: that which the prompt began, or any or none."""
-    begin, end = (_literal(each, marks) for each in (reasoning.begin, reasoning.end))
+    begin, end = (literal_in(each, marks) for each in (reasoning.begin, reasoning.end))
     thought = _text_without("THOUGHT", reasoning.end)
     thinking = f"THOUGHT {end} BLANKS"
     start = f"{thinking} @inner" if has_begun else f"({begin} {thinking})? @inner"
     lark = f"start: {start}\n{thought}\nBLANKS: /\\s{{0,8}}/"
-    return _joined(lark, _parts("inner", grammar))
+    return joined_grammar(lark, parts_of("inner", grammar))
 
 
 def _calls(names: Collection[str], format: ToolFormat, marks: Marks, max_calls: int) -> str:
@@ -86,7 +88,7 @@ def _calls(names: Collection[str], format: ToolFormat, marks: Marks, max_calls: 
         head = f'{{"name": {json.dumps(name)}, "{format.arguments}": '
         lines.append(f'call_{i}: {json.dumps(head)} @args_{i} "}}"')
     opening, between, closing = (
-        _literal(each, marks) for each in (format.opening, format.between, format.closing)
+        literal_in(each, marks) for each in (format.opening, format.between, format.closing)
     )
     more = f"({between} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
     return "\n".join([f"calls: {opening} call {more} {closing}", *lines])
@@ -98,7 +100,7 @@ def _text_without(name: str, mark: str) -> str:
     return rf"{name}: /(.|\n)*/ & ~/(.|\n)*{pattern}(.|\n)*/"
 
 
-def _literal(text: str, marks: Marks) -> str:
+def literal_in(text: str, marks: Marks) -> str:
     """A text in Lark's notation; marks in it that are tokens are named by id."""
     if not text:
         return ""
@@ -110,17 +112,17 @@ def _literal(text: str, marks: Marks) -> str:
 
 
 def _named(arguments: Arguments) -> list[dict[str, Any]]:
-    named = (_parts(f"args_{i}", grammar) for i, grammar in enumerate(arguments.values()))
+    named = (parts_of(f"args_{i}", grammar) for i, grammar in enumerate(arguments.values()))
     return [part for parts in named for part in parts]
 
 
-def _parts(name: str, grammar: str) -> list[dict[str, Any]]:
+def parts_of(name: str, grammar: str) -> list[dict[str, Any]]:
     """The parts of a grammar, of which the first is renamed."""
     first, *others = _read(grammar)
     return [{**first, "name": name}, *others]
 
 
-def _joined(lark: str, others: Sequence[Mapping[str, Any]]) -> str:
+def joined_grammar(lark: str, others: Sequence[Mapping[str, Any]]) -> str:
     return json.dumps({"grammars": [{"lark_grammar": lark}, *others]}, ensure_ascii=False)
 
 

@@ -26,6 +26,9 @@ where they are not known."""
 
 ReadCalls = Callable[[str, Functions], list[ToolCall] | None]
 
+MAX_REFERENCES = 8
+"""Of a schema that refers to one that refers to another."""
+
 MISTRAL = "[TOOL_CALLS]"
 _SEPARATORS = re.compile(r"[\s;]*")
 _NAME = re.compile(r"[\w.-]+")
@@ -225,14 +228,17 @@ def _typed_call(name: str, values: list[tuple[str, str]], functions: Functions) 
     """A call whose arguments are written as plain text: their types are the schema's."""
     schema = functions.get(name, {})
     properties: Mapping[str, Any] = schema.get("properties") or {}
-    typed = {key.strip(): _typed(text, properties.get(key.strip())) for key, text in values}
+    typed = {
+        key.strip(): _typed(text, resolved(properties.get(key.strip()), schema))
+        for key, text in values
+    }
     written = _written(typed)
     return None if written is None or not _NAME.fullmatch(name) else ToolCall(name, written)
 
 
 def _typed(text: str, schema: object) -> object:
     """A value of the schema's type, as far as the text is one; else the text itself."""
-    kinds = _kinds(schema)
+    kinds = kinds_of_schema(schema)
     if kinds == {"string"}:
         return text
     found = _values(text.strip())
@@ -254,17 +260,32 @@ def _whole_value(text: str) -> object:
         return text
 
 
-def _kinds(schema: object) -> set[str]:
+def resolved(schema: object, root: Mapping[str, Any]) -> object:
+    """A schema, or that to which it refers within its root."""
+    found: object = schema
+    for _ in range(MAX_REFERENCES):
+        name = _members(found).get("$ref")
+        if not isinstance(name, str) or not name.startswith("#/"):
+            break
+        found = root
+        for part in name.removeprefix("#/").split("/"):
+            found = _members(found).get(part)
+    return found
+
+
+def _members(schema: object) -> Mapping[str, Any]:
+    return cast(Mapping[str, Any], schema) if isinstance(schema, Mapping) else {}
+
+
+def kinds_of_schema(schema: object) -> set[str]:
     """The types that a schema names, at its top and in its alternatives."""
-    if not isinstance(schema, Mapping):
-        return set()
-    members = cast(Mapping[str, Any], schema)
+    members = _members(schema)
     named = members.get("type", [])
     kinds = {named} if isinstance(named, str) else {str(each) for each in named}
     if not kinds:
         kinds = {kind for value in members.get("enum", ()) for kind in _kinds_of(value)}
     for each in (*members.get("anyOf", ()), *members.get("oneOf", ())):
-        kinds |= _kinds(each)
+        kinds |= kinds_of_schema(each)
     return kinds
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cadenza.structured import ThinkingBound
 
 if TYPE_CHECKING:
+    from cadenza.text.call_constraint import CallConstraint
     from cadenza.text.token_constraint import GrammarConstraint
 
 
@@ -36,7 +37,7 @@ class ThinkingConstraint:
         self,
         bound: ThinkingBound,
         vocab_size: int,
-        inner: "GrammarConstraint | None",
+        inner: "GrammarConstraint | CallConstraint | None",
         thought: Thought | None = None,
     ) -> None:
         self._bound = bound

@@ -17,7 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from cadenza.structured import ConstraintSpec
+from cadenza.structured import CallRule, ConstraintSpec
+from cadenza.text.call_constraint import CallConstraint, CallWatch
 from cadenza.text.grammar import LIMITS
 from cadenza.text.thinking_constraint import ThinkingConstraint
 from cadenza.text.tokenizer import TokenizerSource
@@ -156,8 +157,28 @@ class GrammarConstraint:
         self._num_common = count
         self._mask, self._forced = None, forced
 
+    def restart(self) -> None:
+        """Takes back everything: the next text is another one of the grammar."""
+        self._matcher.reset()
+        self._token_ids = []
+        self._mask, self._forced = None, NOT_FORCED
+        if self._fork is not None:
+            self._fork.forget()
 
-StreamConstraint = GrammarConstraint | ThinkingConstraint
+    def forget(self) -> None:
+        """Of a fork: nothing that it accepted is the stream's any more."""
+        self._num_common = 0
+
+    def begin_with(self, token_ids: Sequence[int]) -> bool:
+        """Accepts the first tokens; False, and nothing is accepted, where they are not allowed."""
+        if self._matcher.validate_tokens([*token_ids]) < len(token_ids):
+            return False
+        for token_id in token_ids:
+            self.accept(token_id)
+        return True
+
+
+StreamConstraint = GrammarConstraint | ThinkingConstraint | CallConstraint
 
 
 class ConstraintCompiler:
@@ -193,6 +214,8 @@ class ConstraintCompiler:
         """Compiles on the thread; None if the grammar cannot be followed."""
         if spec.grammar is not None:
             return self._thread.submit(self._compile, spec, spec.grammar)
+        if spec.calls is not None:
+            return self._thread.submit(self._compile_calls, spec, spec.calls)
         done: Future[StreamConstraint | None] = Future()
         done.set_result(self._bounded(spec, None))
         return done
@@ -201,7 +224,7 @@ class ConstraintCompiler:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _bounded(
-        self, spec: ConstraintSpec, inner: GrammarConstraint | None
+        self, spec: ConstraintSpec, inner: GrammarConstraint | CallConstraint | None
     ) -> StreamConstraint | None:
         """Within the bound of thinking, if there is one."""
         if spec.thinking is None:
@@ -209,16 +232,27 @@ class ConstraintCompiler:
         return ThinkingConstraint(spec.thinking, self._vocab_size, inner)
 
     def _compile(self, spec: ConstraintSpec, grammar: str) -> StreamConstraint | None:
+        tokens = self._load()
+        made = None if tokens is None else self._constraint(tokens, grammar)
+        return None if made is None else self._bounded(spec, made)
+
+    def _compile_calls(self, spec: ConstraintSpec, rule: CallRule) -> StreamConstraint | None:
+        """Calls are not constrained where their grammar cannot be followed."""
+        tokens = self._load()
+        call = None if tokens is None else self._constraint(tokens, rule.grammar)
+        if tokens is None or call is None:
+            return self._bounded(spec, None) or CallConstraint(None, None, self._vocab_size)
+        watch = CallWatch(rule, tokens)
+        return self._bounded(spec, CallConstraint(watch, call, self._vocab_size))
+
+    def _constraint(self, tokens: "LLTokenizer", grammar: str) -> GrammarConstraint | None:
         from llguidance import LLMatcher, LLParserLimits
 
-        tokens = self._load()
-        if tokens is None:
-            return None
         limits = LLParserLimits(**LIMITS)
         make = partial(LLMatcher, tokens, grammar, log_level=0, limits=limits)
         made = GrammarConstraint(make(), partial(self._thread.submit, make))
         made.allowed()  # the first mask is often the slowest
-        return None if made.has_failed else self._bounded(spec, made)
+        return None if made.has_failed else made
 
     def _load(self) -> "LLTokenizer | None":
         """The token table; None if the library cannot use the tokenizer. On the thread only."""

@@ -42,6 +42,7 @@ class ToolFormat:
         is_json: calls are JSON, so that they can be constrained.
         forms: where calls stand, and what reads them.
         skipped: characters behind a call that are no content.
+        inner_marks: marks within a call.
     """
 
     begin: str = ""
@@ -54,6 +55,7 @@ class ToolFormat:
     is_json: bool = True
     forms: tuple[CallForm, ...]
     skipped: str = " \t\r\n"
+    inner_marks: tuple[str, ...] = ()
 
 
 _JSON_FIRST = re.compile(r"`{3,}|[\[{]")
@@ -99,6 +101,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         between=", ",
         closing="]",
         forms=(MarkedCalls(begin=MISTRAL, read=read_mistral),),
+        inner_marks=("[ARGS]", "[CALL_ID]"),
     ),
     "llama3_json": ToolFormat(
         openers="{<",

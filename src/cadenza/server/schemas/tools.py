@@ -132,8 +132,8 @@ def tool_use(
 
 
 def has_constrained_calls(use: ToolUse | None) -> bool:
-    """Whether an answer's calls have grammars."""
-    return use is not None and use.is_constrained
+    """Whether an answer's calls have grammars, from their beginnings on at least."""
+    return use is not None
 
 
 def make_tool(

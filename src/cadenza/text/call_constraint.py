@@ -1,0 +1,174 @@
+"""`CallConstraint`: an answer may be any text, in which each call that begins is one of a grammar.
+
+Owns the watch for a call's beginning; what may follow it, the call's own constraint decides. Knows
+no engine. Invariants: what it allows is a function of the tokens that it accepted; a token outside
+a call is sampled as without it; where the grammar reaches a limit, or a beginning is followed by
+something else within the same token, the text goes on unconstrained.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cadenza.structured import CallRule
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from cadenza.text.token_constraint import GrammarConstraint
+
+MAX_BEGIN_CHARS = 512
+"""Of a call's beginning; of so many last characters it is known whether one is in them."""
+
+
+class CallWatch:
+    """Finds the beginnings of calls in the text of a stream's tokens.
+
+    Args:
+        rule: what a beginning is.
+        text: the last characters so far.
+        thinking: None: it is not decided whether the text begins with reasoning.
+    """
+
+    __slots__ = ("_begin", "_rule", "_text", "_thinking", "_tokens")
+
+    def __init__(
+        self,
+        rule: CallRule,
+        tokens: "LLTokenizer",
+        text: bytes = b"",
+        *,
+        thinking: bool | None = None,
+    ) -> None:
+        self._rule = rule
+        self._tokens = tokens
+        self._begin = re.compile(rule.begin.encode())
+        self._text: bytes = text
+        self._thinking = thinking
+        if rule.reasoning is None:
+            self._thinking = False
+        elif rule.has_begun and thinking is None:
+            self._thinking = True
+
+    def copy(self) -> "CallWatch":
+        return CallWatch(self._rule, self._tokens, self._text, thinking=self._thinking)
+
+    def push(self, token_id: int) -> list[int] | None:
+        """The text of a call so far, as tokens, whose beginning this token completes; None if it
+        completes none."""
+        piece: bytes = self._tokens.decode_bytes([token_id])
+        self._text += piece
+        if self._is_thinking():
+            return None
+        found = self._begin.search(self._text)
+        if found is None:
+            self._text = self._text[-MAX_BEGIN_CHARS:]
+            return None
+        rest = self._text[found.start() if self._rule.is_read else found.end() :]
+        self._text = self._text[found.end() :]
+        try:
+            return self._tokens.greedy_tokenize(rest.decode())
+        except UnicodeDecodeError:
+            return None  # no call goes on with a part of a character
+
+    def _is_thinking(self) -> bool:
+        """Whether the text is within reasoning, or may yet begin with it."""
+        if self._thinking is False:
+            return False
+        assert self._rule.reasoning is not None
+        begin, end = (mark.encode() for mark in self._rule.reasoning)
+        if self._thinking is None:
+            stripped = self._text.lstrip()
+            if not stripped.startswith(begin):
+                self._thinking = None if begin.startswith(stripped) else False
+                return self._thinking is None
+            self._thinking, self._text = True, stripped[len(begin) :]
+        _, mark, behind = self._text.partition(end)
+        if mark:
+            self._thinking, self._text = False, behind
+        else:
+            self._text = self._text[-len(end) :]
+        return bool(self._thinking)
+
+
+class CallConstraint:
+    """The constraint of one stream (`core.constraint.Constraint`).
+
+    Args:
+        watch: None: nothing is constrained any more.
+        call: of a call; it has accepted nothing. None: no call can be followed, as in a fork for
+            drafts outside a call, which may not go on into one.
+        is_fork: it is one in a call, of which `call` has accepted the beginning.
+    """
+
+    __slots__ = ("_any", "_call", "_has_failed", "_is_fork", "_is_in_call", "_vocab_size", "_watch")
+
+    def __init__(
+        self,
+        watch: CallWatch | None,
+        call: "GrammarConstraint | None",
+        vocab_size: int,
+        *,
+        is_fork: bool = False,
+    ) -> None:
+        self._watch = watch
+        self._call = call
+        self._is_in_call = self._is_fork = is_fork
+        self._vocab_size = vocab_size
+        self._any = b"\xff" * (-(-vocab_size // 32) * 4)
+        self._has_failed = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Never: behind a call there may be text."""
+        return False
+
+    @property
+    def has_failed(self) -> bool:
+        return self._has_failed
+
+    def accept(self, token_id: int) -> None:
+        if self._watch is None:
+            return
+        if self._is_in_call and self._call is not None:
+            self._call.accept(token_id)
+            self._leave_if_over(self._call)
+            return
+        rest = self._watch.push(token_id)
+        if rest is None:
+            return
+        if self._call is None:
+            self._has_failed = True
+            return
+        self._is_in_call = self._call.begin_with(rest)
+        if self._is_in_call:
+            self._leave_if_over(self._call)
+
+    def allowed(self) -> bytes:
+        if self._watch is None or not self._is_in_call or self._call is None:
+            return self._any
+        mask = self._call.allowed()
+        self._leave_if_over(self._call)
+        return mask if self._is_in_call else self._any
+
+    def forced(self) -> Sequence[int]:
+        self.allowed()
+        return self._call.forced() if self._is_in_call and self._call is not None else ()
+
+    def fork(self) -> "CallConstraint | None":
+        watch = None if self._watch is None else self._watch.copy()
+        if not self._is_in_call or self._call is None:
+            return CallConstraint(watch, None, self._vocab_size)
+        call = self._call.fork()
+        return None if call is None else CallConstraint(watch, call, self._vocab_size, is_fork=True)
+
+    def _leave_if_over(self, call: "GrammarConstraint") -> None:
+        if call.has_failed:
+            self._watch, self._is_in_call = None, False
+            self._has_failed = self._is_fork
+        elif call.is_complete:
+            self._is_in_call = False
+            if self._is_fork:
+                self._call = None
+            else:
+                call.restart()

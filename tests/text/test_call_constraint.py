@@ -1,0 +1,238 @@
+"""Calls that a model begins by itself are constrained from their beginning to their end."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from cadenza.checkpoint import open_checkpoint
+from cadenza.core.constraint import Constraint
+from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer, ToolUse
+from cadenza.loading.build import constraint_compiler
+from cadenza.structured import CallRule, ConstraintSpec
+from cadenza.text import Tokenizer
+from cadenza.text.answer_grammar import Tool
+from cadenza.text.grammar_check import check_grammar
+from cadenza.text.part_parser import PartPlan
+from cadenza.text.token_constraint import ConstraintCompiler
+from cadenza.text.tool_calls import TOOL_FORMATS, ToolFormat
+from tests.text.parts import parse
+from tests.text.walks import allowed_ids
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 5},
+        "n": {"$ref": "#/$defs/n"},
+        "unit": {"type": "string", "enum": ["c", "f"]},
+    },
+    "required": ["city", "n"],
+    "additionalProperties": False,
+    "$defs": {"n": {"type": "integer", "minimum": 1, "maximum": 9}},
+}
+TOOLS = (Tool(name="f", parameters=SCHEMA), Tool(name="now"))
+FORMATS = ("hermes", "qwen3_coder", "mistral", "llama3_json", "json")
+BEGINNINGS = {
+    "hermes": "<tool_call>",
+    "qwen3_coder": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "llama3_json": '{"name": "f"',
+    "json": '```json\n{ "name":"now"',
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    source = open_checkpoint(None).tokenizer_source
+    assert source is not None
+    return Tokenizer(source)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[ConstraintCompiler]:
+    made = constraint_compiler(open_checkpoint(None))
+    assert made is not None
+    yield made
+    made.close()
+
+
+def rule_of(
+    tokenizer: Tokenizer, name: str, tools: tuple[Tool, ...] = TOOLS, reasoning: str = "none"
+) -> CallRule | None:
+    planner = AnswerPlanner("", tokenizer, AnswerParsers(tool_calls=name, reasoning=reasoning))
+    plan = planner.plan("", None, AskedAnswer(use=ToolUse(tools=tools)), check_grammar)
+    return None if plan.constraint is None else plan.constraint.calls
+
+
+def constraint_of(compiler: ConstraintCompiler, rule: CallRule | None) -> Constraint:
+    made = compiler.compile(ConstraintSpec(calls=rule)).result()
+    assert made is not None
+    return made
+
+
+class Stream:
+    """A constraint and the text of what it accepted."""
+
+    def __init__(self, tokenizer: Tokenizer, constraint: Constraint) -> None:
+        self.tokenizer = tokenizer
+        self.constraint = constraint
+        self.ids: list[int] = []
+
+    def write(self, text: str) -> None:
+        for token_id in self.tokenizer.encode(text, add_special_tokens=False):
+            self.take(token_id)
+
+    def take(self, token_id: int) -> None:
+        self.constraint.accept(token_id)
+        self.ids.append(token_id)
+
+    @property
+    def text(self) -> str:
+        return self.tokenizer.decode(self.ids, skip_special_tokens=False)
+
+    @property
+    def is_free(self) -> bool:
+        return all(byte == 0xFF for byte in self.constraint.allowed())
+
+    def finish_call(self, rng: random.Random) -> None:
+        for _ in range(400):
+            if self.is_free:
+                return
+            forced = self.constraint.forced()
+            allowed = allowed_ids(self.constraint, self.tokenizer.vocab_size)
+            assert not forced or allowed == [forced[0]]
+            self.take(rng.choice(allowed))
+        raise AssertionError(f"the call does not end: {self.text}")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_begins_is_read_as_one_of_a_function_and_its_schema(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
+) -> None:
+    tools: ToolFormat = TOOL_FORMATS[name]
+    plan = PartPlan(tools=tools, functions={tool.name: tool.parameters or {} for tool in TOOLS})
+    for seed in range(4):
+        rng = random.Random(seed)
+        stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, name)))
+        stream.write("Let me see.\n")
+        assert stream.is_free
+        stream.write(BEGINNINGS[name])
+        assert not stream.is_free
+        stream.finish_call(rng)
+        assert not stream.constraint.is_complete
+        stream.write("\n")
+        if name != "mistral":
+            stream.write(BEGINNINGS[name].removeprefix("```json\n"))
+            stream.finish_call(rng)
+        assert stream.is_free
+        parts = parse(plan, stream.text)
+        calls = [part for part in parts if part[0] == "tool_call"]
+        assert len(calls) >= 1 if name == "mistral" else len(calls) == 2, stream.text
+        for _, called, arguments in calls:
+            found = json.loads(arguments)
+            assert found == {} if called == "now" else jsonschema_rs.is_valid(SCHEMA, found)
+
+
+def test_elements_have_texts_as_they_are_and_other_values_of_the_schema(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler
+) -> None:
+    stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "qwen3_coder")))
+    stream.write("<tool_call>\n<function=f>\n<parameter=city>\nIt's </a>\n\n</parameter>\n")
+    stream.write("<parameter=n>\n")
+    digits = [tokenizer.id_of(digit) for digit in "0123456789"]
+    allowed = set(allowed_ids(stream.constraint, tokenizer.vocab_size))
+    assert [each in allowed for each in digits] == [False, *[True] * 9]
+    stream.write("7\n</parameter>\n</function>\n</tool_call>")
+    assert stream.is_free
+    plan = PartPlan(tools=TOOL_FORMATS["qwen3_coder"], functions={"f": SCHEMA})
+    ((_, called, arguments),) = parse(plan, stream.text)
+    assert (called, json.loads(arguments)) == ("f", {"city": "It's </a>\n", "n": 7})
+
+
+def test_text_that_only_looks_like_a_call_goes_on_unconstrained(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler
+) -> None:
+    for text in ('{"name": "Anna", "age": ', '["name", "f"', "<tool_cal", "<tool_call"):
+        name = "hermes" if text.startswith("<") else "json"
+        stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, name)))
+        stream.write(text)
+        assert stream.is_free
+
+
+def test_nothing_is_constrained_within_reasoning(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler
+) -> None:
+    rule = rule_of(tokenizer, "hermes", reasoning="think")
+    stream = Stream(tokenizer, constraint_of(compiler, rule))
+    stream.write(" \n<think>I may write <tool_call> now")
+    assert stream.is_free
+    stream.write("</think>\n<tool_call>")
+    assert not stream.is_free
+    unmarked = Stream(tokenizer, constraint_of(compiler, rule))
+    unmarked.write("No thought. <tool_call>")
+    assert not unmarked.is_free
+
+
+def test_a_fork_follows_drafts_into_the_call_but_not_over_its_beginning(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler
+) -> None:
+    stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "hermes")))
+    stream.write("So: ")
+    free = stream.constraint.fork()
+    assert free is not None
+    for token_id in tokenizer.encode("text <tool_call>", add_special_tokens=False):
+        assert not free.has_failed
+        free.accept(token_id)
+    assert free.has_failed, "what follows a beginning is not known in a fork"
+    for _ in range(2):  # a second call has the same matcher as the first, and so has its fork
+        stream.write("<tool_call>")
+        while (fork := stream.constraint.fork()) is None:
+            pass
+        assert fork.allowed() == stream.constraint.allowed()
+        token_id = allowed_ids(fork, tokenizer.vocab_size)[-1]
+        fork.accept(token_id)
+        stream.take(token_id)
+        assert fork.allowed() == stream.constraint.allowed()
+        stream.finish_call(random.Random(1))
+
+
+def test_a_constraint_is_rebuilt_from_its_tokens(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler
+) -> None:
+    rule = rule_of(tokenizer, "qwen3_coder")
+    stream = Stream(tokenizer, constraint_of(compiler, rule))
+    stream.write("So.\n<tool_call>")
+    again = Stream(tokenizer, constraint_of(compiler, rule))
+    for place in range(60):
+        if place % 10 == 0:  # as after a preemption or a restart, which make the masks anew
+            again = Stream(tokenizer, constraint_of(compiler, rule))
+            for token_id in stream.ids:
+                again.constraint.allowed()
+                again.take(token_id)
+        assert again.constraint.allowed() == stream.constraint.allowed()
+        if stream.is_free:
+            break
+        token_id = random.Random(place).choice(allowed_ids(stream.constraint, tokenizer.vocab_size))
+        stream.take(token_id)
+        again.take(token_id)
+
+
+def test_a_schema_that_cannot_be_followed_allows_any_object(
+    tokenizer: Tokenizer, compiler: ConstraintCompiler
+) -> None:
+    odd = Tool(name="g", parameters={"type": "object", "x-guidance": {}})
+    stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "hermes", (*TOOLS, odd))))
+    stream.write('<tool_call>\n{"name": "g", "arguments": {"a": [1')
+    assert not stream.is_free
+    assert tokenizer.id_of("]") in allowed_ids(stream.constraint, tokenizer.vocab_size)
+    kept = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "hermes", (*TOOLS, odd))))
+    kept.write('<tool_call>\n{"name": "f", "arguments": {"')
+    assert tokenizer.id_of("q") not in allowed_ids(kept.constraint, tokenizer.vocab_size)
+
+
+def test_formats_without_a_grammar_have_no_rule(tokenizer: Tokenizer) -> None:
+    for name in ("pythonic", "functiongemma", "glm45"):
+        assert rule_of(tokenizer, name) is None
