@@ -9,6 +9,7 @@ command line nor in the environment leaves its field's default.
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
@@ -38,6 +39,9 @@ VARIABLES_WITHOUT_FLAG = frozenset(
     )
 )
 """Variables that are read elsewhere than by a flag."""
+
+KUBERNETES = re.compile(r"SERVICE_(HOST|PORT)(_.+)?|PORT(_\d+_.+)?")
+"""What Kubernetes sets for a service called cadenza, after the prefix."""
 
 MIN_LIKENESS = 0.7
 """Of a misspelt variable to the one that was meant; others may belong to other programs."""
@@ -244,7 +248,7 @@ def misspelt_variables(command: object, environment: Mapping[str, str]) -> dict[
     found: dict[str, str] = {}
     for name in sorted(environment):
         part = name.upper().removeprefix(ENVIRONMENT_PREFIX)
-        if name in known or part == name.upper():
+        if name in known or part == name.upper() or KUBERNETES.fullmatch(part):
             continue
         for meant in get_close_matches(part, parts, n=1, cutoff=MIN_LIKENESS):
             found[name] = ENVIRONMENT_PREFIX + meant
