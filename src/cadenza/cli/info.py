@@ -253,6 +253,7 @@ def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
         "max_position_embeddings": shape.max_position_embeddings,
         "tie_word_embeddings": shape.tie_word_embeddings,
         "can_generate": checkpoint.can_generate,
+        "has_score_head": checkpoint.score_head is not None,
         "eos_token_ids": checkpoint.eos_token_ids,
     }
 

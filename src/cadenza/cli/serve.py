@@ -193,7 +193,7 @@ def serve(
     config: EngineFlags,
     unbuilt: UnbuiltFlags,
 ) -> None:
-    """Serve a model over HTTP, with the API of OpenAI.
+    """Serve a model over HTTP, with the APIs of OpenAI, Anthropic and Ollama.
 
     The engine runs in a process of its own, which is restarted when it fails. Ctrl-C, SIGTERM and
     SIGHUP let open requests finish; a second Ctrl-C or SIGTERM ends them at once.

@@ -156,8 +156,10 @@ class TextFrontend:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template has a place for tools."""
-        return self._template is not None and self._template.reads_tools
+        """Whether conversations may have tools: the chat template has a place for them, or they are
+        described in place of it."""
+        template = self._template
+        return template is not None and (template.reads_tools or not self._is_strict)
 
     @property
     def has_reasoning(self) -> bool:
