@@ -273,11 +273,14 @@ class Bench:
 
     async def run(self) -> None:
         from cadenza.server.app import App
+        from cadenza.server.model_pool import ModelPool, PoolOptions
+        from cadenza.server.served_model import ModelNames, ServedModel
         from cadenza.server.service import ServerOptions, Service
 
         self._loop = asyncio.get_running_loop()
-        options = ServerOptions(model_names=("m",), is_logging_requests=False)
-        service = Service(self.engine, self.text, options)
+        options = ServerOptions(is_logging_requests=False)
+        model = ServedModel(ModelNames(listed=("m",)), self.text, lambda _: self.engine)
+        service = Service(ModelPool([model], PoolOptions(), options.clock), options)
         service.start()
         app = App(service)
         await asyncio.to_thread(self.engine.wait_ready, WAIT_S)

@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ from cadenza.cli.generate import GenerateFlags
 from cadenza.cli.serve import ServeFlags
 from cadenza.cli.verify import GateFlags
 from cadenza.config import EngineConfig
+from cadenza.engine.process.launch import FirstLaunch
 from tests.cli.harness import Ran
 from tests.cli.test_options import VALUES
 
@@ -123,5 +125,6 @@ def test_a_server_follows_generation_config_as_it_is_asked_to(
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.25}))
     config = EngineConfig(generation_config=chosen)  # type: ignore[arg-type]
     flags = ServeFlags()
-    _, service = serve._make(str(folder), flags, config, serve._options(str(folder), flags))
-    assert service.text.default_params().temperature == temperature
+    with closing(FirstLaunch(("true",))) as first:
+        service = serve._make([str(folder)], flags, config, serve._options(flags), first)
+    assert service.models.first.text.default_params().temperature == temperature

@@ -14,15 +14,29 @@ import httpx
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.handover import ServerSockets
 from cadenza.server.listening import Address, listening
+from cadenza.server.model_pool import ModelPool, PoolOptions
 from cadenza.server.run import Lifecycle, run_server
-from cadenza.server.service import ServedEngine, ServerOptions, Service
+from cadenza.server.served_model import ModelNames, ServedEngine, ServedModel
+from cadenza.server.service import ServerOptions, Service
 
 TIMEOUT_S = 60.0
 MODEL = "scripted"
 
 
 def options(**changes: Any) -> ServerOptions:
-    return ServerOptions(**{"model_names": (MODEL,), **changes})
+    return ServerOptions(**changes)
+
+
+def serving_one(
+    engine: ServedEngine,
+    text: TextFrontend,
+    server_options: ServerOptions | None = None,
+    names: tuple[str, ...] = (MODEL,),
+) -> Service:
+    """Of one model, which stays loaded."""
+    model = ServedModel(ModelNames(listed=names), text, lambda _: engine)
+    chosen = server_options or options()
+    return Service(ModelPool([model], PoolOptions(), chosen.clock), chosen)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,13 +138,14 @@ def running_server(
     text: TextFrontend,
     server_options: ServerOptions | None = None,
     num_sent_bytes: int | None = None,
+    names: tuple[str, ...] = (MODEL,),
 ) -> Generator[RunningServer]:
     """Serves until the block ends; the kernel takes `num_sent_bytes` or so that nobody reads."""
     address = Address(port=0)
     with listening(address) as bound:
         if num_sent_bytes is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_sent_bytes)
-        service = Service(engine, text, server_options or options())
+        service = serving_one(engine, text, server_options, names)
         with serving_at(service, address, ServerSockets(bound=bound)) as server:
             yield server
 

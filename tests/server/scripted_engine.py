@@ -8,7 +8,7 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits
@@ -17,7 +17,7 @@ from cadenza.engine.open_requests import EngineLoad, OpenRequests, RequestStats,
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineState, EngineStatus
-from cadenza.errors import EngineClosedError, EngineUnavailableError
+from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableError
 from cadenza.events import ErrorKind, Event, Finished, PromptLogprobs, Started, Token, TokenLogprobs
 from cadenza.request import Request
 
@@ -142,6 +142,12 @@ class ScriptedEngine:
             if events:
                 emit(events)
         emit([*self._requests.end_all("engine_closed", "the engine was shut down")])
+
+    def wait_ready(self, timeout_s: float) -> None:
+        del timeout_s  # it is ready from the start
+
+    def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
+        del on_death  # it is never given up
 
     def status(self) -> EngineStatus:
         return EngineStatus(

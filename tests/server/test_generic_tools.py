@@ -157,7 +157,7 @@ def follows(grammar: str, text: str) -> bool:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_every_conversation_api_calls_and_takes_results(server: RunningServer, path: str) -> None:
-    length = len(server.service.text.encode(CALLED, add_special_tokens=False))
+    length = len(server.service.models.first.text.encode(CALLED, add_special_tokens=False))
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {
             "messages": [QUESTION],

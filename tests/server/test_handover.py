@@ -38,7 +38,6 @@ from cadenza.server.handover_messages import PROTOCOL, Commit, Hello, Offer, Soc
 from cadenza.server.limits import ServerLimits
 from cadenza.server.listening import Address
 from cadenza.server.run import IDLE_GRACE_S
-from cadenza.server.service import Service
 from tests.ports import kept_port
 from tests.server.harness import (
     TIMEOUT_S,
@@ -48,6 +47,7 @@ from tests.server.harness import (
     read_events,
     read_to_end,
     serving_at,
+    serving_one,
 )
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_streams import wait_until
@@ -83,7 +83,7 @@ class Town:
     def serve(self, sockets: ServerSockets, **changes: Any) -> RunningServer:
         engine = ScriptedEngine(self.script)
         self.engines.append(engine)
-        service = Service(engine, self.text, options(clock=self.clock, **changes))
+        service = serving_one(engine, self.text, options(clock=self.clock, **changes))
         return self.stack.enter_context(serving_at(service, self.address, sockets))
 
     def begin(self, **changes: Any) -> RunningServer:

@@ -13,9 +13,15 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
 from cadenza.server.handover import opened, taken_over
 from cadenza.server.listening import Address, listening_for_metrics
-from cadenza.server.service import Service
 from tests.ports import kept_port
-from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server, serving_at
+from tests.server.harness import (
+    TIMEOUT_S,
+    RunningServer,
+    options,
+    running_server,
+    serving_at,
+    serving_one,
+)
 from tests.server.scripted_engine import ScriptedEngine
 
 API_KEY, METRICS_KEY = "key-of-the-api", "key-of-metrics"
@@ -36,7 +42,7 @@ def with_port(
         sockets = stack.enter_context(opened(address))
         metrics = stack.enter_context(listening_for_metrics(address))
         settings = options(metrics_port=metrics_port, **keys)
-        service = Service(ScriptedEngine(script), text, settings)
+        service = serving_one(ScriptedEngine(script), text, settings)
         sockets = replace(sockets, metrics=metrics)
         server = stack.enter_context(serving_at(service, address, sockets))
         yield server, f"http://127.0.0.1:{metrics_port}"
@@ -92,8 +98,8 @@ def test_a_successor_has_the_port_once_the_predecessor_has_handed_over(
             found = opened(address) if kind == "opened" else taken_over(address)
             sockets = stack.enter_context(found)
             metrics = stack.enter_context(listening_for_metrics(address, patience_s))
-            settings = options(model_names=(kind,), metrics_port=metrics_port)
-            service = Service(ScriptedEngine(script), text, settings)
+            settings = options(metrics_port=metrics_port)
+            service = serving_one(ScriptedEngine(script), text, settings, (kind,))
             sockets = replace(sockets, metrics=metrics)
             return stack.enter_context(serving_at(service, address, sockets))
 

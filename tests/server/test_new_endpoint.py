@@ -17,9 +17,8 @@ from cadenza.server.http_exchange import Exchange
 from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, describe_api, object_of
 from cadenza.server.schemas.body import optional, required
 from cadenza.server.schemas.field_types import OneOf, String
-from cadenza.server.service import Service
 from cadenza.server.sse import KEEP_ALIVE, AnswerHead, PromptInfo, StreamEncoder, Usage
-from tests.server.harness import TIMEOUT_S, options
+from tests.server.harness import TIMEOUT_S, options, serving_one
 from tests.server.scripted_engine import ScriptedEngine
 
 
@@ -110,7 +109,7 @@ async def handled(
     endpoint: GeneratingEndpoint = INPUTS,
 ) -> bytes:
     """The bytes of an answer. Raises ApiError, as the app is told."""
-    service = Service(engine, text, options())
+    service = serving_one(engine, text)
     service.start()
     sent: list[bytes] = []
     received = [{"type": "http.request", "body": json.dumps(body).encode()}]

@@ -343,7 +343,7 @@ def test_embeddings_are_those_of_the_other_endpoint(scripted: RunningServer) -> 
 
 def test_models_are_listed_by_names_that_work(script: tuple[int, ...], text: TextFrontend) -> None:
     names = ("tiny", "owner/model", "small:4b")
-    with running_server(ScriptedEngine(script), text, options(model_names=names)) as server:
+    with running_server(ScriptedEngine(script), text, names=names) as server:
         listed = server.get("/api/tags").json()["models"]
         assert [each["model"] for each in listed] == [
             "tiny:latest",

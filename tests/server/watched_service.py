@@ -5,10 +5,12 @@ that no look comes too late. Invariant: no stream is over before all that are to
 """
 
 import threading
+from collections.abc import Callable
 
 from cadenza.engine.batch_engine import CoreService, Emit
 from cadenza.engine.core import EngineCore
 from cadenza.engine.request_check import RequestCheck
+from cadenza.errors import CadenzaError
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.request import Request
@@ -29,6 +31,12 @@ class WatchedService(CoreService):
         """Counts anew; the next requests get nothing until so many have come."""
         self.most_running, self._num_missing = 0, num_requests
         self._all_came.clear()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        del timeout_s  # it was loaded before
+
+    def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
+        del on_death  # it is never given up
 
     def submit(self, request: Request, passed: RequestCheck | None = None) -> int:
         request_id = super().submit(request, passed)

@@ -12,18 +12,17 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from cadenza import __version__
-from cadenza.cli.options import EngineFlags, ModelArgument, ModelFlag, flag
-from cadenza.cli.prompts import only_model
+from cadenza.cli.options import EngineFlags, ModelFlag, flag
+from cadenza.cli.served_models import most_waiting, names_of, open_models, words_of
 from cadenza.config import EngineConfig
 from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError
 
 if TYPE_CHECKING:
-    from cadenza.engine.process.engine_process import EngineProcess
     from cadenza.engine.process.launch import FirstLaunch
     from cadenza.server.handover import ServerSockets
     from cadenza.server.listening import Address
@@ -33,11 +32,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_LOAD_S = 24 * 3600.0
 SOCKET_MODE_DIGITS = 3
 METRICS_PATIENCE_S = 5.0
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+ModelArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL]...",
+        help="Models' folders, GGUF files or hub ids; the first is loaded at the start, others "
+        "when they are asked for (default: the bundled model).",
+        show_default=False,
+    ),
+]
 
 
 def _flag(default: Any, help: str, **settings: Any) -> Any:
@@ -61,8 +68,20 @@ class ServeFlags:
     )
     served_model_name: list[str] | None = _flag(
         None,
-        "The model's name in the API; may be repeated (default: a folder's last part, or the name "
-        "as it was given).",
+        "The model's name in the API; may be repeated. Of several models, one name each, in their "
+        "order (default: a folder's last part, or the name as it was given).",
+    )
+    max_loaded_models: int = _flag(
+        1,
+        "Most of several models that are loaded at the same time. A request for another one has a "
+        "loaded one finish its requests and make room.",
+        min=1,
+    )
+    idle_unload: float | None = _flag(
+        None,
+        "Seconds without a request after which a model is unloaded, and its memory is free; the "
+        "next request loads it again (default: never).",
+        metavar="SECONDS",
     )
     api_key: list[str] | None = _flag(
         None,
@@ -187,20 +206,20 @@ class UnbuiltFlags:
 
 
 def serve(
-    folder: ModelArgument = None,
+    models: ModelArguments = None,
     *,
     flags: ServeFlags,
     config: EngineFlags,
     unbuilt: UnbuiltFlags,
 ) -> None:
-    """Serve a model over HTTP, with the APIs of OpenAI, Anthropic and Ollama.
+    """Serve models over HTTP, with the APIs of OpenAI, Anthropic and Ollama.
 
     The engine runs in a process of its own, which is restarted when it fails. Ctrl-C, SIGTERM and
     SIGHUP let open requests finish; a second Ctrl-C or SIGTERM ends them at once.
     """
     del unbuilt  # each of its flags was refused by its own callback
     with _one_exit_code():
-        _serve(only_model(folder, flags.model), flags, config)
+        _serve(words_of(models, flags.model), flags, config)
 
 
 @contextmanager
@@ -217,17 +236,17 @@ def _one_exit_code() -> Generator[None]:
         raise ConfigError(str(error)) from error
 
 
-def _serve(name: str | None, flags: ServeFlags, config: EngineConfig) -> None:
+def _serve(words: Sequence[str | None], flags: ServeFlags, config: EngineConfig) -> None:
     from cadenza.engine.process.heap import loading
     from cadenza.engine.process.launch import FirstLaunch
 
     # The first process loads its libraries while those below are loaded.
     with closing(FirstLaunch()) as first, loading():
-        _serve_with(first, name, flags, config)
+        _serve_with(first, words, flags, config)
 
 
 def _serve_with(
-    first: "FirstLaunch", name: str | None, flags: ServeFlags, config: EngineConfig
+    first: "FirstLaunch", words: Sequence[str | None], flags: ServeFlags, config: EngineConfig
 ) -> None:
     from cadenza.cli.interrupts import terminable
     from cadenza.server.connections import raise_descriptor_limit
@@ -235,17 +254,17 @@ def _serve_with(
     from cadenza.server.log_output import set_up_logging
 
     raise_descriptor_limit()
-    options, address = _options(name, flags), _address(flags)
+    options, address = _options(flags), _address(flags)
     if flags.no_chat_template:
         config = _without_template(config)
     level = logging.getLevelNamesMapping()[flags.log_level.upper()]
     lines = set_up_logging(flags.log_format, level)
     options = replace(options, num_dropped_log_lines=lambda: lines.num_dropped)
-    engine, service = _make(name, flags, config, options, first)
+    service = _make(words, flags, config, options, first)
     logger.debug("resolved configuration: %s %s", config, _without_keys(flags))
     if flags.ignore_unknown_fields:
         logger.warning("--ignore-unknown-fields: fields with misspelt names have no effect")
-    loading = f"loading {options.model_names[0]} with cadenza {__version__}"
+    loading = f"loading {service.models.first.name} with cadenza {__version__}"
     with terminable(), ExitStack() as held:
         predecessor = find_predecessor(address) if flags.handover else None
         if predecessor is None:
@@ -258,8 +277,12 @@ def _serve_with(
             opening = Opening(address, lambda: _take_over(held, taken_over(address), address))
             pid, version = predecessor.pid, predecessor.version
             logger.info("%s, to take over from process %d, cadenza %s", loading, pid, version)
-        logger.info("sampling of requests that set none: %s", service.text.defaults.sentence)
-        asyncio.run(_run(engine, service, opening))
+        for model in service.models.models:
+            of = f"{model.name}: " if service.models.is_several else ""
+            logger.info(
+                "%ssampling of requests that set none: %s", of, model.text.defaults.sentence
+            )
+        asyncio.run(_run(service, opening))
 
 
 def _without_template(config: EngineConfig) -> EngineConfig:
@@ -313,7 +336,7 @@ def _take_over(
     return replace(taken, metrics=metrics)
 
 
-async def _run(engine: "EngineProcess", service: "Service", opening: Opening) -> None:
+async def _run(service: "Service", opening: Opening) -> None:
     """Serves until the server is shut down. Raises the error when the model cannot be loaded, or
     when the address cannot be had then."""
     from cadenza.engine.process.heap import freeze_heap
@@ -336,7 +359,7 @@ async def _run(engine: "EngineProcess", service: "Service", opening: Opening) ->
 
     async def watch_load() -> None:
         try:
-            await asyncio.to_thread(engine.wait_ready, MAX_LOAD_S)
+            await service.models.wait_loaded()
             freeze_heap()
             if opening.sockets is None and not service.is_draining:
                 lifecycles[0].listen(await asyncio.to_thread(opening.open))
@@ -344,7 +367,7 @@ async def _run(engine: "EngineProcess", service: "Service", opening: Opening) ->
         except CadenzaError as error:
             end(error)
 
-    engine.call_at_death(lambda error: loop.call_soon_threadsafe(end, error))
+    service.models.call_at_death(lambda error: loop.call_soon_threadsafe(end, error))
     watching = asyncio.create_task(watch_load())
     await run_server(service, opening.address, start)
     await watching
@@ -353,58 +376,50 @@ async def _run(engine: "EngineProcess", service: "Service", opening: Opening) ->
 
 
 def _make(
-    name: str | None,
+    words: Sequence[str | None],
     flags: ServeFlags,
     config: EngineConfig,
     options: "ServerOptions",
     first: "FirstLaunch",
-) -> "tuple[EngineProcess, Service]":
+) -> "Service":
     from cadenza.engine.open_requests import RequestTimeouts
     from cadenza.engine.process.child_process import ChildProcess
-    from cadenza.engine.process.engine_process import EngineProcess, ProcessOptions
+    from cadenza.engine.process.engine_process import ProcessOptions
     from cadenza.frontend.answers import AnswerParsers
-    from cadenza.frontend.loaded_model import open_text
-    from cadenza.loading.build import find_configured, release_tokenizer
     from cadenza.loading.memory import private_memory_bytes
+    from cadenza.server.model_pool import ModelPool, PoolOptions
     from cadenza.server.service import Service
-    from cadenza.text.grammar_worker import GrammarWorker
 
-    checkpoint = find_configured(name, config)
+    pool_options = PoolOptions(
+        max_loaded=min(flags.max_loaded_models, len(words)),
+        idle_unload_s=flags.idle_unload,
+        max_waiting=most_waiting(config),
+        max_waiting_bytes=flags.max_bodies_bytes,
+    )
+    named = names_of(words, flags.served_model_name)
     parsers = AnswerParsers(
         reasoning=flags.reasoning_parser,
         tool_calls=flags.tool_call_parser,
         strict_tools=flags.strict_tools,
         max_string=flags.structured_max_string or None,
     )
-    checks = GrammarWorker().start_checks
-    text = open_text(checkpoint, config, start_checks=checks, parsers=parsers)
-    if text.has_chat_template and not (text.takes_tools or flags.strict_tools):
-        logger.info(
-            "the chat template has no place for tools: the system message describes them, and "
-            "results are user turns (--strict-tools refuses them)"
-        )
-    release_tokenizer(checkpoint)
-    # The engine process opens the same commit now and at each restart, even if a branch moves, and
-    # has the same template, even if its file changes.
-    template = config.chat_template and (checkpoint.chat_template or "none")
-    config = replace(config, revision=checkpoint.revision, chat_template=template)
-    timeouts = RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout)
+    opened = open_models(words, config, parsers)
 
     def open_child(command: Sequence[str]) -> ChildProcess:
         return ChildProcess(command, launched=first.take())
 
     process = ProcessOptions(
         open_child=open_child,
-        timeouts=timeouts,
+        timeouts=RequestTimeouts(queue_s=flags.queue_timeout, total_s=flags.request_timeout),
         on_failure=flags.on_engine_failure,
         front_end_bytes=private_memory_bytes() or 0,
         bodies_bytes=flags.max_bodies_bytes,
     )
-    engine = EngineProcess(name, config, process)
-    return engine, Service(engine, text, options)
+    models = [each.served(names, process) for each, names in zip(opened, named, strict=True)]
+    return Service(ModelPool(models, pool_options, options.clock), options)
 
 
-def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
+def _options(flags: ServeFlags) -> "ServerOptions":
     from cadenza.server.access import ApiKeys, Cors, read_keys
     from cadenza.server.limits import ServerLimits
     from cadenza.server.response_store import StoreBounds
@@ -413,10 +428,7 @@ def _options(name: str | None, flags: ServeFlags) -> "ServerOptions":
 
     tenants = TenantFile() if flags.tenants is None else read_tenants(Path(flags.tenants))
     file = None if flags.api_key_file is None else Path(flags.api_key_file)
-    names, aliases = _names(name, flags.served_model_name)
     return ServerOptions(
-        model_names=names,
-        model_aliases=aliases,
         keys=ApiKeys(read_keys(flags.api_key or (), file), tenants.keys),
         tenants=tenants,
         metrics_keys=ApiKeys(() if flags.metrics_key is None else (flags.metrics_key,)),
@@ -446,21 +458,6 @@ def _unknown_fields(flags: ServeFlags) -> "UnknownFields":
     return (
         "refuse" if flags.strict_fields else "ignore" if flags.ignore_unknown_fields else "suggest"
     )
-
-
-def _names(name: str | None, asked: list[str] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The model's names in the API's answers, and the aliases that requests may also use.
-
-    A folder is named by its last part, so that answers do not disclose its path; the path, as given
-    to this command, is an alias.
-    """
-    if asked:
-        return tuple(asked), ()
-    if name is None:
-        return ("bundled",), ()
-    if not Path(name).exists():
-        return (name,), ()
-    return (os.path.basename(os.path.abspath(name)) or "model",), (name,)
 
 
 def _address(flags: ServeFlags) -> "Address":

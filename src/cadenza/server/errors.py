@@ -294,6 +294,27 @@ def unavailable(
     return ApiError(503, code, message, headers=headers)
 
 
+def model_failed(name: str, reason: str, retry_after_s: float) -> ApiError:
+    """Of several models this one could not be loaded; `reason` is in words for clients."""
+    seconds = max(1, math.ceil(retry_after_s))
+    message = (
+        f"the model {name} could not be loaded: {reason}; it is tried again in {seconds} seconds "
+        f"at the earliest, other models are served meanwhile"
+    )
+    return ApiError(503, "model_failed", message, headers=(("retry-after", str(seconds)),))
+
+
+def models_full(name: str, num_waiting: int, load_s: float) -> ApiError:
+    """No further request may wait for a model that is not loaded; `load_s` is how long that took
+    the last time."""
+    seconds = max(RETRY_LOADING_S, math.ceil(load_s))
+    message = (
+        f"the model {name} is not loaded, and {num_waiting} requests wait for models already, as "
+        f"many as --max-num-queued-reqs and --max-bodies-bytes allow; try again soon"
+    )
+    return ApiError(503, "loading", message, headers=(("retry-after", str(seconds)),))
+
+
 def form_not_checked(message: str) -> ApiError:
     """The machine is the cause, so the request may be retried."""
     headers = (("retry-after", str(RETRY_QUEUE_S)),)

@@ -1,9 +1,10 @@
 """The handler of every endpoint that calls the engine: from a body to its answer or stream.
 
-Owns the order: readiness, body, model, tokenising, submitting, answering. A token's way through a
-stream is `Job.news` (what is new of the call's requests), `RequestRecord.take` (count, times, end),
-`StreamEncoder.take` (SSE bytes), `Exchange.stream`. Invariant: however a request ends, its record
-ends once, its stream ends with the encoder's last events, and nothing of it is left in the engine.
+Owns the order: readiness, body, model and its load, tokenising, submitting, answering. A token's
+way through a stream is `Job.news` (what is new of the call's requests), `RequestRecord.take`
+(count, times, end), `StreamEncoder.take` (SSE bytes), `Exchange.stream`. Invariant: however a
+request ends, its record ends once, its stream ends with the encoder's last events, and nothing of
+it is left in the engine.
 """
 
 import asyncio
@@ -12,7 +13,6 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
-from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import CadenzaError
 from cadenza.events import FinishReason
 from cadenza.frontend.output_processor import OutputProcessor, describe_fault
@@ -22,6 +22,7 @@ from cadenza.server.errors import ApiError, error_of, error_of_end, server_error
 from cadenza.server.http_exchange import ClientLeftError, Exchange, Response
 from cadenza.server.job import Job
 from cadenza.server.request_log import RequestRecord
+from cadenza.server.served_model import ServedModel
 from cadenza.server.service import Service
 from cadenza.server.sse import AnswerEncoder, AnswerHead, StreamEncoder
 
@@ -56,15 +57,14 @@ class Generation:
         )
         rest: FinishReason = "error"
         try:
-            check = service.check_ready()
-            service.check_room(check.limits)
-            with service.calling(exchange.tenant, check.limits):
+            num_places = service.models.check_open()
+            with service.calling(exchange.tenant, num_places):
                 async with exchange.body() as body:
                     request = await self._read(body)
                 del body
                 exchange.extra_headers += service.ignored_names.headers(request.ignored)
                 self._take_identity(exchange, request, record)
-                await exchange.while_connected(self._serve(exchange, request, check, record))
+                await exchange.while_connected(self._serve(exchange, request, record))
         except (ClientLeftError, asyncio.CancelledError):
             rest = "abort"
             raise
@@ -94,15 +94,10 @@ class Generation:
             exchange.request_id = record.request_id = request.request_id
         record.user = request.user_label
 
-    async def _serve(
-        self,
-        exchange: Exchange,
-        request: CallRequest,
-        check: RequestCheck,
-        record: RequestRecord,
-    ) -> None:
+    async def _serve(self, exchange: Exchange, request: CallRequest, record: RequestRecord) -> None:
         service = self._service
-        model = service.check_model(request.model)
+        model = service.models.find(request.model)
+        record.counts = model.counts
         request.enter(
             CallContext(
                 tenant=exchange.tenant,
@@ -110,32 +105,48 @@ class Generation:
                 responses=service.responses,
             )
         )
+        async with service.models.using(model, request.num_bytes):
+            await self._answer(exchange, request, model, record)
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        request: CallRequest,
+        model: ServedModel,
+        record: RequestRecord,
+    ) -> None:
+        """Answers by a model that is loaded."""
+        service = self._service
+        check = model.check_ready()
         head = AnswerHead(
             request_id=exchange.request_id,
             created=int(service.options.now()),
-            model=model,
-            system_fingerprint=service.system_fingerprint,
+            model=request.model or model.name,
+            system_fingerprint=model.system_fingerprint,
             times=record.times,
         )
         immediate = request.immediate(head)
         if immediate is not None:
             await exchange.answer(Response(body=immediate))
             return
-        with service.preparing(check.limits):
+        with model.preparing(check.limits):
             try:
                 prepared = await service.work.do(
                     "form" if request.has_form else "generate",
                     request.num_bytes,
-                    lambda: service.prepare(request, exchange.tenant, check),
+                    lambda: service.prepare(request, model, exchange.tenant, check),
                 )
             except CadenzaError as error:
-                raise error_of(error, service.engine_state, request.param_of) from error
+                raise error_of(error, model.engine_state, request.param_of) from error
             service.check_id(exchange.request_id)
-            job = service.submit(prepared, exchange.tenant, record)
-        streamed = request.stream_encoder(head, record.usage, service.text)
-        encoder = streamed or request.encoder(head, record.usage, service.text)
-        end_error = partial(error_of_end, monitor=service.monitor, param_of=request.param_of)
-        with closing(encoder), service.opened(exchange.request_id, exchange.tenant, job):
+            job = service.submit(prepared, model, exchange.tenant, record)
+        streamed = request.stream_encoder(head, record.usage, model.text)
+        encoder = streamed or request.encoder(head, record.usage, model.text)
+        end_error = partial(error_of_end, monitor=model.monitor, param_of=request.param_of)
+        with (
+            closing(encoder),
+            service.opened(exchange.request_id, model, exchange.tenant, job),
+        ):
             async with job:
                 if streamed is None:
                     outputs = await _finish(job, record, end_error)
@@ -150,7 +161,7 @@ class Generation:
         try:
             return await service.work.do("encode", 0, lambda: encoder.whole(outputs))
         except CadenzaError as error:  # the server is ending
-            raise error_of(error, service.engine_state) from error
+            raise error_of(error, "draining") from error
 
 
 async def _finish(job: Job, record: RequestRecord, end_error: EndError) -> list[RequestOutput]:

@@ -5,8 +5,9 @@ dashboards and autoscalers use, and as `cadenza:…`. Invariant: labels have a f
 that no client can add a series.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import cast, get_args
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast, get_args
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -95,18 +96,52 @@ class ServedCounts:
         self.rejections[reason] += 1
 
 
+class CountedModel(Protocol):
+    """What the metrics need of a model."""
+
+    counts: ServedCounts
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def monitor(self) -> EngineMonitor: ...
+
+    def stats(self) -> EngineStats | None:
+        """The engine's; None unless it runs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLoads:
+    """Of a model that is loaded when it is asked for: whether it is, and how often it was; and the
+    requests that wait for it."""
+
+    is_loaded: bool
+    num_loads: int
+    num_waiting: int
+
+
+LoadsOf = Callable[[CountedModel], ModelLoads]
+
+
 class Metrics:
-    """The registry of one server."""
+    """The registry of one server.
+
+    Args:
+        counts: of the front end; they have the first model's name.
+        loads_of: reads the loads of a model; None where the models stay loaded.
+    """
 
     def __init__(
         self,
-        model_name: str,
+        models: Sequence[CountedModel],
         counts: ServedCounts,
-        monitor: EngineMonitor,
         num_dropped_log_lines: Callable[[], int],
+        loads_of: LoadsOf | None = None,
     ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Served(model_name, counts, monitor, num_dropped_log_lines))
+        self._registry.register(_Served(models, counts, num_dropped_log_lines, loads_of))
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
@@ -125,28 +160,40 @@ class _Served(Collector):
 
     def __init__(
         self,
-        model_name: str,
+        models: Sequence[CountedModel],
         counts: ServedCounts,
-        monitor: EngineMonitor,
         num_dropped_log_lines: Callable[[], int],
+        loads_of: LoadsOf | None,
     ) -> None:
-        self._model_name = model_name
+        self._models = models
         self._counts = counts
-        self._monitor = monitor
         self._num_dropped_log_lines = num_dropped_log_lines
+        self._loads_of = loads_of
 
     def collect(self) -> Iterator[Metric]:
-        status, stats = self._monitor.status(), self._monitor.stats()
+        found: dict[str, Metric] = {}
+        for model in self._models:
+            for family in self._of_model(model):
+                found.setdefault(family.name, family)
+                if found[family.name] is not family:
+                    found[family.name].samples += family.samples
+        yield from found.values()
+
+    def _of_model(self, model: CountedModel) -> Iterator[Metric]:
+        monitor, stats = model.monitor, model.stats()
         for prefix in ("vllm:", "cadenza:"):
-            families = _Families(prefix, self._model_name)
-            yield from families.of_counts(self._counts)
-            yield from families.of_requests(self._monitor.request_stats(), self._counts)
+            families = _Families(prefix, model.name)
+            yield from families.of_counts(model.counts)
+            yield from families.of_requests(monitor.request_stats(), model.counts)
             if stats is not None:
                 yield from families.of_engine(stats)
-        own = _Families("cadenza:", self._model_name)
-        yield from own.of_status(status)
-        yield from own.of_resumes(self._monitor.request_stats())
-        yield from own.of_front_end(self._counts, self._num_dropped_log_lines())
+        own = _Families("cadenza:", model.name)
+        yield from own.of_status(monitor.status())
+        yield from own.of_resumes(monitor.request_stats())
+        if model.counts is self._counts:
+            yield from own.of_front_end(self._counts, self._num_dropped_log_lines())
+        if self._loads_of is not None:
+            yield from own.of_loads(self._loads_of(model))
         if stats is not None:
             yield from own.of_steps(stats)
 
@@ -226,6 +273,15 @@ class _Families:
             kind=GaugeMetricFamily,
         )
         yield self._counter("engine_restarts", "Starts after the first.", status.num_restarts)
+
+    def of_loads(self, loads: ModelLoads) -> Iterator[Metric]:
+        yield self._gauge("model_loaded", "Whether the model is loaded.", loads.is_loaded)
+        yield self._counter("model_loads", "Loads of the model.", loads.num_loads)
+        yield self._gauge(
+            "requests_waiting_for_model",
+            "Requests that wait for the model to be loaded.",
+            loads.num_waiting,
+        )
 
     def of_resumes(self, stats: RequestStats) -> Iterator[Metric]:
         yield self._counter(

@@ -400,7 +400,7 @@ class EngineProcess:
             self._fingerprint = message.fingerprint
             self._start_message = msgspec.structs.replace(
                 self._start_message,
-                config=_pinned(self._config, message.request_check.limits),
+                config=pinned(self._config, message.request_check.limits),
                 is_restart=True,
             )
             self._supervision.loaded(now_s, message.startup_s)
@@ -540,7 +540,7 @@ class EngineProcess:
         return self._check
 
 
-def _pinned(config: EngineConfig, limits: EngineLimits) -> EngineConfig:
+def pinned(config: EngineConfig, limits: EngineLimits) -> EngineConfig:
     """`config` for a further process, whose rows, pool and context do not depend on the memory that
     is free then: with others its streams could not be the same."""
     num_tokens = limits.num_pages * limits.page_size

@@ -4,7 +4,7 @@ Owns their answers. Knows `Service` and `Exchange`. Invariant: what is listed ca
 the listed name; what would change the models of this server is refused, with what to do instead.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,10 +13,12 @@ from cadenza.errors import CadenzaError
 from cadenza.server.endpoints.ollama_answer import time_of
 from cadenza.server.errors import ApiError, error_of, invalid_value, not_built
 from cadenza.server.http_exchange import Exchange, Handler, send_object
+from cadenza.server.model_pool import DEFAULT_TAG
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of
 from cadenza.server.schemas.body import Body, label, optional
 from cadenza.server.schemas.field_types import AnyJson, Boolean, Schema, String
-from cadenza.server.service import DEFAULT_TAG, Service
+from cadenza.server.served_model import ServedModel
+from cadenza.server.service import Service
 
 API_VERSION = "0.13.0"
 """Of Ollama, whose API this is; clients refuse servers that are too old for them."""
@@ -75,22 +77,15 @@ class OllamaHandlers:
         await send_object(exchange, {"version": API_VERSION, "cadenza": cadenza.__version__})
 
     async def _tags(self, exchange: Exchange) -> None:
-        cards = [self._card(name) for name in self._service.model_names]
-        await send_object(exchange, {"models": cards})
+        await send_object(exchange, {"models": self._cards(self._service.models.models)})
 
     async def _ps(self, exchange: Exchange) -> None:
-        service = self._service
-        names = service.model_names if service.monitor.status().is_ready else ()
-        loaded = {
-            "expires_at": time_of(_NEVER_S),
-            "size_vram": 0,
-            "context_length": self._context_length(),
-        }
-        await send_object(exchange, {"models": [self._card(name) | loaded for name in names]})
+        await send_object(exchange, {"models": self._loaded_cards()})
 
     async def _show(self, exchange: Exchange) -> None:
-        name = self._service.check_model((await self._read(exchange)).asked)
-        await send_object(exchange, self._shown(name))
+        asked = (await self._read(exchange)).asked
+        model = self._service.models.find(asked)
+        await send_object(exchange, self._shown(model, asked or model.name))
 
     async def _pull(self, exchange: Exchange) -> None:
         """A model that is here is pulled already."""
@@ -98,32 +93,33 @@ class OllamaHandlers:
         if asked is None:
             raise invalid_value("model is missing; it is needed here", "model")
         try:
-            self._service.check_model(asked)
+            self._service.models.find(asked)
         except ApiError:
-            names = ", ".join(self._service.model_names)
+            names = ", ".join(self._service.models.names)
             advice = f"this server has {names}; {_INSTEAD}"
             raise not_built("/api/pull", "fetching a model", advice=advice) from None
         await send_object(exchange, {"status": "success"})
 
     async def _props(self, exchange: Exchange) -> None:
-        service, limits = self._service, self._service.engine_limits()
+        model = self._service.models.first
+        limits = model.limits
         described: dict[str, Any] = {}
         with suppress(CadenzaError):  # there may be no tokenizer
-            described = service.text.describe_tokenizer()
+            described = model.text.describe_tokenizer()
         props = {
             "default_generation_settings": {
-                "n_ctx": self._context_length(),
-                "params": self._parameters(),
+                "n_ctx": _context_length(model),
+                "params": _parameters(model),
             },
             "total_slots": 0 if limits is None else limits.max_num_seqs,
-            "model_alias": service.model_names[0],
-            "model_path": service.model_names[0],
-            "chat_template": service.text.chat_template or "",
+            "model_alias": model.name,
+            "model_path": model.name,
+            "chat_template": model.text.chat_template or "",
             "bos_token": described.get("bos_token") or "",
             "eos_token": described.get("eos_token") or "",
             "modalities": {"vision": False, "audio": False},
             "build_info": f"cadenza {cadenza.__version__}",
-            "is_sleeping": False,
+            "is_sleeping": self._service.models.state_of(model) == "unloaded",
         }
         await send_object(exchange, props)
 
@@ -135,76 +131,98 @@ class OllamaHandlers:
                     "tokenize", len(raw), lambda: NamedModelBody.read(raw, unknown)
                 )
             except CadenzaError as error:  # the server is ending
-                raise error_of(error, service.engine_state) from error
+                raise error_of(error, "draining") from error
         exchange.extra_headers += service.ignored_names.headers(body.ignored)
         return body
 
-    def _card(self, name: str) -> dict[str, Any]:
-        facts = self._service.text.facts
+    def _cards(self, models: Iterable[ServedModel]) -> list[dict[str, Any]]:
+        """One for each name."""
+        return [self._card(model, name) for model in models for name in model.names.listed]
+
+    def _loaded_cards(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        service = self._service
+        for model in service.models.models:
+            if model.monitor.status().is_ready:
+                left_s = service.models.idle_left_s(model)
+                ends_s = _NEVER_S if left_s is None else service.options.now() + left_s
+                loaded = {
+                    "expires_at": time_of(ends_s),
+                    "size_vram": 0,
+                    "context_length": _context_length(model),
+                }
+                found += [card | loaded for card in self._cards([model])]
+        return found
+
+    def _card(self, model: ServedModel, name: str) -> dict[str, Any]:
+        facts = model.text.facts
         return {
             "name": tagged(name),
             "model": tagged(name),
             "modified_at": time_of(self._service.created),
             "size": facts.num_bytes or 0,
             "digest": facts.digest,
-            "details": self._details(),
+            "details": _details(model),
         }
 
-    def _details(self) -> dict[str, Any]:
-        facts = self._service.text.facts
-        return {
-            "parent_model": "",
-            "format": facts.format,
-            "family": facts.family,
-            "families": [facts.family],
-            "parameter_size": _shown_count(facts.num_parameters),
-            "quantization_level": facts.stored_type,
-        }
-
-    def _shown(self, name: str) -> dict[str, Any]:
-        text = self._service.text
+    def _shown(self, model: ServedModel, name: str) -> dict[str, Any]:
+        text = model.text
         facts, family = text.facts, text.facts.family
         info = {
             "general.architecture": family,
             "general.basename": name,
             "general.parameter_count": facts.num_parameters,
-            f"{family}.context_length": self._context_length(),
+            f"{family}.context_length": _context_length(model),
             f"{family}.embedding_length": facts.hidden_size,
             f"{family}.block_count": facts.num_layers,
             f"{family}.vocab_size": facts.vocab_size,
         }
-        parameters = self._parameters()
+        parameters = _parameters(model)
         return {
             "modelfile": f"FROM {name}\n",
             "parameters": "\n".join(f"{key} {value}" for key, value in parameters.items()),
             "template": text.chat_template or "",
-            "details": self._details(),
+            "details": _details(model),
             "model_info": {key: value for key, value in info.items() if value is not None},
-            "capabilities": self._capabilities(),
+            "capabilities": _capabilities(model),
             "modified_at": time_of(self._service.created),
         }
 
-    def _capabilities(self) -> list[str]:
-        text = self._service.text
-        if not text.facts.can_generate:
-            return ["embedding"]
-        has = {"tools": text.takes_tools, "thinking": text.has_reasoning}
-        return ["completion", *(name for name, is_there in has.items() if is_there)]
 
-    def _parameters(self) -> dict[str, Any]:
-        """The recommended sampling, where it is not neutral."""
-        params = self._service.text.default_params(max_tokens=None)
-        found = {
-            name: (getattr(params, field), neutral)
-            for name, (field, neutral) in _NEUTRAL_PARAMETERS.items()
-        }
-        return {name: value for name, (value, neutral) in found.items() if value != neutral}
+def _details(model: ServedModel) -> dict[str, Any]:
+    facts = model.text.facts
+    return {
+        "parent_model": "",
+        "format": facts.format,
+        "family": facts.family,
+        "families": [facts.family],
+        "parameter_size": _shown_count(facts.num_parameters),
+        "quantization_level": facts.stored_type,
+    }
 
-    def _context_length(self) -> int:
-        limits = self._service.engine_limits()
-        if limits is None:
-            return self._service.text.facts.max_position_embeddings
-        return limits.max_model_len
+
+def _capabilities(model: ServedModel) -> list[str]:
+    text = model.text
+    if not text.facts.can_generate:
+        return ["embedding"]
+    has = {"tools": text.takes_tools, "thinking": text.has_reasoning}
+    return ["completion", *(name for name, is_there in has.items() if is_there)]
+
+
+def _parameters(model: ServedModel) -> dict[str, Any]:
+    """The recommended sampling, where it is not neutral."""
+    params = model.text.default_params(max_tokens=None)
+    found = {
+        name: (getattr(params, field), neutral)
+        for name, (field, neutral) in _NEUTRAL_PARAMETERS.items()
+    }
+    return {name: value for name, (value, neutral) in found.items() if value != neutral}
+
+
+def _context_length(model: ServedModel) -> int:
+    if model.limits is None:
+        return model.text.facts.max_position_embeddings
+    return model.limits.max_model_len
 
 
 def _shown_count(count: int | None) -> str:

@@ -12,6 +12,7 @@ from cadenza.server.errors import UNAVAILABLE_CODES
 from cadenza.server.http_exchange import Exchange, Handler, Response, send_object
 from cadenza.server.openapi import TEXT, AnswerSchema, ApiRoute, object_of
 from cadenza.server.page import HTML_TYPE, PAGE_HEADERS, PageFacts, render_page
+from cadenza.server.served_model import ServedModel
 from cadenza.server.service import Service
 
 _LINKS = {"health": "/health", "models": "/v1/models", "docs": "/docs", "openapi": "/openapi.json"}
@@ -48,7 +49,7 @@ class RootHandlers:
             version=cadenza.__version__,
             state=self._state(),
             needs_key=not keys.is_open,
-            models=None if found is None else self._service.model_names,
+            models=None if found is None else self._service.models.names,
             facts={} if found is None else self._facts(),
             address=address_of(exchange.scope["scheme"], exchange.header(b"host")),
             endpoints=self._endpoints,
@@ -58,23 +59,34 @@ class RootHandlers:
 
     def _state(self) -> str:
         """One word, or a few: the code of the error that a request would get."""
-        status = self._service.monitor.status()
+        status = self._service.models.status()
         if self._service.is_draining:
             return "draining"
         return "ready" if status.is_ready else UNAVAILABLE_CODES[status.state].replace("_", " ")
 
     def _facts(self) -> dict[str, str]:
-        service, limits = self._service, self._service.engine_limits()
-        facts, fingerprint = service.text.facts, service.monitor.status().fingerprint
-        found = {"weights": f"{facts.family}, {facts.stored_type}"}
-        if facts.num_parameters is not None:
-            found["weights"] += f", {facts.num_parameters:,} parameters"
-        if limits is not None:
-            found["context"] = f"{limits.max_model_len:,} tokens"
-            found["at once"] = f"{limits.max_num_seqs} requests; {limits.max_num_queued_reqs} wait"
-        if fingerprint is not None:
-            found["fingerprint"] = fingerprint.digest
-        return found
+        models = self._service.models
+        if not models.is_several:
+            return _facts_of(models.first)
+        return {
+            f"{model.name}: {name}": fact
+            for model in models.models
+            for name, fact in _facts_of(model).items()
+        }
+
+
+def _facts_of(model: ServedModel) -> dict[str, str]:
+    facts, limits = model.text.facts, model.limits
+    fingerprint = model.monitor.status().fingerprint
+    found = {"weights": f"{facts.family}, {facts.stored_type}"}
+    if facts.num_parameters is not None:
+        found["weights"] += f", {facts.num_parameters:,} parameters"
+    if limits is not None:
+        found["context"] = f"{limits.max_model_len:,} tokens"
+        found["at once"] = f"{limits.max_num_seqs} requests; {limits.max_num_queued_reqs} wait"
+    if fingerprint is not None:
+        found["fingerprint"] = fingerprint.digest
+    return found
 
 
 def _by_api(routes: Sequence[ApiRoute]) -> dict[str, list[tuple[str, str]]]:

@@ -11,11 +11,12 @@ import msgspec
 
 import cadenza
 from cadenza.errors import CadenzaError
-from cadenza.server.errors import UNAVAILABLE_CODES, error_of, unavailable
+from cadenza.server.errors import UNAVAILABLE_CODES, unavailable
 from cadenza.server.http_exchange import Exchange, Handler, Response, send_object
 from cadenza.server.metrics import OPEN_METRICS
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of, one_of
 from cadenza.server.schemas.field_types import Schema, or_null
+from cadenza.server.served_model import ServedModel
 from cadenza.server.service import Service
 
 
@@ -47,7 +48,7 @@ class StatusHandlers:
         await send_object(exchange, {"status": "live"})
 
     async def _ready(self, exchange: Exchange) -> None:
-        status = self._service.monitor.status()
+        status = self._service.models.status()
         if self._service.is_draining:
             raise unavailable("draining")
         if not status.is_ready:
@@ -58,10 +59,11 @@ class StatusHandlers:
         await send_object(exchange, {"server_load": self._service.num_open})
 
     async def _tokenizer_info(self, exchange: Exchange) -> None:
+        model = self._service.models.first
         try:
-            described = self._service.text.describe_tokenizer()
+            described = model.text.describe_tokenizer()
         except CadenzaError as error:
-            raise error_of(error, self._service.engine_state) from error
+            raise model.error_of(error) from error
         await send_object(exchange, described)
 
     async def _version(self, exchange: Exchange) -> None:
@@ -75,35 +77,38 @@ class StatusHandlers:
         await exchange.answer(Response(body=self._description))
 
     async def _models(self, exchange: Exchange) -> None:
-        cards = [self._card(name) for name in self._service.options.model_names]
+        models = self._service.models.models
+        cards = [self._card(model, name) for model in models for name in model.names.listed]
         await send_object(exchange, {"object": "list", "data": cards})
 
     async def _model(self, exchange: Exchange) -> None:
-        name = self._service.check_model(exchange.path_params["id"])
-        await send_object(exchange, self._card(name))
+        name: str = exchange.path_params["id"]
+        await send_object(exchange, self._card(self._service.models.find(name), name))
 
     async def _cancel(self, exchange: Exchange) -> None:
         request_id: str = exchange.path_params["id"]
         self._service.abort(request_id, exchange.tenant)
         await send_object(exchange, {"id": request_id, "object": "request", "cancelled": True})
 
-    def _card(self, name: str) -> dict[str, Any]:
-        status = self._service.monitor.status()
-        check = status.request_check
-        fingerprint = self._service.text.with_forms(status.fingerprint)
-        defaults = self._service.text.defaults
-        return {
+    def _card(self, model: ServedModel, name: str) -> dict[str, Any]:
+        status, check = model.monitor.status(), model.request_check
+        fingerprint = model.text.with_forms(status.fingerprint) or model.fingerprint()
+        defaults = model.text.defaults
+        card = {
             "id": name,
             "object": "model",
             "created": self._service.created,
             "owned_by": "cadenza",
-            "root": self._service.options.model_names[0],
+            "root": model.name,
             "parent": None,
             "max_model_len": None if check is None else check.limits.max_model_len,
             "vocab_size": None if check is None else check.vocab_size,
             "system_fingerprint": None if fingerprint is None else fingerprint.digest,
             "default_sampling_params": {**defaults.described, "source": defaults.source},
         }
+        if self._service.models.switches:
+            card["state"] = self._service.models.state_of(model)
+        return card
 
 
 _NUMBER: Schema = {"type": "number"}

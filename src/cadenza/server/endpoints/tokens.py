@@ -12,13 +12,14 @@ import msgspec
 from cadenza.errors import CadenzaError, TextTooLongError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.endpoints.messages import MessagesBody
-from cadenza.server.errors import beyond_context, error_of, invalid_value
+from cadenza.server.errors import beyond_context, invalid_value
 from cadenza.server.http_exchange import Exchange, Handler, Response
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, ApiRoute, list_of, object_of
 from cadenza.server.schemas.body import Body, optional, required
 from cadenza.server.schemas.field_types import Boolean, String, TokenIds, or_null
 from cadenza.server.schemas.messages import ConversationBody, Messages
 from cadenza.server.schemas.prompts import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS
+from cadenza.server.served_model import ServedModel
 from cadenza.server.service import Service
 
 Result = TypeVar("Result")
@@ -102,44 +103,29 @@ class TokenHandlers:
         }
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        body = await self._read(exchange, TokenizeBody)
+        body, model = await self._read(exchange, TokenizeBody)
         body.check_together()
-        answer = await self._work(exchange, body.num_bytes, lambda: self._tokenized(body))
+        answer = await self._work(exchange, body.num_bytes, lambda: _tokenized(body, model))
         await exchange.answer(Response(body=answer))
 
     async def _count(self, exchange: Exchange) -> None:
-        body = await self._read(exchange, CountTokensBody)
+        body, model = await self._read(exchange, CountTokensBody)
         body.check_conversation()
-        answer = await self._work(exchange, body.num_bytes, lambda: self._counted(body))
+        answer = await self._work(exchange, body.num_bytes, lambda: _counted(body, model))
         await exchange.answer(Response(body=answer))
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        body = await self._read(exchange, DetokenizeBody)
-        self._check_tokens(body.tokens)
-        answer = await self._work(exchange, body.num_bytes, lambda: self._detokenized(body))
+        body, model = await self._read(exchange, DetokenizeBody)
+        _check_tokens(body.tokens, model)
+        answer = await self._work(exchange, body.num_bytes, lambda: _detokenized(body, model))
         await exchange.answer(Response(body=answer))
 
-    def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        """A tokenizer silently skips unknown ids, so they are refused. Raises ApiError (400)."""
-        check = self._service.monitor.status().request_check
-        if check is not None and len(token_ids) > check.limits.max_model_len:
-            length = f"{len(token_ids)} tokens"
-            raise beyond_context("tokens", length, check.limits.max_model_len)
-        largest = max(token_ids, default=0)
-        if check is not None and largest >= check.vocab_size:
-            raise invalid_value(
-                f"tokens holds the token id {largest}; this model's ids go from 0 to "
-                f"{check.vocab_size - 1}",
-                "tokens",
-            )
-
-    async def _read(self, exchange: Exchange, body_type: type[BodyT]) -> BodyT:
+    async def _read(self, exchange: Exchange, body_type: type[BodyT]) -> tuple[BodyT, ServedModel]:
         unknown = self._service.options.unknown_fields
         async with exchange.body() as raw:
             body = await self._work(exchange, len(raw), lambda: body_type.read(raw, unknown))
         exchange.extra_headers += self._service.ignored_names.headers(body.ignored)
-        self._service.check_model(body.model)
-        return body
+        return body, self._service.models.find(body.model)
 
     async def _work(
         self, exchange: Exchange, num_body_bytes: int, work: Callable[[], Result]
@@ -150,42 +136,57 @@ class TokenHandlers:
                 doing = service.work.do("tokenize", num_body_bytes, work)
                 return await exchange.while_connected(doing)
             except CadenzaError as error:
-                raise error_of(error, service.engine_state) from error
+                raise service.models.first.error_of(error) from error
 
-    def _tokenized(self, body: TokenizeBody) -> bytes:
-        """The answer's body. Raises ApiError (400) for a text longer than the context."""
-        text = self._service.text
-        limits = self._service.engine_limits()
-        most = None if limits is None else limits.max_model_len
-        try:
-            ids = body.encode(text, most)
-        except TextTooLongError as error:
-            assert most is not None, "only then is there a length to be beyond"
-            field = "prompt" if body.messages is None else "messages"
-            raise beyond_context(field, error.length, most) from None
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
-        if body.return_token_strs:
-            found["token_strs"] = [text.piece_of(token_id) for token_id in ids]
-        return msgspec.json.encode(found)
 
-    def _counted(self, body: CountTokensBody) -> bytes:
-        """The answer's body; also of a prompt beyond the context, if its tokens are known.
+def _check_tokens(token_ids: Sequence[int], model: ServedModel) -> None:
+    """A tokenizer silently skips unknown ids, so they are refused. Raises ApiError (400)."""
+    check = model.request_check
+    if check is not None and len(token_ids) > check.limits.max_model_len:
+        length = f"{len(token_ids)} tokens"
+        raise beyond_context("tokens", length, check.limits.max_model_len)
+    largest = max(token_ids, default=0)
+    if check is not None and largest >= check.vocab_size:
+        raise invalid_value(
+            f"tokens holds the token id {largest}; this model's ids go from 0 to "
+            f"{check.vocab_size - 1}",
+            "tokens",
+        )
 
-        Raises ApiError (400).
-        """
-        limits = self._service.engine_limits()
-        most = None if limits is None else limits.max_model_len
-        try:
-            num_tokens = body.conversation().count(self._service.text, most)
-        except TextTooLongError as error:
-            assert most is not None, "only then is there a length to be beyond"
-            if error.num_tokens is None:
-                raise beyond_context("messages", error.length, most) from None
-            num_tokens = error.num_tokens
-        return msgspec.json.encode({"input_tokens": num_tokens})
 
-    def _detokenized(self, body: DetokenizeBody) -> bytes:
-        return msgspec.json.encode({"prompt": self._service.text.decode(body.tokens)})
+def _tokenized(body: TokenizeBody, model: ServedModel) -> bytes:
+    """The answer's body. Raises ApiError (400) for a text longer than the context."""
+    most = None if model.limits is None else model.limits.max_model_len
+    try:
+        ids = body.encode(model.text, most)
+    except TextTooLongError as error:
+        assert most is not None, "only then is there a length to be beyond"
+        field = "prompt" if body.messages is None else "messages"
+        raise beyond_context(field, error.length, most) from None
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
+    if body.return_token_strs:
+        found["token_strs"] = [model.text.piece_of(token_id) for token_id in ids]
+    return msgspec.json.encode(found)
+
+
+def _counted(body: CountTokensBody, model: ServedModel) -> bytes:
+    """The answer's body; also of a prompt beyond the context, if its tokens are known.
+
+    Raises ApiError (400).
+    """
+    most = None if model.limits is None else model.limits.max_model_len
+    try:
+        num_tokens = body.conversation().count(model.text, most)
+    except TextTooLongError as error:
+        assert most is not None, "only then is there a length to be beyond"
+        if error.num_tokens is None:
+            raise beyond_context("messages", error.length, most) from None
+        num_tokens = error.num_tokens
+    return msgspec.json.encode({"input_tokens": num_tokens})
+
+
+def _detokenized(body: DetokenizeBody, model: ServedModel) -> bytes:
+    return msgspec.json.encode({"prompt": model.text.decode(body.tokens)})
 
 
 _STATUSES = (400, 413, 415, 404, 429, 500)

@@ -1,0 +1,125 @@
+"""The models of `cadenza serve`: their names, text front ends and engine processes.
+
+Owns what the command's words and flags mean for each model. Knows no socket. Invariant: a model
+that cannot be served is refused here, before a port is open, as far as that can be known without
+loading it.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, EngineLimits
+from cadenza.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from cadenza.checkpoint import Checkpoint
+    from cadenza.engine.process.engine_process import ProcessOptions
+    from cadenza.frontend.answers import AnswerParsers
+    from cadenza.frontend.text_frontend import TextFrontend
+    from cadenza.server.served_model import ModelNames, ServedModel
+
+
+def words_of(words: Sequence[str] | None, model: str | None) -> tuple[str | None, ...]:
+    """The models that are served, as the command names them; None is the bundled model.
+
+    Raises ConfigError where models are named in both ways.
+    """
+    if words and model is not None:
+        raise ConfigError(
+            f"the model is named twice, as {words[0]!r} and by --model; leave one out (several "
+            f"models are words without --model)"
+        )
+    return tuple(words) if words else (model,)
+
+
+def names_of(words: Sequence[str | None], asked: Sequence[str] | None) -> "list[ModelNames]":
+    """The names of each model.
+
+    A folder is named by its last part, so that answers do not disclose its path; the path, as given
+    to this command, is an alias. Raises ConfigError where the number of names does not fit.
+    """
+    from cadenza.server.served_model import ModelNames
+
+    if not asked:
+        return [_names_of(word) for word in words]
+    if len(words) == 1:
+        return [ModelNames(listed=tuple(asked))]
+    if len(asked) != len(words):
+        raise ConfigError(
+            f"--served-model-name is given {len(asked)} times for {len(words)} models; give it "
+            f"once for each model, in their order, or leave it out"
+        )
+    return [ModelNames(listed=(name,)) for name in asked]
+
+
+def _names_of(word: str | None) -> "ModelNames":
+    from cadenza.server.served_model import ModelNames
+
+    if word is None:
+        return ModelNames(listed=("bundled",))
+    if not Path(word).exists():
+        return ModelNames(listed=(word,))
+    last = os.path.basename(os.path.abspath(word)) or "model"
+    return ModelNames(listed=(last,), aliases=(word,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedModel:
+    """A model whose checkpoint has been opened. `config` has its engine read the same commit at
+    each start, even if a branch moves, and the same template, even if its file changes."""
+
+    word: str | None
+    checkpoint: "Checkpoint"
+    text: "TextFrontend"
+    config: EngineConfig
+
+    def served(self, names: "ModelNames", process: "ProcessOptions") -> "ServedModel":
+        """With engines in processes of their own."""
+        from cadenza.engine.process.engine_process import EngineProcess, pinned
+        from cadenza.server.served_model import ServedModel
+
+        def make_engine(limits: EngineLimits | None) -> EngineProcess:
+            config = self.config if limits is None else pinned(self.config, limits)
+            return EngineProcess(self.word, config, process)
+
+        return ServedModel(names, self.text, make_engine)
+
+
+def most_waiting(config: EngineConfig) -> int:
+    """Calls that may wait for a model: as many as for one that is loaded, whose rows are known."""
+    from cadenza.loading.footprint import QUEUE_PER_SEQ
+
+    num_rows = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    return config.max_num_queued_reqs or QUEUE_PER_SEQ * num_rows
+
+
+def open_models(
+    words: Sequence[str | None], config: EngineConfig, parsers: "AnswerParsers"
+) -> list[OpenedModel]:
+    """Opens each model's checkpoint and its text front end. Raises CheckpointError, ConfigError."""
+    from cadenza.frontend.loaded_model import open_text
+    from cadenza.loading.build import find_configured, release_tokenizer
+    from cadenza.text.grammar_worker import GrammarWorker
+
+    checks = GrammarWorker().start_checks  # one process for all
+    opened: list[OpenedModel] = []
+    for word in words:
+        checkpoint = find_configured(word, config)
+        text = open_text(checkpoint, config, start_checks=checks, parsers=parsers)
+        if text.has_chat_template and not (text.takes_tools or parsers.strict_tools):
+            logger.info(
+                "%sthe chat template has no place for tools: the system message describes them, "
+                "and results are user turns (--strict-tools refuses them)",
+                f"{word or 'the bundled model'}: " if len(words) > 1 else "",
+            )
+        release_tokenizer(checkpoint)
+        template = config.chat_template and (checkpoint.chat_template or "none")
+        fixed = replace(config, revision=checkpoint.revision, chat_template=template)
+        opened.append(OpenedModel(word=word, checkpoint=checkpoint, text=text, config=fixed))
+    return opened

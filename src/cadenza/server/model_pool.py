@@ -1,0 +1,443 @@
+"""`ModelPool`: the models of a server; loads them when they are asked for, and unloads them.
+
+Owns which model a name means, the calls that wait for a model, and the tasks that load and unload.
+`ModelTurns` decides; with one model that stays loaded there is nothing to decide, and no call waits
+here. On one event loop. Invariants: a call has its model loaded from its admission to its end;
+every wait is bounded in number, bytes and time; a model that cannot be loaded refuses its own calls
+only.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from cadenza.engine.status import EngineStatus
+from cadenza.errors import CadenzaError, ConfigError, DeviceUnavailableError
+from cadenza.server.errors import (
+    ApiError,
+    model_failed,
+    model_not_found,
+    models_full,
+    queue_timeout,
+    unavailable,
+)
+from cadenza.server.metrics import CountedModel, ModelLoads
+from cadenza.server.model_turns import ModelState, ModelTurn, ModelTurns
+from cadenza.server.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TAG = ":latest"
+"""Of a model's name without a tag, to Ollama's clients."""
+
+RETRY_S, MAX_RETRY_S = 30.0, 3600.0
+"""After a load that failed; twice as long after each further one. Each attempt may unload another
+model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """How many models are loaded, and for how long.
+
+    Args:
+        max_loaded: models that are loaded at the same time, at most.
+        idle_unload_s: a model that was not used for so long is unloaded; None: never.
+        max_waiting: calls that wait for one model, at most.
+        max_waiting_bytes: the bytes of all bodies that wait; an empty queue takes any.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    max_loaded: int = 1
+    idle_unload_s: float | None = None
+    max_waiting: int = 64
+    max_waiting_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if self.max_loaded < 1:
+            raise ConfigError(f"--max-loaded-models {self.max_loaded} must be 1 or more")
+        if self.idle_unload_s is not None and not 0 < self.idle_unload_s < float("inf"):
+            raise ConfigError(
+                f"--idle-unload {self.idle_unload_s:g} must be a number of seconds above 0; leave "
+                f"it out to keep models loaded"
+            )
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A call that waits; `admitted` gets None, or the error with which it ends."""
+
+    number: int
+    num_bytes: int
+    admitted: asyncio.Future[ApiError | None]
+
+
+@dataclass(slots=True, eq=False)
+class _Failure:
+    """The last load failed; `num_failed` in a row did."""
+
+    reason: str
+    until_s: float
+    num_failed: int
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    model: ServedModel
+    turn: ModelTurn = field(default_factory=ModelTurn)
+    failure: _Failure | None = None
+    num_loads: int = 0
+
+    def end_waiting(self, error: ApiError) -> None:
+        """Ends the calls that wait, each with this error."""
+        while self.turn.waiting:
+            _end(self.turn.waiting.popleft(), error)
+
+
+class ModelPool:
+    """The first model is loaded at the start, and means a request that names none."""
+
+    def __init__(
+        self, models: Sequence[ServedModel], options: PoolOptions, clock: Callable[[], float]
+    ) -> None:
+        """Raises ConfigError where two models have a name in common."""
+        self._options = options
+        self._clock = clock
+        self._entries = [_Entry(model) for model in models]
+        self._by_name = _by_name(self._entries)
+        self._switches = self.is_several or options.idle_unload_s is not None
+        self._turns = ModelTurns(
+            [each.turn for each in self._entries], options.max_loaded, options.idle_unload_s
+        )
+        self._num_arrived = 0
+        self._num_waiting_bytes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    @property
+    def models(self) -> tuple[ServedModel, ...]:
+        return tuple(each.model for each in self._entries)
+
+    @property
+    def first(self) -> ServedModel:
+        return self._entries[0].model
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The listed names of all models."""
+        return tuple(name for each in self.models for name in each.names.listed)
+
+    @property
+    def is_several(self) -> bool:
+        return len(self._entries) > 1
+
+    @property
+    def switches(self) -> bool:
+        """Whether models are loaded when they are asked for: there are several, or idle ones are
+        unloaded."""
+        return self._switches
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have not ended, with those that wait for a model to be loaded."""
+        return self._num_waiting + sum(each.turn.num_calls for each in self._entries)
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model that a name means. Raises ApiError (404)."""
+        if name is None:
+            return self.first
+        for each in (name, name.removesuffix(DEFAULT_TAG), name + DEFAULT_TAG):
+            if each in self._by_name:
+                return self._by_name[each].model
+        raise model_not_found(name, self.names)
+
+    def state_of(self, model: ServedModel) -> ModelState:
+        """A model that never leaves is ready for as long as the server is."""
+        return self._entry(model).turn.state if self._switches else "ready"
+
+    def idle_left_s(self, model: ServedModel) -> float | None:
+        """Seconds until a model that is loaded is unloaded, if nobody uses it; None: it stays."""
+        if self._options.idle_unload_s is None:
+            return None
+        turn = self._entry(model).turn
+        since_s = turn.used_s if turn.is_idle else self._clock()
+        return since_s + self._options.idle_unload_s - self._clock()
+
+    def loads_of(self, model: CountedModel) -> ModelLoads:
+        """For the metrics."""
+        entry = self._by_name[model.name]
+        return ModelLoads(
+            is_loaded=entry.turn.is_loaded,
+            num_loads=entry.num_loads,
+            num_waiting=len(entry.turn.waiting),
+        )
+
+    def status(self) -> EngineStatus:
+        """Of the server as a whole. It is ready where a model is, or can be loaded when a request
+        asks for it; models that are loaded and not ready make it as they are."""
+        if not self._switches:
+            return self.first.monitor.status()
+        found = [each.model.monitor.status() for each in self._entries if each.turn.is_loaded]
+        ready = next((each for each in found if each.is_ready), None)
+        if ready is not None or found:
+            return ready or found[0]
+        if not any(each.num_loads for each in self._entries):
+            return self.first.monitor.status()
+        return EngineStatus(state="ready")
+
+    def check_open(self) -> int:
+        """The most requests that may be open at the same time.
+
+        Raises ApiError (429, 503) where a call is refused whichever model it is for.
+        """
+        if not self._switches:
+            limits = self.first.check_ready().limits
+            self.first.check_room(limits)
+            return limits.max_num_open_reqs
+        if self.first.is_refusing:
+            self.first.counts.reject("unavailable")
+            raise unavailable("draining")
+        known = [each.limits for each in self.models]
+        places = sum(limits.max_num_open_reqs for limits in known if limits is not None)
+        return places + self._options.max_waiting
+
+    def start(self) -> None:
+        """Binds to the running event loop, and begins to load the first model."""
+        if not self._switches:
+            self.first.start()
+            return
+        first = self._entries[0]
+        first.turn.began(self._clock())
+        self._run(self._load(first))
+
+    async def wait_loaded(self) -> None:
+        """Waits until the first model has been loaded. Raises CadenzaError if it cannot be."""
+        await asyncio.to_thread(self.first.wait_ready)
+
+    def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
+        """Has `on_death` called, on some thread, when the only model's engine is given up. Where
+        models are loaded when they are asked for, a load may follow instead."""
+        if not self._switches:
+            self.first.call_at_death(on_death)
+
+    def drain(self) -> None:
+        """Refuses new calls from now on. Those that wait for a model go on."""
+        for model in self.models:
+            model.is_refusing = True
+
+    async def stop(self) -> None:
+        """Ends the open calls, each with an error, and all engines."""
+        self._is_closed = True
+        self.drain()
+        if self._timer is not None:
+            self._timer.cancel()
+        for each in self._entries:
+            each.end_waiting(unavailable("draining"))
+        await asyncio.gather(*(model.stop() for model in self.models))
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    @asynccontextmanager
+    async def using(self, model: ServedModel, num_bytes: int) -> AsyncGenerator[None]:
+        """Has the model loaded until the block ends; waits until it is, of `num_bytes` meanwhile.
+
+        Raises ApiError: 503 where the model cannot be loaded, or too many calls wait for it; 504
+        after the queue's timeout.
+        """
+        entry = self._entry(model)
+        if self._switches:
+            await self._enter(entry, num_bytes)
+        else:
+            entry.turn.entered()
+        try:
+            yield
+        finally:
+            self._leave(entry)
+
+    def advance(self) -> None:
+        """Does what the rules ask for now."""
+        if self._is_closed:
+            return
+        moves = self._turns.advance(self._clock())
+        by_turn = {id(each.turn): each for each in self._entries}
+        for turn in moves.load:
+            self._run(self._load(by_turn[id(turn)]))
+        for turn in moves.unload:
+            self._run(self._unload(by_turn[id(turn)], "another model is asked for"))
+        for turn in moves.idle:
+            reason = f"not used for {self._options.idle_unload_s:g} seconds"
+            self._run(self._unload(by_turn[id(turn)], reason))
+        for each in self._entries:
+            if each.turn.state == "ready":
+                self._admit(each)
+        self._look_again(moves.look_at_s)
+
+    async def _enter(self, entry: _Entry, num_bytes: int) -> None:
+        turn = entry.turn
+        self._check_failed(entry)
+        if turn.state == "ready" and not turn.waiting:
+            turn.entered()
+            return
+        self._check_waiting(entry, num_bytes)
+        self._num_arrived += 1
+        admitted: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(self._num_arrived, num_bytes, admitted)
+        turn.waiting.append(waiting)
+        self._num_waiting_bytes += num_bytes
+        queue_s = entry.model.monitor.timeouts.queue_s
+        self.advance()
+        try:
+            await asyncio.wait({admitted}, timeout=queue_s)
+        except asyncio.CancelledError:
+            if admitted.done() and admitted.result() is None:
+                self._leave(entry)
+            raise
+        finally:
+            self._num_waiting_bytes -= num_bytes
+            if waiting in turn.waiting:
+                turn.waiting.remove(waiting)
+                self.advance()  # nobody may need the place any more
+        if not admitted.done():
+            raise queue_timeout(queue_s)
+        error = admitted.result()
+        if error is not None:
+            raise error
+
+    def _leave(self, entry: _Entry) -> None:
+        entry.turn.left(self._clock())
+        if self._switches:
+            self.advance()
+
+    def _admit(self, entry: _Entry) -> None:
+        while entry.turn.waiting:
+            entry.turn.entered()
+            _end(entry.turn.waiting.popleft(), None)
+
+    def _check_failed(self, entry: _Entry) -> None:
+        """Raises ApiError (503) while a model that could not be loaded is not tried again."""
+        if entry.turn.is_loaded and entry.model.monitor.status().state == "dead":
+            self._retire(entry)
+        failure = entry.failure
+        if failure is not None and failure.until_s > self._clock():
+            entry.model.counts.reject("unavailable")
+            raise model_failed(entry.model.name, failure.reason, failure.until_s - self._clock())
+
+    def _check_waiting(self, entry: _Entry, num_bytes: int) -> None:
+        """Raises ApiError (503) where no further call may wait."""
+        most = self._options.max_waiting
+        has_bytes = self._num_waiting_bytes + num_bytes > self._options.max_waiting_bytes
+        if len(entry.turn.waiting) < most and not (self._num_waiting_bytes and has_bytes):
+            return
+        entry.model.counts.reject("queue_full")
+        raise models_full(entry.model.name, self._num_waiting, entry.turn.load_s)
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(len(each.turn.waiting) for each in self._entries)
+
+    async def _load(self, entry: _Entry) -> None:
+        model, turn = entry.model, entry.turn
+        logger.info("loads %s: %d requests wait for it", model.name, len(turn.waiting))
+        try:
+            await self._load_in_some_size(model)
+        except CadenzaError as error:
+            await model.stop()
+            turn.gone()
+            self._take_failure(entry, error)
+        else:
+            entry.num_loads, entry.failure = entry.num_loads + 1, None
+            turn.loaded(self._clock())
+            logger.info("%s is loaded, in %.1f s", model.name, turn.load_s)
+        self.advance()
+
+    async def _load_in_some_size(self, model: ServedModel) -> None:
+        """In that of its first load; where that no longer fits, in one that does. Raises
+        CadenzaError."""
+        is_again = model.limits is not None
+        model.start()
+        try:
+            await asyncio.to_thread(model.wait_ready)
+        except ConfigError:
+            if not is_again or self._is_closed:
+                raise
+            await model.stop()
+            model.forget_limits()
+            model.start()
+            await asyncio.to_thread(model.wait_ready)
+
+    async def _unload(self, entry: _Entry, reason: str) -> None:
+        await entry.model.stop()
+        entry.turn.gone()
+        logger.info("%s is unloaded: %s", entry.model.name, reason)
+        self.advance()
+
+    def _take_failure(self, entry: _Entry, error: CadenzaError) -> None:
+        if self._is_closed:
+            return
+        num_failed = 1 if entry.failure is None else entry.failure.num_failed + 1
+        again_s = min(MAX_RETRY_S, RETRY_S * 2.0 ** (num_failed - 1))
+        entry.failure = _Failure(_reason_of(error), self._clock() + again_s, num_failed)
+        if any(each.num_loads for each in self._entries):  # else `wait_loaded` raises it
+            logger.error(
+                "%s could not be loaded, and is not tried again for %.0f seconds: %s",
+                entry.model.name,
+                again_s,
+                error,
+            )
+        entry.end_waiting(model_failed(entry.model.name, entry.failure.reason, again_s))
+
+    def _retire(self, entry: _Entry) -> None:
+        """Unloads a model whose engine has ended for good; after a while it may be loaded anew."""
+        entry.turn.state = "unloading"
+        self._take_failure(entry, CadenzaError(entry.model.monitor.status().error or "it ended"))
+        self._run(self._unload(entry, "its engine failed too often"))
+
+    def _look_again(self, at_s: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if at_s is not None:
+            delay_s = max(0.0, at_s - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.advance)
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _entry(self, model: ServedModel) -> _Entry:
+        return self._by_name[model.name]
+
+
+def _end(waiting: object, error: ApiError | None) -> None:
+    assert isinstance(waiting, _Waiting)
+    if not waiting.admitted.done():
+        waiting.admitted.set_result(error)
+
+
+def _by_name(entries: Sequence[_Entry]) -> dict[str, _Entry]:
+    """Raises ConfigError where a listed name means two models; a path that does, means neither."""
+    found: dict[str, _Entry] = {}
+    for entry in entries:
+        for name in entry.model.names.listed:
+            if name in found:
+                raise ConfigError(
+                    f"two models have the name {name!r}; give --served-model-name once for each "
+                    f"model, in the order of the models"
+                )
+            found[name] = entry
+    for entry in entries:
+        for alias in entry.model.names.aliases:
+            found.setdefault(alias, entry)
+    return found
+
+
+def _reason_of(error: CadenzaError) -> str:
+    """In words for clients, which are told no path of this machine."""
+    if isinstance(error, ConfigError | DeviceUnavailableError):
+        return str(error)
+    return "the server's log has the cause"
