@@ -117,9 +117,10 @@ class Scheduler:
     def draft_counts(self) -> DraftCounts:
         return self._reader.draft_counts
 
-    @property
-    def needs_newest_tokens(self) -> bool:
-        """True if a running sequence would draft, which it can only behind its newest token."""
+    def decide_wait(self) -> bool:
+        """Whether the next step is to follow the newest tokens, because running sequences would
+        draft and can only behind these. To be asked once for a step, for answers are counted: what
+        a wait costs is measured now and then, and a no holds for some steps."""
         return self._drafts.need_newest_tokens(self.running, self.num_steps, self.step_cost)
 
     def observe(self, batch: Batch, measured_ms: float, idle_ms: float | None = None) -> None:

@@ -171,6 +171,8 @@ class StepDrafts:
     ) -> bool:
         """Whether the step of this number is to be scheduled only when no step is in flight: its
         drafts follow the newest tokens, and a `Drafter` runs beside no step.
+
+        To be asked once for a step: it counts probes, and notes until when a no holds.
         """
         has_masks = _num_masks(running) > 0
         looking_up: list[Sequence] = []

@@ -181,10 +181,9 @@ class StepLoop:
         A request's `Started` comes with the launch of its first step, before its other events.
         """
         events: list[Event] = []
-        has_waited = False
-        while self.in_flight and self._must_read_first():
+        has_waited = bool(self.in_flight) and self._must_read_first()
+        while has_waited and self.in_flight:
             events += self._read_oldest()
-            has_waited = True
         batch = self._scheduler.schedule(self._clock())
         if announce is not None and batch is not None and batch.started:
             announce(batch.started)
@@ -200,11 +199,12 @@ class StepLoop:
             self._scheduler.drop_batch(self.in_flight.popleft().batch)
 
     def _must_read_first(self) -> bool:
-        """True if the next step depends on what the steps in flight have sampled."""
+        """Decides whether the next step depends on what the steps in flight have sampled; once for
+        each step."""
         return (
             self.in_flight[-1].batch.has_drafts
             or (self._decides_masks and not self._step_runner.has_late_masks)
-            or self._scheduler.needs_newest_tokens
+            or self._scheduler.decide_wait()
         )
 
     @property
