@@ -127,4 +127,4 @@ def test_a_model_that_cannot_be_loaded_ends_the_command_though_its_stderr_is_ful
     for weights in model.glob("*.safetensors"):
         weights.write_bytes(b"\0" * 64)
     with unread_server(model, *ENGINE, is_full=True) as server:
-        assert server.process.wait(TIMEOUT_S) == 3
+        assert server.process.wait(TIMEOUT_S) == 2

@@ -268,6 +268,11 @@ def test_a_load_that_fails_raises_the_engines_own_error_here(
     assert caplog.text == "", "it is raised, and not told twice"
 
 
+def test_a_path_that_is_no_text_is_refused_before_a_process_is_started():
+    with pytest.raises(ConfigError, match=r"'/models/m\\udcff' is not UTF-8; rename it"):
+        EngineProcess(os.fsdecode(b"/models/m\xff"), CONFIG)
+
+
 class OtherWords(ChildProcess):
     """Sends what no engine process knows."""
 

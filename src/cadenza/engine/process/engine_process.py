@@ -123,6 +123,9 @@ class EngineProcess:
 
     Args:
         model: as for `load_model`; the process opens it.
+
+    Raises:
+        ConfigError: the model's path cannot be sent to the process.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class EngineProcess:
         level = logging.getLogger("cadenza").getEffectiveLevel()
         self._config = config
         self._start_message = Start(
-            model=None if model is None else str(model),
+            model=None if model is None else _sendable(str(model)),
             config=config,
             log_level=level,
             front_end_bytes=self._options.front_end_bytes,
@@ -538,6 +541,17 @@ class EngineProcess:
             )
         assert self._check is not None
         return self._check
+
+
+def _sendable(path: str) -> str:
+    """Raises ConfigError for bytes of a path that are no text."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"the model's path {errors.show(path)} is not UTF-8; rename it, or name a link to it"
+        ) from None
+    return path
 
 
 def pinned(config: EngineConfig, limits: EngineLimits) -> EngineConfig:
