@@ -10,7 +10,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputKind
 from tests.faces.scripted_engine import ScriptedEngine, finished, token
 
-TIMEOUT_S = 30
+TIMEOUT_S = 180
 STEPS = [[token(0, 5 + index, index)] for index in range(4)]
 IDS = (5, 6, 7, 8)
 END = [finished(0, count=4)]

@@ -19,7 +19,7 @@ from cadenza.server.run import Lifecycle, run_server
 from cadenza.server.served_model import ModelNames, ServedEngine, ServedModel
 from cadenza.server.service import ServerOptions, Service
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 MODEL = "scripted"
 
 

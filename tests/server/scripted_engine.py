@@ -21,7 +21,7 @@ from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableErr
 from cadenza.events import ErrorKind, Event, Finished, PromptLogprobs, Started, Token, TokenLogprobs
 from cadenza.request import Request
 
-WAIT_S = 30.0
+WAIT_S = 300.0
 TIMEOUTS = RequestTimeouts(queue_s=61.5, total_s=602.0)
 HIDDEN_SIZE = 4
 CAPABILITIES: frozenset[Capability] = frozenset({"logprobs", "drafts"})
