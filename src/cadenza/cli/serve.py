@@ -238,8 +238,9 @@ def _one_exit_code() -> Generator[None]:
 
 def _serve(words: Sequence[str | None], flags: ServeFlags, config: EngineConfig) -> None:
     from cadenza.engine.process.heap import loading
-    from cadenza.engine.process.launch import FirstLaunch
+    from cadenza.engine.process.launch import FirstLaunch, raise_descriptor_limit
 
+    raise_descriptor_limit()
     # The first process loads its libraries while those below are loaded.
     with closing(FirstLaunch()) as first, loading():
         _serve_with(first, words, flags, config)
@@ -249,11 +250,9 @@ def _serve_with(
     first: "FirstLaunch", words: Sequence[str | None], flags: ServeFlags, config: EngineConfig
 ) -> None:
     from cadenza.cli.interrupts import terminable
-    from cadenza.server.connections import raise_descriptor_limit
     from cadenza.server.handover import find_predecessor, opened, taken_over
     from cadenza.server.log_output import set_up_logging
 
-    raise_descriptor_limit()
     options, address = _options(flags), _address(flags)
     if flags.no_chat_template:
         config = _without_template(config)

@@ -7,7 +7,6 @@ is closed for it.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import resource
@@ -28,14 +27,6 @@ SPARE = 16
 ACCEPTS_AT_ONCE = 16
 RETRY_S = 0.1
 TELL_EVERY_S = 60.0
-
-
-def raise_descriptor_limit() -> None:
-    """Raises the soft limit of open files to the hard one, for this process and its children."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Some systems report a hard limit that they refuse to set.
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def most_connections() -> int:

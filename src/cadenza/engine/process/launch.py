@@ -5,11 +5,12 @@ front end has loaded anything (`FirstLaunch`).
 """
 
 import os
+import resource
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +86,14 @@ def launch(command: Sequence[str], execute: Execute = execute) -> Launched:
         program = execute(arguments, fds, their_output)
         ours.pop_all()
     return Launched(program, connection, lifeline, output)
+
+
+def raise_descriptor_limit() -> None:
+    """Raises the soft limit of open files to the hard one, for this process and its children."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Some systems report a hard limit that they refuse to set.
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class FirstLaunch:
