@@ -52,7 +52,8 @@ class CompletionOutput:
     split by the request's output parser, without the markers between the parts; None without a
     parser, where all of it is content. `error_fields` names those of the request that are the cause
     of an error, where some are. `receipt` is there at the end, where one was asked for.
-    `embedding` is that of a pooled request, as float32, little endian.
+    `embedding` is that of a pooled request, as float32, little endian. `is_schema_valid` is there
+    at the end of an answer whose schema has keywords that its grammar does not hold.
     """
 
     index: int
@@ -72,6 +73,7 @@ class CompletionOutput:
     parts: tuple[OutputPart, ...] | None = None
     receipt: Receipt | None = None
     embedding: bytes | None = None
+    is_schema_valid: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

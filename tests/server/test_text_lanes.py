@@ -127,7 +127,7 @@ def test_no_prompt_waits_for_a_form(script: tuple[int, ...], tmp_path: Path) -> 
     with held_server(script, tmp_path, "held") as (server, face, clients):
         body = {"prompt": "held", "max_tokens": 1, "guided_regex": "[a-z]"}
         waiting = [clients.submit(server.post, "/v1/completions", body) for _ in range(NUM_LONG)]
-        wait_until(lambda: face.num_waiting == 2)
+        wait_until(lambda: face.num_waiting == 4)
         assert server.post("/v1/completions", SHORT).status_code == 200
         assert server.post("/v1/chat/completions", CHAT).status_code == 200
         assert not any(call.done() for call in waiting)

@@ -27,9 +27,10 @@ from cadenza.server.schemas.unknown_members import (
 )
 from cadenza.structured import JsonStyle, StructuredOutput
 from cadenza.text.answer_grammar import Tool
-from cadenza.text.grammar import GrammarCheck
+from cadenza.text.grammar import FormChecks, GrammarCheck
 from cadenza.text.grammar_check import check_grammar
 from cadenza.text.json_schema import JsonGrammar, compile_schema
+from cadenza.text.schema_check import is_valid
 from tests.server.bodies import BODIES
 from tests.server.harness import RunningServer
 
@@ -308,7 +309,8 @@ def test_tools_beside_a_form_and_reasoning_are_checked_as_one_grammar() -> None:
         return check_grammar(grammar)
 
     parsers = AnswerParsers(reasoning="qwen3", tool_calls="hermes")
-    text = TextFrontend(open_checkpoint(None), start_checks=start_checks, parsers=parsers)
+    checks = FormChecks(start=start_checks, is_valid=is_valid)
+    text = TextFrontend(open_checkpoint(None), checks=checks, parsers=parsers)
     params = SamplingParams(structured=StructuredOutput(regex="[0-9]+"))
     use = ToolUse(tools=(Tool(name="f"),))
     text.prepare_answer([{"role": "user", "content": "x"}], params, asked=AskedAnswer(use=use))

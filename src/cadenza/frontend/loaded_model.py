@@ -28,8 +28,8 @@ from cadenza.loading.build import (
 from cadenza.loading.fingerprint import make_fingerprint
 from cadenza.loading.plan import EnginePlan
 from cadenza.loading.promised_memory import MemoryPromise
-from cadenza.text.grammar import StartChecks
-from cadenza.text.grammar_check import start_checks
+from cadenza.text.grammar import FormChecks
+from cadenza.text.grammar_check import IN_PROCESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def open_text(
     checkpoint: Checkpoint,
     config: EngineConfig,
     max_model_len: int | None = None,
-    start_checks: StartChecks = start_checks,
+    checks: FormChecks = IN_PROCESS,
     parsers: AnswerParsers = DEFAULT_PARSERS,
 ) -> TextFrontend:
     """The text front end of a checkpoint, configured by `config`. Raises CheckpointError."""
@@ -155,6 +155,6 @@ def open_text(
         checkpoint,
         generation_config=config.generation_config,
         max_model_len=max_model_len,
-        start_checks=start_checks,
+        checks=checks,
         parsers=parsers,
     )

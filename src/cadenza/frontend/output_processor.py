@@ -43,6 +43,7 @@ class OutputProcessor:
     """Collects the events of `request_id`, under which `prepared` was submitted.
 
     `fingerprint` is that of the engine's answers, where it is known; receipts need it.
+    `answer_schema` is what answers are checked by at their end, if anything (`checked`).
     `num_cached_tokens`, and the properties of the prompt, are as in `RequestOutput`.
     """
 
@@ -53,6 +54,7 @@ class OutputProcessor:
         "_running",
         "_samples",
         "_text",
+        "answer_schema",
         "num_cached_tokens",
         "request_id",
     )
@@ -69,6 +71,7 @@ class OutputProcessor:
         self._fingerprint = fingerprint
         self._text = text
         params, make_parser = prepared.request.params, prepared.make_parser
+        self.answer_schema = text.unenforced_schema(params.structured)
         self._samples = [
             text.sample_output(params, sample, make_parser) for sample in range(params.n)
         ]
@@ -179,13 +182,26 @@ class OutputProcessor:
         )
 
     def _complete(self, sample: SampleOutput, output: CompletionOutput) -> CompletionOutput:
-        """An output of a sample with its receipt, if one was asked for and it has ended."""
+        """An output of a sample that has ended, with what was asked of its end."""
+        if self.answer_schema is not None and self._text.checks.is_inline:
+            output = self.checked(output)
         fingerprint = self._fingerprint
         if not self._prepared.makes_receipt or fingerprint is None or not sample.is_finished:
             return output
         request = self._prepared.request
         receipt = make_receipt(request, self.request_id, fingerprint, sample.output())
         return replace(output, receipt=receipt)
+
+    def checked(self, output: CompletionOutput) -> CompletionOutput:
+        """An output of this request; at its end, whether the sample's answer is of its schema. Slow
+        for long answers."""
+        content = self._samples[output.index].content
+        if self.answer_schema is None or output.finish_reason not in ("stop", "length"):
+            return output
+        if content is None:
+            return output
+        is_valid = self._text.checks.is_valid(content, self.answer_schema)
+        return replace(output, is_schema_valid=is_valid)
 
     def _push_prompt_logprobs(self, event: PromptLogprobs) -> None:
         token_ids = self._prepared.request.prompt_token_ids[event.start :]

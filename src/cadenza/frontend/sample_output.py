@@ -98,6 +98,15 @@ class SampleOutput:
         return self._ending is not None
 
     @property
+    def content(self) -> str | None:
+        """The text of the answer itself so far; None where it calls tools."""
+        if self._parser is None:
+            return "".join(self._texts)
+        if any(part.kind == "tool_call" for part in self._parts):
+            return None
+        return "".join(part.text for part in self._parts if part.kind == "content")
+
+    @property
     def num_shown_tokens(self) -> int:
         """Without tokens that lie, or may turn out to lie, past a stop string."""
         count = len(self._token_ids)

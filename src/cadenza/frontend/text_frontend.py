@@ -38,13 +38,13 @@ from cadenza.text.decoder_stages import bytes_of_token
 from cadenza.text.generic_tools import generic_messages, has_calls
 from cadenza.text.grammar import (
     DEFAULT_STYLE,
+    FormChecks,
     GrammarCheck,
-    StartChecks,
     name_forms,
     read_form,
     refused,
 )
-from cadenza.text.grammar_check import start_checks
+from cadenza.text.grammar_check import IN_PROCESS
 from cadenza.text.notices import Notices
 from cadenza.text.output_parser import MakeParser
 
@@ -86,7 +86,7 @@ class TextFrontend:
         generation_config: "none" ignores the checkpoint's recommended sampling, and what is
             assumed of a GGUF file without one.
         max_model_len: the context length, where it is known; bounds a recommended length.
-        start_checks: makes what checks the grammars of a request.
+        checks: of the forms of requests.
         parsers: of reasoning and tool calls in answers.
     """
 
@@ -96,10 +96,10 @@ class TextFrontend:
         *,
         generation_config: GenerationConfig = "auto",
         max_model_len: int | None = None,
-        start_checks: StartChecks = start_checks,
+        checks: FormChecks = IN_PROCESS,
         parsers: AnswerParsers = DEFAULT_PARSERS,
     ) -> None:
-        self._start_checks = start_checks
+        self.checks = checks
         source = checkpoint.tokenizer_source
         self._files = checkpoint.tokenizer
         self.facts = facts_of(checkpoint)
@@ -219,7 +219,7 @@ class TextFrontend:
         constrained as it is asked for."""
         use = asked.use
         text = self._render(messages, None if use is None else use.rendered(), template_kwargs)
-        ids, check = self._encode_rendered(text, max_num_tokens), self._start_checks()
+        ids, check = self._encode_rendered(text, max_num_tokens), self.checks.start()
         request = self._resolved(Request(prompt_token_ids=ids, params=params), check)
         assert self._planner is not None, "what was rendered and encoded has a planner"
         plan = self._planner.plan(text, request.constraint, asked, check)
@@ -303,7 +303,7 @@ class TextFrontend:
             InvalidRequestError: it is no `Request`, an option needs a tokenizer.json that is not
                 there, or the model has embeddings only.
         """
-        return self._resolved(request, self._start_checks())
+        return self._resolved(request, self.checks.start())
 
     def _resolved(self, request: Request, check: GrammarCheck) -> Request:
         """As `resolve`; `check` is that of the request's grammars."""
@@ -344,6 +344,14 @@ class TextFrontend:
         if problem is not None:
             raise refused(f"the structured output's {structured.kind} is refused: {problem}")
         return ConstraintSpec(grammar=form.text)
+
+    def unenforced_schema(self, structured: StructuredOutput | None) -> str | None:
+        """The schema that answers are checked by at their end, as their grammar does not hold all
+        of it; None for most."""
+        if structured is None or structured.kind != "json":
+            return None
+        form = read_form(structured, self._style)
+        return cast(str, structured.json) if form.unenforced else None
 
     def _resolve_pooling(self, params: PoolingParams) -> PoolingParams:
         default = self._pooling

@@ -9,8 +9,9 @@ it is left in the engine.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 from cadenza.errors import CadenzaError
@@ -149,10 +150,10 @@ class Generation:
         ):
             async with job:
                 if streamed is None:
-                    outputs = await _finish(job, record, end_error)
+                    outputs = await self._finish(job, record, end_error)
                     await exchange.answer(Response(body=await self._encode(encoder, outputs)))
                 else:
-                    await _stream(exchange, job, streamed, record, end_error)
+                    await self._stream(exchange, job, streamed, record, end_error)
 
     async def _encode(self, encoder: AnswerEncoder, outputs: list[RequestOutput]) -> bytes:
         if len(outputs) <= MAX_INLINE_OUTPUTS:
@@ -163,51 +164,73 @@ class Generation:
         except CadenzaError as error:  # the server is ending
             raise error_of(error, "draining") from error
 
-
-async def _finish(job: Job, record: RequestRecord, end_error: EndError) -> list[RequestOutput]:
-    """Waits for the end of a call whose answer is sent whole; the outputs in their order."""
-    found: dict[int, OutputProcessor | RequestOutput] = {}
-    while job.num_unfinished:
-        for place, request, outputs in await job.news():
-            failed = record.take(place, request.num_cached_tokens, outputs)
-            if failed is not None:
-                raise end_error(failed)
-            found[place] = request
-    wholes = [found[place] for place in sorted(found)]
-    return [each.output() if isinstance(each, OutputProcessor) else each for each in wholes]
-
-
-async def _stream(
-    exchange: Exchange,
-    job: Job,
-    encoder: StreamEncoder,
-    record: RequestRecord,
-    end_error: EndError,
-) -> None:
-    await exchange.start_stream()
-    opening = encoder.opening()
-    if opening:
-        await exchange.stream(opening)
-    events = b""
-    try:
+    async def _finish(
+        self, job: Job, record: RequestRecord, end_error: EndError
+    ) -> list[RequestOutput]:
+        """Waits for the end of a call whose answer is sent whole; the outputs in their order."""
+        found: dict[int, OutputProcessor | RequestOutput] = {}
         while job.num_unfinished:
-            news = await job.news(exchange.limits.keep_alive_s)
-            made: list[bytes] = [] if news else [encoder.silence()]
-            for place, request, outputs in news:
+            for place, request, outputs in await job.news():
                 failed = record.take(place, request.num_cached_tokens, outputs)
                 if failed is not None:
                     raise end_error(failed)
-                made.append(encoder.take(place, request, outputs))
-            events = b"".join(made)
-            if events and job.num_unfinished:
-                await exchange.stream(events)
-        events += encoder.closing()
-    except ApiError as error:
-        record.status, events = error.status, encoder.failure(error)
-    except Exception as error:  # noqa: BLE001  logged without what the client sent
-        log_unexpected(error)
-        record.status, events = 500, encoder.failure(server_error())
-    await exchange.end_stream(events)
+                found[place] = request
+        wholes: list[RequestOutput] = []
+        for _, each in sorted(found.items()):
+            whole = each.output() if isinstance(each, OutputProcessor) else each
+            wholes.append(replace(whole, outputs=tuple(await self._checked(each, whole.outputs))))
+        return wholes
+
+    async def _stream(
+        self,
+        exchange: Exchange,
+        job: Job,
+        encoder: StreamEncoder,
+        record: RequestRecord,
+        end_error: EndError,
+    ) -> None:
+        await exchange.start_stream()
+        opening = encoder.opening()
+        if opening:
+            await exchange.stream(opening)
+        events = b""
+        try:
+            while job.num_unfinished:
+                news = await job.news(exchange.limits.keep_alive_s)
+                made: list[bytes] = [] if news else [encoder.silence()]
+                for place, request, outputs in news:
+                    failed = record.take(place, request.num_cached_tokens, outputs)
+                    if failed is not None:
+                        raise end_error(failed)
+                    checked = await self._checked(request, outputs)
+                    made.append(encoder.take(place, request, checked))
+                events = b"".join(made)
+                if events and job.num_unfinished:
+                    await exchange.stream(events)
+            events += encoder.closing()
+        except ApiError as error:
+            record.status, events = error.status, encoder.failure(error)
+        except Exception as error:  # noqa: BLE001  logged without what the client sent
+            log_unexpected(error)
+            record.status, events = 500, encoder.failure(server_error())
+        await exchange.end_stream(events)
+
+    async def _checked(
+        self, request: OutputProcessor | RequestOutput, outputs: Sequence[CompletionOutput]
+    ) -> Sequence[CompletionOutput]:
+        """Outputs that end with a form whose grammar does not hold all of it are checked, on a
+        thread."""
+        if not isinstance(request, OutputProcessor) or request.answer_schema is None:
+            return outputs
+        if all(each.finish_reason is None for each in outputs):
+            return outputs
+        service = self._service
+        try:
+            return await service.work.do(
+                "form", 0, lambda: [request.checked(each) for each in outputs]
+            )
+        except CadenzaError as error:  # the server is ending
+            raise error_of(error, "draining") from error
 
 
 def log_unexpected(error: Exception) -> None:

@@ -181,7 +181,7 @@ class ChunkEncoder:
         for output in outputs:
             part = self._choices.part(place * self._options.n + output.index, output, request)
             if part is not None:
-                _add_receipt(part, output)
+                _add_end(part, output)
                 after = self._after if self._is_after_fixed else self._next_after(request)
                 made += (self._before, _encode(part), after)
         return b"".join(made)
@@ -207,7 +207,7 @@ class ChunkEncoder:
             for output in request.outputs:
                 index = prompt * self._options.n + output.index
                 choices.append(self._choices.whole(index, output, request))
-                _add_receipt(choices[-1], output)
+                _add_end(choices[-1], output)
         fields = self._head.fields(self._choices.id_prefix, self._choices.object_name)
         about_prompt = about_prompt or self._choices.about_prompt(None) or {}
         answer = {**fields, "choices": choices, "usage": self.usage.as_object(), **about_prompt}
@@ -233,6 +233,14 @@ class ChunkEncoder:
         return self._make_after(about_prompt)
 
 
-def _add_receipt(choice: ChoiceObject, output: CompletionOutput) -> None:
+def schema_mark(output: CompletionOutput) -> dict[str, bool]:
+    """The member of an answer that was checked by its schema at its end."""
+    found = output.is_schema_valid
+    return {} if found is None else {"x_schema_valid": found}
+
+
+def _add_end(choice: ChoiceObject, output: CompletionOutput) -> None:
+    """What was asked of the end of a sample."""
     if output.receipt is not None:
         choice["receipt"] = output.receipt
+    choice |= schema_mark(output)

@@ -7,7 +7,8 @@ grammar that passes `grammar_check` enforces everything that was asked for.
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -18,8 +19,23 @@ from cadenza.text.json_schema import JsonGrammar, compile_schema
 GrammarCheck = Callable[[str], str | None]
 """What is wrong with a grammar; None if it can be followed."""
 
-StartChecks = Callable[[], GrammarCheck]
-"""Makes the check of one request's grammars, which may have a bound on their time together."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormChecks:
+    """What checks the forms of requests.
+
+    Args:
+        start: makes the check of one request's grammars, which may have a bound on their time
+            together.
+        is_valid: whether a text, the first argument, is JSON of a schema.
+        is_inline: answers are checked where their outputs are made; otherwise whoever reads them
+            checks them, on a thread.
+    """
+
+    start: Callable[[], GrammarCheck]
+    is_valid: Callable[[str, str], bool]
+    is_inline: bool = True
+
 
 _MAX_ERROR_CHARS = 300
 
@@ -48,6 +64,10 @@ ARGUMENTS_STYLE = JsonStyle()
 """Of tools' arguments: a file that an agent writes may be long."""
 
 
+MAX_CACHED_FORMS = 64
+"""Of the newest; the prompts and samples of a request have the same one."""
+
+
 def name_forms(style: JsonStyle, parsers: Sequence[str]) -> str:
     """What decides the grammar of an answer besides its request, for the fingerprint."""
     described = repr((style, sorted(LIMITS.items()), *parsers))
@@ -60,6 +80,7 @@ def grammar_of(structured: StructuredOutput) -> str:
     return read_form(structured).text
 
 
+@lru_cache(maxsize=MAX_CACHED_FORMS)
 def read_form(structured: StructuredOutput, style: JsonStyle = DEFAULT_STYLE) -> JsonGrammar:
     """As `grammar_of`, with what the grammar does not hold. Raises InvalidRequestError."""
     if structured.whitespace is not None:

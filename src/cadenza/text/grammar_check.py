@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from cadenza.text.grammar import LIMITS, GrammarCheck
+from cadenza.text.grammar import LIMITS, FormChecks
 from cadenza.text.json_schema import NO_TEXT
+from cadenza.text.schema_check import is_valid
 
 MAX_ERROR_CHARS = 300
 
@@ -70,9 +71,8 @@ def check_grammar(grammar: str) -> str | None:
     return described(unenforced[0]) if unenforced else _try(grammar)
 
 
-def start_checks() -> GrammarCheck:
-    """A `StartChecks` in this process."""
-    return check_grammar
+IN_PROCESS = FormChecks(start=lambda: check_grammar, is_valid=is_valid)
+"""Without bounds but `LIMITS`: for forms of one's own."""
 
 
 def described(message: str) -> str:

@@ -113,11 +113,11 @@ class GrammarWorker:
         return self.start_checks()(grammar)
 
     def is_valid(self, text: str, schema: str) -> bool:
-        """Whether a text is JSON of a schema; False if that takes too long or too much memory."""
+        """Whether a text is JSON of a schema; False where that is not found out."""
         job = {"text": text, "schema": schema}
         try:
-            return bool(self._run(self._slow, job, self._cpu_s, time.monotonic()).result)
-        except (OutOfCpuError, OutOfMemoryError):
+            return bool(self._run_twice(job, self._cpu_s).result)
+        except (OutOfCpuError, OutOfMemoryError, FormNotCheckedError):
             return False
 
     def close(self) -> None:
@@ -132,21 +132,23 @@ class GrammarWorker:
             return found
         if left_s <= 0:
             raise OutOfCpuError
-        since_s, job = time.monotonic(), {"grammar": grammar}
-        quick_s = min(self._quick_cpu_s, left_s)
-        try:
-            found = self._run(self._quick, job, quick_s, since_s)
-        except OutOfCpuError:
-            if quick_s == left_s:
-                raise
-            found = self._run(self._slow, job, left_s, since_s)
+        found = self._run_twice({"grammar": grammar}, left_s)
         self._keep(grammar, found)
         return found
 
-    def _run(self, lane: "Lane", job: Job, cpu_s: float, since_s: float) -> Checked:
+    def _run_twice(self, job: Job, left_s: float) -> Checked:
+        """With little time before all of it."""
+        until_s, quick_s = time.monotonic() + self._wall_s, min(self._quick_cpu_s, left_s)
+        try:
+            return self._run(self._quick, job, quick_s, until_s)
+        except OutOfCpuError:
+            if quick_s == left_s:
+                raise
+            return self._run(self._slow, job, left_s, until_s)
+
+    def _run(self, lane: "Lane", job: Job, cpu_s: float, until_s: float) -> Checked:
         """Waits for the lane's process, and asks it; one that died before is replaced once."""
-        until_s = since_s + self._wall_s
-        with lane.turn(len(job.get("grammar", "")), until_s):
+        with lane.turn(sum(map(len, job.values())), until_s):
             if "grammar" in job:
                 found = self._cached(job["grammar"])  # another thread may have asked meanwhile
                 if found is not None:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from cadenza.outputs import CompletionOutput, OutputPart, PartKind
 from cadenza.server.endpoints.conversation import new_call_id
+from cadenza.server.sse import schema_mark
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +48,8 @@ class BlockReader:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
+        self.mark: dict[str, bool] = {}
+        """`schema_mark` of the output, once it has ended."""
 
     def take(self, output: CompletionOutput) -> Iterator[BlockEvent]:
         """What is new; the end of the output ends its last block."""
@@ -57,6 +60,7 @@ class BlockReader:
             if part.text or part.name is not None:
                 yield from self._take_part(part)
         if output.finish_reason is not None:
+            self.mark = schema_mark(output)
             yield from self._end()
 
     def _take_part(self, part: OutputPart) -> Iterator[BlockEvent]:

@@ -65,7 +65,8 @@ class MessageEncoder:
     def closing(self) -> bytes:
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         usage = usage_of_message(self.usage)
-        return _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
+        mark = self._reader.mark
+        return _event("message_delta", delta=delta, usage=usage, **mark) + _event("message_stop")
 
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + self._error(error) + b"\n\n"
@@ -113,6 +114,7 @@ class MessageEncoder:
             "stop_reason": self._stop_reason,
             "stop_sequence": self._stop_sequence,
             "usage": usage_of_message(self.usage),
+            **self._reader.mark,
         }
 
     def _block(self, block: Block) -> dict[str, Any]:

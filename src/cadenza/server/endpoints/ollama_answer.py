@@ -136,7 +136,8 @@ class LineEncoder:
         return [_logprob(token_id, entry, num_top) for token_id, entry in entries]
 
     def _end(self) -> Members:
-        return {"done": True, "done_reason": self._reason, **metrics(self._head, self.usage)}
+        end = {"done": True, "done_reason": self._reason, **self._reader.mark}
+        return {**end, **metrics(self._head, self.usage)}
 
     def _line(self, members: Members) -> bytes:
         return _encode({**_about(self._head), **members}) + b"\n"

@@ -131,6 +131,7 @@ class ResponseEncoder:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": [self._item(block) for block in self._reader.blocks],
             "usage": None if is_open else usage_object(self.usage),
+            **self._reader.mark,
         }
 
     def _item(self, block: Block) -> dict[str, Any]:

@@ -1,0 +1,93 @@
+"""Answers whose grammar does not hold all of their schema are checked at their end, and marked."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.harness import MODEL, RunningServer
+
+ASKED = [{"role": "user", "content": "Which?"}]
+HOT = {"temperature": 0, "max_tokens": 40}
+NOT_TRUE = {"enum": [True], "not": {"const": True}}
+NOT_FALSE = {"enum": [True], "not": {"const": False}}
+MARKS = [(NOT_TRUE, False), (NOT_FALSE, True)]
+
+
+def chat_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+
+
+def named_events(server: RunningServer, path: str, body: dict[str, Any]) -> list[Any]:
+    text = server.post(path, {**body, "stream": True}).text
+    lines = [
+        line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")
+    ]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(("schema", "is_valid"), MARKS)
+def test_choices_are_marked_whole_and_at_the_end_of_a_stream(
+    bundled: RunningServer, schema: Any, is_valid: bool
+) -> None:
+    body = {"messages": ASKED, **HOT, "n": 2, "response_format": chat_format(schema)}
+    for choice in bundled.post("/v1/chat/completions", body).json()["choices"]:
+        assert choice["message"]["content"] == "true"
+        assert choice["x_schema_valid"] is is_valid
+    events = bundled.events("/v1/chat/completions", {**body, "stream": True})[:-1]
+    ends = [one for event in events for one in event["choices"] if one["finish_reason"]]
+    assert [one["x_schema_valid"] for one in ends] == [is_valid] * 2
+    marked = [one for event in events for one in event["choices"] if "x_schema_valid" in one]
+    assert marked == ends
+    body = {"prompt": "x", **HOT, "guided_json": schema}
+    (choice,) = bundled.post("/v1/completions", body).json()["choices"]
+    assert choice["x_schema_valid"] is is_valid
+
+
+@pytest.mark.parametrize(("schema", "is_valid"), MARKS)
+def test_a_response_is_marked(bundled: RunningServer, schema: Any, is_valid: bool) -> None:
+    form = {"type": "json_schema", "name": "n", "schema": schema}
+    body = {"input": "x", "temperature": 0, "max_output_tokens": 40, "text": {"format": form}}
+    assert bundled.post("/v1/responses", body).json()["x_schema_valid"] is is_valid
+    events = named_events(bundled, "/v1/responses", body)
+    assert events[-1]["response"]["x_schema_valid"] is is_valid
+    assert "x_schema_valid" not in events[0]["response"]
+
+
+@pytest.mark.parametrize(("schema", "is_valid"), MARKS)
+def test_a_message_is_marked(bundled: RunningServer, schema: Any, is_valid: bool) -> None:
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    body = {"messages": ASKED, **HOT, "output_config": form, "model": MODEL}
+    assert bundled.post("/v1/messages", body).json()["x_schema_valid"] is is_valid
+    events = named_events(bundled, "/v1/messages", body)
+    (delta,) = [event for event in events if event["type"] == "message_delta"]
+    assert delta["x_schema_valid"] is is_valid
+
+
+def test_an_answer_of_ollamas_api_is_marked(bundled: RunningServer) -> None:
+    body = {"model": MODEL, "messages": ASKED, "format": NOT_TRUE, "stream": False}
+    answer = bundled.post("/api/chat", {**body, "options": {"temperature": 0}})
+    assert answer.json()["x_schema_valid"] is False
+
+
+def test_an_answer_that_its_grammar_holds_is_not_marked(bundled: RunningServer) -> None:
+    body = {"messages": ASKED, **HOT, "response_format": chat_format({"enum": [True]})}
+    (choice,) = bundled.post("/v1/chat/completions", body).json()["choices"]
+    assert "x_schema_valid" not in choice
+
+
+def test_an_answer_that_is_cut_is_not_valid(bundled: RunningServer) -> None:
+    schema = {"type": "array", "minItems": 50, "items": {"type": "string"}, "uniqueItems": True}
+    body = {"messages": ASKED, "max_tokens": 5, "response_format": chat_format(schema)}
+    (choice,) = bundled.post("/v1/chat/completions", body).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["x_schema_valid"] is False
+
+
+def test_repeated_items_are_told(bundled: RunningServer) -> None:
+    item = {"type": "string", "pattern": "^a$"}
+    schema = {"type": "array", "minItems": 2, "maxItems": 2, "items": item, "uniqueItems": True}
+    body = {"messages": ASKED, **HOT, "response_format": chat_format(schema)}
+    (choice,) = bundled.post("/v1/chat/completions", body).json()["choices"]
+    assert json.loads(choice["message"]["content"]) == ["a", "a"]
+    assert choice["x_schema_valid"] is False
