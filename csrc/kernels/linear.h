@@ -5,6 +5,8 @@
 // row blocks or the threads.
 #pragma once
 
+#include <utility>
+
 #include "core/kernel_table.h"
 #include "kernels/math.h"
 #include "kernels/micro.h"
@@ -88,23 +90,36 @@ struct Reduction {
   }
 };
 
-// Computes MR rows of a panel and calls epilogue(row, columns) for each row.
-template <class T, int MR, class Epilogue>
-[[gnu::noinline]] void row_tile(const PanelProduct<T>& product, int64_t row,
-                                SpreadPrefetch prefetch, UpcomingBlocks* upcoming,
-                                const Epilogue& epilogue) {
-  Vec acc[MR][kPanelVecs];
-  if constexpr (tile_vecs<MR>(kPanelVecs) == kPanelVecs) {
-    Reduction<T>::columns(acc, product, row, 0, prefetch, upcoming);
-  } else {
-    for (int j = 0; j < kPanelVecs; j++) {
-      Vec part[MR][1];
-      Reduction<T>::columns(part, product, row, j * kLanes, prefetch, upcoming);
-      for (int i = 0; i < MR; i++) acc[i][j] = part[i][0];
+// Computes MR rows of a panel. A function of its own for each MR, which all products share: compiled
+// into each of them, the tiles took most of the time to compile a table.
+template <class T, int MR>
+[[gnu::noinline]] void float_tile(const PanelProduct<T>& product, int64_t row,
+                                  SpreadPrefetch prefetch, UpcomingBlocks* upcoming,
+                                  Vec (*sums)[kPanelVecs]) {
+  constexpr int NR = tile_vecs<MR>(kPanelVecs);
+  for (int j = 0; j < kPanelVecs; j += NR) {
+    Vec part[MR][NR];
+    Reduction<T>::columns(part, product, row, j * kLanes, prefetch, upcoming);
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; i++) {
+#pragma GCC unroll 4
+      for (int v = 0; v < NR; v++) sums[i][j + v] = part[i][v];
     }
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < MR; i++) epilogue(row + i, acc[i]);
+}
+
+template <class T>
+using FloatTile = void (*)(const PanelProduct<T>& product, int64_t row, SpreadPrefetch prefetch,
+                           UpcomingBlocks* upcoming, Vec (*sums)[kPanelVecs]);
+
+template <class T>
+struct FloatTiles {
+  FloatTile<T> of_rows[WeightTraits<T>::kTileRows];  // index 0 has one row
+};
+
+template <class T, int... Row>
+constexpr FloatTiles<T> make_float_tiles(std::integer_sequence<int, Row...>) {
+  return {{float_tile<T, Row + 1>...}};
 }
 
 // Lines at a distance of kSetStride bytes are in one set of the first-level cache, which holds 8 or
@@ -175,6 +190,8 @@ inline void run_panels(const void* x, const void* w, const Grid& grid, int64_t b
   const int64_t rows = grid.rows;
   const int64_t bytes = panel_bytes(WeightTraits<T>::kFormat, grid.k);
   constexpr int kTileRows = WeightTraits<T>::kTileRows;
+  static constexpr FloatTiles<T> kTiles =
+      make_float_tiles<T>(std::make_integer_sequence<int, kTileRows>());
   const int64_t tiles = ceil_div(rows, kTileRows);
   InputRows<typename WeightTraits<T>::Act> inputs(x, grid.k, ceil_div(rows, tiles), worker.arena);
   PanelProduct<T> product{nullptr, inputs.stride(), nullptr, grid.k};
@@ -205,10 +222,11 @@ inline void run_panels(const void* x, const void* w, const Grid& grid, int64_t b
     UpcomingBlocks* upcoming = count >= kMinTilesToPrefetchKv ? &worker.upcoming : nullptr;
     const char* start = prefetch.at;
     for (int64_t tile = first_tile; tile < last_tile; tile++) {
-      int64_t row = tile * rows / tiles, next = (tile + 1) * rows / tiles;
-      with_count<kTileRows>(int(next - row), [&](auto n) {
-        row_tile<T, decltype(n)::value>(product, row, prefetch, upcoming, epilogue);
-      });
+      const int64_t row = tile * rows / tiles;
+      const int num_rows = int((tile + 1) * rows / tiles - row);
+      Vec sums[kTileRows][kPanelVecs];
+      kTiles.of_rows[num_rows - 1](product, row, prefetch, upcoming, sums);
+      for (int i = 0; i < num_rows; i++) epilogue(row + i, sums[i]);
       if (prefetch.bytes_per_step != 0) {
         prefetch.at = start + (tile + 1 - first_tile) * bytes / count;
       }
