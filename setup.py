@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
+import shutil
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 CSRC = Path("csrc")
+sys.path.insert(0, str(ROOT / CSRC))
+import isas  # noqa: E402  the build's own, beside the kernels
+
 OBJECTS = CSRC / "build" / "native"
 """Where `make -C csrc` looks for objects: it makes none again that an editable install made."""
+
+ISA_TABLES = OBJECTS / CSRC / "core" / "isa.o"
 
 LIBRARY_NAME = "_native.dylib" if sys.platform == "darwin" else "_native.so"
 COMMON_FLAGS = [
@@ -33,40 +37,6 @@ COMMON_FLAGS = [
     "-fno-math-errno",
     "-g0",
 ]
-SCALAR_FLAGS = ["-O2"]
-"""As fast as with -O3, for which g++ 12 takes five times as long: the longest of all sources."""
-AVX512_FLAGS = ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-ISA_FLAGS = {
-    "x86_64": {
-        "avx512_bf16": [*AVX512_FLAGS, "-mavx512bf16"],
-        "avx512": AVX512_FLAGS,
-        "avx2": ["-mavx2", "-mfma"],
-        "scalar": [],
-        "int8_avx512_vnni": [*AVX512_FLAGS, "-mavx512vnni"],
-        "int8_avx_vnni": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
-        "int8_avx2": ["-mavx2", "-mfma", "-mf16c"],
-        "int8_scalar": SCALAR_FLAGS,
-    },
-    "aarch64": {
-        "neon_bf16": ["-march=armv8.2-a+bf16"],
-        "neon": [],
-        "scalar": [],
-        "int8_neon_dotprod": ["-march=armv8.2-a+dotprod"],
-        "int8_neon": [],
-        "int8_scalar": SCALAR_FLAGS,
-    },
-}
-OPTIONAL_ISAS = ("int8_avx_vnni",)
-"""Left out if the compiler does not know their flags: g++ knows this one's from version 11 on."""
-
-MACHINE_ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}
-
-
-def isa_flags() -> dict[str, list[str]]:
-    """Flags of each kernel source that this machine's architecture can have."""
-    machine = platform.machine().lower()
-    plain = {"scalar": [], "int8_scalar": SCALAR_FLAGS}
-    return ISA_FLAGS.get(MACHINE_ALIASES.get(machine, machine), plain)
 
 
 def ffi_include_dir() -> str:
@@ -78,11 +48,9 @@ def ffi_include_dir() -> str:
 
 
 def native_sources() -> list[str]:
-    portable = [
-        str(path) for part in ("core", "ffi") for path in (ROOT / CSRC / part).glob("*.cpp")
-    ]
-    kernels = [str(ROOT / CSRC / "isa" / f"{isa}.cpp") for isa in isa_flags()]
-    return sorted(os.path.relpath(path, ROOT) for path in [*portable, *kernels])
+    """Those of every build; the build adds the kernels of its instruction sets."""
+    found = [path for part in ("core", "ffi") for path in (ROOT / CSRC / part).glob("*.cpp")]
+    return sorted(os.path.relpath(path, ROOT) for path in found)
 
 
 def native_headers() -> list[str]:
@@ -116,43 +84,26 @@ class BuildNative(build_ext):
     def get_ext_fullpath_built(self, ext: Extension) -> str:
         return os.path.join(self.build_lib, self.get_ext_filename(self.get_ext_fullname(ext.name)))
 
-    def _accepts(self, flags: list[str]) -> bool:
-        """Whether the compiler knows the flags."""
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "empty.cpp"
-            source.write_text("")
-            try:
-                self.compiler.compile([str(source)], output_dir=folder, extra_postargs=flags)
-            except CompileError:
-                return False
-        return True
-
     def _build(self, ext: Extension) -> None:
-        isas = {
-            isa: flags
-            for isa, flags in isa_flags().items()
-            if isa not in OPTIONAL_ISAS or self._accepts(flags)
-        }
-        left_out = sorted(isa_flags().keys() - isas.keys())
-        kernels = {source for source in ext.sources if "isa" in Path(source).parts}
+        if self.editable_mode and ISA_TABLES.exists():
+            ISA_TABLES.unlink()  # its content follows from the sets, which may be others today
+        chosen = isas.isas_to_build(self.compiler.compiler_cxx)
+        self._use_ccache()
+        macros = list(isas.table_macros(chosen).items())
+        kernels = {str(CSRC / "isa" / f"{isa}.cpp"): flags for isa, flags in chosen.items()}
 
         def compile_one(source: str) -> list[str]:
             return self.compiler.compile(
                 [source],
                 output_dir=str(OBJECTS) if self.editable_mode else self.build_temp,
-                macros=[(f"CADENZA_WITHOUT_{isa.upper()}", None) for isa in left_out],
+                macros=macros,
                 include_dirs=[str(CSRC), ffi_include_dir()],
-                extra_postargs=[
-                    *COMMON_FLAGS,
-                    *(isas[Path(source).stem] if source in kernels else []),
-                ],
+                extra_postargs=[*COMMON_FLAGS, *kernels.get(source, [])],
                 depends=ext.depends,
             )
 
-        used = [each for each in ext.sources if Path(each).stem not in left_out]
-        used.sort(key=lambda source: source not in kernels)  # the longest first
-        with ThreadPoolExecutor(os.cpu_count()) as compiling:
-            compiled = list(compiling.map(compile_one, used))
+        with ThreadPoolExecutor(os.cpu_count()) as compiling:  # the longest first
+            compiled = list(compiling.map(compile_one, [*kernels, *ext.sources]))
         objects = sorted(path for paths in compiled for path in paths)
         self.compiler.link_shared_object(
             objects,
@@ -161,8 +112,22 @@ class BuildNative(build_ext):
             target_lang="c++",
         )
 
+    def _use_ccache(self) -> None:
+        ccache = shutil.which("ccache")
+        for name in ("compiler_so", "compiler_so_cxx"):
+            command = getattr(self.compiler, name, None)
+            if ccache is not None and command and Path(command[0]).name != "ccache":
+                setattr(self.compiler, name, [ccache, *command])
+
+
+class PlatformWheel(bdist_wheel):
+    """Tags a wheel for its platform alone: the library is no Python module."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
 
 setup(
     ext_modules=[Extension("cadenza._native", native_sources(), depends=native_headers())],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )

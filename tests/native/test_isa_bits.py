@@ -26,15 +26,16 @@ def record_bits(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("shape", ["tiny-gemma2", "tiny-qwen3-moe"])
-def test_avx512_and_avx2_give_equal_streams_and_logprobs(
+def test_two_portable_tables_give_equal_streams_and_logprobs(
     library: NativeLibrary, tmp_path: Path, shape: str
 ):
-    missing = {"avx512", "avx2"} - set(library.available_isas)
-    if missing:
-        pytest.skip(f"this CPU cannot run {' and '.join(sorted(missing))}")
+    """The two fastest that were built, of which the last one may be plain C++."""
+    first, second, *_ = [*(isa for isa in library.available_isas if "_bf16" not in isa), None]
+    if second is None:
+        pytest.skip("this CPU and build have one table without bf16 instructions")
     recording = str(tmp_path / "bits.json")
-    recorded = record_bits("avx512", recording, "--only", f"{shape} native")
+    recorded = record_bits(first, recording, "--only", f"{shape} native")
     assert recorded.returncode == 0, recorded.stderr
-    compared = record_bits("avx2", recording, "--only", f"{shape} native", "--compare")
+    compared = record_bits(second, recording, "--only", f"{shape} native", "--compare")
     assert compared.returncode == 0, compared.stdout
     assert "of 2 cases compared, 0 differ" in compared.stdout

@@ -5,6 +5,7 @@ them the tests are skipped, unless CADENZA_REQUIRE_NATIVE=1.
 """
 
 import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -36,8 +37,10 @@ ALL_FAULTS = (
 )
 
 
-def build(*arguments: str) -> None:
-    """Makes targets of csrc; skips where they cannot be made, unless they must."""
+def build(library: NativeLibrary, *arguments: str) -> None:
+    """Makes targets of csrc with the library's instruction sets; skips where they cannot be made,
+    unless they must.
+    """
     tools = [tool for tool in ("make", "g++") if shutil.which(tool) is None]
     if tools and not must_have_native():
         pytest.skip(f"{' and '.join(tools)} not found: the kernels cannot be built here")
@@ -45,7 +48,9 @@ def build(*arguments: str) -> None:
     with (CSRC / "build" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         command = ["make", "-j2", "-C", str(CSRC), *arguments, f"PYTHON={sys.executable}"]
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        sets = [*library.available_isas, *(f"int8_{isa}" for isa in library.available_integer_isas)]
+        environment = {**os.environ, "CADENZA_BUILD_ISAS": ",".join(sets)}
+        made = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert made.returncode == 0, made.stderr
 
 
@@ -70,7 +75,7 @@ def run_kernel_tests(*arguments: str) -> list[str]:
 
 
 def test_the_kernels_own_tests_pass_on_every_isa_of_this_machine(library: NativeLibrary):
-    build("build/native/tests")
+    build(library, "build/native/tests")
     every = set[str]()
     for isa in library.available_isas:
         if isa != PLAIN_CPP:
@@ -83,13 +88,13 @@ def test_the_kernels_own_tests_pass_on_every_isa_of_this_machine(library: Native
 
 
 @pytest.mark.soak
-def test_the_kernels_own_tests_pass_in_plain_cpp():
-    build("build/native/tests")
+def test_the_kernels_own_tests_pass_in_plain_cpp(library: NativeLibrary):
+    build(library, "build/native/tests")
     assert set(run_kernel_tests("--isa", PLAIN_CPP)) > SLOW_IN_PLAIN_CPP
 
 
 def test_the_kernels_own_benchmark_reports_each_operation(library: NativeLibrary):
-    build("build/native/bench")
+    build(library, "build/native/bench")
     command = [CSRC / "build/native/bench", "--rows", "2", "--prefill", "0", "--repeats", "1"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -105,7 +110,7 @@ OPTIONS = VerifyOptions(
 
 def run_self_test(library: NativeLibrary, options: VerifyOptions) -> SelfTestResult:
     isas = (f"FAULTY_ISA={library.cpu_isa}", f"FAULTY_INTEGER_ISA={library.cpu_integer_isa}")
-    build("faults", *isas)
+    build(library, "faults", *isas)
     assert has_native_faults()
     return self_test(options, lambda _: None)
 
@@ -134,10 +139,10 @@ def test_a_fault_that_needs_long_prompts_is_skipped_in_a_short_context(library: 
     assert result.last_line == "SELF-TEST PASS caught=4 skipped=1 ops=native"
 
 
-def test_the_library_reads_nothing_by_streams():
+def test_the_library_reads_nothing_by_streams(library: NativeLibrary):
     """Where the C++ runtime is linked in, they crash beside jaxlib's copy; XLA's headers only write
     to streams, and only errors."""
-    build("build/native/tests")
+    build(library, "build/native/tests")
     objects = [*OBJECTS.glob("core/*.o"), *OBJECTS.glob("isa/*.o"), *OBJECTS.glob("ffi/*.o")]
     command = ["nm", "-C", *map(str, objects)]
     named = subprocess.run(command, capture_output=True, text=True, check=True).stdout

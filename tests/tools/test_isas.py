@@ -1,0 +1,99 @@
+"""`csrc/isas.py`: which instruction sets a build compiles the kernels for."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN = {"scalar", "int8_scalar"}
+
+
+@pytest.fixture(scope="module")
+def isas() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("isas", ROOT / "csrc" / "isas.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def compiler() -> list[str]:
+    if shutil.which("g++") is None:
+        pytest.skip("g++ not found")
+    return ["g++"]
+
+
+def fake_compiler(folder: Path, triple: str, *, builds: bool) -> list[str]:
+    """A compiler for another architecture: it knows every flag, and what it builds cannot run."""
+    script = folder / "compiler"
+    fails = "" if builds else 'case "$*" in *probe*) exit 1;; esac'
+    script.write_text(f'#!/bin/sh\n{fails}\n[ "$1" = -dumpmachine ] && echo {triple}\nexit 0\n')
+    script.chmod(0o755)
+    return [str(script)]
+
+
+def test_a_build_has_the_sets_of_this_machine_and_plain_cpp(
+    isas: ModuleType, compiler: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("CADENZA_BUILD_ISAS", raising=False)
+    chosen = isas.isas_to_build(compiler)
+    monkeypatch.setenv("CADENZA_BUILD_ISAS", "all")
+    every = isas.isas_to_build(compiler)
+    floats = [isa for isa in chosen if not isa.startswith("int8_")]
+    assert PLAIN < set(chosen) <= set(every)
+    assert 2 <= len(floats) <= 3  # the fastest, the portable one where that has bf16, and plain C++
+    assert any(not isa.endswith("_bf16") for isa in floats if isa != "scalar")
+
+
+def test_another_architecture_has_all_of_its_sets(
+    isas: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("CADENZA_BUILD_ISAS", raising=False)
+    compiler = fake_compiler(tmp_path, "aarch64-linux-gnu", builds=False)
+    assert set(isas.isas_to_build(compiler)) == set(isas.ISA_FLAGS["aarch64"])
+
+
+def test_an_unknown_architecture_has_plain_cpp(
+    isas: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CADENZA_BUILD_ISAS", "all")
+    assert set(isas.isas_to_build(fake_compiler(tmp_path, "riscv64-linux", builds=True))) == PLAIN
+
+
+def test_named_sets_are_built_beside_plain_cpp(
+    isas: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CADENZA_BUILD_ISAS", "neon,int8_neon_dotprod")
+    chosen = isas.isas_to_build(fake_compiler(tmp_path, "aarch64-linux-gnu", builds=True))
+    assert set(chosen) == {"neon", "int8_neon_dotprod", *PLAIN}
+    assert isas.table_macros(chosen) == {
+        "CADENZA_TABLES(X)": "X(neon) X(scalar)",
+        "CADENZA_INTEGER_TABLES(X)": "X(neon_dotprod) X(scalar)",
+    }
+
+
+def test_an_unknown_set_is_refused_with_those_that_there_are(
+    isas: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CADENZA_BUILD_ISAS", "mmx")
+    with pytest.raises(isas.BuildError, match="no instruction set mmx; there are machine, all"):
+        isas.isas_to_build(fake_compiler(tmp_path, "x86_64-linux-gnu", builds=True))
+
+
+def test_a_set_that_the_compiler_does_not_know_is_refused_if_it_was_named(
+    isas: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    compiler = fake_compiler(tmp_path, "x86_64-linux-gnu", builds=True)
+    script = Path(compiler[0])
+    refusing = 'case "$*" in *avxvnni*) exit 1;; esac'
+    script.write_text(script.read_text().replace("exit 0", refusing))
+    monkeypatch.setenv("CADENZA_BUILD_ISAS", "int8_avx_vnni")
+    with pytest.raises(isas.BuildError, match="does not know int8_avx_vnni"):
+        isas.isas_to_build(compiler)
+    monkeypatch.setenv("CADENZA_BUILD_ISAS", "all")
+    assert "int8_avx_vnni" not in isas.isas_to_build(compiler)
