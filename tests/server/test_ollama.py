@@ -218,7 +218,9 @@ def test_options_have_their_meaning(server: RunningServer, engine: ScriptedEngin
         "numa": False,
         "an_option_of_tomorrow": 1,
     }
-    assert ask(server, options=given).status_code == 200
+    answer = ask(server, options=given)
+    assert answer.status_code == 200
+    assert answer.headers["x-cadenza-ignored"] == "options.an_option_of_tomorrow"
     params = engine.submitted[-1].params
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.25, 7, 0.5, 0.125)
     assert (params.seed, params.max_tokens) == (11, 3)
@@ -245,6 +247,7 @@ def test_numbers_that_ask_for_nothing_are_no_numbers(
         ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "options.repeat_last_n"),
         ({"options": {"repeat_penalty": 1.1, "penalize_newline": False}}, "penalize_newline"),
         ({"options": {"temperature": "hot"}}, "options.temperature"),
+        ({"options": {"temprature": 0.5}}, "did you mean temperature?"),
         ({"options": 3}, "options is 3"),
         ({"format": "yaml"}, '"json" or a JSON Schema'),
         ({"think": "much"}, "low, medium, high"),

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
-from cadenza.server.schemas.body import DeclaredObject, Effect, Field, label
+from cadenza.server.schemas.body import DeclaredObject, Effect, Field, ObjectOf, label
 from cadenza.server.schemas.field_types import (
     AnyJson,
     Boolean,
@@ -20,7 +20,6 @@ from cadenza.server.schemas.field_types import (
     OneOf,
     Schema,
     Unsupported,
-    check_member,
     members_of,
     refuse,
 )
@@ -84,26 +83,16 @@ class OptionFields(DeclaredObject):
 
 @dataclass(frozen=True, slots=True)
 class OllamaOptions:
-    """`options`, checked into values of `SamplingParams` by their names.
-
-    Unknown ones are ignored, as by Ollama.
-    """
+    """`options`, checked into values of `SamplingParams` by their names."""
 
     def check(self, name: str, value: object) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise refuse(name, value, "an object")
-        found: dict[str, Any] = {}
-        for key, item in cast(dict[str, object], value).items():
-            field = OptionFields.fields.get(key)
-            if field is None or item is None:
-                continue
-            checked = check_member(name, key, field.type, item)
-            if field.effect is Effect.SAMPLING:
-                found[key] = checked
-        return _sampling_of(name, found)
+        return _sampling_of(name, {**_OPTIONS.check(name, value).values})
 
     def schema(self) -> Schema:
-        return {**OptionFields.object_schema(), "additionalProperties": True}
+        return _OPTIONS.schema()
+
+
+_OPTIONS: ObjectOf[OptionFields] = ObjectOf(OptionFields)
 
 
 def _sampling_of(name: str, options: dict[str, Any]) -> dict[str, Any]:
