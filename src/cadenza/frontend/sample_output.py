@@ -1,9 +1,10 @@
 """`SampleOutput`: the output of one sample, made of its tokens as they come.
 
-Owns the text of one stream: detokenising, then cutting at stop strings (and which tokens lie past
-one), then splitting into parts, where a parser was chosen. Knows no engine. Invariants: shown text
-never changes; the final text is that of all tokens decoded at once and cut at the earliest stop
-string; tokens past a stop string are never shown; a parser sees exactly the text that is shown.
+Owns the text of one stream: detokenising, cutting at stop strings (and which tokens lie past one),
+splitting into parts, where a parser was chosen. Knows no engine. Invariants: shown text never
+changes; the final text is that of all tokens decoded at once and cut at the earliest stop string,
+which counts in content only where there are parts (`text.content_stops`); tokens past a stop string
+are never shown.
 """
 
 from bisect import bisect_left
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from cadenza.events import ErrorKind, Finished, FinishReason
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart
 from cadenza.text import IncrementalDetokenizer, StopMatcher
+from cadenza.text.content_stops import ContentStops, ShownText
 from cadenza.text.output_parser import OutputParser
 
 
@@ -36,7 +38,8 @@ class SampleOutput:
         matcher: of the request's stop strings; None when it has none.
         num_unsearched: text of so many first tokens is not searched for stop strings
             (`min_tokens`).
-        parser: a fresh one, which splits the text into parts; None leaves it whole.
+        parser: a fresh one, which splits the text into parts; None leaves it whole. With the stop
+            strings in it there is no `matcher`.
     """
 
     __slots__ = (
@@ -56,6 +59,7 @@ class SampleOutput:
         "_num_unsearched",
         "_parser",
         "_parts",
+        "_stops",
         "_sums",
         "_texts",
         "_token_ids",
@@ -68,13 +72,14 @@ class SampleOutput:
         detokenizer: IncrementalDetokenizer | None,
         matcher: StopMatcher | None = None,
         num_unsearched: int = 0,
-        parser: OutputParser | None = None,
+        parser: OutputParser | ContentStops | None = None,
     ) -> None:
         self.index = index
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._num_unsearched = num_unsearched
-        self._parser = parser
+        self._stops = parser if isinstance(parser, ContentStops) else None
+        self._parser = None if isinstance(parser, ContentStops) else parser
         self._num_reasoning = 0
         self._texts: list[str] = []
         self._parts: list[OutputPart] = []
@@ -100,17 +105,22 @@ class SampleOutput:
     @property
     def content(self) -> str | None:
         """The text of the answer itself so far; None where it calls tools."""
-        if self._parser is None:
+        if not self._has_parts:
             return "".join(self._texts)
         if any(part.kind == "tool_call" for part in self._parts):
             return None
         return "".join(part.text for part in self._parts if part.kind == "content")
 
     @property
+    def _has_parts(self) -> bool:
+        return self._parser is not None or self._stops is not None
+
+    @property
     def num_shown_tokens(self) -> int:
         """Without tokens that lie, or may turn out to lie, past a stop string."""
         count = len(self._token_ids)
-        end = None if self._matcher is None else self._matcher.least_end
+        stops = self._stops or self._matcher
+        end = None if stops is None else stops.least_end
         return count if end is None else min(count, bisect_left(self._ends, end) + 1)
 
     def count_drafts(self, *, is_accepted: bool, num_rejected: int) -> None:
@@ -130,7 +140,7 @@ class SampleOutput:
             before = self._sums[-1] if self._sums else 0.0
             self._sums.append(before + logprobs[token_id].logprob)
         text = "" if self._detokenizer is None else self._detokenizer.push(token_id)
-        if self._matcher is None:
+        if self._matcher is None and self._stops is None:
             if text:
                 self._show(text)
             self._count_reasoning()
@@ -203,11 +213,19 @@ class SampleOutput:
         if self._matcher is not None:
             self._show(self._matcher.flush())
             self._end_if_matched()
+        if self._stops is not None:
+            self._take(self._stops.flush())
+            self._end_if_matched()
         if self._ending is None:
             self._flush_parser()
             self._ending = ending
 
     def _add_text(self, text: str) -> None:
+        if self._stops is not None:
+            self._num_searched += len(text)
+            is_searched = len(self._token_ids) > self._num_unsearched
+            self._take(self._stops.push(text, is_searched=is_searched))
+            return
         if self._matcher is None or len(self._token_ids) <= self._num_unsearched:
             self._show(text)
             return
@@ -220,9 +238,15 @@ class SampleOutput:
             if self._parser is not None:
                 self._parts += self._parser.push(text)
 
+    def _take(self, shown: ShownText) -> None:
+        if shown.text:
+            self._texts.append(shown.text)
+        self._parts += shown.parts
+
     def _count_reasoning(self) -> None:
         """Tokens behind which the text is within reasoning; the one that ends it is none."""
-        if self._parser is not None and self._parser.is_reasoning:
+        parser = self._stops or self._parser
+        if parser is not None and parser.is_reasoning:
             self._num_reasoning += 1
 
     def _flush_parser(self) -> None:
@@ -230,7 +254,8 @@ class SampleOutput:
             self._parts += self._parser.flush()
 
     def _end_if_matched(self) -> None:
-        match = None if self._matcher is None else self._matcher.match
+        stops = self._stops or self._matcher
+        match = None if stops is None else stops.match
         if match is not None and self._ending is None:
             self._flush_parser()
             self._ending = Ending(
@@ -260,6 +285,6 @@ class SampleOutput:
             error=None if ending is None else ending.error,
             error_kind=None if ending is None else ending.error_kind,
             error_fields=() if ending is None else ending.error_fields,
-            parts=None if self._parser is None else tuple(self._parts[first_part:]),
+            parts=tuple(self._parts[first_part:]) if self._has_parts else None,
             embedding=None if ending is None else ending.embedding,
         )

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import index
 from typing import Any, TypeVar, cast
 
@@ -34,6 +35,7 @@ from cadenza.text import (
     bad_word_token_ids,
     plan_decoder,
 )
+from cadenza.text.content_stops import ContentStops
 from cadenza.text.decoder_stages import bytes_of_token
 from cadenza.text.generic_tools import generic_messages, has_calls
 from cadenza.text.grammar import (
@@ -47,6 +49,7 @@ from cadenza.text.grammar import (
 from cadenza.text.grammar_check import IN_PROCESS
 from cadenza.text.notices import Notices
 from cadenza.text.output_parser import MakeParser
+from cadenza.text.part_parser import PartParser
 
 logger = logging.getLogger(__name__)
 
@@ -466,10 +469,15 @@ class TextFrontend:
         if plan is None:
             plan = self._decoder_plan = plan_decoder(tokenizer.decoder_description())
         detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, plan)
-        matcher = None
+        matcher, parser = None, None if make_parser is None else make_parser()
         if params.stop:
-            matcher = StopMatcher(params.stop, is_included=params.include_stop_str_in_output)
-        parser = None if make_parser is None else make_parser()
+            make_matcher = partial(
+                StopMatcher, params.stop, is_included=params.include_stop_str_in_output
+            )
+            if isinstance(parser, PartParser):
+                parser = ContentStops(parser, params.stop, make_matcher)
+            else:
+                matcher = make_matcher()
         return SampleOutput(
             sample, detokenizer, matcher, num_unsearched=params.min_tokens, parser=parser
         )

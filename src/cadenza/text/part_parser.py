@@ -55,6 +55,11 @@ class PartPlan:
     functions: Functions = field(default_factory=dict[str, Mapping[str, Any]])
 
 
+PlacedPart = tuple[int, OutputPart]
+"""A part, and where in the answer the text begins that it was read from; a content's text is that
+from there on."""
+
+
 class _State(Enum):
     START = auto()
     REASONING_BEGUN = auto()
@@ -85,6 +90,7 @@ class PartParser:
         self._text: str = ""
         self._state = _State.CONTENT
         self._taker: Taker | None = None
+        self._num_read = 0
         if plan.reasoning is not None:
             begun = plan.begins_in_reasoning
             self._state = _State.REASONING_BEGUN if begun else _State.START
@@ -94,22 +100,35 @@ class PartParser:
         states = (_State.REASONING_BEGUN, _State.REASONING, _State.REASONED_CALL)
         return self._state in states
 
+    @property
+    def num_read(self) -> int:
+        """Characters of the answer of which it is decided what they are."""
+        return self._num_read
+
     def push(self, text: str) -> Sequence[OutputPart]:
+        return [part for _, part in self.push_placed(text)]
+
+    def flush(self) -> Sequence[OutputPart]:
+        return [part for _, part in self.flush_placed()]
+
+    def push_placed(self, text: str) -> Sequence[PlacedPart]:
+        """The parts that are certain now."""
         self._text += text
         return self._read(is_end=False)
 
-    def flush(self) -> Sequence[OutputPart]:
+    def flush_placed(self) -> Sequence[PlacedPart]:
         return self._read(is_end=True)
 
-    def _read(self, *, is_end: bool) -> list[OutputPart]:
-        parts: list[OutputPart] = []
+    def _read(self, *, is_end: bool) -> list[PlacedPart]:
+        parts: list[PlacedPart] = []
         while self._text:
             step = self._advance(self._text, is_end=is_end)
             if step is None:
                 break
-            parts += step.parts
+            parts += [(self._num_read, part) for part in step.parts]
+            self._num_read += len(self._text) - len(step.rest)
             self._state, self._text, self._taker = step.state, step.rest, step.taker
-        return [part for part in parts if part.text or part.name is not None]
+        return [placed for placed in parts if placed[1].text or placed[1].name is not None]
 
     def _advance(self, text: str, *, is_end: bool) -> _Step | None:
         """The next decision; None where it takes more text. `text` is not empty."""
@@ -217,13 +236,15 @@ def _tell(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
 
 
 def _call(taker: Taker, text: str, *, is_end: bool) -> _Step | None:
-    taken = taker.take(text, is_end=is_end)
+    """A call behind blanks, which are content only if it is none."""
+    begin = len(text) - len(text.lstrip())
+    taken = taker.take(text[begin:], is_end=is_end)
     if taken is None:
         return None
-    rest = text[taken.end :]
+    rest = text[begin + taken.end :]
     if taken.calls:
         return _Step(_State.CALLED, _as_parts(taken.calls), rest)
-    return _Step(_State.CONTENT, (OutputPart("content", text[: taken.end]),), rest)
+    return _Step(_State.CONTENT, (OutputPart("content", text[: begin + taken.end]),), rest)
 
 
 def _as_parts(calls: Sequence[ToolCall]) -> tuple[OutputPart, ...]:
@@ -243,17 +264,15 @@ def _before_call(
 ) -> _Step | None:
     """What is certain in front of a call; blanks between them are part of neither."""
     form, (place, is_certain) = found
-    if state is _State.CALL:
-        if not is_certain:
-            return _certain(_State.CONTENT, "content", text, place)
-        part = OutputPart("content", text[:place].rstrip())
-        return _Step(state, (part,), text[place:], form.taker(plan.functions))
-    if not is_certain:
-        assert plan.reasoning is not None
+    is_thought = state is _State.REASONED_CALL
+    kind: PartKind = "reasoning" if is_thought else "content"
+    if is_certain:
+        sure = text[:place].rstrip()
+        parts = (OutputPart(kind, sure),)
+        return _Step(state, parts, text[len(sure) :], form.taker(plan.functions))
+    if is_thought and plan.reasoning is not None:
         place = min(place, len(text) - num_held(text, plan.reasoning.end))
-        return _certain(_State.REASONING, "reasoning", text, place)
-    part = OutputPart("reasoning", text[:place].rstrip())
-    return _Step(state, (part,), text[len(part.text) :], form.taker(plan.functions))
+    return _certain(_State.REASONING if is_thought else _State.CONTENT, kind, text, place)
 
 
 def _certain(state: _State, kind: PartKind, text: str, end: int) -> _Step | None:

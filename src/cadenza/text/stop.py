@@ -49,6 +49,18 @@ class StopMatcher:
         ends = [at + len(stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         return self._num_released + min(ends) if ends else None
 
+    @property
+    def num_held(self) -> int:
+        """Characters that were pushed and are not final yet."""
+        return len(self._held)
+
+    @property
+    def num_given(self) -> int:
+        """Pushed characters that were returned, after a match, too."""
+        if self.match is None:
+            return self._num_released
+        return self.match.end - (0 if self._is_included else len(self.match.stop))
+
     def push(self, text: str) -> str:
         """The text that this part makes final; "" after a match."""
         if self.match is not None:
