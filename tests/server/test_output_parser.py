@@ -79,6 +79,9 @@ class PieceText:
     def flush(self) -> str:
         return ""
 
+    def unenforced_schema(self, structured: object) -> None:
+        """No form is asked for."""
+
     def sample_output(
         self, params: SamplingParams, sample: int, make_parser: MakeParser | None
     ) -> SampleOutput:
