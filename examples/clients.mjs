@@ -6,7 +6,8 @@
 //     node clients.mjs http://127.0.0.1:8000
 //
 // Node looks for packages beside this file: copy it to where they are installed. Exit code 1: the
-// client did not get what it asked for. docs/apis.md says which versions were run.
+// client did not get what it asked for. docs/apis.md says which versions were run. Without MODEL it
+// is the first that the server lists.
 
 import assert from "node:assert/strict";
 
@@ -20,8 +21,8 @@ if (!url) {
   console.error("usage: node clients.mjs URL [MODEL]");
   process.exit(2);
 }
-const model = process.argv[3] ?? "bundled";
 const apiKey = process.env.CADENZA_API_KEY ?? "none";
+const model = process.argv[3] ?? (await firstModel());
 const openai = createOpenAI({ baseURL: `${url}/v1`, apiKey });
 const anthropic = createAnthropic({ baseURL: `${url}/v1`, apiKey });
 
@@ -32,6 +33,15 @@ const weather = tool({
   inputSchema: place,
   execute: async ({ city }) => `Sunny in ${city}.`,
 });
+
+// The first model that the server lists.
+async function firstModel() {
+  const answer = await fetch(`${url}/v1/models`, {
+    headers: { authorization: `Bearer ${apiKey}` },
+  });
+  assert.ok(answer.ok, `${url}/v1/models: ${answer.status}`);
+  return (await answer.json()).data[0].id;
+}
 
 let failures = 0;
 

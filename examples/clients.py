@@ -6,15 +6,17 @@
 
 Each check asks for a text, for an object of a schema or for calls of tools, as its client offers
 them, and fails where the client did not get what it asked for (exit code 1). A client that is not
-installed is named and left out; docs/apis.md says which versions were run. `clients.mjs` does the
-same with the AI SDK.
+installed is named and left out; docs/apis.md says which versions were run. The model is the first
+that the server lists, or --model's. `clients.mjs` does the same with the AI SDK.
 """
 
 import argparse
 import asyncio
 import importlib.metadata
 import importlib.util
+import json
 import sys
+import urllib.request
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -53,12 +55,8 @@ Check = Callable[[Server], None]
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("url", help="of the server, without /v1")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--model", default="bundled", help="a name that is served")
-    given = parser.parse_args(arguments)
-    server = Server(url=given.url, key=given.api_key, model=given.model)
+    server = server_of(arguments)
+    print(f"model: {server.model}")
     failures = 0
     for (library, package), checks in CHECKS.items():
         if importlib.util.find_spec(library) is None:
@@ -73,6 +71,25 @@ def main(arguments: list[str]) -> int:
                 failures += 1
                 print(f"  {check.__name__}: {type(error).__name__}: {str(error)[:300]}")
     return 1 if failures else 0
+
+
+def server_of(arguments: list[str]) -> Server:
+    """The server that the command names, and the model there."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("url", help="of the server, without /v1")
+    parser.add_argument("--api-key", default="none")
+    parser.add_argument("--model", help="a name that is served (default: the first listed)")
+    given = parser.parse_args(arguments)
+    url = given.url.rstrip("/")
+    return Server(url=url, key=given.api_key, model=given.model or first_model(url, given.api_key))
+
+
+def first_model(url: str, key: str) -> str:
+    """The first model that the server lists."""
+    asked = urllib.request.Request(f"{url}/v1/models")  # noqa: S310  the user's own URL
+    asked.add_header("Authorization", f"Bearer {key}")
+    with urllib.request.urlopen(asked, timeout=30) as answer:  # noqa: S310
+        return json.load(answer)["data"][0]["id"]
 
 
 def check_that(is_so: object, what: str) -> None:
