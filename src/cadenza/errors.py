@@ -54,6 +54,9 @@ class ContextLengthError(InvalidRequestError):
         max_model_len: int,
         is_prompt_alone: bool,
     ) -> None:
+        self.prompt_length = prompt_length
+        self.most_prompt_tokens = max_model_len - (max_tokens != 0)
+        self.is_prompt_alone = is_prompt_alone
         answer = "the answer needs one" if max_tokens is None else f"max_tokens is {max_tokens}"
         remedy = "shorten the prompt" if is_prompt_alone else "shorten the prompt or max_tokens"
         # Clients match the beginning of this message.

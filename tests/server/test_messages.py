@@ -244,7 +244,18 @@ def test_a_prompt_beyond_the_context_is_still_counted(scripted: RunningServer) -
     assert scripted.post(COUNT, long).json()["input_tokens"] > 256
     refused = scripted.post(PATH, {**long, "max_tokens": 5})
     assert refused.status_code == 400
-    assert "maximum context length" in refused.json()["error"]["message"]
+    said = refused.json()["error"]["message"]
+    assert said.startswith("prompt is too long: ")
+    assert "maximum context length is 256 tokens" in said
+    for num_words in (100, 256, 500, 20_000):
+        long = {"messages": [{"role": "user", "content": "fox" + " fox" * num_words}]}
+        count = scripted.post(COUNT, long).json()["input_tokens"]
+        answer = scripted.post(PATH, {**long, "max_tokens": 5})
+        if count <= 255:
+            assert answer.status_code == 200
+        else:
+            said = answer.json()["error"]["message"]
+            assert said.startswith(f"prompt is too long: {count} tokens > 255 maximum. ")
 
 
 @pytest.mark.parametrize(

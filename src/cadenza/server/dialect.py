@@ -75,6 +75,8 @@ def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
 def _with_field(error: ApiError) -> str:
     """The message, which names the field at fault: the API's errors have no member for it."""
     param = error.param
+    if error.in_anthropic is not None:
+        return f"{error.in_anthropic}. {error.message}"
     if param is None or param in error.message:
         return error.message
     return f"{param}: {error.message}"

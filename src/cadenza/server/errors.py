@@ -90,6 +90,8 @@ class ApiError(Exception):
         self.headers = headers
         self.details: Mapping[str, Any] | None = None
         """For programs, in APIs whose errors have room for them."""
+        self.in_anthropic: str | None = None
+        """How Anthropic's API says it, which its clients read; it is said first there."""
 
     @property
     def status(self) -> int:
@@ -140,8 +142,12 @@ def not_built(
     return ApiError(400, "unsupported_field", message, param=name)
 
 
-def context_length_exceeded(message: str, param: str | None) -> ApiError:
-    return ApiError(400, "context_length_exceeded", message, param=param)
+def context_length_exceeded(error: ContextLengthError, param: str | None) -> ApiError:
+    found = ApiError(400, "context_length_exceeded", str(error), param=param)
+    if error.is_prompt_alone:
+        most = error.most_prompt_tokens
+        found.in_anthropic = f"prompt is too long: {error.prompt_length} > {most} maximum"
+    return found
 
 
 def beyond_context(field: str, length: str, max_model_len: int) -> ApiError:
@@ -375,7 +381,7 @@ def error_of(
     if isinstance(error, InvalidRequestError):
         param = param_of(error.param)
         if isinstance(error, ContextLengthError):
-            return context_length_exceeded(str(error), param)
+            return context_length_exceeded(error, param)
         return invalid_value(str(error), param)
     if isinstance(error, QueueFullError):
         return queue_full(str(error))

@@ -51,13 +51,12 @@ class AskedConversation:
             max_num_tokens=max_num_tokens,
         )
 
-    def count(self, text: TextFrontend, max_num_tokens: int | None) -> int:
-        """The number of the prompt's tokens. Slow. Raises as `prepare`."""
+    def count(self, text: TextFrontend) -> int:
+        """The number of the prompt's tokens, whatever the context. Slow. Raises as `prepare`, but
+        for its length."""
         tools = None if self.use is None else self.use.rendered()
         kwargs = self._kwargs(text)
-        _, ids = text.render_chat(
-            self.messages, tools=tools, template_kwargs=kwargs, max_num_tokens=max_num_tokens
-        )
+        _, ids = text.render_chat(self.messages, tools=tools, template_kwargs=kwargs)
         return len(ids)
 
     def _kwargs(self, text: TextFrontend) -> dict[str, Any]:

@@ -6,6 +6,7 @@ counted are those that would be computed.
 
 from dataclasses import replace
 
+from cadenza.errors import TextTooLongError
 from cadenza.frontend.answers import ToolUse
 from cadenza.frontend.text_frontend import PreparedRequest, TextFrontend
 from cadenza.request import SamplingParams
@@ -189,7 +190,15 @@ class MessageRequest(MessagesBody, GenerationRequest):
     def prepare(
         self, text: TextFrontend, params: SamplingParams, max_num_tokens: int | None
     ) -> list[PreparedRequest]:
-        prepared = self.conversation().prepare(text, params, max_num_tokens)
+        conversation = self.conversation()
+        try:
+            prepared = conversation.prepare(text, params, max_num_tokens)
+        except TextTooLongError as error:
+            # Clients of this API shorten a conversation by the number of its tokens.
+            num_tokens = error.num_tokens or conversation.count(text)
+            raise TextTooLongError(
+                str(error), num_tokens=num_tokens, length=f"{num_tokens} tokens"
+            ) from None
         if max_num_tokens is None:
             return [prepared]
         # The API's max_tokens is a bound: beyond the context it means what is left of it.

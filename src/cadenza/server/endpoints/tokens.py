@@ -1,7 +1,7 @@
 """/tokenize, /detokenize, and the counts of messages: text to token ids and back, no engine.
 
-Owns their bodies and answers. Knows `Service` and `Exchange`. Invariant: a text that is longer than
-the context is refused before a list is made of its tokens.
+Owns their bodies and answers. Knows `Service` and `Exchange`. Invariant: what a body can hold is
+counted, whatever the context.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cadenza.errors import CadenzaError, TextTooLongError
+from cadenza.errors import CadenzaError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.endpoints.messages import MessagesBody
 from cadenza.server.errors import beyond_context, invalid_value
@@ -58,8 +58,7 @@ class TokenizeBody(ConversationBody):
                     name,
                 )
 
-    def encode(self, text: TextFrontend, max_num_tokens: int | None) -> tuple[int, ...]:
-        """Raises TextTooLongError."""
+    def encode(self, text: TextFrontend) -> tuple[int, ...]:
         if self.messages is not None:
             _, ids = text.render_chat(
                 self.messages,
@@ -67,16 +66,11 @@ class TokenizeBody(ConversationBody):
                     **text.read_by_template(self.chat_template_kwargs),
                     **self.template_kwargs(),
                 },
-                max_num_tokens=max_num_tokens,
                 add_special_tokens=bool(self.add_special_tokens),
             )
             return ids
         assert self.prompt is not None, "it was checked to be there"
-        return text.encode(
-            self.prompt,
-            add_special_tokens=self.add_special_tokens is not False,
-            max_num_tokens=max_num_tokens,
-        )
+        return text.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
 
 
 class DetokenizeBody(Body):
@@ -155,14 +149,8 @@ def _check_tokens(token_ids: Sequence[int], model: ServedModel) -> None:
 
 
 def _tokenized(body: TokenizeBody, model: ServedModel) -> bytes:
-    """The answer's body. Raises ApiError (400) for a text longer than the context."""
     most = None if model.limits is None else model.limits.max_model_len
-    try:
-        ids = body.encode(model.text, most)
-    except TextTooLongError as error:
-        assert most is not None, "only then is there a length to be beyond"
-        field = "prompt" if body.messages is None else "messages"
-        raise beyond_context(field, error.length, most) from None
+    ids = body.encode(model.text)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
     if body.return_token_strs:
         found["token_strs"] = [model.text.piece_of(token_id) for token_id in ids]
@@ -170,18 +158,7 @@ def _tokenized(body: TokenizeBody, model: ServedModel) -> bytes:
 
 
 def _counted(body: CountTokensBody, model: ServedModel) -> bytes:
-    """The answer's body; also of a prompt beyond the context, if its tokens are known.
-
-    Raises ApiError (400).
-    """
-    most = None if model.limits is None else model.limits.max_model_len
-    try:
-        num_tokens = body.conversation().count(model.text, most)
-    except TextTooLongError as error:
-        assert most is not None, "only then is there a length to be beyond"
-        if error.num_tokens is None:
-            raise beyond_context("messages", error.length, most) from None
-        num_tokens = error.num_tokens
+    num_tokens = body.conversation().count(model.text)
     return msgspec.json.encode({"input_tokens": num_tokens})
 
 
