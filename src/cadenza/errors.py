@@ -67,6 +67,10 @@ class ContextLengthError(InvalidRequestError):
         )
 
 
+class MessagesRefusedError(InvalidRequestError):
+    """A chat template refuses messages, or fails on them."""
+
+
 class TextTooLongError(InvalidRequestError):
     """A text has more tokens than allowed.
 

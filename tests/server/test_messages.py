@@ -265,15 +265,6 @@ def test_a_prompt_beyond_the_context_is_still_counted(scripted: RunningServer) -
         ({"messages": [{"role": "tool", "content": "x"}]}, "the roles are"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "tool_use"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "red"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}
-                ]
-            },
-            "no such call",
-        ),
         (
             {
                 "messages": [

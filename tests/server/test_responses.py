@@ -348,16 +348,6 @@ def test_a_tenant_reaches_only_its_own_responses(
         ({"input": [{"type": "item_reference"}]}, "input[0]", "id is missing"),
         ({"input": [{"role": "user"}]}, "input[0]", "content is missing"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "input_image"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": "1"}]},
-            "input",
-            "no such call",
-        ),
-        (
-            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]},
-            "input[0]",
-            "encrypted",
-        ),
         ({"background": True}, "background", "background"),
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"truncation": "auto"}, "truncation", "items"),
@@ -442,7 +432,7 @@ def test_items_of_one_turn_are_one_message() -> None:
         {"type": "message", "role": "assistant", "content": "c"},
         {"type": "message", "role": "assistant", "content": "d"},
     ]  # fmt: skip
-    user, turn, second, first, *said = messages_of("input", InputItems().check("input", given))
+    user, turn, second, first, *said = messages_of(InputItems().check("input", given))
     assert user == {"role": "user", "content": "a"}
     assert (turn["reasoning_content"], turn["content"]) == ("why", "b")
     assert [each["id"] for each in turn["tool_calls"]] == ["c1", "c2"]

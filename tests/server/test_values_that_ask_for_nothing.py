@@ -100,19 +100,8 @@ ODD = [
     *([], [{}], [1], ["text", "audio"], [None], {}, {"type": "json"}, {"": None}, {"a": {"b": []}}),
 ]
 
-MEMBER_LABELS: dict[str, tuple[list[Any], list[Any]]] = {
-    "id": (["", "m" * 256], ["m" * 257, 1]),
-    **dict.fromkeys(
-        [
-            "annotations",
-            "cache_control",
-            "metadata",
-            "provider_specific_fields",
-            "prompt_cache_breakpoint",
-        ],
-        ([[], {"type": "ephemeral"}, "x", "\ud800", "x" * 16_000], ["x" * 17_000, [[]] * 8000]),
-    ),
-}
+MEMBER_LABELS: list[Any] = ["", [], {"type": "ephemeral"}, "x", "\ud800", "x" * 17_000, 5]
+"""Values of a label in history, of which every one is taken."""
 
 
 def members_without_effect(declared: type[DeclaredObject]) -> dict[str, FieldType[Any]]:
@@ -229,10 +218,6 @@ def test_the_table_has_every_field_of_openai_and_vllm() -> None:
 
 def test_every_label_has_its_samples() -> None:
     assert {name for _, name in labels()} == set(LABELS)
-    kinds = {**OTHER_MEMBERS, **OTHER_PART_MEMBERS}
-    assert {name for name, kind in kinds.items() if not isinstance(kind, Unsupported)} == set(
-        MEMBER_LABELS
-    )
 
 
 @pytest.mark.parametrize("case", list(harmless_cases()), ids=shown)
@@ -321,7 +306,7 @@ def test_stream_options_refuse_obfuscation_by_name(served: RunningServer) -> Non
 
 def message_cases() -> Iterator[tuple[str, Any]]:
     for name, kind in OTHER_MEMBERS.items():
-        good = kind.harmless if isinstance(kind, Unsupported) else MEMBER_LABELS[name][0]
+        good = kind.harmless if isinstance(kind, Unsupported) else MEMBER_LABELS
         for value in (*good, None):
             yield name, value
     yield "a_member_of_tomorrow", None
@@ -330,7 +315,7 @@ def message_cases() -> Iterator[tuple[str, Any]]:
 
 def part_cases() -> Iterator[tuple[str, Any]]:
     for name in OTHER_PART_MEMBERS:
-        for value in (*MEMBER_LABELS[name][0], None):
+        for value in (*MEMBER_LABELS, None):
             yield name, value
     yield "a_member_of_tomorrow", None
     yield "a_member_of_tomorrow", 5
@@ -355,22 +340,17 @@ def test_a_label_of_a_content_part_changes_nothing(
 
 def bad_messages() -> Iterator[tuple[str, Any]]:
     for name, kind in OTHER_MEMBERS.items():
-        bad = MEMBER_LABELS[name][1] if name in MEMBER_LABELS else ODD
-        for value in bad:
-            if isinstance(kind, Unsupported) and any(is_same_json(value, v) for v in kind.harmless):
-                continue
-            yield name, {"role": "assistant", "content": "x", name: value}
-    for name in OTHER_PART_MEMBERS:
-        for value in MEMBER_LABELS[name][1]:
-            yield name, {"role": "user", "content": [{"type": "text", "text": "x", name: value}]}
+        for value in ODD if isinstance(kind, Unsupported) else ():
+            if not any(is_same_json(value, each) for each in kind.harmless):
+                yield name, {"role": "assistant", "content": "x", name: value}
     for value in (0, "", [], {}):
         yield "frob", {"role": "user", "content": "x", "frob": value}
         yield "frob", {"role": "user", "content": [{"type": "text", "text": "x", "frob": value}]}
 
 
-def test_a_member_of_a_message_that_asks_for_more_is_refused() -> None:
+def test_a_member_of_a_message_that_asks_for_more_is_refused_where_fields_are_strict() -> None:
     cases = list(bad_messages())
-    assert len(cases) > 100
+    assert len(cases) > 20
     for name, message in cases:
         with pytest.raises(ApiError) as refused:
             BODIES["chat"].check({"messages": [message]}, "refuse")
@@ -391,8 +371,8 @@ def test_reasoning_has_two_names(name: str) -> None:
     assert found["reasoning_content"] == "because"
     same = {**message, "reasoning": "because", "reasoning_content": "because"}
     assert BODIES["chat"].check({"messages": [same]})["messages"] == (found,)
-    with pytest.raises(ApiError, match="differ"):
-        BODIES["chat"].check({"messages": [{**same, name: "why not"}]})
+    (two,) = BODIES["chat"].check({"messages": [{**same, "reasoning": "why not"}]})["messages"]
+    assert two["reasoning_content"] == "because"
 
 
 @pytest.fixture(scope="module")

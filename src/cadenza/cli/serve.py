@@ -117,6 +117,11 @@ class ServeFlags:
         "Ignore unknown fields of a request's body even where their names are near known ones, "
         "which are refused otherwise as typing errors.",
     )
+    strict_messages: bool = _flag(
+        False,
+        "Refuse a conversation that the chat template refuses as it is, instead of rendering it in "
+        "another form: later system messages in user turns, neighbours of one role joined.",
+    )
     strict_fields: bool = _flag(False, "Refuse unknown fields of a request's body.")
     handover: bool = _flag(
         False,
@@ -400,6 +405,7 @@ def _make(
         reasoning=flags.reasoning_parser,
         tool_calls=flags.tool_call_parser,
         strict_tools=flags.strict_tools,
+        strict_messages=flags.strict_messages,
         max_string=flags.structured_max_string or None,
     )
     opened = open_models(words, config, parsers)

@@ -100,6 +100,8 @@ class AnswerParsers:
         max_string: most characters of a text that a response format's schema does not bound; None:
             as many as the model likes.
         strict_tools: refuse tools where the chat template has no place for them.
+        strict_messages: refuse a conversation that the chat template refuses as it is, which
+            otherwise is rendered in another form (`text.message_forms`).
 
     Raises ConfigError.
     """
@@ -108,6 +110,7 @@ class AnswerParsers:
     tool_calls: str = AUTO
     max_string: int | None = DEFAULT_STYLE.max_string
     strict_tools: bool = False
+    strict_messages: bool = False
 
     def __post_init__(self) -> None:
         reasoning = (AUTO, NO_PARSER, *REASONING_FORMATS, *REASONING_ALIASES)

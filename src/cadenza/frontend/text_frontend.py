@@ -17,7 +17,7 @@ import msgspec
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import GenerationConfig, is_integer
 from cadenza.engine.request_check import RequestCheck
-from cadenza.errors import InvalidRequestError, TextTooLongError, show
+from cadenza.errors import InvalidRequestError, MessagesRefusedError, TextTooLongError, show
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
 from cadenza.frontend.model_facts import facts_of
@@ -47,6 +47,7 @@ from cadenza.text.grammar import (
     refused,
 )
 from cadenza.text.grammar_check import IN_PROCESS
+from cadenza.text.message_forms import other_forms
 from cadenza.text.notices import Notices
 from cadenza.text.output_parser import MakeParser
 from cadenza.text.part_parser import PartParser
@@ -103,6 +104,7 @@ class TextFrontend:
         parsers: AnswerParsers = DEFAULT_PARSERS,
     ) -> None:
         self.checks = checks
+        self._strict_messages = parsers.strict_messages
         source = checkpoint.tokenizer_source
         self._files = checkpoint.tokenizer
         self.facts = facts_of(checkpoint)
@@ -438,7 +440,36 @@ class TextFrontend:
         if self._is_generic(self._template, messages, tools):
             assert self._planner is not None
             messages, tools = generic_messages(messages, tools, self._planner.tool_format), None
-        return self._template.render(messages, tools, **cast(Mapping[str, Any], given))
+        return self._render_in_some_form(
+            self._template, messages, tools, dict(template_kwargs or {})
+        )
+
+    def _render_in_some_form(
+        self,
+        template: ChatTemplate,
+        messages: SequenceOf[Message],
+        tools: SequenceOf[Message] | None,
+        variables: dict[str, Any],
+    ) -> str:
+        """As given; where the template refuses that, in the first form that it takes."""
+        try:
+            return template.render(messages, tools, **variables)
+        except MessagesRefusedError as refusal:
+            if self._strict_messages:
+                raise
+            for form in other_forms(messages):
+                try:
+                    text = template.render(form.messages, tools, **variables)
+                except InvalidRequestError:
+                    continue
+                self._notices.tell(
+                    form.change,
+                    "the chat template refuses some conversations as they are, which are rendered "
+                    "with %s; --strict-messages refuses them",
+                    form.change,
+                )
+                return text
+            raise refusal from None
 
     def _is_generic(
         self,

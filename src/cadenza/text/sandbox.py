@@ -25,7 +25,7 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.visitor import NodeTransformer
 
-from cadenza.errors import CheckpointError, InvalidRequestError
+from cadenza.errors import CheckpointError, InvalidRequestError, MessagesRefusedError
 from cadenza.text.bounds import (
     MAX_CHARS,
     BoundExceededError,
@@ -123,7 +123,9 @@ class BoundedTemplate:
         try:
             return self._collect({**variables, BUDGET: start_budget(self._clock)})
         except _RefusedError as refusal:
-            raise _template_error(f"refuses these messages: {refusal.args[0]}") from refusal
+            raise MessagesRefusedError(
+                f"the chat template refuses these messages: {refusal.args[0]}", param="messages"
+            ) from refusal
         except BoundExceededError as error:
             raise _template_error(
                 f"takes {error.args[0]} for these messages; shorten them"
@@ -137,9 +139,10 @@ class BoundedTemplate:
                 "the chat template uses something that its sandbox does not allow; use another one"
             ) from error
         except Exception as error:  # a template can raise anything that Python's operators raise
-            raise _template_error(
-                f"fails on these messages ({type(error).__name__}); check their roles and the "
-                f"types of their fields"
+            raise MessagesRefusedError(
+                f"the chat template fails on these messages ({type(error).__name__}); check their "
+                f"roles and the types of their fields",
+                param="messages",
             ) from error
 
     def _collect(self, variables: dict[str, object]) -> MarkedText:

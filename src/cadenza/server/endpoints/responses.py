@@ -185,7 +185,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     ) -> list[PreparedRequest]:
         items = [item for turn in self._turns for item in _items_of(turn)]
         given = [*_without_references(self.input, self._referred, self._max_referred_bytes)]
-        messages = with_system(self.instructions, messages_of("input", [*items, *given]))
+        messages = with_system(self.instructions, messages_of([*items, *given]))
         thinking = self._thinking()
         conversation = AskedConversation(
             messages=Messages().check("input", messages),

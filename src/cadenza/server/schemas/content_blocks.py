@@ -12,7 +12,7 @@ from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import DeclaredObject, label, optional, required
 from cadenza.server.schemas.field_types import (
-    AnyJson,
+    Anything,
     Boolean,
     OneOf,
     Schema,
@@ -28,7 +28,7 @@ BILLING_LABEL = "x-anthropic-billing-header:"
 so that it would keep every prefix from being shared."""
 
 _ID = String(min_chars=1, max_chars=256)
-_LABEL = AnyJson(max_chars=64 << 10)
+_LABEL = Anything()
 
 Message = dict[str, Any]
 
@@ -39,25 +39,12 @@ class _Block(DeclaredObject):
 
 class _TextBlock(_Block):
     type = required(OneOf(("text",)))
-    text = required(PART_TEXT)
+    text = optional(PART_TEXT, default="")
     cache_control = label(_LABEL)
     citations = label(_LABEL)
 
 
 TEXT_BLOCKS = TextParts(("text",), _TextBlock)
-
-
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """The arguments of a call."""
-
-    def check(self, name: str, value: object) -> dict[str, Any]:
-        if isinstance(value, dict):
-            return cast(dict[str, Any], value)
-        raise refuse(name, value, "an object")
-
-    def schema(self) -> Schema:
-        return {"type": "object"}
 
 
 class _ToolResult(_Block):
@@ -73,7 +60,7 @@ class _ToolUse(_Block):
     type = required(OneOf(("tool_use",)))
     id = required(_ID)
     name = required(String(min_chars=1, max_chars=128))
-    input = required(_Input())
+    input = optional(Anything(), "The arguments of the call: an object.")
     cache_control = label(_LABEL)
     caller = label(_LABEL)
     toolset_name = label(_LABEL)
@@ -81,8 +68,15 @@ class _ToolUse(_Block):
 
 class _Thinking(_Block):
     type = required(OneOf(("thinking",)))
-    thinking = required(PART_TEXT)
-    signature = label(PART_TEXT)
+    thinking = optional(PART_TEXT, default="")
+    signature = label(_LABEL)
+
+
+class _RedactedThinking(_Block):
+    """Nobody but the server that made it can read it, so that it is left out."""
+
+    type = required(OneOf(("redacted_thinking",)))
+    data = label(_LABEL)
 
 
 class _BlockMessage(_Block):
@@ -94,6 +88,7 @@ USER_BLOCKS: Mapping[str, type[DeclaredObject]] = {"text": _TextBlock, "tool_res
 ASSISTANT_BLOCKS: Mapping[str, type[DeclaredObject]] = {
     "text": _TextBlock,
     "thinking": _Thinking,
+    "redacted_thinking": _RedactedThinking,
     "tool_use": _ToolUse,
 }
 SYSTEM_BLOCKS: Mapping[str, type[DeclaredObject]] = {"text": _TextBlock}
@@ -183,10 +178,10 @@ def _add_message(found: list[Message], called: dict[str, str], name: str, value:
     if role == "assistant":
         _add_turn(found, called, blocks)
         return
-    texts = [block.values["text"] for kind, block in blocks if kind == "text"]
+    texts = [block.values.get("text", "") for kind, block in blocks if kind == "text"]
     for kind, block in blocks:
         if kind == "tool_result":
-            found.append(_result(name, block.values, called))
+            found.append(_result(block.values, called))
     if texts or not blocks:
         _add_text(found, role, "\n".join(texts))
 
@@ -206,27 +201,25 @@ def _add_turn(
         of[kind].append(block.values)
     turn: Message = {
         "role": "assistant",
-        "content": "\n".join(block["text"] for block in of["text"]),
+        "content": "\n".join(block.get("text", "") for block in of["text"]),
     }
     if of["thinking"]:
-        turn["reasoning_content"] = "\n".join(block["thinking"] for block in of["thinking"])
+        turn["reasoning_content"] = "\n".join(block.get("thinking", "") for block in of["thinking"])
     for block in of["tool_use"]:
         called[block["id"]] = block["name"]
-        function = {"name": block["name"], "arguments": block["input"]}
+        function = {"name": block["name"], "arguments": block.get("input")}
         call = {"id": block["id"], "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
     found.append(turn)
 
 
-def _result(name: str, block: Mapping[str, Any], called: Mapping[str, str]) -> Message:
+def _result(block: Mapping[str, Any], called: Mapping[str, str]) -> Message:
+    """The result of a call, which a client may have left out of the conversation."""
     call_id = block["tool_use_id"]
-    if call_id not in called:
-        raise invalid_value(
-            f"{name} has the result of the call {show(call_id)}, but no such call before it", name
-        )
     text = "\n".join(block.get("content", ()))
     content = f"Error: {text}" if block.get("is_error") else text
-    return {"role": "tool", "tool_call_id": call_id, "name": called[call_id], "content": content}
+    named = {"name": called[call_id]} if call_id in called else {}
+    return {"role": "tool", "tool_call_id": call_id, **named, "content": content}
 
 
 def system_text(texts: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ object that the API can return; of reasoning that has both a summary and a text,
 takes the text.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,12 +14,10 @@ from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.schemas.body import DeclaredObject, label, optional, required
 from cadenza.server.schemas.field_types import (
-    AnyJson,
-    Boolean,
+    Anything,
     OneOf,
     Schema,
     String,
-    Unsupported,
     refuse,
 )
 from cadenza.server.schemas.messages import MAX_MESSAGES
@@ -28,9 +27,8 @@ REFERENCE = "item_reference"
 """The type of an item that stands for one of a stored response, by its id."""
 
 _ID = String(min_chars=1, max_chars=256)
-_LABEL = String(max_chars=256)
-_ANNOTATION = AnyJson(max_chars=16 << 10)
-_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_LABEL = Anything()
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
 class _Data(DeclaredObject):
@@ -39,10 +37,11 @@ class _Data(DeclaredObject):
 
 class _Part(_Data):
     type = required(OneOf(_TEXT_PARTS))
-    text = required(PART_TEXT)
-    annotations = label(_ANNOTATION)
-    logprobs = label(_ANNOTATION)
-    prompt_cache_breakpoint = label(_ANNOTATION)
+    text = optional(PART_TEXT)
+    refusal = optional(PART_TEXT)
+    annotations = label(_LABEL)
+    logprobs = label(_LABEL)
+    prompt_cache_breakpoint = label(_LABEL)
 
 
 _TEXTS = TextParts(_TEXT_PARTS, _Part)
@@ -51,38 +50,49 @@ _TEXTS = TextParts(_TEXT_PARTS, _Part)
 class _Message(_Data):
     type = optional(OneOf(("message",)))
     role = required(OneOf(("user", "assistant", "system", "developer")))
-    content = required(_TEXTS)
+    content = optional(_TEXTS, default=())
     id = optional(_ID)
     status = label(_LABEL)
     phase = label(_LABEL)
-    end_turn = label(Boolean())
+    end_turn = label(_LABEL)
+
+
+@dataclass(frozen=True, slots=True)
+class _ArgumentText:
+    """A call's arguments: JSON as text, or what a client made of it."""
+
+    def check(self, name: str, value: object) -> str:
+        return PART_TEXT.check(name, value if isinstance(value, str) else json.dumps(value))
+
+    def schema(self) -> Schema:
+        return {}
 
 
 class _FunctionCall(_Data):
     type = required(OneOf(("function_call",)))
     call_id = required(_ID)
     name = required(String(min_chars=1, max_chars=128))
-    arguments = required(PART_TEXT)
+    arguments = optional(_ArgumentText(), default="")
     id = optional(_ID)
     status = label(_LABEL)
-    caller = label(_ANNOTATION)
+    caller = label(_LABEL)
     namespace = label(_LABEL)
 
 
 class _FunctionResult(_Data):
     type = required(OneOf(("function_call_output",)))
     call_id = required(_ID)
-    output = required(_TEXTS)
+    output = optional(_TEXTS, default=())
     id = optional(_ID)
     status = label(_LABEL)
-    caller = label(_ANNOTATION)
+    caller = label(_LABEL)
 
 
 class _Reasoning(_Data):
     type = required(OneOf(("reasoning",)))
     summary = optional(_TEXTS)
     content = optional(_TEXTS)
-    encrypted_content = label(Unsupported("reasoning that another server encrypted", ("",)))
+    encrypted_content = label(_LABEL)
     id = optional(_ID)
     status = label(_LABEL)
 
@@ -139,9 +149,18 @@ def _item(name: str, value: object) -> dict[str, Any]:
     members = checked_object(name, cast(object, value), declared).values
     match kind:
         case "message":
+            if members["role"] != "assistant" and "content" not in members:
+                raise invalid_value(f"{name}.content is missing; it is needed here", name)
             return _message_item(members)
         case "function_call_output":
-            return {**members, "output": "\n".join(members["output"]), "status": "completed"}
+            return {
+                **members,
+                "output": "\n".join(members.get("output", ())),
+                "status": "completed",
+            }
+        case "function_call":
+            arguments = members.get("arguments", "")
+            return {**members, "arguments": arguments, "status": "completed"}
         case "reasoning":
             return _reasoning_item(members)
         case "item_reference":
@@ -154,7 +173,7 @@ def _message_item(members: Mapping[str, Any]) -> dict[str, Any]:
     is_answer = members["role"] == "assistant"
     rest: dict[str, Any] = {"annotations": []} if is_answer else {}
     kind = "output_text" if is_answer else "input_text"
-    parts = [{"type": kind, "text": text, **rest} for text in members["content"]]
+    parts = [{"type": kind, "text": text, **rest} for text in members.get("content", ())]
     return {**members, "type": "message", "content": parts, "status": "completed"}
 
 
@@ -164,11 +183,8 @@ def _reasoning_item(members: Mapping[str, Any]) -> dict[str, Any]:
     return {**members, "summary": summary, "content": content, "status": "completed"}
 
 
-def messages_of(name: str, items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Chat messages of items: reasoning, text and calls of one turn are one assistant's message.
-
-    Raises ApiError (400) for the result of a call that is not there.
-    """
+def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chat messages of items: reasoning, text and calls of one turn are one assistant's message."""
     found: list[dict[str, Any]] = []
     called: dict[str, str] = {}
     for item in items:
@@ -181,7 +197,7 @@ def messages_of(name: str, items: Iterable[Mapping[str, Any]]) -> list[dict[str,
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 _turn(found, turn).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                found.append(_result(name, item, called))
+                found.append(_result(item, called))
             case "reasoning":
                 text = _joined(item.get("content") or item["summary"])
                 if text:
@@ -202,14 +218,11 @@ def _turn(found: list[dict[str, Any]], turn: dict[str, Any] | None) -> dict[str,
     return turn
 
 
-def _result(name: str, item: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:
+def _result(item: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:
+    """The result of a call, which a client may have left out of the conversation."""
     call_id = item["call_id"]
-    if call_id not in called:
-        raise invalid_value(
-            f"{name} has the result of the call {show(call_id)}, but no such call before it", name
-        )
-    output = item["output"]
-    return {"role": "tool", "tool_call_id": call_id, "name": called[call_id], "content": output}
+    named = {"name": called[call_id]} if call_id in called else {}
+    return {"role": "tool", "tool_call_id": call_id, **named, "content": item["output"]}
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> str:

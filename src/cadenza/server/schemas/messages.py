@@ -22,10 +22,10 @@ from cadenza.server.schemas.body import (
 from cadenza.server.schemas.field_types import (
     NULL,
     AnyJson,
+    Anything,
     Boolean,
     OneOf,
     Schema,
-    String,
     check_member,
     is_whole_unicode,
     members_of,
@@ -40,13 +40,13 @@ ROLES = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
+    "function": "tool",
 }
-"""The roles that a template gets; `developer` is the newer name of `system`."""
+"""The roles that a template gets; `developer` is the newer name of `system`, and `tool` that of
+`function`."""
 
-_LABEL = String(max_chars=256)
-_ANNOTATION = AnyJson(max_chars=16 << 10)
+_LABEL = Anything()
 
-_NOT_BUILT_ROLES = ("function",)
 _NOT_BUILT_PARTS = (
     "image_url",
     "image_embeds",
@@ -55,9 +55,19 @@ _NOT_BUILT_PARTS = (
     "audio_embeds",
     "video_url",
     "file",
-    "refusal",
-    "thinking",
 )
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "summary_text": "text",
+    "refusal": "refusal",
+}
+"""The types of parts that are a text, in chats and in Responses, and the members that have it."""
+_REASONING = ("thinking", "reasoning")
+"""The types of parts that are reasoning, under a member of that name."""
+_LEFT_OUT = ("redacted_thinking", "tool_use", "tool_call", *_REASONING)
+"""Parts that are no content, or that no other server can read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +75,6 @@ class _Role:
     """A role, as templates name it."""
 
     def check(self, name: str, value: object) -> str:
-        if value in _NOT_BUILT_ROLES:
-            raise not_built(name, f"the role {value}")
         if isinstance(value, str) and value in ROLES:
             return ROLES[value]
         known = ", ".join(ROLES)
@@ -113,9 +121,9 @@ class TextPart(DeclaredObject):
     type = required(OneOf(("text",)))
     text = required(_MemberText("text"))
     id = label(_LABEL)
-    annotations = label(_ANNOTATION)
-    cache_control = label(_ANNOTATION)
-    prompt_cache_breakpoint = label(_ANNOTATION)
+    annotations = label(_LABEL)
+    cache_control = label(_LABEL)
+    prompt_cache_breakpoint = label(_LABEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +132,8 @@ class _Content:
 
     def check(self, name: str, value: object) -> str:
         if isinstance(value, list):
-            return "\n".join(_part(name, part) for part in cast(list[object], value))
+            texts = [_part(name, part) for part in cast(list[object], value)]
+            return "\n".join(text for text in texts if text is not None)
         return _MemberText("content").check(name, value)
 
     def schema(self) -> Schema:
@@ -155,7 +164,7 @@ class PredictedContent:
 
 @dataclass(frozen=True, slots=True)
 class _ToolCalls:
-    """Calls of functions, whose arguments become objects, which templates know."""
+    """Calls of functions, whose arguments become objects, which templates know, where they can."""
 
     def check(self, name: str, value: object) -> list[dict[str, Any]]:
         if not isinstance(value, list):
@@ -181,27 +190,39 @@ class _ToolCalls:
 
 
 def _tool_call(name: str, item: object) -> dict[str, Any]:
-    call = members_of(item)
-    function = members_of(call.get("function"))
-    called, arguments = function.get("name"), cast(object, function.get("arguments"))
-    if isinstance(arguments, str):
-        try:
-            arguments = cast(object, json.loads(arguments or "{}"))
-        except (ValueError, RecursionError):
-            arguments = None
-    is_object = isinstance(cast(object, arguments), dict)
-    if not isinstance(called, str) or not called or not is_object:
-        raise invalid_value(
-            f"{name} has a tool call {show(item)}; it needs a function with a name, and arguments "
-            f"that are a JSON object, as text",
-            name,
-        )
+    """A call as templates know it. It is what a model once wrote: a name that is missing is empty,
+    and arguments that are no JSON object stay the text that they are."""
+    if not isinstance(item, dict):
+        raise invalid_value(f"{name} has a tool call {show(item)}; a call is an object", name)
+    call = cast(dict[str, Any], item)
+    function = members_of(call.get("function")) or members_of(call.get("custom")) or call
+    called = function.get("name")
+    arguments = cast(object, function.get("arguments", function.get("input")))
     described: dict[str, Any] = {
         "type": "function",
-        "function": {"name": called, "arguments": arguments},
+        "function": {
+            "name": called if isinstance(called, str) else "",
+            "arguments": read_arguments(arguments),
+        },
     }
     given = call.get("id")
     return {"id": given, **described} if isinstance(given, str) else described
+
+
+def read_arguments(given: object) -> dict[str, Any] | str:
+    """A call's arguments, an object, or the text that they are; nothing is an object without
+    members."""
+    value = given
+    if isinstance(given, str):
+        try:
+            value = cast(object, json.loads(given or "null"))
+        except (ValueError, RecursionError):
+            return given
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return cast(dict[str, Any], value)
+    return given if isinstance(given, str) else json.dumps(given)
 
 
 class ChatMessage(DeclaredObject):
@@ -212,19 +233,18 @@ class ChatMessage(DeclaredObject):
     content = optional(_Content(), "Needed but beside tool_calls.")
     name = optional(_MemberText("name", max_chars=128))
     reasoning_content = optional(_MemberText("reasoning_content"))
-    reasoning = optional(_MemberText("reasoning"))
-    """The newer name of `reasoning_content`."""
-    tools = unsupported("calling tools", [])
+    reasoning = optional(_MemberText("reasoning"), "The newer name of `reasoning_content`.")
+    tools = label(_LABEL)
     tool_calls = optional(_ToolCalls(), "The calls that an assistant's message made.")
     tool_call_id = optional(_MemberText("tool_call_id", max_chars=256))
-    function_call = unsupported("calling functions")
+    function_call = optional(Anything(), "The older form of one of them.")
     audio = unsupported("audio")
-    refusal = unsupported("a refusal as a message", "")
+    refusal = optional(_MemberText("refusal"), "The text of a message without content.")
     id = label(_LABEL)
-    annotations = label(_ANNOTATION)
-    cache_control = label(_ANNOTATION)
-    metadata = label(_ANNOTATION)
-    provider_specific_fields = label(_ANNOTATION)
+    annotations = label(_LABEL)
+    cache_control = label(_LABEL)
+    metadata = label(_LABEL)
+    provider_specific_fields = label(_LABEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,47 +352,67 @@ def _message(name: str, value: object) -> dict[str, Any]:
             ChatMessage.take_unknown(name, key)
         elif key not in told:
             check_member(name, key, ChatMessage.fields[key].type, item)
-    calls = fields["tool_calls"].type.check(name, message.get("tool_calls", []))
-    content = message.get("content", "" if calls else None)
+    content, parts = message.get("content"), _parts_of(message)
+    calls = fields["tool_calls"].type.check(name, _given_calls(message, parts))
+    if content is None and (calls or role in ("assistant", "tool")):
+        content = message.get("refusal", "")
     plain: dict[str, Any] = {"role": role, "content": fields["content"].type.check(name, content)}
     if calls:
         plain["tool_calls"] = calls
-    for key in ("name", "reasoning_content", "reasoning", "tool_call_id"):
+    for key in ("name", "tool_call_id"):
         if key in message:
-            plain[key] = ChatMessage.fields[key].type.check(name, message[key])
-    return _with_one_reasoning(name, plain) if "reasoning" in plain else plain
+            plain[key] = fields[key].type.check(name, message[key])
+    reasoning = _reasoning(message, parts)
+    if reasoning is not None:
+        plain["reasoning_content"] = fields["reasoning"].type.check(name, reasoning)
+    return plain
 
 
-def _with_one_reasoning(name: str, message: dict[str, Any]) -> dict[str, Any]:
-    """`reasoning` under its older name, which templates know."""
-    reasoning = message.pop("reasoning")
-    if message.setdefault("reasoning_content", reasoning) != reasoning:
-        raise invalid_value(
-            f"{name} has a message whose reasoning and reasoning_content differ; give one of them",
-            name,
-        )
-    return message
+def _parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The content parts that are objects."""
+    content = message.get("content")
+    items = cast(list[object], content) if isinstance(content, list) else []
+    return [members_of(item) for item in items]
 
 
-def _part(name: str, part: object) -> str:
+def _given_calls(message: dict[str, Any], parts: list[dict[str, Any]]) -> object:
+    """The calls under whatever name a message has them; parts of content repeat those of
+    `tool_calls` in some libraries, and stand alone in others."""
+    if message.get("tool_calls"):
+        return message["tool_calls"]
+    if "function_call" in message:
+        return [message["function_call"]]
+    return [part for part in parts if part.get("type") in ("tool_use", "tool_call")]
+
+
+def _reasoning(message: dict[str, Any], parts: list[dict[str, Any]]) -> str | None:
+    """The reasoning, under the older one of its names if there are two, or of content parts."""
+    told = [message.get("reasoning_content"), message.get("reasoning")]
+    told += [part.get(kind) for part in parts if (kind := part.get("type")) in _REASONING]
+    return next((text for text in told if isinstance(text, str)), None)
+
+
+def _part(name: str, part: object) -> str | None:
+    """The text of a part; None of one that is left out."""
+    if isinstance(part, str):
+        return _MemberText("content").check(name, part)
     if not isinstance(part, dict):
         raise invalid_value(f"{name} has a content part {show(part)}; a part is an object", name)
     members = _without_nulls(cast(dict[str, Any], part))
     kind = members.get("type")
     if kind in _NOT_BUILT_PARTS:
         raise not_built(name, f"the content part {kind}")
-    told = set(TextPart.effective_names)
-    if kind != "text" or told - members.keys():
+    if kind in _LEFT_OUT:
+        return None
+    if kind not in _TEXT_PARTS:
         raise invalid_value(
             f'{name} has a content part {show(members)}; a part is {{"type": "text", "text": …}}',
             name,
         )
-    for key in members.keys() - told:
-        if key in TextPart.fields:
-            check_member(name, key, TextPart.fields[key].type, members[key])
-        else:
-            TextPart.take_unknown(name, key)
-    return TextPart.text.type.check(name, members["text"])
+    for key in members.keys() - TextPart.fields.keys():
+        TextPart.take_unknown(name, key)
+    member = _TEXT_PARTS[kind]
+    return _MemberText(member).check(name, members.get(member, ""))
 
 
 def _without_nulls(members: dict[str, Any]) -> dict[str, Any]:

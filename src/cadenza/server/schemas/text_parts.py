@@ -22,7 +22,7 @@ class TextParts:
 
     Args:
         types: of the parts that hold a text.
-        part: a part's members, of which `type` and `text` are two.
+        part: a part's members, of which `type` and `text` are two; a `refusal` stands for a text.
     """
 
     types: tuple[str, ...]
@@ -46,7 +46,8 @@ class TextParts:
         kind = members_of(part).get("type")
         if isinstance(kind, str) and kind not in self.types:
             raise not_built(name, f"the content part {show(kind)} here")
-        return checked_object(name, part, self.part).values["text"]
+        values = checked_object(name, part, self.part).values
+        return values.get("text") or values.get("refusal") or ""
 
 
 def checked_object(name: str, value: object, declared: type[DeclaredObject]) -> DeclaredObject:

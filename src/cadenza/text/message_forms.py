@@ -1,0 +1,146 @@
+"""Further forms of a conversation, for chat templates that refuse the one that was given.
+
+Owns what may be changed so that a template takes a conversation: where system texts stand, turns of
+one role that follow each other, and arguments of calls that are no objects. Knows no template.
+Invariant: no text is lost or moved over another turn, and the form of a conversation begins with
+that of each of its earlier turns, so that a prefix cache finds them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+Message = dict[str, Any]
+_BETWEEN = "\n\n"
+
+
+class Form(NamedTuple):
+    """A conversation in another form, and in words what was changed."""
+
+    change: str
+    messages: list[Message]
+
+
+def other_forms(given: Sequence[Mapping[str, Any]]) -> Iterator[Form]:
+    """The forms to try, those with the least changes first; none that is the given one."""
+    told: list[list[Message]] = [[dict(message) for message in given]]
+    for form in _forms(told[0]):
+        if form.messages not in told:
+            told.append(form.messages)
+            yield form
+
+
+def _forms(given: list[Message]) -> Iterator[Form]:
+    objects = [_with_objects(message) for message in given]
+    yield Form("arguments of calls that are no JSON object as objects", objects)
+    for base in (given, objects):
+        placed = _systems_in_turns(base, into_results=False)
+        yield Form("later system messages in user turns", placed)
+        joined = _joined(placed)
+        yield Form("neighbouring turns of one role joined", joined)
+        yield Form("a user turn first", _user_first(joined))
+        in_results = _user_first(_joined(_systems_in_turns(base, into_results=True)))
+        yield Form("later system messages in results of calls", in_results)
+        for whole in (joined, in_results):
+            yield Form("the system text in the first user turn", _without_system(whole))
+
+
+def _with_objects(message: Message) -> Message:
+    """Arguments that are a text stand in an object, for templates that go over its members."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_object_call(call) for call in cast(list[Any], calls)]}
+
+
+def _object_call(call: Any) -> Any:
+    found = cast(dict[str, Any], call) if isinstance(call, dict) else {}
+    function: object = found.get("function")
+    members = cast(dict[str, Any], function) if isinstance(function, dict) else {}
+    if not isinstance(members.get("arguments"), str):
+        return cast(Any, call)
+    return {**found, "function": {**members, "arguments": {"_raw": members["arguments"]}}}
+
+
+def _systems_in_turns(given: list[Message], *, into_results: bool) -> list[Message]:
+    """Leading system messages are one; a later one stands in its place in the user's turn before
+    or behind it, else in the result of a call before it, or in a user's turn of its own."""
+    found: list[Message] = []
+    pending: list[Message] = []
+    for message in given:
+        if message.get("role") in ("system", "developer"):
+            system = {**message, "role": "system"}
+            before = found[-1].get("role") if found else "system"
+            if before == "system" and not pending:
+                _join(found, system)
+            elif before == "user" or (before == "tool" and into_results):
+                _join(found, {**system, "role": before})
+            else:
+                _join(pending, {**system, "role": "user"})
+            continue
+        found += pending
+        if pending and message.get("role") == "user":
+            _join(found, message)
+        else:
+            found.append(message)
+        pending = []
+    return [*found, *pending]
+
+
+def _joined(given: list[Message]) -> list[Message]:
+    """Neighbours of one role are one message, but for results of calls."""
+    found: list[Message] = []
+    for message in given:
+        if message.get("role") == "tool":
+            found.append(message)
+        else:
+            _join(found, message)
+    return found
+
+
+def _join(found: list[Message], message: Message) -> None:
+    if found and found[-1].get("role") == message.get("role"):
+        found[-1] = _merged(found[-1], message)
+    else:
+        found.append(message)
+
+
+def _merged(first: Message, second: Message) -> Message:
+    merged = {**second, **first, "content": _both(first.get("content"), second.get("content"))}
+    calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
+    thoughts = [each.get("reasoning_content") for each in (first, second)]
+    if calls:
+        merged["tool_calls"] = calls
+    if any(thoughts):
+        merged["reasoning_content"] = _BETWEEN.join(filter(None, thoughts))
+    return merged
+
+
+def _both(first: Any, second: Any) -> Any:
+    """Two contents, each a text or a list of parts."""
+    if not first or not second:
+        return first or second or ""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}{_BETWEEN}{second}"
+    return [*_parts(first), *_parts(second)]
+
+
+def _parts(content: Any) -> list[Any]:
+    if isinstance(content, list):
+        return cast(list[Any], content)
+    return [{"type": "text", "text": content}]
+
+
+def _user_first(given: list[Message]) -> list[Message]:
+    """An empty turn of the user before an assistant's that comes first."""
+    place = 1 if given and given[0].get("role") == "system" else 0
+    if len(given) > place and given[place].get("role") == "user":
+        return given
+    return [*given[:place], {"role": "user", "content": ""}, *given[place:]]
+
+
+def _without_system(given: list[Message]) -> list[Message]:
+    """The system text in front of the first text of the user."""
+    if not given or given[0].get("role") != "system":
+        return _user_first(given)
+    system, (first, *rest) = given[0], _user_first(given[1:])
+    return [_merged({**system, "role": "user"}, first), *rest]

@@ -1,0 +1,226 @@
+"""Conversations that chat templates refuse as they are: rendered in another form, each turn's
+prompt being the beginning of the next one's."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cadenza.checkpoint import open_checkpoint
+from cadenza.errors import MessagesRefusedError
+from cadenza.frontend.answers import AnswerParsers
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.text.message_forms import other_forms
+from tests.cli.harness import write_model
+
+_TURN = "<|{{ m.role }}|>{{ m.content }}"
+_CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}{% endfor %}"
+_END = "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+SYSTEM_FIRST = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('a system message stands at the beginning') }}{% endif %}"
+    + _TURN
+    + _CALLS
+    + _END
+)
+"""As Qwen3.5's: a system message is the first one."""
+ALTERNATING = (
+    "{% if messages[0].role == 'system' %}"
+    "{{ raise_exception('there is no system role') }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles alternate: user, assistant, user, assistant') }}{% endif %}"
+    + _TURN
+    + _CALLS
+    + _END
+)
+"""As Gemma's: user and assistant in turns, and no system message."""
+CALLS_ASIDE = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% if not loop.first %}"
+    "{{ raise_exception('only one system message') }}{% endif %}"
+    "{% elif m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.n % 2 == 0) %}"
+    "{{ raise_exception('after the system message roles alternate') }}{% endif %}"
+    "{% set ns.n = ns.n + 1 %}{% endif %}" + _TURN + _CALLS + _END
+)
+"""As Mistral's: what calls tools, and their results, do not count among the turns."""
+ITEMS = (
+    "{% for m in messages %}"
+    + _TURN
+    + "{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments | items %}"
+    "<{{ k }}>{{ v }}{% endfor %}{% endfor %}" + _END
+)
+"""Goes over the members of arguments."""
+PLAIN = "{% for m in messages %}" + _TURN + _CALLS + _END
+
+TEMPLATES = {
+    "system first": SYSTEM_FIRST,
+    "alternating": ALTERNATING,
+    "calls aside": CALLS_ASIDE,
+    "items": ITEMS,
+    "plain": PLAIN,
+}
+
+
+def said(role: str, content: str, **members: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **members}
+
+
+def calling(arguments: Any) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return said("assistant", "", tool_calls=[call])
+
+
+@pytest.fixture(scope="module")
+def faces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextFrontend]:
+    found: dict[str, TextFrontend] = {}
+    for name, template in TEMPLATES.items():
+        folder: Path = write_model(tmp_path_factory.mktemp("models") / "strict")
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+        found[name] = TextFrontend(open_checkpoint(folder))
+    return found
+
+
+def rendered(face: TextFrontend, *messages: dict[str, Any]) -> str:
+    return face.render_chat(messages)[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "text"),
+    [
+        (
+            "system first",
+            [said("user", "a"), said("system", "s"), said("assistant", "b")],
+            "<|user|>a\n\ns<|end|><|assistant|>b<|end|>",
+        ),
+        (
+            "system first",
+            [calling({}), said("tool", "r"), said("system", "s"), said("assistant", "b")],
+            "<|assistant|><call>{}<|end|><|tool|>r<|end|><|user|>s<|end|><|assistant|>b<|end|>",
+        ),
+        (
+            "system first",
+            [said("system", "s"), said("system", "t"), said("user", "a")],
+            "<|system|>s\n\nt<|end|><|user|>a<|end|>",
+        ),
+        (
+            "system first",
+            [said("user", "a"), said("assistant", "b"), said("developer", "s"), said("user", "c")],
+            "<|user|>a<|end|><|assistant|>b<|end|><|developer|>s<|end|><|user|>c<|end|>",
+        ),
+        (
+            "alternating",
+            [said("system", "s"), said("user", "a"), said("user", "b")],
+            "<|user|>s\n\na\n\nb<|end|>",
+        ),
+        (
+            "alternating",
+            [said("assistant", "b"), said("assistant", "c"), said("user", "a")],
+            "<|user|><|end|><|assistant|>b\n\nc<|end|><|user|>a<|end|>",
+        ),
+        ("alternating", [said("system", "s")], "<|user|>s<|end|>"),
+        (
+            "alternating",
+            [said("system", "s"), said("assistant", "b"), said("system", "t"), said("user", "a")],
+            "<|user|>s<|end|><|assistant|>b<|end|><|user|>t\n\na<|end|>",
+        ),
+        (
+            "calls aside",
+            [said("user", "a"), calling({}), said("tool", "r"), said("system", "s")],
+            "<|user|>a<|end|><|assistant|><call>{}<|end|><|tool|>r\n\ns<|end|>",
+        ),
+        (
+            "items",
+            [said("user", "a"), calling('{"x": ')],
+            '<|user|>a<|end|><|assistant|><_raw>{"x": <|end|>',
+        ),
+        (
+            "plain",
+            [said("user", "a"), calling('{"x": ')],
+            '<|user|>a<|end|><|assistant|><call>"{\\"x\\": "<|end|>',
+        ),
+        (
+            "plain",
+            [said("assistant", "a"), said("system", "s"), said("system", "t")],
+            "<|assistant|>a<|end|><|system|>s<|end|><|system|>t<|end|>",
+        ),
+    ],
+)
+def test_a_conversation_is_rendered_as_given_or_in_the_first_form_that_is_taken(
+    faces: dict[str, TextFrontend], template: str, messages: list[dict[str, Any]], text: str
+) -> None:
+    assert rendered(faces[template], *messages) == f"{text}<|assistant|>"
+
+
+@pytest.mark.parametrize("template", ["system first", "calls aside"])
+def test_the_prompt_of_a_turn_begins_with_that_of_the_turn_before(
+    faces: dict[str, TextFrontend], template: str
+) -> None:
+    """A coding agent's: a system message behind each result of a call."""
+    face = faces[template]
+    conversation = [said("system", "rules"), said("user", "fix it"), said("system", "today")]
+    before = face.render_chat(conversation)[1]
+    for turn in range(20):
+        conversation.append(calling({"turn": turn}))
+        conversation.append(said("tool", f"result {turn}", tool_call_id="c1"))
+        conversation.append(said("system", f"{20 - turn} turns are left"))
+        if turn % 5 == 4:
+            conversation.append(said("assistant", "done"))
+            conversation.append(said("user", "go on"))
+        after = face.render_chat(conversation)[1]
+        assert after[: len(before)] == before, turn
+        before = after
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    roles=st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1, max_size=8)
+)
+def test_no_text_is_lost_or_moved_over_another_turn(roles: list[str]) -> None:
+    messages = [said(role, f"text-{place}.") for place, role in enumerate(roles)]
+    for form in other_forms(messages):
+        texts = "".join(message["content"] for message in form.messages)
+        places = [texts.find(message["content"]) for message in messages]
+        assert -1 not in places
+        assert places == sorted(places), (form.change, roles)
+
+
+def test_each_form_is_logged_once_and_strict_messages_refuse_them_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_model(tmp_path / "strict")
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": SYSTEM_FIRST}))
+    face = TextFrontend(open_checkpoint(folder))
+    messages = [said("user", "a"), said("system", "s")]
+    with caplog.at_level(logging.INFO):
+        assert rendered(face, *messages) == rendered(face, *messages)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "later system messages in user turns" in line
+    face = TextFrontend(open_checkpoint(folder), parsers=AnswerParsers(strict_messages=True))
+    with pytest.raises(MessagesRefusedError, match="a system message stands at the beginning"):
+        rendered(face, *messages)
+
+
+def test_a_conversation_that_no_form_of_is_taken_has_the_first_refusal(
+    faces: dict[str, TextFrontend],
+) -> None:
+    messages = [said("user", "a"), said("assistant", "b"), said("tool", "r")]
+    with pytest.raises(MessagesRefusedError, match="roles alternate"):
+        rendered(faces["alternating"], *messages)
+
+
+def test_an_open_ending_stays_open_in_every_form(faces: dict[str, TextFrontend]) -> None:
+    messages = [said("user", "a"), said("system", "s"), said("assistant", "so")]
+    kwargs = {"add_generation_prompt": False, "continue_final_message": True}
+    for name in ("system first", "alternating", "calls aside"):
+        text, _ = faces[name].render_chat(messages, template_kwargs=kwargs)
+        assert text.endswith("s<|end|><|assistant|>so"), name
