@@ -194,13 +194,11 @@ class ModelPool:
 
         Raises ApiError (429, 503) where a call is refused whichever model it is for.
         """
+        self.first.check_accepting()
         if not self._switches:
             limits = self.first.check_ready().limits
             self.first.check_room(limits)
             return limits.max_num_open_reqs
-        if self.first.is_refusing:
-            self.first.counts.reject("unavailable")
-            raise unavailable("draining")
         known = [each.limits for each in self.models]
         places = sum(limits.max_num_open_reqs for limits in known if limits is not None)
         return places + self._options.max_waiting

@@ -144,12 +144,15 @@ class ServedModel:
         if serving is not None:
             await serving.stop()
 
-    def check_ready(self) -> RequestCheck:
-        """The engine's check of requests. Raises ApiError (503) where it is not ready."""
-        status = self._engine.status()
+    def check_accepting(self) -> None:
+        """Raises ApiError (503) where the server is shutting down. Calls that came before go on."""
         if self.is_refusing:
             self.counts.reject("unavailable")
             raise unavailable("draining")
+
+    def check_ready(self) -> RequestCheck:
+        """The engine's check of requests. Raises ApiError (503) where it is not ready."""
+        status = self._engine.status()
         if not status.is_ready:
             self.counts.reject("unavailable")
             raise unavailable(UNAVAILABLE_CODES[status.state], status.retry_after_s)
