@@ -18,7 +18,7 @@ import typer
 
 from cadenza import __version__
 from cadenza.cli.options import EngineFlags, ModelFlag, flag
-from cadenza.cli.served_models import most_waiting, names_of, open_models, words_of
+from cadenza.cli.served_models import most_waiting, names_of, open_models, shared_out, words_of
 from cadenza.config import EngineConfig
 from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError
 
@@ -420,7 +420,10 @@ def _make(
         front_end_bytes=private_memory_bytes() or 0,
         bodies_bytes=flags.max_bodies_bytes,
     )
-    models = [each.served(names, process) for each, names in zip(opened, named, strict=True)]
+    processes = shared_out(process, opened, pool_options.max_loaded)
+    models = [
+        each.served(names, own) for each, names, own in zip(opened, named, processes, strict=True)
+    ]
     return Service(ModelPool(models, pool_options, options.clock), options)
 
 

@@ -125,3 +125,18 @@ def open_models(
         fixed = replace(config, revision=checkpoint.revision, chat_template=template)
         opened.append(OpenedModel(word=word, checkpoint=checkpoint, text=text, config=fixed))
     return opened
+
+
+def shared_out(
+    process: "ProcessOptions", opened: Sequence[OpenedModel], num_engines: int
+) -> "list[ProcessOptions]":
+    """The options of each model's process, with its share of the memory where several engines run
+    side by side. Raises ConfigError where their weights do not fit together."""
+    from cadenza.loading.memory import available_memory_bytes
+    from cadenza.loading.memory_shares import memory_shares, weight_bytes_of
+
+    if num_engines == 1:
+        return [process] * len(opened)
+    weights = [weight_bytes_of(each.checkpoint, each.config) for each in opened]
+    shares = memory_shares(weights, num_engines, available_memory_bytes())
+    return [replace(process, share_bytes=each, num_engines=num_engines) for each in shares]

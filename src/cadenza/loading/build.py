@@ -141,6 +141,8 @@ def plan_model(
         available = beside_others + memory.taken_bytes(
             process_bytes=traits.process_bytes, front_end_bytes=front_end_bytes_of(checkpoint)
         )
+        if memory.most_bytes is not None:
+            available = min(available, memory.most_bytes)
     draft = _plan_draft(checkpoint, config, traits, backends)
     beside = Beside(draft=draft, bodies_bytes=bodies_bytes)
     return make_plan(config, checkpoint, traits, available, beside)

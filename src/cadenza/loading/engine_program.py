@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from cadenza.backends import BACKENDS, Backends, find_backend
+from cadenza.config import EngineConfig
 from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start
 from cadenza.errors import ConfigError
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENOUGH_BYTES = 1 << 60
+GPU_SHARE = 0.75
+"""Of a GPU's memory, that engines take together unless --gpu-memory-utilization says otherwise."""
 
 
 def load_engine(
@@ -69,17 +72,37 @@ def open_start(
     on, also where a little less memory is free now; a warning tells it."""
     from cadenza.loading.build import open_planned
 
-    asked = start.model, start.config, backends
-    memory = replace(memory, front_end_bytes=start.front_end_bytes)
+    asked = start.model, _with_share_of_gpu(start, backends), backends
+    memory = replace(memory, front_end_bytes=start.front_end_bytes, most_bytes=start.share_bytes)
     try:
         return open_planned(*asked, memory, start.bodies_bytes)
     except ConfigError as error:
         if not start.is_restart:
-            raise
-        enough = replace(memory, least_bytes=_ENOUGH_BYTES)
+            raise _told_of_share(error, start) from error
+        enough = replace(memory, least_bytes=_ENOUGH_BYTES, most_bytes=None)
         opened = open_planned(*asked, enough, start.bodies_bytes)
         logger.warning("less memory is free than at the first start, whose plan is kept: %s", error)
         return opened
+
+
+def _with_share_of_gpu(start: Start, backends: Backends) -> EngineConfig:
+    """The configuration, with this engine's part of a GPU's memory."""
+    config, num_engines = start.config, start.num_engines
+    if num_engines == 1:
+        return config
+    if config.gpu_memory_utilization is not None:
+        return replace(config, gpu_memory_utilization=config.gpu_memory_utilization / num_engines)
+    find_backend(config.backend, backends).reserve_memory(GPU_SHARE / num_engines)
+    return config
+
+
+def _told_of_share(error: ConfigError, start: Start) -> ConfigError:
+    if start.share_bytes is None:
+        return error
+    return ConfigError(
+        f"{error} (this model's share of the memory is {start.share_bytes} bytes, since "
+        f"--max-loaded-models is {start.num_engines}; fewer have larger shares)"
+    )
 
 
 def load_libraries() -> None:

@@ -44,6 +44,7 @@ _VERSION_2 = _GroupFiles(
 class HostMemory:
     """The memory for this process: at least `least_bytes`. Files are read below `root`.
 
+    A plan takes `most_bytes` at most, whatever is available; None: no such bound.
     `front_end_bytes` are those that the front end's process has; None if there is no such process.
     """
 
@@ -51,6 +52,7 @@ class HostMemory:
     get_limit: GetLimit = resource.getrlimit
     least_bytes: int = 0
     front_end_bytes: int | None = None
+    most_bytes: int | None = None
 
     @property
     def available_bytes(self) -> int:

@@ -104,6 +104,7 @@ class ProcessOptions:
         max_unsent_bytes: of messages that the process has not read; above it the queue is full.
         front_end_bytes: private memory of this process, which the plan of memory counts.
         bodies_bytes: of all bodies that this process reads at the same time, at most.
+        share_bytes, num_engines: as in `Start`.
         count_oom_kills: processes that this machine has killed for want of memory.
     """
 
@@ -115,6 +116,8 @@ class ProcessOptions:
     max_unsent_bytes: int = 64 << 20
     front_end_bytes: int = 0
     bodies_bytes: int = 0
+    share_bytes: int | None = None
+    num_engines: int = 1
     count_oom_kills: Callable[[], int | None] = num_oom_kills
 
 
@@ -145,6 +148,8 @@ class EngineProcess:
             log_level=level,
             front_end_bytes=self._options.front_end_bytes,
             bodies_bytes=self._options.bodies_bytes,
+            share_bytes=self._options.share_bytes,
+            num_engines=self._options.num_engines,
         )
         self._supervision = Supervision(self._options.patience, clock())
         self._requests = OpenRequests(self._options.timeouts, clock)

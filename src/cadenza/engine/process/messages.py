@@ -41,6 +41,9 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         is_restart: `config` has the sizes that an earlier process planned.
         front_end_bytes: private memory of the front end's process; 0 if unknown.
         bodies_bytes: of all bodies that it reads at the same time, at most.
+        share_bytes: of the machine's memory, that this engine may take beside others of the same
+            front end; None: all that is available.
+        num_engines: of that front end, at the same time, which share a GPU's memory equally.
     """
 
     model: str | None
@@ -49,6 +52,8 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     is_restart: bool = False
     front_end_bytes: int = 0
     bodies_bytes: int = 0
+    share_bytes: int | None = None
+    num_engines: int = 1
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
