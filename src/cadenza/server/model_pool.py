@@ -339,7 +339,8 @@ class ModelPool:
 
     async def _load(self, entry: _Entry) -> None:
         model, turn = entry.model, entry.turn
-        logger.info("loads %s: %d requests wait for it", model.name, len(turn.waiting))
+        if turn.waiting:  # of the first load at the start the command tells
+            logger.info("loading %s: %d requests wait for it", model.name, len(turn.waiting))
         try:
             await self._load_in_some_size(model)
         except CadenzaError as error:
