@@ -1,7 +1,7 @@
 """Tokens a second of `cadenza serve --backend mlx` and of `mlx_lm.server`, one after the other.
 
 Both serve the bundled model on this machine and answer the same texts, from 1 and from 8 clients in
-a closed loop. A round warms up the server, then counts. Needs `cadenza[mlx]`.
+a closed loop. A round warms up the server, then counts. Needs the extra `mlx`.
 """
 
 import subprocess

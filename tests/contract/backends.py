@@ -72,7 +72,7 @@ COMPILING_BACKENDS = ("xla",)
 
 needs_mlx = pytest.mark.skipif(
     not all(map(find_spec, ("mlx", "mlx_lm"))),
-    reason="MLX is not installed: pip install 'cadenza[mlx]'",
+    reason="MLX is not installed: pip install '.[mlx]'",
 )
 BACKEND_PARAMS = [
     pytest.param(name, marks=needs_mlx) if name == "mlx" else pytest.param(name)

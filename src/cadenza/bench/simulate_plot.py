@@ -35,7 +35,7 @@ def check_plot(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: the folder {path.parent} does not exist; make it")
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; run `pip install 'cadenza[plot]'`")
+        raise ConfigError("--plot needs matplotlib; run `pip install matplotlib`")
 
 
 def plot_simulation(found: Simulated, path: Path) -> None:

@@ -4,6 +4,7 @@ Owns the traits of a device. Imports neither MLX nor mlx-lm before it is asked f
 a missing installation is explained.
 """
 
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -35,6 +36,9 @@ calls of 64 tokens. The kernels are slow, so `verify` plays no longer prompts th
 
 GPU_SPAN = 512
 """Metal's and CUDA's kernels are chosen by the size of a call, too."""
+
+_INSTALL = f"pip install {'mlx[cpu]' if sys.platform == 'linux' else 'mlx'!r} mlx-lm"
+"""Of the packages themselves: it works wherever this package was installed from."""
 
 POISON = 1000.0
 """A large number: MLX multiplies masked values by 0, which would spread NaN."""
@@ -132,5 +136,5 @@ class MlxBackend:
         if missing:
             raise ConfigError(
                 f"--backend mlx needs {' and '.join(missing)}, which this installation lacks; "
-                f"pip install 'cadenza[mlx]', or choose another --backend"
+                f"{_INSTALL}, or choose another --backend"
             )

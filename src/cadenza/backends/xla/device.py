@@ -52,7 +52,7 @@ def find_device(name: str) -> Any:
         devices = []
     if index >= len(devices):
         available = ", ".join(sorted({device.platform for device in jax.devices()}))
-        install = "" if kind == "cpu" else f"pip install 'cadenza[{kind}]', or "
+        install = "" if kind == "cpu" else f"pip install 'jax[{kind}]', or "
         raise DeviceUnavailableError(
             f"--device {name}: this machine has {len(devices)} devices of that kind that JAX can "
             f"use; JAX sees {available}. Remedy: {install}choose another device"
