@@ -7,6 +7,7 @@ start are errors of the run and never count as caught.
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -19,10 +20,11 @@ import tomllib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import cast
+from threading import Lock
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -106,6 +108,81 @@ class SuiteRun:
     @property
     def tail(self) -> str:
         return "\n".join(self.output.strip().splitlines()[-15:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictFile:
+    """What was found at one commit, as lines of JSON: an interrupted run goes on from there.
+
+    Runs of other commits may stand in the same file. Errors of a run are not kept.
+    """
+
+    path: Path
+    commit: str
+    _adding: Lock = field(default_factory=Lock)
+
+    def outcomes(self, mutants: Iterable[Mutant]) -> dict[str, Outcome]:
+        by_name = {mutant.name: mutant for mutant in mutants}
+        return {
+            name: Outcome(
+                mutant=by_name[name],
+                verdict=Verdict[line["verdict"]],
+                detail=line["detail"],
+                seconds=line["seconds"],
+            )
+            for line in self._lines()
+            if (name := line.get("mutant")) in by_name
+        }
+
+    def sound_suites(self) -> set[str]:
+        """Those that passed without a mutant."""
+        return {suite for line in self._lines() for suite in line.get("sound", ())}
+
+    def add_outcome(self, outcome: Outcome) -> None:
+        if outcome.verdict not in {Verdict.BROKEN, Verdict.TIMED_OUT}:
+            self._add(
+                mutant=outcome.mutant.name,
+                verdict=outcome.verdict.name,
+                detail=outcome.detail,
+                seconds=round(outcome.seconds, 1),
+            )
+
+    def add_sound(self, suites: Iterable[str]) -> None:
+        self._add(sound=list(suites))
+
+    def _lines(self) -> list[dict[str, Any]]:
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        lines = [cast(dict[str, Any], json.loads(line)) for line in _whole_lines(text).splitlines()]
+        return [line for line in lines if line["commit"] == self.commit]
+
+    def _add(self, **found: object) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"commit": self.commit, **found})
+        with self._adding:
+            text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+            self.path.write_text(f"{_whole_lines(text)}{line}\n", encoding="utf-8")
+
+
+def _whole_lines(text: str) -> str:
+    """Without a last line that was cut by a kill."""
+    return text[: text.rfind("\n") + 1]
+
+
+def verdict_file(path: Path, root: Path) -> VerdictFile:
+    """The file for the commit of `root`. Raises MutantsError where `root` has other changes."""
+    try:
+        status = _git(root, "status", "--porcelain")
+        commit = _git(root, "rev-parse", "HEAD")
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise MutantsError(f"--resume needs a git checkout: {error}") from None
+    if status:
+        raise MutantsError("--resume keeps verdicts by commit; commit or stash these:\n" + status)
+    return VerdictFile(path=path, commit=commit)
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 # --- the table and its patches --------------------------------------------------------------------
@@ -318,7 +395,9 @@ def try_mutant(base: Path, mutant: Mutant, *, isas: Mapping[str, str], timeout_s
     return Outcome(mutant=mutant, verdict=verdict, detail=detail, seconds=seconds)
 
 
-def prepare(base: Path, mutants: Sequence[Mutant], timeout_s: float) -> dict[str, str]:
+def prepare(
+    base: Path, mutants: Sequence[Mutant], timeout_s: float, kept: VerdictFile | None = None
+) -> dict[str, str]:
     """Checks that every patch applies and that the tests pass without mutants; returns the ISAs.
 
     Raises:
@@ -335,9 +414,14 @@ def prepare(base: Path, mutants: Sequence[Mutant], timeout_s: float) -> dict[str
     if needs_build:
         build_native(base, [])
     suites = dict.fromkeys(suite for mutant in mutants for suite in mutant.suites)
-    tests = run_tests(base, suites, timeout_s * max(1, len(mutants)))
-    if tests.returncode != 0:
-        raise MutantsError(f"the tests fail without any mutant:\n{tests.tail}")
+    sound = kept.sound_suites() if kept is not None else set[str]()
+    left = [suite for suite in suites if suite not in sound]
+    if left:
+        tests = run_tests(base, left, timeout_s * max(1, len(mutants)))
+        if tests.returncode != 0:
+            raise MutantsError(f"the tests fail without any mutant:\n{tests.tail}")
+        if kept is not None:
+            kept.add_sound(left)
     return isas_in_use(base) if needs_build else {}
 
 
@@ -353,30 +437,48 @@ def copy_of_sources(root: Path, mutant: Mutant) -> Generator[Path]:
         yield Path(folder)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How mutants are run; `kept` has verdicts and gets new ones, None tries every mutant."""
+
+    jobs: int = 1
+    timeout_s: float = TIMEOUT_S
+    kept: VerdictFile | None = None
+
+
 def run_all(
     root: Path,
     mutants: Sequence[Mutant],
     *,
     console: Console,
-    jobs: int = 1,
-    timeout_s: float = TIMEOUT_S,
+    options: RunOptions | None = None,
 ) -> list[Outcome]:
     """Runs the tests without mutants, then with each mutant; prints each verdict at once.
 
     Raises:
         MutantsError: a patch does not apply, or a test fails without any mutant.
     """
+    options = options or RunOptions()
+    kept = options.kept
 
     def try_one(mutant: Mutant) -> Outcome:
-        outcome = try_mutant(base, mutant, isas=isas, timeout_s=timeout_s)
+        outcome = try_mutant(base, mutant, isas=isas, timeout_s=options.timeout_s)
         line = f"{outcome.verdict.value}: {mutant.name} ({outcome.seconds:.0f} s)"
         console.print(line, markup=False, highlight=False)
+        if kept is not None:
+            kept.add_outcome(outcome)
         return outcome
 
-    with copy_of(root) as base, ThreadPoolExecutor(jobs) as pool:
-        console.print(f"running the tests of {len(mutants)} mutants without any of them …")
-        isas = prepare(base, mutants, timeout_s)
-        return list(pool.map(try_one, mutants))
+    found = kept.outcomes(mutants) if kept is not None else dict[str, Outcome]()
+    left = [mutant for mutant in mutants if mutant.name not in found]
+    if found:
+        console.print(f"{len(found)} verdicts of this commit are known, {len(left)} are left")
+    if left:
+        with copy_of(root) as base, ThreadPoolExecutor(options.jobs) as pool:
+            console.print(f"running the tests of {len(left)} mutants without any of them …")
+            isas = prepare(base, left, options.timeout_s, kept)
+            found |= {outcome.mutant.name: outcome for outcome in pool.map(try_one, left)}
+    return [found[mutant.name] for mutant in mutants]
 
 
 def report(outcomes: Sequence[Outcome], console: Console) -> None:
@@ -401,6 +503,15 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     parser.add_argument("names", nargs="*", help="mutants to run; all without any")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default: 1)")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for one's tests")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=root / "build" / "mutants.jsonl",
+        metavar="FILE",
+        help="keep verdicts in FILE (default: build/mutants.jsonl), and go on from those of this "
+        "commit",
+    )
     parser.add_argument("--list", action="store_true", help="list the mutants and run none")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -414,9 +525,9 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
             for mutant in chosen:
                 console.print(f"{mutant.name}: {mutant.breaks}", markup=False, highlight=False)
             return 0
-        outcomes = run_all(
-            root, chosen, console=console, jobs=options.jobs, timeout_s=options.timeout
-        )
+        kept = None if options.resume is None else verdict_file(options.resume, root)
+        how = RunOptions(jobs=options.jobs, timeout_s=options.timeout, kept=kept)
+        outcomes = run_all(root, chosen, console=console, options=how)
     except MutantsError as error:
         console.print(f"mutants: {error}", style="red", markup=False, highlight=False)
         return 2

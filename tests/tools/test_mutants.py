@@ -1,6 +1,7 @@
 """`tools/mutants.py` on a toy tree: each verdict; and every committed patch still applies."""
 
 import io
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,16 @@ import pytest
 from rich.console import Console
 
 from tools import mutants
-from tools.mutants import ROOT, Mutant, MutantsError, Outcome, SuiteRun, Verdict
+from tools.mutants import (
+    ROOT,
+    Mutant,
+    MutantsError,
+    Outcome,
+    RunOptions,
+    SuiteRun,
+    Verdict,
+    VerdictFile,
+)
 
 SOURCE = "src/cadenza/__init__.py"
 SOUND = 'def half(number: int) -> int:\n    """Rounded down."""\n    return number // 2\n'
@@ -130,6 +140,40 @@ def test_a_mutant_without_which_tests_fail_is_not_tried(
     code, output = printed(tree, capsys)
     assert code == 2
     assert "the tests fail without any mutant" in output
+
+
+def test_a_run_that_was_interrupted_goes_on_at_the_same_commit(tree: Path):
+    add(tree, "caught", patch_of("number // 2", "-(-number // 2)"))
+    add(tree, "survives", patch_of("number // 2", "min(number // 2, 1000)"))
+    both = mutants.load_mutants(tree)
+    path = tree / "build" / "verdicts.jsonl"
+    kept = VerdictFile(path=path, commit="a" * 40)
+    first = Outcome(mutant=both[0], verdict=Verdict.CAUGHT, detail="by itself", seconds=1.0)
+    kept.add_outcome(first)
+    kept.add_outcome(
+        Outcome(mutant=both[1], verdict=Verdict.TIMED_OUT, detail="tried again", seconds=1.0)
+    )
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"commit": "a line that a kill has cut')
+    ran = mutants.run_all(
+        tree, both, console=Console(file=io.StringIO()), options=RunOptions(kept=kept)
+    )
+    assert ran[0] == first
+    assert ran[1].verdict is Verdict.SURVIVED
+    assert kept.sound_suites() == {"tests/test_half.py"}
+    assert VerdictFile(path=path, commit="b" * 40).outcomes(both) == {}
+
+
+def test_verdicts_are_kept_of_what_is_committed_only(tree: Path):
+    with pytest.raises(MutantsError, match="needs a git checkout"):
+        mutants.verdict_file(tree / "verdicts", tree)
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", tree, *name, *command], check=True)
+    assert len(mutants.verdict_file(tree / "verdicts", tree).commit) == 40
+    (tree / "new").write_text("")
+    with pytest.raises(MutantsError, match=r"commit or stash these:\n.*new"):
+        mutants.verdict_file(tree / "verdicts", tree)
 
 
 def test_a_hang_is_a_catch_only_where_it_is_said_to_be(
