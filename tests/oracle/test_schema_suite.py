@@ -27,23 +27,30 @@ pytestmark = pytest.mark.oracle
 
 EOS, VOCAB_SIZE = 0, 2560
 
-NARROWER = frozenset({"allOf", "const", "email", "enum", "format", "ipv6", "type"})
+NARROWER = frozenset(
+    "additionalProperties allOf anyOf const email enum format ipv6 properties type "
+    "unevaluatedProperties vocabulary".split()
+)
 """Files with valid instances that are no answers: numbers such as 1.0 for 1, properties in another
-order than a constant's or an `allOf`'s, addresses in rare notations, and texts that a format
-refuses, which is no more than an annotation there."""
+order than a constant's or an `allOf`'s, members beside `properties` that nothing asks for,
+addresses in rare notations, and texts that a format refuses, which is no more than an annotation
+there."""
+
+ANNOTATIONS = frozenset(
+    "idn-email idn-hostname iri iri-reference json-pointer regex relative-json-pointer "
+    "uri-reference uri-template".split()
+)
+"""Files of formats that are annotations, so that any text is an answer."""
 
 LEAP_SECONDS = frozenset({"date-time", "time"})
 
 CONDITIONS = ("if", "then", "else")
 REFUSED = {
-    **{
-        name: (name,)
-        for name in ("not", "uniqueItems", "propertyNames", "dependentSchemas", "dependentRequired")
-    },
+    **{name: (name,) for name in ("not", "uniqueItems", "dependentSchemas", "dependentRequired")},
     **{name: ("contains", name) for name in ("contains", "minContains", "maxContains")},
     "if-then-else": CONDITIONS,
     "unevaluatedItems": ("unevaluatedItems", *CONDITIONS),
-    "unevaluatedProperties": ("unevaluatedProperties", *CONDITIONS),
+    "unevaluatedProperties": ("unevaluatedProperties", "oneOf", *CONDITIONS),
 }
 """Files of keywords that cannot be enforced: a refusal names at least one of these."""
 
@@ -75,7 +82,7 @@ class Judge:
 
 def grammar_or_problem(schema: Any) -> tuple[str, str | None]:
     try:
-        grammar = grammar_of(StructuredOutput(json=schema))
+        grammar = grammar_of(StructuredOutput(json=schema, strict=True))
     except InvalidRequestError as error:
         return "", str(error)
     return grammar, check_grammar(grammar)
@@ -112,12 +119,14 @@ def test_no_invalid_instance_is_an_answer_and_valid_ones_are(suite: Path):
             is_allowed = judge.allows(grammar, ordered(group["schema"], case["data"]))
             counts[f"valid {case['valid']} allowed {is_allowed}"] += 1
             is_narrower = name in NARROWER or (name in LEAP_SECONDS and "leap" in str(case))
+            if name in ANNOTATIONS and is_allowed:
+                continue
             if is_allowed != case["valid"] and not (case["valid"] and is_narrower):
                 wrong.append(f"{name}: {group['description']}: {case['description']}")
     assert wrong == []
     assert counts["valid True allowed True"] > 450
     assert counts["valid False allowed False"] > 350
-    assert counts["valid True allowed False"] < 45
+    assert counts["valid True allowed False"] < 50
     assert counts["refused"] < 220
 
 
