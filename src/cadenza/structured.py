@@ -1,14 +1,14 @@
-"""What an answer's text must be: `StructuredOutput` as a client asks for it, and `ConstraintSpec`,
-to which the text front end resolves it.
+"""What an answer's text must be: `StructuredOutput` as a client asks for it, `ConstraintSpec`, to
+which the text front end resolves it, and `Constraint`, which says what may follow in a stream.
 
 Owns the bounds on their size. Knows no tokens and no grammar. Invariant: a `StructuredOutput` asks
 for exactly one thing.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 from cadenza.errors import InvalidRequestError, show
 
@@ -173,6 +173,63 @@ class ConstraintSpec:
     def is_needed(self) -> bool:
         """Whether an answer without the constraint would not be what was asked for."""
         return self.grammar is not None or self.thinking is not None
+
+
+class Constraint(Protocol):
+    """Which tokens may follow in one stream, as the text so far decides it.
+
+    A constraint is data of its own sequence. Its state is a function of the tokens that it
+    accepted, so that it is rebuilt from them wherever the stream goes on.
+    """
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing may follow: the stream ends after its last token."""
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """True if it cannot go on: a limit was reached, or a token was accepted that it forbids."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Takes the stream's next token."""
+        ...
+
+    def allowed(self) -> bytes:
+        """One bit for each token of the vocabulary, the least significant first; bits beyond the
+        vocabulary have no meaning."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """The next tokens, as far as it is known that no others may follow."""
+        ...
+
+    def fork(self) -> "Constraint | None":
+        """A constraint of the same state, to try drafts on, until the next fork is made; None as
+        long as it is being compiled.
+
+        Nothing that it accepts, and no limit that it reaches, changes this one.
+        """
+        ...
+
+
+class PendingConstraint(Protocol):
+    """A constraint that is being compiled on another thread."""
+
+    def done(self) -> bool: ...
+
+    def cancel(self) -> bool:
+        """Not to be compiled any more; False if that has begun. Nothing may be asked of it then."""
+        ...
+
+    def result(self, timeout: float | None = None) -> Constraint | None:
+        """Waits at most `timeout` seconds; None if it cannot be compiled. Raises TimeoutError."""
+        ...
+
+
+CompileConstraint = Callable[[ConstraintSpec], PendingConstraint]
+"""Starts compiling a constraint, which has accepted no token."""
 
 
 def _refused(problem: str) -> InvalidRequestError:

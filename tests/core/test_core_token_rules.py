@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from cadenza.core.constraint import Constraint
 from cadenza.core.sequence import Sequence
 from cadenza.core.token_rules import ruling_fields
 from cadenza.request import Request, SamplingParams
-from cadenza.structured import ConstraintSpec, ThinkingBound
+from cadenza.structured import Constraint, ConstraintSpec, ThinkingBound
 
 PROMPT = (1, 2, 3)
 BOUND = ThinkingBound(begin=None, end=9, max_tokens=4)

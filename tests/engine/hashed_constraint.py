@@ -8,11 +8,10 @@ import hashlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from cadenza.core.constraint import Constraint
 from cadenza.core.sequence import Sequence
 from cadenza.core.token_rules import RuleLayout
 from cadenza.request import Request
-from cadenza.structured import ConstraintSpec
+from cadenza.structured import Constraint, ConstraintSpec
 
 NEVER = "never"
 """The grammar that cannot be compiled."""

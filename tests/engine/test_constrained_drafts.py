@@ -12,7 +12,7 @@ import pytest
 
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.batch import Batch, BatchEntry
-from cadenza.core.constraint import Constraint, Lookahead
+from cadenza.core.constraint import Lookahead
 from cadenza.core.drafts import Drafting
 from cadenza.core.packing import Packer
 from cadenza.core.scheduler import Scheduler
@@ -22,7 +22,7 @@ from cadenza.core.step_schema import NO_RULES, ModelInputs
 from cadenza.engine.compiling import Compiling
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
-from cadenza.structured import ConstraintSpec
+from cadenza.structured import Constraint, ConstraintSpec
 from tests.engine.hashed_constraint import PHRASES, SHORT, STEADY, Compiled, HashedConstraint
 from tests.engine.simulation import (
     Client,

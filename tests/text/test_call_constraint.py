@@ -9,10 +9,9 @@ import jsonschema_rs
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.core.constraint import Constraint
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer, ToolUse
 from cadenza.loading.build import constraint_compiler
-from cadenza.structured import CallRule, ConstraintSpec
+from cadenza.structured import CallRule, Constraint, ConstraintSpec
 from cadenza.text import Tokenizer
 from cadenza.text.answer_grammar import Tool
 from cadenza.text.grammar_check import check_grammar

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cadenza.core.constraint import Constraint
+from cadenza.structured import Constraint
 from cadenza.text.token_constraint import GrammarConstraint
 
 

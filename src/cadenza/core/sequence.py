@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from cadenza.core.constraint import Constraint
 from cadenza.core.drafts import Drafting
 from cadenza.core.pooling import Pool
 from cadenza.core.prompt_rows import PromptRowsProgress
 from cadenza.events import FinishReason
 from cadenza.request import Request, SamplingParams
+from cadenza.structured import Constraint
 
 MAX_FORCED_TOKENS = 16
 """Tokens that are appended at once because no others may follow; a step computes them together."""

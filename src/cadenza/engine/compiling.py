@@ -8,8 +8,8 @@ cancelled.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cadenza.core.constraint import CompileConstraint, Constraint, PendingConstraint
 from cadenza.core.sequence import Sequence
+from cadenza.structured import CompileConstraint, Constraint, PendingConstraint
 
 WAIT_S = 0.05
 """Longest wait of an engine that has nothing else to do."""

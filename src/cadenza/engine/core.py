@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from cadenza.backends.base import PageCopier, Runner
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.core.admission import RESERVED_OUTPUT, Admission
-from cadenza.core.constraint import CompileConstraint
 from cadenza.core.drafts import Drafting
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.packing import Packer
@@ -41,6 +40,7 @@ from cadenza.errors import EngineClosedError, QueueFullError
 from cadenza.events import Event, Finished
 from cadenza.request import Request
 from cadenza.speculative_config import SpeculativeConfig
+from cadenza.structured import CompileConstraint
 
 logger = logging.getLogger(__name__)
 

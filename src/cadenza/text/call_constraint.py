@@ -8,14 +8,13 @@ something else within the same token, the text goes on unconstrained.
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from cadenza.structured import CallRule
+from cadenza.structured import CallRule, Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-    from cadenza.text.token_constraint import GrammarConstraint
 
 MAX_BEGIN_CHARS = 512
 """Of a call's beginning; of so many last characters it is known whether one is in them."""
@@ -91,8 +90,22 @@ class CallWatch:
         return bool(self._thinking)
 
 
+class CallGrammar(Constraint, Protocol):
+    """The constraint of one call, which is that of the next one, too."""
+
+    def restart(self) -> None:
+        """Forgets what it accepted."""
+        ...
+
+    def begin_with(self, token_ids: Sequence[int]) -> bool:
+        """Accepts all of these tokens, or none of them; whether it has."""
+        ...
+
+    def fork(self) -> "CallGrammar | None": ...
+
+
 class CallConstraint:
-    """The constraint of one stream (`core.constraint.Constraint`).
+    """The constraint of one stream (`structured.Constraint`).
 
     Args:
         watch: None: nothing is constrained any more.
@@ -106,7 +119,7 @@ class CallConstraint:
     def __init__(
         self,
         watch: CallWatch | None,
-        call: "GrammarConstraint | None",
+        call: CallGrammar | None,
         vocab_size: int,
         *,
         is_fork: bool = False,
@@ -162,7 +175,7 @@ class CallConstraint:
         call = self._call.fork()
         return None if call is None else CallConstraint(watch, call, self._vocab_size, is_fork=True)
 
-    def _leave_if_over(self, call: "GrammarConstraint") -> None:
+    def _leave_if_over(self, call: CallGrammar) -> None:
         if call.has_failed:
             self._watch, self._is_in_call = None, False
             self._has_failed = self._is_fork

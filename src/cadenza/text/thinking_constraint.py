@@ -5,13 +5,9 @@ token is forced only where the constraint below allows it.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from cadenza.structured import ThinkingBound
-
-if TYPE_CHECKING:
-    from cadenza.text.call_constraint import CallConstraint
-    from cadenza.text.token_constraint import GrammarConstraint
+from cadenza.structured import Constraint, ThinkingBound
 
 
 class Thought(NamedTuple):
@@ -23,7 +19,7 @@ class Thought(NamedTuple):
 
 
 class ThinkingConstraint:
-    """The constraint of one stream (`core.constraint.Constraint`).
+    """The constraint of one stream (`structured.Constraint`).
 
     Args:
         vocab_size: of the model.
@@ -37,7 +33,7 @@ class ThinkingConstraint:
         self,
         bound: ThinkingBound,
         vocab_size: int,
-        inner: "GrammarConstraint | CallConstraint | None",
+        inner: Constraint | None,
         thought: Thought | None = None,
     ) -> None:
         self._bound = bound

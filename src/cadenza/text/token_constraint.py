@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from cadenza.structured import CallRule, ConstraintSpec
+from cadenza.structured import CallRule, Constraint, ConstraintSpec
 from cadenza.text.call_constraint import CallConstraint, CallWatch
 from cadenza.text.grammar import LIMITS
 from cadenza.text.thinking_constraint import ThinkingConstraint
@@ -69,7 +69,7 @@ NOT_FORCED = ForcedText()
 
 
 class GrammarConstraint:
-    """The constraint of one stream (`core.constraint.Constraint`).
+    """The constraint of one stream (`structured.Constraint`).
 
     Args:
         matcher: of the grammar; it has accepted nothing.
@@ -178,9 +178,6 @@ class GrammarConstraint:
         return True
 
 
-StreamConstraint = GrammarConstraint | ThinkingConstraint | CallConstraint
-
-
 class ConstraintCompiler:
     """Compiles constraints over a tokenizer.json.
 
@@ -210,33 +207,31 @@ class ConstraintCompiler:
         """Waits for `start_loading`; whether the tokenizer can be used."""
         return self._thread.submit(self._load).result() is not None
 
-    def compile(self, spec: ConstraintSpec) -> "Future[StreamConstraint | None]":
+    def compile(self, spec: ConstraintSpec) -> "Future[Constraint | None]":
         """Compiles on the thread; None if the grammar cannot be followed."""
         if spec.grammar is not None:
             return self._thread.submit(self._compile, spec, spec.grammar)
         if spec.calls is not None:
             return self._thread.submit(self._compile_calls, spec, spec.calls)
-        done: Future[StreamConstraint | None] = Future()
+        done: Future[Constraint | None] = Future()
         done.set_result(self._bounded(spec, None))
         return done
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _bounded(
-        self, spec: ConstraintSpec, inner: GrammarConstraint | CallConstraint | None
-    ) -> StreamConstraint | None:
+    def _bounded(self, spec: ConstraintSpec, inner: Constraint | None) -> Constraint | None:
         """Within the bound of thinking, if there is one."""
         if spec.thinking is None:
             return inner
         return ThinkingConstraint(spec.thinking, self._vocab_size, inner)
 
-    def _compile(self, spec: ConstraintSpec, grammar: str) -> StreamConstraint | None:
+    def _compile(self, spec: ConstraintSpec, grammar: str) -> Constraint | None:
         tokens = self._load()
         made = None if tokens is None else self._constraint(tokens, grammar)
         return None if made is None else self._bounded(spec, made)
 
-    def _compile_calls(self, spec: ConstraintSpec, rule: CallRule) -> StreamConstraint | None:
+    def _compile_calls(self, spec: ConstraintSpec, rule: CallRule) -> Constraint | None:
         """Calls are not constrained where their grammar cannot be followed."""
         tokens = self._load()
         call = None if tokens is None else self._constraint(tokens, rule.grammar)

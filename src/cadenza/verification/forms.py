@@ -8,8 +8,13 @@ four tokens.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cadenza.core.constraint import CompileConstraint, Constraint, PendingConstraint
-from cadenza.structured import ConstraintSpec, StructuredOutput
+from cadenza.structured import (
+    CompileConstraint,
+    Constraint,
+    ConstraintSpec,
+    PendingConstraint,
+    StructuredOutput,
+)
 from cadenza.text.grammar import grammar_of
 from cadenza.text.token_constraint import ConstraintCompiler
 from cadenza.verification.workload import Arrival

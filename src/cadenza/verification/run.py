@@ -20,7 +20,6 @@ from cadenza.checkpoint import (
     write_random_checkpoint,
 )
 from cadenza.config import EngineConfig, EngineLimits, KVCacheDType, Quantization
-from cadenza.core.constraint import CompileConstraint
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.errors import ConfigError
@@ -33,6 +32,7 @@ from cadenza.loading.build import (
     plan_model,
 )
 from cadenza.loading.plan import EnginePlan, pages_at_once, with_pool
+from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import MASK_FAULTS, Forms, make_forms
 from cadenza.verification.gate import Gate, GateResult, ReferenceKind, ReportProgress, Witness
 from cadenza.verification.modes import MakeCore
