@@ -90,7 +90,7 @@ class CallWatch:
         return bool(self._thinking)
 
 
-class CallGrammar(Constraint, Protocol):
+class RestartableConstraint(Constraint, Protocol):
     """The constraint of one call, which is that of the next one, too."""
 
     def restart(self) -> None:
@@ -101,7 +101,7 @@ class CallGrammar(Constraint, Protocol):
         """Accepts all of these tokens, or none of them; whether it has."""
         ...
 
-    def fork(self) -> "CallGrammar | None": ...
+    def fork(self) -> "RestartableConstraint | None": ...
 
 
 class CallConstraint:
@@ -119,7 +119,7 @@ class CallConstraint:
     def __init__(
         self,
         watch: CallWatch | None,
-        call: CallGrammar | None,
+        call: RestartableConstraint | None,
         vocab_size: int,
         *,
         is_fork: bool = False,
@@ -175,7 +175,7 @@ class CallConstraint:
         call = self._call.fork()
         return None if call is None else CallConstraint(watch, call, self._vocab_size, is_fork=True)
 
-    def _leave_if_over(self, call: CallGrammar) -> None:
+    def _leave_if_over(self, call: RestartableConstraint) -> None:
         if call.has_failed:
             self._watch, self._is_in_call = None, False
             self._has_failed = self._is_fork
