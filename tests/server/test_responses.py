@@ -361,9 +361,31 @@ def test_a_tenant_reaches_only_its_own_responses(
             "not",
         ),
         ({"reasoning": {"summary": "detailed"}}, "reasoning", "summary"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "'web_search' is not built"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "those of the type function are served"),
-        ({"tools": [{"type": "custom", "name": "apply_patch"}]}, "tools", "custom"),
+        ({"tools": [{"type": "file_search"}]}, "tools", "'file_search' is not built"),
+        ({"tools": [{"type": "file_search"}]}, "tools", "those of the type function are served"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "custom",
+                        "name": "apply_patch",
+                        "format": {"type": "grammar", "syntax": "lark", "definition": "start: A"},
+                    }
+                ]
+            },
+            "tools",
+            "a custom tool with a grammar is not built",
+        ),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            "tool_choice",
+            "a function with its name",
+        ),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "tool_choice",
+            "no tools",
+        ),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tools": [{**NOW, "paramters": {}}]}, "tools", "did you mean parameters?"),
         ({"tools": [{**NOW, "defer_loading": True}]}, "tools", "defer_loading"),

@@ -6,8 +6,8 @@ event, whose response has the items of the events before; a response that is sto
 it has begun, and again when it has ended.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +18,7 @@ from cadenza.server.endpoints.blocks import Block, BlockEvent, BlockReader
 from cadenza.server.errors import ApiError
 from cadenza.server.request_log import Usage
 from cadenza.server.response_store import ResponseStore, StoredResponse
+from cadenza.server.schemas.response_tools import ResponseTool, text_of_input
 from cadenza.server.sse import KEEP_ALIVE, PromptInfo
 
 Status = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
@@ -42,6 +43,7 @@ class ResponseFrame:
         fields: the object without status, output and usage.
         input: the input items, with their ids, as JSON; only what is stored needs them.
         store: where it is stored; None: nowhere.
+        tools: those that may be called, by their names in calls.
     """
 
     request_id: str
@@ -49,6 +51,7 @@ class ResponseFrame:
     input: bytes
     tenant: str
     store: ResponseStore | None
+    tools: Mapping[str, ResponseTool] = field(default_factory=dict[str, ResponseTool])
 
 
 class ResponseEncoder:
@@ -141,20 +144,37 @@ class ResponseEncoder:
         status = "in_progress" if not block.is_ended else "incomplete" if is_cut else "completed"
         common = {"id": self._item_id(block), "status": status}
         if block.kind == "tool_call":
-            return {
-                **common,
-                "type": "function_call",
-                "call_id": block.call_id,
-                "name": block.name,
-                "arguments": block.text if block.is_ended else "",
-            }
+            return {**common, **self._call(block)}
         content = [_part(block, block.text)] if block.is_ended else []
         if block.kind == "reasoning":
             rest = {"summary": [], "content": content, "encrypted_content": None}
             return {**common, "type": "reasoning", **rest}
         return {**common, "type": "message", "role": "assistant", "content": content}
 
+    def _call(self, block: Block) -> dict[str, Any]:
+        """A call under the name and in the form of the tool that the client gave."""
+        tool = self._frame.tools.get(block.name or "")
+        name = block.name if tool is None else tool.own_name
+        text = block.text if block.is_ended else ""
+        if self._is_custom(block):
+            text = text_of_input(text) if text else ""
+            return {
+                "type": "custom_tool_call",
+                "call_id": block.call_id,
+                "name": name,
+                "input": text,
+            }
+        space = {} if tool is None or tool.namespace is None else {"namespace": tool.namespace}
+        call = {"type": "function_call", "call_id": block.call_id, "name": name}
+        return {**call, "arguments": text, **space}
+
+    def _is_custom(self, block: Block) -> bool:
+        tool = self._frame.tools.get(block.name or "")
+        return tool is not None and tool.kind == "custom"
+
     def _item_id(self, block: Block) -> str:
+        if self._is_custom(block):
+            return f"ctc_{self._frame.request_id}_{block.index}"
         return f"{_ITEM_PREFIXES[block.kind]}_{self._frame.request_id}_{block.index}"
 
     def _event(self, name: str, /, **members: Any) -> bytes:
@@ -188,13 +208,20 @@ class ResponseEncoder:
     def _grown(self, event: BlockEvent) -> Iterator[bytes]:
         block = event.block
         rest: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+        if self._is_custom(block):
+            return  # its text is known at its end
         yield self._within(f"{_content_name(block)}.delta", block, delta=event.text, **rest)
 
     def _ended(self, event: BlockEvent) -> Iterator[bytes]:
         block, name = event.block, f"{_content_name(event.block)}.done"
         match block.kind:
+            case "tool_call" if self._is_custom(block):
+                text, name = text_of_input(block.text), "custom_tool_call_input"
+                yield self._within(f"{name}.delta", block, delta=text)
+                yield self._within(f"{name}.done", block, input=text)
             case "tool_call":
-                yield self._within(name, block, name=block.name, arguments=block.text)
+                called = self._call(block)["name"]
+                yield self._within(name, block, name=called, arguments=block.text)
             case "reasoning":
                 yield self._within(name, block, text=block.text)
             case "content":

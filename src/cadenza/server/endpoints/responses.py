@@ -39,6 +39,7 @@ from cadenza.server.schemas.generation import LabelledBody, SamplingField, sampl
 from cadenza.server.schemas.items import REFERENCE, InputItems, messages_of, with_system
 from cadenza.server.schemas.messages import Messages, template_variables
 from cadenza.server.schemas.reasoning import BUDGET, BUDGET_HELP
+from cadenza.server.schemas.response_tools import ResponseTool, ResponseTools
 from cadenza.server.schemas.responses import (
     TEXT_FORM,
     AskedForm,
@@ -48,7 +49,7 @@ from cadenza.server.schemas.responses import (
     TextOptions,
 )
 from cadenza.server.schemas.thinking import AskedThinking, ThinkingSwitches
-from cadenza.server.schemas.tools import FlatToolChoice, FlatTools, has_constrained_calls, tool_use
+from cadenza.server.schemas.tools import FlatToolChoice, has_constrained_calls, tool_use
 from cadenza.server.sse import AnswerHead, StreamEncoder, Usage
 from cadenza.structured import StructuredOutput
 from cadenza.text.answer_grammar import Tool
@@ -80,7 +81,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         sampling_type("max_tokens"), "Most new tokens (default: the rest)."
     )
     stop = SamplingField("Texts that end the answer.", None)
-    tools = optional(FlatTools(), "Functions that the answer may call.")
+    tools = optional(ResponseTools(), "Functions and custom tools that the answer may call.")
     tool_choice = optional(
         FlatToolChoice(), "none; auto: the model decides; required; or a function that is called."
     )
@@ -208,6 +209,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
             input=self._given,
             tenant=self._context.tenant,
             store=self._context.responses if self._is_stored else None,
+            tools={tool.name: tool for tool in self.tools or ()},
         )
         return ResponseEncoder(frame, usage)
 
@@ -264,7 +266,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         return {
             "metadata": self.metadata or {},
             "text": {"format": self._text_format.given, **_given(verbosity=self._verbosity)},
-            "tools": [_shown_tool(tool) for tool in self.tools or ()],
+            "tools": _shown_tools(self.tools or ()),
         }
 
 
@@ -339,6 +341,17 @@ def _shown_choice(choice: str | None) -> str | dict[str, str]:
     if choice is None or not choice.startswith(":"):
         return choice or "auto"
     return {"type": "function", "name": choice[1:]}
+
+
+def _shown_tools(tools: Sequence[ResponseTool]) -> list[Mapping[str, Any]]:
+    """As they were given: a namespace once, and a custom tool as its object."""
+    shown: list[Mapping[str, Any]] = []
+    for tool in tools:
+        if tool.given is None:
+            shown.append(_shown_tool(tool))
+        elif not shown or shown[-1] is not tool.given:
+            shown.append(tool.given)
+    return shown
 
 
 def _shown_tool(tool: Tool) -> Mapping[str, Any]:

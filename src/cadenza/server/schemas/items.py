@@ -21,6 +21,7 @@ from cadenza.server.schemas.field_types import (
     refuse,
 )
 from cadenza.server.schemas.messages import MAX_MESSAGES
+from cadenza.server.schemas.response_tools import arguments_of_input, flat_name
 from cadenza.server.schemas.text_parts import PART_TEXT, TextParts, checked_object
 
 REFERENCE = "item_reference"
@@ -76,7 +77,25 @@ class _FunctionCall(_Data):
     id = optional(_ID)
     status = label(_LABEL)
     caller = label(_LABEL)
-    namespace = label(_LABEL)
+    namespace = optional(String(max_chars=128), "That of the function.")
+
+
+class _CustomCall(_Data):
+    type = required(OneOf(("custom_tool_call",)))
+    call_id = required(_ID)
+    name = required(String(min_chars=1, max_chars=128))
+    input = optional(PART_TEXT, default="")
+    id = optional(_ID)
+    status = label(_LABEL)
+    namespace = optional(String(max_chars=128))
+
+
+class _CustomResult(_Data):
+    type = required(OneOf(("custom_tool_call_output",)))
+    call_id = required(_ID)
+    output = optional(_TEXTS, default=())
+    id = optional(_ID)
+    status = label(_LABEL)
 
 
 class _FunctionResult(_Data):
@@ -107,6 +126,8 @@ ITEMS: Mapping[str, type[DeclaredObject]] = {
     "message": _Message,
     "function_call": _FunctionCall,
     "function_call_output": _FunctionResult,
+    "custom_tool_call": _CustomCall,
+    "custom_tool_call_output": _CustomResult,
     "reasoning": _Reasoning,
 }
 
@@ -152,7 +173,7 @@ def _item(name: str, value: object) -> dict[str, Any]:
             if members["role"] != "assistant" and "content" not in members:
                 raise invalid_value(f"{name}.content is missing; it is needed here", name)
             return _message_item(members)
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             return {
                 **members,
                 "output": "\n".join(members.get("output", ())),
@@ -161,6 +182,8 @@ def _item(name: str, value: object) -> dict[str, Any]:
         case "function_call":
             arguments = members.get("arguments", "")
             return {**members, "arguments": arguments, "status": "completed"}
+        case "custom_tool_call":
+            return {**members, "input": members.get("input", ""), "status": "completed"}
         case "reasoning":
             return _reasoning_item(members)
         case "item_reference":
@@ -191,12 +214,16 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         is_turn = bool(found) and found[-1]["role"] == "assistant"
         turn = found[-1] if is_turn else None
         match item["type"]:
-            case "function_call":
-                called[item["call_id"]] = item["name"]
-                function = {"name": item["name"], "arguments": item["arguments"]}
+            case "function_call" | "custom_tool_call":
+                name = flat_name(item.get("namespace"), item["name"])
+                called[item["call_id"]] = name
+                arguments = item.get("arguments")
+                if arguments is None:
+                    arguments = arguments_of_input(item["input"])
+                function = {"name": name, "arguments": arguments}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 _turn(found, turn).setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 found.append(_result(item, called))
             case "reasoning":
                 text = _joined(item.get("content") or item["summary"])

@@ -57,7 +57,7 @@ class FlatTools:
     """A list of functions whose members lie beside their type, as in Responses."""
 
     def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        return checked_tools(name, value, _flat_tool)
+        return checked_tools(name, value, flat_function)
 
     def schema(self) -> Schema:
         members = {"type": {"enum": ["function"]}, **MEMBERS_OF_TOOL}
@@ -99,7 +99,7 @@ def _checked_choice(
         if members.get("type") == "allowed_tools":
             raise not_built(name, "a choice of allowed tools")
         chosen = named_in(members).get("name")
-        if members.get("type") == "function" and isinstance(chosen, str) and chosen:
+        if members.get("type") in ("function", "custom") and isinstance(chosen, str) and chosen:
             return f":{chosen}"
     wanted = "none, auto, required, or a function with its name"
     raise refuse(name, cast(object, value), wanted)
@@ -248,7 +248,8 @@ def _nested_tool(name: str, members: dict[str, Any]) -> Tool:
     return _function(name, function)
 
 
-def _flat_tool(name: str, members: dict[str, Any]) -> Tool:
+def flat_function(name: str, members: dict[str, Any]) -> Tool:
+    """A function whose members lie beside its type. Raises ApiError (400)."""
     check_tool_type(name, members, "function")
     if members.get("type") != "function":
         raise refuse(name, members, 'tools such as {"type": "function", "name": …}')

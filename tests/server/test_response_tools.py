@@ -1,0 +1,149 @@
+"""Tools of responses that are no functions: custom ones, namespaces, those of OpenAI's servers."""
+
+import json
+from typing import Any
+
+import pytest
+
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.server.schemas.items import InputItems, messages_of
+from cadenza.server.schemas.response_tools import ResponseTools, text_of_input
+from tests.server.harness import RunningServer, running_server
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.test_responses import NOW, PATH, respond, streamed
+
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
+SPACE = {
+    "type": "namespace",
+    "name": "mcp__files",
+    "description": "Files.",
+    "tools": [NOW, {**NOW, "name": "then"}],
+}
+TOOLS = [NOW, PATCH, SPACE, {"type": "local_shell"}, {"type": "web_search", "filters": None}]
+WROTE = {"name": "apply_patch", "arguments": {"input": "*** Begin\n+é"}}
+CALLED = {"name": "mcp__files__then", "arguments": {}}
+
+
+def said(text: TextFrontend, *calls: dict[str, Any]) -> tuple[int, ...]:
+    written = [f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>" for call in calls]
+    return text.encode("\n".join(written), add_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def calling(loaded: Any) -> Any:
+    """A server of a model that calls a custom tool and one of a namespace."""
+    ids = said(loaded.text, WROTE, CALLED)
+    with running_server(
+        ScriptedEngine(ids, vocab_size=4096, max_model_len=2048), loaded.text
+    ) as server:
+        yield server, {"tools": TOOLS, "max_output_tokens": len(ids)}
+
+
+def test_tools_become_functions_of_their_own_names() -> None:
+    found = ResponseTools().check("tools", TOOLS)
+    assert [tool.name for tool in found] == [
+        "now",
+        "apply_patch",
+        "mcp__files__now",
+        "mcp__files__then",
+    ]
+    assert found[1].parameters == {
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    assert [tool.namespace for tool in found] == [None, None, "mcp__files", "mcp__files"]
+
+
+def test_a_custom_tools_call_is_an_item_with_its_text(calling: Any) -> None:
+    server, fields = calling
+    whole = respond(server, **fields)
+    wrote, called = whole["output"]
+    assert (wrote["type"], wrote["name"], wrote["input"]) == (
+        "custom_tool_call",
+        "apply_patch",
+        "*** Begin\n+é",
+    )
+    assert (called["type"], called["name"], called["namespace"]) == (
+        "function_call",
+        "then",
+        "mcp__files",
+    )
+    shown = [{**NOW, "strict": False}, PATCH, SPACE]
+    assert whole["tools"] == shown
+
+
+def test_its_events_have_the_text_and_the_names_that_were_given(calling: Any) -> None:
+    server, fields = calling
+    events = streamed(server, **fields)
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert names == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        names[-1],
+    ]
+    assert events[2]["item"]["input"] == ""
+    assert events[3]["delta"] == events[4]["input"] == events[5]["item"]["input"]
+    assert events[3]["item_id"] == events[5]["item"]["id"]
+    assert events[8]["name"] == events[9]["item"]["name"] == "then"
+    assert [item["type"] for item in events[-1]["response"]["output"]] == [
+        "custom_tool_call",
+        "function_call",
+    ]
+
+
+def test_hosted_tools_are_left_out_and_told(scripted: RunningServer) -> None:
+    body = {"input": "the fox", "max_output_tokens": 4, "tools": TOOLS[3:]}
+    answer = scripted.post(PATH, body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-cadenza-ignored"] == "tools.local_shell, tools.web_search"
+
+
+def test_calls_of_the_history_have_the_names_and_arguments_that_a_template_knows() -> None:
+    items = [
+        {"type": "custom_tool_call", "call_id": "1", "name": "apply_patch", "input": "+a"},
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "done"},
+        {"type": "function_call", "call_id": "2", "name": "then", "namespace": "mcp__files"},
+        {
+            "type": "function_call_output",
+            "call_id": "2",
+            "output": [{"type": "input_text", "text": "x"}],
+        },
+    ]
+    first, done, second, last = messages_of(InputItems().check("input", items))
+    calls = [turn["tool_calls"][0]["function"] for turn in (first, second)]
+    assert calls == [
+        {"name": "apply_patch", "arguments": '{"input": "+a"}'},
+        {"name": "mcp__files__then", "arguments": ""},
+    ]
+    assert (done["name"], done["content"]) == ("apply_patch", "done")
+    assert (last["name"], last["content"]) == ("mcp__files__then", "x")
+
+
+def test_a_turn_goes_on_from_the_calls_of_a_stored_response(calling: Any) -> None:
+    server, fields = calling
+    first = respond(server, **fields)
+    result = {
+        "type": "custom_tool_call_output",
+        "call_id": first["output"][0]["call_id"],
+        "output": "patched",
+    }
+    second = respond(server, **fields, input=[result], previous_response_id=first["id"])
+    assert second["previous_response_id"] == first["id"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [('{"input": "a"}', "a"), ("a", "a"), ('{"in', '{"in'), ('{"input": 1}', '{"input": 1}')],
+)
+def test_the_text_of_a_call_is_its_input_or_what_the_model_wrote(arguments: str, text: str) -> None:
+    assert text_of_input(arguments) == text
