@@ -1,6 +1,6 @@
 """`ConstraintCompiler`: grammars become constraints over the tokens of one tokenizer.
 
-Owns the token table and the thread that compiles grammars. Knows no requests. Invariant: a
+Owns the token table and the threads that compile grammars. Knows no requests. Invariant: a
 constraint shares no state with another one, so that what a stream may continue with, and at which
 token it reaches a limit, depends on its own tokens alone. Copies of a matcher would share their
 lexer, whose states count against the limits; so every constraint has a matcher of its own, and
@@ -11,14 +11,16 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cadenza.structured import CallRule, Constraint, ConstraintSpec
 from cadenza.text.call_constraint import CallConstraint, CallWatch
+from cadenza.text.compile_threads import CompileThreads
 from cadenza.text.grammar import LIMITS
 from cadenza.text.thinking_constraint import ThinkingConstraint
 from cadenza.text.tokenizer import TokenizerSource
@@ -194,31 +196,34 @@ class ConstraintCompiler:
         self._eos_token_ids = list(eos_token_ids)
         self._tokens: LLTokenizer | None = None
         self._has_failed = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cadenza-grammar")
+        self._loading = Lock()
+        self._threads = CompileThreads()
 
     def start_loading(self) -> None:
-        """Makes the token table on the thread; otherwise the first constraint waits for it.
+        """Makes the token table on a thread; otherwise the first constraint waits for it.
 
         That holds the GIL: for 0.1 s with a small vocabulary, for seconds with a large one.
         """
-        self._thread.submit(self._load)
+        self._threads.submit(0, self._load)
 
     def has_loaded(self) -> bool:
         """Waits for `start_loading`; whether the tokenizer can be used."""
-        return self._thread.submit(self._load).result() is not None
+        return self._threads.submit(0, self._load).result() is not None
 
     def compile(self, spec: ConstraintSpec) -> "Future[Constraint | None]":
-        """Compiles on the thread; None if the grammar cannot be followed."""
+        """Compiles on a thread, small grammars first; None if it cannot be followed."""
         if spec.grammar is not None:
-            return self._thread.submit(self._compile, spec, spec.grammar)
+            work = partial(self._compile, spec, spec.grammar)
+            return self._threads.submit(len(spec.grammar), work)
         if spec.calls is not None:
-            return self._thread.submit(self._compile_calls, spec, spec.calls)
+            calls = partial(self._compile_calls, spec, spec.calls)
+            return self._threads.submit(len(spec.calls.grammar), calls)
         done: Future[Constraint | None] = Future()
         done.set_result(self._bounded(spec, None))
         return done
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _bounded(self, spec: ConstraintSpec, inner: Constraint | None) -> Constraint | None:
         """Within the bound of thinking, if there is one."""
@@ -245,20 +250,21 @@ class ConstraintCompiler:
 
         limits = LLParserLimits(**LIMITS)
         make = partial(LLMatcher, tokens, grammar, log_level=0, limits=limits)
-        made = GrammarConstraint(make(), partial(self._thread.submit, make))
+        made = GrammarConstraint(make(), partial(self._threads.submit, len(grammar), make))
         made.allowed()  # the first mask is often the slowest
         return None if made.has_failed else made
 
     def _load(self) -> "LLTokenizer | None":
-        """The token table; None if the library cannot use the tokenizer. On the thread only."""
-        if self._tokens is None and not self._has_failed:
-            try:
-                self._tokens = self._make_tokens()
-            except Exception:
-                logger.warning("no structured outputs: the tokenizer is of an unknown kind")
-                logger.debug("the tokenizer cannot be used", exc_info=True)
-                self._has_failed = True
-        return self._tokens
+        """The token table; None if the library cannot use the tokenizer."""
+        with self._loading:
+            if self._tokens is None and not self._has_failed:
+                try:
+                    self._tokens = self._make_tokens()
+                except Exception:
+                    logger.warning("no structured outputs: the tokenizer is of an unknown kind")
+                    logger.debug("the tokenizer cannot be used", exc_info=True)
+                    self._has_failed = True
+            return self._tokens
 
     def _make_tokens(self) -> "LLTokenizer":
         from llguidance import LLTokenizer
