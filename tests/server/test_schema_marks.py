@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cadenza.server.ignored_names import IGNORED_HEADER
 from tests.server.harness import MODEL, RunningServer
 
 ASKED = [{"role": "user", "content": "Which?"}]
@@ -91,3 +92,11 @@ def test_repeated_items_are_told(bundled: RunningServer) -> None:
     (choice,) = bundled.post("/v1/chat/completions", body).json()["choices"]
     assert json.loads(choice["message"]["content"]) == ["a", "a"]
     assert choice["x_schema_valid"] is False
+
+
+def test_formats_that_are_not_followed_are_named_in_a_header(bundled: RunningServer) -> None:
+    schema = {"format": "path", "anyOf": [{"format": "x y"}, {"format": "date"}]}
+    body = {"messages": ASKED, **HOT, "response_format": chat_format({**schema, "enum": [1]})}
+    answer = bundled.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[IGNORED_HEADER] == "format.path, format.x%20y"

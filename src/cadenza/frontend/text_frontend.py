@@ -358,6 +358,12 @@ class TextFrontend:
         form = read_form(structured, self._style)
         return cast(str, structured.json) if form.unenforced else None
 
+    def ignored_formats(self, structured: StructuredOutput | None) -> tuple[str, ...]:
+        """The formats of a schema that are annotations."""
+        if structured is None or structured.kind != "json":
+            return ()
+        return read_form(structured, self._style).annotations
+
     def _resolve_pooling(self, params: PoolingParams) -> PoolingParams:
         default = self._pooling
         if default.pooling is None:

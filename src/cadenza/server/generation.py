@@ -140,6 +140,9 @@ class Generation:
             except CadenzaError as error:
                 raise error_of(error, model.engine_state, request.param_of) from error
             service.check_id(exchange.request_id)
+            structured = prepared[0].request.params.structured if prepared else None
+            formats = model.text.ignored_formats(structured)
+            exchange.extra_headers += service.ignored_names.format_headers(formats)
             job = service.submit(prepared, model, exchange.tenant, record)
         streamed = request.stream_encoder(head, record.usage, model.text)
         encoder = streamed or request.encoder(head, record.usage, model.text)

@@ -34,3 +34,17 @@ class IgnoredNames:
                 name,
             )
         return ((IGNORED_HEADER, ", ".join(shown)),)
+
+    def format_headers(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """Of the formats in a request's schema that are not followed."""
+        if not names:
+            return ()
+        shown = ["format." + quote(name, safe="", errors="backslashreplace")[:64] for name in names]
+        for name in shown:
+            self._notices.tell(
+                name,
+                "%s of a schema is an annotation here, which no answer is held to (said once for "
+                "each name)",
+                name,
+            )
+        return ((IGNORED_HEADER, ", ".join(shown[:16])),)
