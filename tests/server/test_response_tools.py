@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.server.endpoints.chat import ChatRequest
+from cadenza.server.errors import ApiError
 from cadenza.server.schemas.items import InputItems, messages_of
+from cadenza.server.schemas.messages import Messages
 from cadenza.server.schemas.response_tools import ResponseTools, text_of_input
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
@@ -147,3 +150,56 @@ def test_a_turn_goes_on_from_the_calls_of_a_stored_response(calling: Any) -> Non
 )
 def test_the_text_of_a_call_is_its_input_or_what_the_model_wrote(arguments: str, text: str) -> None:
     assert text_of_input(arguments) == text
+
+
+CHAT_TOOLS = [
+    {"type": "function", "function": {"name": "now"}},
+    {"type": "custom", "custom": {"name": "apply_patch", "description": "Edits files."}},
+]
+
+
+def test_a_chat_has_custom_tools_too(loaded: Any) -> None:
+    ids = said(loaded.text, WROTE, {"name": "now", "arguments": {}})
+    body = {
+        "messages": [{"role": "user", "content": "fix it"}],
+        "tools": CHAT_TOOLS,
+        "max_tokens": len(ids),
+    }
+    engine = ScriptedEngine(ids, vocab_size=4096, max_model_len=2048)
+    with running_server(engine, loaded.text) as server:
+        whole = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        events = server.events("/v1/chat/completions", {**body, "stream": True})
+        again = [*body["messages"], whole, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+        assert server.post("/v1/chat/completions", {**body, "messages": again}).status_code == 200
+    streamed_calls = [
+        call
+        for event in events[:-1]
+        for choice in event["choices"]
+        for call in choice["delta"].get("tool_calls", ())
+    ]
+    for calls in (whole["tool_calls"], streamed_calls):
+        assert [(call["type"], call[call["type"]]) for call in calls] == [
+            ("custom", {"name": "apply_patch", "input": "*** Begin\n+é"}),
+            ("function", {"name": "now", "arguments": "{}"}),
+        ]
+
+
+def test_a_custom_tool_may_be_chosen_by_its_name_and_one_with_a_grammar_is_refused() -> None:
+    asked = [{"role": "user", "content": "x"}]
+    choice = {"type": "custom", "custom": {"name": "apply_patch"}}
+    body = {"messages": asked, "tools": CHAT_TOOLS, "tool_choice": choice}
+    request = ChatRequest(ChatRequest.check(body))
+    use = request.tool_use()
+    assert use is not None
+    assert use.named == "apply_patch"
+    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: A"}}
+    custom = {**CHAT_TOOLS[1]["custom"], "format": form}  # type: ignore[dict-item]
+    with pytest.raises(ApiError, match="a custom tool with a grammar is not built"):
+        ChatRequest.check({"messages": asked, "tools": [{"type": "custom", "custom": custom}]})
+
+
+def test_a_custom_call_of_a_chats_history_has_an_object_for_the_template() -> None:
+    call = {"id": "1", "type": "custom", "custom": {"name": "apply_patch", "input": "+a"}}
+    (turn,) = Messages().check("messages", [{"role": "assistant", "tool_calls": [call]}])
+    function = {"name": "apply_patch", "arguments": {"input": "+a"}}
+    assert turn["tool_calls"] == [{"id": "1", "type": "function", "function": function}]

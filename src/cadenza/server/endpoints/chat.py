@@ -37,8 +37,9 @@ from cadenza.server.schemas.reasoning import (
     VERBOSITY,
     VERBOSITY_HELP,
 )
+from cadenza.server.schemas.response_tools import ChatTools, is_custom, text_of_input
 from cadenza.server.schemas.thinking import AskedThinking, ThinkingSwitches
-from cadenza.server.schemas.tools import ToolChoice, Tools, has_constrained_calls, tool_use
+from cadenza.server.schemas.tools import ToolChoice, has_constrained_calls, tool_use
 from cadenza.server.sse import AnswerHead, ChoiceObject, PromptInfo, StreamEncoder, Usage
 
 
@@ -53,7 +54,7 @@ class ChatRequest(ConversationBody, ThinkingSwitches, ChoicesRequest):
     top_logprobs = optional(LOGPROBS, "And of this many likeliest; with logprobs.")
     thinking_token_budget = optional(BUDGET, BUDGET_HELP)
     verbosity = optional(VERBOSITY, VERBOSITY_HELP)
-    tools = optional(Tools(), "Functions that the answer may call.")
+    tools = optional(ChatTools(), "Functions and custom tools that the answer may call.")
     tool_choice = optional(
         ToolChoice(), "none; auto: the model decides; required; or a function that is called."
     )
@@ -158,6 +159,7 @@ class ChatChoices:
         # Copies of what is read for every token.
         self._num_top_logprobs = request.num_top_logprobs
         self._shows_ids = request.return_token_ids
+        self._custom = {tool.name for tool in request.tools or () if is_custom(tool)}
         # A token is then shown even where it adds no text.
         self._shows_tokens = self._num_top_logprobs is not None or self._shows_ids
         self._begun: set[int] = set()
@@ -195,7 +197,7 @@ class ChatChoices:
 
     def _delta(self, index: int, parts: Sequence[OutputPart]) -> dict[str, Any]:
         delta: dict[str, Any] = {**_joined_parts(parts)}
-        calls = [_call_object(part) for part in parts if part.name is not None]
+        calls = [self._call(part) for part in parts if part.name is not None]
         if calls:
             first = self._num_calls.get(index, 0)
             self._num_calls[index] = first + len(calls)
@@ -206,7 +208,7 @@ class ChatChoices:
     def whole(self, index: int, output: CompletionOutput, request: RequestOutput) -> ChoiceObject:
         del request  # as in `part`
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
-        calls = [_call_object(part) for part in output.parts or () if part.name is not None]
+        calls = [self._call(part) for part in output.parts or () if part.name is not None]
         if output.parts is not None:
             message |= {"content": None if calls else "", **_joined_parts(output.parts)}
         if calls:
@@ -219,6 +221,13 @@ class ChatChoices:
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids if self._shows_ids else None,
         }
+
+    def _call(self, part: OutputPart) -> dict[str, Any]:
+        if part.name in self._custom:
+            custom = {"name": part.name, "input": text_of_input(part.text)}
+            return {"id": new_call_id(), "type": "custom", "custom": custom}
+        function = {"name": part.name, "arguments": part.text}
+        return {"id": new_call_id(), "type": "function", "function": function}
 
     def about_prompt(self, request: PromptInfo | None) -> dict[str, Any] | None:
         found: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
@@ -254,14 +263,6 @@ def _joined_parts(parts: Sequence[OutputPart]) -> dict[str, str]:
             for name in PART_FIELDS[part.kind]:
                 found[name] = found.get(name, "") + part.text
     return found
-
-
-def _call_object(part: OutputPart) -> dict[str, Any]:
-    return {
-        "id": new_call_id(),
-        "type": "function",
-        "function": {"name": part.name, "arguments": part.text},
-    }
 
 
 def _finish_reason(output: CompletionOutput, *, has_calls: bool) -> str | None:

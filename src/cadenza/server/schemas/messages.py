@@ -198,6 +198,8 @@ def _tool_call(name: str, item: object) -> dict[str, Any]:
     function = members_of(call.get("function")) or members_of(call.get("custom")) or call
     called = function.get("name")
     arguments = cast(object, function.get("arguments", function.get("input")))
+    if "custom" in call and isinstance(arguments, str):
+        arguments = {"input": arguments}
     described: dict[str, Any] = {
         "type": "function",
         "function": {

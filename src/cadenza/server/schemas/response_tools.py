@@ -1,4 +1,4 @@
-"""Tools of /v1/responses: functions, those in namespaces, and custom tools, which take a text.
+"""Tools that are no functions: custom ones, which take a text, and those in namespaces.
 
 Owns how each becomes a function that a chat template knows, and what it was. Knows no notation of
 calls. Invariant: a call of a tool is returned under the name and in the form that the client gave.
@@ -15,10 +15,12 @@ from cadenza.server.schemas.field_types import Schema, members_of, refuse
 from cadenza.server.schemas.tools import (
     MEMBERS_OF_TOOL,
     FlatTools,
+    Tools,
     check_tool_members,
     checked_tools,
     flat_function,
     make_tool,
+    nested_function,
     tool_schema,
     tools_schema,
 )
@@ -78,6 +80,33 @@ class ResponseTools:
         }
         kinds = [FlatTools().schema()["items"], custom, space, hosted]
         return tools_schema({"anyOf": kinds})
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTools:
+    """`tools` of a chat: functions, and custom tools."""
+
+    def check(self, name: str, value: object) -> tuple[Tool, ...]:
+        return checked_tools(name, value, _read_nested)
+
+    def schema(self) -> Schema:
+        members = {"type": {"enum": ["custom"]}, "custom": {"type": "object"}}
+        custom = tool_schema(members, ("type", "custom"))
+        return tools_schema({"anyOf": [Tools().schema()["items"], custom]})
+
+
+def _read_nested(name: str, members: dict[str, Any]) -> Tool:
+    if members.get("type") != "custom":
+        return nested_function(name, members)
+    check_tool_members(name, members, "type", "custom")
+    custom = members.get("custom")
+    if not isinstance(custom, dict):
+        raise refuse(name, members, 'tools such as {"type": "custom", "custom": {"name": …}}')
+    return _custom(name, cast(dict[str, Any], custom))
+
+
+def is_custom(tool: Tool) -> bool:
+    return isinstance(tool, ResponseTool) and tool.kind == "custom"
 
 
 def flat_name(namespace: str | None, name: str) -> str:

@@ -40,7 +40,7 @@ class Tools:
     """A list of functions."""
 
     def check(self, name: str, value: object) -> tuple[Tool, ...]:
-        return checked_tools(name, value, _nested_tool)
+        return checked_tools(name, value, nested_function)
 
     def schema(self) -> Schema:
         function = tool_schema(MEMBERS_OF_TOOL, ("name",))
@@ -70,7 +70,9 @@ class ToolChoice:
     behind a colon."""
 
     def check(self, name: str, value: object) -> str:
-        return _checked_choice(name, value, lambda members: members_of(members.get("function")))
+        return _checked_choice(
+            name, value, lambda members: members_of(members.get(str(members.get("type"))))
+        )
 
     def schema(self) -> Schema:
         named: Schema = {"type": "object", "required": ["type", "function"]}
@@ -237,7 +239,8 @@ _UNSUPPORTED_MEMBERS: Mapping[str, tuple[str, object]] = {
 """What each asks for, and the value that does not."""
 
 
-def _nested_tool(name: str, members: dict[str, Any]) -> Tool:
+def nested_function(name: str, members: dict[str, Any]) -> Tool:
+    """A function in a member of its own, as in chat. Raises ApiError (400)."""
     check_tool_type(name, members, "function")
     if not isinstance(members.get("function"), dict):
         raise refuse(name, members, _WANTED)
